@@ -1,0 +1,18 @@
+"""Maps the top-level folders to import names: kernels/ is outrider.kernels, protos/outrider/target is outrider.target, and so on.
+
+The rest of the packaging is in pyproject.toml. The generic roots carry no __init__.py, so that no top-level `kernels` or
+`shared` package is ever installed, and `outrider` itself is a namespace.
+"""
+
+from pathlib import Path
+
+from setuptools import find_namespace_packages, setup
+
+ROOT = Path(__file__).parent
+ROOTS = {"outrider.kernels": "kernels", "outrider.shared": "shared", "outrider.services": "services", "outrider.train": "train", "outrider.bench": "bench"}
+PROTOS = Path("protos") / "outrider"
+
+roots = ROOTS | {f"outrider.{path.name}": str(PROTOS / path.name) for path in sorted((ROOT / PROTOS).iterdir()) if path.is_dir()}
+packages = [name for package, folder in roots.items() for name in (package, *(f"{package}.{sub}" for sub in find_namespace_packages(folder, exclude=["__pycache__*", "*.__pycache__*", "results*"])))]
+
+setup(packages=[*packages, "outrider.models.demo"], package_dir={**roots, "outrider.models.demo": "models/demo"})
