@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-EMBED_SCALE = 4.0
+EMBED_SCALE = 16.0
 DEFAULT_AUX = "published"
 
 
@@ -48,7 +48,7 @@ def make_toy_target(
     """Save a random Llama in Hugging Face layout (fp32 safetensors) and return `path`.
 
     Args:
-        planted: 0 = random weights; otherwise the scale of the planted rule in the logits (3 leaves a
+        planted: 0 = random weights; otherwise the scale of the planted rule in the logits (2 to 3 leaves a
             distribution at temperature 1 that is sharp but not deterministic). Needs ``vocab_size <= hidden_size`` and untied embeddings.
         max_shard_size: As in transformers; a small value makes a sharded checkpoint.
         config_overrides: Further `LlamaConfig` arguments, e.g. ``rope_scaling`` or ``eos_token_id``.
