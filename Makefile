@@ -1,0 +1,92 @@
+# Outrider needs Python >= 3.11 and make; every target makes its own .venv first. See README.md.
+#   make demo                      answer a prompt through all three services
+#   make test                      the tests that need no root and no GPU
+# Another package index, e.g. for the CPU build of torch:
+#   make demo EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+#   make demo INDEX_URL=https://my.mirror/simple
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INDEX_FLAGS := $(if $(INDEX_URL),--index-url $(INDEX_URL)) $(if $(EXTRA_INDEX_URL),--extra-index-url $(EXTRA_INDEX_URL))
+# What the installed versions depend on: a change of it makes the stamps stale.
+PINS := $(shell cat constraints.txt pyproject.toml setup.py | cksum | tr ' ' -)
+SERVE_STAMP := $(VENV)/.serve-$(PINS)
+DEV_STAMP := $(VENV)/.dev-$(PINS)
+
+export OMP_NUM_THREADS ?= 1
+export TRITON_CACHE_DIR ?= $(CURDIR)/.cache/triton
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+PYTEST := $(BIN)/python -m pytest -q
+STUBS := $(BIN)/python scripts/stubs.py
+
+.PHONY: demo test test-kernels test-gpu lint typecheck imports stubs stubs-check package-test test-compose bench setup dev clean
+
+demo: $(SERVE_STAMP)
+	$(BIN)/outrider demo
+
+test: $(DEV_STAMP)
+	$(PYTEST) tests/unit tests/law tests/rpc tests/integration tests/contract
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
+
+test-kernels: $(DEV_STAMP)
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
+
+# On a GPU host: kernels compiled, the embedded pair served with CUDA.
+test-gpu: $(DEV_STAMP)
+	$(PYTEST) -m gpu tests/gpu
+
+bench: $(SERVE_STAMP)
+	$(BIN)/outrider bench
+
+lint: $(DEV_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/buf lint
+
+typecheck: $(DEV_STAMP) .typecheck/outrider
+	$(BIN)/mypy -p outrider
+
+imports: $(DEV_STAMP)
+	$(BIN)/lint-imports
+
+stubs: $(DEV_STAMP)
+	$(STUBS) write
+
+stubs-check: $(DEV_STAMP)
+	$(STUBS) check
+
+# Builds sdist and wheel, compares them, installs the wheel alone in a venv of its own and serves one request from it.
+package-test: $(DEV_STAMP)
+	$(PYTEST) --timeout 900 tests/packaging
+
+# Needs a Docker engine: DOCKER_HOST, or LOCAL_DOCKER=path of a helper that starts one (tests/compose says what it must do).
+LOCAL_DOCKER ?= $(wildcard ../shared/tools/local-docker)
+test-compose: $(DEV_STAMP)
+	LOCAL_DOCKER=$(LOCAL_DOCKER) $(PYTEST) -s --timeout 1800 tests/compose
+
+setup: $(SERVE_STAMP)
+dev: $(DEV_STAMP)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Outrider needs Python >= 3.11; say which: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "python3 -m venv failed: install your system's python3-venv package" >&2; exit 1; }
+
+$(SERVE_STAMP): | $(BIN)/python
+	$(BIN)/python -m pip install -q $(INDEX_FLAGS) -c constraints.txt -e '.[engine]'
+	@rm -f $(VENV)/.serve-* && touch $@
+
+$(DEV_STAMP): | $(BIN)/python
+	$(BIN)/python -m pip install -q $(INDEX_FLAGS) -c constraints.txt -e '.[dev]'
+	@rm -f $(VENV)/.serve-* $(VENV)/.dev-* && touch $@ $(SERVE_STAMP)
+
+# Type checkers do not see setup.py's mapping of folders to import names; a farm of links shows it to them.
+.typecheck/outrider:
+	@mkdir -p $@
+	@for folder in kernels shared services train bench; do ln -sfn ../../$$folder $@/$$folder; done
+	@for folder in protos/outrider/*/; do ln -sfn ../../$${folder%/} $@/$$(basename $$folder); done
+
+clean:
+	rm -rf $(VENV) .typecheck .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

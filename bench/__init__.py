@@ -1,0 +1,1 @@
+"""Benchmarks that users run too (`outrider bench`), and what they measured (results/)."""
