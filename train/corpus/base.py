@@ -9,7 +9,9 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import TypeVar
 
+T = TypeVar("T")
 Turn = tuple[str, str]  # (what the user says, what the assistant answers)
 Exchange = list[Turn]  # turns about one thing; the first one stands alone
 
@@ -47,7 +49,7 @@ def pick_template(rng: Random, templates: Sequence[str], split: Split) -> str:
     return rng.choice(templates[:-held] if split is Split.TRAIN else templates[-held:])
 
 
-def split_entities[T](entities: Sequence[T], split: Split, key: Callable[[T], str]) -> list[T]:
+def split_entities(entities: Sequence[T], split: Split, key: Callable[[T], str]) -> list[T]:
     """Return the entities of one split, in their given order; never empty."""
     held = [e for e in entities if is_heldout_key(key(e))] or [entities[-1]]
     return held if split is Split.HELDOUT else [e for e in entities if e not in held]

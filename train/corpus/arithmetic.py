@@ -1,0 +1,105 @@
+"""Arithmetic with steps, and small word problems of the project's own."""
+
+from random import Random
+
+from outrider.train.corpus.base import Exchange, Split, is_heldout_key, pick_number, pick_template, split_entities
+
+_NAMES = (
+    "Anna", "Ben", "Clara", "David", "Emma", "Finn", "Grace", "Henry", "Ida", "Jack", "Kate", "Leo", "Maria", "Noah", "Olivia", "Paul", "Rosa", "Sam",
+    "Tina", "Umar", "Vera", "Will", "Yara", "Zoe", "Amir", "Bella", "Carlos", "Dana", "Elif", "Farid",
+)
+_THINGS = (
+    "apples", "books", "coins", "pencils", "marbles", "stamps", "cookies", "flowers", "stickers", "shells", "cards", "oranges", "buttons", "tickets",
+    "eggs", "toys", "candles", "cups", "balloons", "stones",
+)
+_BINARY = (
+    "What is {q}?", "Calculate {q}.", "{q} = ?", "How much is {q}?", "Compute {q}.", "Please calculate {q}.", "Can you work out {q}?", "Solve {q}.",
+    "I need the result of {q}.", "Work out the value of {q} for me.",
+)
+_PERCENT = ("What is {p}% of {n}?", "Calculate {p}% of {n}.", "How much is {p} percent of {n}?", "Find {p}% of {n}.", "I want to know {p} percent of {n}.")
+_AVERAGE = (
+    "What is the average of {s}?", "Find the average of {s}.", "Calculate the mean of {s}.", "What is the mean of {s}?", "Average these numbers: {s}.",
+)
+_PARITY = ("Is {n} even or odd?", "Is {n} an even number?", "Is the number {n} even?", "Tell me if {n} is even or odd.", "Would you call {n} even or odd?")
+_STORY = (
+    "{a} has {x} {t}. {b} gives {a} {y} more, and then {a} gives away {z}. How many {t} does {a} have now?",
+    "{a} has {x} {t} and finds {y} more. Then {a} loses {z}. How many {t} are left?",
+    "{a} buys {x} {t} on Monday and {y} on Tuesday, and gives {z} of them to {b}. How many {t} does {a} keep?",
+    "There are {x} {t} on the table. {a} adds {y}, and {b} takes {z} away. How many {t} are on the table?",
+    "{b} lends {a} {y} {t}. Before that, {a} had {x}. Later {a} hands {z} to a friend. How many {t} remain with {a}?",
+)
+_BOXES = (
+    "{a} has {x} boxes with {y} {t} in each box. How many {t} does {a} have in total?",
+    "Each of {x} bags holds {y} {t}. How many {t} are there in total?",
+    "{a} puts {y} {t} on each of {x} plates. How many {t} does {a} use?",
+    "A shop packs {y} {t} per crate and ships {x} crates. How many {t} does it ship?",
+)
+
+
+def _pair(rng: Random, split: Split, op: str, hi_a: int, hi_b: int) -> tuple[int, int]:
+    while True:
+        a, b = rng.randint(2, hi_a), rng.randint(2, hi_b)
+        if is_heldout_key(f"{a}{op}{b}", 8) == (split is Split.HELDOUT):
+            return a, b
+
+
+def _binary(rng: Random, split: Split) -> Exchange:
+    op = rng.choice("++--**")
+    if op == "*":
+        a, b = _pair(rng, split, "*", 30, 12)
+        tens, ones = a - a % 10, a % 10
+        if tens and ones:
+            how = f"We split {a} into {tens} and {ones}. {tens} * {b} = {tens * b} and {ones} * {b} = {ones * b}. {tens * b} + {ones * b} = {a * b}. So {a} * {b} = {a * b}."
+        else:
+            how = f"{a} * {b} = {a * b}."
+    elif op == "+":
+        a, b = _pair(rng, split, "+", 99, 99)
+        tens, ones = a - a % 10 + b - b % 10, a % 10 + b % 10
+        how = f"First we add the tens: {a - a % 10} + {b - b % 10} = {tens}. Then we add the ones: {a % 10} + {b % 10} = {ones}. {tens} + {ones} = {a + b}. So {a} + {b} = {a + b}."
+    else:
+        a, b = _pair(rng, split, "-", 99, 99)
+        a, b = max(a, b), min(a, b)
+        how = f"First we take away the tens: {a} - {b - b % 10} = {a - b + b % 10}. Then we take away the ones: {a - b + b % 10} - {b % 10} = {a - b}. So {a} - {b} = {a - b}."
+    return [(pick_template(rng, _BINARY, split).format(q=f"{a} {op} {b}"), how)]
+
+
+def _story(rng: Random, split: Split) -> Exchange:
+    names = split_entities(_NAMES, split, str)
+    a = rng.choice(names)
+    b = rng.choice([n for n in names if n != a] or ["a friend"])
+    t = rng.choice(split_entities(_THINGS, split, str))
+    if rng.random() < 0.6:
+        x, y = rng.randint(3, 40), rng.randint(2, 30)
+        z = rng.randint(1, x + y - 1)
+        ask = pick_template(rng, _STORY, split).format(a=a, b=b, t=t, x=x, y=y, z=z)
+        how = f"At first there are {x} {t}. Then {y} are added: {x} + {y} = {x + y}. Then {z} are taken away: {x + y} - {z} = {x + y - z}. The answer is {x + y - z}."
+    else:
+        x, y = rng.randint(2, 12), rng.randint(2, 12)
+        ask = pick_template(rng, _BOXES, split).format(a=a, t=t, x=x, y=y)
+        how = f"There are {x} groups with {y} {t} in each. {x} * {y} = {x * y}. The answer is {x * y}."
+    return [(ask, how)]
+
+
+def make(rng: Random, split: Split) -> Exchange:
+    """Generate one calculation with its steps."""
+    kind = rng.random()
+    if kind < 0.42:
+        return _binary(rng, split)
+    if kind < 0.72:
+        return _story(rng, split)
+    if kind < 0.82:
+        p = rng.choice((5, 10, 20, 25, 50, 75))
+        n = 20 * pick_number(rng, 1, 30, split, "percent")
+        ask = pick_template(rng, _PERCENT, split).format(p=p, n=n)
+        return [(ask, f"{p}% means {p} out of 100. {n} * {p} / 100 = {n * p / 100:g}. So {p}% of {n} is {n * p / 100:g}.")]
+    if kind < 0.91:
+        k = rng.choice((2, 3, 4))
+        numbers = [pick_number(rng, 1, 30, split, "mean") for _ in range(k)]
+        numbers[-1] += -sum(numbers) % k
+        total = sum(numbers)
+        ask = pick_template(rng, _AVERAGE, split).format(s=", ".join(map(str, numbers)))
+        return [(ask, f"The sum is {' + '.join(map(str, numbers))} = {total}. There are {k} numbers. {total} / {k} = {total // k}. The average is {total // k}.")]
+    n = pick_number(rng, 1, 500, split, "parity")
+    word = "even" if n % 2 == 0 else "odd"
+    reason = f"its last digit is {n % 10}, and {n % 10} is {word}"
+    return [(pick_template(rng, _PARITY, split).format(n=n), f"The number {n} is {word}, because {reason}.")]

@@ -1,0 +1,40 @@
+"""Short explanations of scientific and everyday things, with follow-up questions."""
+
+from random import Random
+
+from outrider.train.corpus.base import Exchange, Split, Turn, cap, pick_template, split_entities
+from outrider.train.corpus.explain_table import rows
+
+_WHAT = (
+    "What is {t}?", "Explain {t}.", "Can you explain {t}?", "Explain {t} in simple terms.", "Tell me about {t}.", "Explain {t} to a child.",
+    "What do you know about {t}?", "Please explain {t}.", "Give me a short explanation of {t}.", "I do not understand {t}. Can you help?",
+    "Describe {t} in a few sentences.", "In plain words, tell me what is meant by {t}.", "How would you introduce {t} to a beginner?",
+)
+_HOW = ("How does {t} work?", "Explain how {t} works.", "How does it work with {t}?", "Walk me through the way {t} works.")
+_WHY = ("Why is {t} important?", "Give me an example of {t}.", "Why should I care about {t}?", "What makes {t} relevant in daily life?")
+_FOLLOW_HOW = ("How does it work?", "And how does it work?")
+_FOLLOW_WHY = ("Why does it matter?", "Why is it important?")
+_SHORT = ("Can you say that in one sentence?", "Please say it in one sentence.")
+
+
+def make(rng: Random, split: Split) -> Exchange:
+    """Generate one explanation, sometimes followed by questions on the same thing."""
+    term, what, how, why = rng.choice(split_entities(rows(), split, lambda r: r[0]))
+    plural = term in ("the seasons", "the tides")
+    kind = rng.random()
+    turns: list[Turn]
+    if kind < 0.72 or plural:
+        ask = pick_template(rng, _WHAT, split).replace("What is", "What are" if plural else "What is").format(t=term)
+        turns = [(cap(ask), f"{what} {how} {why}")]
+    elif kind < 0.86:
+        turns = [(cap(pick_template(rng, _HOW, split).format(t=term)), f"{how} {why}")]
+    else:
+        turns = [(cap(pick_template(rng, _WHY, split).format(t=term)), f"{why} {what}")]
+    roll = rng.random()
+    if roll < 0.15:
+        turns.append((rng.choice(_FOLLOW_HOW), how))
+    elif roll < 0.3:
+        turns.append((rng.choice(_FOLLOW_WHY), why))
+    elif roll < 0.45:
+        turns.append((rng.choice(_SHORT), what))
+    return turns

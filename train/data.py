@@ -1,0 +1,78 @@
+"""Token rows for training: each row is the beginning of one generated conversation that is longer than the row."""
+
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from random import Random
+
+import torch
+from tokenizers import Tokenizer
+
+from outrider.train.corpus import gsm8k
+from outrider.train.corpus.base import Split, Turn
+from outrider.train.corpus.conversations import conversation
+from outrider.train.tokenizer import BOS_ID, render
+
+_CHARS_PER_TOKEN = 6.5  # generous: a row that comes out too short wastes its padding
+
+
+@dataclass(frozen=True, slots=True)
+class RowJob:
+    """Work of one process.
+
+    Attributes:
+        seed: Seed of this shard; the rows depend on it and on nothing else.
+        count: Number of rows.
+        length: Tokens per row.
+        tokenizer: Path of tokenizer.json.
+        split: Templates and entities to use.
+        gsm8k: Path of a GSM8K file or None.
+        gsm8k_rate: Fraction of exchanges taken from it.
+    """
+
+    seed: int
+    count: int
+    length: int
+    tokenizer: str
+    split: Split
+    gsm8k: str | None
+    gsm8k_rate: float
+
+
+def sample_texts(seed: int, count: int, split: Split, turns: list[Turn], rate: float, chars: int) -> list[str]:
+    """Generate ``count`` conversations of at least ``chars`` characters as template text."""
+    rng = Random(seed)
+    return [render(*conversation(rng, split, chars, turns, rate)) for _ in range(count)]
+
+
+def _run(job: RowJob) -> bytes:
+    tokenizer = Tokenizer.from_file(job.tokenizer)
+    turns = gsm8k.load(Path(job.gsm8k)) if job.gsm8k else []
+    rows = torch.full((job.count, job.length), BOS_ID, dtype=torch.int16)
+    for i, text in enumerate(sample_texts(job.seed, job.count, job.split, turns, job.gsm8k_rate, int(job.length * _CHARS_PER_TOKEN))):
+        ids = tokenizer.encode(text).ids[: job.length]
+        rows[i, : len(ids)] = torch.tensor(ids, dtype=torch.int16)
+    return rows.numpy().tobytes()
+
+
+def build_rows(
+    tokenizer: Path, count: int, length: int, seed: int, split: Split, gsm8k_file: Path | None, gsm8k_rate: float, workers: int
+) -> torch.Tensor:
+    """Generate token rows, in parallel, independent of the number of workers.
+
+    Returns:
+        [count, length] int16 on the CPU; short rows end in BOS_ID.
+    """
+    shard = max(1, min(500, count))
+    path = str(gsm8k_file) if gsm8k_file else None
+    jobs = [
+        RowJob(seed * 1_000_003 + start, min(shard, count - start), length, str(tokenizer), split, path, gsm8k_rate)
+        for start in range(0, count, shard)
+    ]
+    if workers <= 1:
+        parts = [_run(job) for job in jobs]
+    else:
+        with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
+            parts = list(pool.map(_run, jobs))
+    return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.int16).view(count, length)

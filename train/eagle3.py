@@ -1,0 +1,150 @@
+"""Train the EAGLE-3 head of a target by training-time test on text that the target itself continues.
+
+``python -m outrider.train.eagle3 --target models/demo/target --out models/demo/eagle3 --gsm8k train.jsonl --minutes 2.5``
+"""
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from outrider.train.corpus.base import Split
+from outrider.train.data import build_rows
+from outrider.train.generate import continue_rows, cut_points
+from outrider.train.head import Eagle3Head, save_head, soft_loss
+from outrider.train.model import Llama, load_target
+from outrider.train.optim import Clock, Optimiser
+from outrider.train.tokenizer import BOS_ID, START
+
+
+def _parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="outrider.train.eagle3", description="Train an EAGLE-3 head by training-time test.")
+    p.add_argument("--target", type=Path, required=True, help="directory of the target, written by outrider.train.target")
+    p.add_argument("--out", type=Path, required=True, help="directory of the head (published EAGLE-3 layout)")
+    p.add_argument("--gsm8k", type=Path, help="GSM8K's train.jsonl, to be mixed into the prompts")
+    p.add_argument("--gsm8k-rate", type=float, default=0.10, help="fraction of exchanges taken from GSM8K")
+    p.add_argument("--rows", type=int, default=32_768, help="conversations continued by the target")
+    p.add_argument("--generate-batch", type=int, default=4096, help="conversations continued at once")
+    p.add_argument("--length", type=int, default=512, help="tokens per conversation")
+    p.add_argument("--batch", type=int, default=64, help="conversations per step")
+    p.add_argument("--steps", type=int, default=1_000_000, help="upper limit of steps")
+    p.add_argument("--minutes", type=float, default=2.5, help="upper limit of training time (data and compilation excluded)")
+    p.add_argument("--ttt", type=int, default=6, help="unrolled steps of the training-time test")
+    p.add_argument("--decay", type=float, default=0.8, help="loss weight of step i is decay**i")
+    p.add_argument("--draft-vocab", type=int, default=2048, help="size of the draft vocabulary")
+    p.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
+    p.add_argument("--seed", type=int, default=11, help="seed of prompts, sampling and initialisation")
+    p.add_argument("--smoke", action="store_true", help="tiny sizes for a test of seconds on a CPU")
+    return p
+
+
+def regenerate(target: Llama, tokenizer: Tokenizer, rows: Tensor, batch: int, seed: int) -> Tensor:
+    """Replace what follows a prompt in each row by the target's own text: a quarter greedy, a quarter at 0.7, half at 1.0."""
+    header = tokenizer.encode(START + "assistant\n").ids
+    device = target.model.embed_tokens.weight.device
+    generator = torch.Generator().manual_seed(seed)
+    cuts = cut_points(rows, generator, header[1], len(header), rows.shape[1] // 2)
+    levels = torch.tensor([0.0, 0.7, 1.0, 1.0])
+    parts = []
+    for i, part in enumerate(rows.split(batch)):
+        temperature = levels[torch.arange(len(part)) % 4].to(device)
+        parts.append(continue_rows(target, part.long().to(device), cuts[i * batch : i * batch + len(part)].to(device), temperature, seed + i).to(rows.dtype))
+    return torch.cat(parts)
+
+
+def draft_vocabulary(rows: Tensor, vocab: int, size: int) -> tuple[Tensor, float]:
+    """Return the ``size`` most frequent token ids in ascending order and the fraction of all tokens that they cover."""
+    counts = torch.bincount(rows.flatten().long(), minlength=vocab)
+    ids = counts.argsort(descending=True, stable=True)[:size].sort().values
+    return ids, float(counts[ids].sum() / counts.sum())
+
+
+class Trainer(nn.Module):
+    """Loss of one batch: target features and soft labels without gradient, then the unrolled head."""
+
+    def __init__(self, target: Llama, head: Eagle3Head, num_steps: int, decay: float) -> None:
+        super().__init__()
+        self.target, self.head, self.num_steps, self.decay = target, head, num_steps, decay
+        in_draft = torch.zeros(target.shape.vocab_size, dtype=torch.bool, device=head.draft_ids.device)
+        self.in_draft = in_draft.index_fill(0, head.draft_ids, True)
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss and, per step, the fraction of rows whose argmax equals the target's ([num_steps])."""
+        length = rows.shape[1] - self.num_steps
+        with torch.no_grad():
+            logits, features = self.target(rows)
+            labels = logits.argmax(-1)
+            soft = logits[..., self.head.draft_ids].float().softmax(-1)
+            usable = rows != BOS_ID
+            embeddings = self.target.model.embed_tokens(rows[:, 1:])
+        with torch.autocast(rows.device.type, torch.bfloat16, enabled=rows.is_cuda):
+            steps = self.head.unroll(features[:, :length].to(embeddings.dtype), embeddings, self.num_steps)
+        loss = torch.zeros((), device=rows.device)
+        hits = []
+        for i, draft in enumerate(steps):
+            label = labels[:, 1 + i : 1 + i + length]
+            seen = usable[:, 1 + i : 1 + i + length]
+            loss = loss + self.decay**i * soft_loss(draft, soft[:, 1 + i : 1 + i + length], (seen & self.in_draft[label]).float())
+            hits.append(((self.head.draft_ids[draft.argmax(-1)] == label) & seen).float().sum() / seen.sum())
+        return loss, torch.stack(hits).detach()
+
+
+def main(argv: list[str] | None = None) -> dict[str, object]:
+    """Run the command; returns the numbers that it also writes to ``training.json``."""
+    args = _parser().parse_args(argv)
+    if args.smoke:
+        args.rows, args.generate_batch, args.length, args.batch, args.steps, args.draft_vocab = 64, 32, 64, 8, min(args.steps, 20), 256
+    started = time.monotonic()
+    tokenizer_file = args.target / "tokenizer.json"
+    workers = 1 if args.smoke else len(os.sched_getaffinity(0))
+    corpus = build_rows(tokenizer_file, args.rows, args.length, args.seed, Split.TRAIN, args.gsm8k, args.gsm8k_rate, workers)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(args.seed)
+    target = load_target(args.target).to(device).requires_grad_(False)
+    if device == "cuda":
+        target = target.bfloat16()
+    rows = regenerate(target, Tokenizer.from_file(str(tokenizer_file)), corpus, args.generate_batch, args.seed)
+    print(f"target wrote {rows.numel() / 1e6:.1f} M tokens, {time.monotonic() - started:.0f} s", flush=True)
+    held, rows = rows[: args.batch * 2], torch.cat((rows[args.batch * 2 :], corpus[: len(corpus) // 5].to(device)))
+    draft_ids, coverage = draft_vocabulary(rows, target.shape.vocab_size, args.draft_vocab)
+    head = Eagle3Head(target.shape, draft_ids).to(device)
+    with torch.no_grad():  # a head that starts from the target's output rows learns faster
+        head.lm_head.weight.copy_(target.model.embed_tokens.weight[draft_ids])
+    trainer = Trainer(target, head, args.ttt, args.decay)
+    optimiser = Optimiser(head, args.lr)
+    step_of = torch.compile(trainer) if device == "cuda" else trainer
+    step_of(rows[: args.batch].long())[0].backward()
+    for p in head.parameters():
+        p.grad = None
+    clock = Clock(args.steps, args.minutes)
+    order = torch.randperm(len(rows), device=device)
+    while clock.progress() < 1:
+        at = clock.done * args.batch % (len(rows) - args.batch + 1)
+        if at < args.batch:
+            order = torch.randperm(len(rows), device=device)
+        loss, hits = step_of(rows[order[at : at + args.batch]].long())
+        loss.backward()
+        optimiser.step(clock.factor())
+        if clock.done % 200 == 0:
+            print(f"step {clock.done} loss {float(loss.detach()):.4f} accuracy {[round(h, 3) for h in hits.tolist()]}", flush=True)
+        clock.tick()
+    save_head(head, target, args.out)
+    with torch.no_grad():
+        accuracy = torch.stack([trainer(part.long())[1] for part in held.split(args.batch)]).mean(0)
+    numbers: dict[str, object] = {
+        "steps": clock.done, "tokens_millions": clock.done * args.batch * args.length / 1e6, "train_seconds": time.monotonic() - clock.start,
+        "draft_vocab_coverage": coverage, "accuracy_per_step": [round(a, 4) for a in accuracy.tolist()],
+        "parameters": sum(p.numel() for p in head.parameters()),
+    }  # fmt: skip
+    (args.out / "training.json").write_text(json.dumps(numbers, indent=2) + "\n")
+    print(json.dumps(numbers), flush=True)
+    return numbers
+
+
+if __name__ == "__main__":
+    main()

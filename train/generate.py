@@ -1,0 +1,61 @@
+"""Continue prompts with the target itself: the text on which the head is trained is the text that it will have to predict."""
+
+import torch
+from torch import Tensor
+
+from outrider.train.model import Llama
+from outrider.train.tokenizer import START_ID
+
+
+def cut_points(rows: Tensor, generator: torch.Generator, assistant_id: int, header: int, latest: int) -> Tensor:
+    """Choose per row where the target takes over: after an assistant header, mostly the first one.
+
+    Args:
+        rows: [n, length] conversations.
+        generator: CPU generator of the choices.
+        assistant_id: First token of the word ``assistant``.
+        header: Number of tokens of ``<|im_start|>assistant\\n``.
+        latest: Cuts behind this position are not used.
+
+    Returns:
+        [n] int64: number of leading tokens to keep.
+    """
+    cuts = []
+    first_only = torch.rand(len(rows), generator=generator) < 0.7
+    picks = torch.rand(len(rows), generator=generator)
+    for row, first, pick in zip(rows, first_only.tolist(), picks.tolist(), strict=True):
+        starts = (row == START_ID).nonzero().flatten().tolist()
+        roles = [int(row[s + 1]) if s + 1 < len(row) else -1 for s in starts]
+        assistants = [s + header for s, role in zip(starts, roles, strict=True) if role == assistant_id and s + header <= latest] or [latest]
+        cuts.append(assistants[0] if first else assistants[int(pick * len(assistants))])
+    return torch.tensor(cuts)
+
+
+@torch.no_grad()
+def continue_rows(model: Llama, rows: Tensor, cuts: Tensor, temperature: Tensor, seed: int) -> Tensor:
+    """Keep ``rows[i, :cuts[i]]`` and sample the rest with the target; nothing stops at an end of turn.
+
+    Args:
+        model: Target on its device.
+        rows: [n, length] int64.
+        cuts: [n] int64, each >= 1.
+        temperature: [n] fp32; 0 means greedy.
+        seed: Seed of the sampling.
+
+    Returns:
+        [n, length] int64.
+    """
+    n, length = rows.shape
+    device = rows.device
+    generator = torch.Generator(device).manual_seed(seed)
+    cache = model.new_cache(n, length, model.model.embed_tokens.weight.dtype)
+    out = rows.clone()
+    scale = temperature.clamp_min(1e-3)[:, None]
+    noisy = (temperature > 0).float()[:, None]
+    for t in range(length - 1):
+        logits, _ = model(out[:, t : t + 1], cache, t)
+        uniform = torch.rand(n, logits.shape[-1], device=device, generator=generator).clamp_min(1e-10)
+        gumbel = -torch.log(-torch.log(uniform).clamp_min(1e-10))
+        sampled = (logits[:, 0].float() / scale + noisy * gumbel).argmax(-1)
+        out[:, t + 1] = torch.where(t + 1 < cuts, out[:, t + 1], sampled)
+    return out

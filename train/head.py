@@ -1,0 +1,113 @@
+"""EAGLE-3 head (Li et al., arXiv 2503.01840) for training: names as in the published checkpoints, training-time test as the forward."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from outrider.train.model import MLP, Attention, Llama, LlamaShape, RMSNorm, rope_tables
+from outrider.train.tokenizer import BOS_ID, END_ID
+
+
+class MidLayer(nn.Module):
+    """The head's decoder layer: attention over [norm(embedding); norm(feature)], residual on the un-normed feature."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = Attention(shape, 2 * shape.hidden_size)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = MLP(shape)
+
+
+class Eagle3Head(nn.Module):
+    """One-layer drafter over a reduced vocabulary; borrows the target's embedding."""
+
+    def __init__(self, shape: LlamaShape, draft_ids: Tensor) -> None:
+        """Build a head.
+
+        Args:
+            shape: Sizes of the head; hidden_size equals the target's.
+            draft_ids: [draft_vocab] int64 target ids in ascending order.
+        """
+        super().__init__()
+        self.shape = replace(shape, num_hidden_layers=1)
+        self.fc = nn.Linear(3 * shape.hidden_size, shape.hidden_size, bias=False)
+        self.midlayer = MidLayer(shape)
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.lm_head = nn.Linear(shape.hidden_size, len(draft_ids), bias=False)
+        self.register_buffer("draft_ids", draft_ids)
+        self.draft_ids: Tensor
+
+    def _attend(self, x: Tensor, step: int, steps: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Attend at unrolled step ``step``: all earlier rows of step 0, and the same row of each later step."""
+        attn = self.midlayer.self_attn
+        length = x.shape[1]
+        cos, sin = rope_tables(torch.arange(step, step + length, device=x.device), attn.dim, self.shape.rope_theta)
+        q, k, v = attn.project(x, cos, sin)
+        groups = attn.heads // attn.kv_heads
+        steps.append((k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
+        causal = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+        scores = (q @ steps[0][0].mT).float().masked_fill(~causal, float("-inf"))
+        extra = [(q * key).float().sum(-1, keepdim=True) for key, _ in steps[1:]]
+        weights = (torch.cat([scores, *extra], -1) * attn.dim**-0.5).softmax(-1).to(v.dtype)
+        out = weights[..., :length] @ steps[0][1]
+        for j, (_, value) in enumerate(steps[1:]):
+            out = out + weights[..., length + j : length + j + 1] * value
+        return attn.o_proj(out.transpose(1, 2).flatten(2))
+
+    def unroll(self, features: Tensor, embeddings: Tensor, num_steps: int) -> list[Tensor]:
+        """Run the training-time test.
+
+        Args:
+            features: [bs, S, 3*hidden]; row t is the target's state at position t.
+            embeddings: [bs, S + num_steps - 1, hidden]; row t embeds token x_{t+1}.
+            num_steps: Number of unrolled steps; step i reads the head's own feature of step i-1.
+
+        Returns:
+            Per step, logits [bs, S, draft_vocab]; row t of step i predicts x_{t+2+i}.
+        """
+        length = features.shape[1]
+        layer = self.midlayer
+        h = self.fc(features)
+        steps: list[tuple[Tensor, Tensor]] = []
+        logits = []
+        for i in range(num_steps):
+            e = embeddings[:, i : i + length].to(h.dtype)
+            x = torch.cat((layer.input_layernorm(e), layer.hidden_norm(h)), -1)
+            h = h + self._attend(x, i, steps)
+            h = h + layer.mlp(layer.post_attention_layernorm(h))
+            logits.append(self.lm_head(self.norm(h)))
+        return logits
+
+
+def save_head(head: Eagle3Head, target: Llama, directory: Path) -> None:
+    """Write config.json and model.safetensors in the published EAGLE-3 layout."""
+    directory.mkdir(parents=True, exist_ok=True)
+    s, vocab = head.shape, target.shape.vocab_size
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": s.hidden_size, "intermediate_size": s.intermediate_size,
+        "num_attention_heads": s.num_attention_heads, "num_key_value_heads": s.num_key_value_heads, "head_dim": s.head_dim, "num_hidden_layers": 1,
+        "vocab_size": vocab, "draft_vocab_size": len(head.draft_ids), "target_hidden_size": target.shape.hidden_size,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(target.shape.aux_layer_ids()), "use_aux_hidden_state": True},
+        "rope_theta": s.rope_theta, "rms_norm_eps": s.rms_norm_eps, "hidden_act": "silu", "max_position_embeddings": s.max_position_embeddings,
+        "attention_bias": False, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "bos_token_id": BOS_ID, "eos_token_id": END_ID, "pad_token_id": BOS_ID,
+    }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    state = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in head.state_dict().items() if k != "draft_ids"}
+    ids = head.draft_ids.cpu()
+    state["d2t"] = ids - torch.arange(len(ids))
+    state["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
+    save_file(state, str(directory / "model.safetensors"), metadata={"format": "pt"})
+
+
+def soft_loss(logits: Tensor, target: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean over ``mask`` [bs, S] of the cross entropy of logits against probabilities ``target`` [bs, S, draft_vocab]."""
+    per_row = -(target * F.log_softmax(logits.float(), -1)).sum(-1)
+    return (per_row * mask).sum() / mask.sum().clamp_min(1)

@@ -1,0 +1,114 @@
+"""Train the demo's target model: corpus, tokenizer and Llama, from nothing.
+
+``python -m outrider.train.target --out models/demo/target --gsm8k train.jsonl --minutes 4``
+"""
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from outrider.train import tokenizer as tok
+from outrider.train.corpus import gsm8k
+from outrider.train.corpus.base import Split
+from outrider.train.data import build_rows, sample_texts
+from outrider.train.model import Llama, LlamaShape, save_target
+from outrider.train.optim import Clock, Optimiser
+
+SMOKE_SHAPE = LlamaShape(vocab_size=512, hidden_size=32, num_hidden_layers=8, num_attention_heads=2, num_key_value_heads=1, head_dim=16, intermediate_size=64)
+
+
+def _parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="outrider.train.target", description="Train the demo's target model.")
+    p.add_argument("--out", type=Path, required=True, help="directory of the checkpoint (Hugging Face layout)")
+    p.add_argument("--gsm8k", type=Path, help="GSM8K's train.jsonl; without it the corpus is the generated one alone")
+    p.add_argument("--gsm8k-rate", type=float, default=0.10, help="fraction of exchanges taken from GSM8K")
+    p.add_argument("--rows", type=int, default=80_000, help="training conversations")
+    p.add_argument("--length", type=int, default=1024, help="tokens per conversation")
+    p.add_argument("--batch", type=int, default=64, help="conversations per step")
+    p.add_argument("--steps", type=int, default=1_000_000, help="upper limit of steps")
+    p.add_argument("--minutes", type=float, default=4.0, help="upper limit of training time (data and compilation excluded)")
+    p.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
+    p.add_argument("--layers", type=int, default=12, help="decoder layers")
+    p.add_argument("--seed", type=int, default=1, help="seed of corpus and initialisation")
+    p.add_argument("--smoke", action="store_true", help="tiny sizes for a test of seconds on a CPU")
+    return p
+
+
+def _loss(model: Llama, rows: Tensor) -> Tensor:
+    ids, labels = rows[:, :-1], rows[:, 1:]
+    with torch.autocast(rows.device.type, torch.bfloat16, enabled=rows.is_cuda):
+        logits, _ = model(ids)
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=tok.BOS_ID)
+
+
+@torch.no_grad()
+def heldout_loss(model: Llama, rows: Tensor, batch: int) -> float:
+    """Return the mean cross entropy (nats per token) over rows [n, length]."""
+    return sum(float(_loss(model, part.long())) * len(part) for part in rows.split(batch)) / len(rows)
+
+
+def make_tokenizer(args: argparse.Namespace, vocab_size: int) -> Tokenizer:
+    """Train the tokenizer on a sample of the corpus and on GSM8K."""
+    turns = gsm8k.load(args.gsm8k) if args.gsm8k else []
+    texts = sample_texts(args.seed + 7, 60 if args.smoke else 2500, Split.TRAIN, turns, args.gsm8k_rate, 3000)
+    return tok.train_tokenizer(texts, vocab_size)
+
+
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    """Run the command; returns the numbers that it also writes to ``training.json``."""
+    args = _parser().parse_args(argv)
+    shape = SMOKE_SHAPE if args.smoke else LlamaShape(num_hidden_layers=args.layers)
+    if args.smoke:
+        args.rows, args.length, args.batch, args.steps = 64, 96, 8, min(args.steps, 30)
+    started = time.monotonic()
+    args.out.mkdir(parents=True, exist_ok=True)
+    tok.save(make_tokenizer(args, shape.vocab_size), args.out, shape.max_position_embeddings)
+    workers = 1 if args.smoke else len(os.sched_getaffinity(0))
+    path = args.out / "tokenizer.json"
+    train = build_rows(path, args.rows, args.length + 1, args.seed, Split.TRAIN, args.gsm8k, args.gsm8k_rate, workers)
+    held = build_rows(path, 16 if args.smoke else 256, args.length + 1, args.seed + 1, Split.HELDOUT, None, 0.0, workers)
+    print(f"corpus: {train.numel() / 1e6:.1f} M tokens, {float((train == tok.BOS_ID).float().mean()):.4f} padding, {time.monotonic() - started:.0f} s", flush=True)
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high")
+    model = Llama(shape).to(device)
+    train, held = train.to(device), held.to(device)
+    optimiser = Optimiser(model, args.lr)
+    loss_of = torch.compile(_loss) if device == "cuda" else _loss
+    loss_of(model, train[: args.batch].long()).backward()  # compile outside the time box
+    for p in model.parameters():
+        p.grad = None
+    clock = Clock(args.steps, args.minutes)
+    order = torch.randperm(len(train), device=device)
+    loss = torch.zeros(())
+    while clock.progress() < 1:
+        at = clock.done * args.batch % (len(train) - args.batch + 1)
+        if at < args.batch:
+            order = torch.randperm(len(train), device=device)
+        loss = loss_of(model, train[order[at : at + args.batch]].long())
+        loss.backward()
+        optimiser.step(clock.factor())
+        if clock.done % 200 == 0:
+            print(f"step {clock.done} loss {float(loss.detach()):.4f} progress {clock.progress():.3f}", flush=True)
+        clock.tick()
+    save_target(model, args.out)
+    seconds = time.monotonic() - clock.start
+    numbers = {
+        "steps": clock.done, "tokens_millions": clock.done * args.batch * args.length / 1e6, "train_seconds": seconds, "last_train_loss": float(loss.detach()),
+        "heldout_loss": heldout_loss(model, held, args.batch), "parameters": sum(p.numel() for p in model.parameters()),
+    }  # fmt: skip
+    (args.out / "training.json").write_text(json.dumps(numbers, indent=2) + "\n")
+    print(json.dumps(numbers), flush=True)
+    return numbers
+
+
+if __name__ == "__main__":
+    main()

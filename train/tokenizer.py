@@ -1,0 +1,58 @@
+"""The pair's tokenizer: byte-level BPE (no unknown token possible) with a ChatML-like template, saved in Hugging Face layout."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from outrider.train.corpus.base import Turn
+
+BOS, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+BOS_ID, START_ID, END_ID = 0, 1, 2
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def render(system: str | None, turns: Iterable[Turn]) -> str:
+    """Write a conversation as the chat template does, for training."""
+    parts = [BOS]
+    if system is not None:
+        parts.append(f"{START}system\n{system}{END}\n")
+    for question, answer in turns:
+        parts.append(f"{START}user\n{question}{END}\n{START}assistant\n{answer}{END}\n")
+    return "".join(parts)
+
+
+def render_prompt(prompt: str, system: str | None = None) -> str:
+    """Write a first user message with the generation prompt, as the chat template does."""
+    return render(system, []) + f"{START}user\n{prompt}{END}\n{START}assistant\n"
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE of exactly ``vocab_size`` entries (if the text is rich enough); digits stay single tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[BOS, START, END], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def save(tokenizer: Tokenizer, directory: Path, max_length: int) -> None:
+    """Write tokenizer.json, tokenizer_config.json and special_tokens_map.json."""
+    tokenizer.save(str(directory / "tokenizer.json"))
+    names = {"bos_token": BOS, "eos_token": END, "pad_token": BOS}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length, "clean_up_tokenization_spaces": False,
+        "add_bos_token": False, "chat_template": CHAT_TEMPLATE, **names,
+    }  # fmt: skip
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (directory / "special_tokens_map.json").write_text(json.dumps(names, indent=2) + "\n")
