@@ -1,0 +1,117 @@
+"""Settings of a service: command-line flag > environment > file > default, resolved once, frozen, unknown keys refused.
+
+Environment variables carry the service's own prefix (``OUTRIDER_GATEWAY_PORT``, ``OUTRIDER_TARGET_MODEL``, ``OUTRIDER_DRAFT_LISTEN``):
+one environment may start all three. Nothing else in the project reads the environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self, get_origin
+
+from pydantic import ValidationError, ValidationInfo, field_validator
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
+
+from outrider.shared.base.errors import ConfigurationError
+
+ENV_PREFIX = "OUTRIDER_"
+
+
+def settings_config(service: str) -> SettingsConfigDict:
+    """Return the pydantic configuration of one service's settings class: ``model_config = settings_config("gateway")``."""
+    return SettingsConfigDict(
+        env_prefix=f"{ENV_PREFIX}{service.upper()}_", extra="forbid", frozen=True, enable_decoding=False, protected_namespaces=()
+    )
+
+
+class ServiceSettings(BaseSettings):
+    """Base of the services' settings. Fields of type tuple also take comma-separated text or a JSON list."""
+
+    model_config = settings_config("service")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _split_lists(cls, value: object, info: ValidationInfo) -> object:
+        field = cls.model_fields[info.field_name or ""]
+        if not isinstance(value, str) or get_origin(field.annotation) is not tuple:
+            return value
+        if value.lstrip().startswith("["):
+            try:
+                return json.loads(value)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"not a JSON list: {error}") from None
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+
+    @classmethod
+    def load(cls, flags: Mapping[str, Any] | None = None, config_file: Path | None = None) -> Self:
+        """Resolve the settings.
+
+        Args:
+            flags: Values given on the command line, by field name; None values count as not given.
+            config_file: A TOML or JSON file of field values.
+
+        Raises:
+            ConfigurationError: a key is unknown or a value is wrong; names the field, its flag and its environment variable.
+        """
+        cls._refuse_unknown_environment()
+        values = _read_file(config_file) if config_file else {}
+        values |= EnvSettingsSource(cls)()
+        values |= {name: value for name, value in (flags or {}).items() if value is not None}
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            raise cls._explain(error) from None
+
+    @classmethod
+    def _refuse_unknown_environment(cls) -> None:
+        prefix = str(cls.model_config.get("env_prefix", ""))
+        for variable in os.environ:
+            name = variable.lower().removeprefix(prefix.lower())
+            if variable.upper().startswith(prefix) and name not in cls.model_fields:
+                known = ", ".join(f"{prefix}{field.upper()}" for field in cls.model_fields)
+                message = f"Unknown environment variable {variable}. Known: {known}."
+                raise ConfigurationError(message, field=variable, reason="unknown_setting")
+
+    @classmethod
+    def _explain(cls, error: ValidationError) -> ConfigurationError:
+        problems = error.errors(include_url=False, include_context=False, include_input=False)
+        parts = []
+        for problem in problems:
+            name = ".".join(str(part) for part in problem["loc"]) or "settings"
+            message = problem["msg"].removeprefix("Value error, ")
+            if problem["type"] == "extra_forbidden":
+                parts.append(f"{name}: unknown setting; known: {', '.join(cls.model_fields)}")
+            elif problem["loc"]:
+                parts.append(f"{name}: {message} (flag {flag_name(name)}, environment {cls.model_config.get('env_prefix')}{name.upper()})")
+            else:
+                parts.append(message)
+        field = str(problems[0]["loc"][0]) if problems[0]["loc"] else None
+        return ConfigurationError("; ".join(parts) + ".", field=field)
+
+    def resolved(self) -> dict[str, Any]:
+        """Return all values for the start-up log, secrets masked."""
+        dumped = self.model_dump(mode="json")
+        return {name: "***" if value and ("api_key" in name or "token_secret" in name) else value for name, value in dumped.items()}
+
+
+def flag_name(field: str) -> str:
+    """Return the command-line flag of a settings field."""
+    return "--" + field.replace("_", "-")
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"Cannot read the settings file {path}: {error}.", field=str(path)) from None
+    try:
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except ValueError as error:
+        raise ConfigurationError(f"The settings file {path} is not valid: {error}.", field=str(path)) from None
+    if not isinstance(values, dict):
+        raise ConfigurationError(f"The settings file {path} must hold one table of settings.", field=str(path))
+    return values

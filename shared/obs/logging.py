@@ -1,0 +1,65 @@
+"""Structured logs on stderr: one event per line, request ids bound by context, no prompt text above DEBUG."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any, TextIO, cast
+
+import structlog
+from structlog.contextvars import bound_contextvars as log_context
+from structlog.typing import FilteringBoundLogger, Processor
+
+__all__ = ["configure_logging", "get_logger", "log_context"]
+
+
+def configure_logging(service: str, level: str = "info", json: bool = False, stream: TextIO | None = None) -> None:
+    """Route structlog and the standard library's loggers to one handler. Call once, at start.
+
+    Args:
+        service: Bound to every line as ``service``.
+        level: A level name of the standard library.
+        json: One JSON object per line instead of text for people.
+        stream: Where to; stderr by default.
+    """
+    stream = stream or sys.stderr
+
+    def add_service(_logger: Any, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        event.setdefault("service", service)
+        return event
+
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.PositionalArgumentsFormatter(),
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.StackInfoRenderer(),
+        add_service,
+    ]
+    final: list[Processor] = [structlog.stdlib.ProcessorFormatter.remove_processors_meta]
+    if json:
+        final += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    else:
+        final += [structlog.dev.ConsoleRenderer(colors=stream.isatty(), exception_formatter=structlog.dev.plain_traceback)]
+
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=final))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    # Libraries are quieter than we are: their INFO is our DEBUG.
+    for name in ("httpx", "httpcore", "asyncio", "grpc", "uvicorn.access"):
+        logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
+
+    structlog.configure(
+        processors=[structlog.stdlib.filter_by_level, *shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=False,
+    )
+
+
+def get_logger(name: str) -> FilteringBoundLogger:
+    """Return a logger; keyword arguments of its methods become fields: ``log.info("draft connected", address=address)``."""
+    return cast(FilteringBoundLogger, structlog.stdlib.get_logger(name))

@@ -1,0 +1,51 @@
+"""Prometheus helpers: one registry per service (never the process-wide default), one prefix, shared bucket edges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+PREFIX = "outrider"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+REQUEST_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5)
+STEP_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 2.0)
+
+
+class Metrics:
+    """A service's metrics. Names are given without prefix; counters without ``_total`` (the library appends it)."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+    def counter(self, name: str, help_text: str, labels: Iterable[str] = ()) -> Counter:
+        """Register a counter ``outrider_<name>_total``."""
+        return Counter(name, help_text, tuple(labels), namespace=PREFIX, registry=self.registry)
+
+    def gauge(self, name: str, help_text: str, labels: Iterable[str] = ()) -> Gauge:
+        """Register a gauge ``outrider_<name>``."""
+        return Gauge(name, help_text, tuple(labels), namespace=PREFIX, registry=self.registry)
+
+    def histogram(self, name: str, help_text: str, buckets: Iterable[float], labels: Iterable[str] = ()) -> Histogram:
+        """Register a histogram ``outrider_<name>``; `buckets` are upper edges in the metric's unit."""
+        return Histogram(name, help_text, tuple(labels), namespace=PREFIX, registry=self.registry, buckets=tuple(buckets))
+
+    def render(self) -> str:
+        """Return the metrics in Prometheus text format."""
+        return generate_latest(self.registry).decode("utf-8")
+
+
+def join_expositions(own: str, other: str) -> str:
+    """Append another service's exposition to ours, without the families that ours has already (a family may appear only once)."""
+    families = {line.split(" ", 3)[2] for line in own.splitlines() if line.startswith("# TYPE ")}
+    kept: list[str] = []
+    skipping = False
+    for line in other.splitlines():
+        if line.startswith(("# HELP ", "# TYPE ")):
+            skipping = line.split(" ", 3)[2] in families
+        if not skipping and line:
+            kept.append(line)
+    body = own if own.endswith("\n") or not own else own + "\n"
+    return body + "".join(f"{line}\n" for line in kept)

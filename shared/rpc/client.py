@@ -1,0 +1,41 @@
+"""Channels with options that match our servers."""
+
+from __future__ import annotations
+
+import json
+
+import grpc
+
+from outrider.shared.rpc.address import check_address
+from outrider.shared.rpc.options import INTERNAL_MESSAGE_LIMIT, Options, channel_options
+
+# Unary calls that change nothing; streams are never retried by the transport, their owners reopen them.
+IDEMPOTENT_METHODS = (
+    {"service": "outrider.target.v1.Target", "method": "GetInfo"},
+    {"service": "outrider.target.v1.Target", "method": "GetStats"},
+    {"service": "outrider.draft.v1.Draft", "method": "GetInfo"},
+    {"service": "grpc.health.v1.Health", "method": "Check"},
+)
+
+
+def connect(address: str, *, max_message_bytes: int = INTERNAL_MESSAGE_LIMIT) -> grpc.Channel:
+    """Open a channel to ``host:port`` or ``unix:/path``; it connects (and reconnects) by itself."""
+    return grpc.insecure_channel(check_address(address, "address"), options=_options(max_message_bytes))
+
+
+def connect_aio(address: str, *, max_message_bytes: int = INTERNAL_MESSAGE_LIMIT) -> grpc.aio.Channel:
+    """Open an asyncio channel; call it inside the running loop."""
+    return grpc.aio.insecure_channel(check_address(address, "address"), options=_options(max_message_bytes))
+
+
+def _options(max_message_bytes: int) -> Options:
+    retry = {
+        "maxAttempts": 3,
+        "initialBackoff": "0.1s",
+        "maxBackoff": "1s",
+        "backoffMultiplier": 2,
+        "retryableStatusCodes": ["UNAVAILABLE"],
+    }
+    service_config = {"methodConfig": [{"name": list(IDEMPOTENT_METHODS), "retryPolicy": retry}]}
+    # A pool of its own: channels to one address with equal options would otherwise share one connection (bulk beside commits).
+    return [*channel_options(max_message_bytes), ("grpc.service_config", json.dumps(service_config)), ("grpc.use_local_subchannel_pool", 1)]

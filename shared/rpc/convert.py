@@ -1,0 +1,102 @@
+"""OutriderError ↔ what travels: common.v1.ErrorDetail inside streams, google.rpc.Status at the end of calls."""
+
+from __future__ import annotations
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from outrider.common.v1 import common_pb2
+from outrider.shared.base.errors import ErrorCode, OutriderError
+
+ERROR_DOMAIN = "outrider"
+
+STATUS_OF_CODE: dict[ErrorCode, grpc.StatusCode] = {
+    ErrorCode.INVALID_ARGUMENT: grpc.StatusCode.INVALID_ARGUMENT,
+    ErrorCode.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    ErrorCode.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    ErrorCode.DEADLINE_EXCEEDED: grpc.StatusCode.DEADLINE_EXCEEDED,
+    ErrorCode.PAYLOAD_TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ErrorCode.UNSUPPORTED_MEDIA_TYPE: grpc.StatusCode.INVALID_ARGUMENT,
+    ErrorCode.RESOURCE_EXHAUSTED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ErrorCode.CANCELLED: grpc.StatusCode.CANCELLED,
+    ErrorCode.INTERNAL: grpc.StatusCode.INTERNAL,
+    ErrorCode.UNIMPLEMENTED: grpc.StatusCode.UNIMPLEMENTED,
+    ErrorCode.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+}
+
+CODE_OF_STATUS: dict[grpc.StatusCode, ErrorCode] = {
+    grpc.StatusCode.INVALID_ARGUMENT: ErrorCode.INVALID_ARGUMENT,
+    grpc.StatusCode.OUT_OF_RANGE: ErrorCode.INVALID_ARGUMENT,
+    grpc.StatusCode.UNAUTHENTICATED: ErrorCode.UNAUTHENTICATED,
+    grpc.StatusCode.NOT_FOUND: ErrorCode.NOT_FOUND,
+    grpc.StatusCode.DEADLINE_EXCEEDED: ErrorCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ErrorCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.CANCELLED: ErrorCode.CANCELLED,
+    grpc.StatusCode.UNIMPLEMENTED: ErrorCode.UNIMPLEMENTED,
+    grpc.StatusCode.UNAVAILABLE: ErrorCode.UNAVAILABLE,
+}
+
+
+def error_to_proto(error: OutriderError) -> common_pb2.ErrorDetail:
+    """Return the error as a message of a stream that goes on."""
+    detail = common_pb2.ErrorDetail(status=error.code.value, reason=error.reason, message=error.message, field=error.field or "")
+    if error.retry_after_s is not None:
+        detail.retry_after_s = error.retry_after_s
+    return detail
+
+
+def error_from_proto(detail: common_pb2.ErrorDetail) -> OutriderError:
+    """Return the error that a peer reported; an unknown status counts as internal."""
+    return OutriderError(
+        detail.message or "the peer gave no reason",
+        code=_code_of_http(detail.status),
+        reason=detail.reason or None,
+        field=detail.field or None,
+        retry_after_s=detail.retry_after_s if detail.HasField("retry_after_s") else None,
+    )
+
+
+def error_to_status(error: OutriderError) -> status_pb2.Status:
+    """Return the error as google.rpc.Status with ErrorInfo, BadRequest (if a field is at fault) and RetryInfo (if known)."""
+    metadata = {"http_status": str(error.code.value)}
+    details = [_pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=metadata))]
+    if error.field:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        details.append(_pack(error_details_pb2.BadRequest(field_violations=[violation])))
+    if error.retry_after_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
+    # StatusCode values are (number, name) pairs.
+    return status_pb2.Status(code=STATUS_OF_CODE[error.code].value[0], message=error.message, details=details)
+
+
+def error_from_status(status: status_pb2.Status, code: grpc.StatusCode) -> OutriderError:
+    """Return the error inside a google.rpc.Status; `code` is the call's own status, for peers that send no ErrorInfo."""
+    error = OutriderError(status.message, code=CODE_OF_STATUS.get(code, ErrorCode.INTERNAL))
+    for detail in status.details:
+        info, bad_request, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+        if detail.Unpack(info):
+            error.reason = info.reason or error.reason
+            http_status = info.metadata.get("http_status", "")
+            if http_status.isdigit():
+                error.code = _code_of_http(int(http_status))
+        elif detail.Unpack(bad_request) and bad_request.field_violations:
+            error.field = bad_request.field_violations[0].field
+        elif detail.Unpack(retry):
+            error.retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+    return error
+
+
+def _pack(message: error_details_pb2.ErrorInfo | error_details_pb2.BadRequest | error_details_pb2.RetryInfo) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed
+
+
+def _code_of_http(status: int) -> ErrorCode:
+    try:
+        return ErrorCode(status)
+    except ValueError:
+        return ErrorCode.INTERNAL

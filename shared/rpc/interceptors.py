@@ -1,0 +1,179 @@
+"""One place where domain errors become gRPC statuses and statuses become domain errors.
+
+Servicers raise `OutriderError` (never ``context.abort``: it raises a bare Exception that broad handlers swallow). Messages that do not
+parse become INVALID_ARGUMENT, unknown exceptions INTERNAL with the traceback in our log only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, TypeAlias, cast
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import status_pb2
+from grpc_status import rpc_status
+
+from outrider.shared.base.errors import ErrorCode, InvalidRequestError, OutriderError
+from outrider.shared.obs.logging import get_logger
+from outrider.shared.rpc.convert import CODE_OF_STATUS, error_from_status, error_to_status
+
+STATUS_DETAILS_KEY = "grpc-status-details-bin"
+_log = get_logger("outrider.rpc")
+
+# grpcio gives handlers and contexts no usable types; they stay inside this module.
+_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+_Behaviour = Callable[[Any, Any], Any]
+
+
+class _Malformed:
+    """Stands for a message that did not parse."""
+
+
+def error_from_rpc(error: grpc.RpcError | grpc.aio.AioRpcError) -> OutriderError:
+    """Return the domain error that a failed call carries (works for the synchronous and the asyncio stack)."""
+    call = cast(grpc.Call, error)
+    code = call.code()
+    for key, value in call.trailing_metadata() or ():
+        if key == STATUS_DETAILS_KEY and isinstance(value, bytes):
+            status = status_pb2.Status()
+            try:
+                status.ParseFromString(value)
+            except DecodeError:
+                break
+            return error_from_status(status, code)
+    reason = code.name.lower() if code is not None else "unknown"
+    return OutriderError(call.details() or reason, code=CODE_OF_STATUS.get(code, ErrorCode.INTERNAL), reason=reason)
+
+
+def as_outrider_error(error: Exception) -> OutriderError:
+    """Return `error` itself if it is ours, else log it with its traceback and return an INTERNAL error that tells nothing of it."""
+    if isinstance(error, OutriderError):
+        return error
+    _log.error("unhandled error", exc_info=error)
+    return OutriderError("Internal error; the service's log has the details.", reason="internal_error")
+
+
+class ErrorInterceptor(grpc.ServerInterceptor):
+    """For `grpc.server`."""
+
+    def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], _Handler | None], handler_call_details: grpc.HandlerCallDetails
+    ) -> _Handler | None:
+        handler = continuation(handler_call_details)
+        return None if handler is None else _wrap(handler, _guard_unary, _guard_stream)
+
+
+class AioErrorInterceptor(grpc.aio.ServerInterceptor):
+    """For `grpc.aio.server`."""
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]], handler_call_details: grpc.HandlerCallDetails
+    ) -> _Handler | None:
+        handler = await continuation(handler_call_details)
+        return None if handler is None else _wrap(handler, _guard_aio_unary, _guard_aio_stream)
+
+
+def _wrap(handler: _Handler, unary: Callable[[_Behaviour], _Behaviour], stream: Callable[[_Behaviour], _Behaviour]) -> _Handler:
+    name = ("stream" if handler.request_streaming else "unary") + "_" + ("stream" if handler.response_streaming else "unary")
+    behaviour = cast(_Behaviour, getattr(handler, name))
+    # grpc's own health Watch takes another signature and holds no worker thread; it raises nothing of ours.
+    if getattr(behaviour, "experimental_non_blocking", False):
+        return handler
+    make = cast(Callable[..., _Handler], getattr(grpc, f"{name}_rpc_method_handler"))
+    guarded = (stream if handler.response_streaming else unary)(behaviour)
+    return make(guarded, request_deserializer=_tolerant(handler.request_deserializer), response_serializer=handler.response_serializer)
+
+
+def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    if deserialize is None:
+        return None
+
+    def parse(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError:
+            return _Malformed()
+
+    return parse
+
+
+def _checked(request: Any) -> Any:
+    if isinstance(request, _Malformed):
+        raise InvalidRequestError("The request message does not parse as this method's protobuf type.", reason="malformed_message")
+    return request
+
+
+def _checked_requests(request: Any) -> Any:
+    """Check a single request now, or each one of a stream as it comes (synchronous and asyncio iterators)."""
+    if hasattr(request, "__anext__"):
+        return _checked_async(request)
+    return map(_checked, request) if hasattr(request, "__next__") else _checked(request)
+
+
+async def _checked_async(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _checked(request)
+
+
+def _abort(context: grpc.ServicerContext, error: Exception) -> None:
+    # A status that is set already means that this is the exception of context.abort itself.
+    if cast(Any, context).code() is not None:
+        raise error
+    context.abort_with_status(rpc_status.to_status(error_to_status(as_outrider_error(error))))
+
+
+async def _abort_aio(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
+    status = error_to_status(as_outrider_error(error))
+    code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
+    await context.abort(code, status.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),))
+
+
+def _guard_unary(behaviour: _Behaviour) -> _Behaviour:
+    def call(request: Any, context: grpc.ServicerContext) -> Any:
+        try:
+            return behaviour(_checked_requests(request), context)
+        except Exception as error:
+            return _abort(context, error)
+
+    return call
+
+
+def _guard_stream(behaviour: _Behaviour) -> _Behaviour:
+    def call(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        try:
+            yield from behaviour(_checked_requests(request), context)
+        except Exception as error:
+            _abort(context, error)
+
+    return call
+
+
+def _guard_aio_unary(behaviour: _Behaviour) -> _Behaviour:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await behaviour(_checked_requests(request), context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            return await _abort_aio(context, error)
+
+    return call
+
+
+def _guard_aio_stream(behaviour: _Behaviour) -> _Behaviour:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        try:
+            replies = behaviour(_checked_requests(request), context)
+            # The asyncio stack also allows coroutines that write through the context (grpc's own health servicer does).
+            if isinstance(replies, Awaitable):
+                await replies
+                return
+            async for reply in replies:
+                yield reply
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await _abort_aio(context, error)
+
+    return call

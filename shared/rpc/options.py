@@ -1,0 +1,43 @@
+"""Channel arguments that must match on both ends."""
+
+from __future__ import annotations
+
+MIB = 1024 * 1024
+INTERNAL_MESSAGE_LIMIT = 64 * MIB
+KEEPALIVE_MS = 20_000
+KEEPALIVE_TIMEOUT_MS = 10_000
+
+Options = list[tuple[str, int | str]]
+
+
+def _limits(max_message_bytes: int) -> Options:
+    return [("grpc.max_send_message_length", max_message_bytes), ("grpc.max_receive_message_length", max_message_bytes)]
+
+
+def server_options(max_message_bytes: int = INTERNAL_MESSAGE_LIMIT) -> Options:
+    """Server side: pings of quiet streams are tolerated (the default answers them with GOAWAY too_many_pings)."""
+    return [
+        *_limits(max_message_bytes),
+        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        # Two servers on one port would share its connections at random.
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def channel_options(max_message_bytes: int = INTERNAL_MESSAGE_LIMIT) -> Options:
+    """Client side: a peer that restarts is found again within half a second."""
+    return [
+        *_limits(max_message_bytes),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 500),
+        # Peers are configured by address; a proxy of the environment must not sit between them.
+        ("grpc.enable_http_proxy", 0),
+    ]
