@@ -1,0 +1,47 @@
+"""What the public functions and the Triton launches share: argument checks, grid arithmetic, the device to launch on."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+
+import torch
+
+
+def expect(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], dtype: torch.dtype | None = None) -> None:
+    """Check a tensor's shape (None = any extent) and dtype.
+
+    Raises:
+        ValueError: Names the tensor, what it is and what it should be.
+    """
+    actual = tensor.shape
+    if len(actual) != len(shape) or any(want is not None and want != have for want, have in zip(shape, actual, strict=True)):
+        wanted = ", ".join("*" if extent is None else str(extent) for extent in shape)
+        raise ValueError(f"{name} has shape {list(actual)}, expected [{wanted}]")
+    if dtype is not None and tensor.dtype is not dtype:
+        raise ValueError(f"{name} has dtype {tensor.dtype}, expected {dtype}")
+
+
+def expect_contiguous(name: str, tensor: torch.Tensor) -> None:
+    """Check that a tensor is contiguous (the planes and tables that kernels address by hand).
+
+    Raises:
+        ValueError: Names the tensor.
+    """
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, its strides are {tensor.stride()} for shape {list(tensor.shape)}")
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Return a / b rounded up."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the least power of two that is at least n (1 for n < 1): Triton's block extents."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Make the tensor's GPU current: Triton launches on the current one, which need not be the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

@@ -1,0 +1,39 @@
+"""The one order of candidates: value descending, index ascending.
+
+torch.topk leaves ties open, and a tie must not part a child from its parent.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def rank_keys(values: torch.Tensor) -> torch.Tensor:
+    """Return int64 keys whose descending order is (value descending, index ascending), all different within a row.
+
+    Args:
+        values: ``[rows, n] fp32``. -0 and +0 count as equal; a NaN ranks by its bit pattern (a positive one first).
+
+    Returns:
+        ``[rows, n] int64``: the value's order-preserving bits above, the complement of the index below.
+    """
+    bits = (values + 0.0).view(torch.int32)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    n = values.shape[-1]
+    return (ordered.long() << 32) | torch.arange(n - 1, -1, -1, device=values.device)
+
+
+def ranked_topk(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the best k of every row, ordered by (value descending, index ascending).
+
+    Args:
+        values: ``[rows, n] fp32``, n >= k.
+        k: How many.
+
+    Returns:
+        values ``[rows, k] fp32`` and indices ``[rows, k] int64``.
+    """
+    n = values.shape[-1]
+    keys = rank_keys(values).topk(k, dim=-1, sorted=True).values
+    indices = (n - 1) - (keys & 0xFFFFFFFF)
+    return values.gather(-1, indices), indices

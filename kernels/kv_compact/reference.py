@@ -1,0 +1,30 @@
+"""kv_compact in plain torch; the contract is in the package's docstring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def kv_compact(
+    planes: Sequence[torch.Tensor], page_table: torch.Tensor, cached_lens: torch.Tensor, path: torch.Tensor, num_accepted: torch.Tensor
+) -> None:
+    """See `outrider.kernels.kv_compact.kv_compact`."""
+    page_size = planes[0].shape[1]
+    steps = torch.arange(path.shape[1], dtype=torch.int32, device=path.device)
+    moves = (steps <= num_accepted[:, None]) & (path >= 0) & (path != steps)  # [bs, N]; a row that is in place already stays
+    rows, columns = moves.nonzero(as_tuple=True)
+    if rows.numel() == 0:
+        return
+    base = cached_lens[rows].long()
+    source = _slots(page_table, rows, base + path[rows, columns], page_size)
+    target = _slots(page_table, rows, base + columns, page_size)
+    for plane in planes:
+        flat = plane.flatten(0, 1)
+        flat.index_copy_(0, target, flat.index_select(0, source))
+
+
+def _slots(page_table: torch.Tensor, rows: torch.Tensor, index: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Return the slots ``[n] int64`` of token indices ``[n]`` of the sequences `rows`."""
+    return page_table[rows, index // page_size].long() * page_size + index % page_size

@@ -1,0 +1,88 @@
+"""topk_expand: the best children of every beam row, and the best rows of the next beam."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.kernels._dispatch import use_triton
+from outrider.kernels._launch import expect
+from outrider.kernels.topk_expand import reference
+from outrider.kernels.topk_expand.types import Expansion
+
+__all__ = ["Expansion", "select_beam", "topk_expand"]
+
+
+def topk_expand(
+    logits: torch.Tensor,
+    parent_scores: torch.Tensor,
+    topk: int,
+    *,
+    d2t: torch.Tensor | None = None,
+    temperature: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    choices: torch.Tensor | None = None,
+) -> Expansion:
+    """Return the topk best children of every row by (value descending, draft id ascending), summed in fp32.
+
+    A row's value vector is ``log q = log_softmax(logits)``, over the draft vocabulary where there is one. With a temperature T > 0 it is
+    ``log_softmax(log q / T + gumbel(seed, position, choice, target id))``: children are picked with the noise that the target will sample
+    with (Gumbel coupling). Either vector is <= 0, so a child never outranks its parent.
+
+    Args:
+        logits: ``[rows, V]`` fp32/bf16/fp16.
+        parent_scores: ``[rows] fp32``, cumulative scores of the rows (0 for a root).
+        topk: Children per row, 1..V.
+        d2t: ``[V] int64`` offsets of a draft vocabulary: target id = draft id + d2t[draft id]. None: draft ids are target ids.
+        temperature: ``[rows] fp32``, 0 = no noise in that row; None = no noise in any row.
+        seeds, positions, choices: ``[rows]`` int64, int64, int32 as in `gumbel_noise`; needed with a temperature. The position is that
+            of the child's token.
+
+    Returns:
+        Token ids (target), cumulative scores, and the draft's own log-probs.
+
+    Raises:
+        ValueError: A tensor's shape or dtype is wrong, topk exceeds V, or a temperature comes without its noise; the message names it.
+    """
+    rows, vocab = logits.shape
+    expect("logits", logits, (rows, vocab))
+    expect("parent_scores", parent_scores, (rows,), torch.float32)
+    if not 1 <= topk <= vocab:
+        raise ValueError(f"topk is {topk}, expected 1..{vocab} (the draft vocabulary)")
+    if d2t is not None:
+        expect("d2t", d2t, (vocab,), torch.int64)
+    noise = None
+    if temperature is not None:
+        if seeds is None or positions is None or choices is None:
+            raise ValueError("temperature needs seeds, positions and choices")
+        expect("temperature", temperature, (rows,), torch.float32)
+        noise = (temperature, seeds, positions, choices)
+    if use_triton(logits):
+        from outrider.kernels.topk_expand import triton as compiled
+
+        return compiled.topk_expand(logits, parent_scores, topk, d2t, noise)
+    return reference.topk_expand(logits, parent_scores, topk, d2t, noise)
+
+
+def select_beam(scores: torch.Tensor, topk: int) -> torch.Tensor:
+    """Return the next beam: the topk best candidates of every sequence by (score descending, candidate index ascending).
+
+    Args:
+        scores: ``[bs, C] fp32``, cumulative scores of the candidates of one level; -inf = not a candidate (ranks last).
+        topk: Beam width, 1..C.
+
+    Returns:
+        ``[bs, topk] int32`` candidate indices.
+
+    Raises:
+        ValueError: A tensor's shape or dtype is wrong, or topk exceeds C.
+    """
+    bs, candidates = scores.shape
+    expect("scores", scores, (bs, candidates), torch.float32)
+    if not 1 <= topk <= candidates:
+        raise ValueError(f"topk is {topk}, expected 1..{candidates} (the candidates of a level)")
+    if use_triton(scores):
+        from outrider.kernels.topk_expand import triton as compiled
+
+        return compiled.select_beam(scores, topk)
+    return reference.select_beam(scores, topk)

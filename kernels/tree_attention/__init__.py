@@ -1,0 +1,89 @@
+"""tree_attention: attention over paged K/V with an ancestor mask per row; prefill, extend and plain decoding are its causal case."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.kernels._dispatch import use_triton
+from outrider.kernels._launch import expect, expect_contiguous
+from outrider.kernels.tree_attention import reference
+
+__all__ = ["tree_attention"]
+
+
+def tree_attention(
+    q: torch.Tensor,
+    k_plane: torch.Tensor,
+    v_plane: torch.Tensor,
+    page_table: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    kv_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    ancestors: torch.Tensor | None,
+    *,
+    scale: float,
+    max_query_len: int,
+    max_kv_len: int,
+    window: int = 0,
+    row_positions: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend from packed query rows to the K/V of their own sequence, accumulating in fp32.
+
+    With `ancestors`, a row of sequence b sees every token index below ``prefix_lens[b]``, and of the columns after it (column j = token
+    index ``prefix_lens[b] + j``, below ``kv_lens[b]``) those whose bit is set in its mask. Without, rows are causal: row i of the q_len
+    rows of sequence b sees token indices ``<= kv_lens[b] - q_len + i`` (`prefix_lens` is not read). A row that sees nothing yields zeros.
+
+    Args:
+        q: ``[rows, heads, dim]`` fp32/bf16/fp16; any strides with a dense last dimension.
+        k_plane, v_plane: ``[pages, page_size, kv_heads, dim]``, contiguous, q's dtype; heads is a multiple of kv_heads.
+        page_table: ``[bs, max_pages] int32``, pages of each sequence in token order, at least ``ceil(kv_len / page_size)`` valid ones.
+        prefix_lens: ``[bs] int32``.
+        kv_lens: ``[bs] int32``, tokens in the cache, this step's included.
+        query_start: ``[bs + 1] int32``; rows of sequence b are ``query_start[b]:query_start[b + 1]``.
+        ancestors: ``[rows, words] int32`` or None; bit j % 32 of word j // 32 is column j, columns past the words are hidden.
+        scale: Factor on the scores, usually dim ** -0.5.
+        max_query_len: Upper bound of the rows of a sequence, on the host (the grid).
+        max_kv_len: Upper bound of kv_lens, on the host.
+        window: If above 0, a row at position p sees only token indices above p - window. In a tree this cuts the prefix only (a tree is
+            never deeper than a window).
+        row_positions: ``[rows] int32``, p of each row; needed for a window with `ancestors` (causal rows have theirs by definition).
+        out: ``[rows, heads, dim]``, contiguous, q's dtype; allocated if None. Rows that no sequence owns are not written.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+    """
+    rows, heads, dim = q.shape
+    bs = page_table.shape[0]
+    expect("k_plane", k_plane, (None, None, None, dim), q.dtype)
+    expect("v_plane", v_plane, tuple(k_plane.shape), q.dtype)
+    if heads % k_plane.shape[2]:
+        raise ValueError(f"q has {heads} heads, which is no multiple of the {k_plane.shape[2]} heads of k_plane")
+    expect("page_table", page_table, (bs, None), torch.int32)
+    expect("prefix_lens", prefix_lens, (bs,), torch.int32)
+    expect("kv_lens", kv_lens, (bs,), torch.int32)
+    expect("query_start", query_start, (bs + 1,), torch.int32)
+    if ancestors is not None:
+        expect("ancestors", ancestors, (rows, None), torch.int32)
+        if window > 0 and row_positions is None:
+            raise ValueError("a window with ancestors needs row_positions")
+    expect_contiguous("k_plane", k_plane)
+    expect_contiguous("v_plane", v_plane)
+    if out is None:
+        out = torch.empty((rows, heads, dim), dtype=q.dtype, device=q.device)
+    else:
+        expect("out", out, (rows, heads, dim), q.dtype)
+        expect_contiguous("out", out)
+    version = reference.tree_attention
+    if use_triton(q):
+        from outrider.kernels.tree_attention import triton as compiled
+
+        version = compiled.tree_attention
+    version(
+        q, k_plane, v_plane, page_table, prefix_lens, kv_lens, query_start, ancestors, row_positions, out,
+        scale=scale, max_query_len=max_query_len, max_kv_len=max_kv_len, window=window,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,64 @@
+"""tree_attention in plain torch; the contract is in the package's docstring."""
+
+from __future__ import annotations
+
+import torch
+
+
+def tree_attention(
+    q: torch.Tensor,
+    k_plane: torch.Tensor,
+    v_plane: torch.Tensor,
+    page_table: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    kv_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    ancestors: torch.Tensor | None,
+    row_positions: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    max_query_len: int,
+    max_kv_len: int,
+    window: int,
+) -> None:
+    """See `outrider.kernels.tree_attention.tree_attention`; writes `out`. One sequence after the other, scores and sums in fp32."""
+    page_size, kv_heads, dim = k_plane.shape[1:]
+    group = q.shape[1] // kv_heads
+    starts = query_start.tolist()
+    for b, (prefix_len, kv_len) in enumerate(zip(prefix_lens.tolist(), kv_lens.tolist(), strict=True)):
+        rows = slice(starts[b], starts[b + 1])
+        q_len = starts[b + 1] - starts[b]
+        if q_len == 0:
+            continue
+        pages = page_table[b, : -(-kv_len // page_size)].long()
+        k = k_plane[pages].flatten(0, 1)[:kv_len].float().permute(1, 2, 0)  # [kv_heads, dim, kv]
+        v = v_plane[pages].flatten(0, 1)[:kv_len].float().transpose(0, 1)  # [kv_heads, kv, dim]
+        if ancestors is None:
+            positions = torch.arange(kv_len - q_len, kv_len, device=q.device)
+            visible = _causal(positions, kv_len)
+        else:
+            positions = None if row_positions is None else row_positions[rows]
+            visible = _tree(ancestors[rows], prefix_len, kv_len)
+        if window > 0 and positions is not None:
+            index = torch.arange(kv_len, device=q.device)
+            visible &= (index > positions[:, None] - window) | ((index >= prefix_len) if ancestors is not None else False)
+        grouped = q[rows].float().view(q_len, kv_heads, group, dim).permute(1, 2, 0, 3)  # [kv_heads, group, q_len, dim]
+        scores = torch.matmul(grouped, k[:, None]) * scale
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1).nan_to_num(0.0)  # a row that sees nothing is all NaN
+        out[rows] = torch.matmul(weights, v[:, None]).permute(2, 0, 1, 3).reshape(q_len, kv_heads * group, dim).to(out.dtype)
+
+
+def _causal(positions: torch.Tensor, kv_len: int) -> torch.Tensor:
+    return torch.arange(kv_len, device=positions.device) <= positions[:, None]  # [q_len, kv]
+
+
+def _tree(ancestors: torch.Tensor, prefix_len: int, kv_len: int) -> torch.Tensor:
+    """Return ``[q_len, kv] bool``: the prefix, and the columns after it whose bit is set."""
+    q_len, words = ancestors.shape
+    bits = (ancestors[:, :, None] >> torch.arange(32, dtype=torch.int32, device=ancestors.device)) & 1
+    visible = torch.zeros((q_len, kv_len), dtype=torch.bool, device=ancestors.device)
+    visible[:, :prefix_len] = True
+    columns = min(max(0, kv_len - prefix_len), words * 32)
+    visible[:, prefix_len : prefix_len + columns] = bits.flatten(1)[:, :columns].bool()
+    return visible

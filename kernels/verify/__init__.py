@@ -1,0 +1,78 @@
+"""verify: the token that the target emits after each node, and the walk through the tree.
+
+The token is a function of (logits, sampling parameters, seed, absolute position), so that speculative and plain decoding agree.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.kernels._dispatch import use_triton
+from outrider.kernels._launch import expect
+from outrider.kernels.verify import reference
+from outrider.kernels.verify.types import SamplingTensors, VerifiedTree
+
+__all__ = ["SamplingTensors", "VerifiedTree", "choose_tokens", "verify_tree"]
+
+
+def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> torch.Tensor:
+    """Choose one token per row.
+
+    A row of temperature 0 takes its argmax; the lowest id wins a tie. Any other row takes
+    ``argmax(filtered(logits / temperature) + gumbel(seed, position, choice, id))``, where the filters run in the order top-k, top-p, min-p,
+    each on the distribution renormalised after the one before, over tokens ordered by (logit descending, id ascending):
+    top-k keeps exactly k (of a tie at the k-th value the lowest ids), top-p the shortest prefix whose probability reaches p,
+    min-p those of at least min_p times the best one's probability. The best token always stays.
+
+    Args:
+        logits: ``[rows, V]`` fp32/bf16/fp16. -inf is allowed (a masked token).
+        sampling: One entry per row.
+        positions: ``[rows] int64``, absolute index of the token being chosen (committed_len + depth of the node).
+
+    Returns:
+        ``[rows] int64``; -1 where the row is poisoned: it holds a NaN or +inf, or nothing above -inf.
+
+    Raises:
+        ValueError: A tensor's shape or dtype is wrong; the message names it.
+    """
+    rows = logits.shape[0]
+    expect("logits", logits, (rows, None))
+    expect("positions", positions, (rows,), torch.int64)
+    expect("sampling.temperature", sampling.temperature, (rows,), torch.float32)
+    expect("sampling.top_k", sampling.top_k, (rows,), torch.int32)
+    expect("sampling.top_p", sampling.top_p, (rows,), torch.float32)
+    expect("sampling.min_p", sampling.min_p, (rows,), torch.float32)
+    expect("sampling.seeds", sampling.seeds, (rows,), torch.int64)
+    expect("sampling.choices", sampling.choices, (rows,), torch.int32)
+    if use_triton(logits):
+        from outrider.kernels.verify import triton as compiled
+
+        return compiled.choose_tokens(logits, sampling, positions)
+    return reference.choose_tokens(logits, sampling, positions)
+
+
+def verify_tree(tokens: torch.Tensor, parents: torch.Tensor, num_nodes: torch.Tensor, chosen: torch.Tensor) -> VerifiedTree:
+    """Walk each tree from its root: while a child carries the token chosen after the node, descend.
+
+    Args:
+        tokens: ``[bs, N] int32``; column 0 is the root.
+        parents: ``[bs, N] int32``; parents precede children, -1 for the root. Of siblings with one token the lowest index wins.
+        num_nodes: ``[bs] int32``, at least 1; columns past it are ignored.
+        chosen: ``[bs, N] int64``, the token chosen after each node (`choose_tokens`); -1 stops the walk.
+
+    Returns:
+        What was accepted and what is emitted.
+
+    Raises:
+        ValueError: A tensor's shape or dtype is wrong; the message names it.
+    """
+    bs, nodes = tokens.shape
+    expect("tokens", tokens, (bs, nodes), torch.int32)
+    expect("parents", parents, (bs, nodes), torch.int32)
+    expect("num_nodes", num_nodes, (bs,), torch.int32)
+    expect("chosen", chosen, (bs, nodes), torch.int64)
+    if use_triton(tokens):
+        from outrider.kernels.verify import triton as compiled
+
+        return compiled.verify_tree(tokens, parents, num_nodes, chosen)
+    return reference.verify_tree(tokens, parents, num_nodes, chosen)

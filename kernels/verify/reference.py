@@ -1,0 +1,46 @@
+"""verify in plain torch; the contract is in the package's docstring."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.kernels.philox.reference import gumbel_noise
+from outrider.kernels.verify.filters import filter_logits
+from outrider.kernels.verify.types import SamplingTensors, VerifiedTree
+
+
+def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> torch.Tensor:
+    """See `outrider.kernels.verify.choose_tokens`."""
+    best, chosen = logits.max(dim=-1)  # torch gives the first of equals, and NaN above all
+    if not sampling.all_greedy:
+        rows = (sampling.temperature > 0).nonzero().squeeze(1)
+        scores = logits[rows].float() / sampling.temperature[rows, None]
+        if sampling.any_filter:
+            scores = filter_logits(scores, sampling.top_k[rows], sampling.top_p[rows], sampling.min_p[rows])
+        scores += gumbel_noise(sampling.seeds[rows], positions[rows], sampling.choices[rows], logits.shape[1])
+        chosen[rows] = scores.argmax(dim=-1)
+    return chosen.masked_fill_(~best.isfinite(), -1)
+
+
+def verify_tree(tokens: torch.Tensor, parents: torch.Tensor, num_nodes: torch.Tensor, chosen: torch.Tensor) -> VerifiedTree:
+    """See `outrider.kernels.verify.verify_tree`. Parents precede children, so one pass over the nodes of a row is the whole walk."""
+    width = tokens.shape[1]
+    paths: list[list[int]] = []
+    emissions: list[list[int]] = []
+    rows = zip(tokens.tolist(), parents.tolist(), num_nodes.tolist(), chosen.tolist(), strict=True)
+    for row_tokens, row_parents, nodes, row_chosen in rows:
+        at, wanted = 0, row_chosen[0]
+        path, emitted = [0], [wanted]
+        for node in range(1, nodes):
+            if row_parents[node] == at and row_tokens[node] == wanted:
+                at, wanted = node, row_chosen[node]
+                path.append(node)
+                emitted.append(wanted)
+        paths.append(path + [-1] * (width - len(path)))
+        emissions.append(emitted + [-1] * (width - len(emitted)))
+    device = tokens.device
+    return VerifiedTree(
+        path=torch.tensor(paths, dtype=torch.int32, device=device).view(-1, width),
+        num_accepted=torch.tensor([width - row.count(-1) - 1 for row in paths], dtype=torch.int32, device=device),
+        emitted=torch.tensor(emissions, dtype=torch.int32, device=device).view(-1, width),
+    )

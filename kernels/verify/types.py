@@ -1,0 +1,48 @@
+"""The data of verification."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingTensors:
+    """How each row of logits becomes a token.
+
+    Attributes:
+        temperature: ``[rows] fp32``; 0 = greedy.
+        top_k: ``[rows] int32``; 0 = off.
+        top_p: ``[rows] fp32``; 1 = off.
+        min_p: ``[rows] fp32``; 0 = off.
+        seeds: ``[rows] int64``, the bit pattern of the request's 64-bit seed.
+        choices: ``[rows] int32``, index among the n choices of the request.
+        all_greedy: No row has a temperature above 0 (known on the host, so that nobody asks the device).
+        any_filter: Some row with a temperature above 0 has top_k, top_p or min_p on.
+    """
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    seeds: torch.Tensor
+    choices: torch.Tensor
+    all_greedy: bool
+    any_filter: bool
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedTree:
+    """What one verification accepted.
+
+    Attributes:
+        path: ``[bs, N] int32``, node indices of the root and the accepted drafts, -1 padded.
+        num_accepted: ``[bs] int32``, accepted drafts, the root excluded.
+        emitted: ``[bs, N] int32``, the accepted tokens, then the bonus token at column num_accepted, -1 padded. A bonus token of -1
+            means that the logits of the last accepted node were poisoned: that request must fail.
+    """
+
+    path: torch.Tensor
+    num_accepted: torch.Tensor
+    emitted: torch.Tensor
