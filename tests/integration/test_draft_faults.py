@@ -1,0 +1,97 @@
+"""Promise 3, the draft is disposable: killed, stopped or answering garbage in mid-stream, every stream ends with the same tokens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+from grpc_health.v1 import health_pb2
+from stack import PROMPTS, Result, Stack, TokenCounter, child_pid, health_changes, supervised
+
+from outrider.common.v1 import common_pb2
+
+MAX_TOKENS = 64
+# Six streams: three greedy, three seeded at temperature 1.
+STREAMS = [(prompt, 0.0 if index % 2 == 0 else 1.0, 100 + index) for index, prompt in enumerate(PROMPTS)]
+POINTS = [1, 20, 50, 80, 120, 160, 200, 250, 300, 350]
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    with supervised() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(stack: Stack) -> list[list[int]]:
+    """What the target alone writes."""
+    return [result.token_ids for result in run_streams(stack, mode=common_pb2.SPECULATION_MODE_OFF)]
+
+
+def run_streams(stack: Stack, *, mode: int, counter: TokenCounter | None = None) -> list[Result]:
+    """Run all six streams at once."""
+    with ThreadPoolExecutor(len(STREAMS)) as pool:
+        futures = [
+            pool.submit(
+                partial(stack.client.chat, mode=mode, max_tokens=MAX_TOKENS, temperature=temperature, seed=seed, trace=True),
+                prompt,
+                on_tokens=counter or (lambda count: None),
+            )
+            for prompt, temperature, seed in STREAMS
+        ]
+        return [future.result() for future in futures]
+
+
+def drafted_rounds(results: list[Result]) -> int:
+    return sum(len(one.nodes) > 1 for result in results for one in result.rounds)
+
+
+def wait_serving(address: str) -> float:
+    """Block until the draft reports SERVING; return when that was (monotonic)."""
+    for status in health_changes(address):
+        if status == health_pb2.HealthCheckResponse.SERVING:
+            return time.monotonic()
+    raise AssertionError("health watch ended")
+
+
+def test_streams_draft_when_nothing_is_wrong(stack: Stack, expected: list[list[int]]) -> None:
+    results = run_streams(stack, mode=common_pb2.SPECULATION_MODE_ON)
+    assert [result.token_ids for result in results] == expected
+    assert drafted_rounds(results) > 0
+
+
+@pytest.mark.timeout(240)
+def test_killed_draft_costs_no_token_and_comes_back(stack: Stack, expected: list[list[int]]) -> None:
+    slowest = 0.0
+    for point in POINTS:
+        draft = child_pid(stack.processes[0].popen.pid, "draft")
+        counter = TokenCounter(point, partial(os.kill, draft, signal.SIGKILL))
+        results = run_streams(stack, mode=common_pb2.SPECULATION_MODE_ON, counter=counter)
+        assert counter.acted
+        assert [result.token_ids for result in results] == expected, f"killed after {point} tokens"
+        serving = wait_serving(stack.draft_address)
+        stack.wait_drafting(10)
+        slowest = max(slowest, time.monotonic() - serving)
+    print(f"drafting resumed within {slowest:.2f} s of SERVING")
+    assert slowest <= 1.0
+    stack.assert_no_page_held()
+
+
+@pytest.mark.timeout(240)
+def test_stopped_draft_costs_no_token_and_resumes(stack: Stack, expected: list[list[int]]) -> None:
+    draft = child_pid(stack.processes[0].popen.pid, "draft")
+    for point in POINTS:
+        counter = TokenCounter(point, partial(os.kill, draft, signal.SIGSTOP))
+        try:
+            results = run_streams(stack, mode=common_pb2.SPECULATION_MODE_ON, counter=counter)
+        finally:
+            os.kill(draft, signal.SIGCONT)
+        assert counter.acted
+        assert [result.token_ids for result in results] == expected, f"stopped after {point} tokens"
+        stack.wait_drafting(5)
+    stack.assert_no_page_held()
