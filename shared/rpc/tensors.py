@@ -1,0 +1,152 @@
+"""Tensors on the wire: one contiguous `TensorData` inside a message, or a stream of `TensorChunk` for whole weights.
+
+Everything is checked before it is believed: dtype, shape against byte count, order of chunks, size limits, SHA-256. Imports torch, so
+the gateway must not import this module.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+
+import torch
+
+from outrider.common.v1 import common_pb2
+from outrider.shared.base.errors import ProtocolError
+
+MAX_CHUNK_BYTES = 1024 * 1024
+MAX_DIMENSIONS = 8
+
+WIRE_OF_DTYPE: Mapping[torch.dtype, common_pb2.DataType] = {
+    torch.float32: common_pb2.DATA_TYPE_FLOAT32,
+    torch.float16: common_pb2.DATA_TYPE_FLOAT16,
+    torch.bfloat16: common_pb2.DATA_TYPE_BFLOAT16,
+    torch.int32: common_pb2.DATA_TYPE_INT32,
+    torch.int64: common_pb2.DATA_TYPE_INT64,
+}
+DTYPE_OF_WIRE: Mapping[int, torch.dtype] = {int(wire): dtype for dtype, wire in WIRE_OF_DTYPE.items()}
+
+
+def wire_dtype(dtype: torch.dtype) -> common_pb2.DataType:
+    """Return the wire's name of a dtype; raise ProtocolError if it cannot travel."""
+    wire = WIRE_OF_DTYPE.get(dtype)
+    if wire is None:
+        raise ProtocolError(f"Tensors of dtype {dtype} cannot be sent; known: {', '.join(str(known) for known in WIRE_OF_DTYPE)}.")
+    return wire
+
+
+def torch_dtype(wire: int, name: str = "tensor") -> torch.dtype:
+    """Return the dtype that the wire names; raise ProtocolError naming `name` if this build does not know it."""
+    dtype = DTYPE_OF_WIRE.get(wire)
+    if dtype is None:
+        raise ProtocolError(f"{name}: unknown data type {wire}; is the peer of another version?", field=name)
+    return dtype
+
+
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
+    """Return the row-major little-endian bytes of a tensor on any device."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def encode_tensor(tensor: torch.Tensor) -> common_pb2.TensorData:
+    """Return the tensor as one inline message (any device; copied to the host)."""
+    return common_pb2.TensorData(shape=list(tensor.shape), dtype=wire_dtype(tensor.dtype), inline=tensor_bytes(tensor))
+
+
+def decode_tensor(data: common_pb2.TensorData, *, name: str = "tensor", columns: int | None = None) -> torch.Tensor:
+    """Return the tensor of an inline message as a fresh CPU tensor.
+
+    Args:
+        data: The message.
+        name: What it is, for errors.
+        columns: If given, the tensor must be ``[rows, columns]``.
+
+    Raises:
+        ProtocolError: not inline, unknown dtype, byte count and shape disagree, or not ``[rows, columns]``.
+    """
+    if data.WhichOneof("data") != "inline":
+        raise ProtocolError(f"{name}: only inline tensors are accepted on this transport, not {data.WhichOneof('data')}.", field=name)
+    dtype = torch_dtype(data.dtype, name)
+    shape = _checked_shape(data.shape, name)
+    if len(data.inline) != prod(shape) * dtype.itemsize:
+        raise ProtocolError(f"{name}: {len(data.inline)} bytes do not fill shape {list(shape)} of {dtype}.", field=name)
+    if columns is not None and (len(shape) != 2 or shape[1] != columns):
+        raise ProtocolError(f"{name}: expected shape [rows, {columns}], not {list(shape)}.", field=name)
+    return _from_bytes(bytearray(data.inline), shape, dtype)
+
+
+def split_tensor(name: str, tensor: torch.Tensor, max_chunk_bytes: int = MAX_CHUNK_BYTES) -> Iterator[common_pb2.TensorChunk]:
+    """Yield a named tensor in chunks: name, shape and dtype on the first, the SHA-256 of all bytes on the last."""
+    payload = tensor_bytes(tensor)
+    digest = hashlib.sha256(payload).digest()
+    for offset in range(0, max(len(payload), 1), max_chunk_bytes):
+        chunk = common_pb2.TensorChunk(offset=offset, data=payload[offset : offset + max_chunk_bytes])
+        if offset == 0:
+            chunk.name = name
+            chunk.shape.extend(tensor.shape)
+            chunk.dtype = wire_dtype(tensor.dtype)
+        if offset + max_chunk_bytes >= len(payload):
+            chunk.sha256 = digest
+        yield chunk
+
+
+def join_tensors(chunks: Iterable[common_pb2.TensorChunk], *, max_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a chunk stream (one or several, one after the other) as soon as each is complete.
+
+    Args:
+        chunks: As `split_tensor` makes them.
+        max_bytes: Limit of one tensor; nothing larger is allocated.
+
+    Raises:
+        ProtocolError: a chunk out of order, a tensor too large or of the wrong size, a digest that does not match, or a stream that
+            ends in the middle of a tensor; names the tensor.
+    """
+    name = ""
+    shape: tuple[int, ...] = ()
+    dtype = torch.float32
+    payload: bytearray | None = None
+    for chunk in chunks:
+        if payload is None:
+            name, shape, dtype = _read_header(chunk, max_bytes)
+            payload = bytearray()
+        if chunk.offset != len(payload):
+            raise ProtocolError(f"{name}: chunk at byte {chunk.offset}, expected {len(payload)}.", field=name)
+        payload += chunk.data
+        total = prod(shape) * dtype.itemsize
+        if len(payload) > total:
+            raise ProtocolError(f"{name}: more bytes than shape {list(shape)} of {dtype} holds ({total}).", field=name)
+        if len(payload) < total:
+            if not chunk.data or chunk.sha256:
+                raise ProtocolError(f"{name}: the stream stops at byte {len(payload)} of {total}.", field=name)
+            continue
+        if hashlib.sha256(payload).digest() != chunk.sha256:
+            raise ProtocolError(f"{name}: the SHA-256 does not match; the tensor was damaged on the way.", field=name)
+        yield name, _from_bytes(payload, shape, dtype)
+        payload = None
+    if payload is not None:
+        raise ProtocolError(f"{name}: the stream ended at byte {len(payload)} of {prod(shape) * dtype.itemsize}.", field=name)
+
+
+def _read_header(chunk: common_pb2.TensorChunk, max_bytes: int) -> tuple[str, tuple[int, ...], torch.dtype]:
+    if not chunk.name:
+        raise ProtocolError("The first chunk of a tensor must carry its name.", field="chunk.name")
+    dtype = torch_dtype(chunk.dtype, chunk.name)
+    shape = _checked_shape(chunk.shape, chunk.name)
+    if prod(shape) * dtype.itemsize > max_bytes:
+        raise ProtocolError(f"{chunk.name}: {prod(shape) * dtype.itemsize} bytes exceed the limit of {max_bytes}.", field=chunk.name)
+    return chunk.name, shape, dtype
+
+
+def _checked_shape(shape: Iterable[int], name: str) -> tuple[int, ...]:
+    checked = tuple(shape)
+    if len(checked) > MAX_DIMENSIONS:
+        raise ProtocolError(f"{name}: {len(checked)} dimensions; at most {MAX_DIMENSIONS} are accepted.", field=name)
+    return checked
+
+
+def _from_bytes(payload: bytearray, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    if not payload:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(payload, dtype=dtype).reshape(shape)
