@@ -1,0 +1,250 @@
+"""Speculative against plain decoding, end to end: three processes over gRPC, batch 1, one request after the other.
+
+For each prompt and temperature, three requests in turn (the order rotates, so that no kind always goes first): with speculation, with
+``mode: off`` on the same server, and on a second server started with ``--draft none``. The figures are medians of the ratios *within*
+a prompt, which a drifting machine does not move.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from outrider.bench.machine import describe_machine
+from outrider.services.launch import StackOptions, Transport, free_port, running_stack
+from outrider.services.rest import Reply, RestClient
+from outrider.shared.base.errors import ConfigurationError
+
+HELDOUT_PROMPTS = Path(__file__).resolve().parent / "prompts" / "heldout.jsonl"
+TEMPERATURES = (0.0, 1.0)
+SEED = 20_000
+WARM_UP_PROMPTS = 2
+
+
+class Kind(Enum):
+    """What a run measures."""
+
+    SPECULATIVE = "speculative"
+    OFF = "off"
+    NO_DRAFT = "no_draft"
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """What to measure; the fields are the flags of `outrider bench`."""
+
+    prompts: Path | None
+    num_prompts: int
+    tokens: int
+    target: Path
+    draft: Path | None
+    device: str
+    mode: str
+    output: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One request: how fast, and what speculation did."""
+
+    prompt: int
+    temperature: float
+    kind: Kind
+    tokens: int
+    total_s: float
+    first_token_s: float
+    accept_length: float
+    rounds: int
+    text: str
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Completion tokens over the whole request, prefill included."""
+        return self.tokens / self.total_s
+
+
+Runs = dict[tuple[int, float, Kind], Run]
+
+
+def run_bench(options: BenchOptions) -> int:
+    """Start both servers, measure, print a table and write the JSON. Returns the exit code.
+
+    Raises:
+        ConfigurationError: no draft is given, or the prompts cannot be read.
+    """
+    if options.draft is None:
+        raise ConfigurationError("There is nothing to compare without a draft: give --draft DIR.", field="--draft")
+    prompts = load_prompts(options.prompts or HELDOUT_PROMPTS, options.num_prompts)
+    console = Console(highlight=False)
+    log: deque[str] = deque(maxlen=40)
+    try:
+        with ExitStack() as cleanup:
+            clients = {name: _start(cleanup, options, draft, log) for name, draft in (("draft", options.draft), ("plain", None))}
+            runs = _measure(options, prompts, clients)
+    except Exception:
+        print(*log, sep="\n", file=sys.stderr)
+        raise
+    result = {
+        "command": ["outrider", *sys.argv[1:]],
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "machine": describe_machine(),
+        "mode": options.mode,
+        "prompts": len(prompts),
+        "tokens_per_answer": options.tokens,
+        "summary": summarise(runs, len(prompts)),
+        "runs": [_as_json(run) for run in runs.values()],
+    }
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / f"speculation-{'cuda' if result['machine']['gpus'] else 'cpu'}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    _print_table(console, result["summary"], options)
+    console.print(f"wrote {path}")
+    return 0
+
+
+def load_prompts(path: Path, count: int) -> list[list[dict[str, str]]]:
+    """Read the first `count` prompts of a JSON-lines file: each line has ``messages`` or ``prompt``.
+
+    Raises:
+        ConfigurationError: the file is missing or too short, or a line has neither.
+    """
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except OSError as error:
+        raise ConfigurationError(f"Cannot read the prompts {path}: {error.strerror}.", field="--prompts") from None
+    if len(lines) < count:
+        raise ConfigurationError(f"{path} holds {len(lines)} prompts, fewer than --num-prompts {count}.", field="--num-prompts")
+    return [_messages(json.loads(line), f"{path}:{number}") for number, line in enumerate(lines[:count], start=1)]
+
+
+def _messages(record: dict[str, Any], where: str) -> list[dict[str, str]]:
+    if "messages" in record:
+        return [{"role": str(message["role"]), "content": str(message["content"])} for message in record["messages"]]
+    if "prompt" in record:
+        return [{"role": "user", "content": str(record["prompt"])}]
+    raise ConfigurationError(f"{where} has neither `messages` nor `prompt`.", field="--prompts")
+
+
+def _start(cleanup: ExitStack, options: BenchOptions, draft: Path | None, log: deque[str]) -> RestClient:
+    label = "draft" if draft else "plain"
+    stack_options = StackOptions(target=options.target, draft=draft, device=options.device, port=free_port(), transport=Transport.GRPC)
+    stack = cleanup.enter_context(
+        running_stack(stack_options, lambda name, line: log.append(f"{label}/{name} | {line}"), lambda line: None)
+    )
+    return cleanup.enter_context(RestClient(stack.url))
+
+
+def _measure(options: BenchOptions, prompts: Sequence[list[dict[str, str]]], clients: dict[str, RestClient]) -> Runs:
+    runs: Runs = {}
+    kinds = list(Kind)
+    model = clients["draft"].model()
+    with Progress(transient=True) as progress:
+        task = progress.add_task("measuring", total=len(prompts) * len(TEMPERATURES) * len(kinds))
+        for messages in prompts[:WARM_UP_PROMPTS]:
+            for kind in kinds:
+                _ask(options, clients, model, messages, 0, 0.0, kind)
+        for index, messages in enumerate(prompts):
+            for temperature in TEMPERATURES:
+                for kind in kinds[index % len(kinds) :] + kinds[: index % len(kinds)]:
+                    runs[index, temperature, kind] = _ask(options, clients, model, messages, index, temperature, kind)
+                    progress.advance(task)
+    return runs
+
+
+def _ask(
+    options: BenchOptions,
+    clients: dict[str, RestClient],
+    model: str,
+    messages: list[dict[str, str]],
+    index: int,
+    temperature: float,
+    kind: Kind,
+) -> Run:
+    client = clients["plain" if kind is Kind.NO_DRAFT else "draft"]
+    body = {
+        "model": model,
+        "max_tokens": options.tokens,
+        "ignore_eos": True,
+        "temperature": temperature,
+        "seed": SEED + index,
+        "speculation": {"mode": options.mode if kind is Kind.SPECULATIVE else "off"},
+    }
+    reply = Reply()
+    for _piece in client.stream_chat(messages, body, reply):
+        pass
+    speculation = reply.speculation
+    accept_length = float(speculation.get("accept_length") or 0.0)
+    rounds = int(speculation.get("rounds") or 0)
+    return Run(index, temperature, kind, reply.completion_tokens, reply.total_s, reply.first_token_s, accept_length, rounds, reply.text)
+
+
+def summarise(runs: Runs, num_prompts: int) -> list[dict[str, Any]]:
+    """Return one row per temperature: medians of the paired ratios, of the speeds, and the mean accept length.
+
+    ``same_text`` counts the prompts whose texts with and without speculation are equal.
+    """
+    rows = []
+    for temperature in TEMPERATURES:
+        of = {kind: [runs[index, temperature, kind] for index in range(num_prompts)] for kind in Kind}
+        speed = {kind: [run.tokens_per_s for run in of[kind]] for kind in Kind}
+        rows.append(
+            {
+                "temperature": temperature,
+                "speculative_over_off": _ratios(speed[Kind.SPECULATIVE], speed[Kind.OFF]),
+                "off_over_no_draft": _ratios(speed[Kind.OFF], speed[Kind.NO_DRAFT]),
+                "tokens_per_s": {kind.value: round(statistics.median(speed[kind]), 1) for kind in Kind},
+                "accept_length": round(statistics.mean(run.accept_length for run in of[Kind.SPECULATIVE]), 3),
+                "same_text": sum(a.text == b.text for a, b in zip(of[Kind.SPECULATIVE], of[Kind.OFF], strict=True)),
+            }
+        )
+    return rows
+
+
+def _ratios(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles of the ratios, pair by pair."""
+    ratios = sorted(a / b for a, b in zip(numerators, denominators, strict=True))
+    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else [ratios[0]] * 3
+    return {"median": round(median, 3), "p25": round(low, 3), "p75": round(high, 3)}
+
+
+def _as_json(run: Run) -> dict[str, Any]:
+    return {
+        "prompt": run.prompt,
+        "temperature": run.temperature,
+        "kind": run.kind.value,
+        "tokens": run.tokens,
+        "tokens_per_s": round(run.tokens_per_s, 2),
+        "first_token_ms": round(run.first_token_s * 1e3, 2),
+        "accept_length": round(run.accept_length, 3),
+        "rounds": run.rounds,
+    }
+
+
+def _print_table(console: Console, rows: Sequence[dict[str, Any]], options: BenchOptions) -> None:
+    table = Table(title=f"{options.num_prompts} prompts, {options.tokens} tokens each, batch 1; medians, quartiles in brackets")
+    for heading in ("T", "speculative ÷ off", "off ÷ --draft none", "tokens/s spec.", "off", "--draft none", "accept length", "same text"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        speeds = row["tokens_per_s"]
+        ratios = [
+            f"{row[key]['median']:.2f} ({row[key]['p25']:.2f}–{row[key]['p75']:.2f})"
+            for key in ("speculative_over_off", "off_over_no_draft")
+        ]
+        cells = [f"{speeds[kind.value]:.0f}" for kind in Kind]
+        table.add_row(
+            f"{row['temperature']:g}", *ratios, *cells, f"{row['accept_length']:.2f}", f"{row['same_text']}/{options.num_prompts}"
+        )
+    console.print(table)

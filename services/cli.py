@@ -1,0 +1,321 @@
+"""The `outrider` command. Heavy parts are imported by the command that needs them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from outrider.services import launch
+from outrider.services.launch import DEMO_DRAFT, DEMO_TARGET, StackOptions, Transport
+from outrider.shared.base.errors import ErrorCode, OutriderError
+
+app = typer.Typer(
+    name="outrider",
+    help="Serve large language models with speculative decoding.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+serve = typer.Typer(help="Run one service in the foreground. `outrider serve SERVICE --help` lists its settings.", no_args_is_help=True)
+app.add_typer(serve, name="serve")
+
+# The flags of a service come from its settings class, which is imported only once the service is known.
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+TargetDir = Annotated[
+    Path | None,
+    typer.Option("--target", help="Model folder in Hugging Face layout.", show_default="the embedded demo model", metavar="DIR"),
+]
+DraftDir = Annotated[
+    str | None,
+    typer.Option(
+        "--draft",
+        "--speculative-draft-model-path",
+        help="Folder of the EAGLE-3 head, or `none` to serve without speculation.",
+        show_default="the embedded head; none with another --target",
+        metavar="DIR|none",
+    ),
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …")]
+Dtype = Annotated[str, typer.Option(help="auto (bf16 on CUDA, fp32 on CPU), float32, bfloat16, float16.")]
+NumSteps = Annotated[int | None, typer.Option("--num-steps", "--speculative-num-steps", help="Depth of drafting.", show_default="5")]
+TopK = Annotated[int | None, typer.Option("--topk", "--speculative-eagle-topk", help="Branches per step; 1 is a chain.", show_default="4")]
+NumDraftTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--num-draft-tokens", "--speculative-num-draft-tokens", help="Nodes verified per round, root included.", show_default="16"
+    ),
+]
+Url = Annotated[str, typer.Option(help="Address of the gateway.")]
+ApiKey = Annotated[str | None, typer.Option(help="Key to send, if the gateway wants one.")]
+Speculation = Annotated[str | None, typer.Option("--speculation", help="auto, on or off.", show_default="the server's: auto")]
+MaxTokens = Annotated[int, typer.Option(help="Tokens to generate at most.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", show_default="drawn by the server")]
+
+
+@app.command()
+def up(
+    target: TargetDir = None,
+    draft: DraftDir = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    num_steps: NumSteps = None,
+    topk: TopK = None,
+    num_draft_tokens: NumDraftTokens = None,
+    host: Annotated[str, typer.Option(help="Where the gateway listens.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="REST port; gRPC takes the next one.")] = 8000,
+    skip_tokenizer: Annotated[bool, typer.Option("--skip-tokenizer", help="Serve token ids only.")] = False,
+    transport: Annotated[
+        Transport, typer.Option(help="auto puts the draft into the target's process on a machine with one GPU, else runs it apart.")
+    ] = Transport.AUTO,
+    log_level: Annotated[str, typer.Option(help="Of all services.")] = "info",
+) -> None:
+    """Start gateway, target and draft, restart what dies, and stop all on Ctrl-C or SIGTERM."""
+    from outrider.shared.base.lifecycle import StopSignal
+
+    options = StackOptions(
+        target=target or DEMO_TARGET,
+        draft=_draft_folder(target, draft),
+        device=device,
+        dtype=dtype,
+        num_steps=num_steps,
+        topk=topk,
+        num_draft_tokens=num_draft_tokens,
+        host=host,
+        port=port,
+        skip_tokenizer=skip_tokenizer,
+        transport=transport,
+        log_level=log_level,
+    )
+    console = Console(stderr=True, highlight=False)
+    with StopSignal() as stop, launch.running_stack(options, _echo_to(console), _progress_to(console), lambda: stop.requested) as stack:
+        console.print(f"[bold green]up[/] {stack.url}  (OpenAI API at {stack.url}/v1; gRPC on port {port + 1})")
+        stop.wait()
+        console.print("stopping")
+
+
+def _draft_folder(target: Path | None, draft: str | None) -> Path | None:
+    """The embedded head fits the embedded model only: another target needs its own head, or none."""
+    if draft is None:
+        return DEMO_DRAFT if target is None else None
+    return None if draft == "none" else Path(draft)
+
+
+def _echo_to(console: Console) -> launch.Echo:
+    colours = {"gateway": "cyan", "target": "magenta", "draft": "yellow"}
+
+    def echo(name: str, line: str) -> None:
+        console.print(f"[{colours.get(name, 'white')}]{name:>7} |[/] ", end="")
+        console.print(line, markup=False, soft_wrap=True)
+
+    return echo
+
+
+def _progress_to(console: Console) -> launch.Progress:
+    return lambda line: console.print(f"[green]{line}[/]")
+
+
+@serve.command("gateway", context_settings=PASS_ON)
+def serve_gateway(context: typer.Context) -> None:
+    """The front door: REST and gRPC. Needs no torch."""
+    from outrider.services.gateway.settings import GatewaySettings
+
+    _run_service("gateway", GatewaySettings, launch.serve_gateway, context.args)
+
+
+@serve.command("target", context_settings=PASS_ON)
+def serve_target(context: typer.Context) -> None:
+    """The model: KV cache, batching, verification."""
+    from outrider.services.target.settings import TargetSettings
+
+    _run_service("target", TargetSettings, launch.serve_target, context.args)
+
+
+@serve.command("draft", context_settings=PASS_ON)
+def serve_draft(context: typer.Context) -> None:
+    """The draft head: proposes token trees."""
+    from outrider.services.draft.settings import DraftSettings
+
+    _run_service("draft", DraftSettings, launch.serve_draft, context.args)
+
+
+def _run_service(name: str, settings_type: Any, run: Any, arguments: list[str]) -> None:
+    from outrider.services.options import settings_command
+
+    inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    inner.command()(settings_command(settings_type, run, f"Run the {name} service."))
+    inner(args=arguments, prog_name=f"outrider serve {name}", standalone_mode=True)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt; `-` reads standard input.")],
+    url: Url = "http://127.0.0.1:8000",
+    raw: Annotated[bool, typer.Option("--raw", help="Complete the text as it is, without the chat template.")] = False,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
+    speculation: Speculation = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Answer one prompt through a running gateway."""
+    from outrider.services.rest import Reply, RestClient
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    reply = Reply()
+    with RestClient(url, api_key) as client:
+        options = _request_options(client.model(), max_tokens, temperature, seed, speculation)
+        if raw:
+            pieces = client.stream_completion(text, options, reply)
+        else:
+            pieces = client.stream_chat([{"role": "user", "content": text}], options, reply)
+        _print_pieces(pieces)
+    _print_summary(reply)
+
+
+@app.command()
+def chat(
+    url: Url = "http://127.0.0.1:8000",
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
+    speculation: Speculation = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Talk to the model; an empty line or Ctrl-D ends."""
+    from outrider.services.rest import Reply, RestClient
+
+    messages: list[dict[str, str]] = []
+    with RestClient(url, api_key) as client:
+        options = _request_options(client.model(), max_tokens, temperature, seed, speculation)
+        while question := _ask():
+            messages.append({"role": "user", "content": question})
+            reply = Reply()
+            _print_pieces(client.stream_chat(messages, options, reply))
+            _print_summary(reply)
+            messages.append({"role": "assistant", "content": reply.text})
+
+
+def _ask() -> str:
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return ""
+
+
+def _request_options(model: str, max_tokens: int, temperature: float, seed: int | None, speculation: str | None) -> dict[str, Any]:
+    options: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
+    if seed is not None:
+        options["seed"] = seed
+    if speculation is not None:
+        options["speculation"] = {"mode": speculation}
+    return options
+
+
+def _print_pieces(pieces: Any) -> None:
+    for piece in pieces:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+def _print_summary(reply: Any) -> None:
+    accept_length = reply.speculation.get("accept_length")
+    speculated = f", accept length {accept_length:.2f} over {reply.speculation.get('rounds')} rounds" if accept_length else ""
+    console = Console(stderr=True, highlight=False)
+    console.print(f"[dim]{reply.completion_tokens} tokens, {reply.tokens_per_s:.0f}/s, {reply.finish_reason}{speculated}[/]")
+
+
+@app.command()
+def health(
+    url: Url = "http://127.0.0.1:8000",
+    grpc_address: Annotated[
+        str | None, typer.Option("--grpc", help="Ask this gRPC address (host:port or unix:/path) instead.", metavar="ADDRESS")
+    ] = None,
+    service: Annotated[str, typer.Option(help="gRPC service name to ask for.")] = "",
+) -> None:
+    """Say whether a stack (or one gRPC service) can take requests; exit code 0 if so."""
+    if grpc_address:
+        from outrider.services.probe import ServingProbe
+
+        with ServingProbe(grpc_address, service) as probe:
+            status = probe.status()
+        typer.echo(f"{grpc_address} {service} {status}".replace("  ", " "))
+        raise typer.Exit(0 if status == "SERVING" else 1)
+    from outrider.services.rest import RestClient
+
+    with RestClient(url) as client:
+        answers = {path: client.status(path) for path in ("/health", "/ready")}
+    for path, (status_code, body) in answers.items():
+        typer.echo(f"{url}{path} {status_code or 'no answer'} {body or ''}".rstrip())
+    raise typer.Exit(0 if all(status_code == 200 for status_code, _ in answers.values()) else 1)
+
+
+@app.command()
+def demo(
+    prompt: Annotated[str, typer.Option(help="What to ask.")] = "List 3 countries and their capitals.",
+    device: Device = "auto",
+    tokens: Annotated[int, typer.Option(help="Tokens per measuring run.")] = 160,
+) -> None:
+    """Serve the embedded pair in three processes, answer a prompt, and measure speculation on and off side by side."""
+    from outrider.services.demo import run_demo
+
+    raise typer.Exit(run_demo(prompt, device, tokens))
+
+
+@app.command()
+def bench(
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON lines with a `prompt` or `messages` field.", show_default="the embedded held-out prompts")
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(help="How many of them.")] = 40,
+    tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 128,
+    target: TargetDir = None,
+    draft: DraftDir = None,
+    device: Device = "auto",
+    mode: Annotated[str, typer.Option(help="Speculation mode that is measured against off: auto or on.")] = "auto",
+    output: Annotated[Path, typer.Option(help="Folder for the JSON result.")] = Path("bench/results"),
+) -> None:
+    """Measure speculative against plain decoding, paired per prompt, on three processes over gRPC at batch 1."""
+    from outrider.bench.speculation import BenchOptions, run_bench
+
+    options = BenchOptions(
+        prompts=prompts,
+        num_prompts=num_prompts,
+        tokens=tokens,
+        target=target or DEMO_TARGET,
+        draft=_draft_folder(target, draft),
+        device=device,
+        mode=mode,
+        output=output,
+    )
+    raise typer.Exit(run_bench(options))
+
+
+EXIT_CODES = {ErrorCode.INVALID_ARGUMENT: 2, ErrorCode.CANCELLED: 130}
+
+
+def main() -> None:
+    """Run the command line; an `OutriderError` becomes its message and an exit code (2: wrong input, 1: anything else)."""
+    try:
+        app()
+    except OutriderError as error:
+        Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {_escape(error.message)}", soft_wrap=True)
+        sys.exit(EXIT_CODES.get(error.code, 1))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,292 @@
+"""Puts the services together: what `outrider up` starts with which flags, and what each `outrider serve` runs.
+
+This module and `cli` alone see all services, and import them only when one is started.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import socket
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outrider.services.supervisor import ChildSpec, Echo, Supervisor
+from outrider.shared.base.errors import CancelledError, ConfigurationError, UnavailableError
+
+if TYPE_CHECKING:
+    from outrider.shared.base.settings import ServiceSettings
+
+# The folder that holds services/, models/ and bench/ side by side, in a checkout and in an installed package alike.
+PACKAGE_ROOT = Path(__file__).resolve().parent.parent
+DEMO_TARGET = PACKAGE_ROOT / "models" / "demo" / "target"
+DEMO_DRAFT = PACKAGE_ROOT / "models" / "demo" / "eagle3"
+
+Progress = Callable[[str], None]
+
+START_TIMEOUT_S = 600.0
+POLL_S = 0.05
+DRAFT_DRAIN_S = 10.0
+DRAIN_S = 40.0
+
+
+class Transport(Enum):
+    """How the target reaches the draft."""
+
+    AUTO = "auto"
+    GRPC = "grpc"
+    INPROC = "inproc"
+
+
+@dataclass(frozen=True, slots=True)
+class StackOptions:
+    """What `outrider up` was asked for. None: the service's own default.
+
+    Attributes:
+        target: Model folder, Hugging Face layout.
+        draft: Draft head's folder; None serves without speculation.
+        device, dtype: As the services take them.
+        num_steps, topk, num_draft_tokens: Tree shape when a request names none.
+        host, port: The gateway's REST address; gRPC listens on the next port.
+        skip_tokenizer: Token ids only.
+        transport: AUTO takes the draft into the target's process on a machine with one GPU, else a process of its own.
+        extra: Further flags by service name, passed on as they are.
+    """
+
+    target: Path = DEMO_TARGET
+    draft: Path | None = DEMO_DRAFT
+    device: str = "auto"
+    dtype: str = "auto"
+    num_steps: int | None = None
+    topk: int | None = None
+    num_draft_tokens: int | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    skip_tokenizer: bool = False
+    transport: Transport = Transport.AUTO
+    log_level: str = "info"
+    extra: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StackPlan:
+    """Command lines and addresses of one stack. `children` in the order of draining: gateway, target, draft."""
+
+    children: tuple[ChildSpec, ...]
+    url: str
+    target_address: str
+    draft_address: str | None
+
+
+def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackPlan:
+    """Return what to start. Services meet on unix sockets in `runtime_dir`; only the gateway has a port.
+
+    Args:
+        options: What was asked for.
+        runtime_dir: A private folder; its path must be short enough for a socket's name (about 90 characters).
+        inproc: Whether the draft runs inside the target.
+    """
+    target_address = f"unix:{runtime_dir / 'target.sock'}"
+    draft_address = f"unix:{runtime_dir / 'draft.sock'}" if options.draft and not inproc else None
+    shape = {"num-steps": options.num_steps, "topk": options.topk, "num-draft-tokens": options.num_draft_tokens}
+    placement = {"device": options.device, "dtype": options.dtype, "log-level": options.log_level}
+    extra = dict(options.extra)
+
+    gateway = {"host": options.host, "port": options.port, "grpc-port": options.port + 1, "target": target_address}
+    gateway |= {"tokenizer": None if options.skip_tokenizer else options.target, "log-level": options.log_level}
+    drafter = draft_address or (f"inproc:{options.draft}" if options.draft else "none")
+    children = [
+        _child("gateway", gateway, extra),
+        _child("target", {"listen": target_address, "model": options.target, "draft": drafter} | shape | placement, extra),
+    ]
+    if draft_address:
+        draft = {"listen": draft_address, "draft": options.draft, "target-weights": options.target} | placement
+        children.append(_child("draft", draft, extra, DRAFT_DRAIN_S))
+    return StackPlan(tuple(children), f"http://{_reachable(options.host)}:{options.port}", target_address, draft_address)
+
+
+def _reachable(host: str) -> str:
+    """Return how this machine reaches what listens on `host`."""
+    if host in ("0.0.0.0", "::"):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
+
+
+def _child(service: str, flags: dict[str, object], extra: dict[str, tuple[str, ...]], drain_s: float = DRAIN_S) -> ChildSpec:
+    given = [part for flag, value in flags.items() if value is not None for part in (f"--{flag}", str(value))]
+    return ChildSpec(service, (outrider_command(), "serve", service, *given, *extra.get(service, ())), drain_s)
+
+
+def outrider_command() -> str:
+    """Return the path of the `outrider` script of this environment.
+
+    Raises:
+        ConfigurationError: it is not installed.
+    """
+    beside = Path(sysconfig.get_path("scripts")) / "outrider"
+    found = str(beside) if beside.exists() else shutil.which("outrider")
+    if not found:
+        raise ConfigurationError("The `outrider` command is not installed in this environment: pip install outrider.", field="outrider")
+    return found
+
+
+def check_options(options: StackOptions) -> None:
+    """Refuse what cannot work before any process is started.
+
+    Raises:
+        ConfigurationError: names the flag and the fix.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigurationError(
+            "PyTorch is not installed here, and target and draft need it: pip install 'outrider[engine]'.", field="torch"
+        )
+    _check_model_folder(options.target, "--target")
+    if options.draft is not None:
+        _check_model_folder(options.draft, "--draft", " (or --draft none to serve without speculation)")
+    if not options.skip_tokenizer and not (options.target / "tokenizer.json").exists():
+        fix = "add the file, or pass --skip-tokenizer to serve token ids only"
+        raise ConfigurationError(f"--target {options.target} has no tokenizer.json: {fix}.", field="--target")
+    for port in (options.port, options.port + 1):
+        with socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((options.host, port))
+            except OSError as error:
+                what = "REST" if port == options.port else "gRPC, the port after --port"
+                message = f"Cannot listen on {options.host}:{port} ({what}): {error.strerror}. Stop what uses it, or choose another --port."
+                raise ConfigurationError(message, field="--port") from None
+
+
+def _check_model_folder(folder: Path, flag: str, hint: str = "") -> None:
+    if not folder.is_dir():
+        raise ConfigurationError(f"{flag} {folder}: there is no such folder{hint}.", field=flag)
+    if not (folder / "config.json").exists():
+        message = f"{flag} {folder} has no config.json; give a model folder in Hugging Face layout, downloaded in full{hint}."
+        raise ConfigurationError(message, field=flag)
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise ConfigurationError(
+            f"{flag} {folder} holds no weights (*.safetensors or *.bin); download the model in full{hint}.", field=flag
+        )
+
+
+def wants_inproc(options: StackOptions) -> bool:
+    """Decide whether the draft runs in the target's process: as asked, and for AUTO on a machine with exactly one GPU."""
+    if options.draft is None or options.transport is Transport.GRPC:
+        return False
+    if options.transport is Transport.INPROC:
+        return True
+    if options.device == "cpu" or not any(Path("/dev").glob("nvidia[0-9]*")):
+        return False
+    import torch
+
+    return torch.cuda.device_count() == 1
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a port that is free now, and so is the one after it."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind((host, 0))
+            port = int(first.getsockname()[1])
+            try:
+                second.bind((host, port + 1))
+            except (OSError, OverflowError):
+                continue
+            return port
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A running stack: where it listens, and its supervisor."""
+
+    plan: StackPlan
+    supervisor: Supervisor
+
+    @property
+    def url(self) -> str:
+        """The gateway's REST address."""
+        return self.plan.url
+
+
+@contextmanager
+def running_stack(options: StackOptions, echo: Echo, progress: Progress, stopped: Callable[[], bool] = lambda: False) -> Iterator[Stack]:
+    """Start the services, wait until all can serve, and stop them on leaving.
+
+    Args:
+        options: What to serve.
+        echo: Gets (service, line) for each line that a service prints.
+        progress: Gets a line for each service that has become ready.
+        stopped: Asked while waiting; True gives up (a signal came).
+
+    Raises:
+        ConfigurationError: something is missing, or a service refused its settings or model.
+        UnavailableError: not ready within `START_TIMEOUT_S`.
+        CancelledError: `stopped` while still starting.
+    """
+    check_options(options)
+    with ExitStack() as cleanup:
+        runtime_dir = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
+        plan = plan_stack(options, runtime_dir, wants_inproc(options))
+        supervisor = cleanup.enter_context(Supervisor(plan.children, echo))
+        _wait_until_ready(plan, supervisor, progress, stopped)
+        supervisor.settle()
+        yield Stack(plan, supervisor)
+
+
+def _wait_until_ready(plan: StackPlan, supervisor: Supervisor, progress: Progress, stopped: Callable[[], bool]) -> None:
+    from outrider.services.probe import DRAFT_SERVICE, TARGET_SERVICE, ServingProbe
+    from outrider.services.rest import RestClient
+
+    started = time.monotonic()
+    with ExitStack() as cleanup:
+        gateway = cleanup.enter_context(RestClient(plan.url))
+        target = cleanup.enter_context(ServingProbe(plan.target_address, TARGET_SERVICE))
+        waiting: dict[str, Callable[[], bool]] = {}
+        if plan.draft_address:
+            waiting["draft"] = cleanup.enter_context(ServingProbe(plan.draft_address, DRAFT_SERVICE)).serving
+        waiting |= {"target": target.serving, "gateway": lambda: gateway.status("/ready")[0] == 200}
+        while waiting:
+            if stopped():
+                raise CancelledError("Stopped while the services were starting.")
+            if failed := supervisor.failed():
+                raise _start_failure(failed.spec.name, failed.last_lines[-1] if failed.last_lines else "it printed nothing")
+            if time.monotonic() - started > START_TIMEOUT_S:
+                raise UnavailableError(
+                    f"Not ready after {START_TIMEOUT_S:g} s: {', '.join(waiting)}. Their lines above say how far they came."
+                )
+            for name in [name for name, ready in waiting.items() if ready()]:
+                del waiting[name]
+                progress(f"{name} ready after {time.monotonic() - started:.1f} s")
+            time.sleep(POLL_S)
+
+
+def _start_failure(service: str, last_line: str) -> ConfigurationError:
+    return ConfigurationError(f"The {service} service stopped while starting: {last_line}", field=service)
+
+
+def serve_gateway(settings: ServiceSettings) -> int:
+    """Run the gateway until it is told to stop."""
+    from outrider.services.gateway import app
+
+    return app.run(settings)
+
+
+def serve_target(settings: ServiceSettings) -> int:
+    """Run the target; for `inproc:` the draft is put into its process here, since services do not import each other."""
+    from outrider.services.target import app
+
+    return app.run(settings)
+
+
+def serve_draft(settings: ServiceSettings) -> int:
+    """Run the draft until it is told to stop."""
+    from outrider.services.draft import app
+
+    return app.run(settings)

@@ -1,0 +1,38 @@
+"""Asks services how they are, without starting anything."""
+
+from __future__ import annotations
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from outrider.shared.rpc.client import connect
+
+TARGET_SERVICE = "outrider.target.v1.Target"
+DRAFT_SERVICE = "outrider.draft.v1.Draft"
+
+
+class ServingProbe:
+    """Asks one gRPC address for its health, over one channel."""
+
+    def __init__(self, address: str, service: str = "") -> None:
+        self._channel = connect(address)
+        self._stub = health_pb2_grpc.HealthStub(self._channel)
+        self._request = health_pb2.HealthCheckRequest(service=service)
+
+    def __enter__(self) -> ServingProbe:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._channel.close()
+
+    def status(self, timeout_s: float = 2.0) -> str:
+        """Return SERVING, NOT_SERVING, UNKNOWN, or the gRPC status code's name when there was no answer."""
+        try:
+            reply = self._stub.Check(self._request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            return str(error.code().name)
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
+
+    def serving(self, timeout_s: float = 2.0) -> bool:
+        """Whether the service can take work."""
+        return self.status(timeout_s) == "SERVING"

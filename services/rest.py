@@ -1,0 +1,160 @@
+"""A small client of the gateway's REST API, for the command line: one request, its events as they arrive.
+
+Anything that speaks OpenAI's API works as well; this one also shows the `speculation` object.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from outrider.shared.base.errors import ErrorCode, OutriderError, UnavailableError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+@dataclass(slots=True)
+class Reply:
+    """What one streamed request gave.
+
+    Attributes:
+        text: The whole text.
+        finish_reason: stop, length, ...; None while it runs.
+        completion_tokens, prompt_tokens: As the server counted.
+        speculation: The server's `speculation` object.
+        first_token_s, total_s: Seconds from sending the request.
+    """
+
+    text: str = ""
+    finish_reason: str | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    speculation: dict[str, Any] = field(default_factory=dict)
+    first_token_s: float = 0.0
+    total_s: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Completion tokens over the whole time of the request, prefill included."""
+        return self.completion_tokens / self.total_s if self.total_s else 0.0
+
+
+class RestClient:
+    """Talks to one gateway. `stream_*` yield pieces of text and fill the `Reply` that they are given.
+
+    Raises:
+        UnavailableError: nothing answers at the URL.
+        OutriderError: the server's error, with its own message and status.
+    """
+
+    def __init__(self, url: str = DEFAULT_URL, api_key: str | None = None, timeout_s: float = 600.0) -> None:
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self.url = url.rstrip("/")
+        # Proxies of the environment are for the outside; a gateway is addressed directly.
+        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=httpx.Timeout(timeout_s, connect=5.0), trust_env=False)
+
+    def __enter__(self) -> RestClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    def status(self, path: str) -> tuple[int, dict[str, Any]]:
+        """GET a status route; returns (HTTP status, JSON body or an empty object). Status 0: nobody answers."""
+        try:
+            response = self._http.get(path, timeout=5.0)
+        except httpx.TransportError:
+            return 0, {}
+        try:
+            body = response.json()
+        except ValueError:
+            body = {}
+        return response.status_code, body if isinstance(body, dict) else {}
+
+    def model(self) -> str:
+        """Return the name of the first served model."""
+        status, body = self.status("/v1/models")
+        if status != httpx.codes.OK or not body.get("data"):
+            raise self._unreachable() if status == 0 else _error(status, body)
+        return str(body["data"][0]["id"])
+
+    def stream_chat(self, messages: list[dict[str, str]], options: Mapping[str, Any], reply: Reply) -> Iterator[str]:
+        """Stream one chat completion."""
+        yield from self._stream(
+            "/v1/chat/completions", {"messages": messages, **options}, reply, lambda choice: choice["delta"].get("content")
+        )
+
+    def stream_completion(self, prompt: str | list[int], options: Mapping[str, Any], reply: Reply) -> Iterator[str]:
+        """Stream one text completion; token ids are taken too."""
+        yield from self._stream("/v1/completions", {"prompt": prompt, **options}, reply, lambda choice: choice.get("text"))
+
+    def _stream(self, path: str, body: dict[str, Any], reply: Reply, text_of: Any) -> Iterator[str]:
+        body = {"stream": True, "stream_options": {"include_usage": True}, **body}
+        started = time.perf_counter()
+        try:
+            with self._http.stream("POST", path, json=body) as response:
+                if response.status_code != httpx.codes.OK:
+                    raise _error(response.status_code, _json_object(response.read()))
+                for event in _events(response):
+                    if "error" in event:
+                        raise _error(int(event["error"].get("status", 500)), event)
+                    piece = _take(event, reply, text_of)
+                    if piece and not reply.first_token_s:
+                        reply.first_token_s = time.perf_counter() - started
+                    if piece:
+                        reply.text += piece
+                        yield piece
+        except httpx.ConnectError:
+            raise self._unreachable() from None
+        except httpx.TransportError as error:
+            raise UnavailableError(f"The connection to {self.url} broke: {error}.", field="url") from None
+        reply.total_s = time.perf_counter() - started
+
+    def _unreachable(self) -> UnavailableError:
+        return UnavailableError(
+            f"Nothing answers at {self.url}. Start the services with `outrider up`, or name another --url.", field="url"
+        )
+
+
+def _take(event: dict[str, Any], reply: Reply, text_of: Any) -> str | None:
+    """Move what one event says into the reply; returns its text."""
+    if usage := event.get("usage"):
+        reply.prompt_tokens, reply.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+    if speculation := event.get("speculation"):
+        reply.speculation |= speculation
+    if not event.get("choices"):
+        return None
+    choice = event["choices"][0]
+    reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
+    if speculation := choice.get("speculation"):
+        reply.speculation |= speculation
+    text = text_of(choice)
+    return str(text) if text else None
+
+
+def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    for line in response.iter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line[len("data: ") :])
+
+
+def _json_object(raw: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(raw)
+    except ValueError:
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def _error(status: int, body: Mapping[str, Any]) -> OutriderError:
+    details = body.get("error") or {}
+    message = str(details.get("message") or f"The gateway answered {status}.")
+    known = {code.value: code for code in ErrorCode}
+    return OutriderError(
+        message, code=known.get(status, ErrorCode.INTERNAL), reason=str(details.get("code") or "http_error"), field=details.get("param")
+    )

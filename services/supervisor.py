@@ -1,0 +1,189 @@
+"""Runs services as child processes: restarts the dead, passes their output on line by line, and leaves nothing running.
+
+One thread per child starts it, reads its output and waits for it. The kernel kills the children if this process dies without
+stopping them (Linux's parent-death signal, bound to the thread that started the child).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+FIRST_BACKOFF_S = 0.2
+LAST_BACKOFF_S = 5.0
+# A child that lived this long has recovered: its next death starts from the first back-off again.
+STABLE_AFTER_S = 10.0
+PR_SET_PDEATHSIG = 1
+KEPT_LINES = 30
+COMMAND_NOT_FOUND = 127
+
+Echo = Callable[[str, str], None]
+
+
+def next_backoff(previous_s: float, lived_s: float) -> float:
+    """Return how long to wait before a restart: 0.2 s, doubling to 5 s, from the start again after a stable life."""
+    if previous_s == 0.0 or lived_s >= STABLE_AFTER_S:
+        return FIRST_BACKOFF_S
+    return min(previous_s * 2, LAST_BACKOFF_S)
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """One process to keep running.
+
+    Attributes:
+        name: Shown before each of its lines.
+        command: The command line.
+        drain_s: How long it may take to stop after SIGTERM before it is killed.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    drain_s: float = 30.0
+
+
+class Child:
+    """A supervised process. Restarted from the moment the supervisor is `settled`; a death before that is for the caller to see."""
+
+    def __init__(self, spec: ChildSpec, echo: Echo, settled: threading.Event) -> None:
+        self.spec = spec
+        self.starts = 0
+        self.exit_code: int | None = None
+        self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._echo = echo
+        self._settled = settled
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._thread = threading.Thread(target=self._keep_running, name=f"supervise-{spec.name}", daemon=True)
+
+    def start(self) -> None:
+        """Start the process and its thread."""
+        self._thread.start()
+
+    @property
+    def process_id(self) -> int | None:
+        """The running process, or None between a death and the restart."""
+        process = self._process
+        return process.pid if process and process.poll() is None else None
+
+    def failed(self) -> bool:
+        """Whether the process died before the supervisor was settled, which no restart will mend."""
+        return self.exit_code is not None and not self._thread.is_alive()
+
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM (and SIGCONT, in case it is stopped) and start it no more."""
+        with self._lock:
+            self._stopping.set()
+            self._signal(signal.SIGTERM)
+            self._signal(signal.SIGCONT)
+
+    def join(self) -> None:
+        """Wait until the process is gone; kill it when its drain time is over."""
+        self._thread.join(self.spec.drain_s)
+        if self._thread.is_alive():
+            self._echo(self.spec.name, f"did not stop within {self.spec.drain_s:g} s; killed")
+            self._signal(signal.SIGKILL)
+            self._thread.join()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process and self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def _keep_running(self) -> None:
+        backoff_s = 0.0
+        while True:
+            with self._lock:
+                if self._stopping.is_set():
+                    return
+                started = time.monotonic()
+                try:
+                    process = self._process = _spawn(self.spec)
+                except OSError as error:
+                    self.exit_code = COMMAND_NOT_FOUND
+                    self._echo(self.spec.name, f"cannot start {self.spec.command[0]}: {error}")
+                    return
+                self.starts += 1
+            assert process.stdout is not None
+            for line in process.stdout:
+                self.last_lines.append(line.rstrip("\n"))
+                self._echo(self.spec.name, line.rstrip("\n"))
+            self.exit_code = process.wait()
+            process.stdout.close()
+            if self._stopping.is_set() or not self._settled.is_set():
+                return
+            backoff_s = next_backoff(backoff_s, time.monotonic() - started)
+            self._echo(self.spec.name, f"exited with {_describe_exit(self.exit_code)}; restarting in {backoff_s:g} s")
+            if self._stopping.wait(backoff_s):
+                return
+
+
+class Supervisor:
+    """A stack of children, started together and stopped in the order given (the front door first, so that streams can finish).
+
+    Use as a context manager: leaving it stops everything.
+    """
+
+    def __init__(self, specs: Sequence[ChildSpec], echo: Echo) -> None:
+        self._settled = threading.Event()
+        self.children = [Child(spec, echo, self._settled) for spec in specs]
+
+    def __enter__(self) -> Supervisor:
+        for child in self.children:
+            child.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def child(self, name: str) -> Child:
+        """Return a child by name."""
+        return next(child for child in self.children if child.spec.name == name)
+
+    def failed(self) -> Child | None:
+        """Return a child that died before `settle`."""
+        return next((child for child in self.children if child.failed()), None)
+
+    def settle(self) -> None:
+        """Say that the stack has come up: from now on the dead are restarted."""
+        self._settled.set()
+
+    def stop(self) -> None:
+        """Drain the children one after the other; returns when all are gone."""
+        for child in self.children:
+            child.ask_to_stop()
+            child.join()
+
+
+def _spawn(spec: ChildSpec) -> subprocess.Popen[str]:
+    """Start a child in a session of its own (a terminal's Ctrl-C shall reach the supervisor only), tied to this thread's life."""
+    return subprocess.Popen(
+        spec.command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+    )
+
+
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+def _die_with_parent() -> None:
+    """Runs in the child before exec: have the kernel kill it when the thread that started it ends."""
+    assert _libc is not None
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _describe_exit(code: int) -> str:
+    return f"code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
