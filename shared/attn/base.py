@@ -1,0 +1,137 @@
+"""The seam between a decoder's layers and the attention implementation: plan once per step, run once per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+
+from outrider.shared.kv.pages import PageLease
+from outrider.shared.kv.pool import KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """What the rows of one forward pass see, and where their K/V goes. Rows of one sequence are consecutive.
+
+    Every row sees the whole prefix ``[0, prefix_len)`` of its sequence. Behind it, with `ancestors`, a row sees token index
+    ``prefix_len + j`` iff bit j of its mask is set; without `ancestors` rows are causal: row i of n sees index ≤ ``kv_len - n + i``.
+    The tensors may be reused buffers (CUDA graphs): backends read them while the step runs and keep nothing of them.
+
+    Attributes:
+        page_table: ``[bs, max_pages] int32``.
+        prefix_lens: ``[bs] int32``.
+        kv_lens: ``[bs] int32``; tokens visible at most, this step's rows included.
+        query_start: ``[bs + 1] int32``; rows of sequence b are ``[query_start[b], query_start[b + 1])``.
+        ancestors: ``[rows, words] int32`` bit masks, or None for causal rows.
+        slots: ``[rows] int64``; where each row's K/V is stored, -1 to store nothing.
+        max_query_len: The most rows of any sequence; a host number, so that nothing waits for the device.
+        max_kv_len: An upper bound of kv_lens; a host number.
+    """
+
+    page_table: torch.Tensor
+    prefix_lens: torch.Tensor
+    kv_lens: torch.Tensor
+    query_start: torch.Tensor
+    ancestors: torch.Tensor | None
+    slots: torch.Tensor
+    max_query_len: int
+    max_kv_len: int
+
+
+class AttentionBackend(Protocol):
+    """One attention implementation. `plan` is called once per forward pass, before its layers call `run`."""
+
+    def plan(self, batch: AttentionBatch) -> None:
+        """Prepare for one forward pass: everything that does not depend on the layer is computed here."""
+        ...
+
+    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: KVPool, scale: float) -> torch.Tensor:
+        """Store K/V into the pool's planes of `layer`, then attend.
+
+        Args:
+            layer: Index of the layer within the pool.
+            q: ``[rows, heads, head_dim]``; rows may be strided.
+            k, v: ``[rows, kv_heads, head_dim]``; rows may be strided.
+            pool: Where K/V lives.
+            scale: Factor on the scores, usually head_dim ** -0.5.
+
+        Returns:
+            ``[rows, heads * head_dim]`` in q's dtype.
+        """
+        ...
+
+
+def build_batch(
+    pool: KVPool,
+    leases: Sequence[PageLease],
+    starts: Sequence[int],
+    counts: Sequence[int],
+    *,
+    ancestors: torch.Tensor | None = None,
+    prefix_lens: Sequence[int] | None = None,
+) -> AttentionBatch:
+    """Build the batch of a step from host lengths, with one copy to the device per tensor.
+
+    Args:
+        pool: The pool of the leases.
+        leases: One per sequence, each long enough for ``starts[b] + counts[b]`` tokens.
+        starts: Token index of each sequence's first row; its rows take the slots of ``[start, start + count)``.
+        counts: Rows of each sequence, ≥ 1.
+        ancestors: ``[sum(counts), words] int32`` masks for tree rows (bit j = token index prefix_len + j), None for causal rows.
+        prefix_lens: What every row of a sequence sees in full; `starts` unless given. Smaller than the start when a tree is grown level
+            by level: earlier levels then lie between prefix and start, and are seen by their mask bits only.
+    """
+    page_size = pool.page_size
+    slots: list[int] = []
+    for lease, start, count in zip(leases, starts, counts, strict=True):
+        stop = start + count
+        if stop > len(lease.pages) * page_size:
+            raise ValueError(f"the lease holds {len(lease.pages) * page_size} tokens; rows up to {stop} need KVPool.reserve first")
+        slots.extend(pool.token_slots(lease, start, stop))
+    kv_lens = [start + count for start, count in zip(starts, counts, strict=True)]
+    lengths = torch.tensor([starts if prefix_lens is None else prefix_lens, kv_lens], dtype=torch.int32).view(2, -1).to(pool.device)
+    return AttentionBatch(
+        page_table=pool.page_table(leases),
+        prefix_lens=lengths[0],
+        kv_lens=lengths[1],
+        query_start=torch.tensor([0, *accumulate(counts)], dtype=torch.int32).to(pool.device),
+        ancestors=ancestors,
+        slots=torch.tensor(slots, dtype=torch.int64).to(pool.device),
+        max_query_len=max(counts, default=0),
+        max_kv_len=max(kv_lens, default=0),
+    )
+
+
+def pack_rows(padded: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """Drop padding: ``[bs, N, ...]`` and the rows that count per sequence → ``[sum(counts), ...]`` in the order of the batch."""
+    if all(count == padded.shape[1] for count in counts):
+        return padded.flatten(0, 1)
+    return torch.cat([padded[b, :count] for b, count in enumerate(counts)])
+
+
+def causal_ancestors(count: int, words: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return masks ``[count, words] int32`` that make `count` rows causal: row i has bits 0…i. For batches that mix causal and tree rows.
+
+    Args:
+        count: Rows, at most ``32 * words``.
+        words: Mask words per row, as wide as the batch's widest tree.
+        device: Where the masks live.
+    """
+    if count > 32 * words:
+        raise ValueError(f"{count} causal rows need {-(-count // 32)} mask words, not {words}")
+    column = torch.arange(32 * words, device=device)
+    visible = column[None, :] <= torch.arange(count, device=device)[:, None]  # [count, 32 * words]
+    bits = torch.where(visible, 1 << (column % 32), 0).view(count, words, 32).sum(-1)  # int64, < 2**32
+    return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32)
+
+
+def visible_columns(ancestors: torch.Tensor, num_columns: int) -> torch.Tensor:
+    """Unpack mask words ``[rows, words] int32`` into ``[rows, num_columns] bool``; columns past the words are not visible."""
+    shifts = torch.arange(32, dtype=torch.int32, device=ancestors.device)
+    bits = ((ancestors[:, :, None] >> shifts) & 1).flatten(1).bool()  # [rows, 32 * words]
+    missing = num_columns - bits.shape[1]
+    return torch.nn.functional.pad(bits, (0, missing)) if missing > 0 else bits[:, :num_columns]

@@ -1,0 +1,39 @@
+"""Choice of the attention backend, explicit and logged once by the caller."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+
+from outrider.shared.attn.base import AttentionBackend
+from outrider.shared.attn.reference import TorchAttention
+from outrider.shared.base.errors import ConfigurationError
+
+
+class AttentionKind(Enum):
+    """The backends by their name in settings."""
+
+    AUTO = "auto"
+    REFERENCE = "reference"
+    TRITON = "triton"
+
+
+def create_backend(name: str | AttentionKind, device: torch.device | str) -> AttentionBackend:
+    """Make a backend: ``auto`` is ``triton`` on CUDA and ``reference`` elsewhere.
+
+    Raises:
+        ConfigurationError: The name is unknown.
+    """
+    try:
+        kind = AttentionKind(name)
+    except ValueError:
+        names = ", ".join(kind.value for kind in AttentionKind)
+        raise ConfigurationError(f"unknown attention backend {name!r}; choose one of {names}", field="attention_backend") from None
+    if kind is AttentionKind.AUTO:
+        kind = AttentionKind.TRITON if torch.device(device).type == "cuda" else AttentionKind.REFERENCE
+    if kind is AttentionKind.REFERENCE:
+        return TorchAttention()
+    from outrider.shared.attn.triton import KernelAttention  # imports triton, which CPU-only installations lack
+
+    return KernelAttention()

@@ -1,0 +1,6 @@
+"""Paged memory for keys, values and features: who holds which page, and the planes that the pages index."""
+
+from outrider.shared.kv.pages import PageAllocator, PageLease
+from outrider.shared.kv.pool import KVPool, token_bytes
+
+__all__ = ["KVPool", "PageAllocator", "PageLease", "token_bytes"]

@@ -1,0 +1,184 @@
+"""Page allocation.
+
+Ledger of one pool (who owns a page, and who ends that):
+
+    page state   owner                 becomes free by
+    free         PageAllocator         -
+    held         one PageLease         PageLease.release(), PageLease.shrink(), or leaving the lease's `with` block
+
+Every page is in exactly one of the two states, and in at most one lease: ``free_pages + held_pages == num_pages`` holds after every
+call and `PageAllocator.check` proves it. Nothing else in the project keeps page numbers beyond the life of the lease that they came from.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from types import TracebackType
+
+
+class PageAllocator:
+    """Hands out the pages ``0 … num_pages - 1`` as leases. Not thread-safe: one engine thread owns it.
+
+    Free pages are kept as runs. A new lease starts in the middle of the largest run unless that run begins the pool, and a lease grows
+    into the page behind its last one whenever that is free, so that leases stay contiguous while the pool is not crowded: attention
+    on the CPU then reads K/V in place.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 1:
+            raise ValueError(f"num_pages must be at least 1, not {num_pages}")
+        self.num_pages = num_pages
+        self._run_starts = [0]  # ascending
+        self._run_ends: dict[int, int] = {0: num_pages}  # start -> one past the run's last page
+        self._free = num_pages
+        self._leases: set[PageLease] = set()
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no lease holds."""
+        return self._free
+
+    @property
+    def held_pages(self) -> int:
+        """Pages that leases hold."""
+        return sum(len(lease.pages) for lease in self._leases)
+
+    @property
+    def num_leases(self) -> int:
+        """Leases that have not been released."""
+        return len(self._leases)
+
+    def allocate(self, n: int) -> PageLease | None:
+        """Lease `n` ≥ 0 pages, or return None (and change nothing) when fewer are free."""
+        pages = self._take(n, after=None)
+        if pages is None:
+            return None
+        lease = PageLease(self, pages)
+        self._leases.add(lease)
+        return lease
+
+    def check(self) -> None:
+        """Assert the ledger: every page is free or in exactly one lease, runs are sorted, disjoint and not adjacent."""
+        seen = bytearray(self.num_pages)
+        previous_end = -1
+        for start in self._run_starts:
+            end = self._run_ends[start]
+            assert previous_end < start < end, f"free runs touch or are empty at page {start}"
+            previous_end = end
+            for page in range(start, end):
+                seen[page] += 1
+        assert sum(seen) == self._free, f"{self._free} pages counted free, {sum(seen)} in runs"
+        for lease in self._leases:
+            for page in lease.pages:
+                assert not seen[page], f"page {page} is owned twice"
+                seen[page] += 1
+        assert all(seen), f"page {seen.find(0)} is neither free nor held"
+        assert self.free_pages + self.held_pages == self.num_pages
+
+    def _take(self, n: int, after: int | None) -> list[int] | None:
+        """Remove `n` pages from the free runs, first those that follow page `after`."""
+        if n < 0:
+            raise ValueError(f"cannot take {n} pages")
+        if n > self._free:
+            return None
+        pages: list[int] = []
+        start = None if after is None else after + 1
+        while len(pages) < n:
+            if start is None or start not in self._run_ends:
+                start = self._pick_start(n - len(pages))
+            pages.extend(self._cut(start, n - len(pages)))
+            start = None
+        self._free -= n
+        return pages
+
+    def _pick_start(self, n: int) -> int:
+        """Choose where a lease of `n` pages starts, splitting the chosen run so that a run starts there."""
+        start = max(self._run_starts, key=lambda run: self._run_ends[run] - run)
+        end = self._run_ends[start]
+        middle = start + (end - start) // 2
+        if start == 0 or end - middle < n:
+            return start
+        # The page before the run belongs to a lease that may still grow: leave it half of the room.
+        self._run_ends[start] = middle
+        self._insert_run(middle, end)
+        return middle
+
+    def _cut(self, start: int, n: int) -> range:
+        """Take up to `n` pages from the front of the run that starts at `start`."""
+        end = self._run_ends.pop(start)
+        taken = range(start, min(end, start + n))
+        del self._run_starts[bisect_left(self._run_starts, start)]
+        if taken.stop < end:
+            self._insert_run(taken.stop, end)
+        return taken
+
+    def _insert_run(self, start: int, end: int) -> None:
+        self._run_starts.insert(bisect_left(self._run_starts, start), start)
+        self._run_ends[start] = end
+
+    def _give_back(self, pages: list[int]) -> None:
+        for page in sorted(pages):
+            position = bisect_left(self._run_starts, page)
+            start, end = page, page + 1
+            if position < len(self._run_starts) and self._run_starts[position] == end:
+                end = self._run_ends.pop(end)
+                del self._run_starts[position]
+            if position > 0 and self._run_ends[self._run_starts[position - 1]] == start:
+                self._run_ends[self._run_starts[position - 1]] = end
+            else:
+                self._insert_run(start, end)
+        self._free += len(pages)
+
+
+class PageLease:
+    """Pages held for one sequence, in token order: page i holds token indices ``[i · page_size, (i + 1) · page_size)``.
+
+    Made by `PageAllocator.allocate` only. Usable in a ``with`` statement, which releases it.
+
+    Attributes:
+        pages: The page numbers; empty after release. Read-only for everybody else.
+        version: Changes whenever `pages` changes, so that copies of the page table can be kept.
+    """
+
+    __slots__ = ("_allocator", "pages", "version")
+
+    def __init__(self, allocator: PageAllocator, pages: list[int]) -> None:
+        self._allocator = allocator
+        self.pages = pages
+        self.version = 0
+
+    @property
+    def released(self) -> bool:
+        """Whether the lease has ended."""
+        return self not in self._allocator._leases
+
+    def extend(self, n: int) -> bool:
+        """Append `n` ≥ 0 further pages; return False (and change nothing) when fewer are free."""
+        if self.released:
+            raise ValueError("the lease was released; allocate a new one")
+        pages = self._allocator._take(n, after=self.pages[-1] if self.pages else None)
+        if pages is None:
+            return False
+        self.pages.extend(pages)
+        self.version += 1
+        return True
+
+    def shrink(self, num_pages: int) -> None:
+        """Keep the first `num_pages` pages and give the others back; no effect when the lease is not longer than that."""
+        kept, dropped = self.pages[:num_pages], self.pages[num_pages:]
+        if dropped:
+            self.pages = kept
+            self.version += 1
+            self._allocator._give_back(dropped)
+
+    def release(self) -> None:
+        """Give every page back and end the lease. Safe to call more than once."""
+        if not self.released:
+            self.shrink(0)
+            self._allocator._leases.discard(self)
+
+    def __enter__(self) -> PageLease:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()

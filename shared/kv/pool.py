@@ -1,0 +1,142 @@
+"""The planes that pages index: K and V per layer, and one feature row per token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from outrider.shared.kv.pages import PageAllocator, PageLease
+
+
+class KVPool:
+    """Paged K/V storage of one model, with the allocator of its pages.
+
+    A *slot* is ``page * page_size + offset``; a token at index i of a sequence lies in slot ``pages[i // page_size] * page_size +
+    i % page_size`` of every plane. Planes start as zeros and are written in place; they never move, so CUDA graphs may hold them
+    (only `resize_features` replaces the feature plane).
+
+    Args:
+        num_pages: Pages of the pool.
+        page_size: Tokens per page, ≥ 1.
+        layers: Layers that keep K/V.
+        kv_heads, head_dim: Shape of one token's K (and V) in one layer.
+        dtype: Element type of all planes.
+        device: Where they live.
+        feature_size: Width of a stored feature row; 0 makes no feature plane.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        feature_size: int = 0,
+    ) -> None:
+        if page_size < 1:
+            raise ValueError(f"page_size must be at least 1, not {page_size}")
+        self.page_size = page_size
+        self.num_layers = layers
+        self.kv_heads = kv_heads
+        self.head_dim = head_dim
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.allocator = PageAllocator(num_pages)
+        # [layers, 2, num_pages, page_size, kv_heads, head_dim]
+        self._storage = torch.zeros(layers, 2, num_pages, page_size, kv_heads, head_dim, dtype=dtype, device=self.device)
+        self.k_planes: list[torch.Tensor] = [layer[0] for layer in self._storage]  # each [num_pages, page_size, kv_heads, head_dim]
+        self.v_planes: list[torch.Tensor] = [layer[1] for layer in self._storage]
+        # The same memory by slot, for readers of contiguous leases: [num_pages * page_size, kv_heads, head_dim].
+        self.k_slots: list[torch.Tensor] = [plane.view(-1, kv_heads, head_dim) for plane in self.k_planes]
+        self.v_slots: list[torch.Tensor] = [plane.view(-1, kv_heads, head_dim) for plane in self.v_planes]
+        self.features: torch.Tensor | None = None  # [num_pages, page_size, feature_size]
+        self.resize_features(feature_size)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool, free and held."""
+        return self.allocator.num_pages
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that fit when every page is used in full."""
+        return self.num_pages * self.page_size
+
+    @property
+    def feature_size(self) -> int:
+        """Width of a stored feature row; 0 when there is no feature plane."""
+        return 0 if self.features is None else self.features.shape[-1]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes in all planes."""
+        return token_bytes(self.num_layers, self.kv_heads, self.head_dim, self.dtype, self.feature_size)
+
+    def resize_features(self, feature_size: int) -> None:
+        """Replace the feature plane by an empty one of that width (0: none). Rows stored so far are lost; the caller must know it."""
+        shape = (self.num_pages, self.page_size, feature_size)
+        self.features = torch.zeros(shape, dtype=self.dtype, device=self.device) if feature_size else None
+
+    def planes(self) -> list[torch.Tensor]:
+        """Return every plane, K and V of all layers and then features: what `kv_compact` moves."""
+        planes = [plane for pair in zip(self.k_planes, self.v_planes, strict=True) for plane in pair]
+        return planes if self.features is None else [*planes, self.features]
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Return how many pages hold `num_tokens` tokens."""
+        return -(-num_tokens // self.page_size)
+
+    def lease(self, num_tokens: int) -> PageLease | None:
+        """Lease pages for `num_tokens` tokens, or return None when they do not fit now."""
+        return self.allocator.allocate(self.pages_for(num_tokens))
+
+    def reserve(self, lease: PageLease, num_tokens: int) -> bool:
+        """Grow a lease until it holds `num_tokens` tokens; False (and no change) when the pool has too few free pages."""
+        return lease.extend(max(0, self.pages_for(num_tokens) - len(lease.pages)))
+
+    def trim(self, lease: PageLease, num_tokens: int) -> None:
+        """Give back the pages of a lease that `num_tokens` tokens do not need."""
+        lease.shrink(self.pages_for(num_tokens))
+
+    def page_table(self, leases: Sequence[PageLease]) -> torch.Tensor:
+        """Return ``[bs, max_pages] int32`` on the pool's device, rows padded with page 0 (never read: lengths bound the reads)."""
+        width = max((len(lease.pages) for lease in leases), default=0)
+        rows = [lease.pages + [0] * (width - len(lease.pages)) for lease in leases]
+        return torch.tensor(rows, dtype=torch.int32).view(len(leases), width).to(self.device)
+
+    def slots(self, page_table: torch.Tensor, start: torch.Tensor, n: int) -> torch.Tensor:
+        """Return the slots of token indices ``[start[b], start[b] + n)`` of every sequence: ``[bs, n] int64``.
+
+        Args:
+            page_table: ``[bs, max_pages] int32``.
+            start: ``[bs]``, any integer type.
+            n: Tokens per sequence.
+        """
+        index = start.to(torch.int64)[:, None] + torch.arange(n, device=page_table.device)  # [bs, n]
+        pages = page_table.to(torch.int64).gather(1, index // self.page_size)
+        return pages * self.page_size + index % self.page_size
+
+    def token_slots(self, lease: PageLease, start: int, stop: int) -> list[int]:
+        """Return the slots of token indices ``[start, stop)`` of one lease, on the host."""
+        size, pages = self.page_size, lease.pages
+        return [pages[index // size] * size + index % size for index in range(start, stop)]
+
+    def store_features(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write feature rows ``[n, feature_size]`` to slots ``[n] int64`` of the feature plane."""
+        assert self.features is not None, "the pool has no feature plane; call resize_features first"
+        self.features.view(-1, self.feature_size).index_copy_(0, slots, rows.to(self.dtype))
+
+    def read_features(self, lease: PageLease, start: int, stop: int) -> torch.Tensor:
+        """Return the stored feature rows of token indices ``[start, stop)`` of one lease: a copy, ``[stop - start, feature_size]``."""
+        assert self.features is not None, "the pool has no feature plane; call resize_features first"
+        slots = torch.tensor(self.token_slots(lease, start, stop), dtype=torch.int64).to(self.device)
+        return self.features.view(-1, self.feature_size).index_select(0, slots)
+
+
+def token_bytes(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, feature_size: int = 0) -> int:
+    """Return the bytes that one token takes in a pool of this shape, to size a pool before it is made."""
+    return (2 * layers * kv_heads * head_dim + feature_size) * dtype.itemsize

@@ -1,0 +1,140 @@
+"""Layers for inference: weights and a call, nothing else. Weights are shared by reference and never change.
+
+They are plain objects, not `torch.nn.Module`s: a step at batch 1 calls each a dozen times, and hooks, parameters and training modes
+would cost more than the small matrices do.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from outrider.shared.attn.base import AttentionBackend
+from outrider.shared.kv.pool import KVPool
+from outrider.shared.nn.config import Activation
+from outrider.shared.nn.rope import Rotation, rotate
+
+
+class RMSNorm:
+    """``x / rms(x) * weight`` over the last dimension.
+
+    Args:
+        weight: ``[size]``.
+        eps: Added to the mean square.
+    """
+
+    __slots__ = ("_shape", "eps", "weight")
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        self.weight = weight
+        self.eps = eps
+        self._shape = tuple(weight.shape)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, self._shape, self.weight, self.eps)
+
+
+class Linear:
+    """``x @ weight.T + bias``.
+
+    Args:
+        weight: ``[out, in]``.
+        bias: ``[out]`` or None.
+    """
+
+    __slots__ = ("_transposed", "bias", "weight")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
+        self._transposed = weight.t()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+    def plus(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return ``residual + self(x)`` for ``x [rows, in]``, in one operation when there is no bias."""
+        out = torch.addmm(residual, x, self._transposed)
+        return out if self.bias is None else out.add_(self.bias)
+
+
+class GatedMLP:
+    """``down(act(gate(x)) * up(x))`` with gate and up fused.
+
+    Args:
+        gate_up: ``[2 * intermediate, hidden]``, gate first.
+        down: ``[hidden, intermediate]``.
+        activation: Applied to the gate.
+    """
+
+    __slots__ = ("_intermediate", "activation", "down", "gate_up")
+
+    def __init__(self, gate_up: Linear, down: Linear, activation: Activation = Activation.SILU) -> None:
+        self.gate_up = gate_up
+        self.down = down
+        self.activation = activation
+        self._intermediate = gate_up.weight.shape[0] // 2
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Return ``residual + mlp(x)``, ``[rows, hidden]``."""
+        gate, up = self.gate_up(x).split(self._intermediate, dim=-1)
+        gate = functional.silu(gate) if self.activation is Activation.SILU else functional.gelu(gate, approximate="tanh")
+        return self.down.plus(residual, gate.mul_(up))
+
+
+class Attention:
+    """Rotary grouped-query attention with a fused q-k-v projection; the input may be wider than the hidden size (EAGLE-3: twice).
+
+    Args:
+        qkv: ``[(heads + 2 * kv_heads) * head_dim, input]``, rows q, k, v.
+        o: ``[hidden, heads * head_dim]``.
+        num_heads, num_kv_heads, head_dim: Shape.
+        layer: The pool's layer that keeps the K/V.
+    """
+
+    __slots__ = ("_rotated", "_widths", "head_dim", "layer", "num_heads", "num_kv_heads", "o", "qkv", "scale")
+
+    def __init__(self, qkv: Linear, o: Linear, num_heads: int, num_kv_heads: int, head_dim: int, layer: int) -> None:
+        self.qkv = qkv
+        self.o = o
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.layer = layer
+        self.scale = head_dim**-0.5
+        self._rotated = num_heads + num_kv_heads
+        self._widths = (num_heads, num_kv_heads, num_kv_heads)
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, rotation: Rotation, attention: AttentionBackend, pool: KVPool
+    ) -> torch.Tensor:
+        """Return ``residual + o(attention(x))``, ``[rows, hidden]``; writes K/V of the rows into the pool.
+
+        Args:
+            x: ``[rows, input]``, already normed.
+            residual: ``[rows, hidden]``.
+            rotation: Of the rows' positions.
+            attention: Planned for these rows.
+            pool: Where K/V lives.
+        """
+        qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [rows, heads + 2 * kv_heads, head_dim]
+        rotate(qkv[:, : self._rotated], rotation)
+        q, k, v = qkv.split(self._widths, dim=1)
+        return self.o.plus(residual, attention.run(self.layer, q, k, v, pool, self.scale))
+
+
+class DecoderLayer:
+    """Pre-norm decoder layer: attention and MLP, each added to the residual stream."""
+
+    __slots__ = ("attention", "input_norm", "mlp", "post_attention_norm")
+
+    def __init__(self, input_norm: RMSNorm, attention: Attention, post_attention_norm: RMSNorm, mlp: GatedMLP) -> None:
+        self.input_norm = input_norm
+        self.attention = attention
+        self.post_attention_norm = post_attention_norm
+        self.mlp = mlp
+
+    def __call__(self, hidden: torch.Tensor, rotation: Rotation, attention: AttentionBackend, pool: KVPool) -> torch.Tensor:
+        """Return the residual stream after this layer, ``[rows, hidden]``, as a new tensor."""
+        hidden = self.attention(self.input_norm(hidden), hidden, rotation, attention, pool)
+        return self.mlp(self.post_attention_norm(hidden), hidden)
