@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PYTEST := $(BIN)/python -m pytest -q
 STUBS := $(BIN)/python scripts/stubs.py
 
-.PHONY: demo test test-kernels test-gpu lint typecheck imports stubs stubs-check package-test test-compose bench setup dev clean
+.PHONY: demo test test-kernels test-gpu lint typecheck imports stubs stubs-check package-test test-compose bench setup dev links clean
 
 demo: $(SERVE_STAMP)
 	$(BIN)/outrider demo
@@ -45,7 +45,7 @@ lint: $(DEV_STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/buf lint
 
-typecheck: $(DEV_STAMP) .typecheck/outrider
+typecheck: $(DEV_STAMP) links
 	$(BIN)/mypy -p outrider
 
 imports: $(DEV_STAMP)
@@ -83,10 +83,10 @@ $(DEV_STAMP): | $(BIN)/python
 	@rm -f $(VENV)/.serve-* $(VENV)/.dev-* && touch $@ $(SERVE_STAMP)
 
 # Type checkers do not see setup.py's mapping of folders to import names; a farm of links shows it to them.
-.typecheck/outrider:
-	@mkdir -p $@
-	@for folder in kernels shared services train bench; do ln -sfn ../../$$folder $@/$$folder; done
-	@for folder in protos/outrider/*/; do ln -sfn ../../$${folder%/} $@/$$(basename $$folder); done
+links:
+	@mkdir -p .typecheck/outrider
+	@for folder in kernels shared services train bench; do ln -sfn ../../$$folder .typecheck/outrider/$$folder; done
+	@for folder in protos/outrider/*/; do ln -sfn ../../$${folder%/} .typecheck/outrider/$$(basename $$folder); done
 
 clean:
 	rm -rf $(VENV) .typecheck .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

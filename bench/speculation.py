@@ -76,6 +76,8 @@ class Run:
         return self.tokens / self.total_s
 
 
+Messages = list[dict[str, str]]
+Clients = dict[str, RestClient]
 Runs = dict[tuple[int, float, Kind], Run]
 
 
@@ -97,25 +99,27 @@ def run_bench(options: BenchOptions) -> int:
     except Exception:
         print(*log, sep="\n", file=sys.stderr)
         raise
+    machine = describe_machine()
+    summary = summarise(runs, len(prompts))
     result = {
         "command": ["outrider", *sys.argv[1:]],
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "machine": describe_machine(),
+        "machine": machine,
         "mode": options.mode,
         "prompts": len(prompts),
         "tokens_per_answer": options.tokens,
-        "summary": summarise(runs, len(prompts)),
+        "summary": summary,
         "runs": [_as_json(run) for run in runs.values()],
     }
     options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / f"speculation-{'cuda' if result['machine']['gpus'] else 'cpu'}.json"
+    path = options.output / f"speculation-{'cuda' if machine['gpus'] else 'cpu'}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    _print_table(console, result["summary"], options)
+    _print_table(console, summary, options)
     console.print(f"wrote {path}")
     return 0
 
 
-def load_prompts(path: Path, count: int) -> list[list[dict[str, str]]]:
+def load_prompts(path: Path, count: int) -> list[Messages]:
     """Read the first `count` prompts of a JSON-lines file: each line has ``messages`` or ``prompt``.
 
     Raises:
@@ -130,7 +134,7 @@ def load_prompts(path: Path, count: int) -> list[list[dict[str, str]]]:
     return [_messages(json.loads(line), f"{path}:{number}") for number, line in enumerate(lines[:count], start=1)]
 
 
-def _messages(record: dict[str, Any], where: str) -> list[dict[str, str]]:
+def _messages(record: dict[str, Any], where: str) -> Messages:
     if "messages" in record:
         return [{"role": str(message["role"]), "content": str(message["content"])} for message in record["messages"]]
     if "prompt" in record:
@@ -147,35 +151,25 @@ def _start(cleanup: ExitStack, options: BenchOptions, draft: Path | None, log: d
     return cleanup.enter_context(RestClient(stack.url))
 
 
-def _measure(options: BenchOptions, prompts: Sequence[list[dict[str, str]]], clients: dict[str, RestClient]) -> Runs:
+def _measure(options: BenchOptions, prompts: Sequence[Messages], clients: Clients) -> Runs:
     runs: Runs = {}
     kinds = list(Kind)
-    model = clients["draft"].model()
     with Progress(transient=True) as progress:
         task = progress.add_task("measuring", total=len(prompts) * len(TEMPERATURES) * len(kinds))
         for messages in prompts[:WARM_UP_PROMPTS]:
             for kind in kinds:
-                _ask(options, clients, model, messages, 0, 0.0, kind)
+                _ask(options, clients, messages, 0, 0.0, kind)
         for index, messages in enumerate(prompts):
             for temperature in TEMPERATURES:
                 for kind in kinds[index % len(kinds) :] + kinds[: index % len(kinds)]:
-                    runs[index, temperature, kind] = _ask(options, clients, model, messages, index, temperature, kind)
+                    runs[index, temperature, kind] = _ask(options, clients, messages, index, temperature, kind)
                     progress.advance(task)
     return runs
 
 
-def _ask(
-    options: BenchOptions,
-    clients: dict[str, RestClient],
-    model: str,
-    messages: list[dict[str, str]],
-    index: int,
-    temperature: float,
-    kind: Kind,
-) -> Run:
+def _ask(options: BenchOptions, clients: Clients, messages: Messages, index: int, temperature: float, kind: Kind) -> Run:
     client = clients["plain" if kind is Kind.NO_DRAFT else "draft"]
     body = {
-        "model": model,
         "max_tokens": options.tokens,
         "ignore_eos": True,
         "temperature": temperature,

@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 
 from outrider.services import launch
-from outrider.services.launch import DEMO_DRAFT, DEMO_TARGET, StackOptions, Transport
+from outrider.services.launch import DEMO_DRAFT, DEMO_TARGET, Progress, StackOptions, Transport
+from outrider.services.supervisor import Echo
 from outrider.shared.base.errors import ErrorCode, OutriderError
 
 app = typer.Typer(
@@ -106,7 +107,7 @@ def _draft_folder(target: Path | None, draft: str | None) -> Path | None:
     return None if draft == "none" else Path(draft)
 
 
-def _echo_to(console: Console) -> launch.Echo:
+def _echo_to(console: Console) -> Echo:
     colours = {"gateway": "cyan", "target": "magenta", "draft": "yellow"}
 
     def echo(name: str, line: str) -> None:
@@ -116,7 +117,7 @@ def _echo_to(console: Console) -> launch.Echo:
     return echo
 
 
-def _progress_to(console: Console) -> launch.Progress:
+def _progress_to(console: Console) -> Progress:
     return lambda line: console.print(f"[green]{line}[/]")
 
 
@@ -169,7 +170,7 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     reply = Reply()
     with RestClient(url, api_key) as client:
-        options = _request_options(client.model(), max_tokens, temperature, seed, speculation)
+        options = _request_options(max_tokens, temperature, seed, speculation)
         if raw:
             pieces = client.stream_completion(text, options, reply)
         else:
@@ -192,7 +193,7 @@ def chat(
 
     messages: list[dict[str, str]] = []
     with RestClient(url, api_key) as client:
-        options = _request_options(client.model(), max_tokens, temperature, seed, speculation)
+        options = _request_options(max_tokens, temperature, seed, speculation)
         while question := _ask():
             messages.append({"role": "user", "content": question})
             reply = Reply()
@@ -208,8 +209,8 @@ def _ask() -> str:
         return ""
 
 
-def _request_options(model: str, max_tokens: int, temperature: float, seed: int | None, speculation: str | None) -> dict[str, Any]:
-    options: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
+def _request_options(max_tokens: int, temperature: float, seed: int | None, speculation: str | None) -> dict[str, Any]:
+    options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
     if seed is not None:
         options["seed"] = seed
     if speculation is not None:

@@ -27,15 +27,16 @@ def run_demo(prompt: str, device: str, tokens: int) -> int:
     """
     console = Console(highlight=False)
     log: deque[str] = deque(maxlen=SHOWN_LINES_ON_FAILURE)
+
+    def keep(service: str, line: str) -> None:
+        log.append(f"{service} | {line}")
+
     options = StackOptions(device=device, port=free_port(), transport=Transport.GRPC)
     try:
         console.print("Starting gateway, target and draft on the embedded model pair …")
-        with running_stack(
-            options, lambda name, line: log.append(f"{name} | {line}"), lambda line: console.print(f"  [dim]{line}[/]")
-        ) as stack:
-            with RestClient(stack.url) as client:
-                _answer(console, client, prompt)
-                _measure(console, client, prompt, tokens)
+        with running_stack(options, keep, lambda line: console.print(f"  [dim]{line}[/]")) as stack, RestClient(stack.url) as client:
+            _answer(console, client, prompt)
+            _measure(console, client, prompt, tokens)
     except Exception:
         for line in log:
             print(line, file=sys.stderr)
@@ -47,20 +48,19 @@ def run_demo(prompt: str, device: str, tokens: int) -> int:
 def _answer(console: Console, client: RestClient, prompt: str) -> None:
     console.print(f"\n[bold]> {prompt}[/]")
     reply = Reply()
-    options = {"model": client.model(), "temperature": 0, "max_tokens": 200, "speculation": {"mode": "on"}}
+    options = {"temperature": 0, "max_tokens": 200, "speculation": {"mode": "on"}}
     for piece in client.stream_chat([{"role": "user", "content": prompt}], options, reply):
         sys.stdout.write(piece)
         sys.stdout.flush()
     speculation = reply.speculation
-    console.print(
-        f"\n\n  accept length {speculation['accept_length']:.2f} tokens a round, {speculation['rounds']} rounds for {reply.completion_tokens} tokens"
-    )
+    rounds = f"{speculation['rounds']} rounds for {reply.completion_tokens} tokens"
+    console.print(f"\n\n  accept length {speculation['accept_length']:.2f} tokens a round, {rounds}")
 
 
 def _measure(console: Console, client: RestClient, prompt: str, tokens: int) -> None:
     """Alternate runs with and without speculation, so that both see the same machine; print the medians."""
     runs: dict[str, list[Reply]] = {"on": [], "off": []}
-    options: dict[str, Any] = {"model": client.model(), "temperature": 0, "max_tokens": tokens, "ignore_eos": True}
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
     for _ in range(REPEATS):
         for mode, replies in runs.items():
             reply = Reply()

@@ -11,7 +11,7 @@ import socket
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -119,7 +119,7 @@ def _reachable(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _child(service: str, flags: dict[str, object], extra: dict[str, tuple[str, ...]], drain_s: float = DRAIN_S) -> ChildSpec:
+def _child(service: str, flags: Mapping[str, object], extra: dict[str, tuple[str, ...]], drain_s: float = DRAIN_S) -> ChildSpec:
     given = [part for flag, value in flags.items() if value is not None for part in (f"--{flag}", str(value))]
     return ChildSpec(service, (outrider_command(), "serve", service, *given, *extra.get(service, ())), drain_s)
 

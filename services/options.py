@@ -70,7 +70,7 @@ def _parameter(name: str, field: FieldInfo, env_prefix: str) -> inspect.Paramete
 def _default_text(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    value = field.get_default(call_default_factory=field.default_factory_takes_validated_data is not True)
+    value = field.get_default()
     if value in (None, (), "", PydanticUndefined):
         return ""
     return ",".join(str(item) for item in value) if isinstance(value, tuple) else str(getattr(value, "value", value))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -16,7 +18,7 @@ class ServingProbe:
 
     def __init__(self, address: str, service: str = "") -> None:
         self._channel = connect(address)
-        self._stub = health_pb2_grpc.HealthStub(self._channel)
+        self._stub: Any = health_pb2_grpc.HealthStub(self._channel)
         self._request = health_pb2.HealthCheckRequest(service=service)
 
     def __enter__(self) -> ServingProbe:

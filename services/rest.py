@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import httpx
@@ -76,8 +77,9 @@ class RestClient:
             body = {}
         return response.status_code, body if isinstance(body, dict) else {}
 
+    @cached_property
     def model(self) -> str:
-        """Return the name of the first served model."""
+        """The name of the first served model, asked for once."""
         status, body = self.status("/v1/models")
         if status != httpx.codes.OK or not body.get("data"):
             raise self._unreachable() if status == 0 else _error(status, body)
@@ -94,7 +96,7 @@ class RestClient:
         yield from self._stream("/v1/completions", {"prompt": prompt, **options}, reply, lambda choice: choice.get("text"))
 
     def _stream(self, path: str, body: dict[str, Any], reply: Reply, text_of: Any) -> Iterator[str]:
-        body = {"stream": True, "stream_options": {"include_usage": True}, **body}
+        body = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}, **body}
         started = time.perf_counter()
         try:
             with self._http.stream("POST", path, json=body) as response:
