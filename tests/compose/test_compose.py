@@ -1,0 +1,186 @@
+"""The compose file on a real Docker engine: built, started, used, broken, repaired, taken down.
+
+Needs root's kind of access to an engine: DOCKER_HOST, or LOCAL_DOCKER, a helper program with three verbs: `up` prints an
+``export DOCKER_HOST=…`` line, `base IMAGE` makes a stand-in for the base image, `down` stops the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+STAND_IN_BASE = "outrider-base:local"
+PROJECT = "outrider-test"
+PORT = 18437
+URL = f"http://127.0.0.1:{PORT}"
+PROMPT = [{"role": "user", "content": "List 3 countries and their capitals."}]
+
+
+class Compose:
+    """docker-compose on this repository's file, with one environment."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self._environment = environment
+        self._program = [found] if (found := shutil.which("docker-compose")) else ["docker", "compose"]
+
+    def __call__(self, *arguments: str, timeout_s: float = 120) -> str:
+        command = [*self._program, "--project-name", PROJECT, *arguments]
+        done = subprocess.run(
+            command, cwd=ROOT, env=self._environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s, check=False
+        )
+        assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-6000:]}"
+        return done.stdout
+
+    def container(self, service: str) -> str:
+        """Return the id of a service's container, running or not."""
+        return self("--profile", "cpu", "ps", "-a", "-q", service).split()[-1]
+
+    def docker(self, *arguments: str) -> str:
+        """Run the docker client against the same engine."""
+        client = "/usr/bin/docker" if Path("/usr/bin/docker").exists() else "docker"
+        return subprocess.run([client, *arguments], env=self._environment, capture_output=True, text=True, check=True).stdout
+
+    def healthy(self, service: str) -> bool:
+        """Whether the container's own health check passes."""
+        return self.docker("inspect", "-f", "{{.State.Health.Status}}", self.container(service)).strip() == "healthy"
+
+
+@pytest.fixture(scope="module")
+def compose() -> Iterator[Compose]:
+    helper = os.environ.get("LOCAL_DOCKER")
+    environment = {**os.environ, "OUTRIDER_PORT": str(PORT), "OUTRIDER_GRPC_PORT": str(PORT + 1), "COMPOSE_DOCKER_CLI_BUILD": "0"}
+    if "DOCKER_HOST" not in environment:
+        assert helper, "no Docker engine: set DOCKER_HOST, or LOCAL_DOCKER to a helper that starts one"
+        started = subprocess.run([helper, "up"], stdout=subprocess.PIPE, text=True, check=True).stdout
+        environment["DOCKER_HOST"] = started.strip().partition("DOCKER_HOST=")[2]
+    if helper:
+        subprocess.run([helper, "base", STAND_IN_BASE], check=True)
+        environment |= {"OUTRIDER_BASE_IMAGE": STAND_IN_BASE, "OUTRIDER_BUILD_NETWORK": "host"}
+    project = Compose(environment)
+    try:
+        yield project
+    finally:
+        project("--profile", "cpu", "down", "--volumes", "--timeout", "5")
+        if helper and "DOCKER_HOST" not in os.environ:
+            subprocess.run([helper, "down"], check=True)
+
+
+def test_gpu_services_reserve_devices_and_share_memory(compose: Compose) -> None:
+    config = yaml.safe_load(compose("config"))
+    services = config["services"]
+    for name in ("target", "draft"):
+        device = services[name]["deploy"]["resources"]["reservations"]["devices"][0]
+        assert device["driver"] == "nvidia"
+        assert device["capabilities"] == ["gpu"]
+    assert services["target"]["ipc"] == "shareable"
+    assert services["draft"]["ipc"] == "service:target"
+    default = set(compose("config", "--services").split()) if _lists_enabled_only(compose) else {"gateway", "target", "draft"}
+    assert default == {"gateway", "target", "draft"}
+    for name, service in services.items():
+        assert service["read_only"] is True
+        assert service["user"] == "10001:10001"
+        assert service["healthcheck"]["test"]
+        assert service["stop_grace_period"]
+        assert bool(service.get("ports")) == name.startswith("gateway")
+        models = [volume for volume in service["volumes"] if "/models/" in str(volume)]
+        assert models
+        assert all("ro" in str(volume).split(":")[-1] or "read_only" in str(volume) for volume in models)
+
+
+def _lists_enabled_only(compose: Compose) -> bool:
+    """Compose 1 prints every service whatever its profile; 2 prints the enabled ones."""
+    return "gateway-cpu" not in compose("config", "--services").split()
+
+
+def test_cpu_profile_serves_through_the_death_of_its_draft(compose: Compose) -> None:
+    compose("--profile", "cpu", "build", timeout_s=1200)
+    compose("--profile", "cpu", "up", "-d", timeout_s=300)
+    services = ("gateway-cpu", "target-cpu", "draft-cpu")
+    _wait_for(lambda: all(compose.healthy(name) for name in services), 300, lambda: compose("--profile", "cpu", "logs", "--tail", "60"))
+
+    whole = _stream(speculation="on")
+    assert whole.text.strip()
+    assert whole.speculation["accept_length"] > 1.0
+
+    draft = compose.container("draft-cpu")
+    first_words = threading.Event()
+    killed: list[str] = []
+
+    def kill_draft() -> None:
+        first_words.wait(60)
+        killed.append(compose.docker("kill", "--signal", "KILL", draft).strip())
+
+    killer = threading.Thread(target=kill_draft)
+    killer.start()
+    survived = _stream(speculation="on", max_tokens=1500, ignore_eos=True, first_words=first_words)
+    killer.join()
+    assert killed == [draft]
+    assert survived.text.startswith(whole.text)
+    assert survived.finish_reason == "length"
+    assert survived.completion_tokens == 1500
+
+    compose("--profile", "cpu", "up", "-d", timeout_s=120)
+    _wait_for(lambda: compose.healthy("draft-cpu"), 120, lambda: compose("--profile", "cpu", "logs", "--tail", "60", "draft-cpu"))
+    again = _stream(speculation="on")
+    assert again.text == whole.text
+    assert again.speculation["accept_length"] > 1.0
+
+    gateway = compose.container("gateway-cpu")
+    no_torch = ["exec", gateway, "python", "-c", "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is not None)"]
+    compose.docker(*no_torch)
+    assert compose.docker("exec", gateway, "id", "-u").strip() == "10001"
+
+    compose("--profile", "cpu", "down", "--timeout", "45", timeout_s=180)
+    assert compose.docker("ps", "-q", "--filter", f"label=com.docker.compose.project={PROJECT}").strip() == ""
+
+
+class Answer:
+    """What one streamed chat gave."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.completion_tokens = 0
+        self.speculation: dict[str, Any] = {}
+
+
+def _stream(*, speculation: str, max_tokens: int = 120, ignore_eos: bool = False, first_words: threading.Event | None = None) -> Answer:
+    model = httpx.get(f"{URL}/v1/models", trust_env=False).json()["data"][0]["id"]
+    body = {"model": model, "messages": PROMPT, "temperature": 0, "max_tokens": max_tokens, "ignore_eos": ignore_eos, "stream": True}
+    body |= {"stream_options": {"include_usage": True}, "speculation": {"mode": speculation}}
+    answer = Answer()
+    with httpx.stream("POST", f"{URL}/v1/chat/completions", json=body, timeout=180, trust_env=False) as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            assert "error" not in event, event
+            if event.get("usage"):
+                answer.completion_tokens = event["usage"]["completion_tokens"]
+            answer.speculation |= event.get("speculation") or {}
+            for choice in event["choices"]:
+                answer.text += choice["delta"].get("content") or ""
+                answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+                if first_words and len(answer.text) > 40:
+                    first_words.set()
+    return answer
+
+
+def _wait_for(condition: Any, timeout_s: float, explain: Any) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, explain()
+        threading.Event().wait(0.5)
