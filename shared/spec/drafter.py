@@ -90,16 +90,20 @@ class RoundResult:
 
 @dataclass(frozen=True, slots=True)
 class ProposalRow:
-    """One sequence that wants a tree: its fence now, its root token, and how large a tree."""
+    """One sequence that wants a tree: its fence now, its root token, and how large a tree.
+
+    `must_wait` rows (mode on) are waited for until the drafter counts as faulty, the others until the request's deadline.
+    """
 
     fence: Fence
     root_token: int
     shape: DraftShape
+    must_wait: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ProposalRequest:
-    """One round's request. `deadline_s` is how long the engine will wait; None waits unless the drafter is faulty (mode on)."""
+    """One round's request. `deadline_s` is how long the engine waits for rows without `must_wait`; None waits for all of them."""
 
     round: int
     rows: Sequence[ProposalRow]
@@ -132,8 +136,12 @@ class Drafter(Protocol):
         """Hand over what a round chose. Idempotent and cumulative."""
         ...
 
+    def announce(self, request: ProposalRequest) -> None:
+        """Say what `propose` will ask for next, so that the draft works while the engine prefills and delivers. Does not wait."""
+        ...
+
     def propose(self, request: ProposalRequest) -> DraftBatch:
-        """Return one tree per row, on the target's device; waits at most the deadline."""
+        """Return one tree per row, on the target's device; waits at most the deadline. Needs no `announce` before it."""
         ...
 
     def wants_reopen(self) -> Sequence[int]:

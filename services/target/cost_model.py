@@ -1,0 +1,148 @@
+"""What a step costs and what drafting yields, learned online: the two halves of the controller's objective."""
+
+from __future__ import annotations
+
+from collections import deque
+
+COST_WEIGHT = 0.15
+POSTERIOR_DECAY = 0.95
+PRIOR_STRENGTH = 3.0
+PRIOR_ACCEPTANCE = 0.6
+UNSEEN_ROW_COST = 0.03
+"""Share of a plain step that one more row is taken to cost before anything was measured."""
+FIXED_DRAFT_SHARE = 0.3
+"""Share of a proposal's time that does not grow with depth, until two depths were measured."""
+WAITS_KEPT = 128
+
+
+class StepCosts:
+    """Seconds of verifying by (batch size, rows), of waiting for a proposal by depth, and of everything else.
+
+    Moving averages over what was executed; shapes never executed are interpolated from their neighbours.
+    """
+
+    def __init__(self) -> None:
+        self._plain: dict[int, float] = {}
+        self._verify: dict[int, dict[int, float]] = {}
+        self._draft: dict[int, float] = {}
+        self._overhead = 0.0
+        self._waits: deque[float] = deque(maxlen=WAITS_KEPT)
+        self._wait_p99: float | None = None
+
+    def observe_verify(self, batch_size: int, rows: int, seconds: float) -> None:
+        """Learn from one verify pass over `rows` nodes of `batch_size` sequences."""
+        if rows == batch_size:
+            self._plain[batch_size] = _blend(self._plain.get(batch_size), seconds)
+            return
+        by_rows = self._verify.setdefault(_bucket(batch_size), {})
+        by_rows[rows] = _blend(by_rows.get(rows), seconds)
+
+    def observe_draft(self, depth: int, seconds: float) -> None:
+        """Learn how long a proposal of `depth` levels kept the step waiting."""
+        self._draft[depth] = _blend(self._draft.get(depth), seconds)
+
+    def observe_answer(self, seconds: float) -> None:
+        """Learn how long a proposal took from its announcement to its arrival."""
+        self._waits.append(seconds)
+        self._wait_p99 = None
+
+    def observe_overhead(self, seconds: float) -> None:
+        """Learn the rest of a step: scheduling, committing, delivering."""
+        self._overhead = _blend(self._overhead or None, seconds)
+
+    @property
+    def answer_p99(self) -> float | None:
+        """99th percentile of the latest proposals' times."""
+        if self._wait_p99 is None and self._waits:
+            ordered = sorted(self._waits)
+            self._wait_p99 = ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
+        return self._wait_p99
+
+    def plain_step(self, batch_size: int) -> float | None:
+        """Seconds of a plain step at this batch size, or at the nearest one measured; None before the first plain step."""
+        exact = self._plain.get(batch_size)
+        if exact is not None or not self._plain:
+            return exact
+        return self._plain[min(self._plain, key=lambda known: abs(known - batch_size))]
+
+    def step(self, batch_size: int, rows: int, depth: int) -> float:
+        """Estimate a whole step: waiting for a proposal, verifying, and the rest."""
+        return self.draft(depth) + self.verify(batch_size, rows) + self._overhead
+
+    def verify(self, batch_size: int, rows: int) -> float:
+        """Estimate a verify pass."""
+        plain = self.plain_step(batch_size)
+        if plain is None:
+            return 1.0 + UNSEEN_ROW_COST * rows
+        if rows <= batch_size:
+            return plain
+        by_rows = self._verify.get(_bucket(batch_size), {})
+        lower, lower_s, upper, upper_s = batch_size, plain, 0, 0.0
+        for known, seconds in by_rows.items():
+            if known == rows:
+                return seconds
+            if lower < known < rows:
+                lower, lower_s = known, seconds
+            elif known > rows and (not upper or known < upper):
+                upper, upper_s = known, seconds
+        if upper:
+            return lower_s + (upper_s - lower_s) * (rows - lower) / (upper - lower)
+        if lower > batch_size:
+            return max(lower_s, lower_s + (lower_s - plain) * (rows - lower) / (lower - batch_size))
+        return plain * (1.0 + UNSEEN_ROW_COST * (rows - batch_size) / batch_size)
+
+    def draft(self, depth: int) -> float:
+        """Estimate the wait for a proposal of `depth` levels; 0 before any was measured, so that drafting is tried."""
+        if depth == 0 or not self._draft:
+            return 0.0
+        if depth in self._draft:
+            return self._draft[depth]
+        near = min(self._draft, key=lambda known: abs(known - depth))
+        return self._draft[near] * (FIXED_DRAFT_SHARE + (1 - FIXED_DRAFT_SHARE) * depth / near)
+
+
+class Acceptance:
+    """How likely the node at depth d is accepted once depth d - 1 was: one posterior per depth, old evidence fading.
+
+    A request's own posterior starts from the engine's (`prior`), which has seen all requests.
+    """
+
+    __slots__ = ("_prior", "_successes", "_trials")
+
+    def __init__(self, prior: Acceptance | None = None) -> None:
+        self._prior = prior
+        self._trials: list[float] = []
+        self._successes: list[float] = []
+
+    def observe(self, accepted: int, offered_depth: int) -> None:
+        """Learn from one round that offered nodes down to `offered_depth` and accepted `accepted` of them."""
+        while len(self._trials) < offered_depth:
+            self._trials.append(0.0)
+            self._successes.append(0.0)
+        for level in range(min(accepted + 1, offered_depth)):
+            self._trials[level] = self._trials[level] * POSTERIOR_DECAY + 1.0
+            self._successes[level] = self._successes[level] * POSTERIOR_DECAY + (1.0 if accepted > level else 0.0)
+
+    def rate(self, depth: int) -> float:
+        """Probability that depth `depth` (from 1) is accepted given the one above it."""
+        prior = self._prior.rate(depth) if self._prior else (self.rate(depth - 1) if depth > 1 else PRIOR_ACCEPTANCE)
+        if depth > len(self._trials):
+            return prior
+        return (self._successes[depth - 1] + PRIOR_STRENGTH * prior) / (self._trials[depth - 1] + PRIOR_STRENGTH)
+
+    def expected_tokens(self, max_depth: int) -> list[float]:
+        """Return the tokens that a round of depth 0, 1, ..., `max_depth` is expected to emit."""
+        expected = [1.0]
+        reach = 1.0
+        for depth in range(1, max_depth + 1):
+            reach *= self.rate(depth)
+            expected.append(expected[-1] + reach)
+        return expected
+
+
+def _bucket(count: int) -> int:
+    return 1 << max(0, count - 1).bit_length()
+
+
+def _blend(average: float | None, sample: float) -> float:
+    return sample if average is None else average + COST_WEIGHT * (min(sample, 4 * average) - average)

@@ -1,0 +1,427 @@
+"""The target's engine: receive, schedule, announce, deliver, prefill, propose, verify, commit.
+
+The draft works on a round from `announce` on, while the events of the round before are delivered and prompts are prefilled. A round
+without draft nodes is a step of plain decoding through the same code. All state belongs to the engine thread; other threads only append
+to the inbox.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from outrider.services.target.controller import RowBound, SpeculationController
+from outrider.services.target.delivery import Delivery
+from outrider.services.target.drafter import root_trees, scatter_trees
+from outrider.services.target.follower import Follower
+from outrider.services.target.metrics import TargetMetrics
+from outrider.services.target.request import EventSink, GenerationRequest, SpeculationMode
+from outrider.services.target.rounds import RoundTimes, advance, executed_step, round_trace
+from outrider.services.target.runner import FAILED_TOKEN, ModelRunner
+from outrider.services.target.scheduler import PrefillChunk, Scheduler
+from outrider.services.target.sequence import Sequence, SequenceStatus
+from outrider.services.target.speculation import SpeculationStats
+from outrider.shared.base.errors import (
+    DeadlineExceededError,
+    ErrorCode,
+    InvalidRequestError,
+    OutriderError,
+    UnavailableError,
+)
+from outrider.shared.spec.drafter import Commit, Drafter, DrafterState, ProposalRequest, ProposalRow, RoundResult
+from outrider.shared.spec.tree import NO_DRAFT, DraftBatch, DraftShape
+
+DRAIN_RETRY_AFTER_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What a request must fit into."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int] = frozenset()
+    pause_timeout_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Submit:
+    sequence: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    session_id: int
+    keep_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Pause:
+    session_id: int
+    paused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot for GetStats; read from other threads."""
+
+    running: int
+    waiting: int
+    pages_total: int
+    pages_free: int
+    pages_held: int
+    draft_state: DrafterState
+    generated_tokens: int
+    rounds: int
+    speculation: SpeculationStats
+    speedup_estimate: float | None
+
+
+class TargetEngine:
+    """One model, its pool, and every live request. `submit`, `cancel`, `pause`, `resume` and `stats` may be called from any thread."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        drafter: Drafter,
+        limits: EngineLimits,
+        *,
+        metrics: TargetMetrics | None = None,
+        controller: SpeculationController | None = None,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.limits = limits
+        self.metrics = metrics or TargetMetrics()
+        self.controller = controller or SpeculationController()
+        self.draining = False
+        self.wake = wake
+        self._runner = runner
+        self._scheduler = scheduler
+        self._drafter = drafter
+        self._drafts = drafter.state() is not DrafterState.NONE
+        self._follower = Follower(drafter, runner, scheduler)
+        self._delivery = Delivery(scheduler, self._follower, self.metrics, self.controller)
+        self._inbox: deque[_Submit | _Cancel | _Pause] = deque()
+        self._session_ids = itertools.count(1)
+        self._live: dict[int, Sequence] = {}
+        self._next_check: float | None = None
+        self._round = 0
+
+    # ---- any thread
+
+    def submit(self, request: GenerationRequest, sink: EventSink) -> int:
+        """Queue a request; its events go to `sink`.
+
+        Returns:
+            A handle for `cancel`, `pause` and `resume`.
+
+        Raises:
+            InvalidRequestError: It does not fit this model; names the field.
+            OverloadedError: The queue is full.
+            UnavailableError: The service is draining.
+        """
+        if self.draining:
+            raise UnavailableError("This server is shutting down; send the request to another one.", retry_after_s=DRAIN_RETRY_AFTER_S)
+        sequence = Sequence(
+            request,
+            sink,
+            session_id=next(self._session_ids),
+            page_size=self._scheduler.page_size,
+            eos_token_ids=self.limits.eos_token_ids,
+            wants_drafts=self._drafts and request.speculation.mode is not SpeculationMode.OFF and request.speculation.shape.drafts,
+        )
+        self._check_fits(sequence)
+        self._scheduler.gate.enter(sequence.prompt_len)
+        self._inbox.append(_Submit(sequence))
+        self.wake()
+        return sequence.session_id
+
+    def cancel(self, handle: int, keep_tokens: int | None = None) -> None:
+        """End a request; tokens after `keep_tokens` are not billed (a stop string ended the text there). Unknown handles are ignored."""
+        self._inbox.append(_Cancel(handle, keep_tokens))
+        self.wake()
+
+    def pause(self, handle: int) -> None:
+        """Skip a request whose reader is slow; its K/V is kept unless others need the pages."""
+        self._inbox.append(_Pause(handle, True))
+
+    def resume(self, handle: int) -> None:
+        """Go on with a paused request."""
+        self._inbox.append(_Pause(handle, False))
+        self.wake()
+
+    def prometheus_text(self) -> str:
+        """Return the metrics as of now."""
+        return self.metrics.render(self._scheduler, self._drafter.state(), self._follower.num_resyncs, self.controller.speedup_estimate)
+
+    def stats(self) -> EngineStats:
+        """Return a snapshot; cheap and approximate while the engine runs."""
+        scheduler = self._scheduler
+        return EngineStats(
+            running=len(scheduler.active),
+            waiting=scheduler.gate.requests,
+            pages_total=scheduler.allocator.num_pages,
+            pages_free=scheduler.allocator.free_pages,
+            pages_held=scheduler.allocator.num_pages - scheduler.allocator.free_pages,
+            draft_state=self._drafter.state(),
+            generated_tokens=self._delivery.generated_tokens,
+            rounds=self._round,
+            speculation=self._delivery.totals,
+            speedup_estimate=self.controller.speedup_estimate,
+        )
+
+    @property
+    def num_live(self) -> int:
+        """Requests that are queued or running, those in the inbox included."""
+        return len(self._live) + sum(isinstance(message, _Submit) for message in tuple(self._inbox))
+
+    # ---- engine thread
+
+    def has_work(self) -> bool:
+        """See `Steppable.has_work`."""
+        return bool(self._inbox) or self._delivery.pending or self._scheduler.has_work()
+
+    def next_wakeup(self) -> float | None:
+        """See `Steppable.next_wakeup`: the earliest deadline."""
+        return self._next_check
+
+    def step(self) -> None:
+        """One step of every request that can advance."""
+        started = time.monotonic()
+        self._receive(started)
+        self._follower.refresh()
+        plan = self._scheduler.schedule(started)
+        self._follower.follow(plan)
+        times = RoundTimes(started)
+        proposal = self._announce(plan.decodes)
+        times.announced = time.monotonic()
+        self._delivery.flush()
+        self._prefill(plan.prefills)
+        times.prefilled = time.monotonic()
+        if plan.decodes:
+            drafts = self._propose(proposal, plan.decodes)
+            times.proposed = time.monotonic()
+            self._verify_and_commit(plan.decodes, drafts, proposal, times)
+
+    def step_failed(self, error: Exception) -> None:
+        """See `Steppable.step_failed`: requests in the batch fail, queued ones go on."""
+        for sequence in list(self._scheduler.active):
+            self._fail(sequence, OutriderError(f"The engine failed on this request: {error}", code=ErrorCode.INTERNAL))
+
+    def check_idle(self) -> None:
+        """Assert that nothing leaked: every page is free when no request is live."""
+        self._scheduler.check()
+        if not self._live:
+            assert self._scheduler.allocator.held_pages == 0
+
+    def _receive(self, now: float) -> None:
+        while self._inbox:
+            message = self._inbox.popleft()
+            if isinstance(message, _Submit):
+                self._accept(message.sequence)
+                continue
+            sequence = self._live.get(message.session_id)
+            if sequence is None:
+                continue
+            if isinstance(message, _Cancel):
+                self._delivery.cancel(sequence, message.keep_tokens)
+                self._forget(sequence)
+            else:
+                sequence.paused_at = now if message.paused else None
+                self._due_at(now + self.limits.pause_timeout_s if message.paused else None)
+        if self._next_check is not None and now >= self._next_check:
+            self._expire(now)
+
+    def _accept(self, sequence: Sequence) -> None:
+        self._live[sequence.session_id] = sequence
+        self._scheduler.add(sequence)
+        if sequence.wants_drafts and sequence.request.speculation.mode is SpeculationMode.AUTO:
+            sequence.controller_row = self.controller.new_row()
+        self._due_at(sequence.request.deadline)
+
+    def _expire(self, now: float) -> None:
+        self._next_check = None
+        for sequence in list(self._live.values()):
+            deadline, paused_at = sequence.request.deadline, sequence.paused_at
+            if deadline is not None and now >= deadline:
+                self._fail(sequence, DeadlineExceededError("The deadline passed before the answer was complete."))
+            elif paused_at is not None and now >= paused_at + self.limits.pause_timeout_s:
+                message = f"The reader was too slow for {self.limits.pause_timeout_s:.0f} s."
+                self._fail(sequence, OutriderError(message, code=ErrorCode.CANCELLED, reason="slow_reader"))
+            else:
+                self._due_at(deadline)
+                self._due_at(None if paused_at is None else paused_at + self.limits.pause_timeout_s)
+
+    def _announce(self, decodes: Seq[Sequence]) -> _Proposal | None:
+        """Choose every row's shape and tell the drafter, if any row wants draft nodes and can have them."""
+        if not self._drafts or not decodes:
+            return None
+        shapes = self._shapes(decodes)
+        rows = [index for index, shape in enumerate(shapes) if shape.drafts]
+        if not rows:
+            return None
+        auto_rows = [self._bound(decodes[index]) for index in rows if decodes[index].controller_row is not None]
+        request = ProposalRequest(
+            round=self._round,
+            rows=[
+                ProposalRow(decodes[i].fence(), decodes[i].tokens[-1], shapes[i], must_wait=decodes[i].controller_row is None) for i in rows
+            ],
+            deadline_s=self.controller.wait_cap_s(auto_rows, len(decodes)) if auto_rows else None,
+        )
+        self._drafter.announce(request)
+        return _Proposal(request, rows, max(shapes[index].depth for index in rows))
+
+    def _shapes(self, decodes: Seq[Sequence]) -> list[DraftShape]:
+        shapes = [NO_DRAFT] * len(decodes)
+        auto: list[int] = []
+        for index, sequence in enumerate(decodes):
+            if not sequence.wants_drafts:
+                continue
+            reason = self._follower.obstacle(sequence)
+            if reason:
+                sequence.stats.fell_back(reason)
+                self.metrics.fell_back(reason)
+            elif sequence.controller_row is not None:
+                auto.append(index)
+            else:
+                shapes[index] = sequence.request.speculation.shape
+        if auto:
+            other_nodes = sum(shape.max_nodes for shape in shapes) - len(auto)
+            chosen = self.controller.choose([self._bound(decodes[index]) for index in auto], len(decodes), other_nodes)
+            for index, shape in zip(auto, chosen, strict=True):
+                shapes[index] = shape
+        return shapes
+
+    def _bound(self, sequence: Sequence) -> RowBound:
+        assert sequence.controller_row is not None
+        return RowBound(sequence.controller_row, sequence.request.speculation.shape, sequence.remaining - 1)
+
+    def _prefill(self, chunks: Seq[PrefillChunk]) -> None:
+        if not chunks:
+            return
+        tokens = iter(self._runner.prefill(chunks))
+        commits: list[Commit | None] = []
+        for chunk in chunks:
+            sequence = chunk.sequence
+            if self._runner.captures and sequence.wants_drafts and sequence.feature_len == chunk.start:
+                sequence.feature_len = chunk.stop
+            features = self._follower.send_prefill_features(chunk)
+            sequence.cached_len = chunk.stop
+            if not chunk.is_last:
+                continue
+            token = next(tokens)
+            if token == FAILED_TOKEN:
+                self._poisoned(sequence)
+                continue
+            base_len = sequence.committed_len
+            step = advance(sequence, [token])
+            sequence.status = SequenceStatus.RUNNING
+            if self._delivery.tokens(sequence, step, None):
+                self._forget(sequence)
+            else:
+                commits.append(self._follower.commit(sequence, base_len, step.kept, features))
+        self._commit(commits)
+
+    def _propose(self, proposal: _Proposal | None, decodes: Seq[Sequence]) -> DraftBatch:
+        roots = [sequence.tokens[-1] for sequence in decodes]
+        if proposal is None:
+            return root_trees(roots, self._runner.device)
+        drafts = self._drafter.propose(proposal.request)
+        num_nodes = drafts.num_nodes.tolist()
+        for index, nodes in zip(proposal.rows, num_nodes, strict=True):
+            if nodes == 1:
+                reason = self._drafter.fallback_reason(decodes[index].session_id) or "no_proposal"
+                decodes[index].stats.fell_back(reason)
+                self.metrics.fell_back(reason)
+        if max(num_nodes) == 1:
+            return root_trees(roots, self._runner.device)
+        return scatter_trees(drafts, proposal.rows, roots)
+
+    def _verify_and_commit(self, decodes: Seq[Sequence], drafts: DraftBatch, proposal: _Proposal | None, times: RoundTimes) -> None:
+        outcomes, features = self._runner.verify(decodes, drafts)
+        times.verified = time.monotonic()
+        num_nodes = [1] * len(decodes) if drafts.tokens.shape[1] == 1 else drafts.num_nodes.tolist()
+        commits: list[Commit | None] = []
+        for index, (sequence, outcome) in enumerate(zip(decodes, outcomes, strict=True)):
+            if outcome.emitted[-1] == FAILED_TOKEN:
+                self._poisoned(sequence)
+                continue
+            base_len = sequence.committed_len
+            step = advance(sequence, outcome.emitted)
+            if features[index] is not None:
+                sequence.feature_len += len(step.kept)
+            sequence.cached_len += len(step.kept)
+            sequence.stats.record(num_nodes[index], len(outcome.accepted), step.num_cut)
+            trace = None
+            if sequence.request.speculation.trace:
+                trace = round_trace(drafts, index, num_nodes[index], base_len, self._round, outcome, step.kept, times)
+            if self._delivery.tokens(sequence, step, trace):
+                self._forget(sequence)
+            else:
+                commits.append(self._follower.commit(sequence, base_len, step.kept, features[index]))
+        self._commit(commits)
+        self._round += 1
+        times.committed = time.monotonic()
+        executed = executed_step(decodes, outcomes, num_nodes, drafts, proposal.depth if proposal else 0, times)
+        if self._drafts:
+            self.controller.observe(executed)
+            if proposal is not None and max(num_nodes) > 1:
+                self.controller.costs.observe_answer(times.proposed - times.announced)
+        self.metrics.observe_round(executed, times)
+
+    def _commit(self, commits: Seq[Commit | None]) -> None:
+        followed = [commit for commit in commits if commit is not None]
+        if followed:
+            self._drafter.commit(RoundResult(self._round, followed))
+
+    def _poisoned(self, sequence: Sequence) -> None:
+        self._runner.scrub(sequence)
+        message = "The model's output for this request is not a number (NaN or infinity); other requests are not affected."
+        self._fail(sequence, OutriderError(message, code=ErrorCode.INTERNAL, reason="numerical_error"))
+
+    def _fail(self, sequence: Sequence, error: OutriderError) -> None:
+        self._delivery.fail(sequence, error)
+        self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        assert sequence.status is SequenceStatus.ENDED
+        self._live.pop(sequence.session_id, None)
+        if not self._live:
+            self._next_check = None
+
+    def _due_at(self, moment: float | None) -> None:
+        if moment is not None and (self._next_check is None or moment < self._next_check):
+            self._next_check = moment
+
+    def _check_fits(self, sequence: Sequence) -> None:
+        request, limits = sequence.request, self.limits
+        if not request.prompt_ids:
+            raise InvalidRequestError("prompt_ids is empty; give at least one token.", field="prompt_ids")
+        if request.max_new_tokens < 1:
+            raise InvalidRequestError(f"max_new_tokens must be at least 1, not {request.max_new_tokens}.", field="max_new_tokens")
+        highest = max(sequence.tokens)
+        if highest >= limits.vocab_size or min(sequence.tokens) < 0:
+            message = f"prompt_ids holds token {highest}; this model's vocabulary ends at {limits.vocab_size - 1}."
+            raise InvalidRequestError(message, field="prompt_ids")
+        context = min(limits.max_model_len, self._scheduler.capacity - sequence.node_bound)
+        if sequence.prompt_len + request.max_new_tokens > context:
+            message = (
+                f"{sequence.prompt_len} prompt tokens and {request.max_new_tokens} new tokens exceed the context of {context} tokens. "
+                "Shorten the prompt or ask for fewer tokens."
+            )
+            field = "prompt_ids" if sequence.prompt_len >= context else "max_new_tokens"
+            raise InvalidRequestError(message, field=field, reason="context_length_exceeded")
+
+
+@dataclass(frozen=True, slots=True)
+class _Proposal:
+    """What was announced: the request, its rows' places in the batch, its deepest tree."""
+
+    request: ProposalRequest
+    rows: list[int]
+    depth: int

@@ -1,0 +1,108 @@
+"""The target's Prometheus metrics; names after vLLM's stems so that dashboards port."""
+
+from __future__ import annotations
+
+from outrider.services.target.controller import ExecutedStep
+from outrider.services.target.rounds import RoundTimes
+from outrider.services.target.scheduler import Scheduler
+from outrider.services.target.sequence import Sequence
+from outrider.shared.obs.metrics import REQUEST_BUCKETS_S, STEP_BUCKETS_S, TOKEN_BUCKETS_S, Metrics
+from outrider.shared.spec.drafter import DrafterState
+
+REASONS_OF_STATE = {
+    DrafterState.ON: "on",
+    DrafterState.NONE: "off",
+    DrafterState.CONNECTING: "connecting",
+    DrafterState.WARMING: "warming",
+    DrafterState.DOWN: "draft_down",
+}
+
+
+class TargetMetrics:
+    """One registry per engine. Methods are called on the engine thread, `render` from any."""
+
+    def __init__(self) -> None:
+        self._metrics = metrics = Metrics()
+        histogram, counter, gauge = metrics.histogram, metrics.counter, metrics.gauge
+        self._ttft = histogram("time_to_first_token_seconds", "From submission to the first token.", REQUEST_BUCKETS_S)
+        self._itl = histogram("inter_token_latency_seconds", "Between deliveries, per token.", TOKEN_BUCKETS_S)
+        self._e2e = histogram("e2e_request_latency_seconds", "From submission to the end of a request.", REQUEST_BUCKETS_S)
+        self._queue = histogram("request_queue_time_seconds", "From submission to admission.", REQUEST_BUCKETS_S)
+        self._running = gauge("num_requests_running", "Sequences that hold pages.")
+        self._waiting = gauge("num_requests_waiting", "Sequences in the queue.")
+        self._kv_usage = gauge("kv_cache_usage_perc", "Share of the pool's pages that are held, 0 to 1.")
+        self._kv_tokens = gauge("kv_cache_tokens", "Slots by what they hold.", ("kind",))
+        self._preemptions = counter("num_preemptions", "Sequences retracted for want of pages.")
+        self._prompt = counter("prompt_tokens", "Prompt tokens of admitted requests.")
+        self._generated = counter("generation_tokens", "Tokens emitted.")
+        self._success = counter("request_success", "Requests that ended, by reason.", ("finished_reason",))
+        self._drafts = counter("spec_decode_num_drafts", "Rounds of sequences with at least one draft node.")
+        self._draft_tokens = counter("spec_decode_num_draft_tokens", "Draft nodes verified.")
+        self._accepted = counter("spec_decode_num_accepted_tokens", "Draft nodes accepted.")
+        self._per_pos = counter("spec_decode_num_accepted_tokens_per_pos", "Draft nodes accepted, by depth from 0.", ("position",))
+        self._draft_s = histogram("draft_seconds", "How long a step stood still for its proposal.", STEP_BUCKETS_S)
+        self._verify_s = histogram("verify_seconds", "Verify pass of a step, its sampling and compaction included.", STEP_BUCKETS_S)
+        self._speedup = gauge("estimated_speedup", "Drafting steps' tokens per second over plain ones'.")
+        self._state = gauge("speculation_state", "1 for the state that speculation is in.", ("reason",))
+        self._fallbacks = counter("draft_fallback", "Rounds that wanted draft nodes and got none, by reason.", ("reason",))
+        self._resyncs = counter("draft_resync", "Sequences reopened on the draft.")
+        self._resyncs_seen = 0
+        self._preemptions_seen = 0
+        self._positions = [self._per_pos.labels(str(depth)) for depth in range(16)]
+
+    def first_token(self, sequence: Sequence, now: float) -> None:
+        """Count a request's first token."""
+        self._ttft.observe(now - sequence.submitted_at)
+        self._queue.observe(sequence.admitted_at - sequence.submitted_at)
+        self._prompt.inc(sequence.prompt_len)
+        self._generated.inc()
+
+    def more_tokens(self, count: int, seconds: float) -> None:
+        """Count tokens that followed `seconds` after the ones before."""
+        self._generated.inc(count)
+        self._itl.observe(seconds / count)
+
+    def finished(self, reason: str, seconds: float | None = None) -> None:
+        """Count the end of a request."""
+        self._success.labels(reason).inc()
+        if seconds is not None:
+            self._e2e.observe(seconds)
+
+    def fell_back(self, reason: str) -> None:
+        """Count a round without draft nodes that wanted some."""
+        self._fallbacks.labels(reason).inc()
+
+    def observe_round(self, step: ExecutedStep, times: RoundTimes) -> None:
+        """Count a decode step."""
+        self._verify_s.observe(times.verify_s)
+        if step.wait_s is None:
+            return
+        self._draft_s.observe(step.wait_s)
+        for row in step.rows:
+            if row.num_nodes > 1:
+                self._drafts.inc()
+                self._draft_tokens.inc(row.num_nodes - 1)
+                self._accepted.inc(row.accepted)
+                for depth in range(min(row.accepted, len(self._positions))):
+                    self._positions[depth].inc()
+
+    def render(self, scheduler: Scheduler, state: DrafterState, resyncs: int, speedup: float | None) -> str:
+        """Return the Prometheus text with gauges as of now."""
+        allocator = scheduler.allocator
+        sequences = tuple(scheduler.active)
+        self._running.set(len(sequences))
+        self._waiting.set(len(scheduler.waiting))
+        self._kv_usage.set(1 - allocator.free_pages / allocator.num_pages)
+        reserved = sum(sequence.reserved_len for sequence in sequences)
+        self._kv_tokens.labels("committed").set(sum(sequence.cached_len for sequence in sequences))
+        self._kv_tokens.labels("reserved").set(reserved)
+        held = (allocator.num_pages - allocator.free_pages) * scheduler.page_size
+        self._kv_tokens.labels("leaked").set(0 if sequences else held)
+        self._preemptions.inc(scheduler.num_retractions - self._preemptions_seen)
+        self._preemptions_seen = scheduler.num_retractions
+        self._resyncs.inc(resyncs - self._resyncs_seen)
+        self._resyncs_seen = resyncs
+        self._speedup.set(1.0 if speedup is None else speedup)
+        for known, reason in REASONS_OF_STATE.items():
+            self._state.labels(reason).set(1 if known is state else 0)
+        return self._metrics.render()

@@ -1,0 +1,232 @@
+"""Forward passes of the target: prompt chunks and trees in, chosen tokens out; K/V and feature rows into the pool.
+
+Everything that touches tensors of the model is here; the engine sees token ids, lengths and feature rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from outrider.kernels.kv_compact import kv_compact
+from outrider.kernels.verify import choose_tokens, verify_tree
+from outrider.services.target.sampling import SamplingBatches
+from outrider.services.target.scheduler import PrefillChunk
+from outrider.services.target.sequence import Sequence
+from outrider.shared.attn.base import AttentionBackend, AttentionBatch, build_batch
+from outrider.shared.kv.pages import PageLease
+from outrider.shared.kv.pool import KVPool
+from outrider.shared.nn.decoder import Decoder, DecoderOutput
+from outrider.shared.nn.features import FeatureProjector
+from outrider.shared.spec.drafter import FeatureSpec
+from outrider.shared.spec.tree import DraftBatch
+
+FAILED_TOKEN = -1
+"""What stands for the token of a row whose logits are not numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOutcome:
+    """What one verified round chose for one sequence, before stop tokens and length cut it.
+
+    Attributes:
+        accepted: Indices of the accepted nodes in path order, the root excluded.
+        emitted: Tokens of the accepted nodes, then the bonus token (`FAILED_TOKEN` if its logits are not numbers).
+    """
+
+    accepted: list[int]
+    emitted: list[int]
+
+
+class ModelRunner:
+    """Runs the decoder over the pool. Engine thread only; everything under inference mode."""
+
+    def __init__(self, decoder: Decoder, pool: KVPool, attention: AttentionBackend) -> None:
+        self.decoder = decoder
+        self.pool = pool
+        self.attention = attention
+        self.device = pool.device
+        self._sampling = SamplingBatches(pool.device)
+        self._projector: FeatureProjector | None = None
+        self._aux_layer_ids: tuple[int, ...] = ()
+        self._kv_planes = [*pool.k_planes, *pool.v_planes]
+
+    @property
+    def captures(self) -> bool:
+        """Whether feature rows are computed and stored for sequences that want them."""
+        return self._projector is not None
+
+    def set_feature_spec(self, spec: FeatureSpec | None) -> None:
+        """Start, change or stop capturing; rows stored before are void, and the caller forgets them.
+
+        Raises:
+            CheckpointError: The spec does not fit this model; nothing is captured then.
+        """
+        self._projector = None
+        self._aux_layer_ids = ()
+        if spec is None or spec.feature_size == 0:
+            return
+        config = self.decoder.config
+        self._projector = FeatureProjector(
+            spec, self.device, self.decoder.dtype, hidden_size=config.hidden_size, num_layers=config.num_layers
+        )
+        self._aux_layer_ids = tuple(spec.aux_layer_ids)
+        self.pool.resize_features(spec.feature_size)
+
+    @torch.inference_mode()
+    def prefill(self, chunks: Seq[PrefillChunk]) -> list[int]:
+        """Compute prompt chunks in one pass, causal within each.
+
+        Stores K/V, and feature rows for sequences that want them.
+
+        Returns:
+            One token for each chunk that is the last of its prompt, in order: the token at index committed_len.
+        """
+        sequences = [chunk.sequence for chunk in chunks]
+        starts = [chunk.start for chunk in chunks]
+        counts = [chunk.stop - chunk.start for chunk in chunks]
+        token_ids = [token for chunk in chunks for token in chunk.sequence.tokens[chunk.start : chunk.stop]]
+        positions = [index for chunk in chunks for index in range(chunk.start, chunk.stop)]
+        capture = self.captures and any(sequence.wants_drafts for sequence in sequences)
+        batch = build_batch(self.pool, _leases(sequences), starts, counts)
+        output = self._forward(self._int64(token_ids), self._int64(positions), batch, capture)
+        if capture:
+            self._store_prefill_features(output, chunks, batch.slots)
+        last = [chunk.is_last for chunk in chunks]
+        if not any(last):
+            return []
+        ends = [end for end, keep in zip(_ends(counts), last, strict=True) if keep]
+        finished = [chunk.sequence for chunk in chunks if chunk.is_last]
+        logits = self.decoder.logits(output.hidden[self._int64([end - 1 for end in ends])])
+        sampling = self._sampling.rows(finished, [1] * len(finished))
+        chosen = choose_tokens(logits, sampling, self._int64([sequence.committed_len for sequence in finished]))
+        return [int(token) for token in chosen.tolist()]
+
+    @torch.inference_mode()
+    def verify(self, sequences: Seq[Sequence], drafts: DraftBatch) -> tuple[list[RoundOutcome], list[torch.Tensor | None]]:
+        """Verify one tree per sequence in one pass; a tree of one node is a step of plain decoding.
+
+        Afterwards the accepted nodes' K/V, and feature rows where wanted, sit at token indices ``[cached_len, cached_len + k + 1)``.
+
+        Returns:
+            The outcome of each sequence, and its new feature rows ``[k + 1, feature_size]`` or None.
+        """
+        starts = [sequence.cached_len for sequence in sequences]
+        width = drafts.tokens.shape[1]
+        counts = [1] * len(sequences) if width == 1 else drafts.num_nodes.tolist()
+        rows = None if min(counts) == width else self._valid_rows(counts, width)
+        roots = self._int64([sequence.committed_len - 1 for sequence in sequences])
+        tokens = _select(drafts.tokens.view(-1), rows).long()
+        positions = _select((roots[:, None] + drafts.depths).view(-1), rows)
+        ancestors = None if width == 1 else _select(drafts.ancestors.view(-1, drafts.ancestors.shape[2]), rows)
+        attention_batch = build_batch(self.pool, _leases(sequences), starts, counts, ancestors=ancestors)
+        capture = self.captures and any(sequence.has_features for sequence in sequences)
+        output = self._forward(tokens, positions, attention_batch, capture)
+
+        chosen = choose_tokens(self.decoder.logits(output.hidden), self._sampling.rows(sequences, counts), positions + 1)
+        if width == 1:
+            outcomes = [RoundOutcome([], [token]) for token in chosen.tolist()]
+        else:
+            outcomes = self._walk(drafts, chosen, rows, attention_batch)
+        features = self._store_round_features(output, sequences, outcomes, counts) if capture else [None] * len(sequences)
+        return outcomes, features
+
+    @torch.inference_mode()
+    def read_features(self, sequence: Sequence, start: int, stop: int) -> torch.Tensor:
+        """Return the stored feature rows of token indices ``[start, stop)``: ``[stop - start, feature_size]``, a copy."""
+        assert sequence.lease is not None
+        return self.pool.read_features(sequence.lease, start, stop)
+
+    @torch.inference_mode()
+    def scrub(self, sequence: Sequence) -> None:
+        """Zero the pages of a sequence whose values are not numbers, so that no later owner can read them by accident."""
+        if sequence.lease is not None:
+            pages = self._int64(sequence.lease.pages)
+            for plane in self.pool.planes():
+                plane[pages] = 0
+
+    def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, capture: bool) -> DecoderOutput:
+        self.attention.plan(batch)
+        return self.decoder.forward(tokens, positions, self.attention, self.pool, self._aux_layer_ids if capture else ())
+
+    def _walk(self, drafts: DraftBatch, chosen: torch.Tensor, rows: torch.Tensor | None, batch: AttentionBatch) -> list[RoundOutcome]:
+        bs, width = drafts.tokens.shape
+        if rows is not None:
+            padded = torch.full((bs * width,), FAILED_TOKEN, dtype=chosen.dtype, device=self.device)
+            chosen = padded.index_copy_(0, rows, chosen)
+        verified = verify_tree(drafts.tokens, drafts.parents, drafts.num_nodes, chosen.view(bs, width))
+        outcomes = []
+        host = torch.cat((verified.num_accepted[:, None], verified.path, verified.emitted), dim=1).tolist()
+        moved = False
+        for row in host:
+            accepted = row[2 : 2 + row[0]]
+            moved = moved or any(node != index for index, node in enumerate(accepted, 1))
+            outcomes.append(RoundOutcome(accepted, row[1 + width : 2 + width + row[0]]))
+        if moved:  # A first-child path already sits where it belongs.
+            kv_compact(self._kv_planes, batch.page_table, batch.prefix_lens, verified.path, verified.num_accepted)
+        return outcomes
+
+    def _store_prefill_features(self, output: DecoderOutput, chunks: Seq[PrefillChunk], slots: torch.Tensor) -> None:
+        assert self._projector is not None
+        if not all(chunk.sequence.wants_drafts for chunk in chunks):
+            wanted = [chunk.sequence.wants_drafts for chunk in chunks for _ in range(chunk.start, chunk.stop)]
+            rows = self._int64([row for row, wants in enumerate(wanted) if wants])
+            output, slots = _output_rows(output, rows), slots[rows]
+        self.pool.store_features(self._projector(output), slots)
+
+    def _store_round_features(
+        self, output: DecoderOutput, sequences: Seq[Sequence], outcomes: Seq[RoundOutcome], counts: Seq[int]
+    ) -> list[torch.Tensor | None]:
+        assert self._projector is not None
+        rows: list[int] = []
+        slots: list[int] = []
+        for sequence, outcome, count, end in zip(sequences, outcomes, counts, _ends(counts), strict=True):
+            if sequence.has_features:
+                first = end - count
+                rows.append(first)
+                rows.extend([first + node for node in outcome.accepted])
+                slots.extend(self._token_slots(sequence, sequence.cached_len, sequence.cached_len + len(outcome.emitted)))
+        projected = self._projector(_output_rows(output, self._int64(rows)))
+        self.pool.store_features(projected, self._int64(slots))
+        features: list[torch.Tensor | None] = []
+        taken = 0
+        for sequence, outcome in zip(sequences, outcomes, strict=True):
+            if sequence.has_features:
+                features.append(projected[taken : taken + len(outcome.emitted)])
+                taken += len(outcome.emitted)
+            else:
+                features.append(None)
+        return features
+
+    def _token_slots(self, sequence: Sequence, start: int, stop: int) -> list[int]:
+        assert sequence.lease is not None
+        return self.pool.token_slots(sequence.lease, start, stop)
+
+    def _valid_rows(self, counts: Seq[int], width: int) -> torch.Tensor:
+        return self._int64([index * width + node for index, count in enumerate(counts) for node in range(count)])
+
+    def _int64(self, values: Seq[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+
+def _output_rows(output: DecoderOutput, rows: torch.Tensor) -> DecoderOutput:
+    return DecoderOutput(output.hidden[rows], None if output.aux is None else output.aux[rows])
+
+
+def _leases(sequences: Seq[Sequence]) -> list[PageLease]:
+    return [sequence.lease for sequence in sequences if sequence.lease is not None]
+
+
+def _select(tensor: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    return tensor if rows is None else tensor.index_select(0, rows)
+
+
+def _ends(counts: Seq[int]) -> list[int]:
+    ends: list[int] = []
+    total = 0
+    for count in counts:
+        total += count
+        ends.append(total)
+    return ends

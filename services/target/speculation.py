@@ -1,0 +1,73 @@
+"""What speculation did for one request: counters, their identities, and the report."""
+
+from __future__ import annotations
+
+from outrider.services.target.request import SpeculationReport
+
+
+class SpeculationStats:
+    """Counters of one request.
+
+    Identities (tests hold the engine to them):
+        ``sum((k + 1) * histogram[k]) == completion tokens - tokens emitted by prefills + tokens cut``;
+        ``sum(histogram) == rounds``; ``accepted_tokens == sum(k * histogram[k])``; ``accept_length`` is tokens per round over the
+        rounds that verified at least one draft node (before any cut), 1.0 if there was none.
+    """
+
+    __slots__ = ("accepted_tokens", "draft_rounds", "draft_tokens", "fallbacks", "histogram", "rounds", "tokens_cut")
+
+    def __init__(self) -> None:
+        self.rounds = 0
+        self.draft_rounds = 0
+        self.draft_tokens = 0
+        self.accepted_tokens = 0
+        self.tokens_cut = 0
+        self.histogram: list[int] = [0]
+        self.fallbacks: dict[str, int] = {}
+
+    def record(self, num_nodes: int, num_accepted: int, num_cut: int) -> None:
+        """Count one round that verified `num_nodes` nodes (the root included)."""
+        self.rounds += 1
+        self.tokens_cut += num_cut
+        if num_nodes > 1:
+            self.draft_rounds += 1
+            self.draft_tokens += num_nodes - 1
+            self.accepted_tokens += num_accepted
+        while len(self.histogram) <= num_accepted:
+            self.histogram.append(0)
+        self.histogram[num_accepted] += 1
+
+    def fell_back(self, reason: str) -> None:
+        """Count a round that wanted draft nodes and got none."""
+        self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
+
+    def merge(self, other: SpeculationStats) -> None:
+        """Add another request's counters."""
+        self.rounds += other.rounds
+        self.draft_rounds += other.draft_rounds
+        self.draft_tokens += other.draft_tokens
+        self.accepted_tokens += other.accepted_tokens
+        self.tokens_cut += other.tokens_cut
+        self.histogram += [0] * (len(other.histogram) - len(self.histogram))
+        for accepted, count in enumerate(other.histogram):
+            self.histogram[accepted] += count
+        for reason, count in other.fallbacks.items():
+            self.fallbacks[reason] = self.fallbacks.get(reason, 0) + count
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens per round over the rounds with at least one draft node."""
+        return 1.0 + self.accepted_tokens / self.draft_rounds if self.draft_rounds else 1.0
+
+    def report(self, speedup_estimate: float | None = None) -> SpeculationReport:
+        """Freeze the counters; the commonest fallback reason speaks for all."""
+        reason = max(self.fallbacks, key=lambda name: self.fallbacks[name]) if self.fallbacks else ""
+        return SpeculationReport(
+            accept_length=self.accept_length,
+            rounds=self.rounds,
+            draft_tokens=self.draft_tokens,
+            accepted_tokens=self.accepted_tokens,
+            accepted_histogram=tuple(self.histogram) if self.rounds else (),
+            fallback_reason=reason,
+            speedup_estimate=speedup_estimate,
+        )
