@@ -1,0 +1,93 @@
+"""Measure the accept length of a head with the plain reference drafter.
+
+``python -m outrider.train.evaluate --target models/demo/target --head models/demo/eagle3 --prompts bench/prompts/heldout.jsonl``
+"""
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from outrider.train.corpus import gsm8k
+from outrider.train.reference import ReferenceHead, ReferenceTarget, Sampling, TreeShape, plain, speculate
+from outrider.train.tokenizer import render_prompt
+
+MODES = {"T=0": Sampling(0.0, 0), "T=1": Sampling(1.0, 0), "T=1 coupled": Sampling(1.0, 0, coupled=True)}
+
+
+def _parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="outrider.train.evaluate", description="Measure accept lengths with a plain-torch EAGLE-3 reference.")
+    p.add_argument("--target", type=Path, required=True, help="directory of the target")
+    p.add_argument("--head", type=Path, required=True, help="directory of the EAGLE-3 head")
+    p.add_argument("--prompts", type=Path, help="jsonl of {prompt, topic}")
+    p.add_argument("--gsm8k", type=Path, help="GSM8K's test.jsonl, used for measuring only")
+    p.add_argument("--gsm8k-count", type=int, default=40, help="first questions of the GSM8K file to use")
+    p.add_argument("--max-new", type=int, default=128, help="tokens generated per prompt; end of text is ignored")
+    p.add_argument("--modes", nargs="+", choices=sorted(MODES), default=list(MODES), help="sampling modes")
+    p.add_argument("--limit", type=int, help="use only the first prompts of each set")
+    p.add_argument("--num-steps", type=int, default=5, help="levels of the tree")
+    p.add_argument("--topk", type=int, default=4, help="branching of the tree")
+    p.add_argument("--num-draft-tokens", type=int, default=16, help="verified nodes, root included")
+    p.add_argument("--check", action="store_true", help="also generate without speculation and count equal outputs")
+    p.add_argument("--out", type=Path, help="JSON file to write")
+    return p
+
+
+def measure(
+    target: ReferenceTarget, head: ReferenceHead, prompts: list[tuple[str, list[int]]], max_new: int, shape: TreeShape, mode: Sampling, check: bool
+) -> dict[str, Any]:
+    """Run all prompts in one mode.
+
+    Returns:
+        accept_length = emitted tokens / rounds over all prompts (bonus included), also per topic, and a histogram per round.
+    """
+    rounds: dict[str, list[int]] = {}
+    equal = 0
+    for i, (topic, ids) in enumerate(prompts):
+        sampling = Sampling(mode.temperature, 1000 + i, mode.coupled)
+        run = speculate(target, head, ids, max_new, shape, sampling)
+        rounds.setdefault(topic, []).extend(run.emitted)
+        equal += int(check and run.tokens == plain(target, ids, max_new, sampling))
+    total = [n for topic in rounds.values() for n in topic]
+    result: dict[str, Any] = {
+        "prompts": len(prompts), "rounds": len(total), "accept_length": round(sum(total) / len(total), 3),
+        "histogram": {str(k): v for k, v in sorted(Counter(total).items())},
+        "per_topic": {topic: round(sum(ns) / len(ns), 3) for topic, ns in sorted(rounds.items())},
+    }  # fmt: skip
+    return result | ({"equal_to_plain": equal} if check else {})
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Run the command; returns what it prints as JSON."""
+    args = _parser().parse_args(argv)
+    shape = TreeShape(args.num_steps, args.topk, args.num_draft_tokens)
+    if not 2 <= shape.num_draft_tokens <= 1 + shape.topk + (shape.num_steps - 1) * shape.topk**2:
+        raise SystemExit("--num-draft-tokens must be between 2 and 1 + topk + (num_steps - 1) * topk^2, the number of drafted candidates and the root")
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    target = ReferenceTarget(args.target)
+    head = ReferenceHead(args.head, target.model.get_input_embeddings().weight.detach())
+    sets: dict[str, list[tuple[str, str]]] = {}
+    if args.prompts:
+        records = [json.loads(line) for line in args.prompts.read_text(encoding="utf-8").splitlines()]
+        sets["heldout"] = [(r["topic"], r["prompt"]) for r in records]
+    if args.gsm8k:
+        sets["gsm8k_test"] = [("gsm8k", question) for question, _ in gsm8k.load(args.gsm8k)[: args.gsm8k_count]]
+    result: dict[str, Any] = {"num_steps": shape.num_steps, "topk": shape.topk, "num_draft_tokens": shape.num_draft_tokens, "max_new_tokens": args.max_new}
+    for name, texts in sets.items():
+        prompts = [(topic, tokenizer.encode(render_prompt(text), add_special_tokens=False)) for topic, text in texts[: args.limit]]
+        for mode in args.modes:
+            result.setdefault(name, {})[mode] = measure(target, head, prompts, args.max_new, shape, MODES[mode], args.check)
+            print(name, mode, json.dumps(result[name][mode]), flush=True)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=2) + "\n")
+    return result
+
+
+if __name__ == "__main__":
+    main()

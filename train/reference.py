@@ -1,0 +1,266 @@
+"""EAGLE-3 drafting and tree verification in plain torch, batch 1: short, slow and independent of the serving code and of the trainer.
+
+The head is read from its published file layout and the target is run by ``transformers``, so that a mistake in the export shows here.
+Notation follows Li et al.: L committed tokens without the root; head row t holds (feature of position t, token x_{t+1}).
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
+
+
+@dataclass(frozen=True, slots=True)
+class TreeShape:
+    """Settings of the dynamic tree; ``num_draft_tokens`` counts the root."""
+
+    num_steps: int = 5
+    topk: int = 4
+    num_draft_tokens: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen: greedy at temperature 0, else the argmax after noise keyed by (seed, position).
+
+    ``coupled`` lets the drafter rank its candidates with the same noise.
+    """
+
+    temperature: float
+    seed: int
+    coupled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One drafted token; ``parent`` indexes the candidate list, -1 is the root."""
+
+    token: int
+    parent: int
+    depth: int
+    score: float
+
+
+def gumbel(seed: int, position: int, vocab: int) -> Tensor:
+    """Return the noise of an absolute position, [vocab] fp32."""
+    uniform = torch.rand(vocab, generator=torch.Generator().manual_seed(seed * 1_000_003 + position))
+    return -torch.log(-torch.log(uniform.clamp(1e-10, 1 - 1e-7)))
+
+
+def choose(logits: Tensor, sampling: Sampling, position: int) -> int:
+    """Choose the token at ``position`` from logits [vocab]."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    return int((F.log_softmax(logits / sampling.temperature, -1) + gumbel(sampling.seed, position, len(logits))).argmax())
+
+
+class ReferenceTarget:
+    """The target under ``transformers``, with a cache that keeps accepted tree nodes only."""
+
+    def __init__(self, directory: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        n = self.model.config.num_hidden_layers
+        self.aux_inputs = (2, n // 2, n - 3)  # hidden_states[i] is the input of layer i
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        self.cache = DynamicCache(config=self.model.config)
+        self.length = 0
+
+    @torch.no_grad()
+    def forward(self, tokens: list[int], depths: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+        """Run new rows over the cache.
+
+        Args:
+            tokens: n token ids.
+            depths: [n] int64, position of each row relative to the cached length.
+            visible: [n, n] bool, which new rows a new row sees (itself included).
+
+        Returns:
+            Logits [n, vocab] and aux features [n, 3*hidden].
+        """
+        n = len(tokens)
+        mask = torch.cat((torch.ones(n, self.length, dtype=torch.bool), visible), 1)
+        bias = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)[None, None]
+        out = self.model(
+            input_ids=torch.tensor([tokens]), position_ids=(self.length + depths)[None], attention_mask=bias, past_key_values=self.cache,
+            use_cache=True, output_hidden_states=True,
+        )  # fmt: skip
+        return out.logits[0], torch.cat([out.hidden_states[i][0] for i in self.aux_inputs], -1)
+
+    def keep(self, rows: list[int]) -> None:
+        """Keep only these of the rows that the last forward appended."""
+        index = torch.tensor([*range(self.length), *(self.length + r for r in rows)])
+        for layer in self.cache.layers:
+            layer.keys, layer.values = layer.keys[:, :, index], layer.values[:, :, index]
+        self.length = len(index)
+
+
+class ReferenceHead:
+    """The EAGLE-3 head, read from disk."""
+
+    def __init__(self, directory: Path, embedding: Tensor) -> None:
+        self.config = json.loads((directory / "config.json").read_text())
+        self.w = {k: v.float() if v.is_floating_point() else v for k, v in load_file(str(directory / "model.safetensors")).items()}
+        self.embedding = embedding
+        self.target_ids = torch.arange(self.config["draft_vocab_size"]) + self.w["d2t"]
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        kv, dim = self.config["num_key_value_heads"], self.config["head_dim"]
+        self.keys, self.values = torch.zeros(kv, 0, dim), torch.zeros(kv, 0, dim)
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"]) * self.w[name + ".weight"]
+
+    def _rope(self, x: Tensor, positions: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        angles = positions[:, None] * self.config["rope_theta"] ** (-torch.arange(half) / half)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((x[..., :half] * cos - x[..., half:] * sin, x[..., half:] * cos + x[..., :half] * sin), -1)
+
+    def rows(self, feature: Tensor, tokens: list[int], positions: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Run n rows.
+
+        Args:
+            feature: [n, hidden], through ``fc`` already if it came from the target.
+            tokens: n ids of the tokens one ahead of the features.
+            positions: [n] rope positions.
+            keys: [kv_heads, m, head_dim] of earlier rows; values alike.
+            values: See ``keys``.
+            visible: [n, m + n] bool.
+
+        Returns:
+            Hidden [n, hidden] before the final norm, and all keys and values with the new rows appended.
+        """
+        c, p = self.config, "midlayer.self_attn."
+        n, dim = len(tokens), c["head_dim"]
+        e = self._norm(self.embedding[torch.tensor(tokens)], "midlayer.input_layernorm")
+        x = torch.cat((e, self._norm(feature, "midlayer.hidden_norm")), -1)
+        q, k, v = (F.linear(x, self.w[p + f"{name}_proj.weight"]).view(n, -1, dim).transpose(0, 1) for name in "qkv")
+        q, k = self._rope(q, positions), self._rope(k, positions)
+        keys, values = torch.cat((keys, k), 1), torch.cat((values, v), 1)
+        groups = c["num_attention_heads"] // c["num_key_value_heads"]
+        scores = q @ keys.repeat_interleave(groups, 0).mT / dim**0.5
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        attended = (weights @ values.repeat_interleave(groups, 0)).transpose(0, 1).flatten(1)
+        h = feature + F.linear(attended, self.w[p + "o_proj.weight"])
+        y = self._norm(h, "midlayer.post_attention_layernorm")
+        gate = F.silu(F.linear(y, self.w["midlayer.mlp.gate_proj.weight"])) * F.linear(y, self.w["midlayer.mlp.up_proj.weight"])
+        return h + F.linear(gate, self.w["midlayer.mlp.down_proj.weight"]), keys, values
+
+    def extend(self, features: Tensor, tokens: list[int]) -> Tensor:
+        """Append rows with true target features [n, 3*hidden] to the stable keys; returns the last row's hidden [1, hidden]."""
+        done, n = self.keys.shape[1], len(tokens)
+        visible = torch.cat((torch.ones(n, done, dtype=torch.bool), torch.ones(n, n, dtype=torch.bool).tril()), 1)
+        feature = F.linear(features, self.w["fc.weight"])
+        h, self.keys, self.values = self.rows(feature, tokens, torch.arange(done, done + n), self.keys, self.values, visible)
+        return h[-1:]
+
+    def scores(self, hidden: Tensor, sampling: Sampling, position: int) -> Tensor:
+        """Return log-scores [n, draft_vocab] for the token at absolute ``position``."""
+        log_q = F.log_softmax(F.linear(self._norm(hidden, "norm"), self.w["lm_head.weight"]), -1)
+        if not (sampling.coupled and sampling.temperature > 0):
+            return log_q
+        noise = gumbel(sampling.seed, position, len(self.embedding))[self.target_ids]
+        return F.log_softmax(log_q / sampling.temperature + noise, -1)
+
+    def grow(self, last: Tensor, shape: TreeShape, sampling: Sampling) -> list[Candidate]:
+        """Grow the dynamic tree from the last extend row; parents precede children, the root is not listed."""
+        stable = self.keys.shape[1]  # = L: level i runs at position L + i - 1; a level-1 token has absolute position L + 1
+        candidates: list[Candidate] = []
+        value, child = self.scores(last, sampling, stable + 1)[0].topk(shape.topk)
+        for s, t in zip(value.tolist(), child.tolist(), strict=True):
+            candidates.append(Candidate(int(self.target_ids[t]), -1, 1, s))
+        beam = list(range(len(candidates)))
+        features = {-1: last[0]}
+        row_of: dict[int, int] = {}  # candidate -> its row behind the stable keys
+        keys, values = self.keys, self.values
+        for level in range(1, shape.num_steps):
+            earlier = keys.shape[1] - stable
+            visible = torch.zeros(len(beam), stable + earlier + len(beam), dtype=torch.bool)
+            visible[:, :stable] = True
+            for r, b in enumerate(beam):
+                visible[r, stable + earlier + r] = True
+                node = candidates[b].parent
+                while node >= 0:
+                    visible[r, stable + row_of[node]] = True
+                    node = candidates[node].parent
+            feature = torch.stack([features[candidates[b].parent] for b in beam])
+            positions = torch.full((len(beam),), stable + level - 1)
+            hidden, keys, values = self.rows(feature, [candidates[b].token for b in beam], positions, keys, values, visible)
+            row_of |= {b: earlier + r for r, b in enumerate(beam)}
+            features |= {b: hidden[r] for r, b in enumerate(beam)}
+            value, child = self.scores(hidden, sampling, stable + 1 + level).topk(shape.topk)
+            fresh = range(len(candidates), len(candidates) + len(beam) * shape.topk)
+            for r, b in enumerate(beam):
+                for s, t in zip(value[r].tolist(), child[r].tolist(), strict=True):
+                    candidates.append(Candidate(int(self.target_ids[t]), b, level + 1, candidates[b].score + s))
+            beam = sorted(fresh, key=lambda i: (-candidates[i].score, i))[: shape.topk]
+        chosen = sorted(sorted(range(len(candidates)), key=lambda i: (-candidates[i].score, i))[: shape.num_draft_tokens - 1])
+        place = {old: new for new, old in enumerate(chosen)} | {-1: -1}
+        return [Candidate(c.token, place[c.parent], c.depth, c.score) for c in (candidates[i] for i in chosen)]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Result of one prompt: emitted tokens and, per round, how many tokens it emitted."""
+
+    tokens: list[int]
+    emitted: list[int]
+
+
+@torch.no_grad()
+def speculate(target: ReferenceTarget, head: ReferenceHead, prompt: list[int], max_new: int, shape: TreeShape, sampling: Sampling) -> Run:
+    """Generate ``max_new`` tokens (end-of-text ignored) with speculation."""
+    target.reset()
+    head.reset()
+    n = len(prompt)
+    logits, features = target.forward(prompt, torch.arange(n), torch.ones(n, n, dtype=torch.bool).tril())
+    target.keep(list(range(n)))
+    root = choose(logits[-1], sampling, n)
+    tokens, emitted = [root], []
+    last = head.extend(features, [*prompt[1:], root])
+    while len(tokens) < max_new:
+        tree = head.grow(last, shape, sampling)
+        rows = [root, *(c.token for c in tree)]
+        visible = torch.eye(len(rows), dtype=torch.bool)
+        for i, c in enumerate(tree, 1):
+            visible[i] |= visible[c.parent + 1]
+        depths = torch.tensor([0, *(c.depth for c in tree)])
+        logits, features = target.forward(rows, depths, visible)
+        path = [0]
+        while True:
+            token = choose(logits[path[-1]], sampling, target.length + len(path))
+            child = [i for i, c in enumerate(tree, 1) if c.parent + 1 == path[-1] and c.token == token]
+            if not child:
+                break
+            path.append(child[0])
+        target.keep(path)
+        fresh = [*(rows[i] for i in path[1:]), token]
+        last = head.extend(features[path], fresh)
+        tokens += fresh
+        emitted.append(len(fresh))
+        root = token
+    return Run(tokens[:max_new], emitted)
+
+
+@torch.no_grad()
+def plain(target: ReferenceTarget, prompt: list[int], max_new: int, sampling: Sampling) -> list[int]:
+    """Generate without speculation, for comparison."""
+    target.reset()
+    rows, tokens = prompt, []
+    while len(tokens) < max_new:
+        n = len(rows)
+        logits, _ = target.forward(rows, torch.arange(n), torch.ones(n, n, dtype=torch.bool).tril())
+        target.keep(list(range(n)))
+        tokens.append(choose(logits[-1], sampling, target.length))
+        rows = [tokens[-1]]
+    return tokens
