@@ -42,6 +42,11 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Allocate what a Triton launch writes. One place, so that the tests can put guard bands round every buffer."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """Make the tensor's GPU current: Triton launches on the current one, which need not be the tensor's."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

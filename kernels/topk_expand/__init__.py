@@ -7,7 +7,7 @@ import torch
 from outrider.kernels._dispatch import use_triton
 from outrider.kernels._launch import expect
 from outrider.kernels.topk_expand import reference
-from outrider.kernels.topk_expand.types import Expansion
+from outrider.kernels.topk_expand.types import Expansion, Noise
 
 __all__ = ["Expansion", "select_beam", "topk_expand"]
 
@@ -23,11 +23,11 @@ def topk_expand(
     positions: torch.Tensor | None = None,
     choices: torch.Tensor | None = None,
 ) -> Expansion:
-    """Return the topk best children of every row by (value descending, draft id ascending), summed in fp32.
+    """Return the topk best children of every row, ranked by (logit descending, draft id ascending), and their path scores in fp32.
 
-    A row's value vector is ``log q = log_softmax(logits)``, over the draft vocabulary where there is one. With a temperature T > 0 it is
-    ``log_softmax(log q / T + gumbel(seed, position, choice, target id))``: children are picked with the noise that the target will sample
-    with (Gumbel coupling). Either vector is <= 0, so a child never outranks its parent.
+    A row adds ``log q = log_softmax(logits)`` to its parent's score, over the draft vocabulary where there is one. With a temperature T > 0
+    the vector that ranks is ``log q / T + gumbel(seed, position, choice, target id)``, the noise that the target will sample with (Gumbel
+    coupling), and its log_softmax is what is added. Either is <= 0, so a child never outranks its parent.
 
     Args:
         logits: ``[rows, V]`` fp32/bf16/fp16.
@@ -56,7 +56,7 @@ def topk_expand(
         if seeds is None or positions is None or choices is None:
             raise ValueError("temperature needs seeds, positions and choices")
         expect("temperature", temperature, (rows,), torch.float32)
-        noise = (temperature, seeds, positions, choices)
+        noise = Noise(temperature, seeds, positions, choices)
     if use_triton(logits):
         from outrider.kernels.topk_expand import triton as compiled
 

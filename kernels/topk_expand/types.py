@@ -1,10 +1,26 @@
-"""The result of an expansion."""
+"""The data of an expansion."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+
+
+class Noise(NamedTuple):
+    """What couples the draft's choice to the target's: one entry per row, as in `gumbel_noise`.
+
+    Attributes:
+        temperature: ``[rows] fp32``; 0 = no noise in this row.
+        seeds: ``[rows] int64``.
+        positions: ``[rows] int64``, of the child's token.
+        choices: ``[rows] int32``.
+    """
+
+    temperature: torch.Tensor
+    seeds: torch.Tensor
+    positions: torch.Tensor
+    choices: torch.Tensor
 
 
 class Expansion(NamedTuple):

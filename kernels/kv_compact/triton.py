@@ -1,0 +1,71 @@
+"""kv_compact in Triton: one launch for all planes; the contract is in the package's docstring.
+
+Rows move as integers, so that planes of any dtype and width share the launch. A program owns some columns of one plane and one sequence:
+it loads the sources of every accepted node before it stores any, and no other program touches those columns.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from outrider.kernels import _launch
+
+_UNITS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+
+
+@triton.jit
+def _compact(
+    addresses, page_table, table_stride, cached_lens, path, path_stride, num_accepted, columns,
+    PAGE_SIZE: tl.constexpr, UNIT: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    sequence, plane = tl.program_id(0), tl.program_id(1)
+    base = tl.load(addresses + 2 * plane).to(tl.pointer_type(UNIT))
+    width = tl.load(addresses + 2 * plane + 1)
+    accepted = tl.load(num_accepted + sequence)
+    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    step = tl.arange(0, NODES)
+    node = tl.load(path + sequence * path_stride + step, mask=(step <= accepted) & (step < columns), other=-1)
+    moved = (node >= 0) & (node != step)
+    if tl.max(moved.to(tl.int32), 0) > 0:
+        cached = tl.load(cached_lens + sequence)
+        source, target = cached + node, cached + step
+        table = page_table + sequence * table_stride
+        source_page = tl.load(table + source // PAGE_SIZE, mask=moved, other=0).to(tl.int64)
+        target_page = tl.load(table + target // PAGE_SIZE, mask=moved, other=0).to(tl.int64)
+        source_slot = source_page * PAGE_SIZE + source % PAGE_SIZE
+        target_slot = target_page * PAGE_SIZE + target % PAGE_SIZE
+        inside = moved[:, None] & (column < width)[None, :]
+        rows = tl.load(base + source_slot[:, None] * width + column[None, :], mask=inside)
+        tl.debug_barrier()  # every warp has loaded before any stores: a destination can be a later source
+        tl.store(base + target_slot[:, None] * width + column[None, :], rows, mask=inside)
+
+
+@functools.lru_cache(maxsize=64)
+def _addresses(planes: tuple[tuple[int, int], ...], unit: int, device: torch.device) -> torch.Tensor:
+    """Return ``[planes, 2] int64`` on the device: address, and row width in units. Cached, as it costs a copy from the host."""
+    return torch.tensor([(address, row_bytes // unit) for address, row_bytes in planes], dtype=torch.int64, device=device)
+
+
+def kv_compact(
+    planes: Sequence[torch.Tensor], page_table: torch.Tensor, cached_lens: torch.Tensor, path: torch.Tensor, num_accepted: torch.Tensor
+) -> None:
+    """See `outrider.kernels.kv_compact.kv_compact`."""
+    page_size = planes[0].shape[1]
+    sizes = tuple((plane.data_ptr(), plane[0, 0].numel() * plane.element_size()) for plane in planes if plane.numel())
+    if not sizes:
+        return
+    unit = next(unit for unit in _UNITS if all(address % unit == 0 and row_bytes % unit == 0 for address, row_bytes in sizes))
+    columns = path.shape[1]
+    nodes = _launch.next_power_of_2(columns)
+    block = max(16, 2048 // nodes)
+    grid = (page_table.shape[0], len(sizes), _launch.ceil_div(max(row_bytes for _, row_bytes in sizes) // unit, block))
+    with _launch.on_device_of(path):
+        _compact[grid](
+            _addresses(sizes, unit, path.device), page_table.contiguous(), page_table.shape[1], cached_lens.contiguous(), path.contiguous(),
+            columns, num_accepted.contiguous(), columns, PAGE_SIZE=page_size, UNIT=_UNITS[unit], NODES=nodes, BLOCK=block,
+        )  # fmt: skip

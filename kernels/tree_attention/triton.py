@@ -1,0 +1,153 @@
+"""tree_attention in Triton; the contract is in the package's docstring.
+
+One program handles a block of (row, head of the group) pairs of one sequence and one K/V head, so that K and V are read once for the whole
+group. Two loops: over the token indices that all its rows see (no mask but the end), then over the rest (the diagonal, or the tree's
+columns). Both take a range of token indices and carry (maximum, sum, accumulator): to split the K/V range over programs, give each a part
+of the range and merge those three. WIDEN is set under the interpreter, whose dot takes the bits of a bf16 for an integer.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from outrider.kernels import _launch
+
+_LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _attend(
+    query, top, total, acc, begin, end, table, k_head, v_head, row, position, prefix_len, ancestors, words, window, scale,
+    WIDEN: tl.constexpr, SLOT_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr, TREE: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Fold the token indices [begin, end) into the running softmax of a block of rows."""
+    d = tl.arange(0, BLOCK_D)
+    for first in range(begin, end, BLOCK_N):
+        index = first + tl.arange(0, BLOCK_N)
+        inside = index < end
+        page = tl.load(table + index // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+        slot = (page * PAGE_SIZE + index % PAGE_SIZE) * SLOT_STRIDE
+        k = tl.load(k_head + slot[None, :] + d[:, None], mask=inside[None, :] & (d < DIM)[:, None], other=0.0)
+        v = tl.load(v_head + slot[:, None] + d[None, :], mask=inside[:, None] & (d < DIM)[None, :], other=0.0)
+        if WIDEN:
+            k, v = k.to(tl.float32), v.to(tl.float32)
+        visible = inside[None, :] & (row >= 0)[:, None]
+        if MASKED:
+            if TREE:
+                column = index - prefix_len
+                has_bit = visible & (column < words * 32)[None, :]
+                word = tl.load(ancestors + row[:, None] * words + (column // 32)[None, :], mask=has_bit, other=0)
+                visible = has_bit & (((word >> (column % 32)[None, :]) & 1) != 0)
+            else:
+                visible = visible & (index[None, :] <= position[:, None])
+        if WINDOW and not (MASKED and TREE):
+            visible = visible & (index[None, :] > (position - window)[:, None])
+        scores = tl.where(visible, tl.dot(query, k, input_precision="ieee") * scale, -float("inf"))  # in units of log2
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)
+        weights = tl.exp2(scores - base[:, None])
+        fade = tl.exp2(top - base)
+        total = total * fade + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+        top = new_top
+    return top, total, acc
+
+
+@triton.jit
+def _attention(
+    q, k_plane, v_plane, page_table, prefix_lens, kv_lens, query_start, ancestors, row_positions, out,
+    q_row, q_head, out_row, table_stride, words, window, scale,
+    WIDEN: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, TREE: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    kv_head, sequence = tl.program_id(1), tl.program_id(2)
+    start = tl.load(query_start + sequence)
+    q_len = tl.load(query_start + sequence + 1) - start
+    first_pair = tl.program_id(0) * BLOCK_M
+    if first_pair < q_len * GROUP:
+        pair = first_pair + tl.arange(0, BLOCK_M)
+        local = pair // GROUP
+        real = local < q_len
+        row = tl.where(real, start + local, -1).to(tl.int64)
+        head = kv_head * GROUP + pair % GROUP
+        d = tl.arange(0, BLOCK_D)
+        element = real[:, None] & (d < DIM)[None, :]
+        query = tl.load(q + row[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=element, other=0.0)
+        if WIDEN:
+            query = query.to(tl.float32)
+        kv_len = tl.load(kv_lens + sequence)
+        prefix_len = kv_len
+        position = kv_len - q_len + local
+        begin = 0
+        if TREE:
+            prefix_len = tl.minimum(tl.load(prefix_lens + sequence), kv_len)
+            shared_end = prefix_len
+            end = kv_len
+            if WINDOW:
+                position = tl.load(row_positions + row, mask=real, other=2147483647)
+                begin = tl.minimum(tl.maximum(tl.min(position, 0) - window + 1, 0), shared_end)
+        else:
+            first = kv_len - q_len + first_pair // GROUP
+            last = kv_len - q_len + (first_pair + BLOCK_M - 1) // GROUP
+            shared_end = tl.maximum(tl.minimum(first + 1, kv_len), 0)
+            end = tl.minimum(last + 1, kv_len)
+            if WINDOW:
+                begin = tl.minimum(tl.maximum(first - window + 1, 0), shared_end)
+        top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        table = page_table + sequence.to(tl.int64) * table_stride
+        k_head, v_head = k_plane + kv_head * DIM, v_plane + kv_head * DIM
+        top, total, acc = _attend(
+            query, top, total, acc, begin, shared_end, table, k_head, v_head, row, position, prefix_len, ancestors, words, window, scale,
+            WIDEN, KV_HEADS * DIM, PAGE_SIZE, DIM, False, TREE, WINDOW, BLOCK_N, BLOCK_D
+        )  # fmt: skip
+        top, total, acc = _attend(
+            query, top, total, acc, shared_end, end, table, k_head, v_head, row, position, prefix_len, ancestors, words, window, scale,
+            WIDEN, KV_HEADS * DIM, PAGE_SIZE, DIM, True, TREE, WINDOW, BLOCK_N, BLOCK_D
+        )  # fmt: skip
+        result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(out + row[:, None] * out_row + head[:, None] * DIM + d[None, :], result.to(out.dtype.element_ty), mask=element)
+
+
+def tree_attention(
+    q: torch.Tensor,
+    k_plane: torch.Tensor,
+    v_plane: torch.Tensor,
+    page_table: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    kv_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    ancestors: torch.Tensor | None,
+    row_positions: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    max_query_len: int,
+    max_kv_len: int,
+    window: int,
+) -> None:
+    """See `outrider.kernels.tree_attention.tree_attention`; writes `out`. Nothing is split over K/V yet, so `max_kv_len` goes unused."""
+    bs = page_table.shape[0]
+    page_size, kv_heads, dim = k_plane.shape[1:]
+    heads = q.shape[1]
+    group = heads // kv_heads
+    pairs = max_query_len * group
+    if pairs == 0 or bs == 0:
+        return
+    q = q if q.stride(2) == 1 else q.contiguous()
+    tree = ancestors is not None
+    masks = ancestors.contiguous() if ancestors is not None else query_start
+    block_m = min(max(16, _launch.next_power_of_2(pairs)), 64)
+    block_n = 32 if q.dtype == torch.float32 else 64
+    with _launch.on_device_of(q):
+        _attention[(_launch.ceil_div(pairs, block_m), kv_heads, bs)](
+            q, k_plane, v_plane, page_table.contiguous(), prefix_lens.contiguous(), kv_lens.contiguous(), query_start.contiguous(), masks,
+            row_positions.contiguous() if row_positions is not None else query_start, out, q.stride(0), q.stride(1), heads * dim,
+            page_table.shape[1], masks.shape[1] if tree else 0, window, scale * _LOG2E,
+            WIDEN=not isinstance(_attention, triton.JITFunction), GROUP=group, KV_HEADS=kv_heads, DIM=dim, PAGE_SIZE=page_size, TREE=tree,
+            WINDOW=window > 0, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=max(16, _launch.next_power_of_2(dim)), num_warps=4, num_stages=2,
+        )  # fmt: skip

@@ -1,0 +1,100 @@
+"""tree_build in Triton: one program per sequence; the contract is in the package's docstring.
+
+Candidates come in level order, so a running count over the kept ones numbers the nodes with parents before children. Numbers and parents
+pass through memory between threads, hence the two barriers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from outrider.kernels import _launch
+from outrider.kernels._order_triton import NO_KEY, rank_key
+from outrider.kernels.tree_build.types import DraftTreeTensors
+
+_WORD_BITS = 32
+
+
+@triton.jit
+def _build(
+    scores, score_stride, tokens, token_stride, parents, parent_stride, root_tokens, max_nodes,
+    numbers, out_tokens, out_parents, out_depths, out_num_nodes, out_ancestors, out_candidates, total, columns, words,
+    BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    candidate = tl.arange(0, BLOCK_C)
+    inside = candidate < total
+    score = tl.load(scores + row * score_stride + candidate, mask=inside, other=-float("inf"))
+    valid = inside & (score > -float("inf"))  # false for NaN too
+    keys = tl.where(valid, rank_key(score, candidate), NO_KEY)
+    budget = tl.minimum(tl.minimum(tl.load(max_nodes + row), columns) - 1, tl.sum(valid.to(tl.int32), 0))
+    left = keys
+    for _ in range(budget):
+        left = tl.where(left == tl.max(left, 0), NO_KEY, left)
+    kept = valid & (left == NO_KEY)
+    number = tl.where(kept, tl.cumsum(kept.to(tl.int32), 0), -1)  # node numbers from 1, the root being 0
+    tl.store(numbers + row * total + candidate, number, mask=inside)
+    # Padding first; then the barrier orders the nodes' own stores after it.
+    node = tl.arange(0, BLOCK_N)
+    column = node < columns
+    at = row * columns + node
+    tl.store(out_tokens + at, tl.where(node == 0, tl.load(root_tokens + row), 0), mask=column)
+    tl.store(out_parents + at, tl.full((BLOCK_N,), -1, tl.int32), mask=column)
+    tl.store(out_candidates + at, tl.full((BLOCK_N,), -1, tl.int32), mask=column)
+    tl.debug_barrier()
+    token = tl.load(tokens + row * token_stride + candidate, mask=kept, other=0)
+    above = tl.load(parents + row * parent_stride + candidate, mask=kept, other=-1)
+    parent = tl.load(numbers + row * total + above, mask=kept & (above >= 0), other=0)
+    tl.store(out_tokens + row * columns + number, token, mask=kept)
+    tl.store(out_parents + row * columns + number, parent, mask=kept)
+    tl.store(out_candidates + row * columns + number, candidate, mask=kept)
+    tl.debug_barrier()
+    # Walk from every node to the root at once, collecting bits and steps.
+    num_nodes = tl.maximum(budget, 0) + 1
+    tl.store(out_num_nodes + row, num_nodes)
+    word = tl.arange(0, BLOCK_W)
+    climber = tl.where(node < num_nodes, node, -1)
+    depth = tl.full((BLOCK_N,), -1, tl.int32)
+    bits = tl.zeros((BLOCK_N, BLOCK_W), tl.int32)
+    while tl.max(climber, 0) >= 0:
+        climbing = climber >= 0
+        depth += climbing.to(tl.int32)
+        here = climbing[:, None] & ((climber // 32)[:, None] == word[None, :])
+        bits |= tl.where(here, (tl.full((BLOCK_N,), 1, tl.int32) << (climber & 31))[:, None], 0)
+        climber = tl.load(out_parents + row * columns + climber, mask=climbing, other=-1)
+    tl.store(out_depths + at, tl.maximum(depth, 0), mask=column)
+    tl.store(out_ancestors + at[:, None] * words + word[None, :], bits, mask=column[:, None] & (word < words)[None, :])
+
+
+def tree_build(
+    scores: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, root_tokens: torch.Tensor, max_nodes: torch.Tensor, num_columns: int
+) -> DraftTreeTensors:
+    """See `outrider.kernels.tree_build.tree_build`."""
+    bs, total = scores.shape
+    device = scores.device
+    words = _launch.ceil_div(num_columns, _WORD_BITS)
+    scores, tokens, parents = (table if table.stride(1) == 1 else table.contiguous() for table in (scores, tokens, parents))
+
+    def integers(*shape: int) -> torch.Tensor:
+        return _launch.empty(shape, torch.int32, device)
+
+    tree = DraftTreeTensors(
+        tokens=integers(bs, num_columns),
+        parents=integers(bs, num_columns),
+        depths=integers(bs, num_columns),
+        num_nodes=integers(bs),
+        ancestors=integers(bs, num_columns, words),
+        candidates=integers(bs, num_columns),
+    )
+    if bs:
+        block = _launch.next_power_of_2(total)
+        with _launch.on_device_of(scores):
+            _build[(bs,)](
+                scores, scores.stride(0), tokens, tokens.stride(0), parents, parents.stride(0), root_tokens.contiguous(),
+                max_nodes.contiguous(), integers(bs, total), tree.tokens, tree.parents, tree.depths, tree.num_nodes, tree.ancestors,
+                tree.candidates, total, num_columns, words, BLOCK_C=block, BLOCK_N=_launch.next_power_of_2(num_columns),
+                BLOCK_W=_launch.next_power_of_2(words), num_warps=8 if block > 1024 else 4,
+            )  # fmt: skip
+    return tree

@@ -1,0 +1,121 @@
+"""verify in Triton: argmax with noise in two launches (the vocabulary split over programs), and the walk.
+
+The contract is in the package's docstring. The filters (top-k, top-p, min-p) are torch ops on the device;
+they run only in batches that ask for them and never wait for the host.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from outrider.kernels import _launch
+from outrider.kernels.philox.triton import gumbel
+from outrider.kernels.verify.filters import filter_logits
+from outrider.kernels.verify.types import SamplingTensors, VerifiedTree
+
+_BLOCK = 4096
+
+
+@triton.jit
+def _argmax_split(
+    logits, row_stride, temperature, seeds, positions, choices, best, ids, poisoned, vocab, splits,
+    NOISE: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = split * BLOCK + tl.arange(0, BLOCK)
+    score = tl.load(logits + row * row_stride + token, mask=token < vocab, other=-float("inf")).to(tl.float32)
+    bad = (score != score) | (score == float("inf"))
+    if NOISE:
+        heat = tl.load(temperature + row)
+        if heat > 0:
+            if not SCALED:
+                score = tl.div_rn(score, tl.zeros_like(score) + heat)
+            score += gumbel(tl.load(seeds + row), tl.load(positions + row), tl.load(choices + row), token)
+    score = tl.where(bad, -float("inf"), score)
+    top = tl.max(score, 0)
+    out = row * splits + split
+    tl.store(best + out, top)
+    tl.store(ids + out, tl.min(tl.where(score == top, token, vocab), 0))
+    tl.store(poisoned + out, tl.max(bad.to(tl.int32), 0))
+
+
+@triton.jit
+def _argmax_merge(best, ids, poisoned, chosen, vocab, splits, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, BLOCK)
+    inside = split < splits
+    scores = tl.load(best + row * splits + split, mask=inside, other=-float("inf"))
+    tokens = tl.load(ids + row * splits + split, mask=inside, other=vocab)
+    bad = tl.max(tl.load(poisoned + row * splits + split, mask=inside, other=0), 0)
+    top = tl.max(scores, 0)
+    token = tl.min(tl.where(scores == top, tokens, vocab), 0)
+    tl.store(chosen + row, tl.where((bad > 0) | (top == -float("inf")), -1, token).to(tl.int64))
+
+
+def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> torch.Tensor:
+    """See `outrider.kernels.verify.choose_tokens`."""
+    rows, vocab = logits.shape
+    filtered = sampling.any_filter and not sampling.all_greedy
+    if filtered:
+        heat = torch.where(sampling.temperature > 0, sampling.temperature, 1.0)
+        logits = filter_logits(logits.float() / heat[:, None], sampling.top_k, sampling.top_p, sampling.min_p)
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    splits = _launch.ceil_div(vocab, _BLOCK)
+    best = _launch.empty((rows, splits), torch.float32, logits.device)
+    ids = _launch.empty((rows, splits), torch.int32, logits.device)
+    poisoned = _launch.empty((rows, splits), torch.int32, logits.device)
+    chosen = _launch.empty((rows,), torch.int64, logits.device)
+    if rows == 0:
+        return chosen
+    with _launch.on_device_of(logits):
+        _argmax_split[(rows, splits)](
+            logits, logits.stride(0), sampling.temperature.contiguous(), sampling.seeds.contiguous(), positions.contiguous(),
+            sampling.choices.contiguous(), best, ids, poisoned, vocab, splits, NOISE=not sampling.all_greedy, SCALED=filtered,
+            BLOCK=min(_BLOCK, _launch.next_power_of_2(vocab)), num_warps=8,
+        )  # fmt: skip
+        _argmax_merge[(rows,)](best, ids, poisoned, chosen, vocab, splits, BLOCK=_launch.next_power_of_2(splits), num_warps=1)
+    return chosen
+
+
+@triton.jit
+def _walk(tokens, parents, num_nodes, chosen, path, num_accepted, emitted, columns, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, BLOCK)
+    inside = node < columns
+    token = tl.load(tokens + row * columns + node, mask=inside, other=-1)
+    parent = tl.load(parents + row * columns + node, mask=inside, other=-1)
+    after = tl.load(chosen + row * columns + node, mask=inside, other=-1).to(tl.int32)
+    real = inside & (node < tl.load(num_nodes + row)) & (node > 0)
+    at = tl.min(node, 0)
+    wanted = tl.sum(tl.where(node == at, after, 0), 0)
+    accepted = at
+    walked = tl.where(node == 0, 0, -1)
+    said = tl.where(node == 0, wanted, -1)
+    child = tl.min(tl.where(real & (parent == at) & (token == wanted), node, BLOCK), 0)
+    while child < BLOCK:
+        at = child
+        accepted += 1
+        wanted = tl.sum(tl.where(node == at, after, 0), 0)
+        walked = tl.where(node == accepted, at, walked)
+        said = tl.where(node == accepted, wanted, said)
+        child = tl.min(tl.where(real & (node > at) & (parent == at) & (token == wanted), node, BLOCK), 0)
+    tl.store(path + row * columns + node, walked, mask=inside)
+    tl.store(emitted + row * columns + node, said, mask=inside)
+    tl.store(num_accepted + row, accepted)
+
+
+def verify_tree(tokens: torch.Tensor, parents: torch.Tensor, num_nodes: torch.Tensor, chosen: torch.Tensor) -> VerifiedTree:
+    """See `outrider.kernels.verify.verify_tree`."""
+    bs, columns = tokens.shape
+    path = _launch.empty((bs, columns), torch.int32, tokens.device)
+    num_accepted = _launch.empty((bs,), torch.int32, tokens.device)
+    emitted = _launch.empty((bs, columns), torch.int32, tokens.device)
+    if bs:
+        with _launch.on_device_of(tokens):
+            _walk[(bs,)](
+                tokens.contiguous(), parents.contiguous(), num_nodes.contiguous(), chosen.contiguous(), path, num_accepted, emitted,
+                columns, BLOCK=_launch.next_power_of_2(columns), num_warps=1,
+            )  # fmt: skip
+    return VerifiedTree(path=path, num_accepted=num_accepted, emitted=emitted)

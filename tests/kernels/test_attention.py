@@ -1,0 +1,41 @@
+"""tree_attention: the Triton version, interpreted, equals the reference and stays within its buffers."""
+
+import pytest
+import torch
+from attention_cases import Sequence, check_tree_attention
+from guards import Guards
+
+MIXED = [Sequence(0, 5), Sequence(37, 1), Sequence(70, 9), Sequence(3, 2)]
+
+
+@pytest.mark.parametrize("tree", [True, False])
+@pytest.mark.parametrize(("page_size", "dim", "heads", "kv_heads"), [(1, 16, 4, 4), (3, 24, 6, 2), (16, 64, 8, 1)])
+def test_batches_of_unequal_sequences(tree: bool, page_size: int, dim: int, heads: int, kv_heads: int) -> None:
+    check_tree_attention(
+        "cpu", torch.float32, MIXED, heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, tree=tree, guards=Guards(), spare_rows=2
+    )
+
+
+@pytest.mark.parametrize("tree", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precisions(dtype: torch.dtype, tree: bool) -> None:
+    check_tree_attention(
+        "cpu", dtype, [Sequence(40, 6), Sequence(100, 3)], heads=4, kv_heads=2, dim=32, page_size=16, tree=tree, guards=Guards()
+    )
+
+
+@pytest.mark.parametrize("columns", [31, 32, 33, 64, 300])
+def test_masks_of_any_width(columns: int) -> None:
+    """The rows of one draft level: their own columns come last, the levels before are scratch columns that other rows wrote."""
+    sequences = [Sequence(21, 4, columns), Sequence(0, 3, 5)]
+    check_tree_attention("cpu", torch.float32, sequences, heads=2, kv_heads=1, dim=16, page_size=3, tree=True, guards=Guards())
+
+
+@pytest.mark.parametrize("tree", [True, False])
+def test_window_hides_what_lies_too_far_back(tree: bool) -> None:
+    sequences = [Sequence(50, 12), Sequence(90, 1), Sequence(2, 4)]
+    check_tree_attention("cpu", torch.float32, sequences, heads=2, kv_heads=2, dim=16, page_size=3, tree=tree, window=40, guards=Guards())
+
+
+def test_prefill_longer_than_a_block() -> None:
+    check_tree_attention("cpu", torch.float32, [Sequence(0, 150)], heads=2, kv_heads=1, dim=16, page_size=16, tree=False, guards=Guards())
