@@ -48,8 +48,8 @@ lint: $(DEV_STAMP)
 typecheck: $(DEV_STAMP) links
 	$(BIN)/mypy -p outrider
 
-imports: $(DEV_STAMP)
-	$(BIN)/lint-imports
+imports: $(DEV_STAMP) links
+	PYTHONPATH=.typecheck $(BIN)/lint-imports
 
 stubs: $(DEV_STAMP)
 	$(STUBS) write

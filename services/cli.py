@@ -20,8 +20,14 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
+    # The boxed help cuts long flag names off.
+    rich_markup_mode=None,
 )
-serve = typer.Typer(help="Run one service in the foreground. `outrider serve SERVICE --help` lists its settings.", no_args_is_help=True)
+serve = typer.Typer(
+    help="Run one service in the foreground. `outrider serve SERVICE --help` lists its settings.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 app.add_typer(serve, name="serve")
 
 # The flags of a service come from its settings class, which is imported only once the service is known.
@@ -148,7 +154,7 @@ def serve_draft(context: typer.Context) -> None:
 def _run_service(name: str, settings_type: Any, run: Any, arguments: list[str]) -> None:
     from outrider.services.options import settings_command
 
-    inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     inner.command()(settings_command(settings_type, run, f"Run the {name} service."))
     inner(args=arguments, prog_name=f"outrider serve {name}", standalone_mode=True)
 

@@ -54,7 +54,7 @@ def settings_command(settings_type: type[ServiceSettings], run: Callable[[Servic
 def _parameter(name: str, field: FieldInfo, env_prefix: str) -> inspect.Parameter:
     """Return a keyword parameter whose annotation is the option of one settings field."""
     flag = flag_name(name)
-    help_text = " ".join(part for part in (field.description or "", f"[env: {env_prefix}{name.upper()}]") if part)
+    help_text = " ".join(part for part in (field.description or "", f"[{env_prefix}{name.upper()}]") if part)
     kind: Any
     if field.annotation is bool:
         kind, names = bool | None, [f"{flag}/--no-{flag[2:]}"]

@@ -1,0 +1,113 @@
+"""What `outrider up` would start, and what it refuses before starting anything."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from outrider.services import launch
+from outrider.services.launch import StackOptions, StackPlan, Transport, check_options, plan_stack, wants_inproc
+from outrider.shared.base.errors import ConfigurationError
+
+RUNTIME = Path("/run/x")
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """A target and a draft folder that look complete."""
+    for name in ("target", "draft"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(b"")
+    (tmp_path / "target" / "tokenizer.json").write_text("{}")
+    return tmp_path / "target", tmp_path / "draft"
+
+
+def command_lines(plan: StackPlan) -> dict[str, str]:
+    for child in plan.children:
+        assert child.command[0] == launch.outrider_command()
+    return {child.name: " ".join(("outrider", *child.command[1:])) for child in plan.children}
+
+
+def test_cpu_plan_is_three_processes_on_unix_sockets_with_one_port() -> None:
+    options = StackOptions(target=Path("/m/t"), draft=Path("/m/d"), device="cpu", num_steps=3, port=9000)
+    plan = plan_stack(options, RUNTIME, inproc=False)
+    assert command_lines(plan) == {
+        "gateway": "outrider serve gateway --host 127.0.0.1 --port 9000 --grpc-port 9001 --target unix:/run/x/target.sock"
+        " --tokenizer /m/t --log-level info",
+        "target": "outrider serve target --listen unix:/run/x/target.sock --model /m/t --draft unix:/run/x/draft.sock"
+        " --num-steps 3 --device cpu --dtype auto --log-level info",
+        "draft": "outrider serve draft --listen unix:/run/x/draft.sock --draft /m/d --target-weights /m/t"
+        " --device cpu --dtype auto --log-level info",
+    }
+    assert [child.name for child in plan.children] == ["gateway", "target", "draft"]
+    assert plan.url == "http://127.0.0.1:9000"
+
+
+def test_in_process_plan_has_no_draft_process() -> None:
+    plan = plan_stack(StackOptions(target=Path("/m/t"), draft=Path("/m/d")), RUNTIME, inproc=True)
+    lines = command_lines(plan)
+    assert set(lines) == {"gateway", "target"}
+    assert "--draft inproc:/m/d" in lines["target"]
+    assert plan.draft_address is None
+
+
+def test_plan_without_a_draft_serves_plainly() -> None:
+    lines = command_lines(plan_stack(StackOptions(target=Path("/m/t"), draft=None), RUNTIME, inproc=False))
+    assert set(lines) == {"gateway", "target"}
+    assert "--draft none" in lines["target"]
+
+
+def test_plan_without_tokenizer_and_on_all_interfaces() -> None:
+    plan = plan_stack(StackOptions(skip_tokenizer=True, host="0.0.0.0"), RUNTIME, inproc=False)
+    assert "--tokenizer" not in command_lines(plan)["gateway"]
+    assert plan.url == "http://127.0.0.1:8000"
+
+
+def test_transport_decides_where_the_draft_runs() -> None:
+    assert not wants_inproc(StackOptions(transport=Transport.GRPC))
+    assert wants_inproc(StackOptions(transport=Transport.INPROC))
+    assert not wants_inproc(StackOptions(transport=Transport.INPROC, draft=None))
+    assert not wants_inproc(StackOptions(device="cpu"))
+
+
+def test_a_complete_pair_is_accepted(pair: tuple[Path, Path]) -> None:
+    check_options(StackOptions(target=pair[0], draft=pair[1], port=launch.free_port()))
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("target/config.json", "--target .* has no config.json; give a model folder in Hugging Face layout"),
+        ("target/model.safetensors", "--target .* holds no weights .*download the model in full"),
+        ("target/tokenizer.json", "has no tokenizer.json: add the file, or pass --skip-tokenizer"),
+        ("draft/config.json", "--draft .* has no config.json.*--draft none"),
+    ],
+)
+def test_a_missing_file_is_named_with_the_fix(pair: tuple[Path, Path], missing: str, message: str) -> None:
+    (pair[0].parent / missing).unlink()
+    with pytest.raises(ConfigurationError, match=message):
+        check_options(StackOptions(target=pair[0], draft=pair[1], port=launch.free_port()))
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"--target .*/nothing: there is no such folder"):
+        check_options(StackOptions(target=tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_port_in_use_is_named(pair: tuple[Path, Path], offset: int) -> None:
+    port = launch.free_port()
+    message = f"Cannot listen on 127.0.0.1:{port + offset} .*choose another --port"
+    with socket.create_server(("127.0.0.1", port + offset)), pytest.raises(ConfigurationError, match=message) as caught:
+        check_options(StackOptions(target=pair[0], draft=pair[1], port=port))
+    assert caught.value.field == "--port"
+
+
+def test_missing_torch_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path]) -> None:
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'outrider\[engine\]'"):
+        check_options(StackOptions(target=pair[0], draft=pair[1]))
