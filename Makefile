@@ -8,7 +8,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-INDEX_FLAGS := $(if $(INDEX_URL),--index-url $(INDEX_URL)) $(if $(EXTRA_INDEX_URL),--extra-index-url $(EXTRA_INDEX_URL))
+ifdef INDEX_URL
+export PIP_INDEX_URL := $(INDEX_URL)
+endif
+ifdef EXTRA_INDEX_URL
+export PIP_EXTRA_INDEX_URL := $(EXTRA_INDEX_URL)
+endif
 # What the installed versions depend on: a change of it makes the stamps stale.
 PINS := $(shell cat constraints.txt pyproject.toml setup.py | cksum | tr ' ' -)
 SERVE_STAMP := $(VENV)/.serve-$(PINS)
@@ -75,11 +80,11 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "python3 -m venv failed: install your system's python3-venv package" >&2; exit 1; }
 
 $(SERVE_STAMP): | $(BIN)/python
-	$(BIN)/python -m pip install -q $(INDEX_FLAGS) -c constraints.txt -e '.[engine]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[engine]'
 	@rm -f $(VENV)/.serve-* && touch $@
 
 $(DEV_STAMP): | $(BIN)/python
-	$(BIN)/python -m pip install -q $(INDEX_FLAGS) -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	@rm -f $(VENV)/.serve-* $(VENV)/.dev-* && touch $@ $(SERVE_STAMP)
 
 # Type checkers do not see setup.py's mapping of folders to import names; a farm of links shows it to them.

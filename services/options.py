@@ -54,7 +54,9 @@ def settings_command(settings_type: type[ServiceSettings], run: Callable[[Servic
 def _parameter(name: str, field: FieldInfo, env_prefix: str) -> inspect.Parameter:
     """Return a keyword parameter whose annotation is the option of one settings field."""
     flag = flag_name(name)
-    help_text = " ".join(part for part in (field.description or "", f"[{env_prefix}{name.upper()}]") if part)
+    default = _default_text(field)
+    origin = f"{default}; {env_prefix}{name.upper()}" if default else f"{env_prefix}{name.upper()}"
+    help_text = f"{field.description or ''} [{origin}]".strip()
     kind: Any
     if field.annotation is bool:
         kind, names = bool | None, [f"{flag}/--no-{flag[2:]}"]
@@ -62,8 +64,7 @@ def _parameter(name: str, field: FieldInfo, env_prefix: str) -> inspect.Paramete
         kind, names = list[str] | None, [flag]
     else:
         kind, names = str | None, [flag, *ALIASES.get(name, ())]
-    default = _default_text(field)
-    option = typer.Option(*names, help=help_text, show_default=default if default else False, metavar=_metavar(field))
+    option = typer.Option(*names, help=help_text, show_default=False, metavar=_metavar(field))
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option])
 
 
@@ -73,7 +74,8 @@ def _default_text(field: FieldInfo) -> str:
     value = field.get_default()
     if value in (None, (), "", PydanticUndefined):
         return ""
-    return ",".join(str(item) for item in value) if isinstance(value, tuple) else str(getattr(value, "value", value))
+    text = ",".join(str(item) for item in value) if isinstance(value, tuple) else str(getattr(value, "value", value))
+    return f"default {text}"
 
 
 def _metavar(field: FieldInfo) -> str | None:

@@ -38,7 +38,14 @@ class Compose:
     def __call__(self, *arguments: str, timeout_s: float = 120) -> str:
         command = [*self._program, "--project-name", PROJECT, *arguments]
         done = subprocess.run(
-            command, cwd=ROOT, env=self._environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s, check=False
+            command,
+            cwd=ROOT,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout_s,
+            check=False,
         )
         assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-6000:]}"
         return done.stdout
