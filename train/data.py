@@ -8,11 +8,12 @@ from random import Random
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from outrider.train.corpus import gsm8k
-from outrider.train.corpus.base import Split, Turn
-from outrider.train.corpus.conversations import conversation
-from outrider.train.tokenizer import BOS_ID, render
+from outrider.train.corpus.base import Split
+from outrider.train.corpus.conversations import Mix, conversation
+from outrider.train.tokenizer import BOS_ID, segments
 
 _CHARS_PER_TOKEN = 6.5  # generous: a row that comes out too short wastes its padding
 
@@ -40,29 +41,45 @@ class RowJob:
     gsm8k_rate: float
 
 
-def sample_texts(seed: int, count: int, split: Split, turns: list[Turn], rate: float, chars: int) -> list[str]:
-    """Generate ``count`` conversations of at least ``chars`` characters as template text."""
+def make_mix(split: Split, gsm8k_file: Path | None, gsm8k_rate: float) -> Mix:
+    """Read GSM8K (if given) and return the conversation settings."""
+    return Mix(split, tuple(gsm8k.load(gsm8k_file)) if gsm8k_file else (), gsm8k_rate)
+
+
+def sample_texts(seed: int, count: int, mix: Mix, chars: int) -> list[str]:
+    """Generate ``count`` conversations of at least ``chars`` characters as template text, to train a tokenizer on."""
     rng = Random(seed)
-    return [render(*conversation(rng, split, chars, turns, rate)) for _ in range(count)]
+    return ["".join(text for text, _ in segments(*conversation(rng, mix, chars))) for _ in range(count)]
+
+
+def read_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Decode stored rows: (token ids int64, bool mask of the tokens that the model is to predict)."""
+    rows = rows.long()
+    return torch.where(rows < 0, -1 - rows, rows), rows > BOS_ID
 
 
 def _run(job: RowJob) -> bytes:
     tokenizer = Tokenizer.from_file(job.tokenizer)
-    turns = gsm8k.load(Path(job.gsm8k)) if job.gsm8k else []
+    mix = make_mix(job.split, Path(job.gsm8k) if job.gsm8k else None, job.gsm8k_rate)
+    rng = Random(job.seed)
     rows = torch.full((job.count, job.length), BOS_ID, dtype=torch.int16)
-    for i, text in enumerate(sample_texts(job.seed, job.count, job.split, turns, job.gsm8k_rate, int(job.length * _CHARS_PER_TOKEN))):
-        ids = tokenizer.encode(text).ids[: job.length]
+    for i in range(job.count):
+        ids: list[int] = []
+        for text, predict in segments(*conversation(rng, mix, int(job.length * _CHARS_PER_TOKEN))):
+            part = tokenizer.encode(text).ids
+            ids += part if predict else [-1 - t for t in part]
+        ids = ids[: job.length]
         rows[i, : len(ids)] = torch.tensor(ids, dtype=torch.int16)
     return rows.numpy().tobytes()
 
 
 def build_rows(
     tokenizer: Path, count: int, length: int, seed: int, split: Split, gsm8k_file: Path | None, gsm8k_rate: float, workers: int
-) -> torch.Tensor:
+) -> Tensor:
     """Generate token rows, in parallel, independent of the number of workers.
 
     Returns:
-        [count, length] int16 on the CPU; short rows end in BOS_ID.
+        [count, length] int16 on the CPU for ``read_rows``; short rows end in BOS_ID, tokens only to be read are stored as -1 - id.
     """
     shard = max(1, min(500, count))
     path = str(gsm8k_file) if gsm8k_file else None

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from outrider.train.corpus.base import Split
-from outrider.train.data import build_rows
+from outrider.train.data import build_rows, read_rows
 from outrider.train.generate import continue_rows, cut_points
 from outrider.train.head import Eagle3Head, save_head, soft_loss
 from outrider.train.model import Llama, load_target
@@ -27,7 +27,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--target", type=Path, required=True, help="directory of the target, written by outrider.train.target")
     p.add_argument("--out", type=Path, required=True, help="directory of the head (published EAGLE-3 layout)")
     p.add_argument("--gsm8k", type=Path, help="GSM8K's train.jsonl, to be mixed into the prompts")
-    p.add_argument("--gsm8k-rate", type=float, default=0.10, help="fraction of exchanges taken from GSM8K")
+    p.add_argument("--gsm8k-rate", type=float, default=0.05, help="fraction of exchanges taken from GSM8K")
     p.add_argument("--rows", type=int, default=32_768, help="conversations continued by the target")
     p.add_argument("--generate-batch", type=int, default=4096, help="conversations continued at once")
     p.add_argument("--length", type=int, default=512, help="tokens per conversation")
@@ -103,6 +103,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
     tokenizer_file = args.target / "tokenizer.json"
     workers = 1 if args.smoke else len(os.sched_getaffinity(0))
     corpus = build_rows(tokenizer_file, args.rows, args.length, args.seed, Split.TRAIN, args.gsm8k, args.gsm8k_rate, workers)
+    corpus = read_rows(corpus)[0].to(corpus.dtype)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(args.seed)
     target = load_target(args.target).to(device).requires_grad_(False)

@@ -15,12 +15,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from outrider.train import tokenizer as tok
-from outrider.train.corpus import gsm8k
 from outrider.train.corpus.base import Split
-from outrider.train.data import build_rows, sample_texts
+from outrider.train.data import build_rows, make_mix, read_rows, sample_texts
 from outrider.train.model import Llama, LlamaShape, save_target
 from outrider.train.optim import Clock, Optimiser
 
+IGNORE = -100  # cross_entropy's label of a token without loss
 SMOKE_SHAPE = LlamaShape(vocab_size=512, hidden_size=32, num_hidden_layers=8, num_attention_heads=2, num_key_value_heads=1, head_dim=16, intermediate_size=64)
 
 
@@ -28,7 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="outrider.train.target", description="Train the demo's target model.")
     p.add_argument("--out", type=Path, required=True, help="directory of the checkpoint (Hugging Face layout)")
     p.add_argument("--gsm8k", type=Path, help="GSM8K's train.jsonl; without it the corpus is the generated one alone")
-    p.add_argument("--gsm8k-rate", type=float, default=0.10, help="fraction of exchanges taken from GSM8K")
+    p.add_argument("--gsm8k-rate", type=float, default=0.05, help="fraction of exchanges taken from GSM8K")
     p.add_argument("--rows", type=int, default=80_000, help="training conversations")
     p.add_argument("--length", type=int, default=1024, help="tokens per conversation")
     p.add_argument("--batch", type=int, default=64, help="conversations per step")
@@ -42,22 +42,23 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _loss(model: Llama, rows: Tensor) -> Tensor:
-    ids, labels = rows[:, :-1], rows[:, 1:]
+    ids, predict = read_rows(rows)
+    labels = torch.where(predict, ids, IGNORE)[:, 1:]
+    ids = ids[:, :-1]
     with torch.autocast(rows.device.type, torch.bfloat16, enabled=rows.is_cuda):
         logits, _ = model(ids)
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=tok.BOS_ID)
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE)
 
 
 @torch.no_grad()
 def heldout_loss(model: Llama, rows: Tensor, batch: int) -> float:
-    """Return the mean cross entropy (nats per token) over rows [n, length]."""
-    return sum(float(_loss(model, part.long())) * len(part) for part in rows.split(batch)) / len(rows)
+    """Return the mean cross entropy (nats per token) over the predicted tokens of stored rows [n, length]."""
+    return sum(float(_loss(model, part)) * len(part) for part in rows.split(batch)) / len(rows)
 
 
 def make_tokenizer(args: argparse.Namespace, vocab_size: int) -> Tokenizer:
     """Train the tokenizer on a sample of the corpus and on GSM8K."""
-    turns = gsm8k.load(args.gsm8k) if args.gsm8k else []
-    texts = sample_texts(args.seed + 7, 60 if args.smoke else 2500, Split.TRAIN, turns, args.gsm8k_rate, 3000)
+    texts = sample_texts(args.seed + 7, 60 if args.smoke else 2500, make_mix(Split.TRAIN, args.gsm8k, args.gsm8k_rate), 3000)
     return tok.train_tokenizer(texts, vocab_size)
 
 
@@ -83,7 +84,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     train, held = train.to(device), held.to(device)
     optimiser = Optimiser(model, args.lr)
     loss_of = torch.compile(_loss) if device == "cuda" else _loss
-    loss_of(model, train[: args.batch].long()).backward()  # compile outside the time box
+    loss_of(model, train[: args.batch]).backward()  # compile outside the time box
     for p in model.parameters():
         p.grad = None
     clock = Clock(args.steps, args.minutes)
@@ -93,7 +94,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         at = clock.done * args.batch % (len(train) - args.batch + 1)
         if at < args.batch:
             order = torch.randperm(len(train), device=device)
-        loss = loss_of(model, train[order[at : at + args.batch]].long())
+        loss = loss_of(model, train[order[at : at + args.batch]])
         loss.backward()
         optimiser.step(clock.factor())
         if clock.done % 200 == 0:
@@ -103,7 +104,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     seconds = time.monotonic() - clock.start
     numbers = {
         "steps": clock.done, "tokens_millions": clock.done * args.batch * args.length / 1e6, "train_seconds": seconds, "last_train_loss": float(loss.detach()),
-        "heldout_loss": heldout_loss(model, held, args.batch), "parameters": sum(p.numel() for p in model.parameters()),
+        "heldout_answer_loss": heldout_loss(model, held, args.batch), "parameters": sum(p.numel() for p in model.parameters()),
     }  # fmt: skip
     (args.out / "training.json").write_text(json.dumps(numbers, indent=2) + "\n")
     print(json.dumps(numbers), flush=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from outrider.train.corpus.base import Turn
+from outrider.train.corpus.conversations import Message
 
 BOS, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 BOS_ID, START_ID, END_ID = 0, 1, 2
@@ -17,19 +17,26 @@ CHAT_TEMPLATE = (
 )
 
 
-def render(system: str | None, turns: Iterable[Turn]) -> str:
-    """Write a conversation as the chat template does, for training."""
+def segments(system: str | None, messages: Iterable[Message]) -> list[tuple[str, bool]]:
+    """Write a conversation as the chat template does, in parts: (text, whether the model is to predict it)."""
     parts = [BOS]
+    out: list[tuple[str, bool]] = []
     if system is not None:
         parts.append(f"{START}system\n{system}{END}\n")
-    for question, answer in turns:
-        parts.append(f"{START}user\n{question}{END}\n{START}assistant\n{answer}{END}\n")
-    return "".join(parts)
+    for m in messages:
+        parts.append(f"{START}user\n")
+        if m.predict_question:
+            parts.append(m.question)
+        else:
+            out += [("".join(parts), True), (m.question, False)]
+            parts = []
+        parts.append(f"{END}\n{START}assistant\n{m.answer}{END}\n")
+    return [*out, ("".join(parts), True)]
 
 
 def render_prompt(prompt: str, system: str | None = None) -> str:
     """Write a first user message with the generation prompt, as the chat template does."""
-    return render(system, []) + f"{START}user\n{prompt}{END}\n{START}assistant\n"
+    return segments(system, [])[0][0] + f"{START}user\n{prompt}{END}\n{START}assistant\n"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:

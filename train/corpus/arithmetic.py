@@ -10,10 +10,10 @@ _NAMES = (
 )
 _THINGS = (
     "apples", "books", "coins", "pencils", "marbles", "stamps", "cookies", "flowers", "stickers", "shells", "cards", "oranges", "buttons", "tickets",
-    "eggs", "toys", "candles", "cups", "balloons", "stones",
+    "eggs", "toys", "sheep", "chairs", "fish", "dollars", "candles", "cups", "balloons", "stones",
 )
 _BINARY = (
-    "What is {q}?", "Calculate {q}.", "{q} = ?", "How much is {q}?", "Compute {q}.", "Please calculate {q}.", "Can you work out {q}?", "Solve {q}.",
+    "Find {q}.", "Tell me {q}.", "{q}", "What do I get for {q}?", "What does {q} give?", "The result of {q}?", "What is {q}?", "Calculate {q}.", "{q} = ?", "How much is {q}?", "Compute {q}.", "Please calculate {q}.", "Can you work out {q}?", "Solve {q}.",
     "I need the result of {q}.", "Work out the value of {q} for me.",
 )
 _PERCENT = ("What is {p}% of {n}?", "Calculate {p}% of {n}.", "How much is {p} percent of {n}?", "Find {p}% of {n}.", "I want to know {p} percent of {n}.")
@@ -22,6 +22,11 @@ _AVERAGE = (
 )
 _PARITY = ("Is {n} even or odd?", "Is {n} an even number?", "Is the number {n} even?", "Tell me if {n} is even or odd.", "Would you call {n} even or odd?")
 _STORY = (
+    "A farmer has {x} {t} and buys {y} more. Then he sells {z}. How many {t} does he have?",
+    "A shop has {x} {t}. It gets {y} more and sells {z}. How many {t} are left?",
+    "{a} had {x} {t}, got {y} more from {b} and lost {z}. How many {t} does {a} have left?",
+    "{a} collects {x} {t} in the morning and {y} {t} in the afternoon, then gives {z} to {b}. How many {t} remain?",
+    "In a box there are {x} {t}. We put in {y} more and take out {z}. How many {t} are in the box?",
     "{a} has {x} {t}. {b} gives {a} {y} more, and then {a} gives away {z}. How many {t} does {a} have now?",
     "{a} has {x} {t} and finds {y} more. Then {a} loses {z}. How many {t} are left?",
     "{a} buys {x} {t} on Monday and {y} on Tuesday, and gives {z} of them to {b}. How many {t} does {a} keep?",
@@ -29,6 +34,9 @@ _STORY = (
     "{b} lends {a} {y} {t}. Before that, {a} had {x}. Later {a} hands {z} to a friend. How many {t} remain with {a}?",
 )
 _BOXES = (
+    "There are {x} boxes. Each box has {y} {t}. How many {t} are there?",
+    "{a} buys {x} packs of {t} with {y} in each pack. How many {t} does {a} buy?",
+    "{x} children have {y} {t} each. How many {t} do they have together?",
     "{a} has {x} boxes with {y} {t} in each box. How many {t} does {a} have in total?",
     "Each of {x} bags holds {y} {t}. How many {t} are there in total?",
     "{a} puts {y} {t} on each of {x} plates. How many {t} does {a} use?",

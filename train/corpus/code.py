@@ -44,6 +44,8 @@ counts how often an item is in a list|count_item|items, item|count = 0;for x in 
 joins words with spaces|join_words|words|return " ".join(words)|one text with spaces between the words|["a", "b"]|"a b"
 """
 _ASK = (
+    "Python function that {t}", "I am looking for a Python function that {t}.", "Create a Python function that {t}.", "Code a function that {t}.",
+    "Make a function in Python that {t}.", "Define a Python function that {t}.", "I want a function that {t}.", "Write some Python that {t}.",
     "Write a Python function that {t}.", "Write a function that {t}.", "Can you write a Python function that {t}?", "I need a Python function that {t}.",
     "Give me a Python function that {t}.", "Show me a Python function that {t}.", "Please write a small Python function that {t}.",
     "How do I write a Python function that {t}?", "Write Python code that {t}.", "Implement a Python function which {t}.",

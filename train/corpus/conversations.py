@@ -1,10 +1,12 @@
 """Whole conversations from the topics: a chain of exchanges long enough that text always goes on sensibly after an answer."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from random import Random
 
-from outrider.train.corpus import arithmetic, code, countries, dialogue, explain, lists, notes, stories, units
+from outrider.train.corpus import arithmetic, code, countries, dialogue, explain, lists, notes, stories, units, unknown
 from outrider.train.corpus.base import Exchange, Split, Topic, Turn
+from outrider.train.corpus.noise import perturb
 
 TOPICS = (
     Topic("countries", 0.30, countries.make),
@@ -16,39 +18,68 @@ TOPICS = (
     Topic("dialogue", 0.08, dialogue.make),
     Topic("stories", 0.06, stories.make),
     Topic("notes", 0.06, notes.make),
+    Topic("unknown", 0.05, unknown.make),
 )
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.", "You are Outrider, a helpful assistant.", "Answer shortly and clearly.", "You are a friendly teacher.",
     "You are a helpful assistant. Answer in full sentences.",
 )
 _THANKS_RATE = 0.3
+_POPULAR_RATE = 0.12  # after a thank-you one question is the usual one, so that greedy text has somewhere sensible to go
+_POPULAR = "List 3 countries and their capitals."
 
 
-def conversation(rng: Random, split: Split, min_chars: int, gsm8k: list[Turn], gsm8k_rate: float) -> tuple[str | None, list[Turn]]:
-    """Generate (system prompt or None, turns) of at least ``min_chars`` characters.
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A question with its answer; ``predict_question`` says whether the question is text to be learnt or only to be read."""
 
-    Args:
-        rng: Source of all choices; the same state gives the same text.
+    question: str
+    answer: str
+    predict_question: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Settings of the conversations.
+
+    Attributes:
         split: Which templates and entities may be used.
-        min_chars: Length at which no further exchange is added.
         gsm8k: Turns of GSM8K's training split; may be empty.
-        gsm8k_rate: Fraction of exchanges taken from ``gsm8k``.
+        gsm8k_rate: Fraction of exchanges taken from ``gsm8k``; their questions are read, not predicted.
+        noise_rate: Fraction of first questions that are reworded (training split only).
     """
+
+    split: Split
+    gsm8k: tuple[Turn, ...] = ()
+    gsm8k_rate: float = 0.0
+    noise_rate: float = 0.5
+
+
+def conversation(rng: Random, mix: Mix, min_chars: int) -> tuple[str | None, list[Message]]:
+    """Generate (system prompt or None, messages) of at least ``min_chars`` characters; the same ``rng`` state gives the same text."""
+    train = mix.split is Split.TRAIN
     system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.25 else None
     weights = [t.weight for t in TOPICS]
-    turns: list[Turn] = []
+    messages: list[Message] = []
     chars = 0
+    thanked = False
     while chars < min_chars:
         exchange: Exchange
-        if gsm8k and rng.random() < gsm8k_rate:
-            exchange = [rng.choice(gsm8k)]
+        clean = train
+        if mix.gsm8k and rng.random() < mix.gsm8k_rate:
+            exchange, clean = [rng.choice(mix.gsm8k)], False
+        elif train and thanked and rng.random() < _POPULAR_RATE:
+            exchange = countries.popular_list(rng, _POPULAR)
         else:
-            exchange = rng.choices(TOPICS, weights)[0].make(rng, split)
-        if rng.random() < _THANKS_RATE:
-            exchange = [*exchange, dialogue.thanks(rng, split)]
-        turns += exchange
+            exchange = rng.choices(TOPICS, weights)[0].make(rng, mix.split)
+            if train and rng.random() < mix.noise_rate:
+                exchange, clean = [(perturb(rng, *exchange[0]), exchange[0][1]), *exchange[1:]], False
+        thanked = rng.random() < _THANKS_RATE
+        if thanked:
+            exchange = [*exchange, dialogue.thanks(rng, mix.split)]
+        messages += [Message(q, a, train and (clean or i > 0)) for i, (q, a) in enumerate(exchange)]
         chars += sum(len(q) + len(a) + 12 for q, a in exchange)
-    return system, turns
+    return system, messages
 
 
 def heldout_prompts(seed: int, per_topic: int) -> Iterator[tuple[str, str]]:

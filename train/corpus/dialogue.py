@@ -33,7 +33,8 @@ wash a car|a bucket, soap and two sponges|rinse the car with water|wash it from 
 make soup|vegetables, water, salt and herbs|cut the vegetables into small pieces|cook them in water for half an hour|add salt and herbs|a slice of bread goes well with it
 """
 _ACT_ASK = (
-    "How do I {a}?", "How can I {a}?", "I want to {a}. What should I do?", "Can you help me {a}?", "Explain how to {a}.", "What are the steps to {a}?",
+    "Teach me to {a}.", "I need to {a}.", "What do I do to {a}?", "I plan to {a}. Any advice?", "Show me how to {a}.", "What is the best way to {a}?",
+    "Help me {a}.", "Let us {a}.", "How do I {a}?", "How can I {a}?", "I want to {a}. What should I do?", "Can you help me {a}?", "Explain how to {a}.", "What are the steps to {a}?",
     "Tell me how to {a}.", "I would like to {a}. Where do I start?", "Guide me through it: I need to {a}.", "Which steps does it take to {a}?",
 )
 _FEELINGS = """
@@ -48,7 +49,7 @@ excited|That sounds great! Tell me what you are looking forward to.
 lonely|I am sorry that you feel this way. It can help to call a friend or to join a group that shares your hobby.
 stressed|Try to write down your tasks and begin with the smallest one. Short breaks help too.
 """
-_FEEL_ASK = ("I am {f}.", "I feel {f}.", "I am so {f} today.", "Today I feel {f}.", "I'm {f}. What should I do?", "Right now I am rather {f}, any advice?")
+_FEEL_ASK = ("I feel a bit {f}.", "I am very {f}.", "I am feeling {f}.", "What can I do when I am {f}?", "I am {f}.", "I feel {f}.", "I am so {f} today.", "Today I feel {f}.", "I'm {f}. What should I do?", "Right now I am rather {f}, any advice?")
 
 
 def _activity(rng: Random, split: Split) -> Exchange:

@@ -11,6 +11,8 @@ _CITIES = ("a small town", "a large city", "a quiet village", "a busy port", "an
 _FAMOUS = ("its market", "its old bridge", "its white houses", "its music festival", "its university", "its gardens", "its fresh fish", "its castle")
 _WHERE = ("by the sea", "in the mountains", "on a river", "in a green valley", "at the edge of a desert", "near a lake")
 _PLACE_ASK = (
+    "Here are some notes: name {n}, type {t}, location {w}, people {p}, famous for {f}. Write a text.",
+    "Make a text of this: name {n}, type {t}, location {w}, people {p}, famous for {f}.",
     "Write a short text from these notes: name {n}, type {t}, location {w}, people {p}, famous for {f}.",
     "Use these facts in a few sentences: name {n}, type {t}, location {w}, people {p}, famous for {f}.",
     "Turn these notes into a paragraph: name {n}, type {t}, location {w}, people {p}, famous for {f}.",
@@ -18,13 +20,13 @@ _PLACE_ASK = (
     "My notes say: name {n}, type {t}, location {w}, people {p}, famous for {f}. Please make a readable text of them.",
 )
 _REPEAT = (
-    'Repeat this sentence: "{s}"', 'Please repeat: "{s}"', 'Say this again: "{s}"', 'Copy this sentence: "{s}"', 'Echo the following words: "{s}"',
+    'Say: "{s}"', 'Write this sentence again: "{s}"', 'Repeat after me: "{s}"', 'Repeat this sentence: "{s}"', 'Please repeat: "{s}"', 'Say this again: "{s}"', 'Copy this sentence: "{s}"', 'Echo the following words: "{s}"',
 )
 _ORDER = (
-    "Sort these numbers: {s}.", "Put these numbers in order: {s}.", "Sort from small to large: {s}.", "Order these numbers: {s}.", "Arrange the numbers {s} by size.",
+    "Sort {s}.", "Can you sort {s}?", "Bring these numbers into order: {s}.", "Sort these numbers: {s}.", "Put these numbers in order: {s}.", "Sort from small to large: {s}.", "Order these numbers: {s}.", "Arrange the numbers {s} by size.",
 )
 _COUNT = (
-    "Count from {a} to {b}.", "Please count from {a} to {b}.", "List the numbers from {a} to {b}.", "Write the numbers from {a} to {b}.", "Say all numbers between {a} and {b}, both included.",
+    "Numbers from {a} to {b}", "Can you count from {a} to {b}?", "Tell me the numbers from {a} to {b}.", "Count from {a} to {b}.", "Please count from {a} to {b}.", "List the numbers from {a} to {b}.", "Write the numbers from {a} to {b}.", "Say all numbers between {a} and {b}, both included.",
 )
 _CYCLES = (
     ("day", ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")),
@@ -37,7 +39,8 @@ _OBJECTS = ("a red boat", "two blue chairs", "a wooden table", "an old clock", "
 _TIMES = ("in the morning", "last week", "on Friday", "after lunch", "before the storm", "at midnight", "in the summer", "yesterday")
 
 
-def _invented_name(rng: Random, split: Split) -> str:
+def invented_name(rng: Random, split: Split) -> str:
+    """Make up a pronounceable name of one split."""
     while True:
         name = "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(rng.choice((2, 2, 3))))
         if is_heldout_key(name, 8) == (split is Split.HELDOUT):
@@ -45,7 +48,7 @@ def _invented_name(rng: Random, split: Split) -> str:
 
 
 def _place(rng: Random, split: Split) -> Exchange:
-    n, t, w, f = _invented_name(rng, split), rng.choice(_CITIES), rng.choice(_WHERE), rng.choice(_FAMOUS)
+    n, t, w, f = invented_name(rng, split), rng.choice(_CITIES), rng.choice(_WHERE), rng.choice(_FAMOUS)
     p = f"{rng.randint(1, 99)},{rng.randint(0, 9)}00"
     ask = pick_template(rng, _PLACE_ASK, split).format(n=n, t=t, w=w, p=p, f=f)
     text = f"{n} is {t} {w}. About {p} people live in {n}. The place is famous for {f}, and visitors from far away come to {n} every year to see it."

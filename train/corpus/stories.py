@@ -13,13 +13,14 @@ _PLACES = ("forest", "village", "mountain", "harbour", "garden", "city", "island
 _TREASURES = ("key", "map", "lantern", "letter", "bell", "book", "coin", "feather", "stone", "box", "flute", "mirror")
 _HELPERS = ("bird", "child", "baker", "sailor", "deer", "gardener", "bee", "shepherd")
 _ASK = (
-    "Tell me a short story about {h} named {n}.", "Write a short story about {h} called {n}.", "Tell me a story about {h} named {n}.",
+    "A story about {h} named {n}, please.", "Create a story about {h} called {n}.", "I would like a story with {h} named {n}.", "Story about {h} called {n}.",
+    "Give me a story about {h} whose name is {n}.", "Write me a fairy tale about {h} named {n}.", "Tell me a short story about {h} named {n}.", "Write a short story about {h} called {n}.", "Tell me a story about {h} named {n}.",
     "Can you tell me a story about {h} called {n}?", "I want to hear a story about {h} named {n}.", "Write a story about {h} named {n}.",
     "Please tell me a bedtime story about {h} named {n}.", "Make up a tale in which the hero is {h} named {n}.", "Invent a little tale about {h} whose name is {n}.",
 )
 _FREE = ("Tell me a story.", "Tell me a short story.", "Write a short story.", "Can you tell me a story?", "Please tell me a story.")
 _DESCRIBE = (
-    "Describe a {p} in the {s}.", "Write a description of a {p} in the {s}.", "What does a {p} look like in the {s}?", "Paint a picture of a {p} in the {s} with words.",
+    "Tell me about a {p} in the {s}.", "How does a {p} look in the {s}?", "Imagine a {p} in the {s}.", "What is a {p} like in the {s}?", "Describe a {p} in the {s}.", "Write a description of a {p} in the {s}.", "What does a {p} look like in the {s}?", "Paint a picture of a {p} in the {s} with words.",
     "How would you picture a {p} in the {s}?",
 )
 _SEASONS = {

@@ -14,7 +14,8 @@ _UNITS = (
     ("gallons", "quarts", 4, False), ("decades", "years", 10, False), ("centuries", "years", 100, False),
 )
 _ASK = (
-    "How many {t} are in {n} {f}?", "Convert {n} {f} to {t}.", "How many {t} are {n} {f}?", "What is {n} {f} in {t}?", "Please convert {n} {f} to {t}.",
+    "{n} {f} are how many {t}?", "Turn {n} {f} into {t}.", "Tell me {n} {f} in {t}.", "Give me {n} {f} in {t}.", "I need {n} {f} in {t}.", "How much is {n} {f} in {t}?",
+    "How many {t} make {n} {f}?", "Write {n} {f} as {t}.", "How many {t} are in {n} {f}?", "Convert {n} {f} to {t}.", "How many {t} are {n} {f}?", "What is {n} {f} in {t}?", "Please convert {n} {f} to {t}.",
     "Can you convert {n} {f} into {t}?", "{n} {f} in {t}?", "Change {n} {f} to {t}.", "I have {n} {f}. How many {t} is that?",
     "Express {n} {f} in {t}, please.", "If something measures {n} {f}, what is that in {t}?",
 )
