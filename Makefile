@@ -5,7 +5,9 @@
 #   make demo EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 #   make demo INDEX_URL=https://my.mirror/simple
 
-PYTHON ?= python3
+# The first interpreter that is new enough.
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+  $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
 ifdef INDEX_URL
@@ -75,7 +77,7 @@ setup: $(SERVE_STAMP)
 dev: $(DEV_STAMP)
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "Outrider needs Python >= 3.11; say which: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "python3 -m venv failed: install your system's python3-venv package" >&2; exit 1; }
 
