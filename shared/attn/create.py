@@ -8,6 +8,7 @@ import torch
 
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.attn.reference import TorchAttention
+from outrider.shared.attn.triton import KernelAttention
 from outrider.shared.base.errors import ConfigurationError
 
 
@@ -34,6 +35,4 @@ def create_backend(name: str | AttentionKind, device: torch.device | str) -> Att
         kind = AttentionKind.TRITON if torch.device(device).type == "cuda" else AttentionKind.REFERENCE
     if kind is AttentionKind.REFERENCE:
         return TorchAttention()
-    from outrider.shared.attn.triton import KernelAttention  # imports triton, which CPU-only installations lack
-
     return KernelAttention()

@@ -1,4 +1,4 @@
-"""Attention in plain torch, made for the CPU: K/V of contiguous leases is read in place, masks are built once per step."""
+"""Attention in plain torch, made for the CPU: K/V of contiguous leases is read in place, views and masks are made once per step."""
 
 from __future__ import annotations
 
@@ -11,127 +11,131 @@ from outrider.shared.attn.base import AttentionBatch, visible_columns
 from outrider.shared.kv.pool import KVPool
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Sequence:
     """One sequence of the planned step, on the host.
 
     Attributes:
-        first_row, stop_row: Its rows.
+        rows: Its rows of the batch.
         kv_len: Tokens that its rows may see.
-        first_page: Its first page when its pages are consecutive, else -1.
-        pages: ``[pages in use] int64``, for the gathering path.
+        views: K and V of every layer, ``[1, kv_heads, kv_len, head_dim]`` each, when its pages are consecutive; else empty.
+        pages: ``[pages in use] int64``, to gather by when they are not.
         mask: ``[rows, kv_len]`` added to the scores; None when every row sees everything.
     """
 
-    first_row: int
-    stop_row: int
+    rows: slice
     kv_len: int
-    first_page: int
+    views: tuple[torch.Tensor, ...]
     pages: torch.Tensor
     mask: torch.Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What one step does in every layer of one pool.
+
+    Attributes:
+        sequences: In the order of their rows.
+        stores: K and V of every layer at the step's slots, ``[1, kv_heads, rows, head_dim]`` each, when the slots are consecutive.
+        slots: ``[stored rows] int64`` when they are not.
+        stored_rows: ``[stored rows] int64`` when some rows are not stored, else None.
+    """
+
+    sequences: tuple[_Sequence, ...]
+    stores: tuple[torch.Tensor, ...]
+    slots: torch.Tensor
+    stored_rows: torch.Tensor | None
+
+
 class TorchAttention:
-    """`AttentionBackend` on the CPU (it works on any device, but waits for it in `plan`)."""
+    """`AttentionBackend` for the CPU (right on any device, but it waits for the device once per step)."""
 
     def __init__(self) -> None:
         self._batch: AttentionBatch | None = None
-        self._sequences: list[_Sequence] = []
-        self._page_size = 0
-        self._store: slice | torch.Tensor = slice(0, 0)
-        self._kept_rows: torch.Tensor | None = None
+        self._pool: KVPool | None = None
+        self._plan: _Plan | None = None
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Build the masks of one step and find the sequences whose pages are consecutive."""
+        """Take the batch of a step; the rest is made at its first layer, when the pool is known."""
         self._batch = batch
-        self._page_size = 0  # the pool, and with it the page size, is known at the first layer
-        self._sequences = []
-        self._plan_store(batch.slots)
+        self._plan = None
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: KVPool, scale: float) -> torch.Tensor:
         """See `AttentionBackend.run`."""
-        if self._page_size != pool.page_size:
-            self._plan_sequences(pool.page_size, q.dtype)
-        k_slots, v_slots = pool.k_slots[layer], pool.v_slots[layer]
-        if self._kept_rows is not None:
-            k, v = k[self._kept_rows], v[self._kept_rows]
-        k_slots[self._store] = k
-        v_slots[self._store] = v
-        queries = q.transpose(0, 1)  # [heads, rows, head_dim]
-        outputs = []
-        for sequence in self._sequences:
-            keys, values = self._gather(sequence, k_slots, v_slots, pool, layer)
-            rows = queries[:, sequence.first_row : sequence.stop_row]
-            out = scaled_dot_product_attention(rows[None], keys[None], values[None], sequence.mask, scale=scale, enable_gqa=True)
-            outputs.append(out[0].transpose(0, 1))  # [rows, heads, head_dim]
-        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return out.reshape(q.shape[0], -1)
-
-    def _plan_store(self, slots: torch.Tensor) -> None:
-        """Turn the slots into a slice where they are consecutive, and leave out rows with slot -1."""
-        host = slots.tolist()
-        first = host[0] if host else 0
-        self._kept_rows = None
-        if first >= 0 and host == list(range(first, first + len(host))):
-            self._store = slice(first, first + len(host))
-            return
-        if min(host) < 0:
-            self._kept_rows = (slots >= 0).nonzero().flatten()
-            slots = slots[self._kept_rows]
-        self._store = slots
-
-    def _plan_sequences(self, page_size: int, dtype: torch.dtype) -> None:
-        batch = self._batch
-        assert batch is not None, "plan() comes before run()"
-        self._page_size = page_size
-        starts, prefix_lens, kv_lens = batch.query_start.tolist(), batch.prefix_lens.tolist(), batch.kv_lens.tolist()
-        for b, (prefix_len, kv_len) in enumerate(zip(prefix_lens, kv_lens, strict=True)):
-            first_row, stop_row = starts[b], starts[b + 1]
-            if first_row == stop_row:
-                continue
-            pages = batch.page_table[b, : -(-kv_len // page_size)].tolist()
-            contiguous = pages == list(range(pages[0], pages[0] + len(pages)))
-            self._sequences.append(
-                _Sequence(
-                    first_row,
-                    stop_row,
-                    kv_len,
-                    pages[0] if contiguous else -1,
-                    torch.tensor(pages, dtype=torch.int64, device=batch.page_table.device),
-                    _mask(batch.ancestors, first_row, stop_row, prefix_len, kv_len, dtype, batch.page_table.device),
-                )
-            )
-
-    @staticmethod
-    def _gather(
-        sequence: _Sequence, k_slots: torch.Tensor, v_slots: torch.Tensor, pool: KVPool, layer: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values ``[kv_heads, kv_len, head_dim]``: views where the pages are consecutive."""
-        if sequence.first_page >= 0:
-            start = sequence.first_page * pool.page_size
-            window = slice(start, start + sequence.kv_len)
-            return k_slots[window].transpose(0, 1), v_slots[window].transpose(0, 1)
-        k = pool.k_planes[layer].index_select(0, sequence.pages).flatten(0, 1)[: sequence.kv_len]
-        v = pool.v_planes[layer].index_select(0, sequence.pages).flatten(0, 1)[: sequence.kv_len]
-        return k.transpose(0, 1), v.transpose(0, 1)
+        plan = self._plan
+        if plan is None or self._pool is not pool:
+            assert self._batch is not None, "plan() comes before run()"
+            plan = self._plan = _make_plan(self._batch, pool, q.dtype)
+            self._pool = pool
+        _store(plan, layer, k, v, pool)
+        queries = q.transpose(0, 1).unsqueeze(0)  # [1, heads, rows, head_dim]
+        if len(plan.sequences) == 1:
+            return _attend(plan.sequences[0], layer, queries, pool, scale)
+        return torch.cat([_attend(sequence, layer, queries[:, :, sequence.rows], pool, scale) for sequence in plan.sequences])
 
 
-def _mask(
-    ancestors: torch.Tensor | None,
-    first_row: int,
-    stop_row: int,
-    prefix_len: int,
-    kv_len: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor | None:
-    """Return what is added to the scores of one sequence's rows, ``[rows, kv_len]``, or None when nothing is hidden."""
-    rows = stop_row - first_row
-    if ancestors is None:
-        if rows == 1:
-            return None
-        hidden = torch.ones(rows, kv_len, dtype=torch.bool, device=device).triu(kv_len - rows + 1)
+def _attend(sequence: _Sequence, layer: int, queries: torch.Tensor, pool: KVPool, scale: float) -> torch.Tensor:
+    """Return ``[rows, heads * head_dim]`` for the queries ``[1, heads, rows, head_dim]`` of one sequence."""
+    if sequence.views:
+        keys, values = sequence.views[2 * layer], sequence.views[2 * layer + 1]
     else:
-        hidden = torch.zeros(rows, kv_len, dtype=torch.bool, device=device)
-        hidden[:, prefix_len:] = ~visible_columns(ancestors[first_row:stop_row], kv_len - prefix_len)
-    return torch.zeros(rows, kv_len, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+        keys = pool.k_planes[layer].index_select(0, sequence.pages).flatten(0, 1)[None, : sequence.kv_len].transpose(1, 2)
+        values = pool.v_planes[layer].index_select(0, sequence.pages).flatten(0, 1)[None, : sequence.kv_len].transpose(1, 2)
+    out = scaled_dot_product_attention(queries, keys, values, sequence.mask, scale=scale, enable_gqa=True)
+    return out.squeeze(0).transpose(0, 1).flatten(1)
+
+
+def _store(plan: _Plan, layer: int, k: torch.Tensor, v: torch.Tensor, pool: KVPool) -> None:
+    """Write K and V ``[rows, kv_heads, head_dim]`` to the step's slots of one layer."""
+    if plan.stores:
+        plan.stores[2 * layer].copy_(k.transpose(0, 1))
+        plan.stores[2 * layer + 1].copy_(v.transpose(0, 1))
+        return
+    if plan.stored_rows is not None:
+        k, v = k.index_select(0, plan.stored_rows), v.index_select(0, plan.stored_rows)
+    pool.k_planes[layer].flatten(0, 1).index_copy_(0, plan.slots, k)
+    pool.v_planes[layer].flatten(0, 1).index_copy_(0, plan.slots, v)
+
+
+def _make_plan(batch: AttentionBatch, pool: KVPool, dtype: torch.dtype) -> _Plan:
+    starts, prefix_lens, kv_lens = batch.query_start.tolist(), batch.prefix_lens.tolist(), batch.kv_lens.tolist()
+    sequences = []
+    for b, (prefix_len, kv_len) in enumerate(zip(prefix_lens, kv_lens, strict=True)):
+        rows = slice(starts[b], starts[b + 1])
+        if rows.start == rows.stop:
+            continue
+        pages = batch.page_table[b, : pool.pages_for(kv_len)]
+        first = _first_if_consecutive(pages.tolist())
+        views = pool.slot_views(first * pool.page_size, kv_len) if first is not None else ()
+        mask = _mask(batch, rows, prefix_len, kv_len, dtype)
+        sequences.append(_Sequence(rows, kv_len, views, pages.to(torch.int64), mask))
+    slots = batch.slots
+    host_slots = slots.tolist()
+    first = _first_if_consecutive(host_slots)
+    stored_rows = None
+    if first is None and min(host_slots) < 0:
+        stored_rows = (slots >= 0).nonzero().flatten()
+        slots = slots[stored_rows]
+    stores = pool.slot_views(first, len(host_slots)) if first is not None else ()
+    return _Plan(tuple(sequences), stores, slots, stored_rows)
+
+
+def _first_if_consecutive(numbers: list[int]) -> int | None:
+    """Return the first number when the list counts up by one from a number ≥ 0, else None."""
+    if not numbers or numbers[0] < 0:
+        return None
+    return numbers[0] if numbers == list(range(numbers[0], numbers[0] + len(numbers))) else None
+
+
+def _mask(batch: AttentionBatch, rows: slice, prefix_len: int, kv_len: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return what is added to the scores of one sequence's rows, ``[rows, kv_len]``, or None when nothing is hidden."""
+    count = rows.stop - rows.start
+    device = batch.slots.device
+    if batch.ancestors is None:
+        if count == 1:
+            return None
+        hidden = torch.ones(count, kv_len, dtype=torch.bool, device=device).triu(kv_len - count + 1)
+    else:
+        hidden = torch.zeros(count, kv_len, dtype=torch.bool, device=device)
+        hidden[:, prefix_len:] = ~visible_columns(batch.ancestors[rows], kv_len - prefix_len)
+    return torch.zeros(count, kv_len, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))

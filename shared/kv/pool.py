@@ -50,9 +50,6 @@ class KVPool:
         self._storage = torch.zeros(layers, 2, num_pages, page_size, kv_heads, head_dim, dtype=dtype, device=self.device)
         self.k_planes: list[torch.Tensor] = [layer[0] for layer in self._storage]  # each [num_pages, page_size, kv_heads, head_dim]
         self.v_planes: list[torch.Tensor] = [layer[1] for layer in self._storage]
-        # The same memory by slot, for readers of contiguous leases: [num_pages * page_size, kv_heads, head_dim].
-        self.k_slots: list[torch.Tensor] = [plane.view(-1, kv_heads, head_dim) for plane in self.k_planes]
-        self.v_slots: list[torch.Tensor] = [plane.view(-1, kv_heads, head_dim) for plane in self.v_planes]
         self.features: torch.Tensor | None = None  # [num_pages, page_size, feature_size]
         self.resize_features(feature_size)
 
@@ -85,6 +82,16 @@ class KVPool:
         """Return every plane, K and V of all layers and then features: what `kv_compact` moves."""
         planes = [plane for pair in zip(self.k_planes, self.v_planes, strict=True) for plane in pair]
         return planes if self.features is None else [*planes, self.features]
+
+    def slot_views(self, first_slot: int, count: int) -> tuple[torch.Tensor, ...]:
+        """View `count` consecutive slots in all layers: K of layer 0, its V, K of layer 1 …, each ``[1, kv_heads, count, head_dim]``.
+
+        They share the planes' memory. One call per step makes the views of all layers, instead of some calls per layer.
+        """
+        token = self.kv_heads * self.head_dim
+        plane = self.num_pages * self.page_size * token
+        size = (2 * self.num_layers, 1, self.kv_heads, count, self.head_dim)
+        return self._storage.as_strided(size, (plane, 0, self.head_dim, token, 1), first_slot * token).unbind(0)
 
     def pages_for(self, num_tokens: int) -> int:
         """Return how many pages hold `num_tokens` tokens."""

@@ -66,6 +66,7 @@ class Decoder:
         self.layers = list(layers)
         self.norm = norm
         self.lm_head = lm_head
+        self._head = Linear(lm_head)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, self.device, self.dtype)
         self.fingerprint = fingerprint
 
@@ -101,11 +102,10 @@ class Decoder:
         return cls(config, embedding, layers, norm, head, fingerprint)
 
     @property
-    def bytes(self) -> int:
-        """Bytes of all weights."""
-        heads = [self.embedding] if self.lm_head is self.embedding else [self.embedding, self.lm_head]
+    def weight_bytes(self) -> int:
+        """Bytes of embedding, output head and projections (norms are negligible)."""
         linears = [part for layer in self.layers for part in (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down)]
-        return sum(tensor.nbytes for tensor in [*heads, *(linear.weight for linear in linears)])
+        return self.embedding.nbytes + sum(linear.nbytes for linear in [*linears, self._head])
 
     def make_pool(self, num_pages: int, page_size: int, feature_size: int = 0) -> KVPool:
         """Make a pool of this decoder's shape on its device."""
@@ -159,7 +159,7 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, vocab] fp32`` for hidden rows ``[rows, hidden_size]`` after the final norm."""
-        return functional.linear(hidden, self.lm_head).float()
+        return self._head(hidden).float()
 
 
 def default_dtype(device: torch.device | str) -> torch.dtype:

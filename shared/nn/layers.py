@@ -6,56 +6,47 @@ would cost more than the small matrices do.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.nn import functional
 
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.config import Activation
+from outrider.shared.nn.linear import Linear
 from outrider.shared.nn.rope import Rotation, rotate
+
+__all__ = ["Attention", "DecoderLayer", "GatedMLP", "Linear", "RMSNorm"]
 
 
 class RMSNorm:
-    """``x / rms(x) * weight`` over the last dimension.
+    """``x / sqrt(mean(x²) + eps) * weight`` over the last dimension.
+
+    In fp32 on a CPU it is written as ``x / hypot(‖x‖, sqrt(size · eps)) * (weight · sqrt(size))``: half the time of torch's, which is
+    nine small operations there.
 
     Args:
         weight: ``[size]``.
         eps: Added to the mean square.
     """
 
-    __slots__ = ("_shape", "eps", "weight")
+    __slots__ = ("_floor", "_scaled_weight", "_shape", "eps", "weight")
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         self.weight = weight
         self.eps = eps
         self._shape = tuple(weight.shape)
+        self._scaled_weight: torch.Tensor | None = None
+        if weight.device.type == "cpu" and weight.dtype is torch.float32:
+            self._scaled_weight = weight * math.sqrt(weight.numel())
+            self._floor = torch.tensor(math.sqrt(weight.numel() * eps))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(x, self._shape, self.weight, self.eps)
-
-
-class Linear:
-    """``x @ weight.T + bias``.
-
-    Args:
-        weight: ``[out, in]``.
-        bias: ``[out]`` or None.
-    """
-
-    __slots__ = ("_transposed", "bias", "weight")
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.weight = weight
-        self.bias = bias
-        self._transposed = weight.t()
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self.weight, self.bias)
-
-    def plus(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return ``residual + self(x)`` for ``x [rows, in]``, in one operation when there is no bias."""
-        out = torch.addmm(residual, x, self._transposed)
-        return out if self.bias is None else out.add_(self.bias)
+        """Return the normed rows, as a new tensor of x's shape."""
+        if self._scaled_weight is None:
+            return functional.rms_norm(x, self._shape, self.weight, self.eps)
+        return x.div(torch.linalg.vector_norm(x, 2, -1, True).hypot_(self._floor)).mul_(self._scaled_weight)
 
 
 class GatedMLP:
@@ -67,17 +58,16 @@ class GatedMLP:
         activation: Applied to the gate.
     """
 
-    __slots__ = ("_intermediate", "activation", "down", "gate_up")
+    __slots__ = ("activation", "down", "gate_up")
 
     def __init__(self, gate_up: Linear, down: Linear, activation: Activation = Activation.SILU) -> None:
         self.gate_up = gate_up
         self.down = down
         self.activation = activation
-        self._intermediate = gate_up.weight.shape[0] // 2
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Return ``residual + mlp(x)``, ``[rows, hidden]``."""
-        gate, up = self.gate_up(x).split(self._intermediate, dim=-1)
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
         gate = functional.silu(gate) if self.activation is Activation.SILU else functional.gelu(gate, approximate="tanh")
         return self.down.plus(residual, gate.mul_(up))
 
@@ -119,7 +109,7 @@ class Attention:
         """
         qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [rows, heads + 2 * kv_heads, head_dim]
         rotate(qkv[:, : self._rotated], rotation)
-        q, k, v = qkv.split(self._widths, dim=1)
+        q, k, v = qkv.split_with_sizes(self._widths, 1)
         return self.o.plus(residual, attention.run(self.layer, q, k, v, pool, self.scale))
 
 

@@ -1,0 +1,54 @@
+"""Matrix times vectors: the one operation that decoding waits for."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+# Row count that oneDNN is told when it lays out a weight; measured alike for 4 … 512, and its layout for 1 row is the slow one.
+_PACK_ROWS = 16
+
+
+class Linear:
+    """``x @ weight.T + bias``.
+
+    On a CPU in fp32 the weight is kept in oneDNN's blocked layout instead of rows: 2.1 times the speed of the plain product at one row
+    and 2.5 times at 16 (12 layers of hidden size 256, two threads), and verifying 16 rows costs 1.9 times one row.
+
+    Args:
+        weight: ``[out, in]``. Not kept where it is re-laid, unless the caller keeps it.
+        bias: ``[out]`` or None.
+    """
+
+    __slots__ = ("_packed", "_transposed", "_weight", "bias", "in_features", "nbytes", "out_features")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.nbytes = weight.nbytes
+        self.bias = bias
+        self._packed = can_pack(weight)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS) if self._packed else weight
+        self._transposed = None if self._packed else weight.t()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``[rows, out]`` for ``x [rows, in]``."""
+        if self._packed:
+            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
+        return functional.linear(x, self._weight, self.bias)
+
+    def plus(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return ``residual + self(x)``, ``[rows, out]``, as a new tensor."""
+        if self._packed:
+            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "").add_(residual)
+        out = torch.addmm(residual, x, self._transposed)
+        return out if self.bias is None else out.add_(self.bias)
+
+
+def can_pack(weight: torch.Tensor) -> bool:
+    """Whether oneDNN takes this weight: fp32 on a CPU whose torch was built with it."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype is torch.float32
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
