@@ -1,0 +1,209 @@
+"""Puts the target together and runs it: load, check, serve, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from outrider.services.target.draft_client import RemoteDrafter
+from outrider.services.target.draft_link import TargetIdentity
+from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.engine import EngineLimits, TargetEngine
+from outrider.services.target.runner import ModelRunner
+from outrider.services.target.scheduler import Scheduler, SchedulerLimits
+from outrider.services.target.servicer import SERVICE_NAME, Serving, TargetServicer
+from outrider.services.target.settings import Memory, TargetSettings, plan_pages
+from outrider.services.target.warmup import check_parity
+from outrider.shared.attn.create import create_backend
+from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.base.lifecycle import watch_stop_signals
+from outrider.shared.engine.loop import EngineThread
+from outrider.shared.kv.pool import token_bytes
+from outrider.shared.nn.config import ModelConfig
+from outrider.shared.nn.decoder import Decoder, default_dtype
+from outrider.shared.obs.logging import configure_logging, get_logger
+from outrider.shared.rpc.server import aio_server
+from outrider.shared.spec.drafter import Drafter, DrafterState
+from outrider.target.v1 import target_pb2_grpc
+
+POLL_S = 0.02
+
+_log = get_logger("outrider.target")
+
+DrafterFactory = Callable[[Decoder], Drafter]
+Result = TypeVar("Result")
+
+
+def run(settings: TargetSettings, make_drafter: DrafterFactory | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code.
+
+    Args:
+        settings: Resolved.
+        make_drafter: Makes the drafter of this process (the launcher injects it); by default the one that `settings.draft` names.
+
+    Raises:
+        OutriderError: The settings, the checkpoint or the pair of target and draft cannot be served; says what to change.
+    """
+    settings.check()
+    configure_logging("target", settings.log_level, settings.log_json)
+    _log.info("settings", **settings.resolved())
+    return asyncio.run(_serve(settings, make_drafter))
+
+
+async def _serve(settings: TargetSettings, make_drafter: DrafterFactory | None) -> int:
+    stop = asyncio.Event()
+    restore_signals = watch_stop_signals(stop)
+    servicer = TargetServicer()
+    server = aio_server(settings.listen, [(target_pb2_grpc.add_TargetServicer_to_server, servicer)], [SERVICE_NAME])
+    await server.start()
+    target: Target | None = None
+    try:
+        target = await _until(stop, asyncio.to_thread(Target, settings, make_drafter))
+        if target is not None:
+            await _until(stop, target.wait_for_draft(settings.draft_wait_s))
+        if target is not None and not stop.is_set():
+            servicer.serve(target.serving)
+            await server.set_serving(True)
+            _log.info("ready", listen=server.address, model=target.serving.model_id, draft=target.drafter.state().value)
+            await stop.wait()
+            await _drain(settings, server.set_serving, target)
+        return 0
+    finally:
+        await server.stop(0.5)
+        if target is not None:
+            await asyncio.to_thread(target.shutdown)
+        restore_signals()
+
+
+async def _until(stop: asyncio.Event, work: Awaitable[Result]) -> Result | None:
+    """Await `work`, but no longer than until the stop signal; what runs on a thread is left to end by itself."""
+    task = asyncio.ensure_future(work)
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if task.done():
+        return task.result()
+    task.cancel()
+    return None
+
+
+async def _drain(settings: TargetSettings, set_serving: Callable[[bool], Awaitable[None]], target: Target) -> None:
+    """Not serving → notice period → refuse new requests → let the running ones finish."""
+    await set_serving(False)
+    await asyncio.sleep(settings.drain_notice_s)
+    target.engine.draining = True
+    deadline = time.monotonic() + settings.drain_grace_s
+    while target.engine.num_live and time.monotonic() < deadline:
+        await asyncio.sleep(POLL_S)
+    _log.info("drained", unfinished=target.engine.num_live)
+
+
+class Target:
+    """Everything of one serving process but the gRPC server: model, pool, drafter, engine and its thread."""
+
+    def __init__(self, settings: TargetSettings, make_drafter: DrafterFactory | None = None) -> None:
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        device = settings.torch_device()
+        decoder = Decoder.load(settings.model, device, settings.torch_dtype(), progress=_progress_logger(settings.model))
+        config = decoder.config
+        num_pages = _num_pages(settings, config, decoder, device)
+        pool = decoder.make_pool(num_pages, settings.page_size)
+        runner = ModelRunner(decoder, pool, create_backend(settings.attention_backend, device))
+        scheduler = Scheduler(
+            pool.allocator,
+            settings.page_size,
+            SchedulerLimits(
+                settings.max_running_requests, settings.max_queued_requests, settings.max_queued_prompt_tokens, settings.prefill_chunk
+            ),
+        )
+        limits = EngineLimits(config.vocab_size, settings.max_model_len or config.max_position_embeddings, frozenset(config.eos_token_ids))
+        self.drafter = make_drafter(decoder) if make_drafter else _make_drafter(settings, decoder)
+        self.engine = TargetEngine(runner, scheduler, self.drafter, limits)
+        check_parity(runner, self.engine.controller)
+        self._thread = EngineThread(self.engine)
+        self.engine.wake = self._thread.wake
+        self._thread.start()
+        self.serving = Serving(
+            engine=self.engine,
+            decoder=decoder,
+            limits=settings.limits(),
+            model_id=settings.served_model_id or settings.model.resolve().name,
+            max_running_requests=settings.max_running_requests,
+            describe_draft=self._describe_draft,
+        )
+        _log.info("engine started", pages=num_pages, page_size=settings.page_size, device=str(device), dtype=str(decoder.dtype))
+
+    async def wait_for_draft(self, timeout_s: float) -> None:
+        """Give the draft time to come up, then go on without it.
+
+        Raises:
+            OutriderError: The draft does not fit this target.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self.drafter.state() in (DrafterState.CONNECTING, DrafterState.DOWN, DrafterState.WARMING) and time.monotonic() < deadline:
+            misfit = self._misfit()
+            if misfit is not None:
+                raise misfit
+            await asyncio.sleep(POLL_S)
+        if self.drafter.state() not in (DrafterState.ON, DrafterState.NONE):
+            _log.warning("serving without the draft until it answers", waited_s=timeout_s)
+
+    def shutdown(self) -> None:
+        """Stop the engine thread, then the drafter's connection."""
+        self._thread.stop()
+        self.drafter.shutdown()
+
+    def _misfit(self) -> Exception | None:
+        return self.drafter.refusal() if isinstance(self.drafter, RemoteDrafter) else None
+
+    def _describe_draft(self) -> tuple[str, str]:
+        if isinstance(self.drafter, RemoteDrafter):
+            return self.drafter.describe()
+        return ("none", "") if self.drafter.state() is DrafterState.NONE else ("in-process", "")
+
+
+def _make_drafter(settings: TargetSettings, decoder: Decoder) -> Drafter:
+    address = settings.draft_address()
+    if address is None:
+        return NoDrafter(decoder.device)
+    identity = TargetIdentity.of(decoder)
+    return RemoteDrafter(address, identity, decoder.weight, decoder.device, fault_deadline_s=settings.draft_fault_deadline_s)
+
+
+def _num_pages(settings: TargetSettings, config: ModelConfig, decoder: Decoder, device: torch.device) -> int:
+    feature_size = 0 if settings.draft_address() is None else config.hidden_size  # as wide as a row is for every head there is
+    dtype = settings.torch_dtype() or default_dtype(device)
+    per_token = token_bytes(config.num_layers, config.num_kv_heads, config.head_dim, dtype, feature_size)
+    memory = None
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        memory = Memory(total=total, free=free)
+    max_model_len = settings.max_model_len or config.max_position_embeddings
+    pages = plan_pages(settings, per_token, max_model_len, memory)
+    smallest = -(-(settings.max_nodes + 2) // settings.page_size)
+    if pages < smallest:
+        raise ConfigurationError(
+            f"kv_tokens: {pages * settings.page_size} tokens hold no sequence with a tree of {settings.max_nodes} nodes; "
+            f"at least {smallest * settings.page_size} are needed.",
+            field="kv_tokens",
+        )
+    return pages
+
+
+def _progress_logger(model: Path) -> Callable[[int, int], None]:
+    steps_told = 0
+
+    def told(loaded: int, total: int) -> None:
+        nonlocal steps_told
+        step = 4 * loaded // max(total, 1)
+        if step > steps_told:
+            steps_told = step
+            _log.info("loading", model=str(model), percent=25 * step)
+
+    return told

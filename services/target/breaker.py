@@ -1,0 +1,63 @@
+"""The circuit breaker between the engine and a draft that does not answer."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+MISSES_TO_OPEN = 3
+FIRST_BACKOFF_S = 0.1
+LAST_BACKOFF_S = 0.8
+
+
+class BreakerState(Enum):
+    """CLOSED: drafting. OPEN: the draft is not asked. HALF_OPEN: it showed life, one sequence tries."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+class Breaker:
+    """Opens after three missed deadlines in a row, or at once on a fault; a sign of life after the back-off makes it half-open.
+
+    `sign_of_life` may come from another thread: it only moves OPEN to HALF_OPEN.
+    """
+
+    def __init__(self) -> None:
+        self.state = BreakerState.CLOSED
+        self._misses = 0
+        self._backoff_s = FIRST_BACKOFF_S
+        self._closed_until = 0.0
+
+    def miss(self, now: float) -> None:
+        """A deadline passed without an answer."""
+        self._misses += 1
+        if self._misses >= MISSES_TO_OPEN or self.state is BreakerState.HALF_OPEN:
+            self.trip(now)
+
+    def trip(self, now: float) -> None:
+        """Open: the draft is faulty."""
+        if self.state is BreakerState.HALF_OPEN:
+            self._backoff_s = min(2 * self._backoff_s, LAST_BACKOFF_S)
+        self._misses = 0
+        self._closed_until = now + self._backoff_s
+        self.state = BreakerState.OPEN
+
+    def success(self) -> None:
+        """An answer came in time."""
+        self._misses = 0
+        self._backoff_s = FIRST_BACKOFF_S
+        self.state = BreakerState.CLOSED
+
+    def reset(self) -> None:
+        """Start over, for a new connection."""
+        self.success()
+
+    def wants_probe(self, now: float) -> bool:
+        """Whether the draft should be asked for a sign of life."""
+        return self.state is BreakerState.OPEN and now >= self._closed_until
+
+    def sign_of_life(self, now: float) -> None:
+        """The draft answered a probe."""
+        if self.wants_probe(now):
+            self.state = BreakerState.HALF_OPEN

@@ -1,0 +1,132 @@
+"""Protobuf ↔ our data for the target's own API. Protobuf goes no further than this file and the servicer."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+from outrider.common.v1 import common_pb2
+from outrider.services.target.request import (
+    Event,
+    FinishedEvent,
+    FinishReason,
+    GenerationRequest,
+    RoundTrace,
+    SamplingParams,
+    SpeculationLimits,
+    SpeculationMode,
+    SpeculationReport,
+    TokensEvent,
+)
+from outrider.shared.base.errors import InvalidRequestError
+from outrider.shared.rpc.convert import error_to_proto
+from outrider.target.v1 import target_pb2
+
+MAX_REQUEST_ID_LENGTH = 256
+MAX_STOP_TOKENS = 256
+
+MODES = {
+    common_pb2.SPECULATION_MODE_UNSPECIFIED: SpeculationMode.AUTO,
+    common_pb2.SPECULATION_MODE_AUTO: SpeculationMode.AUTO,
+    common_pb2.SPECULATION_MODE_ON: SpeculationMode.ON,
+    common_pb2.SPECULATION_MODE_OFF: SpeculationMode.OFF,
+}
+REASONS = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: common_pb2.FINISH_REASON_CANCELLED,
+}
+
+
+def request_from_proto(message: target_pb2.GenerateRequest, limits: SpeculationLimits, vocab_size: int) -> GenerationRequest:
+    """Parse a request; absent fields are neutral, a missing seed is drawn.
+
+    Raises:
+        InvalidRequestError: A field is wrong; names it.
+    """
+    if not message.request_id or len(message.request_id) > MAX_REQUEST_ID_LENGTH:
+        raise InvalidRequestError(f"request_id must have 1 to {MAX_REQUEST_ID_LENGTH} characters.", field="request_id")
+    if len(message.stop_token_ids) > MAX_STOP_TOKENS:
+        raise InvalidRequestError(f"stop_token_ids holds more than {MAX_STOP_TOKENS} tokens.", field="stop_token_ids")
+    if any(token >= vocab_size for token in message.stop_token_ids):
+        raise InvalidRequestError(f"stop_token_ids must be below the vocabulary size of {vocab_size}.", field="stop_token_ids")
+    options = message.speculation
+    if options.mode not in MODES:
+        raise InvalidRequestError(f"speculation.mode {options.mode} is not known.", field="speculation.mode")
+    return GenerationRequest(
+        request_id=message.request_id,
+        prompt_ids=tuple(message.prompt_ids),
+        max_new_tokens=message.max_new_tokens,
+        sampling=_sampling(message.sampling),
+        speculation=limits.resolve(
+            MODES[options.mode],
+            depth=options.depth if options.HasField("depth") else None,
+            topk=options.topk if options.HasField("topk") else None,
+            max_nodes=options.max_nodes if options.HasField("max_nodes") else None,
+            trace=options.trace,
+        ),
+        stop_token_ids=frozenset(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        deadline=time.monotonic() + message.timeout_ms / 1e3 if message.timeout_ms else None,
+        priority=message.priority,
+    )
+
+
+def _sampling(options: common_pb2.SamplingOptions) -> SamplingParams:
+    return SamplingParams(
+        temperature=options.temperature if options.HasField("temperature") else 1.0,
+        top_k=options.top_k,
+        top_p=options.top_p if options.HasField("top_p") else 1.0,
+        min_p=options.min_p,
+        seed=options.seed if options.HasField("seed") else secrets.randbits(64),
+        choice_index=options.choice_index,
+    )
+
+
+def event_to_proto(event: Event) -> target_pb2.GenerateReply:
+    """Return an event as a message."""
+    if isinstance(event, TokensEvent):
+        delta = target_pb2.TokenDelta(token_ids=event.token_ids, rounds=[_round(one) for one in event.rounds])
+        return target_pb2.GenerateReply(request_id=event.request_id, delta=delta)
+    if isinstance(event, FinishedEvent):
+        return target_pb2.GenerateReply(request_id=event.request_id, finish=_finish(event))
+    return target_pb2.GenerateReply(request_id=event.request_id, error=error_to_proto(event.error))
+
+
+def report_to_proto(report: SpeculationReport) -> common_pb2.SpeculationStats:
+    """Return speculation statistics as a message."""
+    return common_pb2.SpeculationStats(
+        accept_length=report.accept_length,
+        rounds=report.rounds,
+        draft_tokens=report.draft_tokens,
+        accepted_tokens=report.accepted_tokens,
+        accepted_histogram=report.accepted_histogram,
+        fallback_reason=report.fallback_reason,
+        speedup_estimate=report.speedup_estimate,
+    )
+
+
+def _finish(event: FinishedEvent) -> target_pb2.Finish:
+    return target_pb2.Finish(
+        reason=REASONS[event.reason],
+        matched_token=event.matched_token,
+        usage=common_pb2.Usage(
+            prompt_tokens=event.prompt_tokens, completion_tokens=event.completion_tokens, cached_tokens=event.cached_tokens
+        ),
+        speculation=report_to_proto(event.speculation),
+        queue_ms=event.queue_s * 1e3,
+        prefill_ms=event.prefill_s * 1e3,
+        decode_ms=event.decode_s * 1e3,
+    )
+
+
+def _round(one: RoundTrace) -> common_pb2.RoundTrace:
+    return common_pb2.RoundTrace(
+        round=one.round,
+        base_len=one.base_len,
+        nodes=[common_pb2.TraceNode(token=node.token, parent=node.parent, depth=node.depth, logprob=node.logprob) for node in one.nodes],
+        accepted=one.accepted,
+        emitted=one.emitted,
+        draft_ms=one.draft_ms,
+        verify_ms=one.verify_ms,
+    )

@@ -1,0 +1,411 @@
+"""The remote drafter: the engine's side of the draft protocol, as a state machine that only the engine thread drives.
+
+A session is *live* once Open went out on the present connection. Commits of live sessions are kept until a frame carries them (they are
+cumulative); a session that falls behind too far, or that the draft lost, is reopened by the engine from its feature plane. No fault of
+the draft raises: the rows concerned get trees of one node and a reason.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Sequence
+
+import torch
+
+from outrider.draft.v1 import draft_pb2
+from outrider.services.target.breaker import Breaker, BreakerState
+from outrider.services.target.draft_link import Connection, DraftLink, LinkEvent, TargetIdentity, Weight
+from outrider.services.target.draft_trees import CheckedTree, check_tree, fence_from_proto, fence_to_proto, pad_trees, root_tree
+from outrider.shared.base.errors import OutriderError, ProtocolError
+from outrider.shared.rpc.tensors import MAX_CHUNK_BYTES, encode_tensor
+from outrider.shared.spec.drafter import DrafterState, FeatureSpec, ProposalRequest, ProposalRow, RoundResult, SequenceOpen
+from outrider.shared.spec.fence import Fence
+from outrider.shared.spec.tree import DraftBatch, DraftShape
+
+MAX_PENDING_TOKENS = 256
+"""Commits kept for a session that is not asked for drafts; above, they are sent without asking, or the session is given up."""
+BAD_TREES_TO_TRIP = 3
+WARMING_PATIENCE = 5.0
+"""A draft that shows life may take this many fault deadlines to open a session."""
+NO_DEADLINE_US = 0
+
+_log = logging.getLogger("outrider.target.draft")
+
+
+class _Session:
+    """A followed sequence.
+
+    Attributes:
+        live: Open went out on the present connection and the draft has not lost it since.
+        lost: The engine must reopen it.
+        warm: The draft has answered for it since it was opened.
+        base_len, token_ids, features: Commits not sent yet, joined.
+        wanted: The fence and shape that an answer must match; None when none is awaited.
+        tree: The answer.
+        reason: Why the last proposal was empty.
+        rejected_until: The draft is full and asked to be left alone until then.
+    """
+
+    __slots__ = ("base_len", "features", "fence", "live", "lost", "reason", "rejected_until", "token_ids", "tree", "wanted", "warm")
+
+    def __init__(self, fence: Fence) -> None:
+        self.fence = fence
+        self.live = False
+        self.lost = False
+        self.warm = False
+        self.base_len = fence.committed_len
+        self.token_ids: list[int] = []
+        self.features: list[torch.Tensor] = []
+        self.wanted: ProposalRow | None = None
+        self.tree: CheckedTree | None = None
+        self.reason = ""
+        self.rejected_until = 0.0
+
+
+class RemoteDrafter:
+    """`Drafter` over gRPC. `state`, `describe` and `refusal` may be called from any thread, the rest from the engine thread only."""
+
+    device_resident = False
+
+    def __init__(
+        self, address: str, identity: TargetIdentity, weight: Weight, device: torch.device, *, fault_deadline_s: float = 2.0
+    ) -> None:
+        self._identity = identity
+        self._device = device
+        self._fault_deadline_s = fault_deadline_s
+        self._breaker = Breaker()
+        self._link = DraftLink(address, identity, weight, self._breaker)
+        self._connection: Connection | None = None
+        self._hello = draft_pb2.HelloAck()
+        self._spec: FeatureSpec | None = None
+        self._sessions: dict[int, _Session] = {}
+        self._announced: ProposalRequest | None = None
+        self._draft_ms = 0.0
+        self._bad_trees = 0
+        self._last_sign = 0.0
+        self.num_stale_trees = 0
+        self._link.start()
+
+    # ---- any thread
+
+    def state(self) -> DrafterState:
+        """See `Drafter.state`."""
+        if self._link.connection is None:
+            return DrafterState.DOWN if self._link.ever_connected else DrafterState.CONNECTING
+        return DrafterState.DOWN if self._breaker.state is BreakerState.OPEN else DrafterState.ON
+
+    def refusal(self) -> OutriderError | None:
+        """Return why the draft cannot be used with this target, if it said so."""
+        return self._link.refusal
+
+    def describe(self) -> tuple[str, str]:
+        """Return the draft's algorithm and model id; empty before the first connection."""
+        return self._hello.algorithm, self._hello.model_id
+
+    # ---- engine thread
+
+    def feature_spec(self) -> FeatureSpec | None:
+        """See `Drafter.feature_spec`. Called every step, so this is also where messages are taken in."""
+        self._drain()
+        return self._spec
+
+    def open(self, sequences: Sequence[SequenceOpen]) -> None:
+        """See `Drafter.open`."""
+        for sequence in sequences:
+            session = self._sessions[sequence.fence.session_id] = _Session(sequence.fence)
+            connection = self._usable()
+            if connection is None:
+                session.lost = True
+                continue
+            message = draft_pb2.Open(
+                fence=fence_to_proto(sequence.fence),
+                token_ids=sequence.token_ids,
+                seed=sequence.seed,
+                temperature=sequence.temperature,
+                choice_index=sequence.choice_index,
+            )
+            connection.send(draft_pb2.SessionRequest(open=message))
+            session.live = True
+
+    def features(self, session_id: int, base: int, rows: torch.Tensor) -> None:
+        """See `Drafter.features`: chunks of at most 1 MiB on the bulk stream."""
+        session = self._sessions.get(session_id)
+        connection = self._usable()
+        if session is None or not session.live:
+            return
+        if connection is None:
+            self._lose(session)
+            return
+        per_chunk = max(1, MAX_CHUNK_BYTES // max(1, rows.shape[1] * rows.element_size()))
+        for start in range(0, rows.shape[0], per_chunk):
+            connection.send_bulk(
+                draft_pb2.BulkRequest(
+                    session_id=session_id,
+                    epoch=session.fence.epoch,
+                    base=base + start,
+                    features=encode_tensor(rows[start : start + per_chunk]),
+                    target_id=self._identity.target_id,
+                )
+            )
+
+    def commit(self, result: RoundResult) -> None:
+        """See `Drafter.commit`. Kept until the next frame."""
+        for commit in result.commits:
+            session = self._sessions.get(commit.fence.session_id)
+            if session is None or not session.live:
+                continue
+            session.fence = commit.fence
+            session.token_ids.extend(commit.token_ids)
+            if commit.features is not None:
+                session.features.append(commit.features)
+            if len(session.token_ids) > MAX_PENDING_TOKENS:
+                self._send_unasked(session, result.round)
+
+    def announce(self, request: ProposalRequest) -> None:
+        """See `Drafter.announce`: one frame with every commit that its rows need."""
+        self._announced = request
+        self._drain()
+        connection = self._usable()
+        frame = draft_pb2.TargetFrame(round=request.round)
+        features: list[torch.Tensor] = []
+        deadline_us = NO_DEADLINE_US if request.deadline_s is None else int(request.deadline_s * 1e6)
+        asked = 0
+        for row in request.rows:
+            session = self._sessions.get(row.fence.session_id)
+            if session is None:
+                continue
+            session.tree, session.wanted = None, None
+            session.reason = self._obstacle(session, row, connection, asked)
+            if session.reason:
+                continue
+            asked += 1
+            session.wanted = row
+            commit = self._take_commit(session, features)
+            commit.shape.CopyFrom(draft_pb2.Shape(depth=row.shape.depth, topk=row.shape.topk, max_nodes=row.shape.max_nodes))
+            commit.deadline_us = NO_DEADLINE_US if row.must_wait else deadline_us
+            commit.want = draft_pb2.WANT_DRAFT
+            frame.commits.append(commit)
+        if connection is not None and frame.commits:
+            _send_frame(connection, frame, features)
+
+    def propose(self, request: ProposalRequest) -> DraftBatch:
+        """See `Drafter.propose`."""
+        if self._announced is not request:
+            self.announce(request)
+        self._announced = None
+        rows = [(row, self._sessions.get(row.fence.session_id)) for row in request.rows]
+        awaited = [(row, session) for row, session in rows if session is not None and session.wanted is not None and session.tree is None]
+        if awaited:
+            self._wait(awaited, request.deadline_s)
+        trees: list[CheckedTree] = []
+        for row, session in rows:
+            tree = session.tree if session is not None else None
+            if session is not None:
+                session.tree, session.wanted = None, None
+            trees.append(tree or root_tree(row.root_token))
+        return pad_trees(trees, self._device, self._draft_ms)
+
+    def wants_reopen(self) -> Sequence[int]:
+        """See `Drafter.wants_reopen`; nothing while the draft is away."""
+        if self._usable() is None:
+            return ()
+        now = time.monotonic()
+        return [session_id for session_id, session in self._sessions.items() if session.lost and session.rejected_until <= now]
+
+    def fallback_reason(self, session_id: int) -> str:
+        """See `Drafter.fallback_reason`."""
+        session = self._sessions.get(session_id)
+        return session.reason if session is not None else "not_followed"
+
+    def close(self, session_ids: Sequence[int]) -> None:
+        """See `Drafter.close`."""
+        for session_id in session_ids:
+            session = self._sessions.pop(session_id, None)
+            if session is not None and session.live and self._connection is not None:
+                self._connection.send(draft_pb2.SessionRequest(close=draft_pb2.Close(session_id=session_id)))
+
+    def shutdown(self) -> None:
+        """See `Drafter.shutdown`."""
+        self._link.close()
+
+    # ---- waiting
+
+    def _wait(self, awaited: list[tuple[ProposalRow, _Session]], deadline_s: float | None) -> None:
+        """Take in messages until every awaited row is answered or its time is over."""
+        started = time.monotonic()
+        self._last_sign = started
+        patient = deadline_s is None
+        while True:
+            open_rows = [(row, session) for row, session in awaited if session.wanted is not None and session.tree is None]
+            if not open_rows:
+                break
+            until = max(self._due(row, session, started, None if patient else deadline_s) for row, session in open_rows)
+            remaining = until - time.monotonic()
+            if remaining <= 0:
+                self._missed(open_rows, patient)
+                return
+            try:
+                event = self._link.inbox.get(timeout=remaining)
+            except queue.Empty:
+                continue
+            self._handle(event)
+        if any(session.tree is not None for _row, session in awaited):
+            self._breaker.success()
+
+    def _due(self, row: ProposalRow, session: _Session, started: float, deadline_s: float | None) -> float:
+        if deadline_s is not None and not row.must_wait:
+            return started + deadline_s
+        if session.warm:
+            return started + self._fault_deadline_s
+        return min(self._last_sign + self._fault_deadline_s, started + WARMING_PATIENCE * self._fault_deadline_s)
+
+    def _missed(self, open_rows: list[tuple[ProposalRow, _Session]], patient: bool) -> None:
+        """Some rows got no answer in time: a fault if they could wait, else a miss, unless the draft is still opening them."""
+        now = time.monotonic()
+        for _row, session in open_rows:
+            session.reason = "late" if session.warm else "warming"
+            session.wanted = None
+        if any(row.must_wait or patient for row, _session in open_rows):
+            _log.warning("the draft owes an answer for more than %.1f s; decoding plainly until it shows life", self._fault_deadline_s)
+            self._breaker.trip(now)
+        elif any(session.warm for _row, session in open_rows):
+            self._breaker.miss(now)
+
+    # ---- messages
+
+    def _drain(self) -> None:
+        inbox = self._link.inbox
+        while not inbox.empty():
+            self._handle(inbox.get())
+
+    def _handle(self, event: LinkEvent) -> None:
+        if event.reply is None:
+            self._connection_changed(event.connection)
+        elif event.connection is self._connection:
+            self._last_sign = time.monotonic()
+            try:
+                self._reply(event.reply)
+            except ProtocolError as error:
+                _log.warning("the draft broke the protocol: %s", error.message)
+                event.connection.close()
+
+    def _connection_changed(self, connection: Connection) -> None:
+        if connection.ended.is_set():
+            if connection is not self._connection:
+                return
+            self._connection = None
+        else:
+            assert connection.hello is not None
+            self._connection = connection
+            self._hello = connection.hello
+            self._spec = connection.spec
+            self._bad_trees = 0
+        for session in self._sessions.values():
+            self._lose(session)
+            session.reason = "draft_down" if self._connection is None else "resync"
+
+    def _reply(self, reply: draft_pb2.SessionReply) -> None:
+        kind = reply.WhichOneof("message")
+        if kind == "frame":
+            self._draft_ms = reply.frame.draft_ms
+            for tree in reply.frame.trees:
+                self._take_tree(tree)
+        elif kind == "need_resync":
+            session = self._sessions.get(reply.need_resync.session_id)
+            if session is not None and session.fence.epoch == reply.need_resync.epoch:
+                self._lose(session)
+                session.reason = "resync"
+        elif kind == "reject":
+            session = self._sessions.get(reply.reject.session_id)
+            if session is not None:
+                self._lose(session)
+                session.reason = reply.reject.reason or "rejected"
+                session.rejected_until = time.monotonic() + max(reply.reject.retry_after_ms, 100) / 1e3
+        elif kind == "hello":
+            raise ProtocolError("a second Hello", field="hello")
+
+    def _take_tree(self, tree: draft_pb2.Tree) -> None:
+        """Keep a tree if it answers what is asked now; anything late, twice or of another epoch is dropped."""
+        session = self._sessions.get(tree.fence.session_id)
+        row = session.wanted if session is not None else None
+        if session is None or row is None or fence_from_proto(tree.fence) != row.fence:
+            self.num_stale_trees += 1
+            return
+        session.warm = True
+        try:
+            session.tree = check_tree(tree, row.root_token, row.shape, self._identity.vocab_size)
+            session.reason = "" if len(session.tree.tokens) > 1 else "empty_tree"
+            self._bad_trees = 0
+        except ProtocolError as error:
+            session.wanted = None
+            session.reason = "bad_tree"
+            self._bad_trees += 1
+            _log.warning("dropped a tree of the draft: %s", error.message)
+            if self._bad_trees >= BAD_TREES_TO_TRIP:
+                self._bad_trees = 0
+                self._breaker.trip(time.monotonic())
+
+    # ---- helpers
+
+    def _usable(self) -> Connection | None:
+        """Return the connection if the draft may be talked to."""
+        return None if self._breaker.state is BreakerState.OPEN else self._connection
+
+    def _lose(self, session: _Session) -> None:
+        session.live, session.lost, session.warm = False, True, False
+        session.wanted, session.tree = None, None
+        session.token_ids.clear()
+        session.features.clear()
+
+    def _send_unasked(self, session: _Session, round_number: int) -> None:
+        """Send commits that have piled up, or give the session up while the draft is away."""
+        connection = self._usable()
+        if connection is None or self._breaker.state is not BreakerState.CLOSED:
+            self._lose(session)
+            return
+        features: list[torch.Tensor] = []
+        commit = self._take_commit(session, features)
+        commit.want = draft_pb2.WANT_NOTHING
+        _send_frame(connection, draft_pb2.TargetFrame(round=round_number, commits=[commit]), features)
+
+    def _obstacle(self, session: _Session, row: ProposalRow, connection: Connection | None, asked: int) -> str:
+        if connection is None:
+            return DrafterState.DOWN.value
+        if not session.live:
+            return session.reason or "resync"
+        if self._breaker.state is BreakerState.HALF_OPEN and asked:
+            return "half_open"
+        if not self._fits(row.shape):
+            return "shape_above_draft"
+        if session.fence != row.fence:
+            self._lose(session)
+            return "resync"
+        return ""
+
+    def _fits(self, shape: DraftShape) -> bool:
+        hello = self._hello
+        caps = ((shape.depth, hello.max_steps), (shape.topk, hello.max_topk), (shape.max_nodes, hello.max_nodes))
+        return all(not cap or value <= cap for value, cap in caps)
+
+    def _take_commit(self, session: _Session, features: list[torch.Tensor]) -> draft_pb2.Commit:
+        """Return the session's commits as one; appends its rows to the frame's."""
+        commit = draft_pb2.Commit(
+            fence=fence_to_proto(session.fence),
+            base_len=session.base_len,
+            token_ids=session.token_ids,
+            feature_row=sum(rows.shape[0] for rows in features),
+            num_feature_rows=sum(rows.shape[0] for rows in session.features),
+        )
+        features.extend(session.features)
+        session.base_len = session.fence.committed_len
+        session.token_ids = []
+        session.features = []
+        return commit
+
+
+def _send_frame(connection: Connection, frame: draft_pb2.TargetFrame, features: list[torch.Tensor]) -> None:
+    if features:
+        frame.features.CopyFrom(encode_tensor(features[0] if len(features) == 1 else torch.cat(features)))
+    connection.send(draft_pb2.SessionRequest(frame=frame))

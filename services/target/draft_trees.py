@@ -1,0 +1,95 @@
+"""Trees that a remote draft sent: checked before they are believed, then padded into a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider.draft.v1 import draft_pb2
+from outrider.shared.base.errors import ProtocolError
+from outrider.shared.spec.fence import Fence
+from outrider.shared.spec.tree import MASK_WORD_BITS, DraftBatch, DraftShape, mask_words
+
+WORD = (1 << MASK_WORD_BITS) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedTree:
+    """A tree with its root as node 0. `masks[i]` has a bit for every ancestor of node i and for itself."""
+
+    tokens: list[int]
+    parents: list[int]
+    depths: list[int]
+    masks: list[int]
+    logprobs: list[float]
+
+
+def root_tree(root_token: int) -> CheckedTree:
+    """Return the tree that holds the root alone."""
+    return CheckedTree([root_token], [-1], [0], [1], [0.0])
+
+
+def check_tree(tree: draft_pb2.Tree, root_token: int, shape: DraftShape, vocab_size: int) -> CheckedTree:
+    """Return the tree with its root, depths and masks.
+
+    Raises:
+        ProtocolError: A parent does not precede its child, a token is not in the vocabulary, or the tree is larger than asked for.
+    """
+    count = len(tree.token_ids)
+    if len(tree.parents) != count:
+        raise ProtocolError(f"a tree of {count} tokens names {len(tree.parents)} parents", field="parents")
+    if count >= shape.max_nodes:
+        raise ProtocolError(f"a tree of {count + 1} nodes; at most {shape.max_nodes} were asked for", field="token_ids")
+    tokens, parents, depths, masks = [root_token], [-1], [0], [1]
+    for index, (token, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True), 1):
+        if token >= vocab_size:
+            raise ProtocolError(f"token {token} is not in the vocabulary of {vocab_size}", field="token_ids")
+        if parent >= index:
+            raise ProtocolError(f"node {index} names node {parent} as its parent", field="parents")
+        depth = depths[parent] + 1
+        if depth > shape.depth:
+            raise ProtocolError(f"a tree deeper than the {shape.depth} levels asked for", field="parents")
+        tokens.append(token)
+        parents.append(parent)
+        depths.append(depth)
+        masks.append(masks[parent] | 1 << index)
+    logprobs = [0.0, *tree.logprobs] if len(tree.logprobs) == count else [0.0] * (count + 1)
+    return CheckedTree(tokens, parents, depths, masks, logprobs)
+
+
+def fence_from_proto(fence: draft_pb2.Fence) -> Fence:
+    """Return the fence of a message."""
+    return Fence(fence.session_id, fence.epoch, fence.committed_len, fence.prefix_hash)
+
+
+def fence_to_proto(fence: Fence) -> draft_pb2.Fence:
+    """The inverse of `fence_from_proto`."""
+    return draft_pb2.Fence(session_id=fence.session_id, epoch=fence.epoch, committed_len=fence.committed_len, prefix_hash=fence.prefix_hash)
+
+
+def pad_trees(trees: Sequence[CheckedTree], device: torch.device, draft_ms: float) -> DraftBatch:
+    """Return the trees as one batch, each padded to the largest."""
+    width = max(len(tree.tokens) for tree in trees)
+    words = mask_words(width)
+
+    def column(rows: list[list[int]], fill: int) -> torch.Tensor:
+        return torch.tensor([row + [fill] * (width - len(row)) for row in rows], dtype=torch.int32, device=device)
+
+    masks = [[_words(mask, words) for mask in tree.masks] + [[0] * words] * (width - len(tree.masks)) for tree in trees]
+    return DraftBatch(
+        tokens=column([tree.tokens for tree in trees], 0),
+        parents=column([tree.parents for tree in trees], -1),
+        depths=column([tree.depths for tree in trees], 0),
+        num_nodes=torch.tensor([len(tree.tokens) for tree in trees], dtype=torch.int32, device=device),
+        ancestors=torch.tensor(masks, dtype=torch.int32, device=device),
+        logprobs=torch.tensor([tree.logprobs + [0.0] * (width - len(tree.logprobs)) for tree in trees], dtype=torch.float32, device=device),
+        draft_ms=draft_ms,
+    )
+
+
+def _words(mask: int, words: int) -> list[int]:
+    """Split a mask into signed 32-bit words, lowest first."""
+    split = [mask >> MASK_WORD_BITS * word & WORD for word in range(words)]
+    return [value - (1 << MASK_WORD_BITS) if value >> MASK_WORD_BITS - 1 else value for value in split]

@@ -1,0 +1,161 @@
+"""What the target can be told, and how it becomes a plan for the machine at hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import torch
+from pydantic import Field
+
+from outrider.services.target.request import SpeculationLimits
+from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.base.settings import ServiceSettings, settings_config
+from outrider.shared.rpc.address import check_address, check_listen_address
+from outrider.shared.spec.tree import DraftShape
+
+CPU_KV_TOKENS = 64 * 1024
+CPU_KV_BYTES = 1 << 30
+
+
+class Device(Enum):
+    """Where the model runs; AUTO is CUDA where there is a GPU."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Dtype(Enum):
+    """Type of weights and activations; AUTO is fp32 on the CPU and bf16 on CUDA."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class Algorithm(Enum):
+    """How drafts are made; AUTO is what the draft says it is."""
+
+    AUTO = "auto"
+    EAGLE3 = "EAGLE3"
+    NONE = "NONE"
+
+
+class TargetSettings(ServiceSettings):
+    """Settings of `outrider serve target`."""
+
+    model_config = settings_config("target")
+
+    listen: str = Field("127.0.0.1:7001", description="Address of the gRPC service: host:port or unix:/path.")
+    insecure: bool = Field(False, description="Listen on addresses that other hosts reach, without authentication.")
+    model: Path = Field(description="Model folder in Hugging Face layout.")
+    served_model_id: str = Field("", description="Name of the model; by default the folder's.")
+    device: str = Field("auto", pattern="^(auto|cpu|cuda(:[0-9]+)?)$", description="auto, cpu, cuda or cuda:N.")
+    dtype: Dtype = Field(Dtype.AUTO, description="auto, float32, bfloat16 or float16.")
+    attention_backend: str = Field("auto", description="auto, reference or triton.")
+    draft: str = Field("none", description="The draft service: grpc://host:port, unix:/path, or none.")
+    speculative_algorithm: Algorithm = Field(Algorithm.AUTO, description="auto, EAGLE3 or NONE.")
+    num_steps: int = Field(5, ge=1, description="Depth of a draft tree when a request names none.")
+    topk: int = Field(4, ge=1, description="Branching per level when a request names none.")
+    num_draft_tokens: int = Field(16, ge=1, description="Nodes verified per round, the root included, when a request names none.")
+    max_steps: int = Field(16, ge=1, description="Deepest tree that a request may ask for.")
+    max_topk: int = Field(16, ge=1, description="Widest branching that a request may ask for.")
+    max_nodes: int = Field(128, ge=1, description="Largest tree that a request may ask for.")
+    max_running_requests: int = Field(16, ge=1, description="Sequences that are worked on at once.")
+    max_queued_requests: int = Field(512, ge=1, description="Sequences that may wait; more get RESOURCE_EXHAUSTED.")
+    max_queued_prompt_tokens: int = Field(1_000_000, ge=1, description="Prompt tokens that may wait; more get RESOURCE_EXHAUSTED.")
+    page_size: int = Field(16, ge=1, le=1024, description="Tokens per page of the KV cache.")
+    kv_tokens: int | None = Field(None, ge=1, description="Size of the KV cache in tokens; by default what the memory allows.")
+    mem_fraction_static: float = Field(0.85, gt=0, lt=1, description="Share of the GPU's memory for weights and KV cache.")
+    max_model_len: int | None = Field(None, ge=2, description="Longest prompt + answer; by default what the model was trained for.")
+    prefill_chunk: int = Field(512, ge=1, description="Most prompt tokens per step.")
+    threads: int | None = Field(None, ge=1, description="CPU threads of the model; by default torch's own choice.")
+    draft_wait_s: float = Field(20.0, ge=0, description="At start: wait this long for the draft before serving without it.")
+    draft_fault_deadline_s: float = Field(2.0, gt=0, description="A draft that owes an answer for longer counts as faulty.")
+    drain_notice_s: float = Field(0.0, ge=0, description="On SIGTERM: time between not serving and refusing new requests.")
+    drain_grace_s: float = Field(30.0, ge=0, description="On SIGTERM: time that running requests get to finish.")
+    log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
+    log_json: bool = Field(False, description="One JSON object per log line.")
+
+    def check(self) -> None:
+        """Check what concerns several fields.
+
+        Raises:
+            ConfigurationError: names the field and the fix.
+        """
+        check_listen_address(self.listen, "listen", allow_remote=self.insecure)
+        for name, value, cap_name, cap in (
+            ("num_steps", self.num_steps, "max_steps", self.max_steps),
+            ("topk", self.topk, "max_topk", self.max_topk),
+            ("num_draft_tokens", self.num_draft_tokens, "max_nodes", self.max_nodes),
+        ):
+            if value > cap:
+                raise ConfigurationError(f"{name} = {value} is above {cap_name} = {cap}; raise the cap or lower the default.", field=name)
+        if self.device.startswith("cuda") and not torch.cuda.is_available():
+            raise ConfigurationError("device: cuda was asked for and torch sees no GPU here; use --device cpu.", field="device")
+        self.draft_address()
+
+    def draft_address(self) -> str | None:
+        """Return the draft's address for gRPC, or None without a draft."""
+        if self.draft == "none" or self.speculative_algorithm is Algorithm.NONE:
+            return None
+        if self.draft.startswith("grpc://"):
+            return check_address(self.draft.removeprefix("grpc://").rstrip("/"), "draft")
+        if self.draft.startswith("unix:"):
+            return check_address(self.draft, "draft")
+        raise ConfigurationError(f"draft: expected none, grpc://host:port or unix:/path, not {self.draft!r}.", field="draft")
+
+    def limits(self) -> SpeculationLimits:
+        """Return the default tree shape and its caps."""
+        shape = DraftShape(self.num_steps, self.topk, self.num_draft_tokens)
+        return SpeculationLimits(shape, self.max_steps, self.max_topk, self.max_nodes)
+
+    def torch_device(self) -> torch.device:
+        """Return the device that `device` means on this machine."""
+        if self.device != Device.AUTO.value:
+            return torch.device(self.device)
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def torch_dtype(self) -> torch.dtype | None:
+        """Return the dtype, or None for the device's default."""
+        return None if self.dtype is Dtype.AUTO else getattr(torch, self.dtype.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A device's memory in bytes, weights loaded."""
+
+    total: int
+    free: int
+
+
+def plan_pages(settings: TargetSettings, bytes_per_token: int, max_model_len: int, memory: Memory | None) -> int:
+    """Return how many pages the pool gets; pure, so that it is tested without a GPU.
+
+    Args:
+        settings: `kv_tokens`, `mem_fraction_static`, `page_size`.
+        bytes_per_token: Of all planes, feature rows included.
+        max_model_len: The pool holds at least one such sequence if memory allows.
+        memory: Of the GPU; None on a CPU.
+
+    Raises:
+        ConfigurationError: Not even one page fits.
+    """
+    if settings.kv_tokens is not None:
+        tokens = settings.kv_tokens
+    elif memory is None:
+        tokens = min(max(CPU_KV_TOKENS, 2 * max_model_len), CPU_KV_BYTES // bytes_per_token)
+    else:
+        static = int(memory.total * settings.mem_fraction_static) - (memory.total - memory.free)
+        tokens = static // bytes_per_token
+    pages = -(-tokens // settings.page_size) if settings.kv_tokens is not None else tokens // settings.page_size
+    if pages < 1:
+        raise ConfigurationError(
+            f"mem_fraction_static: no memory is left for the KV cache ({bytes_per_token * settings.page_size} bytes per page). "
+            "Raise --mem-fraction-static or free memory of the GPU.",
+            field="mem_fraction_static",
+        )
+    return pages
