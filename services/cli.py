@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from outrider.services import launch
 from outrider.services.launch import DEMO_DRAFT, DEMO_TARGET, Progress, StackOptions, Transport
@@ -101,7 +102,7 @@ def up(
     )
     console = Console(stderr=True, highlight=False)
     with StopSignal() as stop, launch.running_stack(options, _echo_to(console), _progress_to(console), lambda: stop.requested) as stack:
-        console.print(f"[bold green]up[/] {stack.url}  (OpenAI API at {stack.url}/v1; gRPC on port {port + 1})")
+        console.print(f"[bold green]up[/] {stack.url}  (OpenAI API at {stack.url}/v1; gRPC on port {port + 1})", soft_wrap=True)
         stop.wait()
         console.print("stopping")
 
@@ -117,8 +118,7 @@ def _echo_to(console: Console) -> Echo:
     colours = {"gateway": "cyan", "target": "magenta", "draft": "yellow"}
 
     def echo(name: str, line: str) -> None:
-        console.print(f"[{colours.get(name, 'white')}]{name:>7} |[/] ", end="")
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(Text.assemble((f"{name:>7} | ", colours.get(name, "white")), line), soft_wrap=True)
 
     return echo
 
@@ -232,8 +232,9 @@ def _print_pieces(pieces: Any) -> None:
 
 
 def _print_summary(reply: Any) -> None:
-    accept_length = reply.speculation.get("accept_length")
-    speculated = f", accept length {accept_length:.2f} over {reply.speculation.get('rounds')} rounds" if accept_length else ""
+    speculation = reply.speculation
+    drafted = bool(speculation.get("draft_tokens"))
+    speculated = f", accept length {speculation['accept_length']:.2f} over {speculation['rounds']} rounds" if drafted else ""
     console = Console(stderr=True, highlight=False)
     console.print(f"[dim]{reply.completion_tokens} tokens, {reply.tokens_per_s:.0f}/s, {reply.finish_reason}{speculated}[/]")
 
@@ -312,16 +313,10 @@ def main() -> None:
     try:
         app()
     except OutriderError as error:
-        Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {_escape(error.message)}", soft_wrap=True)
+        Console(stderr=True, highlight=False).print(Text.assemble(("error: ", "bold red"), error.message), soft_wrap=True)
         sys.exit(EXIT_CODES.get(error.code, 1))
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
 
 
 if __name__ == "__main__":

@@ -251,7 +251,9 @@ def _wait_until_ready(plan: StackPlan, supervisor: Supervisor, progress: Progres
         waiting: dict[str, Callable[[], bool]] = {}
         if plan.draft_address:
             waiting["draft"] = cleanup.enter_context(ServingProbe(plan.draft_address, DRAFT_SERVICE)).serving
-        waiting |= {"target": target.serving, "gateway": lambda: gateway.status("/ready")[0] == 200}
+        waiting["target"] = target.serving
+        # Asked last: the gateway is ready when the target is.
+        waiting["gateway"] = lambda: len(waiting) == 1 and gateway.status("/ready")[0] == 200
         while waiting:
             if stopped():
                 raise CancelledError("Stopped while the services were starting.")

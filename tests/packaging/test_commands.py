@@ -19,10 +19,10 @@ from outrider.services.launch import free_port
 OUTRIDER = str(Path(sys.executable).parent / "outrider")
 
 
-def outrider_processes(marker: str) -> list[str]:
-    """Return the command lines of running services that mention `marker`."""
-    lines = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
-    return [line for line in lines if "outrider serve" in line and marker in line]
+def outrider_processes(marker: str = "") -> set[str]:
+    """Return process id and command line of the running services that mention `marker`."""
+    lines = subprocess.run(["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout.splitlines()
+    return {line.strip() for line in lines if "outrider serve" in line and marker in line}
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def stack(*flags: str) -> Iterator[str]:
         rest = process.stderr.read()
         process.stderr.close()
     assert process.wait(60) == 0, rest
-    assert outrider_processes(runtime) == []
+    assert outrider_processes(runtime) == set()
     assert not Path(runtime).exists()
 
 
@@ -60,12 +60,13 @@ def complete(url: str, **body: object) -> dict[str, object]:
 
 
 def test_demo_answers_measures_and_leaves_nothing() -> None:
+    before = outrider_processes()
     done = subprocess.run([OUTRIDER, "demo", "--tokens", "64"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "> List 3 countries and their capitals." in done.stdout
     assert float(re.search(r"accept length (\d+\.\d+)", done.stdout)[1]) > 1.0  # type: ignore[index]
     assert re.search(r"Speculation made it \d+\.\d+ × as fast", done.stdout)
-    assert outrider_processes("outrider-") == []
+    assert outrider_processes() - before == set()
 
 
 def test_bench_writes_paired_results(tmp_path: Path) -> None:
@@ -103,8 +104,9 @@ def test_a_broken_model_stops_the_start_with_its_message(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint")
     (tmp_path / "tokenizer.json").write_text("{}")
+    before = outrider_processes()
     command = [OUTRIDER, "up", "--target", str(tmp_path), "--port", str(free_port())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "error: The" in done.stderr
-    assert outrider_processes("outrider-") == []
+    assert outrider_processes() - before == set()

@@ -130,7 +130,7 @@ class CannedGateway(BaseHTTPRequestHandler):
         for piece in ("Paris ", "and ", "Rome."):
             self._event({"choices": [{"delta": {"content": piece}} if chat else {"text": piece}], "usage": None})
         end = {"delta": {}, "text": "", "finish_reason": "stop"}
-        self._event({"choices": [end], "speculation": {"accept_length": 3.5, "rounds": 2}, "usage": None})
+        self._event({"choices": [end], "speculation": {"accept_length": 3.5, "rounds": 2, "draft_tokens": 30}, "usage": None})
         self._event({"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 7}})
         self.wfile.write(b": keep-alive\n\ndata: [DONE]\n\n")
 
