@@ -1,0 +1,91 @@
+"""Puts the draft together and runs it: load, warm up, serve, drain."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.draft.v1 import draft_pb2_grpc
+from outrider.services.draft.build import build_engine
+from outrider.services.draft.engine import DraftEngine
+from outrider.services.draft.loop import DraftLoop
+from outrider.services.draft.servicer import SERVICE_NAME, DraftServicer
+from outrider.services.draft.settings import DraftSettings
+from outrider.services.draft.warmup import warm_up
+from outrider.shared.base.lifecycle import DrainStep, StopSignal, run_steps
+from outrider.shared.obs.logging import configure_logging, get_logger
+from outrider.shared.rpc.server import SyncServer, sync_server
+
+MAX_WORKERS = 64
+"""Every open stream occupies one: two per target, and short calls."""
+
+log = get_logger("outrider.draft")
+
+
+def run(settings: DraftSettings) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code.
+
+    Raises:
+        OutriderError: the settings or the checkpoint cannot be served; says what to change.
+    """
+    settings.check()
+    configure_logging("draft", settings.log_level, settings.log_json)
+    log.info("settings", **settings.resolved())
+    with StopSignal() as stop:
+        service = DraftService(settings)
+        try:
+            service.start()
+            log.info("ready", listen=service.address, draft=service.engine.strategy.info.model_id)
+            stop.wait()
+        finally:
+            service.stop()
+    return 0
+
+
+class DraftService:
+    """A draft that serves on one address. Use `start`, then `stop`.
+
+    Args:
+        settings: Resolved.
+
+    Raises:
+        OutriderError: the checkpoint cannot be served, or the address is taken.
+    """
+
+    def __init__(self, settings: DraftSettings) -> None:
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        self._settings = settings
+        device = settings.torch_device()
+        self.engine: DraftEngine = build_engine(settings, device, settings.torch_dtype(device))
+        self.loop = DraftLoop(self.engine)
+        servicer = DraftServicer(self.loop, device)
+        self._server: SyncServer = sync_server(
+            settings.listen,
+            [(draft_pb2_grpc.add_DraftServicer_to_server, servicer)],
+            [SERVICE_NAME],
+            max_workers=MAX_WORKERS,
+        )
+
+    @property
+    def address(self) -> str:
+        """Where it listens, the port resolved."""
+        return self._server.address
+
+    def start(self) -> None:
+        """Warm up, then accept streams."""
+        if not self.engine.strategy.missing():
+            warm_up(self.engine)
+        self.loop.start()
+        self._server.start()
+        self._server.set_serving(True)
+
+    def stop(self) -> None:
+        """Not serving → end streams → stop the server → join the engine."""
+        done = run_steps(
+            [
+                DrainStep("not serving", lambda: self._server.set_serving(False)),
+                DrainStep("join the engine", self.loop.stop),
+                DrainStep("stop the server", lambda: self._server.stop(self._settings.drain_grace_s)),
+            ]
+        )
+        log.info("stopped", clean=done)

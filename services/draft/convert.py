@@ -1,0 +1,156 @@
+"""Protobuf ↔ what the engine speaks. Nothing beyond the servicer sees a message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider.draft.v1 import draft_pb2
+from outrider.services.draft.engine import Proposal
+from outrider.services.draft.sessions import Ask, PeerId
+from outrider.services.draft.strategy import StrategyInfo, TargetInfo
+from outrider.shared.base.errors import ProtocolError
+from outrider.shared.rpc.tensors import decode_tensor, wire_dtype
+from outrider.shared.spec.drafter import Commit, FeatureSpec, SequenceOpen
+from outrider.shared.spec.fence import Fence
+from outrider.shared.spec.tree import DraftShape
+
+PROTOCOL_VERSION = 1
+NORM_EPS = "norm_eps"
+"""Name under which the epsilon of the projector's norms is served, as a tensor of one element, where there are norms."""
+
+WANTS_TREE = (draft_pb2.WANT_DRAFT, draft_pb2.WANT_BOTH)
+
+
+@dataclass(frozen=True, slots=True)
+class CommitMessage:
+    """One commit of a frame, and the tree that it asks for."""
+
+    commit: Commit
+    ask: Ask | None
+
+
+def target_info(hello: draft_pb2.Hello) -> TargetInfo:
+    """Check a Hello.
+
+    Raises:
+        ProtocolError: of another protocol version, or without an id.
+    """
+    if hello.protocol_version != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"The target speaks protocol version {hello.protocol_version}, this draft {PROTOCOL_VERSION}; run the same release on both.",
+            field="protocol_version",
+        )
+    if not hello.target_id:
+        raise ProtocolError("A target must name itself in its Hello.", field="target_id")
+    return TargetInfo(hello.target_id, hello.target_fingerprint, hello.vocab_size, hello.hidden_size, hello.num_layers)
+
+
+def projector_tensors(spec: FeatureSpec) -> dict[str, torch.Tensor]:
+    """Return what the target fetches to project features, by name."""
+    tensors = dict(spec.projector)
+    if any("norm" in name for name in tensors):
+        tensors[NORM_EPS] = torch.tensor([spec.norm_eps], dtype=torch.float32)
+    return tensors
+
+
+def hello_ack(
+    info: StrategyInfo,
+    spec: FeatureSpec | None,
+    missing: Sequence[str],
+    feature_dtype: int,
+    max_sessions: int,
+    max_shape: DraftShape,
+) -> draft_pb2.HelloAck:
+    """Describe the draft. Without a `spec` (nobody said hello yet) the layers and the projector are left out."""
+    ack = draft_pb2.HelloAck(
+        protocol_version=PROTOCOL_VERSION,
+        head_fingerprint=info.fingerprint,
+        algorithm=info.algorithm,
+        model_id=info.model_id,
+        feature_size=info.feature_size,
+        feature_dtype=feature_dtype or wire_dtype(torch.float32),  # type: ignore[arg-type]
+        max_sessions=max_sessions,
+        max_steps=max_shape.depth,
+        max_topk=max_shape.topk,
+        max_nodes=max_shape.max_nodes,
+        missing_tensors=missing,
+    )
+    if spec is not None:
+        ack.aux_layer_ids.extend(spec.aux_layer_ids)
+        ack.projector_tensors.extend(projector_tensors(spec))
+        ack.projector_fingerprint = spec.fingerprint
+    return ack
+
+
+def fence_from(message: draft_pb2.Fence) -> Fence:
+    """Convert a fence."""
+    return Fence(message.session_id, message.epoch, message.committed_len, message.prefix_hash)
+
+
+def fence_to(fence: Fence) -> draft_pb2.Fence:
+    """Convert a fence."""
+    return draft_pb2.Fence(session_id=fence.session_id, epoch=fence.epoch, committed_len=fence.committed_len, prefix_hash=fence.prefix_hash)
+
+
+def opening_from(message: draft_pb2.Open) -> SequenceOpen:
+    """Convert an Open."""
+    return SequenceOpen(fence_from(message.fence), list(message.token_ids), message.seed, message.temperature, message.choice_index)
+
+
+def commits_from(frame: draft_pb2.TargetFrame, feature_size: int, received_s: float) -> Iterator[CommitMessage]:
+    """Convert a frame's commits. Their feature rows are views of one tensor.
+
+    Args:
+        frame: The frame.
+        feature_size: Width of a feature row.
+        received_s: When it arrived, monotonic.
+
+    Raises:
+        ProtocolError: the feature tensor is malformed, or a commit points outside of it.
+    """
+    rows = None
+    if frame.HasField("features"):
+        rows = decode_tensor(frame.features, name="frame.features", columns=feature_size)
+    for message in frame.commits:
+        features = None
+        if message.num_feature_rows:
+            stop = message.feature_row + message.num_feature_rows
+            if rows is None or stop > rows.shape[0]:
+                held = 0 if rows is None else rows.shape[0]
+                raise ProtocolError(
+                    f"commit of session {message.fence.session_id}: feature rows up to {stop}, the frame holds {held}.",
+                    field="commit.feature_row",
+                )
+            features = rows[message.feature_row : stop]
+        commit = Commit(fence_from(message.fence), message.base_len, list(message.token_ids), features)
+        ask = None
+        if message.want in WANTS_TREE:
+            shape = DraftShape(message.shape.depth, message.shape.topk, message.shape.max_nodes)
+            deadline_s = received_s + message.deadline_us / 1e6 if message.deadline_us else None
+            ask = Ask(frame.round, shape, received_s, deadline_s)
+        yield CommitMessage(commit, ask)
+
+
+def frames_from(proposals: Sequence[Proposal], draft_ms: float) -> dict[PeerId, list[draft_pb2.SessionReply]]:
+    """Return the replies to send, one frame per peer and round."""
+    frames: dict[tuple[PeerId, int], draft_pb2.DraftFrame] = {}
+    for proposal in proposals:
+        trees = proposal.trees
+        counts = trees.num_nodes.tolist()
+        tokens, parents = trees.tokens.tolist(), trees.parents.tolist()
+        logprobs = trees.logprobs.tolist() if trees.logprobs is not None else [[] for _ in counts]
+        for b, asked in enumerate(proposal.asked):
+            frame = frames.get((asked.peer, asked.round))
+            if frame is None:
+                frame = frames[asked.peer, asked.round] = draft_pb2.DraftFrame(round=asked.round, draft_ms=draft_ms)
+            drafts = slice(1, counts[b])  # the root is not sent
+            frame.trees.add(
+                fence=fence_to(asked.fence), token_ids=tokens[b][drafts], parents=parents[b][drafts], logprobs=logprobs[b][drafts]
+            )
+    replies: dict[PeerId, list[draft_pb2.SessionReply]] = {}
+    for (peer, _), frame in frames.items():
+        replies.setdefault(peer, []).append(draft_pb2.SessionReply(frame=frame))
+    return replies

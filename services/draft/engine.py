@@ -1,0 +1,214 @@
+"""The draft engine: sessions plus a strategy. Synchronous and single-threaded; the service's loop and the in-process drafter drive it.
+
+messages → sessions          (fences: what is stale is dropped, what does not fit asks for a resync)
+ready sessions → extend      (true features of the accepted rows, never drafted ones)
+               → propose     (one batch per depth and topk)
+idle → extend what arrived   (prompts, while the target is still prefilling)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider.services.draft.metrics import DraftMetrics
+from outrider.services.draft.sessions import Answer, Ask, PeerId, Reason, Session, SessionLimits, SessionTable, Verdict
+from outrider.services.draft.strategy import DraftStrategy
+from outrider.shared.spec.drafter import Commit, SequenceOpen
+from outrider.shared.spec.fence import Fence
+from outrider.shared.spec.tree import DraftBatch
+
+EXTEND_ROWS = 512
+"""Rows per forward pass over prompts: bounds memory, and how long other sessions wait."""
+
+OUT_OF_PAGES_RETRY_MS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A session as it was when its tree was grown."""
+
+    peer: PeerId
+    fence: Fence
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Trees of one batch: row b belongs to ``asked[b]``."""
+
+    asked: tuple[Asked, ...]
+    trees: DraftBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A session that the draft gave up on its own: out of memory for it now."""
+
+    peer: PeerId
+    session_id: int
+    retry_after_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """The outcome of one drafting step."""
+
+    proposals: tuple[Proposal, ...]
+    refusals: tuple[Refusal, ...]
+
+
+class DraftEngine:
+    """Follows sessions and answers with trees.
+
+    Args:
+        strategy: How to draft.
+        limits: What to accept.
+        metrics: Counters.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self, strategy: DraftStrategy, limits: SessionLimits, metrics: DraftMetrics, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.strategy = strategy
+        self.metrics = metrics
+        self.sessions = SessionTable(limits, strategy.release)
+        self._clock = clock
+
+    def open(self, peer: PeerId, opening: SequenceOpen) -> Answer:
+        """See `SessionTable.open`. Refused while borrowed tensors are missing."""
+        self.sessions.touch(peer, self._clock())
+        if self.strategy.missing():
+            return self._counted("open", Answer(Verdict.REJECTED, Reason.NOT_READY, retry_after_ms=OUT_OF_PAGES_RETRY_MS))
+        return self._counted("open", self.sessions.open(peer, opening, self._clock()))
+
+    def add_features(self, peer: PeerId, session_id: int, epoch: int, base: int, rows: torch.Tensor) -> Answer:
+        """See `SessionTable.add_features`."""
+        now = self._clock()
+        self.sessions.touch(peer, now)
+        return self._counted("features", self.sessions.add_features(peer, session_id, epoch, base, rows, now))
+
+    def commit(self, peer: PeerId, commit: Commit, ask: Ask | None) -> Answer:
+        """See `SessionTable.commit`."""
+        now = self._clock()
+        self.sessions.touch(peer, now)
+        return self._counted("commit", self.sessions.commit(peer, commit, ask, now))
+
+    def cancel(self, peer: PeerId, round_number: int) -> None:
+        """See `SessionTable.cancel`."""
+        self.sessions.touch(peer, self._clock())
+        self.metrics.dropped.labels(message="ask", reason="cancelled").inc(self.sessions.cancel(peer, round_number))
+
+    def close(self, peer: PeerId, session_id: int) -> Answer:
+        """See `SessionTable.close`."""
+        self.sessions.touch(peer, self._clock())
+        return self._counted("close", self.sessions.close(peer, session_id))
+
+    def touch(self, peer: PeerId) -> None:
+        """Note that a peer is alive."""
+        self.sessions.touch(peer, self._clock())
+
+    def drop_peer(self, peer: PeerId) -> int:
+        """Forget every session of a peer that is gone."""
+        return self.sessions.drop_peer(peer)
+
+    def expire(self) -> int:
+        """Forget the sessions of peers that have been silent for too long; returns how many."""
+        expired = len(self.sessions.expire(self._clock()))
+        self.metrics.expired.inc(expired)
+        return expired
+
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self.sessions.ready() or self.sessions.extendable())
+
+    def step(self) -> Drafted:
+        """Grow the trees that are asked for; if none is, feed one chunk of waiting features to the strategy."""
+        ready = self.sessions.ready()
+        if ready:
+            return self._draft(ready)
+        return Drafted((), self._warm())
+
+    def give_up(self) -> int:
+        """After a failed step: forget every session that was being worked on, so that the targets open them again."""
+        tainted = {id(session): session for session in (*self.sessions.ready(), *self.sessions.extendable())}
+        tainted |= {id(session): session for session in self.sessions if session.cached_rows and session.last_state is None}
+        for session in tainted.values():
+            self.sessions.lose(session)
+        return len(tainted)
+
+    def check(self) -> None:
+        """Assert that sessions and pages add up."""
+        self.sessions.check()
+        pages = self.strategy.pages()
+        assert pages.free + pages.held == pages.total, f"{pages.free} + {pages.held} pages of {pages.total}"
+        assert len(self.sessions) or not pages.held, f"{pages.held} pages held without a session"
+
+    def _draft(self, ready: Sequence[Session]) -> Drafted:
+        started = self._clock()
+        kept, refusals = self._reserve(ready)
+        while any(session.extendable_rows for session in kept):
+            self.strategy.extend(kept, EXTEND_ROWS)
+        extended = self._clock()
+        proposals = tuple(self._propose(group) for group in self._groups(kept, started))
+        self.metrics.extend_seconds.observe(extended - started)
+        if proposals:
+            self.metrics.propose_seconds.observe(self._clock() - extended)
+        return Drafted(proposals, refusals)
+
+    def _propose(self, group: Sequence[Session]) -> Proposal:
+        asked = tuple(Asked(session.peer, session.fence, session.ask.round) for session in group if session.ask is not None)
+        trees = self.strategy.propose(group)
+        for session in group:
+            session.ask = None
+        self.metrics.trees.inc(len(group))
+        return Proposal(asked, trees)
+
+    def _warm(self) -> tuple[Refusal, ...]:
+        kept, refusals = self._reserve(self.sessions.extendable())
+        if kept:
+            self.strategy.extend(kept, EXTEND_ROWS)
+        return refusals
+
+    def _reserve(self, sessions: Sequence[Session]) -> tuple[list[Session], tuple[Refusal, ...]]:
+        """Hold memory for each session, evicting idle ones if need be; sessions without it are forgotten and refused."""
+        kept: list[Session] = []
+        refusals: list[Refusal] = []
+        in_use = {id(session) for session in sessions}
+        for session in sessions:
+            while not (reserved := self.strategy.reserve(session)) and self.sessions.evict_idle(self._clock(), keep=in_use):
+                self.metrics.evicted.inc()
+            if reserved:
+                kept.append(session)
+                continue
+            self.sessions.lose(session)
+            self.metrics.dropped.labels(message="session", reason="kv_full").inc()
+            refusals.append(Refusal(session.peer, session.session_id, OUT_OF_PAGES_RETRY_MS))
+        return kept, tuple(refusals)
+
+    def _groups(self, sessions: Sequence[Session], now: float) -> Iterator[list[Session]]:
+        """Yield batches of equal depth and topk; asks that nobody waits for any more are dropped."""
+        groups: dict[tuple[int, int], list[Session]] = {}
+        for session in sessions:
+            ask = session.ask
+            assert ask is not None, "only ready sessions are grouped"
+            if ask.deadline_s is not None and now > ask.deadline_s:
+                session.ask = None
+                self.metrics.dropped.labels(message="ask", reason="late").inc()
+                continue
+            shape = ask.shape.bounded()
+            groups.setdefault((shape.depth, shape.topk), []).append(session)
+        yield from groups.values()
+
+    def _counted(self, message: str, answer: Answer) -> Answer:
+        if answer.verdict is Verdict.ACCEPTED:
+            return answer
+        if answer.verdict is Verdict.RESYNC:
+            self.metrics.resyncs.labels(reason=answer.reason.value).inc()
+        else:
+            self.metrics.dropped.labels(message=message, reason=answer.reason.value).inc()
+        return answer

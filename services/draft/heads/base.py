@@ -1,0 +1,75 @@
+"""What the tree grower needs of a recurrent head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from outrider.services.draft.strategy import TargetInfo
+from outrider.services.draft.vocab import DraftVocabulary
+from outrider.shared.attn.base import AttentionBackend
+from outrider.shared.kv.pool import KVPool
+from outrider.shared.nn.rope import Rotation
+from outrider.shared.spec.drafter import FeatureSpec
+
+
+class RecurrentHead(Protocol):
+    """A head that predicts from pairs (token t + 1, feature of t) and feeds its own state back as the next feature.
+
+    Attributes:
+        algorithm: E.g. ``EAGLE3``.
+        fingerprint: Of its weights.
+        hidden_size: Width of states and of feature rows.
+        num_layers, kv_heads, head_dim: What its KV pool holds.
+        vocabulary: What its logits range over.
+        device, dtype: Where and how it computes.
+    """
+
+    algorithm: str
+    fingerprint: str
+    hidden_size: int
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: DraftVocabulary
+    device: torch.device
+    dtype: torch.dtype
+
+    def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
+        """See `DraftStrategy.feature_spec`."""
+        ...
+
+    def missing(self) -> Mapping[str, tuple[int, ...]]:
+        """See `DraftStrategy.missing`."""
+        ...
+
+    def lend(self, name: str, tensor: torch.Tensor) -> None:
+        """See `DraftStrategy.lend`."""
+        ...
+
+    def rotation(self, positions: torch.Tensor) -> Rotation:
+        """Return the rotary angles of ``positions [rows]``; any position works."""
+        ...
+
+    def forward(
+        self, tokens: torch.Tensor, features: torch.Tensor, rotation: Rotation, attention: AttentionBackend, pool: KVPool
+    ) -> torch.Tensor:
+        """Run the head over rows; writes their K/V.
+
+        Args:
+            tokens: ``[rows] int32`` target ids, each one ahead of its feature.
+            features: ``[rows, hidden_size]``: projected features of the target, or states of this head.
+            rotation: Of the rows' positions.
+            attention: Planned for these rows.
+            pool: The head's KV.
+
+        Returns:
+            States ``[rows, hidden_size]``: what `logits` reads and what serves as the next feature.
+        """
+        ...
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Return ``[rows, vocabulary.size]`` for ``states [rows, hidden_size]``."""
+        ...

@@ -1,0 +1,380 @@
+"""The sequences that this draft follows: a state machine over opens, features, commits and closes, without any model.
+
+Every message carries a fence. What repeats or comes late is dropped and counted; what does not fit makes the draft forget that one
+sequence and say so (RESYNC), and the target opens it again with a higher epoch. No message, in any order, can do more than that.
+
+Ledger of one session (who ends what):
+
+    what                        made by            ended by
+    Session in the table        `open`             `close`, `drop_peer`, `expire`, eviction by `open`, any RESYNC
+    KV pages (session.lease)    the runner         `SessionTable._forget` → `release`, on each of the above
+
+Lengths: ``0 <= cached_rows <= features.contiguous`` and ``cached_rows <= committed_len - 1``: the head's row at position t needs the
+feature of t and the token t + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType
+
+import torch
+
+from outrider.services.draft.features import FeatureQueue
+from outrider.shared.kv.pages import PageLease
+from outrider.shared.spec.drafter import Commit, SequenceOpen
+from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
+from outrider.shared.spec.tree import DraftShape
+
+PeerId = NewType("PeerId", int)
+"""One session stream of one target; never reused within a process."""
+
+
+class Verdict(Enum):
+    """What became of a message."""
+
+    ACCEPTED = "accepted"
+    DROPPED = "dropped"
+    RESYNC = "resync"
+    REJECTED = "rejected"
+
+
+class Reason(Enum):
+    """Why a message was not accepted."""
+
+    NONE = ""
+    DUPLICATE = "duplicate"
+    LATE = "late"
+    STALE_EPOCH = "stale_epoch"
+    UNKNOWN_SESSION = "unknown_session"
+    UNKNOWN_EPOCH = "unknown_epoch"
+    GAP = "gap"
+    PREFIX_MISMATCH = "prefix_mismatch"
+    MALFORMED = "malformed"
+    FEATURE_GAP = "feature_gap"
+    FULL = "max_sessions"
+    NOT_READY = "missing_tensors"
+    SHAPE = "shape_above_limits"
+    TOO_LONG = "too_long"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The verdict on one message. `have_len` = feature rows held (accepted open or features); `retry_after_ms` for REJECTED."""
+
+    verdict: Verdict
+    reason: Reason = Reason.NONE
+    have_len: int = 0
+    retry_after_ms: int = 0
+
+
+ACCEPTED = Answer(Verdict.ACCEPTED)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """The tree that the target wants for a session's present state.
+
+    Attributes:
+        round: The target's round, echoed in the answer.
+        shape: How large a tree.
+        asked_s: When it was asked, monotonic.
+        deadline_s: From when on nobody waits for it, monotonic; None = unknown.
+    """
+
+    round: int
+    shape: DraftShape
+    asked_s: float
+    deadline_s: float | None = None
+
+
+@dataclass(slots=True)
+class Session:
+    """One sequence. `features` is what arrived and is not in the head's KV yet; `cached_rows` is what is."""
+
+    peer: PeerId
+    session_id: int
+    epoch: int
+    tokens: list[int]
+    prefix_hash: int
+    seed: int
+    temperature: float
+    choice_index: int
+    features: FeatureQueue
+    last_used_s: float
+    cached_rows: int = 0
+    ask: Ask | None = None
+    lease: PageLease | None = None
+    last_state: torch.Tensor | None = None
+    """What the strategy computed for the last cached row; levels grow from it."""
+
+    @property
+    def committed_len(self) -> int:
+        """Chosen tokens, the root included."""
+        return len(self.tokens)
+
+    @property
+    def fence(self) -> Fence:
+        """The fence of the present state."""
+        return Fence(self.session_id, self.epoch, self.committed_len, self.prefix_hash)
+
+    @property
+    def extendable_rows(self) -> int:
+        """Rows whose feature and token are both here and that the head has not seen."""
+        return min(self.features.contiguous, self.committed_len - 1) - self.cached_rows
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """What a table accepts.
+
+    Attributes:
+        max_sessions: Sessions at once, of all peers.
+        max_len: Tokens of one session.
+        vocab_size: Token ids must be below.
+        feature_size: Width of a feature row; 0 = the drafter needs none.
+        max_shape: Largest tree that may be asked for.
+        lease_s: A peer silent for so long loses its sessions.
+        evict_idle_s: When the table is full, the least recently used session may go if nobody used it for so long.
+    """
+
+    max_sessions: int
+    max_len: int
+    vocab_size: int
+    feature_size: int
+    max_shape: DraftShape
+    lease_s: float = 10.0
+    evict_idle_s: float = 1.0
+
+
+class SessionTable:
+    """All sessions of all peers. One engine thread owns it; `now` is monotonic seconds.
+
+    Args:
+        limits: What is accepted.
+        release: Called once for every session that ends, to free what the runner holds for it.
+    """
+
+    def __init__(self, limits: SessionLimits, release: Callable[[Session], None]) -> None:
+        self.limits = limits
+        self._release = release
+        self._sessions: dict[tuple[PeerId, int], Session] = {}
+        self._last_heard_s: dict[PeerId, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._sessions.values())
+
+    def get(self, peer: PeerId, session_id: int) -> Session | None:
+        """Return a session, or None."""
+        return self._sessions.get((peer, session_id))
+
+    def touch(self, peer: PeerId, now: float) -> None:
+        """Note that a peer is alive."""
+        self._last_heard_s[peer] = now
+
+    def open(self, peer: PeerId, opening: SequenceOpen, now: float) -> Answer:
+        """Start following a sequence, or restart it at a higher epoch (keeping the rows of the common prefix)."""
+        fence, tokens = opening.fence, opening.token_ids
+        known = self.get(peer, fence.session_id)
+        if known is not None and fence.epoch < known.epoch:
+            return Answer(Verdict.DROPPED, Reason.STALE_EPOCH)
+        if len(tokens) > self.limits.max_len:
+            return self._reject(known, Reason.TOO_LONG)
+        if not self._valid(tokens) or len(tokens) != fence.committed_len or not tokens:
+            return self._reject(known, Reason.MALFORMED)
+        if extend_prefix_hash(FNV_OFFSET, tokens) != fence.prefix_hash:
+            return self._reject(known, Reason.PREFIX_MISMATCH)
+        if known is not None and fence.epoch == known.epoch:
+            same = known.tokens[: len(tokens)] == list(tokens)
+            return Answer(Verdict.DROPPED, Reason.DUPLICATE) if same else self._resync(known, Reason.PREFIX_MISMATCH)
+        if known is None and not self._make_room(now):
+            return Answer(Verdict.REJECTED, Reason.FULL, retry_after_ms=max(1, int(self.limits.evict_idle_s * 1000)))
+        session = Session(
+            peer,
+            fence.session_id,
+            fence.epoch,
+            list(tokens),
+            fence.prefix_hash,
+            opening.seed,
+            opening.temperature,
+            opening.choice_index,
+            FeatureQueue(),
+            now,
+        )
+        if known is not None:
+            _inherit(session, known)
+        self._sessions[peer, fence.session_id] = session
+        return Answer(Verdict.ACCEPTED, have_len=session.cached_rows)
+
+    def add_features(self, peer: PeerId, session_id: int, epoch: int, base: int, rows: torch.Tensor, now: float) -> Answer:
+        """Take in feature rows of positions ``[base, base + n)`` from the bulk stream, which keeps its order within a session."""
+        session = self.get(peer, session_id)
+        if session is None:
+            return Answer(Verdict.DROPPED, Reason.UNKNOWN_SESSION)
+        if epoch != session.epoch:
+            return Answer(Verdict.DROPPED, Reason.STALE_EPOCH)
+        session.last_used_s = now
+        if rows.dim() != 2 or rows.shape[1] != self.limits.feature_size or base + rows.shape[0] > self.limits.max_len:
+            return self._resync(session, Reason.MALFORMED)
+        if base > session.features.contiguous or not session.features.add(base, rows):
+            return self._resync(session, Reason.FEATURE_GAP)
+        return Answer(Verdict.ACCEPTED, have_len=session.features.contiguous)
+
+    def commit(self, peer: PeerId, commit: Commit, ask: Ask | None, now: float) -> Answer:
+        """Learn what a round chose, and what tree is wanted next (None = none).
+
+        A commit of the present state again renews the ask; one of an earlier state is dropped.
+        """
+        fence = commit.fence
+        session = self.get(peer, fence.session_id)
+        if session is None:
+            return Answer(Verdict.RESYNC, Reason.UNKNOWN_SESSION)
+        if fence.epoch < session.epoch:
+            return Answer(Verdict.DROPPED, Reason.STALE_EPOCH)
+        if fence.epoch > session.epoch:
+            return self._resync(session, Reason.UNKNOWN_EPOCH)
+        if fence.committed_len < session.committed_len:
+            return Answer(Verdict.DROPPED, Reason.LATE)
+        problem = self._problem(session, commit)
+        if problem is not Reason.NONE:
+            return self._resync(session, problem)
+        session.last_used_s = now
+        fresh = commit.token_ids[session.committed_len - commit.base_len :]
+        prefix_hash = extend_prefix_hash(session.prefix_hash, fresh)
+        if prefix_hash != fence.prefix_hash:
+            return self._resync(session, Reason.PREFIX_MISMATCH)
+        session.tokens.extend(fresh)
+        session.prefix_hash = prefix_hash
+        if commit.features is not None and commit.features.shape[0] and not session.features.add(commit.base_len - 1, commit.features):
+            return self._resync(session, Reason.FEATURE_GAP)
+        if ask is not None and not self._allowed(ask.shape):
+            session.ask = None
+            return Answer(Verdict.REJECTED, Reason.SHAPE)
+        session.ask = ask
+        return ACCEPTED
+
+    def cancel(self, peer: PeerId, round_number: int) -> int:
+        """Forget what was asked in a round; returns how many asks that were."""
+        cancelled = [session for session in self if session.peer == peer and session.ask and session.ask.round == round_number]
+        for session in cancelled:
+            session.ask = None
+        return len(cancelled)
+
+    def close(self, peer: PeerId, session_id: int) -> Answer:
+        """Stop following a sequence and free what it holds."""
+        session = self.get(peer, session_id)
+        if session is None:
+            return Answer(Verdict.DROPPED, Reason.UNKNOWN_SESSION)
+        self._forget(session)
+        return ACCEPTED
+
+    def drop_peer(self, peer: PeerId) -> int:
+        """Forget every session of a peer; returns how many there were."""
+        self._last_heard_s.pop(peer, None)
+        mine = [session for session in self if session.peer == peer]
+        for session in mine:
+            self._forget(session)
+        return len(mine)
+
+    def expire(self, now: float) -> list[Session]:
+        """Forget the sessions of peers that were silent for `lease_s`, and return them."""
+        silent = {peer for peer, heard_s in self._last_heard_s.items() if now - heard_s >= self.limits.lease_s}
+        expired = [session for session in self if session.peer in silent]
+        for session in expired:
+            self._forget(session)
+        return expired
+
+    def ready(self) -> list[Session]:
+        """Return the sessions that are asked for a tree and whose features are complete, longest waiting first."""
+        waiting = [session for session in self if session.ask is not None and self._complete(session)]
+        return sorted(waiting, key=lambda session: session.ask.asked_s if session.ask else 0.0)
+
+    def extendable(self) -> list[Session]:
+        """Return the sessions that have rows to feed to the head but no tree to grow now."""
+        return [session for session in self if self.limits.feature_size and session.extendable_rows > 0]
+
+    def lose(self, session: Session) -> None:
+        """Forget a session because the draft cannot follow it any more; its next commit is answered with RESYNC."""
+        self._forget(session)
+
+    def evict_idle(self, now: float, keep: Collection[int] = ()) -> bool:
+        """Forget the least recently used session if it was idle for `evict_idle_s`; `keep` holds ids of `Session` objects in use."""
+        idle = [s for s in self if id(s) not in keep and s.ask is None and now - s.last_used_s >= self.limits.evict_idle_s]
+        if not idle:
+            return False
+        self._forget(min(idle, key=lambda session: session.last_used_s))
+        return True
+
+    def check(self) -> None:
+        """Assert the lengths of every session."""
+        assert len(self._sessions) <= self.limits.max_sessions
+        for (peer, session_id), session in self._sessions.items():
+            assert (peer, session_id) == (session.peer, session.session_id)
+            assert 0 <= session.cached_rows <= session.committed_len - 1
+            assert session.cached_rows == session.features.consumed <= session.features.contiguous
+            assert extend_prefix_hash(FNV_OFFSET, session.tokens) == session.prefix_hash
+
+    def _complete(self, session: Session) -> bool:
+        # A tree grows from the row before the root, so one committed token is not enough.
+        return session.committed_len > 1 and (not self.limits.feature_size or session.features.contiguous >= session.committed_len - 1)
+
+    def _allowed(self, shape: DraftShape) -> bool:
+        most = self.limits.max_shape
+        return 1 <= shape.max_nodes <= most.max_nodes and 0 <= shape.depth <= most.depth and 1 <= shape.topk <= most.topk
+
+    def _valid(self, tokens: Sequence[int]) -> bool:
+        vocab_size = self.limits.vocab_size
+        return all(0 <= token < vocab_size for token in tokens)
+
+    def _problem(self, session: Session, commit: Commit) -> Reason:
+        """Return what is wrong with a commit that claims to be at or ahead of the session, before its hash is compared."""
+        fence = commit.fence
+        if commit.base_len > session.committed_len:
+            return Reason.GAP
+        if commit.base_len < 1 or len(commit.token_ids) != fence.committed_len - commit.base_len or not self._valid(commit.token_ids):
+            return Reason.MALFORMED
+        if fence.committed_len > self.limits.max_len:
+            return Reason.TOO_LONG
+        rows = commit.features
+        if rows is None or not rows.shape[0]:
+            return Reason.NONE
+        fits = rows.dim() == 2 and rows.shape[1] == self.limits.feature_size and rows.shape[0] == len(commit.token_ids)
+        return Reason.NONE if fits else Reason.MALFORMED
+
+    def _make_room(self, now: float) -> bool:
+        return len(self) < self.limits.max_sessions or self.evict_idle(now)
+
+    def _reject(self, known: Session | None, reason: Reason) -> Answer:
+        """Refuse an opening for good; what was followed under that id is gone too, since the target gave it up."""
+        if known is not None:
+            self._forget(known)
+        return Answer(Verdict.REJECTED, reason)
+
+    def _resync(self, session: Session, reason: Reason) -> Answer:
+        self._forget(session)
+        return Answer(Verdict.RESYNC, reason)
+
+    def _forget(self, session: Session) -> None:
+        del self._sessions[session.peer, session.session_id]
+        self._release(session)
+
+
+def _inherit(session: Session, known: Session) -> None:
+    """Hand the pages of `known` to its successor and keep the cached rows that both share.
+
+    The last shared row is computed again: growing a tree needs what the head made of it.
+    """
+    shared = 0
+    for mine, theirs in zip(session.tokens, known.tokens, strict=False):
+        if mine != theirs:
+            break
+        shared += 1
+    # Row t was made of tokens up to t + 1.
+    session.cached_rows = max(0, min(known.cached_rows, shared - 1, session.committed_len - 2))
+    session.features = FeatureQueue(session.cached_rows)
+    session.lease, known.lease = known.lease, None

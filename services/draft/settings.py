@@ -1,0 +1,104 @@
+"""What the draft can be told, and how it becomes a plan for the machine at hand."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+
+import torch
+from pydantic import Field
+
+from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.base.settings import ServiceSettings, settings_config
+from outrider.shared.rpc.address import check_listen_address
+from outrider.shared.spec.tree import DraftShape
+
+DEFAULT_KV_TOKENS = 64 * 1024
+CPU_KV_BYTES = 1 << 30
+CUDA_KV_FRACTION = 0.1
+
+
+class Dtype(Enum):
+    """Type of weights and activations; AUTO is fp32 on the CPU and bf16 on CUDA."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class DraftSettings(ServiceSettings):
+    """Settings of `outrider serve draft`."""
+
+    model_config = settings_config("draft")
+
+    listen: str = Field("127.0.0.1:7002", description="Address of the gRPC service: host:port or unix:/path.")
+    insecure: bool = Field(False, description="Listen on addresses that other hosts reach, without authentication.")
+    draft: Path = Field(description="Folder of the draft head.")
+    target_weights: Path | None = Field(None, description="Target's folder: the tensors that the head borrows are read from it.")
+    device: str = Field("auto", pattern="^(auto|cpu|cuda(:[0-9]+)?)$", description="auto, cpu, cuda or cuda:N.")
+    dtype: Dtype = Field(Dtype.AUTO, description="auto, float32, bfloat16 or float16.")
+    attention_backend: str = Field("auto", description="auto, reference or triton.")
+    max_sessions: int = Field(64, ge=1, description="Sequences that are followed at once.")
+    max_steps: int = Field(16, ge=1, description="Deepest tree that a target may ask for.")
+    max_topk: int = Field(16, ge=1, description="Widest branching that a target may ask for.")
+    max_nodes: int = Field(128, ge=1, description="Largest tree that a target may ask for.")
+    page_size: int = Field(16, ge=1, le=1024, description="Tokens per page of the draft's KV cache.")
+    kv_tokens: int | None = Field(None, ge=1, description="Size of the draft's KV cache in tokens; by default what the memory allows.")
+    threads: int | None = Field(None, ge=1, description="CPU threads of the head; by default torch's own choice.")
+    lease_s: float = Field(10.0, gt=0, description="A target that is silent for so long loses its sessions.")
+    evict_idle_s: float = Field(1.0, ge=0, description="A session that was idle for so long may make room for another.")
+    drain_grace_s: float = Field(2.0, ge=0, description="On SIGTERM: time that the step in hand gets to finish.")
+    log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
+    log_json: bool = Field(False, description="One JSON object per log line.")
+
+    def check(self) -> None:
+        """Check what concerns several fields or the machine.
+
+        Raises:
+            ConfigurationError: names the field and the fix.
+        """
+        check_listen_address(self.listen, "listen", allow_remote=self.insecure)
+        if self.device.startswith("cuda") and not torch.cuda.is_available():
+            raise ConfigurationError("device: cuda was asked for and torch sees no GPU here; use --device cpu.", field="device")
+
+    def max_shape(self) -> DraftShape:
+        """Return the largest tree that may be asked for."""
+        return DraftShape(self.max_steps, self.max_topk, self.max_nodes)
+
+    def torch_device(self) -> torch.device:
+        """Return the device that `device` means on this machine."""
+        if self.device != "auto":
+            return torch.device(self.device)
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def torch_dtype(self, device: torch.device) -> torch.dtype:
+        """Return the type of weights and activations on `device`."""
+        if self.dtype is Dtype.AUTO:
+            return torch.float32 if device.type == "cpu" else torch.bfloat16
+        dtype: torch.dtype = getattr(torch, self.dtype.value)
+        return dtype
+
+
+def plan_pages(settings: DraftSettings, bytes_per_token: int, free_gpu_bytes: int | None) -> int:
+    """Return how many pages the pool gets; pure, so that it is tested without a GPU.
+
+    Args:
+        settings: `kv_tokens`, `page_size` and the caps of a tree.
+        bytes_per_token: Of one token in the head's KV.
+        free_gpu_bytes: What the GPU has left once the head is loaded; None on a CPU.
+
+    Raises:
+        ConfigurationError: the pool would hold no sequence with the largest tree.
+    """
+    budget = CPU_KV_BYTES if free_gpu_bytes is None else int(free_gpu_bytes * CUDA_KV_FRACTION)
+    tokens = settings.kv_tokens or min(DEFAULT_KV_TOKENS, budget // bytes_per_token)
+    pages = -(-tokens // settings.page_size)
+    smallest = settings.max_topk * settings.max_steps + settings.page_size
+    if pages * settings.page_size < smallest:
+        raise ConfigurationError(
+            f"kv_tokens: {pages * settings.page_size} tokens hold no sequence with a tree of {settings.max_steps} levels of "
+            f"{settings.max_topk}; at least {smallest} are needed.",
+            field="kv_tokens",
+        )
+    return pages

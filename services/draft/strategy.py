@@ -1,0 +1,110 @@
+"""The seam between the draft engine and the ways of drafting.
+
+A strategy may be a recurrent head (EAGLE), layers of the target's checkpoint (MTP), a model of its own, a table of n-grams, or a block
+drafter: the engine knows only that it can take in sessions' new rows and answer with trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from outrider.services.draft.sessions import Session
+from outrider.shared.spec.drafter import FeatureSpec
+from outrider.shared.spec.tree import DraftBatch
+
+
+@dataclass(frozen=True, slots=True)
+class TargetInfo:
+    """What a target says of itself in its Hello.
+
+    Attributes:
+        target_id: Identifies the target process; its bulk stream names it too.
+        fingerprint: Of the target's weights or configuration.
+        vocab_size, hidden_size, num_layers: Of the target's model.
+    """
+
+    target_id: str
+    fingerprint: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyInfo:
+    """What a strategy is, for the handshake and the logs.
+
+    Attributes:
+        algorithm: E.g. ``EAGLE3``.
+        model_id: Name of the checkpoint folder.
+        fingerprint: Of its weights.
+        vocab_size: The target's vocabulary that it was made for.
+        feature_size: Width of the feature rows that it takes; 0 if it needs none.
+        max_len: Tokens of a session that it can follow.
+    """
+
+    algorithm: str
+    model_id: str
+    fingerprint: str
+    vocab_size: int
+    feature_size: int
+    max_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Pages of the strategy's own KV pool; all zero where there is none."""
+
+    total: int
+    free: int
+    held: int
+
+
+class DraftStrategy(Protocol):
+    """One way of drafting. Called on the engine thread only, but for `info` and `feature_spec`, which never change."""
+
+    info: StrategyInfo
+
+    def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
+        """Return what this target has to capture; without a target, what does not depend on it.
+
+        Raises:
+            CheckpointError: the strategy does not fit the target; names the key and what to change.
+        """
+        ...
+
+    def missing(self) -> Mapping[str, tuple[int, ...]]:
+        """Return names and shapes of the target's tensors that are still to be lent; drafting starts when none is left."""
+        ...
+
+    def lend(self, name: str, tensor: torch.Tensor) -> None:
+        """Take one of the missing tensors.
+
+        Raises:
+            CheckpointError: it is not missing, or its shape is wrong.
+        """
+        ...
+
+    def reserve(self, session: Session) -> bool:
+        """Hold the memory that extending the session and growing its asked tree take; False when there is not enough now."""
+        ...
+
+    def extend(self, sessions: Sequence[Session], max_rows: int) -> None:
+        """Take in new rows of reserved sessions, at most `max_rows` in all (a prompt takes several calls)."""
+        ...
+
+    def propose(self, sessions: Sequence[Session]) -> DraftBatch:
+        """Grow one tree per session. They are extended, reserved and asked for trees of equal depth and topk."""
+        ...
+
+    def release(self, session: Session) -> None:
+        """Free what is held for a session."""
+        ...
+
+    def pages(self) -> Pages:
+        """Return the state of the KV pool."""
+        ...

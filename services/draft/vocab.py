@@ -1,0 +1,60 @@
+"""The draft vocabulary: which of the target's tokens a head can name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from outrider.shared.base.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class DraftVocabulary:
+    """A subset of the target's vocabulary, or all of it.
+
+    Attributes:
+        size: Rows of the head's lm_head.
+        target_size: The target's vocabulary.
+        d2t: ``[size] int64`` **offsets**: target id = draft id + d2t[draft id]; None when draft ids are target ids.
+    """
+
+    size: int
+    target_size: int
+    d2t: torch.Tensor | None
+
+    @classmethod
+    def identity(cls, size: int) -> DraftVocabulary:
+        """Return the vocabulary of a head that names every token."""
+        return cls(size, size, None)
+
+    @classmethod
+    def from_tensors(cls, d2t: torch.Tensor, t2d: torch.Tensor | None, target_size: int) -> DraftVocabulary:
+        """Check the mapping of a checkpoint.
+
+        Args:
+            d2t: ``[size]`` offsets, any integer type.
+            t2d: ``[target_size] bool`` membership, only compared; or None.
+            target_size: The target's vocabulary.
+
+        Raises:
+            CheckpointError: ids out of range or repeated (absolute ids stored as offsets are), or t2d says otherwise.
+        """
+        offsets = d2t.to(torch.int64)
+        ids = offsets + torch.arange(offsets.shape[0], device=offsets.device)
+        if int(ids.min()) < 0 or int(ids.max()) >= target_size:
+            raise CheckpointError(
+                f"d2t maps draft ids to {int(ids.min())}…{int(ids.max())}, outside the vocabulary of {target_size}; it must hold offsets "
+                "(target id - draft id), not target ids.",
+                field="d2t",
+            )
+        if ids.unique().shape[0] != ids.shape[0]:
+            raise CheckpointError("d2t maps two draft ids to one target id; it must hold offsets (target id - draft id).", field="d2t")
+        if t2d is not None and (int(t2d.sum()) != ids.shape[0] or not bool(t2d[ids].all())):
+            raise CheckpointError("t2d names other tokens than d2t; export both from the same vocabulary.", field="t2d")
+        return cls(ids.shape[0], target_size, offsets)
+
+    def target_ids(self, device: torch.device) -> torch.Tensor:
+        """Return the target id of every draft id, ``[size] int64``."""
+        ids = torch.arange(self.size, device=device)
+        return ids if self.d2t is None else ids + self.d2t.to(device)
