@@ -1,0 +1,192 @@
+"""Puts the gateway together and runs it: both surfaces on one event loop, drained on SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from outrider.gateway.v1 import gateway_pb2_grpc
+from outrider.services.gateway.core import GatewayCore
+from outrider.services.gateway.errors import install_handlers
+from outrider.services.gateway.middleware import Authentication, BodyGuard, KeyChecker, RequestContext
+from outrider.services.gateway.routes import chat, completions, models, native, ops
+from outrider.services.gateway.servicer import SERVICE_NAME, AuthInterceptor, InferenceServicer
+from outrider.services.gateway.settings import GatewaySettings
+from outrider.shared.base.errors import ConfigurationError, OutriderError
+from outrider.shared.base.lifecycle import watch_stop_signals
+from outrider.shared.obs.logging import configure_logging, get_logger
+from outrider.shared.rpc.server import AioServer, aio_server
+
+PUBLIC_PATHS = frozenset(["/health", "/ready"])
+HEADER_LIMIT_BYTES = 64 * 1024
+# gRPC replies share the limit of requests, and one after a pause may hold many traced rounds.
+GRPC_SLACK = 4
+_log = get_logger("outrider.gateway")
+
+
+def create_app(core: GatewayCore) -> FastAPI:
+    """Return the REST application over `core`."""
+    app = FastAPI(title="Outrider", description="Serves large language models with speculative decoding.", docs_url=None, redoc_url=None)
+    app.state.core = core
+    for module in (chat, completions, native, models, ops):
+        app.include_router(module.router)
+    install_handlers(app)
+    settings = core.settings
+    public_paths = PUBLIC_PATHS | ({"/metrics"} if settings.public_metrics else frozenset())
+    # Added last runs first: context, then key, then body.
+    app.add_middleware(BodyGuard, max_bytes=settings.max_body_bytes)
+    app.add_middleware(Authentication, checker=KeyChecker(settings.api_key), public_paths=public_paths)
+    app.add_middleware(RequestContext, metrics=core.metrics)
+    _describe_validation(app)
+    return app
+
+
+class GatewayServer:
+    """A running gateway. `start`, then `drain`; `port` and `grpc_port` are the bound ones."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        settings.check()
+        self._settings = settings
+        self.core = GatewayCore(settings)
+        self._socket = _bind(settings.host, settings.port)
+        self.port = int(self._socket.getsockname()[1])
+        self.grpc_port = 0
+        self._grpc: AioServer | None = None
+        self._http: _QuietServer | None = None
+        self._http_task: asyncio.Task[None] | None = None
+        self._readiness: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin serving both surfaces; readiness follows the target."""
+        settings = self._settings
+        await self.core.client.start()
+        if settings.grpc_port:
+            host = f"[{settings.host}]" if ":" in settings.host else settings.host
+            self._grpc = aio_server(
+                f"{host}:{settings.grpc_port}",
+                [(gateway_pb2_grpc.add_InferenceServicer_to_server, InferenceServicer(self.core))],
+                [SERVICE_NAME],
+                max_message_bytes=GRPC_SLACK * settings.max_body_bytes,
+                interceptors=[AuthInterceptor(KeyChecker(settings.api_key))],
+            )
+            self.grpc_port = self._grpc.port
+            await self._grpc.start()
+        config = uvicorn.Config(
+            create_app(self.core),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            h11_max_incomplete_event_size=HEADER_LIMIT_BYTES,
+            timeout_graceful_shutdown=max(1, int(settings.drain_grace_s)),
+        )
+        self._http = _QuietServer(config)
+        self._http_task = asyncio.create_task(self._http.serve([self._socket]), name="http")
+        self._readiness = asyncio.create_task(self._follow_target(), name="readiness")
+
+    async def drain(self) -> None:
+        """NOT_SERVING → notice period → refuse new requests → let running ones finish → stop both servers."""
+        settings, core = self._settings, self.core
+        core.draining = True
+        if self._readiness:
+            self._readiness.cancel()
+        if self._grpc:
+            await self._grpc.set_serving(False)
+        await asyncio.sleep(settings.drain_notice_s)
+        core.admitting = False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(settings.drain_grace_s):
+                await core.idle.wait()
+        if self._grpc:
+            await self._grpc.stop(1.0 if core.idle.is_set() else 0.0)
+        if self._http and self._http_task:
+            self._http.should_exit = True
+            await self._http_task
+        await core.client.close()
+        self._socket.close()
+
+    async def failed(self) -> None:
+        """Return when the HTTP server ends by itself."""
+        assert self._http_task is not None
+        await asyncio.wait({self._http_task})
+
+    async def _follow_target(self) -> None:
+        """Say `ready` once, and keep gRPC health in step with the target."""
+        announced = False
+        while True:
+            await self.core.client.readiness.wait_for(True)
+            if self._grpc:
+                await self._grpc.set_serving(True)
+            if not announced:
+                _log.info("ready", url=f"http://{self._settings.host}:{self.port}", grpc_port=self.grpc_port or None)
+                announced = True
+            await self.core.client.readiness.wait_for(False)
+            if self._grpc:
+                await self._grpc.set_serving(False)
+
+
+def run(settings: GatewaySettings) -> int:
+    """Serve until SIGTERM or SIGINT, drain, and return the exit code. Errors of the settings are logged with their fix."""
+    configure_logging("gateway", settings.log_level, settings.log_json)
+    try:
+        return asyncio.run(_serve(settings))
+    except OutriderError as error:
+        _log.error("cannot start", error=error.message, field=error.field)
+        print(error.message, file=sys.stderr)
+        return 1
+
+
+async def _serve(settings: GatewaySettings) -> int:
+    _log.info("settings", **settings.resolved())
+    server = GatewayServer(settings)
+    stop = asyncio.Event()
+    restore = watch_stop_signals(stop)
+    try:
+        await server.start()
+        ended = asyncio.create_task(server.failed())
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        _log.info("draining")
+        await server.drain()
+        await asyncio.gather(ended, stopped, return_exceptions=True)
+        return 0 if stop.is_set() else 1
+    finally:
+        restore()
+
+
+class _QuietServer(uvicorn.Server):
+    """Leaves signals to us: uvicorn's own handler would stop listening before readiness has fallen."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigurationError(f"Cannot listen on {host}:{port}: {error.strerror}. Choose another --port.", field="port") from None
+
+
+def _describe_validation(app: FastAPI) -> None:
+    """Take 422 out of the OpenAPI document: our handler answers 400 instead."""
+    make = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = make()
+        for operations in document["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]

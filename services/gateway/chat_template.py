@@ -1,0 +1,140 @@
+"""Chat templates: Jinja in a sandbox of our own, with the names that model authors rely on and limits on size and time.
+
+Templates come from the model's folder, never from a client; they are still code by strangers.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from datetime import datetime
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from outrider.shared.base.errors import CheckpointError, InvalidRequestError
+
+MAX_TEMPLATE_CHARS = 256 * 1024
+MAX_OUTPUT_CHARS = 4 * 1024 * 1024
+MAX_RENDER_S = 2.0
+
+_deadline: ContextVar[float] = ContextVar("render_deadline")
+
+
+class TemplateRefusal(TemplateError):
+    """The template called raise_exception: it does not take these messages."""
+
+
+class GenerationBlock(Extension):
+    """``{% generation %} … {% endgeneration %}`` marks the assistant's tokens for training; for serving it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - declared by Jinja as a plain set
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Checks the clock at every call, look-up and arithmetic operation, and the size of what arithmetic makes."""
+
+    intercepted_binops = frozenset(["+", "*", "**", "%", "//", "/", "-"])
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        _check_time()
+        if operator == "**" and not (isinstance(right, int) and abs(right) <= 64):
+            raise SecurityError("exponents above 64 are not allowed")
+        if operator == "*" and any(isinstance(side, (str, list, tuple)) for side in (left, right)):
+            length = max(len(side) for side in (left, right) if isinstance(side, (str, list, tuple)))
+            count = max((side for side in (left, right) if isinstance(side, int)), default=0)
+            if length * count > MAX_OUTPUT_CHARS:
+                raise SecurityError("a repetition is too long")
+        result = super().call_binop(context, operator, left, right)
+        if isinstance(result, str) and len(result) > MAX_OUTPUT_CHARS:
+            raise SecurityError("a text is too long")
+        return result
+
+    def call(self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_time()
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        _check_time()
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        _check_time()
+        return super().getitem(obj, argument)
+
+
+class ChatTemplate:
+    """A compiled template. Rendering is synchronous; call it on a worker thread."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime] = datetime.now) -> None:
+        """Compile `source`.
+
+        Raises:
+            CheckpointError: it is too long or not valid Jinja.
+        """
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise CheckpointError(f"The chat template has more than {MAX_TEMPLATE_CHARS} characters.", field="chat_template")
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda pattern: now().strftime(pattern)
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            raise CheckpointError(f"The chat template is not valid: {error}.", field="chat_template") from None
+        self._special_tokens = dict(special_tokens)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], add_generation_prompt: bool = True) -> str:
+        """Return the prompt's text.
+
+        Args:
+            messages: ``{"role", "content", …}`` in order.
+            options: Further names that the template may read.
+            add_generation_prompt: End with the opening of the assistant's answer.
+
+        Raises:
+            InvalidRequestError: the template refuses the messages or fails on them, or exceeds its limits.
+        """
+        variables = {**self._special_tokens, "tools": None, "documents": None, **options}
+        token = _deadline.set(time.monotonic() + MAX_RENDER_S)
+        pieces, length = [], 0
+        try:
+            for piece in self._template.generate(messages=list(messages), add_generation_prompt=add_generation_prompt, **variables):
+                _check_time()
+                length += len(piece)
+                if length > MAX_OUTPUT_CHARS:
+                    raise SecurityError(f"its output is longer than {MAX_OUTPUT_CHARS} characters")
+                pieces.append(piece)
+        except TemplateRefusal as error:
+            raise InvalidRequestError(f"The model's chat template refuses these messages: {error}.", field="messages") from None
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
+            raise InvalidRequestError(f"The model's chat template fails on these messages: {error}.", field="messages") from None
+        finally:
+            _deadline.reset(token)
+        return "".join(pieces)
+
+
+def _check_time() -> None:
+    # Constant folding calls the sandbox while a template is compiled, when there is no deadline yet.
+    deadline = _deadline.get(None)
+    if deadline is not None and time.monotonic() > deadline:
+        raise SecurityError(f"it took longer than {MAX_RENDER_S:g} s")
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
+    # Jinja's own tojson escapes for HTML, which changes prompts.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: object) -> None:
+    raise TemplateRefusal(str(message))

@@ -1,0 +1,132 @@
+"""Protobuf ↔ our data, for the target's protocol. Protobuf goes no further than this file, the target client and the servicer."""
+
+from __future__ import annotations
+
+from outrider.common.v1 import common_pb2
+from outrider.services.gateway.request import (
+    FinishReason,
+    GenerationRequest,
+    RoundTrace,
+    SpeculationMode,
+    SpeculationStats,
+    TargetDelta,
+    TargetFinish,
+    TraceNode,
+    Usage,
+)
+from outrider.target.v1 import target_pb2
+
+MODE_TO_PROTO = {
+    SpeculationMode.AUTO: common_pb2.SPECULATION_MODE_AUTO,
+    SpeculationMode.ON: common_pb2.SPECULATION_MODE_ON,
+    SpeculationMode.OFF: common_pb2.SPECULATION_MODE_OFF,
+}
+MODE_FROM_PROTO = {value: mode for mode, value in MODE_TO_PROTO.items()} | {
+    common_pb2.SPECULATION_MODE_UNSPECIFIED: SpeculationMode.AUTO,
+}
+REASON_TO_PROTO = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: common_pb2.FINISH_REASON_CANCELLED,
+}
+REASON_FROM_PROTO = {value: reason for reason, value in REASON_TO_PROTO.items()}
+
+
+def request_to_proto(request: GenerationRequest, timeout_s: float) -> target_pb2.GenerateRequest:
+    """Return the message that submits `request`; `timeout_s` is what remains of its deadline."""
+    sampling, speculation = request.sampling, request.speculation
+    return target_pb2.GenerateRequest(
+        request_id=request.request_id,
+        prompt_ids=request.prompt_ids,
+        max_new_tokens=request.max_new_tokens,
+        sampling=common_pb2.SamplingOptions(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            choice_index=sampling.choice_index,
+        ),
+        speculation=common_pb2.SpeculationOptions(
+            mode=MODE_TO_PROTO[speculation.mode],
+            depth=speculation.depth,
+            topk=speculation.topk,
+            max_nodes=speculation.max_nodes,
+            trace=speculation.trace,
+        ),
+        stop_token_ids=sorted(request.stop.token_ids),
+        ignore_eos=request.stop.ignore_eos,
+        timeout_ms=max(1, int(timeout_s * 1000)),
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+    )
+
+
+def delta_from_proto(delta: target_pb2.TokenDelta) -> TargetDelta:
+    """Return the tokens of one message."""
+    return TargetDelta(tuple(delta.token_ids), tuple(round_from_proto(one) for one in delta.rounds))
+
+
+def finish_from_proto(finish: target_pb2.Finish) -> TargetFinish:
+    """Return the end of a sequence; an unknown reason of a newer target counts as stop."""
+    return TargetFinish(
+        reason=REASON_FROM_PROTO.get(finish.reason, FinishReason.STOP),
+        matched_token=finish.matched_token if finish.HasField("matched_token") else None,
+        usage=Usage(finish.usage.prompt_tokens, finish.usage.completion_tokens, finish.usage.cached_tokens),
+        speculation=stats_from_proto(finish.speculation),
+        queue_s=finish.queue_ms / 1e3,
+        prefill_s=finish.prefill_ms / 1e3,
+        decode_s=finish.decode_ms / 1e3,
+    )
+
+
+def stats_from_proto(stats: common_pb2.SpeculationStats) -> SpeculationStats:
+    """Return a sequence's speculation statistics."""
+    return SpeculationStats(
+        accept_length=stats.accept_length,
+        rounds=stats.rounds,
+        draft_tokens=stats.draft_tokens,
+        accepted_tokens=stats.accepted_tokens,
+        accepted_histogram=tuple(stats.accepted_histogram),
+        fallback_reason=stats.fallback_reason,
+        speedup_estimate=stats.speedup_estimate if stats.HasField("speedup_estimate") else None,
+    )
+
+
+def stats_to_proto(stats: SpeculationStats) -> common_pb2.SpeculationStats:
+    """The inverse of `stats_from_proto`."""
+    return common_pb2.SpeculationStats(
+        accept_length=stats.accept_length,
+        rounds=stats.rounds,
+        draft_tokens=stats.draft_tokens,
+        accepted_tokens=stats.accepted_tokens,
+        accepted_histogram=stats.accepted_histogram,
+        fallback_reason=stats.fallback_reason,
+        speedup_estimate=stats.speedup_estimate,
+    )
+
+
+def round_from_proto(one: common_pb2.RoundTrace) -> RoundTrace:
+    """Return one traced round."""
+    return RoundTrace(
+        round=one.round,
+        base_len=one.base_len,
+        nodes=tuple(TraceNode(node.token, node.parent, node.depth, node.logprob) for node in one.nodes),
+        accepted=tuple(one.accepted),
+        emitted=tuple(one.emitted),
+        draft_ms=one.draft_ms,
+        verify_ms=one.verify_ms,
+    )
+
+
+def round_to_proto(one: RoundTrace) -> common_pb2.RoundTrace:
+    """The inverse of `round_from_proto`."""
+    return common_pb2.RoundTrace(
+        round=one.round,
+        base_len=one.base_len,
+        nodes=[common_pb2.TraceNode(token=node.token, parent=node.parent, depth=node.depth, logprob=node.logprob) for node in one.nodes],
+        accepted=one.accepted,
+        emitted=one.emitted,
+        draft_ms=one.draft_ms,
+        verify_ms=one.verify_ms,
+    )

@@ -1,0 +1,135 @@
+"""Everything that the surfaces share: settings, text codec, target, admission, metrics, and whether new requests are taken."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from outrider.services.gateway.admission import Admission
+from outrider.services.gateway.generation import Generator
+from outrider.services.gateway.metrics import GatewayMetrics
+from outrider.services.gateway.parameters import Parameters, RequestBuilder, Surface
+from outrider.services.gateway.request import ChoiceEvent
+from outrider.services.gateway.settings import GatewaySettings
+from outrider.services.gateway.target_client import ReaderLimits, TargetClient
+from outrider.services.gateway.tokenizer import TextCodec
+from outrider.shared.base.errors import InvalidRequestError, OutriderError, UnavailableError
+from outrider.shared.obs.metrics import join_expositions
+
+DRAIN_RETRY_S = 5.0
+
+Prompts = Callable[[], Awaitable[Sequence[tuple[int, ...]]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request as a surface hands it over: checked as far as that goes without tokens.
+
+    Attributes:
+        prompts: Makes the token ids of every prompt; called after admission.
+        sequences: Prompts times n.
+        timeout_s: What remains of the caller's deadline; None takes the server's.
+    """
+
+    prompts: Prompts
+    sequences: int
+    parameters: Parameters
+    surface: Surface
+    timeout_s: float | None = None
+
+
+class GatewayCore:
+    """One per process. `ready` says what /ready and health say; `admitting` whether new requests are taken."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self.settings = settings
+        self.codec = TextCodec.load(settings.tokenizer) if settings.tokenizer else None
+        self.metrics = GatewayMetrics()
+        self.admission = Admission(settings.max_queued_requests, settings.max_queued_prompt_tokens, time.monotonic)
+        self.client = TargetClient(settings.target, ReaderLimits(settings.slow_reader_bytes, settings.slow_reader_timeout_s))
+        self.builder = RequestBuilder(settings)
+        self.started_at = int(time.time())
+        self.draining = False
+        self.admitting = True
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._running = 0
+        self._generator = Generator(self.client, self.codec.tokenizer if self.codec else None, self.metrics)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request sent now would be taken."""
+        return self.client.ready and not self.draining
+
+    def check_ready(self) -> None:
+        """Raise UnavailableError, with the reason, unless `ready`."""
+        if self.draining:
+            raise self._draining()
+        if not self.client.ready:
+            message = f"The target service at {self.settings.target} is not ready."
+            raise UnavailableError(message, reason="target_unavailable", retry_after_s=1.0)
+
+    def need_codec(self, field: str) -> TextCodec:
+        """Return the text codec.
+
+        Raises:
+            InvalidRequestError: this server runs on token ids only; says what to send instead.
+        """
+        if self.codec is None:
+            message = (
+                f"{field} needs text, and this server runs without a tokenizer: send token ids, or start the gateway with --tokenizer DIR."
+            )
+            raise InvalidRequestError(message, field=field, reason="no_tokenizer")
+        return self.codec
+
+    async def generate(self, job: Job) -> AsyncGenerator[ChoiceEvent, None]:
+        """Admit, tokenise, run. Closing the generator cancels everything.
+
+        Raises:
+            OutriderError: 429 before any work, 400 for what only the tokens show, 503 while draining or without target, and what the
+                target says.
+        """
+        if not self.admitting:
+            raise self._draining()
+        with self.admission.admit(job.sequences) as slot:
+            self._running += 1
+            self.idle.clear()
+            try:
+                info = self.client.info
+                deadline = asyncio.get_running_loop().time() + self._timeout_s(job)
+                prompts = await job.prompts()
+                requests = self.builder.build(prompts, job.parameters, job.surface, info, deadline)
+                slot.add_prompts([len(request.prompt_ids) for request in requests])
+                async with aclosing(self._generator.run(requests, slot)) as events:
+                    async for event in events:
+                        yield event
+            finally:
+                self._running -= 1
+                if not self._running:
+                    self.idle.set()
+
+    def _timeout_s(self, job: Job) -> float:
+        limit = self.settings.request_timeout_s
+        return limit if job.timeout_s is None else min(job.timeout_s, limit)
+
+    async def render_metrics(self) -> str:
+        """Return our metrics and, if it answers, the target's."""
+        metrics = self.metrics
+        metrics.active.set(self.admission.active)
+        metrics.waiting.set(self.admission.waiting)
+        metrics.waiting_tokens.set(self.admission.waiting_tokens)
+        metrics.target_ready.set(self.client.ready)
+        try:
+            stats = await self.client.stats()
+        except OutriderError:
+            return metrics.render()
+        return join_expositions(metrics.render(), stats.prometheus_text)
+
+    @staticmethod
+    def _draining() -> UnavailableError:
+        return UnavailableError(
+            "The server is shutting down; send the request elsewhere or retry.", reason="draining", retry_after_s=DRAIN_RETRY_S
+        )

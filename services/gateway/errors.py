@@ -1,0 +1,118 @@
+"""Errors → HTTP, in OpenAI's shape. The one place that does it, for routes, middleware and streams."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from outrider.shared.base.errors import ErrorCode, InvalidRequestError, OutriderError
+from outrider.shared.rpc.interceptors import as_outrider_error
+
+TYPE_OF_CODE = {
+    ErrorCode.INVALID_ARGUMENT: "invalid_request_error",
+    ErrorCode.UNAUTHENTICATED: "authentication_error",
+    ErrorCode.NOT_FOUND: "invalid_request_error",
+    ErrorCode.DEADLINE_EXCEEDED: "timeout_error",
+    ErrorCode.PAYLOAD_TOO_LARGE: "invalid_request_error",
+    ErrorCode.UNSUPPORTED_MEDIA_TYPE: "invalid_request_error",
+    ErrorCode.RESOURCE_EXHAUSTED: "rate_limit_error",
+    ErrorCode.CANCELLED: "cancelled_error",
+    ErrorCode.INTERNAL: "server_error",
+    ErrorCode.UNIMPLEMENTED: "not_implemented_error",
+    ErrorCode.UNAVAILABLE: "service_unavailable_error",
+}
+# Branches of a union that pydantic puts into an error's location.
+UNION_TAGS = ("str", "int", "float", "bool", "list[", "dict[", "tuple[", "function-", "constrained-", "literal[")
+
+
+class JsonResponse(Response):
+    """JSON with ASCII escapes: any text that a client sent can be quoted back, lone surrogates included."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
+
+
+def error_body(error: OutriderError) -> dict[str, Any]:
+    """Return the body of an error reply."""
+    return {"error": {"message": error.message, "type": TYPE_OF_CODE[error.code], "param": error.field, "code": error.reason}}
+
+
+def error_response(error: OutriderError) -> JsonResponse:
+    """Return the whole reply, Retry-After included."""
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    if error.code is ErrorCode.UNAUTHENTICATED:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JsonResponse(error_body(error), error.code.value, headers)
+
+
+def error_event(error: OutriderError) -> dict[str, Any]:
+    """Return the event that ends a stream which has begun; it carries the status that the reply no longer can."""
+    body = error_body(error)
+    body["error"]["status"] = error.code.value
+    return body
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Map every exception that a route can raise."""
+
+    async def ours(_request: Request, error: Exception) -> Response:
+        return error_response(as_outrider_error(error))
+
+    async def invalid(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return error_response(explain_validation(error.errors()))
+
+    async def http(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return _http_error(error)
+
+    app.add_exception_handler(OutriderError, ours)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+
+
+def explain_validation(problems: Sequence[Mapping[str, Any]]) -> InvalidRequestError:
+    """Return one error that names the first field at fault and all that may be wrong with it."""
+    first = problems[0]
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", "syntax error")
+        return InvalidRequestError(f"The body is not valid JSON: {reason}.", reason="malformed_json")
+    field = _field_of(first)
+    if first["type"] == "extra_forbidden":
+        return InvalidRequestError(f"Unknown field: {field}.", field=field, reason="unknown_field")
+    if first["type"] == "missing":
+        return InvalidRequestError(f"Missing field: {field}.", field=field, reason="missing_field")
+    messages = dict.fromkeys(str(problem["msg"]).removeprefix("Value error, ") for problem in problems if _field_of(problem) == field)
+    if not field:
+        return InvalidRequestError("The body must be a JSON object.", reason="malformed_json")
+    return InvalidRequestError(f"{field}: {'; or: '.join(messages)}.", field=field)
+
+
+def _field_of(problem: Mapping[str, Any]) -> str:
+    parts: list[str] = []
+    for part in problem["loc"]:
+        if isinstance(part, str) and part.lower().startswith(UNION_TAGS) and parts:
+            break
+        parts.append(str(part))
+    return ".".join(parts[1:] if parts[:1] == ["body"] else parts)
+
+
+def _http_error(error: HTTPException) -> Response:
+    """Routing errors of the framework: unknown path, wrong method, a body that is not text."""
+    if error.status_code == 404:
+        return error_response(OutriderError("There is no such path.", code=ErrorCode.NOT_FOUND, reason="not_found"))
+    if error.status_code == 400:
+        return error_response(InvalidRequestError("The body cannot be read as JSON.", reason="malformed_json"))
+    body = {"error": {"message": f"{error.detail}.", "type": "invalid_request_error", "param": None, "code": "method_not_allowed"}}
+    return JsonResponse(body, error.status_code, dict(error.headers or {}))

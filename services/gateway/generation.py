@@ -1,0 +1,192 @@
+"""The core that both surfaces stand on: valid requests in, pieces of text out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing
+
+from tokenizers import Tokenizer
+
+from outrider.services.gateway.admission import Slot
+from outrider.services.gateway.detokenizer import TextAssembler
+from outrider.services.gateway.metrics import GatewayMetrics
+from outrider.services.gateway.request import (
+    ChoiceEvent,
+    Chunk,
+    Completion,
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    RoundTrace,
+    SpeculationStats,
+    Started,
+    TargetDelta,
+    TargetFinish,
+    Usage,
+)
+from outrider.services.gateway.target_client import TargetClient, TargetStream
+from outrider.shared.base.errors import DeadlineExceededError, OutriderError
+
+# After a stop string the target still owes its statistics; it needs two rounds at most.
+FINISH_WAIT_S = 2.0
+
+
+class Generator:
+    """Runs sequences on the target and turns their tokens into text."""
+
+    def __init__(self, client: TargetClient, tokenizer: Tokenizer | None, metrics: GatewayMetrics) -> None:
+        self._client = client
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+
+    async def run(self, requests: Sequence[GenerationRequest], slot: Slot) -> AsyncGenerator[ChoiceEvent, None]:
+        """Run all sequences of one request at once and yield their events as they come, each sequence's own in order.
+
+        Closing the generator cancels what still runs. A sequence that fails ends the whole request.
+
+        Raises:
+            OutriderError: as the target reported it, or the deadline passed.
+        """
+        sequences = [self._sequence(index, request, slot) for index, request in enumerate(requests)]
+        async with aclosing(sequences[0] if len(sequences) == 1 else _merge(sequences)) as events:
+            async for event in events:
+                yield event
+
+    async def _sequence(self, index: int, request: GenerationRequest, slot: Slot) -> AsyncGenerator[ChoiceEvent, None]:
+        loop = asyncio.get_running_loop()
+        submitted = last = loop.time()
+        started = False
+        assembler = TextAssembler(self._tokenizer, request.stop, self._silent_tokens(request))
+        stream = self._client.submit(request)
+        try:
+            while True:
+                event = await _next(stream, request.deadline)
+                now = loop.time()
+                if not started:
+                    started = True
+                    slot.started(index)
+                    self._metrics.time_to_first_token.observe(now - submitted)
+                    yield ChoiceEvent(index, Started(len(request.prompt_ids), request.sampling.seed))
+                elif isinstance(event, TargetDelta) and event.token_ids:
+                    self._metrics.inter_token_latency.observe((now - last) / len(event.token_ids))
+                last = now
+                if isinstance(event, TargetFinish):
+                    if (rest := assembler.finish()).token_ids:
+                        yield ChoiceEvent(index, rest)
+                    finished = _finished(request, event, assembler, loop.time() - submitted)
+                    self._metrics.finished(finished, event.queue_s)
+                    yield ChoiceEvent(index, finished)
+                    return
+                for token_ids, rounds in _by_round(event):
+                    piece = assembler.push(token_ids)
+                    if piece.text or piece.token_ids or rounds:
+                        yield ChoiceEvent(index, Chunk(piece.text, piece.token_ids, rounds))
+                    if assembler.matched_stop is not None:
+                        break
+                if assembler.matched_stop is not None:
+                    stream.cancel(keep_tokens=assembler.num_tokens)
+                    end = await _last_word(stream, request)
+                    finished = _finished(request, end, assembler, loop.time() - submitted)
+                    self._metrics.finished(finished, end.queue_s)
+                    yield ChoiceEvent(index, finished)
+                    return
+        except OutriderError as error:
+            self._metrics.failures.labels(error.reason).inc()
+            raise
+        finally:
+            slot.started(index)
+            stream.close()
+
+    def _silent_tokens(self, request: GenerationRequest) -> frozenset[int]:
+        eos = frozenset() if request.stop.ignore_eos else self._client.info.eos_token_ids
+        return eos | request.stop.token_ids
+
+
+async def collect(events: AsyncIterator[ChoiceEvent], sequences: int) -> list[Completion]:
+    """Read all events and return the finished sequences in order."""
+    chunks: list[list[Chunk]] = [[] for _ in range(sequences)]
+    seeds = [0] * sequences
+    ends: dict[int, Finished] = {}
+    async for one in events:
+        match one.event:
+            case Started(seed=seed):
+                seeds[one.index] = seed
+            case Chunk() as chunk:
+                chunks[one.index].append(chunk)
+            case Finished() as end:
+                ends[one.index] = end
+    return [Completion(ends[index], seeds[index], chunks[index]) for index in range(sequences)]
+
+
+async def _merge(sequences: Sequence[AsyncGenerator[ChoiceEvent, None]]) -> AsyncGenerator[ChoiceEvent, None]:
+    # One place in the queue: a reader that stops reading must be felt by the target's streams, which pause.
+    queue: asyncio.Queue[ChoiceEvent | Exception | None] = asyncio.Queue(maxsize=1)
+
+    async def pump(sequence: AsyncGenerator[ChoiceEvent, None]) -> None:
+        async with aclosing(sequence):
+            try:
+                async for event in sequence:
+                    await queue.put(event)
+                await queue.put(None)
+            except OutriderError as error:
+                await queue.put(error)
+
+    tasks = [asyncio.create_task(pump(sequence)) for sequence in sequences]
+    running = len(tasks)
+    try:
+        while running:
+            event = await queue.get()
+            if isinstance(event, Exception):
+                raise event
+            if event is None:
+                running -= 1
+            else:
+                yield event
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _next(stream: TargetStream, deadline: float) -> TargetDelta | TargetFinish:
+    try:
+        async with asyncio.timeout_at(deadline):
+            return await stream.next()
+    except TimeoutError:
+        raise DeadlineExceededError("The request's deadline passed before it finished.") from None
+
+
+async def _last_word(stream: TargetStream, request: GenerationRequest) -> TargetFinish:
+    """Return the target's statistics after a cancel; empty ones if it keeps silent."""
+    try:
+        async with asyncio.timeout(FINISH_WAIT_S):
+            while not isinstance(event := await stream.next(), TargetFinish):
+                pass
+            return event
+    except (TimeoutError, OutriderError):
+        return TargetFinish(FinishReason.STOP, None, Usage(len(request.prompt_ids), 0), SpeculationStats())
+
+
+def _finished(request: GenerationRequest, end: TargetFinish, assembler: TextAssembler, e2e_s: float) -> Finished:
+    stop_string = assembler.matched_stop
+    # What came after a stop string is neither shown nor billed, whatever the target counted.
+    completion_tokens = end.usage.completion_tokens if stop_string is None else assembler.num_tokens
+    usage = Usage(len(request.prompt_ids), completion_tokens, end.usage.cached_tokens)
+    if stop_string is None:
+        return Finished(end.reason, end.matched_token, usage, end.speculation, e2e_s)
+    return Finished(FinishReason.STOP, stop_string, usage, end.speculation, e2e_s)
+
+
+def _by_round(delta: TargetDelta) -> Iterator[tuple[tuple[int, ...], tuple[RoundTrace, ...]]]:
+    """Split a delta so that each traced round comes with the tokens that it emitted; tokens of a prefill come first."""
+    if not delta.rounds:
+        yield delta.token_ids, ()
+        return
+    at = max(0, len(delta.token_ids) - sum(len(one.emitted) for one in delta.rounds))
+    if at:
+        yield delta.token_ids[:at], ()
+    for one in delta.rounds[:-1]:
+        yield delta.token_ids[at : at + len(one.emitted)], (one,)
+        at += len(one.emitted)
+    yield delta.token_ids[at:], (delta.rounds[-1],)

@@ -1,0 +1,189 @@
+"""What happens to every HTTP request before a route sees it: request id and log line, authentication, body limit and content type."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import re
+import time
+import uuid
+from collections.abc import Iterable
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from outrider.services.gateway.errors import error_response
+from outrider.services.gateway.metrics import GatewayMetrics
+from outrider.shared.base.errors import ErrorCode, InvalidRequestError, OutriderError
+from outrider.shared.obs.logging import get_logger, log_context
+from outrider.shared.rpc.interceptors import as_outrider_error
+
+REQUEST_ID_HEADER = "X-Request-Id"
+BODY_TIMEOUT_S = 30.0
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_JSON_TYPE = re.compile(r"application/(json|[\w.+-]+\+json)")
+_log = get_logger("outrider.gateway.http")
+
+
+def request_id_of(given: str | None) -> str:
+    """Return the client's request id if it is printable and short, else a new one."""
+    return given if given and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+class RequestContext:
+    """Outermost: request id on every reply, one log line and one count per request, no exception past this point."""
+
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = request_id_of(Headers(scope=scope).get(REQUEST_ID_HEADER))
+        scope.setdefault("state", {})["request_id"] = request_id
+        status = 0
+        started = time.perf_counter()
+
+        async def tagged(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
+            await send(message)
+
+        with log_context(request_id=request_id):
+            try:
+                await self._app(scope, receive, tagged)
+            except Exception as error:
+                failure = as_outrider_error(error)
+                if status:
+                    raise
+                await error_response(failure)(scope, receive, tagged)
+            finally:
+                # Unknown paths share one label, or clients could make as many as they like.
+                route = getattr(scope.get("route"), "path", "other")
+                self._metrics.http_requests.labels(route, str(status or ErrorCode.CANCELLED.value)).inc()
+                elapsed_ms = round((time.perf_counter() - started) * 1e3, 1)
+                _log.info("request", method=scope["method"], route=route, status=status or ErrorCode.CANCELLED.value, elapsed_ms=elapsed_ms)
+
+
+class KeyChecker:
+    """Compares bearer tokens in constant time, by their hashes. Without keys everything is allowed."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    def check(self, authorization: str | None) -> None:
+        """Raise an UNAUTHENTICATED error unless the header holds one of the keys."""
+        if not self._digests:
+            return
+        scheme, _, token = (authorization or "").partition(" ")
+        digest = hashlib.sha256(token.strip().encode("utf-8", "surrogateescape")).digest()
+        # Every key is compared, whether or not an earlier one matched.
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        if scheme.lower() != "bearer" or not any(matches):
+            message = "A valid API key is needed: Authorization: Bearer KEY."
+            raise OutriderError(message, code=ErrorCode.UNAUTHENTICATED, reason="invalid_api_key")
+
+
+class Authentication:
+    """Denies by default: every path needs a key but the few listed."""
+
+    def __init__(self, app: ASGIApp, checker: KeyChecker, public_paths: frozenset[str]) -> None:
+        self._app = app
+        self._checker = checker
+        self._public_paths = public_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in self._public_paths:
+            try:
+                self._checker.check(Headers(scope=scope).get("authorization"))
+            except OutriderError as error:
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class BodyGuard:
+    """Reads the whole body before a route runs: at most `max_bytes`, JSON only, within `BODY_TIMEOUT_S`."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
+            await self._app(scope, receive, send)
+            return
+        try:
+            headers = Headers(scope=scope)
+            content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if not _JSON_TYPE.fullmatch(content_type):
+                message = f"The content type must be application/json, not {content_type[:64]!r}."
+                raise OutriderError(message, code=ErrorCode.UNSUPPORTED_MEDIA_TYPE, reason="unsupported_media_type", field="Content-Type")
+            length = headers.get("content-length", "")
+            if length.isdigit() and int(length) > self._max_bytes:
+                raise self._too_large()
+            body = await self._read(receive)
+        except OutriderError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        if body is None:
+            return
+        delivered = False
+
+        async def replay() -> Message:
+            nonlocal delivered
+            if delivered:
+                return await receive()
+            delivered = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self._app(scope, replay, send)
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        """Return the body, or None if the client went away while sending it."""
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    part = message.get("body", b"")
+                    size += len(part)
+                    if size > self._max_bytes:
+                        raise self._too_large()
+                    parts.append(part)
+                    if not message.get("more_body", False):
+                        break
+        except TimeoutError:
+            message_text = f"The body did not arrive within {BODY_TIMEOUT_S:g} s."
+            raise OutriderError(message_text, code=ErrorCode.DEADLINE_EXCEEDED, reason="body_timeout") from None
+        body = b"".join(parts)
+        _check_json(body)
+        return body
+
+    def _too_large(self) -> OutriderError:
+        message = f"The body is larger than {self._max_bytes} bytes."
+        return OutriderError(message, code=ErrorCode.PAYLOAD_TOO_LARGE, reason="body_too_large")
+
+
+def _check_json(body: bytes) -> None:
+    """Refuse what Python's parser takes and JSON does not (NaN, Infinity), and what it cannot take (deep nesting, huge numbers)."""
+    try:
+        json.loads(body, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise InvalidRequestError(f"The body is not valid JSON: {error}.", reason="malformed_json") from None
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise InvalidRequestError(f"The body is not valid JSON: {reason}.", reason="malformed_json") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON value")

@@ -1,0 +1,257 @@
+"""From what a client said to requests that are valid: every range check of both surfaces, in one place.
+
+Names of fields in errors are those of the surface: `Surface` says how the same parameter is called there.
+"""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outrider.services.gateway.request import (
+    MASK_64,
+    GenerationRequest,
+    SamplingParams,
+    SpeculationParams,
+    StopRules,
+)
+from outrider.services.gateway.settings import GatewaySettings
+from outrider.services.gateway.target_client import TargetInfo
+from outrider.shared.base.errors import InvalidRequestError, ModelNotFoundError
+
+MAX_STOPS = 4
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKEN_IDS = 64
+MAX_TEMPERATURE = 2.0
+# Below this a temperature is greedy (as SGLang has it): dividing by it says nothing else.
+GREEDY_TEMPERATURE = 1e-6
+MAX_SALT_CHARS = 256
+# Drawn seeds survive clients that read JSON numbers as doubles.
+DRAWN_SEED_BITS = 53
+DEFAULT_MAX_STEPS, DEFAULT_MAX_TOPK, DEFAULT_MAX_NODES = 16, 16, 128
+
+
+@dataclass(frozen=True, slots=True)
+class Surface:
+    """How one API names things, and its defaults.
+
+    Attributes:
+        prompt: The field that holds the prompt.
+        max_tokens: The field that limits new tokens.
+        prefix: Before the names of sampling parameters.
+        default_max_tokens: New tokens when the client gives no limit; None: as many as fit.
+    """
+
+    prompt: str
+    max_tokens: str
+    prefix: str = ""
+    default_max_tokens: int | None = None
+
+
+CHAT = Surface("messages", "max_tokens")
+COMPLETIONS = Surface("prompt", "max_tokens", default_max_tokens=16)
+NATIVE = Surface("input_ids", "sampling_params.max_new_tokens", "sampling_params.", default_max_tokens=128)
+GRPC_CHAT = Surface("messages", "options.max_tokens", "options.")
+GRPC_COMPLETE = Surface("prompt", "options.max_tokens", "options.", default_max_tokens=16)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """What a client said, unchecked; None is absent. `stop` and the like are already lists."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_string: bool = False
+    skip_special_tokens: bool = True
+    speculation: SpeculationParams = field(default_factory=SpeculationParams)
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class RequestBuilder:
+    """Checks parameters against the settings and the target, and builds requests."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._settings = settings
+        self._names = frozenset(settings.served_model_name)
+
+    def check_model(self, model: str | None, info: TargetInfo) -> str:
+        """Return the name to answer with.
+
+        Raises:
+            ModelNotFoundError: the name is unknown; says which are served.
+        """
+        names = self._settings.served_model_name or (info.model_id,)
+        if not model:
+            return names[0]
+        if model not in names and not self._settings.any_model:
+            known = ", ".join(repr(name) for name in names)
+            raise ModelNotFoundError(f"The model {model[:128]!r} does not exist; served here: {known}.", field="model")
+        return model
+
+    def check(self, parameters: Parameters, surface: Surface, num_prompts: int) -> int:
+        """Check what needs neither tokenizer nor target, before any work is done.
+
+        Returns:
+            The number of sequences that the request makes.
+
+        Raises:
+            InvalidRequestError: names the field, the value and the range.
+        """
+        name = surface.prefix
+        p = parameters
+        n = 1 if p.n is None else p.n
+        _check(1 <= n <= self._settings.max_choices, f"{name}n", f"between 1 and {self._settings.max_choices}", n)
+        if not 1 <= num_prompts <= self._settings.max_batch:
+            raise InvalidRequestError(
+                f"{surface.prompt} must hold 1 to {self._settings.max_batch} prompts, not {num_prompts}.", field=surface.prompt
+            )
+        if p.max_tokens is not None:
+            _check(p.max_tokens >= 1, surface.max_tokens, "at least 1", p.max_tokens)
+        if p.temperature is not None:
+            _check(0 <= p.temperature <= MAX_TEMPERATURE, f"{name}temperature", f"between 0 and {MAX_TEMPERATURE:g}", p.temperature)
+        if p.top_k is not None:
+            _check(-1 <= p.top_k < 1 << 31, f"{name}top_k", "at least 1, or -1 or 0 for off", p.top_k)
+        if p.top_p is not None:
+            _check(0 < p.top_p <= 1, f"{name}top_p", "above 0 and at most 1", p.top_p)
+        if p.min_p is not None:
+            _check(0 <= p.min_p <= 1, f"{name}min_p", "between 0 and 1", p.min_p)
+        if p.seed is not None:
+            _check(-(1 << 63) <= p.seed <= MASK_64, f"{name}seed", "a 64-bit integer", p.seed)
+        _check(-(1 << 31) <= p.priority < 1 << 31, "priority", "a 32-bit integer", p.priority)
+        _check_text(p.cache_salt, "cache_salt")
+        if len(p.cache_salt) > MAX_SALT_CHARS:
+            raise InvalidRequestError(f"cache_salt must have at most {MAX_SALT_CHARS} characters.", field="cache_salt")
+        self._check_stops(p, name)
+        return n * num_prompts
+
+    def _check_stops(self, p: Parameters, name: str) -> None:
+        if len(p.stop) > MAX_STOPS:
+            raise InvalidRequestError(f"{name}stop takes at most {MAX_STOPS} strings, not {len(p.stop)}.", field=f"{name}stop")
+        for stop in p.stop:
+            _check_text(stop, f"{name}stop")
+            if not 1 <= len(stop) <= MAX_STOP_CHARS:
+                raise InvalidRequestError(f"Each string of {name}stop must have 1 to {MAX_STOP_CHARS} characters.", field=f"{name}stop")
+        if len(p.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequestError(f"{name}stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids.", field=f"{name}stop_token_ids")
+        if p.stop and self._settings.tokenizer is None:
+            raise InvalidRequestError(
+                f"{name}stop needs text, and this server runs without a tokenizer; use stop_token_ids.",
+                field=f"{name}stop",
+                reason="no_tokenizer",
+            )
+
+    def build(
+        self, prompts: Sequence[tuple[int, ...]], parameters: Parameters, surface: Surface, info: TargetInfo, deadline: float
+    ) -> list[GenerationRequest]:
+        """Return n requests per prompt, prompt by prompt; all choices share one seed.
+
+        Raises:
+            InvalidRequestError: a prompt is empty or too long, an id is outside the vocabulary, a cap of the target is exceeded.
+        """
+        self._check_speculation(parameters.speculation, info)
+        for token_id in parameters.stop_token_ids:
+            _check(
+                0 <= token_id < info.vocab_size, f"{surface.prefix}stop_token_ids", f"below the vocabulary size {info.vocab_size}", token_id
+            )
+        seed = secrets.randbits(DRAWN_SEED_BITS) if parameters.seed is None else parameters.seed & MASK_64
+        request_id = uuid.uuid4().hex
+        requests: list[GenerationRequest] = []
+        for prompt_ids in prompts:
+            max_new_tokens = _check_lengths(prompt_ids, parameters.max_tokens, surface, info)
+            for choice in range(parameters.n or 1):
+                requests.append(
+                    GenerationRequest(
+                        request_id=f"{request_id}-{len(requests)}",
+                        prompt_ids=prompt_ids,
+                        max_new_tokens=max_new_tokens,
+                        sampling=_sampling(parameters, seed, choice),
+                        speculation=parameters.speculation,
+                        stop=StopRules(
+                            strings=parameters.stop,
+                            token_ids=frozenset(parameters.stop_token_ids),
+                            ignore_eos=parameters.ignore_eos,
+                            include_stop_string=parameters.include_stop_string,
+                            skip_special_tokens=parameters.skip_special_tokens,
+                        ),
+                        deadline=deadline,
+                        priority=parameters.priority,
+                        cache_salt=parameters.cache_salt,
+                    )
+                )
+        return requests
+
+    @staticmethod
+    def _check_speculation(asked: SpeculationParams, info: TargetInfo) -> None:
+        caps = (
+            ("depth", asked.depth, info.max_steps or DEFAULT_MAX_STEPS),
+            ("topk", asked.topk, info.max_topk or DEFAULT_MAX_TOPK),
+            ("max_nodes", asked.max_nodes, info.max_nodes or DEFAULT_MAX_NODES),
+        )
+        for name, value, cap in caps:
+            if value is not None and not 1 <= value <= cap:
+                hint = " It counts the root: 1 means no draft nodes." if name == "max_nodes" and value < 1 else ""
+                field = f"speculation.{name}"
+                raise InvalidRequestError(f"{field} must be between 1 and {cap} on this server, not {value}.{hint}", field=field)
+
+
+def check_prompt_text(text: str, field: str) -> None:
+    """Refuse text that has no UTF-8 form (lone surrogates, which JSON can spell)."""
+    _check_text(text, field)
+
+
+def _check(valid: bool, field: str, allowed: str, value: object) -> None:
+    if not valid:
+        raise InvalidRequestError(f"{field} must be {allowed}, not {value}.", field=field)
+
+
+def _check_text(text: str, field: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise InvalidRequestError(f"{field} holds a lone surrogate, which is not text.", field=field) from None
+
+
+def _sampling(parameters: Parameters, seed: int, choice: int) -> SamplingParams:
+    temperature = 1.0 if parameters.temperature is None else parameters.temperature
+    return SamplingParams(
+        temperature=0.0 if temperature < GREEDY_TEMPERATURE else temperature,
+        top_k=max(0, parameters.top_k or 0),
+        top_p=1.0 if parameters.top_p is None else parameters.top_p,
+        min_p=parameters.min_p or 0.0,
+        seed=seed,
+        choice_index=choice,
+    )
+
+
+def _check_lengths(prompt_ids: tuple[int, ...], max_tokens: int | None, surface: Surface, info: TargetInfo) -> int:
+    """Return the number of new tokens; the checks of one prompt."""
+    length, limit = len(prompt_ids), info.max_model_len
+    if not length:
+        raise InvalidRequestError(f"{surface.prompt} must hold at least one token.", field=surface.prompt)
+    if length >= limit:
+        raise _too_long(surface.prompt, f"The prompt has {length} tokens, and the model's context of {limit} must hold it and the answer.")
+    for token_id in (min(prompt_ids), max(prompt_ids)):
+        if not 0 <= token_id < info.vocab_size:
+            message = f"{surface.prompt} holds the token id {token_id}; the vocabulary has {info.vocab_size} entries."
+            raise InvalidRequestError(message, field=surface.prompt)
+    if max_tokens is None:
+        return min(limit - length, surface.default_max_tokens or limit)
+    if length + max_tokens > limit:
+        message = f"The prompt's {length} tokens and {surface.max_tokens}={max_tokens} exceed the model's context of {limit} tokens."
+        raise _too_long(surface.prompt, message)
+    return max_tokens
+
+
+def _too_long(field: str, message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, field=field, reason="context_length_exceeded")

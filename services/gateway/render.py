@@ -1,0 +1,81 @@
+"""Objects that replies of several routes hold: usage, speculation, metadata."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from outrider.services.gateway.request import Completion, Finished, RoundTrace, SpeculationStats, Usage, merge_speculation
+from outrider.services.gateway.target_client import TargetInfo
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    """OpenAI's `usage`."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def trace_object(one: RoundTrace) -> dict[str, Any]:
+    """One round of `speculation.trace`."""
+    return {
+        "round": one.round,
+        "base_len": one.base_len,
+        "nodes": [
+            {"token": node.token, "parent": node.parent, "depth": node.depth, "logprob": _finite(node.logprob)} for node in one.nodes
+        ],
+        "accepted": list(one.accepted),
+        "emitted": list(one.emitted),
+        "draft_ms": _finite(one.draft_ms),
+        "verify_ms": _finite(one.verify_ms),
+    }
+
+
+def speculation_object(stats: SpeculationStats, trace: Sequence[RoundTrace] | None = None) -> dict[str, Any]:
+    """Our `speculation`; `trace` only where the request asked for it."""
+    body: dict[str, Any] = {
+        "accept_length": _finite(stats.accept_length),
+        "rounds": stats.rounds,
+        "draft_tokens": stats.draft_tokens,
+        "accepted_tokens": stats.accepted_tokens,
+        "accepted_histogram": list(stats.accepted_histogram),
+        "fallback_reason": stats.fallback_reason or None,
+        "speedup_estimate": None if stats.speedup_estimate is None else _finite(stats.speedup_estimate),
+    }
+    if trace is not None:
+        body["trace"] = [trace_object(one) for one in trace]
+    return body
+
+
+def reply_speculation(completions: Sequence[Completion], trace: bool) -> dict[str, Any]:
+    """`speculation` of a whole reply: summed; a trace only of a single sequence (the others carry their own)."""
+    merged = merge_speculation([one.finished.speculation for one in completions])
+    return speculation_object(merged, completions[0].rounds if trace and len(completions) == 1 else None)
+
+
+def choice_extras(one: Completion, alone: bool, trace: bool, with_ids: bool) -> dict[str, Any]:
+    """What a choice carries beyond OpenAI's fields."""
+    extras: dict[str, Any] = {"matched_stop": one.finished.matched_stop}
+    if with_ids:
+        extras["token_ids"] = one.token_ids
+    if not alone:
+        extras["speculation"] = speculation_object(one.finished.speculation, one.rounds if trace else None)
+    return extras
+
+
+def metadata_object(info: TargetInfo, seed: int) -> dict[str, Any]:
+    """`metadata`: what one needs to get the same answer again."""
+    return {"weight_version": info.weight_version, "seed": seed}
+
+
+def finish_extras(end: Finished, info: TargetInfo, seed: int) -> dict[str, Any]:
+    """What the finish chunk of a stream carries at its top level."""
+    return {"speculation": speculation_object(end.speculation), "metadata": metadata_object(info, seed)}
+
+
+def _finite(value: float) -> float | None:
+    return round(value, 6) if math.isfinite(value) else None

@@ -1,0 +1,1 @@
+"""The REST routes, one file per family. They translate; what happens is in the core."""

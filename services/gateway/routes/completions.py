@@ -1,0 +1,95 @@
+"""``POST /v1/completions``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from outrider.services.gateway.core import GatewayCore, Job
+from outrider.services.gateway.errors import JsonResponse
+from outrider.services.gateway.generation import collect
+from outrider.services.gateway.parameters import COMPLETIONS, check_prompt_text
+from outrider.services.gateway.render import choice_extras, metadata_object, reply_speculation, usage_object
+from outrider.services.gateway.request import Completion, merge_usage
+from outrider.services.gateway.routes.context import ERROR_RESPONSES, ReplyHead, core_of, timeout_of
+from outrider.services.gateway.routes.openai_stream import StreamShape, stream_chunks
+from outrider.services.gateway.schemas.completions import CompletionRequest
+from outrider.services.gateway.sse import EventStream, run_until_disconnect
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", responses=ERROR_RESPONSES)
+async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    """Continue one prompt or a batch, as one reply or as a stream of chunks. Choices are numbered prompt by prompt."""
+    core = core_of(request)
+    model = core.builder.check_model(body.model, core.client.info)
+    parameters = body.parameters()
+    batch = body.prompts()
+    sequences = core.builder.check(parameters, COMPLETIONS, len(batch))
+    check_texts(core, batch, "prompt")
+    n = parameters.n or 1
+    echoes = [_echo(core, prompt) for prompt in batch] if body.echo else []
+
+    async def prompts() -> Sequence[tuple[int, ...]]:
+        return await encode_batch(core, batch, "prompt")
+
+    def opening(index: int) -> dict[str, Any] | None:
+        return _choice(index, echoes[index // n], None) if echoes else None
+
+    job = Job(prompts, sequences, parameters, COMPLETIONS, timeout_of(request))
+    head = ReplyHead.new("cmpl", "text_completion", model, body.rid)
+    with_ids = bool(body.return_token_ids) or core.codec is None
+    if body.stream:
+        return EventStream(
+            stream_chunks(core, job, head, StreamShape(_choice, opening, body.include_usage, with_ids)), core.settings.keep_alive_s
+        )
+    completions = await run_until_disconnect(request.receive, collect(core.generate(job), sequences))
+    texts = [(echoes[index // n] if echoes else "") + one.text for index, one in enumerate(completions)]
+    return JsonResponse(_reply(core, job, head, completions, texts, with_ids))
+
+
+def check_texts(core: GatewayCore, batch: Sequence[str | list[int]], field: str) -> None:
+    """Refuse text where there is no tokenizer, and text that is none."""
+    for prompt in batch:
+        if isinstance(prompt, str):
+            core.need_codec(field)
+            check_prompt_text(prompt, field)
+
+
+async def encode_batch(core: GatewayCore, batch: Sequence[str | list[int]], field: str) -> list[tuple[int, ...]]:
+    """Return the ids of every prompt; text is encoded on a worker thread."""
+    encoded = []
+    for prompt in batch:
+        ids = await asyncio.to_thread(core.need_codec(field).encode, prompt) if isinstance(prompt, str) else tuple(prompt)
+        encoded.append(ids)
+    return encoded
+
+
+def _echo(core: GatewayCore, prompt: str | list[int]) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    # Ids are checked against the vocabulary later; the tokenizer takes unsigned 32-bit numbers only.
+    return core.codec.decode([token for token in prompt if 0 <= token < 1 << 32]) if core.codec else ""
+
+
+def _choice(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+
+
+def _reply(core: GatewayCore, job: Job, head: ReplyHead, completions: list[Completion], texts: list[str], with_ids: bool) -> dict[str, Any]:
+    trace = job.parameters.speculation.trace
+    choices = [
+        _choice(index, texts[index], one.finished.reason.value) | choice_extras(one, len(completions) == 1, trace, with_ids)
+        for index, one in enumerate(completions)
+    ]
+    return head.object_of(
+        choices=choices,
+        usage=usage_object(merge_usage([one.finished for one in completions], job.parameters.n or 1)),
+        speculation=reply_speculation(completions, trace),
+        metadata=metadata_object(core.client.info, completions[0].seed),
+    )

@@ -1,0 +1,176 @@
+"""``POST /generate`` in SGLang's shape, and the information that its clients ask for."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from outrider.services.gateway.core import GatewayCore, Job
+from outrider.services.gateway.errors import JsonResponse
+from outrider.services.gateway.generation import collect
+from outrider.services.gateway.parameters import NATIVE
+from outrider.services.gateway.render import speculation_object, trace_object
+from outrider.services.gateway.request import Chunk, Completion, Finished, FinishReason, Started
+from outrider.services.gateway.routes.completions import check_texts, encode_batch
+from outrider.services.gateway.routes.context import ERROR_RESPONSES, core_of, timeout_of
+from outrider.services.gateway.schemas.completions import as_batch
+from outrider.services.gateway.schemas.native import NativeRequest
+from outrider.services.gateway.sse import EventStream, run_until_disconnect
+
+router = APIRouter()
+
+
+@router.post("/generate", responses=ERROR_RESPONSES)
+async def generate(body: NativeRequest, request: Request) -> Response:
+    """Continue text or token ids. A batch, or n above 1, is answered with a list. Streams repeat all text so far, as SGLang's do."""
+    core = core_of(request)
+    core.builder.check_model(body.model, core.client.info)
+    parameters = body.parameters()
+    batch = as_batch(body.source())
+    field = "input_ids" if body.text is None else "text"
+    sequences = core.builder.check(parameters, NATIVE, len(batch))
+    check_texts(core, batch, field)
+
+    async def prompts() -> Sequence[tuple[int, ...]]:
+        return await encode_batch(core, batch, field)
+
+    job = Job(prompts, sequences, parameters, NATIVE, timeout_of(request))
+    rid = body.rid or uuid.uuid4().hex
+    as_list = body.is_batch or sequences > 1
+    if body.stream:
+        return EventStream(_stream(core, job, rid, as_list), core.settings.keep_alive_s)
+    completions = await run_until_disconnect(request.receive, collect(core.generate(job), sequences))
+    replies = [_reply(core, one, _rid(rid, index, as_list), parameters.speculation.trace) for index, one in enumerate(completions)]
+    return JsonResponse(replies if as_list else replies[0])
+
+
+async def _stream(core: GatewayCore, job: Job, rid: str, as_list: bool) -> AsyncGenerator[dict[str, Any], None]:
+    texts: dict[int, str] = {}
+    ids: dict[int, list[int]] = {}
+    started: dict[int, Started] = {}
+    async with aclosing(core.generate(job)) as events:
+        async for one in events:
+            index = one.index
+            numbered = {"index": index} if as_list else {}
+            match one.event:
+                case Started() as start:
+                    started[index], texts[index], ids[index] = start, "", []
+                    continue
+                case Chunk(text=text, token_ids=token_ids, rounds=rounds):
+                    texts[index] += text
+                    ids[index] += token_ids
+                    meta = {
+                        "id": _rid(rid, index, as_list),
+                        "finish_reason": None,
+                        "prompt_tokens": started[index].prompt_tokens,
+                        "completion_tokens": len(ids[index]),
+                    }
+                    extra = {"speculation": {"trace": [trace_object(each) for each in rounds]}} if rounds else {}
+                case Finished() as end:
+                    meta = _meta(core, end, _rid(rid, index, as_list), started[index].seed)
+                    extra = {"speculation": speculation_object(end.speculation)}
+            yield {"text": texts[index], "output_ids": list(ids[index]), "meta_info": meta, **extra, **numbered}
+
+
+def _rid(rid: str, index: int, as_list: bool) -> str:
+    return f"{rid}-{index}" if as_list else rid
+
+
+def _reply(core: GatewayCore, one: Completion, rid: str, trace: bool) -> dict[str, Any]:
+    return {
+        "text": one.text,
+        "output_ids": one.token_ids,
+        "meta_info": _meta(core, one.finished, rid, one.seed),
+        "speculation": speculation_object(one.finished.speculation, one.rounds if trace else None),
+    }
+
+
+def _meta(core: GatewayCore, end: Finished, rid: str, seed: int) -> dict[str, Any]:
+    """SGLang's `meta_info`. Its accept length counts the prefill's token too: completion tokens / verify passes."""
+    stats, usage = end.speculation, end.usage
+    return {
+        "id": rid,
+        "finish_reason": _finish_reason(end),
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "weight_version": core.client.info.weight_version,
+        "e2e_latency": round(end.e2e_s, 6),
+        "seed": seed,
+        "spec_verify_ct": stats.rounds,
+        "spec_accept_length": round(usage.completion_tokens / stats.rounds, 6) if stats.rounds else 0.0,
+        "spec_accept_rate": round(stats.accepted_tokens / stats.draft_tokens, 6) if stats.draft_tokens else 0.0,
+        "spec_num_correct_drafts": stats.accepted_tokens,
+        "spec_num_proposed_drafts": stats.draft_tokens,
+        "spec_correct_drafts_histogram": list(stats.accepted_histogram),
+    }
+
+
+def _finish_reason(end: Finished) -> dict[str, Any]:
+    match end.reason:
+        case FinishReason.STOP:
+            return {"type": "stop", "matched": end.matched_stop}
+        case FinishReason.LENGTH:
+            return {"type": "length", "length": end.usage.completion_tokens}
+        case FinishReason.CANCELLED:
+            return {"type": "abort", "message": "The target cancelled the request."}
+
+
+@router.get("/get_model_info", responses=ERROR_RESPONSES)
+@router.get("/model_info", responses=ERROR_RESPONSES)
+async def model_info(request: Request) -> Response:
+    """What is served."""
+    core = core_of(request)
+    info = core.client.info
+    return JsonResponse(
+        {
+            "model_path": info.model_id,
+            "served_model_name": (core.settings.served_model_name or (info.model_id,))[0],
+            "tokenizer_path": str(core.settings.tokenizer) if core.settings.tokenizer else None,
+            "is_generation": True,
+            "weight_version": info.weight_version,
+            "architectures": [info.architecture],
+            "max_model_len": info.max_model_len,
+            "vocab_size": info.vocab_size,
+            "dtype": info.dtype,
+            "device": info.device,
+        }
+    )
+
+
+@router.get("/server_info", responses=ERROR_RESPONSES)
+@router.get("/get_server_info", responses=ERROR_RESPONSES)
+async def server_info(request: Request) -> Response:
+    """How it is served: speculation by SGLang's names, and what runs now."""
+    core = core_of(request)
+    info, stats = core.client.info, await core.client.stats()
+    return JsonResponse(
+        {
+            "model_path": info.model_id,
+            "speculative_algorithm": info.algorithm or None,
+            "speculative_draft_model_path": info.draft_model or None,
+            "speculative_num_steps": info.num_steps,
+            "speculative_eagle_topk": info.topk,
+            "speculative_num_draft_tokens": info.num_draft_tokens,
+            "speculative_max_steps": info.max_steps,
+            "speculative_max_topk": info.max_topk,
+            "speculative_max_nodes": info.max_nodes,
+            "max_running_requests": info.max_running_requests,
+            "internal_states": [
+                {
+                    "num_running_reqs": stats.running,
+                    "num_waiting_reqs": stats.waiting,
+                    "draft_state": stats.draft_state,
+                    "avg_spec_accept_length": stats.speculation.accept_length,
+                    "kv_pages_total": stats.pages_total,
+                    "kv_pages_free": stats.pages_free,
+                    "kv_pages_held": stats.pages_held,
+                }
+            ],
+        }
+    )

@@ -1,0 +1,62 @@
+"""The chunks of both OpenAI streams; the routes say how a choice looks."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.services.gateway.core import GatewayCore, Job
+from outrider.services.gateway.render import finish_extras, trace_object, usage_object
+from outrider.services.gateway.request import Chunk, Finished, Started, merge_usage
+from outrider.services.gateway.routes.context import ReplyHead
+
+ChoiceOf = Callable[[int, str, str | None], dict[str, Any]]
+"""(index, text, finish_reason) → the choice of a chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamShape:
+    """How a stream looks.
+
+    Attributes:
+        choice: Makes the choice of a chunk.
+        opening: Text of each choice's first chunk (an echoed prompt), by index; None: no such chunk.
+        include_usage: End with a usage chunk, and say ``usage: null`` on the others.
+        with_ids: Put the token ids beside the text.
+    """
+
+    choice: ChoiceOf
+    opening: Callable[[int], dict[str, Any] | None]
+    include_usage: bool
+    with_ids: bool
+
+
+async def stream_chunks(core: GatewayCore, job: Job, head: ReplyHead, shape: StreamShape) -> AsyncGenerator[dict[str, Any], None]:
+    """Yield the chunks of a reply: opening, text, finish per choice, then usage if asked for."""
+    usage: dict[str, Any] = {"usage": None} if shape.include_usage else {}
+    seeds: dict[int, int] = {}
+    ends: dict[int, Finished] = {}
+    async with aclosing(core.generate(job)) as events:
+        async for one in events:
+            match one.event:
+                case Started(seed=seed):
+                    seeds[one.index] = seed
+                    if (opening := shape.opening(one.index)) is not None:
+                        yield head.object_of(choices=[opening], **usage)
+                case Chunk(text=text, token_ids=token_ids, rounds=rounds):
+                    if not (text or rounds or (shape.with_ids and token_ids)):
+                        continue
+                    choice = shape.choice(one.index, text, None)
+                    if shape.with_ids:
+                        choice["token_ids"] = list(token_ids)
+                    trace = {"speculation": {"trace": [trace_object(each) for each in rounds]}} if rounds else {}
+                    yield head.object_of(choices=[choice], **usage, **trace)
+                case Finished() as end:
+                    ends[one.index] = end
+                    choice = shape.choice(one.index, "", end.reason.value) | {"matched_stop": end.matched_stop}
+                    yield head.object_of(choices=[choice], **usage, **finish_extras(end, core.client.info, seeds[one.index]))
+    if shape.include_usage:
+        total = merge_usage([ends[index] for index in sorted(ends)], job.parameters.n or 1)
+        yield head.object_of(choices=[], usage=usage_object(total))

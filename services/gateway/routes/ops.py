@@ -1,0 +1,31 @@
+"""Health, readiness, metrics."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from outrider.services.gateway.errors import JsonResponse
+from outrider.services.gateway.routes.context import ERROR_RESPONSES, core_of
+from outrider.shared.obs.metrics import CONTENT_TYPE
+
+router = APIRouter()
+
+
+@router.get("/health")
+async def health() -> Response:
+    """Say that the process is alive; waits for nothing."""
+    return JsonResponse({"status": "ok"})
+
+
+@router.get("/ready", responses={503: ERROR_RESPONSES[503]})
+async def ready(request: Request) -> Response:
+    """Say whether a request sent now would be taken."""
+    core_of(request).check_ready()
+    return JsonResponse({"status": "ready"})
+
+
+@router.get("/metrics", response_class=Response)
+async def metrics(request: Request) -> Response:
+    """Return Prometheus text: ours, then the target's."""
+    return Response(await core_of(request).render_metrics(), media_type=CONTENT_TYPE)

@@ -1,0 +1,146 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from outrider.services.gateway.parameters import check_prompt_text
+from outrider.services.gateway.schemas.common import ZERO, Neutral, NeutralOnly, OpenAIRequest, StrictModel
+from outrider.shared.base.errors import InvalidRequestError
+
+# What a client may say to a chat template. Anything more would let it write into the prompt around the template.
+TEMPLATE_OPTIONS = ("enable_thinking", "thinking", "reasoning_effort")
+
+
+class TextPart(StrictModel):
+    """A part of a message's content. Only text is supported."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(NeutralOnly):
+    """One message. Replies may be sent back as they came: their empty fields are accepted."""
+
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "tool_calls": ([],),
+        "function_call": (),
+        "audio": (),
+        "tool_call_id": (),
+    }
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    annotations: Any = None
+    reasoning_content: str | None = None
+    tool_calls: Neutral = None
+    function_call: Neutral = None
+    audio: Neutral = None
+    tool_call_id: Neutral = None
+
+    def for_template(self, field: str) -> dict[str, Any]:
+        """Return the message as templates expect it.
+
+        Raises:
+            InvalidRequestError: names the part that is not supported.
+        """
+        self.refuse_unsupported(f"{field}.")
+        if self.role in ("tool", "function"):
+            raise InvalidRequestError(
+                f"{field}.role: {self.role} messages are not supported yet.", field=f"{field}.role", reason="unsupported_parameter"
+            )
+        text = self._text(field)
+        check_prompt_text(text, f"{field}.content")
+        # Templates know no developers; they are the system's newer name.
+        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.name is not None:
+            check_prompt_text(self.name, f"{field}.name")
+            message["name"] = self.name
+        return message
+
+    def _text(self, field: str) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        if self.content is None:
+            raise InvalidRequestError(f"{field}.content must be text.", field=f"{field}.content")
+        for number, part in enumerate(self.content):
+            if part.type != "text" or part.text is None:
+                where = f"{field}.content.{number}"
+                raise InvalidRequestError(f"{where}: only parts of type text are supported.", field=where, reason="unsupported_parameter")
+        return "".join(part.text or "" for part in self.content)
+
+
+class ChatRequest(OpenAIRequest):
+    """The body. Beyond OpenAI's fields: those of SGLang and vLLM that have a meaning here, and `speculation`."""
+
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **OpenAIRequest.NEUTRAL,
+        "logprobs": (False,),
+        "top_logprobs": ZERO,
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "audio": (),
+        "web_search_options": (),
+    }
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description=f"Allowed keys: {', '.join(TEMPLATE_OPTIONS)}.")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+
+    # They do nothing without tools, reasoning parsers or predicted outputs.
+    parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = None
+    prediction: Any = None
+    verbosity: Any = None
+
+    logprobs: Neutral = None
+    top_logprobs: Neutral = None
+    tools: Neutral = None
+    tool_choice: Neutral = None
+    functions: Neutral = None
+    function_call: Neutral = None
+    modalities: Neutral = None
+    audio: Neutral = None
+    web_search_options: Neutral = None
+
+    def token_limit(self) -> int | None:
+        """Return the limit of new tokens; the newer name wins, both with different values contradict each other."""
+        if self.max_completion_tokens is None:
+            return self.max_tokens
+        if self.max_tokens not in (None, self.max_completion_tokens):
+            raise InvalidRequestError("max_tokens and max_completion_tokens differ; give one of them.", field="max_tokens")
+        return self.max_completion_tokens
+
+    def template_messages(self, max_messages: int) -> list[dict[str, Any]]:
+        """Return the messages as templates expect them, checked."""
+        if len(self.messages) > max_messages:
+            raise InvalidRequestError(f"messages must hold at most {max_messages} messages, not {len(self.messages)}.", field="messages")
+        return [message.for_template(f"messages.{number}") for number, message in enumerate(self.messages)]
+
+    def template_options(self) -> Mapping[str, Any]:
+        """Return what the client says to the template.
+
+        Raises:
+            InvalidRequestError: names a key that is not allowed or a value that is no scalar.
+        """
+        options = dict(self.chat_template_kwargs or {})
+        for key, value in options.items():
+            field = f"chat_template_kwargs.{key}"
+            if key not in TEMPLATE_OPTIONS:
+                raise InvalidRequestError(f"{field} is not allowed; allowed: {', '.join(TEMPLATE_OPTIONS)}.", field=field)
+            if not isinstance(value, (str, bool, int)) or (isinstance(value, str) and len(value) > 64):
+                raise InvalidRequestError(f"{field} must be a boolean, an integer or a short text.", field=field)
+            if isinstance(value, str):
+                check_prompt_text(value, field)
+        if self.reasoning_effort is not None:
+            options["reasoning_effort"] = self.reasoning_effort
+        return options

@@ -1,0 +1,163 @@
+"""Fields that several routes share, and the rule for fields that do nothing here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from outrider.services.gateway.parameters import Parameters
+from outrider.services.gateway.request import SpeculationMode, SpeculationParams
+from outrider.shared.base.errors import InvalidRequestError
+
+
+class StrictModel(BaseModel):
+    """Unknown fields are refused by name, "1" is not 1, and there is no NaN."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class SpeculationOptions(StrictModel):
+    """`speculation` of a request. `max_nodes` includes the root."""
+
+    mode: Literal["auto", "on", "off"] = "auto"
+    depth: int | None = None
+    topk: int | None = None
+    max_nodes: int | None = None
+    trace: bool = False
+
+    def params(self) -> SpeculationParams:
+        """Return the same as our data."""
+        return SpeculationParams(SpeculationMode(self.mode), self.depth, self.topk, self.max_nodes, self.trace)
+
+
+class StreamOptions(StrictModel):
+    """`stream_options`. `include_obfuscation` is OpenAI's padding against traffic analysis; it does nothing here."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+def _one_or_many(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _one_id_or_many(value: object) -> object:
+    return [value] if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+Strings = Annotated[list[str], BeforeValidator(_one_or_many, json_schema_input_type=str | list[str])]
+TokenIds = Annotated[list[int], BeforeValidator(_one_id_or_many, json_schema_input_type=int | list[int])]
+
+Neutral = Any
+"""A parameter that is not supported yet: its neutral values pass, all others are refused by name."""
+
+
+class NeutralOnly(StrictModel):
+    """A model with fields whose non-neutral values are not supported. Subclasses list them with their neutral values."""
+
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    def refuse_unsupported(self, prefix: str = "") -> None:
+        """Raise InvalidRequestError naming the first field whose value would change the answer and is not supported yet."""
+        for name, neutral in self.NEUTRAL.items():
+            value = getattr(self, name)
+            if value is not None and not any(type(value) is type(one) and value == one for one in neutral):
+                field = prefix + name
+                raise InvalidRequestError(f"{field} is not supported yet; leave it out.", field=field, reason="unsupported_parameter")
+
+
+ZERO = (0, 0.0)
+ONE = (1, 1.0)
+
+
+class OpenAIRequest(NeutralOnly):
+    """What both completions routes take. None is absent everywhere."""
+
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "presence_penalty": ZERO,
+        "frequency_penalty": ZERO,
+        "repetition_penalty": ONE,
+        "min_tokens": ZERO,
+        "logit_bias": ({},),
+        "response_format": ({"type": "text"},),
+        "regex": (),
+        "ebnf": (),
+        "json_schema": (),
+    }
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: Strings | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = Field(None, description="Put the token ids beside the text of each choice.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    speculation: SpeculationOptions | None = None
+    rid: str | None = Field(None, max_length=128, description="SGLang's name for a request id; becomes the id of the reply.")
+    priority: int | None = None
+    cache_salt: str | None = None
+
+    # OpenAI defines these; they do nothing here.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+    presence_penalty: Neutral = None
+    frequency_penalty: Neutral = None
+    repetition_penalty: Neutral = None
+    min_tokens: Neutral = None
+    logit_bias: Neutral = None
+    response_format: Neutral = None
+    regex: Neutral = None
+    ebnf: Neutral = None
+    json_schema: Neutral = None
+
+    def parameters(self) -> Parameters:
+        """Return what was said of sampling and stopping.
+
+        Raises:
+            InvalidRequestError: an unsupported field is set, or stream_options without stream.
+        """
+        self.refuse_unsupported()
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options is only allowed with stream: true.", field="stream_options")
+        return Parameters(
+            max_tokens=self.token_limit(),
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+            n=self.n,
+            stop=tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            include_stop_string=bool(self.include_stop_str_in_output),
+            skip_special_tokens=self.skip_special_tokens is not False,
+            speculation=(self.speculation or SpeculationOptions()).params(),
+            priority=self.priority or 0,
+            cache_salt=self.cache_salt or "",
+        )
+
+    def token_limit(self) -> int | None:
+        """Return the limit of new tokens that the client gave."""
+        return self.max_tokens
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return self.stream_options is not None and self.stream_options.include_usage

@@ -1,0 +1,164 @@
+"""``POST /generate`` in SGLang's shape, ``/tokenize`` and ``/detokenize``."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from outrider.services.gateway.parameters import Parameters
+from outrider.services.gateway.schemas.common import (
+    ONE,
+    ZERO,
+    Neutral,
+    NeutralOnly,
+    SpeculationOptions,
+    StrictModel,
+    Strings,
+    TokenIds,
+)
+from outrider.shared.base.errors import InvalidRequestError
+
+
+class NativeSamplingParams(NeutralOnly):
+    """`sampling_params`, by SGLang's names and defaults."""
+
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "presence_penalty": ZERO,
+        "frequency_penalty": ZERO,
+        "repetition_penalty": ONE,
+        "min_new_tokens": ZERO,
+        "logit_bias": ({},),
+        "json_schema": (),
+        "regex": (),
+        "ebnf": (),
+        "structural_tag": (),
+        "stop_regex": ([],),
+        "spaces_between_special_tokens": (True,),
+        "custom_params": ({},),
+    }
+
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    sampling_seed: int | None = None
+    stop: Strings | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    # Keep the stop string in the text.
+    no_stop_trim: bool | None = None
+
+    presence_penalty: Neutral = None
+    frequency_penalty: Neutral = None
+    repetition_penalty: Neutral = None
+    min_new_tokens: Neutral = None
+    logit_bias: Neutral = None
+    json_schema: Neutral = None
+    regex: Neutral = None
+    ebnf: Neutral = None
+    structural_tag: Neutral = None
+    stop_regex: Neutral = None
+    spaces_between_special_tokens: Neutral = None
+    custom_params: Neutral = None
+
+
+class NativeRequest(NeutralOnly):
+    """The body: exactly one of `text` and `input_ids`, each single or a batch."""
+
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "return_logprob": (False,),
+        "logprob_start_len": (-1,),
+        "top_logprobs_num": ZERO,
+        "token_ids_logprob": (),
+        "return_text_in_logprobs": (False, True),
+        "return_hidden_states": (False,),
+        "input_embeds": (),
+        "image_data": (),
+        "lora_path": (),
+        "session_params": (),
+        "custom_logit_processor": (),
+    }
+
+    text: str | list[str] | None = None
+    input_ids: list[int] | list[list[int]] | None = None
+    sampling_params: NativeSamplingParams | None = None
+    stream: bool | None = None
+    rid: str | None = Field(None, max_length=128)
+    model: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    speculation: SpeculationOptions | None = None
+
+    return_logprob: Neutral = None
+    logprob_start_len: Neutral = None
+    top_logprobs_num: Neutral = None
+    token_ids_logprob: Neutral = None
+    return_text_in_logprobs: Neutral = None
+    return_hidden_states: Neutral = None
+    input_embeds: Neutral = None
+    image_data: Neutral = None
+    lora_path: Neutral = None
+    session_params: Neutral = None
+    custom_logit_processor: Neutral = None
+
+    def source(self) -> str | list[str] | list[int] | list[list[int]]:
+        """Return the prompt or prompts.
+
+        Raises:
+            InvalidRequestError: both or none of the two fields are given.
+        """
+        if (self.text is None) == (self.input_ids is None):
+            raise InvalidRequestError("Give exactly one of text and input_ids.", field="text")
+        return self.input_ids if self.text is None else self.text  # type: ignore[return-value]
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether the reply is a list."""
+        source = self.source()
+        return isinstance(source, list) and not (source and isinstance(source[0], int))
+
+    def parameters(self) -> Parameters:
+        """Return what was said of sampling and stopping; refuses unsupported fields by name."""
+        self.refuse_unsupported()
+        given = self.sampling_params or NativeSamplingParams()
+        given.refuse_unsupported("sampling_params.")
+        if given.seed is not None and given.sampling_seed not in (None, given.seed):
+            raise InvalidRequestError("sampling_params.seed and sampling_seed differ; give one of them.", field="sampling_params.seed")
+        return Parameters(
+            max_tokens=given.max_new_tokens,
+            temperature=given.temperature,
+            top_k=given.top_k,
+            top_p=given.top_p,
+            min_p=given.min_p,
+            seed=given.sampling_seed if given.seed is None else given.seed,
+            n=given.n,
+            stop=tuple(given.stop or ()),
+            stop_token_ids=tuple(given.stop_token_ids or ()),
+            ignore_eos=bool(given.ignore_eos),
+            include_stop_string=bool(given.no_stop_trim),
+            skip_special_tokens=given.skip_special_tokens is not False,
+            speculation=(self.speculation or SpeculationOptions()).params(),
+            priority=self.priority or 0,
+            cache_salt=self.cache_salt or "",
+        )
+
+
+class TokenizeRequest(StrictModel):
+    """Text to ids."""
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(StrictModel):
+    """Ids to text."""
+
+    tokens: list[int] = Field(max_length=1_000_000)
+    model: str | None = None
+    skip_special_tokens: bool = False

@@ -1,0 +1,111 @@
+"""Server-sent events, and what to do when the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from outrider.services.gateway.errors import error_event, error_response
+from outrider.shared.base.errors import CancelledError
+from outrider.shared.rpc.interceptors import as_outrider_error
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+T = TypeVar("T")
+
+
+def encode_event(event: dict[str, Any]) -> bytes:
+    """Return one event. JSON escapes line breaks, so an event is always one data line."""
+    return (
+        b"data: "
+        + json.dumps(event, allow_nan=False, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "backslashreplace")
+        + b"\n\n"
+    )
+
+
+class EventStream(Response):
+    """Sends events until the generator ends, then [DONE].
+
+    An error before the first event is a plain error reply with its status; later it is an event. During silence comments keep the
+    connection alive. The generator is closed when the client goes away, which cancels the work behind it.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[dict[str, Any], None], keep_alive_s: float) -> None:
+        super().__init__(headers=HEADERS)
+        del self.headers["content-length"]
+        self._events = events
+        self._keep_alive_s = keep_alive_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(CancelledError):
+            await run_until_disconnect(receive, self._stream(scope, receive, send))
+
+    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+        pending: asyncio.Task[dict[str, Any] | None] | None = None
+        try:
+            while True:
+                pending = pending or asyncio.create_task(_next(self._events))
+                done, _ = await asyncio.wait({pending}, timeout=self._keep_alive_s)
+                if done:
+                    try:
+                        event, pending = pending.result(), None
+                        data = DONE if event is None else encode_event(event)
+                    except Exception as error:
+                        failure = as_outrider_error(error)
+                        if not begun:
+                            await error_response(failure)(scope, receive, send)
+                            return
+                        data, pending = encode_event(error_event(failure)) + DONE, None
+                else:
+                    data = KEEP_ALIVE
+                if not begun:
+                    begun = True
+                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                ended = data.endswith(DONE)
+                await send({"type": "http.response.body", "body": data, "more_body": not ended})
+                if ended:
+                    return
+        finally:
+            if pending:
+                pending.cancel()
+                await asyncio.gather(pending, return_exceptions=True)
+            await self._events.aclose()
+
+
+async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Run `work`; cancel it when the client goes away.
+
+    Raises:
+        CancelledError: ours, with status 499: the client is gone.
+    """
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise CancelledError("The client closed the connection.", reason="client_disconnected")
+        return task.result()
+    finally:
+        for one in (watcher, task):
+            one.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _next(events: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any] | None:
+    return await anext(events, None)

@@ -1,0 +1,340 @@
+"""The gateway's side of the target's protocol: one channel, one health Watch, one Session stream for all requests; reconnects by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from outrider.services.gateway.convert import delta_from_proto, finish_from_proto, request_to_proto
+from outrider.services.gateway.request import GenerationRequest, TargetDelta, TargetFinish
+from outrider.shared.base.errors import ErrorCode, OutriderError, UnavailableError
+from outrider.shared.obs.logging import get_logger
+from outrider.shared.rpc.client import connect_aio
+from outrider.shared.rpc.convert import error_from_proto
+from outrider.shared.rpc.interceptors import error_from_rpc
+from outrider.target.v1 import target_pb2, target_pb2_grpc
+
+TARGET_SERVICE = "outrider.target.v1.Target"
+RECONNECT_S = (0.1, 0.2, 0.4, 0.8, 1.0)
+RPC_TIMEOUT_S = 5.0
+STATS_TIMEOUT_S = 1.0
+# What a delta costs the reader beside its own bytes: the envelope of a chunk.
+CHUNK_OVERHEAD_BYTES = 256
+_log = get_logger("outrider.gateway.target")
+
+
+@dataclass(frozen=True, slots=True)
+class TargetInfo:
+    """What the target says of itself. Caps and defaults concern `speculation` of requests."""
+
+    model_id: str
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    dtype: str
+    device: str
+    fingerprint: str
+    weight_version: str
+    max_running_requests: int
+    algorithm: str
+    draft_model: str
+    num_steps: int
+    topk: int
+    num_draft_tokens: int
+    max_steps: int
+    max_topk: int
+    max_nodes: int
+    speculation_state: str
+
+    @classmethod
+    def from_proto(cls, reply: target_pb2.GetInfoReply) -> TargetInfo:
+        """Read the reply of GetInfo."""
+        speculation = reply.speculation
+        return cls(
+            model_id=reply.model_id,
+            architecture=reply.architecture,
+            vocab_size=reply.vocab_size,
+            max_model_len=reply.max_model_len,
+            eos_token_ids=frozenset(reply.eos_token_ids),
+            dtype=reply.dtype,
+            device=reply.device,
+            fingerprint=reply.fingerprint,
+            weight_version=reply.weight_version or "default",
+            max_running_requests=reply.max_running_requests,
+            algorithm=speculation.algorithm,
+            draft_model=speculation.draft_model,
+            num_steps=speculation.num_steps,
+            topk=speculation.topk,
+            num_draft_tokens=speculation.num_draft_tokens,
+            max_steps=speculation.max_steps,
+            max_topk=speculation.max_topk,
+            max_nodes=speculation.max_nodes,
+            speculation_state=speculation.state,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderLimits:
+    """A stream with more than `max_unread_bytes` is paused, with less than a quarter of it resumed, and aborted after `timeout_s`."""
+
+    max_unread_bytes: int
+    timeout_s: float
+
+
+class Readiness:
+    """A flag that can be awaited in both directions."""
+
+    def __init__(self) -> None:
+        self._changed = {True: asyncio.Event(), False: asyncio.Event()}
+        self._changed[False].set()
+
+    def __bool__(self) -> bool:
+        return self._changed[True].is_set()
+
+    def set(self, ready: bool) -> None:
+        """Change it and wake whoever waits for this value."""
+        self._changed[not ready].clear()
+        self._changed[ready].set()
+
+    async def wait_for(self, ready: bool) -> None:
+        """Wait until the flag has this value."""
+        await self._changed[ready].wait()
+
+
+class TargetStream:
+    """The events of one sequence. Read with `next` until a `TargetFinish`; always `close` it."""
+
+    def __init__(self, request_id: str, client: TargetClient, limits: ReaderLimits) -> None:
+        self.request_id = request_id
+        self._client = client
+        self._limits = limits
+        self._events: deque[tuple[TargetDelta | TargetFinish | OutriderError, int]] = deque()
+        self._unread_bytes = 0
+        self._arrived = asyncio.Event()
+        self._ended = False
+        self._abort_timer: asyncio.TimerHandle | None = None
+
+    async def next(self) -> TargetDelta | TargetFinish:
+        """Wait for the next event.
+
+        Raises:
+            OutriderError: the target refused or lost the sequence, or the connection broke.
+        """
+        while not self._events:
+            self._arrived.clear()
+            await self._arrived.wait()
+        event, cost = self._events.popleft()
+        self._unread_bytes -= cost
+        if self._abort_timer and self._unread_bytes < self._limits.max_unread_bytes // 4 and not self._ended:
+            self._abort_timer.cancel()
+            self._abort_timer = None
+            self._client.send(target_pb2.SessionRequest(resume=target_pb2.Resume(request_id=self.request_id)))
+        if isinstance(event, OutriderError):
+            raise event
+        return event
+
+    def cancel(self, keep_tokens: int | None = None) -> None:
+        """Ask the target to stop; its `TargetFinish` still comes. `keep_tokens`: later tokens are not billed."""
+        if not self._ended:
+            cancel = target_pb2.Cancel(request_id=self.request_id, keep_tokens=keep_tokens)
+            self._client.send(target_pb2.SessionRequest(cancel=cancel))
+
+    def close(self) -> None:
+        """Give the sequence up if it still runs. Idempotent."""
+        self.cancel()
+        self._ended = True
+        self._client.forget(self.request_id)
+        if self._abort_timer:
+            self._abort_timer.cancel()
+            self._abort_timer = None
+
+    def deliver(self, event: TargetDelta | TargetFinish | OutriderError, cost: int) -> None:
+        """Take an event of the session; `cost` is what it weighs while unread, in bytes."""
+        if self._ended:
+            return
+        self._ended = not isinstance(event, TargetDelta)
+        self._events.append((event, cost))
+        self._unread_bytes += cost
+        self._arrived.set()
+        if self._unread_bytes > self._limits.max_unread_bytes and not self._abort_timer and not self._ended:
+            self._client.send(target_pb2.SessionRequest(pause=target_pb2.Pause(request_id=self.request_id)))
+            self._abort_timer = asyncio.get_running_loop().call_later(self._limits.timeout_s, self._abort_slow_reader)
+
+    def _abort_slow_reader(self) -> None:
+        self._abort_timer = None
+        message = f"The client did not read its stream for {self._limits.timeout_s:g} s; it was aborted."
+        self.cancel()
+        # What is buffered will not be read in time either.
+        self._events.clear()
+        self.deliver(OutriderError(message, code=ErrorCode.CANCELLED, reason="slow_reader"), 0)
+
+
+class TargetClient:
+    """Keeps a session with one target. `ready`: connected and SERVING. Lives on one event loop."""
+
+    def __init__(self, address: str, limits: ReaderLimits) -> None:
+        self._address = address
+        self._limits = limits
+        self._channel: grpc.aio.Channel | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._streams: dict[str, TargetStream] = {}
+        self._outgoing: asyncio.Queue[target_pb2.SessionRequest] | None = None
+        self._serving = asyncio.Event()
+        self._info: TargetInfo | None = None
+        self.readiness = Readiness()
+
+    async def start(self) -> None:
+        """Begin connecting; returns at once."""
+        self._channel = connect_aio(self._address)
+        self._task = asyncio.create_task(self._run(), name="target-session")
+
+    async def close(self) -> None:
+        """Drop the session; running sequences fail."""
+        if self._task:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._channel:
+            await self._channel.close()
+
+    @property
+    def ready(self) -> bool:
+        """Whether a sequence can be submitted."""
+        return bool(self.readiness)
+
+    @property
+    def info(self) -> TargetInfo:
+        """What the target said when it was last connected.
+
+        Raises:
+            UnavailableError: it never was.
+        """
+        if self._info is None:
+            raise self._unavailable()
+        return self._info
+
+    def submit(self, request: GenerationRequest) -> TargetStream:
+        """Start a sequence.
+
+        Raises:
+            UnavailableError: the target is not connected or not serving.
+        """
+        if not self.ready:
+            raise self._unavailable()
+        stream = TargetStream(request.request_id, self, self._limits)
+        self._streams[request.request_id] = stream
+        timeout_s = request.deadline - asyncio.get_running_loop().time()
+        self.send(target_pb2.SessionRequest(generate=request_to_proto(request, timeout_s)))
+        return stream
+
+    def send(self, message: target_pb2.SessionRequest) -> None:
+        """Queue a message of the session; without a session there is nobody to tell."""
+        if self._outgoing is not None:
+            self._outgoing.put_nowait(message)
+
+    def forget(self, request_id: str) -> None:
+        """Drop further events of a sequence."""
+        self._streams.pop(request_id, None)
+
+    async def stats(self) -> target_pb2.GetStatsReply:
+        """Ask for the target's statistics.
+
+        Raises:
+            OutriderError: it does not answer within a second.
+        """
+        if self._channel is None or not self.ready:
+            raise self._unavailable()
+        try:
+            return await target_pb2_grpc.TargetStub(self._channel).GetStats(target_pb2.GetStatsRequest(), timeout=STATS_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from None
+
+    def _unavailable(self) -> UnavailableError:
+        return UnavailableError(
+            f"The target service at {self._address} is not ready. Retry shortly.", reason="target_unavailable", retry_after_s=1.0
+        )
+
+    async def _run(self) -> None:
+        attempt = 0
+        while True:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(self._watch_health())
+                    group.create_task(self._hold_session())
+            except* Exception as failure:
+                attempt = 0 if self._outgoing is not None else attempt
+                self._disconnected(failure.exceptions[0])
+            await asyncio.sleep(RECONNECT_S[min(attempt, len(RECONNECT_S) - 1)])
+            attempt += 1
+
+    async def _watch_health(self) -> None:
+        assert self._channel is not None
+        stub = health_pb2_grpc.HealthStub(self._channel)
+        async for reply in stub.Watch(health_pb2.HealthCheckRequest(service=TARGET_SERVICE)):
+            if reply.status == health_pb2.HealthCheckResponse.SERVING:
+                self._serving.set()
+            else:
+                self._serving.clear()
+            self._announce()
+        raise ConnectionError("the target ended its health stream")
+
+    async def _hold_session(self) -> None:
+        assert self._channel is not None
+        await self._serving.wait()
+        stub = target_pb2_grpc.TargetStub(self._channel)
+        self._info = TargetInfo.from_proto(await stub.GetInfo(target_pb2.GetInfoRequest(), timeout=RPC_TIMEOUT_S))
+        outgoing: asyncio.Queue[target_pb2.SessionRequest] = asyncio.Queue()
+        session = stub.Session()
+        async with asyncio.TaskGroup() as group:
+            sender = group.create_task(self._send_all(session, outgoing))
+            self._outgoing = outgoing
+            self._announce()
+            _log.info("target connected", address=self._address, model=self._info.model_id, speculation=self._info.speculation_state)
+            async for reply in session:
+                self._dispatch(reply)
+            sender.cancel()
+        raise ConnectionError("the target ended the session")
+
+    @staticmethod
+    async def _send_all(
+        session: grpc.aio.StreamStreamCall[target_pb2.SessionRequest, target_pb2.SessionReply],
+        outgoing: asyncio.Queue[target_pb2.SessionRequest],
+    ) -> None:
+        while True:
+            await session.write(await outgoing.get())
+
+    def _announce(self) -> None:
+        self.readiness.set(self._outgoing is not None and self._serving.is_set())
+
+    def _dispatch(self, message: target_pb2.SessionReply) -> None:
+        for reply in message.replies:
+            stream = self._streams.get(reply.request_id)
+            if stream is None:
+                continue
+            event: TargetDelta | TargetFinish | OutriderError
+            if reply.HasField("delta"):
+                event = delta_from_proto(reply.delta)
+            elif reply.HasField("finish"):
+                event = finish_from_proto(reply.finish)
+            else:
+                event = error_from_proto(reply.error)
+            stream.deliver(event, reply.ByteSize() + CHUNK_OVERHEAD_BYTES)
+
+    def _disconnected(self, failure: BaseException) -> None:
+        while isinstance(failure, BaseExceptionGroup):
+            failure = failure.exceptions[0]
+        if self._outgoing is not None:
+            _log.warning("target connection lost", address=self._address, error=str(failure), running=len(self._streams))
+        self._outgoing = None
+        self._serving.clear()
+        self._announce()
+        error = UnavailableError(
+            "The connection to the target broke while the answer was generated.", reason="target_lost", retry_after_s=1.0
+        )
+        for stream in list(self._streams.values()):
+            stream.deliver(error, 0)
+        self._streams.clear()

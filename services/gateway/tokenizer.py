@@ -1,0 +1,116 @@
+"""The tokenizer's folder: tokenizer.json, special tokens, chat template. Uses `tokenizers` only (transformers would import torch)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from outrider.services.gateway.chat_template import ChatTemplate
+from outrider.shared.base.errors import CheckpointError, InvalidRequestError
+
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TextCodec:
+    """Text ↔ token ids of one model.
+
+    Attributes:
+        tokenizer: The tokenizer itself, for decoding streams.
+        template: The model's chat template; None if it has none.
+    """
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+    @classmethod
+    def load(cls, path: Path) -> TextCodec:
+        """Read a model folder (or a tokenizer.json).
+
+        Raises:
+            CheckpointError: a file is missing or broken; names it and the fix.
+        """
+        folder = path.parent if path.is_file() else path
+        file = path if path.is_file() else path / TOKENIZER_FILE
+        if not file.exists():
+            raise CheckpointError(
+                f"{folder} has no {TOKENIZER_FILE}. Make one with `outrider convert tokenizer {folder}`, "
+                "or serve token ids only (outrider up --skip-tokenizer; gateway: leave out --tokenizer).",
+                field=str(file),
+            )
+        try:
+            tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:
+            # The Rust side raises a bare Exception for every kind of broken file.
+            raise CheckpointError(f"{file} is not a tokenizer of the `tokenizers` library: {error}.", field=str(file)) from None
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        config = _read_json(folder / CONFIG_FILE)
+        special = _special_tokens(_read_json(folder / SPECIAL_TOKENS_FILE)) | _special_tokens(config)
+        source = _template_source(folder, config)
+        return cls(tokenizer, ChatTemplate(source, special) if source else None)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Return the ids of `text`."""
+        return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[int, ...]:
+        """Render a chat and return its ids; the template writes special tokens itself.
+
+        Raises:
+            InvalidRequestError: the model has no chat template, or the template refuses these messages.
+        """
+        if self.template is None:
+            raise InvalidRequestError(
+                "This model has no chat template; use /v1/completions, or add chat_template.jinja to the tokenizer's folder.",
+                field="messages",
+                reason="no_chat_template",
+            )
+        return self.encode(self.template.render(messages, options), add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of `token_ids`."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.exists():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is not valid JSON: {error}.", field=str(file)) from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} must hold a JSON object.", field=str(file))
+    return content
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return ``bos_token`` and the like; each is written as text or as an object with its ``content``."""
+    tokens = {}
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
+def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
+    plain, wrapped = (folder / name for name in TEMPLATE_FILES)
+    if plain.exists():
+        return plain.read_text(encoding="utf-8")
+    value = _read_json(wrapped).get("chat_template") or config.get("chat_template")
+    if isinstance(value, list):
+        # Several named templates: tools and RAG have their own, the plain one is called default.
+        value = next((one.get("template") for one in value if isinstance(one, dict) and one.get("name") == "default"), None)
+    if value is not None and not isinstance(value, str):
+        raise CheckpointError(f"{folder / CONFIG_FILE}: chat_template must be text or a list of named templates.", field="chat_template")
+    return value

@@ -1,0 +1,215 @@
+"""A target that says what a test tells it to: a real gRPC server with scripted tokens."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from outrider.common.v1 import common_pb2
+from outrider.shared.base.errors import OutriderError
+from outrider.shared.rpc.convert import error_to_proto
+from outrider.shared.rpc.server import SyncServer, sync_server
+from outrider.target.v1 import target_pb2, target_pb2_grpc
+
+TARGET_SERVICE = "outrider.target.v1.Target"
+EOS_ID = 1
+MAX_MODEL_LEN = 512
+WAIT_S = 20
+
+
+@dataclass(slots=True)
+class Script:
+    """What to answer to one request.
+
+    Attributes:
+        steps: The tokens of each step; the request's own limit cuts them.
+        error: Fail with it after the steps.
+        gate: If set, one permit is taken before each step after the first.
+        finish: Whether to finish at all; without, the sequence runs until cancelled.
+    """
+
+    steps: Sequence[Sequence[int]]
+    error: OutriderError | None = None
+    gate: threading.Semaphore | None = None
+    finish: bool = True
+
+
+@dataclass(slots=True)
+class _Running:
+    request: target_pb2.GenerateRequest
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    resumed: threading.Event = field(default_factory=threading.Event)
+    keep_tokens: int | None = None
+
+
+def chain_tokens(request: target_pb2.GenerateRequest, count: int) -> list[int]:
+    """Tokens that follow from prompt, seed and choice alone: plain ASCII ids of the toy vocabulary."""
+    state = (sum(request.prompt_ids) * 31 + request.sampling.seed * 17 + request.sampling.choice_index * 7) % 997
+    tokens = []
+    for _ in range(count):
+        state = (state * 61 + 13) % 997
+        tokens.append(5 + state % 90)
+    return tokens
+
+
+class FakeTarget(target_pb2_grpc.TargetServicer):
+    """Serves the target's protocol. `script` maps a request to its answer; `seen`, `cancels`, `pauses` record what came in."""
+
+    def __init__(self, vocab_size: int, prometheus_text: str = "") -> None:
+        self.vocab_size = vocab_size
+        self.prometheus_text = prometheus_text
+        self.script: Callable[[target_pb2.GenerateRequest], Script] = self.default_script
+        self.seen: list[target_pb2.GenerateRequest] = []
+        self.cancels: queue.Queue[target_pb2.Cancel] = queue.Queue()
+        self.pauses: queue.Queue[str] = queue.Queue()
+        self.resumes: queue.Queue[str] = queue.Queue()
+        self._running: dict[str, _Running] = {}
+        self._server: SyncServer | None = None
+
+    @staticmethod
+    def default_script(request: target_pb2.GenerateRequest) -> Script:
+        tokens = chain_tokens(request, min(request.max_new_tokens, 24))
+        return Script([tokens[:1], *[tokens[at : at + 2] for at in range(1, len(tokens), 2)]])
+
+    def start(self, address: str = "127.0.0.1:0") -> str:
+        self._server = sync_server(address, [(target_pb2_grpc.add_TargetServicer_to_server, self)], [TARGET_SERVICE], max_workers=4)
+        self._server.start()
+        self._server.set_serving(True)
+        return self._server.address
+
+    def set_serving(self, serving: bool) -> None:
+        assert self._server
+        self._server.set_serving(serving)
+
+    def stop(self) -> None:
+        for running in list(self._running.values()):
+            running.cancelled.set()
+            running.resumed.set()
+        if self._server:
+            self._server.stop(0)
+            self._server = None
+
+    @property
+    def live(self) -> int:
+        return len(self._running)
+
+    def Session(self, request_iterator, context) -> Iterator[target_pb2.SessionReply]:
+        replies: queue.Queue[target_pb2.GenerateReply | None] = queue.Queue()
+
+        def read() -> None:
+            try:
+                for message in request_iterator:
+                    self._take(message, replies)
+            except Exception:
+                pass  # the stream broke; the writer ends with it
+            replies.put(None)
+
+        threading.Thread(target=read, daemon=True).start()
+        while (reply := replies.get()) is not None:
+            yield target_pb2.SessionReply(replies=[reply])
+
+    def _take(self, message: target_pb2.SessionRequest, replies: queue.Queue) -> None:
+        match message.WhichOneof("message"):
+            case "generate":
+                self.seen.append(message.generate)
+                running = _Running(message.generate)
+                self._running[message.generate.request_id] = running
+                threading.Thread(target=self._generate, args=(running, replies), daemon=True).start()
+            case "cancel":
+                self.cancels.put(message.cancel)
+                if running := self._running.get(message.cancel.request_id):
+                    if message.cancel.HasField("keep_tokens"):
+                        running.keep_tokens = message.cancel.keep_tokens
+                    running.cancelled.set()
+            case "pause":
+                self.pauses.put(message.pause.request_id)
+            case "resume":
+                self.resumes.put(message.resume.request_id)
+                self._running[message.resume.request_id].resumed.set()
+
+    def _generate(self, running: _Running, replies: queue.Queue) -> None:
+        request = running.request
+        script = self.script(request)
+        emitted = 0
+        rounds = 0
+        reason = common_pb2.FINISH_REASON_STOP
+        matched = None
+        base_len = len(request.prompt_ids)
+        try:
+            for number, step in enumerate(script.steps):
+                if number and script.gate:
+                    script.gate.acquire(timeout=WAIT_S)
+                if running.cancelled.is_set():
+                    break
+                tokens = list(step)[: request.max_new_tokens - emitted]
+                stops = set(request.stop_token_ids) | (set() if request.ignore_eos else {EOS_ID})
+                cut = next((at for at, token in enumerate(tokens) if token in stops), None)
+                if cut is not None:
+                    tokens, matched = tokens[: cut + 1], tokens[cut]
+                delta = target_pb2.TokenDelta(token_ids=tokens)
+                if number and request.speculation.trace:
+                    delta.rounds.append(trace_round(rounds, base_len + emitted, tokens))
+                rounds += number > 0
+                emitted += len(tokens)
+                replies.put(target_pb2.GenerateReply(request_id=request.request_id, delta=delta))
+                if matched is not None:
+                    break
+                if emitted >= request.max_new_tokens:
+                    reason = common_pb2.FINISH_REASON_LENGTH
+                    break
+            if script.error:
+                replies.put(target_pb2.GenerateReply(request_id=request.request_id, error=error_to_proto(script.error)))
+                return
+            if not script.finish:
+                running.cancelled.wait(WAIT_S)
+            if running.cancelled.is_set() and running.keep_tokens is None:
+                reason = common_pb2.FINISH_REASON_CANCELLED
+            finish = target_pb2.Finish(
+                reason=reason,
+                matched_token=matched,
+                usage=common_pb2.Usage(
+                    prompt_tokens=len(request.prompt_ids), completion_tokens=running.keep_tokens or emitted, cached_tokens=0
+                ),
+                speculation=common_pb2.SpeculationStats(
+                    accept_length=2.0, rounds=rounds, draft_tokens=3 * rounds, accepted_tokens=rounds, accepted_histogram=[0, rounds]
+                ),
+                queue_ms=1.0,
+            )
+            replies.put(target_pb2.GenerateReply(request_id=request.request_id, finish=finish))
+        finally:
+            del self._running[request.request_id]
+
+    def Generate(self, request, context):
+        raise OutriderError("the gateway uses Session")
+
+    def GetTensor(self, request, context):
+        raise OutriderError("the gateway needs no tensors")
+
+    def GetInfo(self, request, context) -> target_pb2.GetInfoReply:
+        return target_pb2.GetInfoReply(
+            model_id="toy",
+            architecture="LlamaForCausalLM",
+            vocab_size=self.vocab_size,
+            max_model_len=MAX_MODEL_LEN,
+            eos_token_ids=[EOS_ID],
+            dtype="float32",
+            device="cpu",
+            max_running_requests=16,
+            speculation=target_pb2.SpeculationInfo(
+                algorithm="EAGLE3", num_steps=5, topk=4, num_draft_tokens=16, max_steps=16, max_topk=16, max_nodes=128, state="on"
+            ),
+        )
+
+    def GetStats(self, request, context) -> target_pb2.GetStatsReply:
+        return target_pb2.GetStatsReply(running=self.live, draft_state="on", prometheus_text=self.prometheus_text)
+
+
+def trace_round(number: int, base_len: int, emitted: Sequence[int]) -> common_pb2.RoundTrace:
+    """A round whose tree is one chain: every emitted token but the last was drafted."""
+    nodes = [common_pb2.TraceNode(token=9, parent=-1, depth=0)]
+    nodes += [common_pb2.TraceNode(token=token, parent=at, depth=at + 1, logprob=-0.5) for at, token in enumerate(emitted[:-1])]
+    return common_pb2.RoundTrace(
+        round=number, base_len=base_len, nodes=nodes, accepted=range(1, len(nodes)), emitted=emitted, draft_ms=1.0, verify_ms=2.0
+    )
