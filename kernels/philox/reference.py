@@ -1,65 +1,74 @@
-"""Philox4x32-10 and the Gumbel noise in plain torch; the contract is in the package's docstring.
+"""Philox4x32-10 and the Gumbel noise on the host; the contract is in the package's docstring.
 
+The integers are numpy's (torch has no unsigned arithmetic), the logarithms torch's.
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); vectors published with Random123 are in tests/law.
 """
 
 from __future__ import annotations
 
+import sys
+
+import numpy as np
+import numpy.typing as npt
 import torch
 
-MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
-WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
+MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)
+WEYL = np.array([0x9E3779B9, 0xBB67AE85], dtype=np.uint64)
 ROUNDS = 10
-WORD = 0xFFFFFFFF
+
+Words = npt.NDArray[np.uint32]
+_LOW, _HIGH = (0, 1) if sys.byteorder == "little" else (1, 0)
 
 
-def philox_words(key: tuple[torch.Tensor, torch.Tensor], counter: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Return the four output words of Philox4x32-10.
+def philox_words(key: Words, counter: Words) -> Words:
+    """Return the output of Philox4x32-10.
 
     Args:
-        key: Two int64 tensors holding 32-bit words.
-        counter: Four int64 tensors holding 32-bit words; everything broadcasts.
+        key: ``[2, rows] uint32``.
+        counter: ``[4, rows, n] uint32``.
 
     Returns:
-        Four int64 tensors holding 32-bit words.
+        ``[4, rows, n] uint32``.
     """
-    key_0, key_1 = key
-    shape = torch.broadcast_shapes(key_0.shape, key_1.shape, *(word.shape for word in counter))
-    device = counter[0].device
-    # Words 0 and 2 are multiplied, words 1 and 3 are xored in; both pairs are handled as one tensor. int64 products wrap as u64 do, so
-    # that the low half is right; the high half is cleaned by the mask, and what the carried pair has above 32 bits goes with it.
-    factors = torch.tensor([MULTIPLIER_0, MULTIPLIER_1], device=device).view(2, *(1 for _ in shape))
-    mixed = torch.stack((counter[0].expand(shape), counter[2].expand(shape)))
-    carried = torch.stack((counter[3].expand(shape), counter[1].expand(shape)))
-    product = torch.empty_like(mixed)
+    # Words 0 and 2 are multiplied, words 1 and 3 xored in; each pair is one array. The halves of a product are views of it, so that a
+    # round is a product and two xors; the products alternate between two buffers because the low halves are read a round later.
+    multiplied, carried = counter[0::2].copy(), counter[1::2]
+    steps = np.arange(ROUNDS, dtype=np.uint64)[:, None]
+    keys = (key[None].astype(np.uint64) + (steps * WEYL)[:, :, None]).astype(np.uint32)  # [rounds, 2, rows], modulo 2^32
+    buffers = [np.empty(multiplied.shape, dtype=np.uint64) for _ in range(2)]
     for i in range(ROUNDS):
-        torch.mul(mixed, factors, out=product)
-        torch.bitwise_right_shift(product[1], 32, out=mixed[0])
-        torch.bitwise_right_shift(product[0], 32, out=mixed[1])
-        mixed[0] ^= carried[1] ^ ((key_0 + i * WEYL_0) & WORD)
-        mixed[1] ^= carried[0] ^ ((key_1 + i * WEYL_1) & WORD)
-        mixed &= WORD
-        carried, product = product, carried
-    return mixed[0], carried[1] & WORD, mixed[1], carried[0] & WORD
+        product = buffers[i % 2]
+        np.multiply(multiplied, MULTIPLIERS[:, None, None], out=product)
+        halves = product.view(np.uint32)[::-1]
+        np.bitwise_xor(halves[..., _HIGH::2], carried, out=multiplied)
+        multiplied ^= keys[i, :, :, None]
+        carried = halves[..., _LOW::2]
+    return np.stack((multiplied[0], carried[0], multiplied[1], carried[1]))
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, choices: torch.Tensor, tokens: torch.Tensor | int) -> torch.Tensor:
     """See `outrider.kernels.philox.gumbel_noise`. Rows that share (seed, position, choice), as siblings of a tree do, are computed once."""
     keys = list(zip(seeds.tolist(), positions.tolist(), choices.tolist(), strict=True))
     distinct = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-    if len(distinct) == len(keys):
-        return _noise(seeds, positions, choices, tokens)
-    seeds, positions, choices = (torch.tensor(column, device=seeds.device) for column in zip(*distinct, strict=True))
-    return _noise(seeds, positions, choices, tokens)[torch.tensor([distinct[key] for key in keys], device=seeds.device)]
-
-
-def _noise(seeds: torch.Tensor, positions: torch.Tensor, choices: torch.Tensor, tokens: torch.Tensor | int) -> torch.Tensor:
+    rows = np.array(list(distinct), dtype=np.int64).reshape(-1, 3)
     if isinstance(tokens, torch.Tensor):
-        size = int(tokens.max()) + 1 if tokens.numel() else 0
-        return _noise(seeds, positions, choices, size)[:, tokens]
-    groups = torch.arange((tokens + 3) // 4, device=seeds.device)
-    key = ((seeds & WORD)[:, None], ((seeds >> 32) & WORD)[:, None])
-    counter = ((positions & WORD)[:, None], groups[None], choices.long()[:, None] & WORD, torch.zeros_like(positions)[:, None])
-    words = torch.stack(philox_words(key, counter), dim=-1).flatten(1)[:, :tokens]  # [rows, V]
-    uniform = ((words >> 9).float() + 0.5) * 2.0**-23
-    return uniform.log_().neg_().log_().neg_()
+        noise = _noise(rows, int(tokens.max()) + 1 if tokens.numel() else 0)[:, tokens.cpu()]
+    else:
+        noise = _noise(rows, tokens)
+    if len(distinct) < len(keys):
+        noise = noise[[distinct[key] for key in keys]]
+    return noise.to(seeds.device)
+
+
+def _noise(rows: npt.NDArray[np.int64], vocab: int) -> torch.Tensor:
+    """Return ``[rows, vocab] fp32`` for ``[rows, 3]`` of (seed, position, choice)."""
+    seeds = rows[:, 0].view(np.uint64)
+    counter = np.zeros((4, len(rows), (vocab + 3) // 4), dtype=np.uint32)
+    counter[0] = rows[:, 1, None].astype(np.uint32)
+    counter[1] = np.arange(counter.shape[2], dtype=np.uint32)
+    counter[2] = rows[:, 2, None].astype(np.uint32)
+    words = philox_words(np.stack((seeds.astype(np.uint32), (seeds >> np.uint64(32)).astype(np.uint32))), counter)
+    uniform = np.empty((len(rows), counter.shape[2], 4), dtype=np.float32)
+    uniform[...] = np.moveaxis(words >> np.uint32(9), 0, 2)
+    noise = torch.from_numpy(uniform).flatten(1)[:, :vocab]
+    return noise.add_(0.5).mul_(2.0**-23).log_().neg_().log_().neg_()

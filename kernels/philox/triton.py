@@ -48,14 +48,14 @@ def _noise(seeds, positions, choices, tokens, out, size, HAS_TOKENS: tl.constexp
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, choices: torch.Tensor, tokens: torch.Tensor | int) -> torch.Tensor:
     """See `outrider.kernels.philox.gumbel_noise`."""
-    listed = isinstance(tokens, torch.Tensor)
+    listed = tokens.contiguous() if isinstance(tokens, torch.Tensor) else None
     size = tokens.shape[0] if isinstance(tokens, torch.Tensor) else tokens
     out = _launch.empty((seeds.shape[0], size), torch.float32, seeds.device)
     if out.numel():
         block = min(1024, _launch.next_power_of_2(size))
         with _launch.on_device_of(seeds):
             _noise[(seeds.shape[0], _launch.ceil_div(size, block))](
-                seeds.contiguous(), positions.contiguous(), choices.contiguous(), tokens.contiguous() if listed else seeds, out, size,
-                HAS_TOKENS=listed, BLOCK=block,
+                seeds.contiguous(), positions.contiguous(), choices.contiguous(), seeds if listed is None else listed, out, size,
+                HAS_TOKENS=listed is not None, BLOCK=block,
             )  # fmt: skip
     return out

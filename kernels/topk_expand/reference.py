@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-from outrider.kernels._order import ranked_topk
+from outrider.kernels._order import ranked_indices, ranked_topk
 from outrider.kernels.philox.reference import gumbel_noise
 from outrider.kernels.topk_expand.types import Expansion, Noise
 
@@ -13,11 +14,11 @@ def topk_expand(logits: torch.Tensor, parent_scores: torch.Tensor, topk: int, d2
     """See `outrider.kernels.topk_expand.topk_expand`."""
     plain = logits.float()
     values = plain if noise is None else _coupled(plain, d2t, noise)
-    best, ids = ranked_topk(values, topk)
-    log_total = plain.logsumexp(dim=-1, keepdim=True)
-    value_total = log_total if noise is None else values.logsumexp(dim=-1, keepdim=True)
+    ids = ranked_topk(values, topk)[1]
+    logprobs = plain.log_softmax(dim=-1).gather(1, ids)
+    added = logprobs if noise is None else values.log_softmax(dim=-1).gather(1, ids)
     tokens = ids if d2t is None else ids + d2t[ids]
-    return Expansion(tokens.to(torch.int32), parent_scores[:, None] + (best - value_total), plain.gather(1, ids) - log_total)
+    return Expansion(tokens.to(torch.int32), parent_scores[:, None] + added, logprobs)
 
 
 def _coupled(plain: torch.Tensor, d2t: torch.Tensor | None, noise: Noise) -> torch.Tensor:
@@ -31,4 +32,4 @@ def _coupled(plain: torch.Tensor, d2t: torch.Tensor | None, noise: Noise) -> tor
 
 def select_beam(scores: torch.Tensor, topk: int) -> torch.Tensor:
     """See `outrider.kernels.topk_expand.select_beam`."""
-    return ranked_topk(scores, topk)[1].to(torch.int32)
+    return torch.from_numpy(ranked_indices(scores, topk).astype(np.int32)).to(scores.device)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from outrider.kernels import _launch
-from outrider.kernels._order_triton import NO_KEY, best_keys, key_index, key_value, rank_key
+from outrider.kernels._order.triton import NO_KEY, best_keys, key_index, key_value, rank_key
 from outrider.kernels.philox.triton import gumbel
 from outrider.kernels.topk_expand.types import Expansion, Noise
 

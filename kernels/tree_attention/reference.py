@@ -35,8 +35,8 @@ def tree_attention(
         k = k_plane[pages].flatten(0, 1)[:kv_len].float().permute(1, 2, 0)  # [kv_heads, dim, kv]
         v = v_plane[pages].flatten(0, 1)[:kv_len].float().transpose(0, 1)  # [kv_heads, kv, dim]
         if ancestors is None:
-            positions = torch.arange(kv_len - q_len, kv_len, device=q.device)
-            visible = _causal(positions, kv_len)
+            positions: torch.Tensor | None = torch.arange(kv_len - q_len, kv_len, device=q.device)
+            visible = torch.arange(kv_len, device=q.device) <= torch.arange(kv_len - q_len, kv_len, device=q.device)[:, None]  # [q_len, kv]
         else:
             positions = None if row_positions is None else row_positions[rows]
             visible = _tree(ancestors[rows], prefix_len, kv_len)
@@ -47,10 +47,6 @@ def tree_attention(
         scores = torch.matmul(grouped, k[:, None]) * scale
         weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1).nan_to_num(0.0)  # a row that sees nothing is all NaN
         out[rows] = torch.matmul(weights, v[:, None]).permute(2, 0, 1, 3).reshape(q_len, kv_heads * group, dim).to(out.dtype)
-
-
-def _causal(positions: torch.Tensor, kv_len: int) -> torch.Tensor:
-    return torch.arange(kv_len, device=positions.device) <= positions[:, None]  # [q_len, kv]
 
 
 def _tree(ancestors: torch.Tensor, prefix_len: int, kv_len: int) -> torch.Tensor:

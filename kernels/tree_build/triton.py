@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from outrider.kernels import _launch
-from outrider.kernels._order_triton import NO_KEY, rank_key
+from outrider.kernels._order.triton import NO_KEY, rank_key
 from outrider.kernels.tree_build.types import DraftTreeTensors
 
 _WORD_BITS = 32

@@ -11,15 +11,23 @@ from outrider.kernels.verify.types import SamplingTensors, VerifiedTree
 
 def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> torch.Tensor:
     """See `outrider.kernels.verify.choose_tokens`."""
-    best, chosen = logits.max(dim=-1)  # torch gives the first of equals, and NaN above all
+    chosen = _argmax(logits)
+    best = logits.gather(1, chosen[:, None])[:, 0]
     if not sampling.all_greedy:
         rows = (sampling.temperature > 0).nonzero().squeeze(1)
         scores = logits[rows].float() / sampling.temperature[rows, None]
         if sampling.any_filter:
             scores = filter_logits(scores, sampling.top_k[rows], sampling.top_p[rows], sampling.min_p[rows])
         scores += gumbel_noise(sampling.seeds[rows], positions[rows], sampling.choices[rows], logits.shape[1])
-        chosen[rows] = scores.argmax(dim=-1)
+        chosen[rows] = _argmax(scores)
     return chosen.masked_fill_(~best.isfinite(), -1)
+
+
+def _argmax(scores: torch.Tensor) -> torch.Tensor:
+    """Return the index of each row's first maximum, ``[rows] int64``; a NaN counts as one. On a CPU numpy's is ten times torch's speed."""
+    if scores.is_cuda or scores.dtype is not torch.float32:
+        return scores.argmax(dim=-1)
+    return torch.from_numpy(scores.numpy().argmax(axis=-1))
 
 
 def verify_tree(tokens: torch.Tensor, parents: torch.Tensor, num_nodes: torch.Tensor, chosen: torch.Tensor) -> VerifiedTree:

@@ -1,4 +1,4 @@
-"""The order of candidates in Triton: the keys of `outrider.kernels._order`, their inverse, and the best of a block."""
+"""The order of candidates in Triton: the keys of the package, their inverse, and the best of a block."""
 
 from __future__ import annotations
 
