@@ -20,11 +20,13 @@ class BreakerState(Enum):
 class Breaker:
     """Opens after three missed deadlines in a row, or at once on a fault; a sign of life after the back-off makes it half-open.
 
-    `sign_of_life` may come from another thread: it only moves OPEN to HALF_OPEN.
+    Missed deadlines may mean that the draft is too slow to be worth waiting for, so `faulty` tells the two apart: rows that wait as
+    long as it takes are refused by a faulty draft only. `sign_of_life` may come from another thread: it only moves OPEN to HALF_OPEN.
     """
 
     def __init__(self) -> None:
         self.state = BreakerState.CLOSED
+        self.faulty = False
         self._misses = 0
         self._backoff_s = FIRST_BACKOFF_S
         self._closed_until = 0.0
@@ -33,10 +35,19 @@ class Breaker:
         """A deadline passed without an answer."""
         self._misses += 1
         if self._misses >= MISSES_TO_OPEN or self.state is BreakerState.HALF_OPEN:
-            self.trip(now)
+            self._open(now)
 
     def trip(self, now: float) -> None:
-        """Open: the draft is faulty."""
+        """Open at once: the draft is faulty."""
+        self.faulty = True
+        self._open(now)
+
+    @property
+    def refuses_all(self) -> bool:
+        """Whether even rows that wait as long as it takes must do without the draft."""
+        return self.faulty and self.state is BreakerState.OPEN
+
+    def _open(self, now: float) -> None:
         if self.state is BreakerState.HALF_OPEN:
             self._backoff_s = min(2 * self._backoff_s, LAST_BACKOFF_S)
         self._misses = 0
@@ -47,6 +58,7 @@ class Breaker:
         """An answer came in time."""
         self._misses = 0
         self._backoff_s = FIRST_BACKOFF_S
+        self.faulty = False
         self.state = BreakerState.CLOSED
 
     def reset(self) -> None:

@@ -15,6 +15,8 @@ from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 FIRST_PROBE_GAP = 8
 LAST_PROBE_GAP = 1024
+LAST_INHERITED_GAP = 64
+"""New requests start from the gap that others have reached, up to this."""
 PROBE_DEPTH = 2
 FIRST_SHADOW_GAP = 64
 LAST_SHADOW_GAP = 4096
@@ -30,9 +32,9 @@ class RowState:
 
     __slots__ = ("acceptance", "probe_gap", "rounds_without")
 
-    def __init__(self, prior: Acceptance) -> None:
+    def __init__(self, prior: Acceptance, probe_gap: int) -> None:
         self.acceptance = Acceptance(prior)
-        self.probe_gap = FIRST_PROBE_GAP
+        self.probe_gap = probe_gap
         self.rounds_without = 0
 
 
@@ -91,10 +93,11 @@ class SpeculationController:
         self.acceptance = Acceptance()
         self._shadows: dict[int, _Shadow] = {}
         self._draft_rate: float | None = None
+        self._probe_gap = FIRST_PROBE_GAP
 
     def new_row(self) -> RowState:
         """Return the memory of a new request."""
-        return RowState(self.acceptance)
+        return RowState(self.acceptance, self._probe_gap)
 
     def choose(self, rows: Sequence[RowBound], batch_size: int, other_nodes: int) -> list[DraftShape]:
         """Pick a shape within each row's bound.
@@ -207,6 +210,7 @@ class SpeculationController:
         state = row.state
         if wanted:
             state.probe_gap, state.rounds_without = FIRST_PROBE_GAP, 0
+            self._probe_gap = FIRST_PROBE_GAP
             return _shape(row.bound, wanted)
         if not depth:
             return NO_DRAFT
@@ -214,6 +218,7 @@ class SpeculationController:
         if state.rounds_without < state.probe_gap:
             return NO_DRAFT
         state.probe_gap, state.rounds_without = min(2 * state.probe_gap, LAST_PROBE_GAP), 0
+        self._probe_gap = min(state.probe_gap, LAST_INHERITED_GAP)
         return _shape(row.bound, min(depth, PROBE_DEPTH))
 
 

@@ -94,7 +94,7 @@ class RemoteDrafter:
         """See `Drafter.state`."""
         if self._link.connection is None:
             return DrafterState.DOWN if self._link.ever_connected else DrafterState.CONNECTING
-        return DrafterState.DOWN if self._breaker.state is BreakerState.OPEN else DrafterState.ON
+        return DrafterState.DOWN if self._breaker.refuses_all else DrafterState.ON
 
     def refusal(self) -> OutriderError | None:
         """Return why the draft cannot be used with this target, if it said so."""
@@ -351,7 +351,7 @@ class RemoteDrafter:
 
     def _usable(self) -> Connection | None:
         """Return the connection if the draft may be talked to."""
-        return None if self._breaker.state is BreakerState.OPEN else self._connection
+        return None if self._breaker.refuses_all else self._connection
 
     def _lose(self, session: _Session) -> None:
         session.live, session.lost, session.warm = False, True, False
@@ -362,7 +362,7 @@ class RemoteDrafter:
     def _send_unasked(self, session: _Session, round_number: int) -> None:
         """Send commits that have piled up, or give the session up while the draft is away."""
         connection = self._usable()
-        if connection is None or self._breaker.state is not BreakerState.CLOSED:
+        if connection is None:
             self._lose(session)
             return
         features: list[torch.Tensor] = []
@@ -377,6 +377,8 @@ class RemoteDrafter:
             return session.reason or "resync"
         if self._breaker.state is BreakerState.HALF_OPEN and asked:
             return "half_open"
+        if self._breaker.state is BreakerState.OPEN and not row.must_wait:
+            return "late"
         if not self._fits(row.shape):
             return "shape_above_draft"
         if session.fence != row.fence:

@@ -34,6 +34,7 @@ RETRY_S = 0.1
 REFUSED_RETRY_S = 1.0
 HANDSHAKE_TIMEOUT_S = 60.0
 PROBE_INTERVAL_S = 0.1
+KEEP_ALIVE_S = 3.0
 MAX_PROJECTOR_BYTES = 1 << 30
 
 _log = logging.getLogger("outrider.target.draft")
@@ -271,9 +272,16 @@ class DraftLink:
         connection.close()
 
     def _probe(self, connection: Connection) -> None:
-        """While the breaker is open, ask for a sign of life: one ping at a time, or a stopped draft would find a heap of them."""
+        """Ask for a sign of life while the breaker is open, and now and then to keep the sessions' lease.
+
+        One ping at a time, or a stopped draft would find a heap of them.
+        """
         nonce = 0
+        last_ping = time.monotonic()
         while not connection.ended.wait(PROBE_INTERVAL_S):
-            if connection.last_pong == nonce and self._breaker.wants_probe(time.monotonic()):
+            now = time.monotonic()
+            due = self._breaker.wants_probe(now) or now - last_ping >= KEEP_ALIVE_S
+            if due and connection.last_pong == nonce:
+                last_ping = now
                 nonce += 1
                 connection.send(draft_pb2.SessionRequest(ping=draft_pb2.Ping(nonce=nonce)))

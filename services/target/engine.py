@@ -36,6 +36,7 @@ from outrider.shared.spec.drafter import Commit, Drafter, DrafterState, Proposal
 from outrider.shared.spec.tree import NO_DRAFT, DraftBatch, DraftShape
 
 DRAIN_RETRY_AFTER_S = 5.0
+NO_DRAFT_REASON = "no_draft"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ class TargetEngine:
             session_id=next(self._session_ids),
             page_size=self._scheduler.page_size,
             eos_token_ids=self.limits.eos_token_ids,
-            wants_drafts=self._drafts and request.speculation.mode is not SpeculationMode.OFF and request.speculation.shape.drafts,
+            follow=self._drafts,
         )
         self._check_fits(sequence)
         self._scheduler.gate.enter(sequence.prompt_len)
@@ -240,6 +241,8 @@ class TargetEngine:
     def _accept(self, sequence: Sequence) -> None:
         self._live[sequence.session_id] = sequence
         self._scheduler.add(sequence)
+        if not self._drafts and sequence.speculates:
+            sequence.stats.fell_back(NO_DRAFT_REASON)
         if sequence.wants_drafts and sequence.request.speculation.mode is SpeculationMode.AUTO:
             sequence.controller_row = self.controller.new_row()
         self._due_at(sequence.request.deadline)

@@ -87,7 +87,7 @@ class Sequence:
         session_id: int,
         page_size: int,
         eos_token_ids: frozenset[int] = frozenset(),
-        wants_drafts: bool = False,
+        follow: bool = False,
     ) -> None:
         self.request = request
         self.sink = sink
@@ -101,11 +101,11 @@ class Sequence:
         self.emitted_len = 0
         self.page_size = page_size
         self.lease: PageLease | None = None
-        self.wants_drafts = wants_drafts
+        self.wants_drafts = follow and self.speculates
         self.feature_len = 0
         self.controller_row: RowState | None = None
         self.drafted = False
-        self.node_bound = request.speculation.shape.max_nodes if wants_drafts else 1
+        self.node_bound = request.speculation.shape.max_nodes if self.wants_drafts else 1
         self.max_len = self.prompt_len + request.max_new_tokens + self.node_bound
         self.stop_ids = request.stop_token_ids if request.ignore_eos else request.stop_token_ids | eos_token_ids
         self.stats = SpeculationStats()
