@@ -1,0 +1,195 @@
+"""The draft inside the target's process: the same engine, driven by calls of the target's engine thread instead of a stream.
+
+The launcher makes it and hands it to the target (services do not import each other).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from outrider.services.draft.build import build_engine
+from outrider.services.draft.engine import Asked, DraftEngine, Proposal
+from outrider.services.draft.sessions import Answer, Ask, PeerId, Reason, Verdict
+from outrider.services.draft.settings import DraftSettings
+from outrider.services.draft.strategy import TargetInfo
+from outrider.services.draft.warmup import warm_up
+from outrider.shared.nn.decoder import Decoder
+from outrider.shared.obs.logging import get_logger
+from outrider.shared.spec.drafter import Commit, DrafterState, FeatureSpec, ProposalRequest, ProposalRow, RoundResult, SequenceOpen
+from outrider.shared.spec.tree import DraftBatch, mask_words
+
+HOST_PEER = PeerId(1)
+WARMING = "warming"
+FAILED = "draft_error"
+
+log = get_logger("outrider.draft")
+
+
+def drafter_beside(decoder: Decoder, settings: DraftSettings) -> InprocDrafter:
+    """Make the drafter of a target in this process; what the head borrows is shared with the target, not copied.
+
+    Args:
+        decoder: The target's model.
+        settings: `draft` and the sizes; device and dtype are the target's, `target_weights` and `listen` are not used.
+
+    Raises:
+        CheckpointError: the head cannot be loaded, or does not fit the target; names the key and what to change.
+    """
+    config = decoder.config
+    target = TargetInfo("inproc", decoder.fingerprint, config.vocab_size, config.hidden_size, config.num_layers)
+    engine = build_engine(settings.model_copy(update={"target_weights": None}), decoder.device, decoder.dtype)
+    spec = engine.strategy.feature_spec(target)
+    for name in list(engine.strategy.missing()):
+        engine.strategy.lend(name, decoder.weight(name))
+    warm_up(engine)
+    return InprocDrafter(engine, spec, decoder.device)
+
+
+class InprocDrafter:
+    """`Drafter` over a `DraftEngine` in the same process. Not thread-safe: the target's engine thread calls it.
+
+    Args:
+        engine: With nothing missing.
+        spec: What the target captures.
+        device: Where trees are returned.
+    """
+
+    device_resident = False
+
+    def __init__(self, engine: DraftEngine, spec: FeatureSpec, device: torch.device) -> None:
+        self._engine = engine
+        self._spec = spec
+        self._device = device
+        self._lost: set[int] = set()
+        self._reasons: dict[int, str] = {}
+
+    def feature_spec(self) -> FeatureSpec | None:
+        """See `Drafter.feature_spec`."""
+        return self._spec
+
+    def state(self) -> DrafterState:
+        """See `Drafter.state`."""
+        return DrafterState.ON
+
+    def open(self, sequences: Sequence[SequenceOpen]) -> None:
+        """See `Drafter.open`."""
+        for sequence in sequences:
+            self._lost.discard(sequence.fence.session_id)
+            self._note(sequence.fence.session_id, self._engine.open(HOST_PEER, sequence))
+
+    def features(self, session_id: int, base: int, rows: torch.Tensor) -> None:
+        """See `Drafter.features`."""
+        session = self._engine.sessions.get(HOST_PEER, session_id)
+        if session is not None:
+            self._note(session_id, self._engine.add_features(HOST_PEER, session_id, session.epoch, base, rows))
+
+    def commit(self, result: RoundResult) -> None:
+        """See `Drafter.commit`."""
+        for commit in result.commits:
+            self._note(commit.fence.session_id, self._engine.commit(HOST_PEER, commit, None))
+
+    def announce(self, request: ProposalRequest) -> None:
+        """See `Drafter.announce`; there is nobody beside the caller to work ahead."""
+
+    def propose(self, request: ProposalRequest) -> DraftBatch:
+        """See `Drafter.propose`."""
+        started = time.monotonic()
+        for row in request.rows:
+            if row.shape.drafts:
+                ask = Ask(request.round, row.shape, asked_s=started)
+                answer = self._engine.commit(HOST_PEER, Commit(row.fence, row.fence.committed_len, (), None), ask)
+                self._note(row.fence.session_id, answer)
+        proposals = self._drafted(request.rows)
+        self._engine.cancel(HOST_PEER, request.round)  # sessions whose features are not complete
+        trees = _merge(proposals, request.rows, self._device, self._reasons)
+        return replace(trees, draft_ms=(time.monotonic() - started) * 1000)
+
+    def wants_reopen(self) -> Sequence[int]:
+        """See `Drafter.wants_reopen`."""
+        lost = sorted(self._lost)
+        self._lost.clear()
+        return lost
+
+    def fallback_reason(self, session_id: int) -> str:
+        """See `Drafter.fallback_reason`."""
+        return self._reasons.get(session_id, "")
+
+    def close(self, session_ids: Sequence[int]) -> None:
+        """See `Drafter.close`."""
+        for session_id in session_ids:
+            self._engine.close(HOST_PEER, session_id)
+            self._lost.discard(session_id)
+            self._reasons.pop(session_id, None)
+
+    def shutdown(self) -> None:
+        """See `Drafter.shutdown`."""
+        self._engine.drop_peer(HOST_PEER)
+        self._engine.check()
+
+    def _drafted(self, rows: Sequence[ProposalRow]) -> Sequence[Proposal]:
+        """Grow what is ready; a failure costs the sessions in hand, never the caller."""
+        if not self._engine.sessions.ready():
+            return ()
+        try:
+            drafted = self._engine.step()
+        except Exception:
+            log.exception("drafting failed", sessions_lost=self._engine.give_up())
+            for row in rows:
+                if self._engine.sessions.get(HOST_PEER, row.fence.session_id) is None:
+                    self._lost.add(row.fence.session_id)
+                    self._reasons[row.fence.session_id] = FAILED
+            return ()
+        for refusal in drafted.refusals:
+            self._reasons[refusal.session_id] = "kv_full"
+        return drafted.proposals
+
+    def _note(self, session_id: int, answer: Answer) -> None:
+        """Remember why a sequence has no tree, and whether it must be opened again."""
+        if answer.verdict is Verdict.ACCEPTED:
+            self._reasons[session_id] = WARMING
+        elif answer.verdict is Verdict.REJECTED:
+            self._reasons[session_id] = answer.reason.value
+        elif answer.verdict is Verdict.RESYNC:
+            # What was refused for good at its opening is not asked for again every round.
+            refused = self._reasons.get(session_id) in (Reason.FULL.value, Reason.TOO_LONG.value)
+            if not (refused and answer.reason is Reason.UNKNOWN_SESSION):
+                self._reasons[session_id] = answer.reason.value
+                self._lost.add(session_id)
+
+
+def _merge(proposals: Sequence[Proposal], rows: Sequence[ProposalRow], device: torch.device, reasons: dict[int, str]) -> DraftBatch:
+    """Place the trees of all proposals at their rows; other rows get a tree of one node. Clears the reason of rows with a tree."""
+    position = {row.fence: index for index, row in enumerate(rows)}
+    placed = [(proposal, _targets(proposal.asked, position, device)) for proposal in proposals]
+    for proposal in proposals:
+        for asked in proposal.asked:
+            reasons[asked.fence.session_id] = ""
+    bs = len(rows)
+    columns = max((proposal.trees.tokens.shape[1] for proposal, _ in placed), default=1)
+    tokens = torch.zeros((bs, columns), dtype=torch.int32, device=device)
+    tokens[:, 0] = torch.tensor([row.root_token for row in rows], dtype=torch.int32, device=device)
+    parents = torch.full((bs, columns), -1, dtype=torch.int32, device=device)
+    depths = torch.zeros((bs, columns), dtype=torch.int32, device=device)
+    num_nodes = torch.ones(bs, dtype=torch.int32, device=device)
+    ancestors = torch.zeros((bs, columns, mask_words(columns)), dtype=torch.int32, device=device)
+    ancestors[:, 0, 0] = 1
+    logprobs = torch.zeros((bs, columns), device=device)
+    for proposal, index in placed:
+        trees, width = proposal.trees, proposal.trees.tokens.shape[1]
+        tokens[index, :width] = trees.tokens
+        parents[index, :width] = trees.parents
+        depths[index, :width] = trees.depths
+        num_nodes[index] = trees.num_nodes
+        ancestors[index, :width, : trees.ancestors.shape[2]] = trees.ancestors
+        if trees.logprobs is not None:
+            logprobs[index, :width] = trees.logprobs
+    return DraftBatch(tokens, parents, depths, num_nodes, ancestors, logprobs=logprobs)
+
+
+def _targets(asked: Sequence[Asked], position: dict[object, int], device: torch.device) -> torch.Tensor:
+    """Return the row of every tree of a proposal, ``[trees] int64``."""
+    return torch.tensor([position[one.fence] for one in asked], dtype=torch.int64, device=device)

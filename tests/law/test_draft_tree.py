@@ -1,0 +1,235 @@
+"""The trees of the service equal an independent EAGLE-2 / EAGLE-3 implementation, node by node and score by score.
+
+Accept length and losslessness do not notice a wrong drafter (a stranger's K/V, a shifted position, unfused offsets), so trees are
+compared. A tree is skipped over only where two scores are so close that fp32 may order them either way; the tests count those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from draft_reference import PlainEagle3, reference_tree
+from toys import make_toy_eagle3, make_toy_target, read_target_tensor
+
+from outrider.kernels.philox import gumbel_noise
+from outrider.services.draft.build import build_engine
+from outrider.services.draft.engine import DraftEngine
+from outrider.services.draft.sessions import Ask, PeerId, Verdict
+from outrider.services.draft.settings import DraftSettings
+from outrider.shared.spec.drafter import Commit, SequenceOpen
+from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
+from outrider.shared.spec.tree import DraftBatch, DraftShape
+
+VOCAB, HIDDEN = 48, 32
+PEER = PeerId(1)
+CLOSE = 2e-5
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    target = make_toy_target(folder / "target", vocab_size=VOCAB, hidden_size=HIDDEN)
+    return target, make_toy_eagle3(folder / "head", target, draft_vocab_size=29)
+
+
+@pytest.fixture(scope="module")
+def plain(pair: tuple[Path, Path]) -> PlainEagle3:
+    return PlainEagle3(pair[1], read_target_tensor(pair[0], "model.embed_tokens.weight"), torch.float64)
+
+
+def make_engine(pair: tuple[Path, Path], **settings: object) -> DraftEngine:
+    values = {"draft": pair[1], "target_weights": pair[0], "device": "cpu", "kv_tokens": 4096, "page_size": 3, **settings}
+    return build_engine(DraftSettings.load(values), torch.device("cpu"), torch.float32)
+
+
+def sequence(seed: int, length: int) -> tuple[list[int], torch.Tensor]:
+    """Return random tokens and the features of all but the last."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCAB, (length,), generator=generator).tolist(), torch.randn(length - 1, HIDDEN, generator=generator)
+
+
+def fence_of(session_id: int, tokens: Sequence[int]) -> Fence:
+    return Fence(session_id, 1, len(tokens), extend_prefix_hash(FNV_OFFSET, tokens))
+
+
+def follow(
+    engine: DraftEngine, session_id: int, tokens: Sequence[int], features: torch.Tensor, shape: DraftShape, temperature: float = 0.0
+) -> None:
+    """Open with all but the last token, send features in two parts, commit the last token and ask for a tree."""
+    prompt = tokens[:-1]
+    opening = SequenceOpen(fence_of(session_id, prompt), prompt, seed=session_id * 7919 + (1 << 63), temperature=temperature)
+    assert engine.open(PEER, opening).verdict is Verdict.ACCEPTED
+    half = len(features) // 2
+    for base, rows in ((0, features[:half]), (half, features[half:-1])):
+        if len(rows):
+            assert engine.add_features(PEER, session_id, 1, base, rows).verdict is Verdict.ACCEPTED
+    commit = Commit(fence_of(session_id, tokens), len(prompt), tokens[-1:], features[-1:])
+    assert engine.commit(PEER, commit, Ask(1, shape, 0.0)).verdict is Verdict.ACCEPTED
+
+
+def paths_of(trees: DraftBatch, row: int) -> dict[tuple[int, ...], float]:
+    """Return path → cumulative own log-prob of one tree, and check its form on the way."""
+    tokens, parents, logprobs = trees.tokens[row].tolist(), trees.parents[row].tolist(), trees.logprobs[row].tolist()
+    assert parents[0] == -1
+    paths: list[tuple[int, ...]] = [()]
+    scores = [0.0]
+    for node in range(1, int(trees.num_nodes[row])):
+        parent = parents[node]
+        assert 0 <= parent < node
+        paths.append((*paths[parent], tokens[node]))
+        scores.append(scores[parent] + logprobs[node])
+        assert int(trees.depths[row, node]) == len(paths[node])
+        bits = {j for j in range(len(paths)) if int(trees.ancestors[row, node, j // 32]) >> (j % 32) & 1}
+        assert bits == {j for j in range(len(paths)) if paths[node][: len(paths[j])] == paths[j]}
+    assert len(set(paths)) == len(paths)
+    return dict(zip(paths[1:], scores[1:], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("steps", "topk", "nodes"), [(1, 1, 2), (4, 1, 5), (1, 5, 6), (2, 3, 8), (4, 3, 12), (5, 4, 16), (6, 8, 40), (5, 2, 60), (4, 16, 20)]
+)
+def test_trees_equal_an_independent_implementation(pair: tuple[Path, Path], plain: PlainEagle3, steps: int, topk: int, nodes: int) -> None:
+    engine = make_engine(pair)
+    cases = {session: sequence(100 * steps + topk + session, 2 + 5 * session) for session in range(4)}
+    for session, (tokens, features) in cases.items():
+        follow(engine, session, tokens, features, DraftShape(steps, topk, nodes))
+    (proposal,) = engine.step().proposals
+    assert [asked.fence.session_id for asked in proposal.asked] == list(cases)
+    compared = 0
+    for row, (tokens, features) in enumerate(cases.values()):
+        expected, margin = reference_tree(plain, tokens, features.double(), steps, topk, nodes)
+        if margin < CLOSE:
+            continue
+        compared += 1
+        got = paths_of(proposal.trees, row)
+        assert got.keys() == expected.keys()
+        assert max(abs(got[path] - expected[path]) for path in got) < 1e-4
+    assert compared >= 2
+    engine.drop_peer(PEER)
+    engine.check()
+
+
+def test_shapes_may_differ_within_a_batch(pair: tuple[Path, Path]) -> None:
+    engine = make_engine(pair)
+    shapes = [DraftShape(3, 2, 5), DraftShape(3, 2, 7), DraftShape(4, 1, 5), DraftShape(5, 4, 16), DraftShape(2, 2, 1), DraftShape(0, 1, 1)]
+    for session, shape in enumerate(shapes):
+        follow(engine, session, *sequence(session, 9), shape)
+    together = {asked.fence.session_id: paths_of(p.trees, row) for p in engine.step().proposals for row, asked in enumerate(p.asked)}
+    for session, shape in enumerate(shapes):
+        alone = make_engine(pair)
+        follow(alone, session, *sequence(session, 9), shape)
+        (proposal,) = alone.step().proposals
+        assert together[session].keys() == paths_of(proposal.trees, 0).keys()
+        assert len(together[session]) == shape.max_nodes - 1
+
+
+def test_every_row_sees_its_own_path_whatever_its_neighbours_are(pair: tuple[Path, Path], plain: PlainEagle3) -> None:
+    """topk 5, depth 6, batch 3: cumulative log-probs of every kept node against a sequential pass over its own path."""
+    engine = make_engine(pair)
+    cases = [sequence(300 + session, 6 + session) for session in range(3)]
+    for session, (tokens, features) in enumerate(cases):
+        follow(engine, session, tokens, features, DraftShape(6, 5, 128))
+    (proposal,) = engine.step().proposals
+    for row, (tokens, features) in enumerate(cases):
+        got = paths_of(proposal.trees, row)
+        assert max(len(path) for path in got) == 6
+        stable = [(tokens[t + 1], features[t].double(), t) for t in range(len(tokens) - 1)]
+        ids = [plain.target_id(draft_id) for draft_id in range(29)]
+        states = {(): plain.last_state(stable)}
+        for path, score in got.items():
+            for stop in range(1, len(path)):
+                if path[:stop] not in states:
+                    rows = [(token, states[path[:i]], len(tokens) - 1 + i) for i, token in enumerate(path[:stop])]
+                    states[path[:stop]] = plain.last_state([*stable, *rows])
+            total = sum(float(plain.logprobs(states[path[:i]])[ids.index(token)]) for i, token in enumerate(path))
+            assert abs(total - score) < 1e-4, path
+
+
+def test_accepted_rows_are_extended_with_true_features_and_scratch_rows_leave_no_trace(pair: tuple[Path, Path]) -> None:
+    """Tree after several rounds of partly accepted drafts == tree of a session that never drafted before."""
+    tokens, features = sequence(5, 40)
+    shape = DraftShape(5, 4, 16)
+    engine = make_engine(pair)
+    length = 11
+    follow(engine, 1, tokens[:length], features[: length - 1], shape)
+    step = 1
+    while length < 40:
+        (proposal,) = engine.step().proposals
+        stop = min(40, length + step)
+        commit = Commit(fence_of(1, tokens[:stop]), length, tokens[length:stop], features[length - 1 : stop - 1])
+        assert engine.commit(PEER, commit, Ask(step, shape, 0.0)).verdict is Verdict.ACCEPTED
+        length, step = stop, step + 1
+    (proposal,) = engine.step().proposals
+    fresh = make_engine(pair)
+    follow(fresh, 1, tokens, features, shape)
+    (expected,) = fresh.step().proposals
+    got, wanted = paths_of(proposal.trees, 0), paths_of(expected.trees, 0)
+    assert got.keys() == wanted.keys()
+    assert max(abs(got[path] - wanted[path]) for path in got) < 1e-4
+
+
+@pytest.mark.parametrize("topk", [1, 3])
+def test_children_are_picked_with_the_noise_of_the_target(pair: tuple[Path, Path], plain: PlainEagle3, topk: int) -> None:
+    temperature = 0.8
+    engine = make_engine(pair)
+    ids = torch.tensor([plain.target_id(draft_id) for draft_id in range(29)])
+    compared = 0
+    for session in range(4):
+        tokens, features = sequence(40 + session, 12)
+        follow(engine, session, tokens, features, DraftShape(4, topk, 4 * topk), temperature)
+        seed = torch.tensor([session * 7919 + (1 << 63) - (1 << 64)])
+
+        def perturb(values: torch.Tensor, index: int, seed: torch.Tensor = seed) -> torch.Tensor:
+            noise = gumbel_noise(seed, torch.tensor([index]), torch.zeros(1, dtype=torch.int32), ids)[0]
+            return torch.log_softmax(values / temperature + noise.double(), 0)
+
+        expected, margin = reference_tree(plain, tokens, features.double(), 4, topk, 4 * topk, perturb)
+        (proposal,) = engine.step().proposals
+        if margin > CLOSE:
+            compared += 1
+            assert paths_of(proposal.trees, 0).keys() == expected.keys()
+    assert compared >= 2
+
+
+def test_a_mixed_batch_couples_the_sampled_rows_only(pair: tuple[Path, Path]) -> None:
+    cases = {1: 0.0, 2: 1.0, 3: 0.0}
+    engine = make_engine(pair)
+    for session, temperature in cases.items():
+        follow(engine, session, *sequence(8, 10), DraftShape(4, 3, 10), temperature)
+    (proposal,) = engine.step().proposals
+    trees = {asked.fence.session_id: paths_of(proposal.trees, row).keys() for row, asked in enumerate(proposal.asked)}
+    assert trees[1] == trees[3] != trees[2]
+
+
+def test_prompts_beyond_the_context_table_draft_as_any_other(pair: tuple[Path, Path], plain: PlainEagle3) -> None:
+    tokens, features = sequence(77, 300)  # max_position_embeddings of the head is 128
+    engine = make_engine(pair)
+    follow(engine, 1, tokens, features, DraftShape(3, 2, 6))
+    (proposal,) = engine.step().proposals
+    expected, margin = reference_tree(plain, tokens, features.double(), 3, 2, 6)
+    assert margin > CLOSE, "choose another seed"
+    assert paths_of(proposal.trees, 0).keys() == expected.keys()
+
+
+def test_vocabularies_smaller_than_topk_work(tmp_path: Path) -> None:
+    target = make_toy_target(tmp_path / "target", vocab_size=5, hidden_size=16)
+    head = make_toy_eagle3(tmp_path / "head", target, draft_vocab_size=5)
+    engine = make_engine((target, head))
+    generator = torch.Generator().manual_seed(1)
+    follow(engine, 1, [0, 1, 2, 3], torch.randn(3, 16, generator=generator), DraftShape(3, 8, 30))
+    (proposal,) = engine.step().proposals
+    assert len(paths_of(proposal.trees, 0)) == 29
+    assert {path[0] for path in paths_of(proposal.trees, 0)} == {0, 1, 2, 3, 4}
+
+
+def test_the_max_nodes_of_a_row_bounds_its_tree(pair: tuple[Path, Path]) -> None:
+    engine = make_engine(pair)
+    shapes = [DraftShape(4, 3, nodes) for nodes in (2, 9, 30)]
+    for session, shape in enumerate(shapes):
+        follow(engine, session, *sequence(session, 5), replace(shape))
+    (proposal,) = engine.step().proposals
+    assert proposal.trees.num_nodes.tolist() == [2, 9, 30]
