@@ -1,7 +1,7 @@
 """Speculative against plain decoding, end to end: three processes over gRPC, batch 1, one request after the other.
 
-For each prompt and temperature, three requests in turn (the order rotates, so that no kind always goes first): with speculation, with
-``mode: off`` on the same server, and on a second server started with ``--draft none``. The figures are medians of the ratios *within*
+For each prompt and temperature, four requests in turn (the order rotates, so that no kind always goes first): the server with a draft in
+each speculation mode (on, auto, off), and a second server started with ``--draft none``. The figures are medians of the ratios *within*
 a prompt, which a drifting machine does not move.
 """
 
@@ -35,11 +35,20 @@ WARM_UP_PROMPTS = 2
 
 
 class Kind(Enum):
-    """What a run measures."""
+    """What a run measures: a speculation mode of the server with the draft, or the server without."""
 
-    SPECULATIVE = "speculative"
+    ON = "on"
+    AUTO = "auto"
     OFF = "off"
     NO_DRAFT = "no_draft"
+
+
+DRAFTED = (Kind.ON, Kind.AUTO)
+# Numerator and denominator, paired per prompt.
+RATIOS = ((Kind.ON, Kind.OFF), (Kind.AUTO, Kind.OFF), (Kind.OFF, Kind.NO_DRAFT))
+
+
+LABELS = {Kind.ON: "on", Kind.AUTO: "auto", Kind.OFF: "off", Kind.NO_DRAFT: "--draft none"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +61,6 @@ class BenchOptions:
     target: Path
     draft: Path | None
     device: str
-    mode: str
     output: Path
 
 
@@ -105,7 +113,6 @@ def run_bench(options: BenchOptions) -> int:
         "command": ["outrider", *sys.argv[1:]],
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": machine,
-        "mode": options.mode,
         "prompts": len(prompts),
         "tokens_per_answer": options.tokens,
         "summary": summary,
@@ -174,7 +181,7 @@ def _ask(options: BenchOptions, clients: Clients, messages: Messages, index: int
         "ignore_eos": True,
         "temperature": temperature,
         "seed": SEED + index,
-        "speculation": {"mode": options.mode if kind is Kind.SPECULATIVE else "off"},
+        "speculation": {"mode": "off" if kind is Kind.NO_DRAFT else kind.value},
     }
     reply = Reply()
     for _piece in client.stream_chat(messages, body, reply):
@@ -186,9 +193,9 @@ def _ask(options: BenchOptions, clients: Clients, messages: Messages, index: int
 
 
 def summarise(runs: Runs, num_prompts: int) -> list[dict[str, Any]]:
-    """Return one row per temperature: medians of the paired ratios, of the speeds, and the mean accept length.
+    """Return one row per temperature: medians of the paired ratios, of the speeds, and the mean accept lengths.
 
-    ``same_text`` counts the prompts whose texts with and without speculation are equal.
+    ``same_text`` counts the prompts whose text is the one of ``mode: off``.
     """
     rows = []
     for temperature in TEMPERATURES:
@@ -197,14 +204,17 @@ def summarise(runs: Runs, num_prompts: int) -> list[dict[str, Any]]:
         rows.append(
             {
                 "temperature": temperature,
-                "speculative_over_off": _ratios(speed[Kind.SPECULATIVE], speed[Kind.OFF]),
-                "off_over_no_draft": _ratios(speed[Kind.OFF], speed[Kind.NO_DRAFT]),
+                **{_ratio_name(a, b): _ratios(speed[a], speed[b]) for a, b in RATIOS},
                 "tokens_per_s": {kind.value: round(statistics.median(speed[kind]), 1) for kind in Kind},
-                "accept_length": round(statistics.mean(run.accept_length for run in of[Kind.SPECULATIVE]), 3),
-                "same_text": sum(a.text == b.text for a, b in zip(of[Kind.SPECULATIVE], of[Kind.OFF], strict=True)),
+                "accept_length": {kind.value: round(statistics.mean(run.accept_length for run in of[kind]), 3) for kind in DRAFTED},
+                "same_text": {kind.value: sum(a.text == b.text for a, b in zip(of[kind], of[Kind.OFF], strict=True)) for kind in DRAFTED},
             }
         )
     return rows
+
+
+def _ratio_name(numerator: Kind, denominator: Kind) -> str:
+    return f"{numerator.value}_over_{denominator.value}"
 
 
 def _ratios(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, float]:
@@ -228,17 +238,22 @@ def _as_json(run: Run) -> dict[str, Any]:
 
 
 def _print_table(console: Console, rows: Sequence[dict[str, Any]], options: BenchOptions) -> None:
-    table = Table(title=f"{options.num_prompts} prompts, {options.tokens} tokens each, batch 1; medians, quartiles in brackets")
-    for heading in ("T", "speculative ÷ off", "off ÷ --draft none", "tokens/s spec.", "off", "--draft none", "accept length", "same text"):
-        table.add_column(heading, justify="right")
+    """One column per temperature."""
+    table = Table(title=f"{options.num_prompts} prompts, {options.tokens} tokens each, batch 1")
+    table.add_column("median (quartiles)")
     for row in rows:
-        speeds = row["tokens_per_s"]
-        ratios = [
-            f"{row[key]['median']:.2f} ({row[key]['p25']:.2f}–{row[key]['p75']:.2f})"
-            for key in ("speculative_over_off", "off_over_no_draft")
-        ]
-        cells = [f"{speeds[kind.value]:.0f}" for kind in Kind]
-        table.add_row(
-            f"{row['temperature']:g}", *ratios, *cells, f"{row['accept_length']:.2f}", f"{row['same_text']}/{options.num_prompts}"
-        )
+        table.add_column(f"T = {row['temperature']:g}", justify="right")
+    for a, b in RATIOS:
+        table.add_row(f"{LABELS[a]} ÷ {LABELS[b]}", *(_spread(row[_ratio_name(a, b)]) for row in rows))
+    for kind in Kind:
+        table.add_row(f"tokens/s, {LABELS[kind]}", *(f"{row['tokens_per_s'][kind.value]:.0f}" for row in rows))
+    for kind in DRAFTED:
+        table.add_row(f"mean accept length, {LABELS[kind]}", *(f"{row['accept_length'][kind.value]:.2f}" for row in rows))
+    for kind in DRAFTED:
+        same = (row["same_text"][kind.value] for row in rows)
+        table.add_row(f"text as with off, {LABELS[kind]}", *(f"{count} of {options.num_prompts}" for count in same))
     console.print(table)
+
+
+def _spread(ratio: dict[str, float]) -> str:
+    return f"{ratio['median']:.2f} ({ratio['p25']:.2f}–{ratio['p75']:.2f})"

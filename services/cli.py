@@ -286,7 +286,6 @@ def bench(
     target: TargetDir = None,
     draft: DraftDir = None,
     device: Device = "auto",
-    mode: Annotated[str, typer.Option(help="Speculation mode that is measured against off: auto or on.")] = "auto",
     output: Annotated[Path, typer.Option(help="Folder for the JSON result.")] = Path("bench/results"),
 ) -> None:
     """Measure speculative against plain decoding, paired per prompt, on three processes over gRPC at batch 1."""
@@ -299,7 +298,6 @@ def bench(
         target=target or DEMO_TARGET,
         draft=_draft_folder(target, draft),
         device=device,
-        mode=mode,
         output=output,
     )
     raise typer.Exit(run_bench(options))

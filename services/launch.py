@@ -22,7 +22,9 @@ from outrider.services.supervisor import ChildSpec, Echo, Supervisor
 from outrider.shared.base.errors import CancelledError, ConfigurationError, UnavailableError
 
 if TYPE_CHECKING:
-    from outrider.shared.base.settings import ServiceSettings
+    from outrider.services.draft.settings import DraftSettings
+    from outrider.services.gateway.settings import GatewaySettings
+    from outrider.services.target.settings import TargetSettings
 
 # The folder that holds services/, models/ and bench/ side by side, in a checkout and in an installed package alike.
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent
@@ -31,6 +33,8 @@ DEMO_DRAFT = PACKAGE_ROOT / "models" / "demo" / "eagle3"
 
 Progress = Callable[[str], None]
 
+# `--draft inproc:DIR` of the target: the draft lives in its process.
+INPROC = "inproc:"
 START_TIMEOUT_S = 600.0
 POLL_S = 0.05
 DRAFT_DRAIN_S = 10.0
@@ -101,7 +105,7 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
 
     gateway = {"host": options.host, "port": options.port, "grpc-port": options.port + 1, "target": target_address}
     gateway |= {"tokenizer": None if options.skip_tokenizer else options.target, "log-level": options.log_level}
-    drafter = draft_address or (f"inproc:{options.draft}" if options.draft else "none")
+    drafter = draft_address or (f"{INPROC}{options.draft}" if options.draft else "none")
     children = [
         _child("gateway", gateway, extra),
         _child("target", {"listen": target_address, "model": options.target, "draft": drafter} | shape | placement, extra),
@@ -273,21 +277,27 @@ def _start_failure(service: str, last_line: str) -> ConfigurationError:
     return ConfigurationError(f"The {service} service stopped while starting: {last_line}", field=service)
 
 
-def serve_gateway(settings: ServiceSettings) -> int:
+def serve_gateway(settings: GatewaySettings) -> int:
     """Run the gateway until it is told to stop."""
     from outrider.services.gateway import app
 
     return app.run(settings)
 
 
-def serve_target(settings: ServiceSettings) -> int:
-    """Run the target; for `inproc:` the draft is put into its process here, since services do not import each other."""
+def serve_target(settings: TargetSettings) -> int:
+    """Run the target; for ``--draft inproc:DIR`` the draft is put into its process here, since services do not import each other."""
     from outrider.services.target import app
 
-    return app.run(settings)
+    if not settings.draft.startswith(INPROC):
+        return app.run(settings)
+    from outrider.services.draft.inproc import drafter_beside
+    from outrider.services.draft.settings import DraftSettings
+
+    draft = DraftSettings.load({"draft": settings.draft.removeprefix(INPROC)})
+    return app.run(settings.model_copy(update={"draft": "none"}), lambda decoder: drafter_beside(decoder, draft))
 
 
-def serve_draft(settings: ServiceSettings) -> int:
+def serve_draft(settings: DraftSettings) -> int:
     """Run the draft until it is told to stop."""
     from outrider.services.draft import app
 

@@ -24,20 +24,21 @@ def runs_of(speeds: dict[Kind, list[float]]) -> Runs:
 
 def test_ratios_are_paired_by_prompt() -> None:
     # The machine is half as fast for the second and third prompt: medians of speeds would mislead, pairs do not.
-    runs = runs_of({Kind.SPECULATIVE: [200, 100, 130], Kind.OFF: [100, 50, 50], Kind.NO_DRAFT: [100, 50, 40]})
+    runs = runs_of({Kind.ON: [200, 100, 130], Kind.AUTO: [150, 50, 50], Kind.OFF: [100, 50, 50], Kind.NO_DRAFT: [100, 50, 40]})
     row = summarise(runs, 3)[0]
     assert row["temperature"] == 0.0
-    assert row["speculative_over_off"] == {"median": 2.0, "p25": 2.0, "p75": 2.3}
+    assert row["on_over_off"] == {"median": 2.0, "p25": 2.0, "p75": 2.3}
+    assert row["auto_over_off"]["median"] == 1.0
     assert row["off_over_no_draft"]["median"] == 1.0
-    assert row["tokens_per_s"] == {"speculative": 130.0, "off": 50.0, "no_draft": 50.0}
-    assert row["accept_length"] == 4.0
-    assert row["same_text"] == 3
+    assert row["tokens_per_s"] == {"on": 130.0, "auto": 50.0, "off": 50.0, "no_draft": 50.0}
+    assert row["accept_length"] == {"on": 4.0, "auto": 4.0}
+    assert row["same_text"] == {"on": 3, "auto": 3}
 
 
 def test_different_texts_are_counted() -> None:
     runs = runs_of({kind: [10.0, 10.0] for kind in Kind})
     runs[1, 1.0, Kind.OFF] = Run(1, 1.0, Kind.OFF, 100, 10.0, 0.01, 0.0, 100, "another text")
-    assert [row["same_text"] for row in summarise(runs, 2)] == [2, 1]
+    assert [row["same_text"]["on"] for row in summarise(runs, 2)] == [2, 1]
 
 
 def test_prompts_are_messages_or_text(tmp_path: Path) -> None:
