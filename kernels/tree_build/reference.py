@@ -1,4 +1,4 @@
-"""tree_build on the host, node by node; the contract is in the package's docstring. Faster than tensor operations for trees of this size."""
+"""tree_build on the host, node by node; the contract is in the package's docstring. Trees are small: tensor operations would be slower."""
 
 from __future__ import annotations
 

@@ -1,8 +1,12 @@
-"""top-k, top-p and min-p on scaled logits, without asking the device anything: both versions of verify use these torch ops."""
+"""top-k, top-p and min-p on scaled logits. On a GPU without asking the device anything: both versions of verify use these torch ops."""
 
 from __future__ import annotations
 
 import torch
+
+from outrider.kernels._order import ranked_topk
+
+_HOST_WIDTH = 256  # a sorted vocabulary is what costs time on a CPU; most filters are settled among this many tokens
 
 
 def filter_logits(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
@@ -18,12 +22,26 @@ def filter_logits(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
         ``[rows, V] fp32``.
     """
     vocab = scores.shape[1]
-    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(vocab, device=scores.device)
-    limit = torch.where(top_k > 0, top_k, vocab)[:, None]
-    in_top_k = rank < limit
-    probs = ordered.masked_fill(~in_top_k, -torch.inf).softmax(dim=-1)
+    if not scores.is_cuda and vocab > 2 * _HOST_WIDTH:
+        filtered, settled = _filter(scores, *ranked_topk(scores, _HOST_WIDTH), top_k, top_p, min_p)
+        if bool(settled.all()):
+            return filtered
+    return _filter(scores, *scores.sort(dim=-1, descending=True, stable=True), top_k, top_p, min_p)[0]
+
+
+def _filter(
+    scores: torch.Tensor, ordered: torch.Tensor, order: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Filter by the best tokens of each row, ``ordered, order`` ``[rows, width]``; also return which rows keep none beyond them."""
+    width = ordered.shape[1]
+    top_k, top_p, min_p = top_k[:, None], top_p[:, None], min_p[:, None]
+    in_top_k = (top_k <= 0) | (torch.arange(width, device=scores.device) < top_k)
+    best = ordered[:, :1]
+    weights = (ordered - best).exp().masked_fill(~in_top_k, 0.0)
+    total = torch.where(top_k > 0, weights.sum(dim=-1, keepdim=True), (scores - best).exp().sum(dim=-1, keepdim=True))
+    probs = weights / total
     before = probs.cumsum(dim=-1) - probs  # probability of everything ranked above
-    kept = in_top_k & ((before < top_p[:, None]) | (top_p >= 1)[:, None]) & (probs >= min_p[:, None] * probs[:, :1])
+    kept = in_top_k & ((before < top_p) | (top_p >= 1)) & (probs >= min_p * probs[:, :1])
     kept[:, 0] = True
-    return scores.masked_fill(~torch.zeros_like(kept).scatter_(1, order, kept), -torch.inf)
+    settled = ((top_k > 0) & (top_k <= width)) | ((top_k <= 0) & ~kept[:, -1:])
+    return torch.full_like(scores, -torch.inf).scatter_(1, order, ordered.masked_fill(~kept, -torch.inf)), settled

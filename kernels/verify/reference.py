@@ -17,10 +17,19 @@ def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: to
         rows = (sampling.temperature > 0).nonzero().squeeze(1)
         scores = logits[rows].float() / sampling.temperature[rows, None]
         if sampling.any_filter:
-            scores = filter_logits(scores, sampling.top_k[rows], sampling.top_p[rows], sampling.min_p[rows])
+            scores = _filtered(scores, sampling.top_k[rows], sampling.top_p[rows], sampling.min_p[rows])
         scores += gumbel_noise(sampling.seeds[rows], positions[rows], sampling.choices[rows], logits.shape[1])
         chosen[rows] = _argmax(scores)
     return chosen.masked_fill_(~best.isfinite(), -1)
+
+
+def _filtered(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """Filter the rows that have a filter on, in place."""
+    rows = ((top_k > 0) | (top_p < 1) | (min_p > 0)).nonzero().squeeze(1)
+    if rows.numel() == scores.shape[0]:
+        return filter_logits(scores, top_k, top_p, min_p)
+    scores[rows] = filter_logits(scores[rows], top_k[rows], top_p[rows], min_p[rows])
+    return scores
 
 
 def _argmax(scores: torch.Tensor) -> torch.Tensor:

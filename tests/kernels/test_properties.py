@@ -121,6 +121,24 @@ def test_filters_keep_what_their_contract_says(halves: list[int], top_k: int, to
     assert have.isfinite().nonzero().flatten().tolist() == kept_by_filters(logits, top_k, top_p, min_p)
 
 
+@pytest.mark.parametrize("sharpness", [0.2, 4.0])
+def test_filters_of_a_large_vocabulary_agree_with_the_whole_sort(sharpness: float) -> None:
+    """A CPU looks at the best few hundred tokens first; whether they settle it (sharp rows) or not (flat ones) must not show."""
+    vocab = 2000
+    logits = torch.randn(8, vocab, generator=torch.Generator().manual_seed(4)) * sharpness
+    logits[:, 7::11] = logits[:, :1]  # ties
+    top_k = torch.tensor([0, 0, 5, 256, 257, 1500, 0, 300], dtype=torch.int32)
+    top_p = torch.tensor([0.9, 1.0, 1.0, 0.999, 1.0, 0.7, 0.0, 1.0])
+    min_p = torch.tensor([0.0, 0.02, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0])
+    for row in range(8):
+        one = slice(row, row + 1)
+        have = filter_logits(logits[one], top_k[one], top_p[one], min_p[one])[0]
+        wanted = kept_by_filters(logits[row].tolist(), int(top_k[row]), float(top_p[row]), float(min_p[row]))
+        assert have.isfinite().nonzero().flatten().tolist() == wanted
+    together = filter_logits(logits, top_k, top_p, min_p)
+    assert torch.equal(together[5], filter_logits(logits[5:6], top_k[5:6], top_p[5:6], min_p[5:6])[0])
+
+
 def test_sampling_follows_the_softmax() -> None:
     """One seed a row: frequencies of a 4-token law within 5 standard deviations."""
     rows, law = 20000, torch.tensor([0.5, 0.3, 0.15, 0.05])
