@@ -52,7 +52,7 @@ class FeatureProjector:
         states = output.hidden if self.spec.final_hidden else output.aux
         assert states is not None, "forward must be given the spec's aux_layer_ids"
         if self._fc_norms:
-            parts = states.split(self._hidden_size, dim=-1)
+            parts = states.chunk(len(self._fc_norms), dim=-1)
             states = torch.cat([norm(part) for norm, part in zip(self._fc_norms, parts, strict=True) if norm is not None], dim=-1)
         if self._input_norm is not None:
             states = self._input_norm(states)

@@ -20,7 +20,7 @@ class Linear:
         bias: ``[out]`` or None.
     """
 
-    __slots__ = ("_packed", "_transposed", "_weight", "bias", "in_features", "nbytes", "out_features")
+    __slots__ = ("_packed", "_weight", "bias", "in_features", "nbytes", "out_features")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
@@ -28,19 +28,19 @@ class Linear:
         self.bias = bias
         self._packed = can_pack(weight)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS) if self._packed else weight
-        self._transposed = None if self._packed else weight.t()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, out]`` for ``x [rows, in]``."""
         if self._packed:
-            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
+            packed: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
+            return packed
         return functional.linear(x, self._weight, self.bias)
 
     def plus(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return ``residual + self(x)``, ``[rows, out]``, as a new tensor."""
         if self._packed:
-            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "").add_(residual)
-        out = torch.addmm(residual, x, self._transposed)
+            return self(x).add_(residual)
+        out = torch.addmm(residual, x, self._weight.t())
         return out if self.bias is None else out.add_(self.bias)
 
 
@@ -49,6 +49,6 @@ def can_pack(weight: torch.Tensor) -> bool:
     return (
         weight.device.type == "cpu"
         and weight.dtype is torch.float32
-        and torch.backends.mkldnn.is_available()
+        and torch._C._has_mkldnn
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     )

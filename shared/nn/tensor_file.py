@@ -53,8 +53,15 @@ class TensorInfo:
 class TensorFile(Protocol):
     """A file whose header is read and checked; tensors are read one by one."""
 
-    path: Path
-    tensors: Mapping[str, TensorInfo]
+    @property
+    def path(self) -> Path:
+        """The file."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Name → shape and dtype of all its tensors."""
+        ...
 
     def read(self, name: str) -> torch.Tensor:
         """Return a host tensor that may share the file's memory; copy it before `close`."""
@@ -80,7 +87,7 @@ class SafetensorsFile:
     """A memory-mapped safetensors file."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self._path = path
         size = path.stat().st_size
         if size < 8:
             raise self._corrupt(f"is {size} bytes long, too short for a safetensors header")
@@ -88,14 +95,24 @@ class SafetensorsFile:
             # A private mapping: torch wants writable memory, and nothing may ever reach the file.
             self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         try:
-            self.tensors = self._read_header(size)
+            self._tensors = self._read_header(size)
         except CheckpointError:
             self._memory.close()
             raise
 
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._path
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Name → shape and dtype of all its tensors."""
+        return self._tensors
+
     def read(self, name: str) -> torch.Tensor:
         """See `TensorFile.read`."""
-        info = self.tensors[name]
+        info = self._tensors[name]
         if info.nbytes == 0:
             return torch.empty(info.shape, dtype=info.dtype)
         raw = torch.frombuffer(self._memory, dtype=torch.uint8, count=info.nbytes, offset=info.begin)
@@ -108,8 +125,8 @@ class SafetensorsFile:
         del self._memory
 
     def _corrupt(self, problem: str, field: str | None = None) -> CheckpointError:
-        message = f"{self.path} {problem}; the file is truncated or corrupt: download it again."
-        return CheckpointError(message, field=field or str(self.path))
+        message = f"{self._path} {problem}; the file is truncated or corrupt: download it again."
+        return CheckpointError(message, field=field or str(self._path))
 
     def _read_header(self, file_size: int) -> dict[str, TensorInfo]:
         (length,) = struct.unpack("<Q", self._memory[:8])
@@ -144,7 +161,7 @@ class SafetensorsFile:
             raise self._corrupt(f"gives {name} a shape or offset that is no whole number", field=name)
         if dtype_name not in DTYPES:
             raise CheckpointError(
-                f"{self.path} stores {name} as {dtype_name!r}, which is not supported; supported: {', '.join(DTYPES)}.", field=name
+                f"{self._path} stores {name} as {dtype_name!r}, which is not supported; supported: {', '.join(DTYPES)}.", field=name
             )
         info = TensorInfo(shape, DTYPES[dtype_name], data_start + begin, data_start + end)
         if info.nbytes != end - begin:
@@ -158,7 +175,7 @@ class PickledFile:
     """A torch checkpoint: a mapping of names to tensors, unpickled with ``weights_only=True`` so that it cannot run code."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self._path = path
         content = self._load(path)
         if not isinstance(content, Mapping):
             raise CheckpointError(f"{path} holds a {type(content).__name__}, not a mapping of names to tensors.", field=str(path))
@@ -168,7 +185,17 @@ class PickledFile:
                     f"{path}: {name!r} is a {type(value).__name__}, not a tensor; save the model's state_dict() alone.", field=str(name)
                 )
         self._content: dict[str, torch.Tensor] = dict(content)
-        self.tensors = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in self._content.items()}
+        self._tensors = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in self._content.items()}
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._path
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Name → shape and dtype of all its tensors."""
+        return self._tensors
 
     def read(self, name: str) -> torch.Tensor:
         """See `TensorFile.read`."""
