@@ -46,7 +46,8 @@ class _Running:
 
 def chain_tokens(request: target_pb2.GenerateRequest, count: int) -> list[int]:
     """Tokens that follow from prompt, seed and choice alone: plain ASCII ids of the toy vocabulary."""
-    state = (sum(request.prompt_ids) * 31 + request.sampling.seed * 17 + request.sampling.choice_index * 7) % 997
+    noise = request.sampling.seed * 17 + request.sampling.choice_index * 7 if request.sampling.temperature else 0
+    state = (sum(request.prompt_ids) * 31 + noise) % 997
     tokens = []
     for _ in range(count):
         state = (state * 61 + 13) % 997

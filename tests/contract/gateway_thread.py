@@ -1,0 +1,74 @@
+"""A gateway for tests, on a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.services.gateway.app import GatewayServer
+from outrider.services.gateway.settings import GatewaySettings
+
+START_S = 20
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(slots=True)
+class Stack:
+    """Where a gateway listens and what it serves."""
+
+    base_url: str
+    grpc_address: str
+    model: str
+
+
+class GatewayThread:
+    """A gateway on an event loop of its own thread, so that synchronous clients can be used beside it."""
+
+    def __init__(self, **settings: Any) -> None:
+        settings.setdefault("port", 0)
+        settings.setdefault("grpc_port", free_port())
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+        try:
+            self.server = self.call(self._start(GatewaySettings(**settings)))
+        except BaseException:
+            self._end_loop()
+            raise
+
+    @staticmethod
+    async def _start(settings: GatewaySettings) -> GatewayServer:
+        server = GatewayServer(settings)
+        await server.start()
+        return server
+
+    def submit(self, coroutine: Any) -> Future:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def call(self, coroutine: Any) -> Any:
+        return self.submit(coroutine).result(START_S)
+
+    def wait_ready(self, ready: bool = True) -> None:
+        self.call(self.server.core.client.readiness.wait_for(ready))
+
+    @property
+    def stack(self) -> Stack:
+        return Stack(f"http://127.0.0.1:{self.server.port}", f"127.0.0.1:{self.server.grpc_port}", "toy")
+
+    def close(self) -> None:
+        self.call(self.server.drain())
+        self._end_loop()
+
+    def _end_loop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(START_S)
+        self.loop.close()

@@ -1,0 +1,109 @@
+"""``/generate`` as SGLang's users script against it."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import pytest
+from gateway_thread import Stack
+
+TIMEOUT_S = 30
+
+
+def post(stack: Stack, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(f"{stack.base_url}/generate", json=body, timeout=TIMEOUT_S)
+
+
+def events_of(response: httpx.Response) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_text_in_text_and_ids_out(stack: Stack) -> None:
+    reply = post(stack, {"text": "The quick", "sampling_params": {"max_new_tokens": 6, "temperature": 0}}).json()
+    meta = reply["meta_info"]
+    assert reply["text"]
+    assert len(reply["output_ids"]) == meta["completion_tokens"]
+    assert {"id", "finish_reason", "prompt_tokens", "cached_tokens", "e2e_latency", "spec_verify_ct", "spec_accept_rate"} <= meta.keys()
+    assert meta["finish_reason"]["type"] in ("length", "stop")
+    assert meta["spec_accept_length"] == pytest.approx(meta["completion_tokens"] / meta["spec_verify_ct"], rel=1e-5)
+    assert reply["speculation"]["rounds"] == meta["spec_verify_ct"]
+
+
+def test_ids_and_batches(stack: Stack) -> None:
+    sampling = {"max_new_tokens": 4, "temperature": 0, "sampling_seed": 1}
+    one = post(stack, {"input_ids": [9, 10, 11], "sampling_params": sampling}).json()
+    assert one["meta_info"]["prompt_tokens"] == 3
+    many = post(stack, {"input_ids": [[9, 10, 11], [12]], "sampling_params": sampling, "rid": "mine"}).json()
+    assert many[0]["output_ids"] == one["output_ids"]
+    assert [reply["meta_info"]["id"] for reply in many] == ["mine-0", "mine-1"]
+    # A batch of one is a batch.
+    assert len(post(stack, {"text": ["The quick"], "sampling_params": sampling}).json()) == 1
+    assert len(post(stack, {"text": "The quick", "sampling_params": {**sampling, "n": 2}}).json()) == 2
+
+
+def test_a_stream_repeats_the_text_so_far(stack: Stack) -> None:
+    body = {"text": "The quick", "sampling_params": {"max_new_tokens": 8, "temperature": 0.5, "seed": 3}}
+    whole = post(stack, body).json()
+    events = events_of(post(stack, {**body, "stream": True}))
+    assert all(later["text"].startswith(earlier["text"]) for earlier, later in pairwise(events))
+    assert [event["meta_info"]["finish_reason"] is None for event in events] == [True] * (len(events) - 1) + [False]
+    assert (events[-1]["text"], events[-1]["output_ids"]) == (whole["text"], whole["output_ids"])
+    assert "speculation" in events[-1]
+
+
+def test_a_streamed_batch_is_numbered(stack: Stack) -> None:
+    events = events_of(post(stack, {"text": ["The quick", "What is"], "stream": True, "sampling_params": {"max_new_tokens": 4}}))
+    assert {event["index"] for event in events} == {0, 1}
+    assert sorted(event["index"] for event in events if event["meta_info"]["finish_reason"]) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "text"),
+        ({"text": "a", "input_ids": [1]}, "text"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
+        ({"text": "a", "sampling_params": {"frequency_penalty": 0.5}}, "sampling_params.frequency_penalty"),
+        ({"text": "a", "sampling_params": {"regex": "a*"}}, "sampling_params.regex"),
+        ({"text": "a", "sampling_params": {"top_q": 1}}, "sampling_params.top_q"),
+        ({"text": "a", "return_logprob": True}, "return_logprob"),
+        ({"input_ids": []}, "input_ids"),
+        ({"input_ids": [10**9]}, "input_ids"),
+        ({"input_ids": [-1]}, "input_ids"),
+        ({"input_ids": [[1], []]}, "input_ids"),
+        ({"text": "a", "speculation": {"topk": 99}}, "speculation.topk"),
+        ({"text": "a", "image_data": "http://example.org"}, "image_data"),
+    ],
+)
+def test_wrong_fields_are_named(stack: Stack, body: dict[str, Any], param: str) -> None:
+    response = post(stack, body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+def test_neutral_values_of_unsupported_parameters_pass(stack: Stack) -> None:
+    neutral = {"frequency_penalty": 0.0, "presence_penalty": 0, "repetition_penalty": 1.0, "min_new_tokens": 0, "regex": None, "top_k": -1}
+    response = post(stack, {"text": "a", "return_logprob": False, "sampling_params": {**neutral, "max_new_tokens": 2}})
+    assert response.status_code == 200
+
+
+def test_what_is_served_is_told(stack: Stack) -> None:
+    for path in ("/get_model_info", "/model_info"):
+        info = httpx.get(stack.base_url + path).json()
+        assert info["is_generation"] is True
+        assert info["model_path"]
+    for path in ("/server_info", "/get_server_info"):
+        assert httpx.get(stack.base_url + path).json()["speculative_max_nodes"] >= 1
+
+
+def test_text_and_ids_convert_both_ways(stack: Stack) -> None:
+    text = "The quick brown fox 🦊 jumps."
+    tokens = httpx.post(f"{stack.base_url}/tokenize", json={"prompt": text, "add_special_tokens": False}).json()
+    assert tokens["count"] == len(tokens["tokens"]) > 1
+    back = httpx.post(f"{stack.base_url}/detokenize", json={"tokens": tokens["tokens"]}).json()
+    assert back["prompt"] == text
