@@ -52,7 +52,9 @@ def test_llama3_scaling_is_read_from_every_layout(layout: str) -> None:
 
 
 def test_what_transformers_saves_is_read_back(tmp_path: Path) -> None:
-    LlamaConfig(hidden_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True).save_pretrained(tmp_path)
+    LlamaConfig(hidden_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True).save_pretrained(
+        tmp_path
+    )
     config = ModelConfig.from_dir(tmp_path)
     assert (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim) == (96, 4, 2, 32)
     assert config.tie_word_embeddings
@@ -85,7 +87,11 @@ def test_the_fingerprint_follows_the_content_not_the_order() -> None:
         ({"hidden_act": "relu"}, "hidden_act", "'relu' is not supported"),
         ({"rms_norm_eps": "tiny"}, "rms_norm_eps", "positive number"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings", "true or false"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type", "'yarn' is not supported; supported: default, linear, llama3"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_type",
+            "'yarn' is not supported; supported: default, linear, llama3",
+        ),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor", "missing"),
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor", "above"),
         ({"rope_scaling": "linear"}, "rope_scaling", "object"),
@@ -102,7 +108,9 @@ def test_what_cannot_be_served_is_named(change: dict[str, Any], field: str, says
     assert "/models/x/config.json" in caught.value.message
 
 
-@pytest.mark.parametrize(("content", "says"), [(None, "does not exist"), (b"{", "cannot be read as JSON"), (b"[]", "JSON object"), (b"\xff\xfe", "JSON")])
+@pytest.mark.parametrize(
+    ("content", "says"), [(None, "does not exist"), (b"{", "cannot be read as JSON"), (b"[]", "JSON object"), (b"\xff\xfe", "JSON")]
+)
 def test_a_broken_file_is_named(tmp_path: Path, content: bytes | None, says: str) -> None:
     path = tmp_path / "config.json"
     if content is not None:
