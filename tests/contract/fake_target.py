@@ -40,7 +40,7 @@ class Script:
 class _Running:
     request: target_pb2.GenerateRequest
     cancelled: threading.Event = field(default_factory=threading.Event)
-    resumed: threading.Event = field(default_factory=threading.Event)
+    active: threading.Event = field(default_factory=threading.Event)
     keep_tokens: int | None = None
 
 
@@ -58,8 +58,10 @@ def chain_tokens(request: target_pb2.GenerateRequest, count: int) -> list[int]:
 class FakeTarget(target_pb2_grpc.TargetServicer):
     """Serves the target's protocol. `script` maps a request to its answer; `seen`, `cancels`, `pauses` record what came in."""
 
-    def __init__(self, vocab_size: int, prometheus_text: str = "") -> None:
+    def __init__(self, vocab_size: int, prometheus_text: str = "", max_model_len: int = MAX_MODEL_LEN, trace_nodes: int = 0) -> None:
         self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.trace_nodes = trace_nodes
         self.prometheus_text = prometheus_text
         self.script: Callable[[target_pb2.GenerateRequest], Script] = self.default_script
         self.seen: list[target_pb2.GenerateRequest] = []
@@ -87,7 +89,7 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
     def stop(self) -> None:
         for running in list(self._running.values()):
             running.cancelled.set()
-            running.resumed.set()
+            running.active.set()
         if self._server:
             self._server.stop(0)
             self._server = None
@@ -116,6 +118,7 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
             case "generate":
                 self.seen.append(message.generate)
                 running = _Running(message.generate)
+                running.active.set()
                 self._running[message.generate.request_id] = running
                 threading.Thread(target=self._generate, args=(running, replies), daemon=True).start()
             case "cancel":
@@ -124,11 +127,15 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
                     if message.cancel.HasField("keep_tokens"):
                         running.keep_tokens = message.cancel.keep_tokens
                     running.cancelled.set()
+                    running.active.set()
             case "pause":
+                if running := self._running.get(message.pause.request_id):
+                    running.active.clear()
                 self.pauses.put(message.pause.request_id)
             case "resume":
+                if running := self._running.get(message.resume.request_id):
+                    running.active.set()
                 self.resumes.put(message.resume.request_id)
-                self._running[message.resume.request_id].resumed.set()
 
     def _generate(self, running: _Running, replies: queue.Queue) -> None:
         request = running.request
@@ -142,6 +149,7 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
             for number, step in enumerate(script.steps):
                 if number and script.gate:
                     script.gate.acquire(timeout=WAIT_S)
+                running.active.wait(WAIT_S)
                 if running.cancelled.is_set():
                     break
                 tokens = list(step)[: request.max_new_tokens - emitted]
@@ -151,7 +159,7 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
                     tokens, matched = tokens[: cut + 1], tokens[cut]
                 delta = target_pb2.TokenDelta(token_ids=tokens)
                 if number and request.speculation.trace:
-                    delta.rounds.append(trace_round(rounds, base_len + emitted, tokens))
+                    delta.rounds.append(trace_round(rounds, base_len + emitted, tokens, self.trace_nodes))
                 rounds += number > 0
                 emitted += len(tokens)
                 replies.put(target_pb2.GenerateReply(request_id=request.request_id, delta=delta))
@@ -193,7 +201,7 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
             model_id="toy",
             architecture="LlamaForCausalLM",
             vocab_size=self.vocab_size,
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=self.max_model_len,
             eos_token_ids=[EOS_ID],
             dtype="float32",
             device="cpu",
@@ -207,10 +215,12 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
         return target_pb2.GetStatsReply(running=self.live, draft_state="on", prometheus_text=self.prometheus_text)
 
 
-def trace_round(number: int, base_len: int, emitted: Sequence[int]) -> common_pb2.RoundTrace:
-    """A round whose tree is one chain: every emitted token but the last was drafted."""
+def trace_round(number: int, base_len: int, emitted: Sequence[int], rejected: int = 0) -> common_pb2.RoundTrace:
+    """A round whose tree is one chain, every emitted token but the last was drafted, and `rejected` children of the root."""
     nodes = [common_pb2.TraceNode(token=9, parent=-1, depth=0)]
     nodes += [common_pb2.TraceNode(token=token, parent=at, depth=at + 1, logprob=-0.5) for at, token in enumerate(emitted[:-1])]
+    accepted = range(1, len(nodes))
+    nodes += [common_pb2.TraceNode(token=10, parent=0, depth=1, logprob=-4.5)] * rejected
     return common_pb2.RoundTrace(
-        round=number, base_len=base_len, nodes=nodes, accepted=range(1, len(nodes)), emitted=emitted, draft_ms=1.0, verify_ms=2.0
+        round=number, base_len=base_len, nodes=nodes, accepted=accepted, emitted=emitted, draft_ms=1.0, verify_ms=2.0
     )
