@@ -53,6 +53,7 @@ def test_attention_over_many_mask_columns_prefill_and_window(dtype: torch.dtype)
     shape = {"heads": 8, "kv_heads": 2, "dim": 64, "page_size": 16, "guards": Guards(67)}
     check_tree_attention("cuda", dtype, [Sequence(21, 8, 300), Sequence(0, 3, 5)], tree=True, **shape)
     check_tree_attention("cuda", dtype, [Sequence(0, 513), Sequence(100, 200)], tree=False, **shape)
+    check_tree_attention("cuda", dtype, [Sequence(9, 20, 70)] * 2, tree=True, mask_words=1, **shape)
     for tree in (True, False):
         check_tree_attention("cuda", dtype, [Sequence(300, 12), Sequence(2, 4)], tree=tree, window=90, **shape)
 
@@ -89,7 +90,8 @@ def test_select_beam(bs: int, candidates: int, topk: int) -> None:
 
 @pytest.mark.parametrize("pad", PADS)
 @pytest.mark.parametrize(
-    ("bs", "depth", "topk", "columns"), [(1, 5, 8, 32), (5, 4, 3, 12), (3, 6, 8, 128), (2, 2, 2, 40), (1, 6, 1, 7), (2, 15, 16, 128)]
+    ("bs", "depth", "topk", "columns"),
+    [(1, 5, 8, 32), (5, 4, 3, 12), (3, 6, 8, 128), (2, 5, 5, 70), (2, 2, 2, 40), (1, 6, 1, 7), (2, 15, 16, 128)],
 )
 def test_tree_build(pad: int, bs: int, depth: int, topk: int, columns: int) -> None:
     check_tree_build("cuda", bs, depth, topk, columns, Guards(pad))

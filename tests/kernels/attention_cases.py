@@ -52,6 +52,7 @@ def check_tree_attention(
     guards: Guards,
     window: int = 0,
     spare_rows: int = 0,
+    mask_words: int | None = None,
 ) -> None:
     """Compare with the reference; slots that no token owns, and rows that no sequence owns, are poison."""
     generator = torch.Generator().manual_seed(17 * dim + page_size + len(sequences))
@@ -73,8 +74,8 @@ def check_tree_attention(
     kv_lens = torch.tensor([sequence.kv_len for sequence in sequences], dtype=torch.int32)
     ancestors, positions = None, None
     if tree:
-        words = -(-max(sequence.kv_len - sequence.prefix for sequence in sequences) // 32)
-        ancestors = random_tree_masks(sequences, max(1, words), generator)
+        words = mask_words or max(1, -(-max(sequence.kv_len - sequence.prefix for sequence in sequences) // 32))
+        ancestors = random_tree_masks(sequences, words, generator)
         ancestors = torch.cat((ancestors, torch.full((spare_rows, ancestors.shape[1]), -1, dtype=torch.int32))).to(device)
         if window:
             depths = [bin(sum((word & 0xFFFFFFFF) << 32 * i for i, word in enumerate(row))).count("1") - 1 for row in ancestors.tolist()]

@@ -31,6 +31,12 @@ def test_masks_of_any_width(columns: int) -> None:
     check_tree_attention("cpu", torch.float32, sequences, heads=2, kv_heads=1, dim=16, page_size=3, tree=True, guards=Guards())
 
 
+@pytest.mark.parametrize("mask_words", [1, 4])
+def test_columns_past_the_words_are_hidden_and_spare_words_do_no_harm(mask_words: int) -> None:
+    shape = {"heads": 2, "kv_heads": 1, "dim": 16, "page_size": 3}
+    check_tree_attention("cpu", torch.float32, [Sequence(9, 20, 70)] * 2, tree=True, mask_words=mask_words, guards=Guards(), **shape)
+
+
 @pytest.mark.parametrize("tree", [True, False])
 def test_window_hides_what_lies_too_far_back(tree: bool) -> None:
     sequences = [Sequence(50, 12), Sequence(90, 1), Sequence(2, 4)]

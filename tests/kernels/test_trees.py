@@ -6,7 +6,8 @@ from tree_cases import check_tree_build, check_verify_tree
 
 
 @pytest.mark.parametrize(
-    ("bs", "depth", "topk", "columns"), [(1, 1, 1, 2), (5, 4, 3, 12), (3, 5, 4, 33), (2, 3, 8, 64), (2, 2, 2, 40), (1, 6, 1, 7)]
+    ("bs", "depth", "topk", "columns"),
+    [(1, 1, 1, 2), (5, 4, 3, 12), (3, 5, 4, 33), (2, 3, 8, 64), (2, 2, 2, 40), (2, 5, 5, 70), (1, 6, 1, 7)],
 )
 def test_tree_build_equals_the_reference(bs: int, depth: int, topk: int, columns: int) -> None:
     check_tree_build("cpu", bs, depth, topk, columns, Guards())
