@@ -12,8 +12,9 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import grpc
 import torch
@@ -228,7 +229,7 @@ class DraftLink:
                 self._send_weights(stub, ack.missing_tensors)
             connection.hello = ack
         except grpc.RpcError as error:
-            status = error.code() if isinstance(error, grpc.Call) else None
+            status = cast(grpc.Call, error).code()
             if status in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND):
                 raise error_from_rpc(error) from None
             raise
@@ -258,7 +259,7 @@ class DraftLink:
         self._specs[key] = spec
         return spec
 
-    def _send_weights(self, stub: draft_pb2_grpc.DraftStub, names: Iterator[str] | list[str]) -> None:
+    def _send_weights(self, stub: draft_pb2_grpc.DraftStub, names: Iterable[str]) -> None:
         chunks = (draft_pb2.PutTensorRequest(chunk=chunk) for name in names for chunk in split_tensor(name, self._weight(name)))
         reply = stub.PutTensor(chunks, timeout=HANDSHAKE_TIMEOUT_S)
         if reply.still_missing:

@@ -73,7 +73,7 @@ class Follower:
             return "misfit"
         state = self._drafter.state()
         if state is not DrafterState.ON:
-            return state.value
+            return str(state.value)
         if not sequence.drafted or (self._wants_features and not sequence.has_features):
             return "no_features"
         return ""

@@ -130,8 +130,9 @@ class ModelRunner:
             outcomes = [RoundOutcome([], [token]) for token in chosen.tolist()]
         else:
             outcomes = self._walk(drafts, chosen, rows, attention_batch)
-        features = self._store_round_features(output, sequences, outcomes, counts) if capture else [None] * len(sequences)
-        return outcomes, features
+        if not capture:
+            return outcomes, [None] * len(sequences)
+        return outcomes, self._store_round_features(output, sequences, outcomes, counts)
 
     @torch.inference_mode()
     def read_features(self, sequence: Sequence, start: int, stop: int) -> torch.Tensor:
