@@ -96,7 +96,7 @@ class PageAllocator:
         start = max(self._run_starts, key=lambda run: self._run_ends[run] - run)
         end = self._run_ends[start]
         middle = start + (end - start) // 2
-        if start == 0 or end - middle < n:
+        if start == 0 or middle == start or end - middle < n:
             return start
         # The page before the run belongs to a lease that may still grow: leave it half of the room.
         self._run_ends[start] = middle
