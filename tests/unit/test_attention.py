@@ -90,13 +90,7 @@ def test_tree_rows_see_the_prefix_and_their_mask(kind: AttentionKind, scattered:
     cached.insert(1, torch.empty(2, 0, KV_HEADS, DIM))
     rng = random.Random(2)
     visible = [sorted({node, *rng.sample(range(node), rng.randint(0, node))}) for count in counts for node in range(count)]
-    ancestors = torch.tensor(
-        [
-            [_signed(sum(1 << (column - 32 * word) for column in columns if column // 32 == word)) for word in range(words)]
-            for columns in visible
-        ],
-        dtype=torch.int32,
-    )
+    ancestors = torch.tensor([mask_row(columns, words) for columns in visible], dtype=torch.int32)
     rows = sum(counts)
     q, k, v = torch.randn(rows, HEADS, DIM), torch.randn(rows, KV_HEADS, DIM), torch.randn(rows, KV_HEADS, DIM)
     backend.plan(build_batch(pool, leases, prefixes, counts, ancestors=ancestors))
@@ -198,5 +192,7 @@ def test_an_unknown_backend_is_named() -> None:
     assert caught.value.field == "attention_backend"
 
 
-def _signed(word: int) -> int:
-    return word - (1 << 32) if word >= 1 << 31 else word
+def mask_row(columns: Sequence[int], words: int) -> list[int]:
+    """Return mask words with the bits of `columns` set, as signed 32-bit numbers."""
+    bits = [sum(1 << (column % 32) for column in columns if column // 32 == word) for word in range(words)]
+    return [word - (1 << 32) if word >= 1 << 31 else word for word in bits]

@@ -34,7 +34,7 @@ def test_defaults_are_those_of_a_config_that_says_little() -> None:
     config = ModelConfig.parse(BASE)
     assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps) == (4, 16, 1e-6)
     assert (config.rope.theta, config.rope.kind) == (10000.0, RopeKind.DEFAULT)
-    assert not (config.tie_word_embeddings or config.qkv_bias or config.o_bias or config.mlp_bias)
+    assert (config.tie_word_embeddings, config.qkv_bias, config.o_bias, config.mlp_bias) == (False,) * 4
     assert config.activation is Activation.SILU
     assert config.eos_token_ids == ()
 

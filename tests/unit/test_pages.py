@@ -9,7 +9,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from outrider.shared.kv.pages import PageAllocator, PageLease
 
-NUM_PAGES = 23
+NUM_PAGES = 9
 
 
 class Ledger(RuleBasedStateMachine):
@@ -78,7 +78,7 @@ class Ledger(RuleBasedStateMachine):
 
 
 TestLedger = Ledger.TestCase
-TestLedger.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestLedger.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 
 
 def test_a_lease_grows_contiguously_beside_others() -> None:
@@ -91,6 +91,19 @@ def test_a_lease_grows_contiguously_beside_others() -> None:
         assert second.extend(1)
     for lease in (first, second):
         assert lease.pages == list(range(lease.pages[0], lease.pages[0] + 12))
+
+
+def test_the_last_free_page_is_leased_from_the_middle_of_the_pool() -> None:
+    allocator = PageAllocator(5)
+    lease = allocator.allocate(5)
+    assert lease is not None
+    lease.pages.append(lease.pages.pop(2))
+    lease.shrink(4)
+    allocator.check()
+    last = allocator.allocate(1)
+    assert last is not None
+    assert last.pages == [2]
+    allocator.check()
 
 
 def test_a_released_lease_cannot_grow_and_leaves_nothing_behind() -> None:
