@@ -22,7 +22,7 @@ from outrider.common.v1 import common_pb2
 from outrider.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from outrider.target.v1 import target_pb2, target_pb2_grpc
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 DEMO_TARGET = ROOT / "models" / "demo" / "target"
 DEMO_HEAD = ROOT / "models" / "demo" / "eagle3"
 START_TIMEOUT_S = 90
@@ -200,17 +200,19 @@ class Stack:
 
 
 @contextlib.contextmanager
-def supervised(*arguments: str) -> Iterator[Stack]:
-    """`outrider up` on the embedded pair."""
+def supervised(*arguments: str, device: str = "cpu") -> Iterator[Stack]:
+    """`outrider up` on the embedded pair, until it drafts."""
     folder = Path(tempfile.mkdtemp(prefix="outrider-"))
     port = free_port()
-    up = Process("up", "--device", "cpu", "--port", str(port), *arguments, log=folder / "up.log")
+    up = Process("up", "--device", device, "--port", str(port), *arguments, log=folder / "up.log")
     try:
-        up.wait_serving(f"127.0.0.1:{port + 1}")
-        listen = {name: child_argument(child_pid(up.popen.pid, name), "--listen") for name in ("target", "draft")}
-        stack = Stack(
-            [up], grpc_address=f"127.0.0.1:{port + 1}", target_address=listen["target"], draft_address=listen["draft"], http_port=port
-        )
+        grpc_address = f"127.0.0.1:{port + 1}"
+        up.wait_serving(grpc_address)
+        target_address = child_argument(child_pid(up.popen.pid, "target"), "--listen")
+        draft_address = ""
+        with contextlib.suppress(ProcessLookupError):  # in process
+            draft_address = child_argument(child_pid(up.popen.pid, "draft"), "--listen")
+        stack = Stack([up], grpc_address=grpc_address, target_address=target_address, draft_address=draft_address, http_port=port)
         stack.wait_drafting(START_TIMEOUT_S)
         yield stack
     except BaseException:

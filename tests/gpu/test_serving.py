@@ -1,0 +1,60 @@
+"""The embedded pair served with CUDA by the real processes, with the draft in the target's process and in one of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+from stack import PROMPTS, Result, Stack, supervised
+
+from outrider.common.v1 import common_pb2
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+ON, OFF = common_pb2.SPECULATION_MODE_ON, common_pb2.SPECULATION_MODE_OFF
+TRANSPORTS = ["inproc", "grpc"]
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
+    with supervised("--dtype", "float32", "--transport", request.param, device="cuda") as running:
+        yield running
+
+
+def run(stack: Stack, mode: int, temperature: float) -> list[Result]:
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        chat = partial(stack.client.chat, mode=mode, temperature=temperature, max_tokens=96, trace=True)
+        return list(pool.map(lambda item: chat(item[1], seed=item[0]), enumerate(PROMPTS)))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_speculation_changes_no_token_in_fp32(stack: Stack, temperature: float) -> None:
+    plain = run(stack, OFF, temperature)
+    speculative = run(stack, ON, temperature)
+    assert [result.token_ids for result in speculative] == [result.token_ids for result in plain]
+    accept_lengths = [result.finished.speculation.accept_length for result in speculative if result.finished]
+    print("accept lengths", accept_lengths)
+    assert max(accept_lengths) > 2
+
+
+def test_alone_and_batched_agree_in_fp32(stack: Stack) -> None:
+    batched = run(stack, ON, 0.0)
+    alone = [stack.client.chat(prompt, mode=ON, max_tokens=96, seed=seed) for seed, prompt in enumerate(PROMPTS)]
+    assert [result.token_ids for result in batched] == [result.token_ids for result in alone]
+
+
+def test_nothing_leaks(stack: Stack) -> None:
+    for _ in range(3):
+        run(stack, ON, 1.0)
+    stack.assert_no_page_held()
+
+
+def test_bf16_answers_and_drafts() -> None:
+    with supervised("--dtype", "bfloat16", device="cuda") as stack:
+        result = stack.client.chat(PROMPTS[0], mode=ON, max_tokens=64)
+        print(result.text)
+        assert "capital" in result.text
+        assert result.finished
+        assert result.finished.speculation.accept_length > 2
