@@ -9,7 +9,7 @@ from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.loop import DraftLoop
 from outrider.services.draft.servicer import SERVICE_NAME, DraftServicer
-from outrider.services.draft.settings import DraftSettings
+from outrider.services.draft.settings import DraftSettings, plan_threads
 from outrider.services.draft.warmup import warm_up
 from outrider.shared.base.lifecycle import DrainStep, StopSignal, run_steps
 from outrider.shared.obs.logging import configure_logging, get_logger
@@ -52,11 +52,12 @@ class DraftService:
     """
 
     def __init__(self, settings: DraftSettings) -> None:
-        if settings.threads:
-            torch.set_num_threads(settings.threads)
         self._settings = settings
         device = settings.torch_device()
         self.engine: DraftEngine = build_engine(settings, device, settings.torch_dtype(device))
+        threads = plan_threads(settings, self.engine.strategy.info.feature_size)
+        if threads:
+            torch.set_num_threads(threads)
         self.loop = DraftLoop(self.engine)
         servicer = DraftServicer(self.loop, device)
         self._server: SyncServer = sync_server(

@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 
 MAX_ROWS_AHEAD = 4096
+MAX_EARLY_ROWS = 16 * 1024
+EARLY_LIFE_S = 5.0
+
+EarlyKey = tuple[int, int, int]
+"""Peer, session, epoch."""
 
 
 class FeatureQueue:
@@ -72,3 +77,43 @@ class FeatureQueue:
         if fresh.shape[0]:
             self._segments.append(fresh)
             self.contiguous += fresh.shape[0]
+
+
+class EarlyRows:
+    """Rows of sessions that are not open yet: the bulk stream may overtake the Open. Bounded in number and in time."""
+
+    __slots__ = ("_kept", "_num_rows")
+
+    def __init__(self) -> None:
+        self._kept: dict[EarlyKey, tuple[float, list[tuple[int, torch.Tensor]]]] = {}
+        self._num_rows = 0
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def keep(self, peer: int, session_id: int, epoch: int, base: int, rows: torch.Tensor, now: float) -> None:
+        """Keep the rows of positions ``[base, base + n)``; the oldest go when there are too many."""
+        _, chunks = self._kept.setdefault((peer, session_id, epoch), (now, []))
+        chunks.append((base, rows))
+        self._num_rows += rows.shape[0]
+        while self._num_rows > MAX_EARLY_ROWS:
+            self._drop(next(iter(self._kept)))
+
+    def take(self, peer: int, session_id: int, epoch: int) -> list[tuple[int, torch.Tensor]]:
+        """Remove and return ``(base, rows)`` in order of arrival."""
+        return self._drop((peer, session_id, epoch))
+
+    def drop_peer(self, peer: int) -> None:
+        """Forget what a peer sent."""
+        for key in [key for key in self._kept if key[0] == peer]:
+            self._drop(key)
+
+    def expire(self, now: float) -> None:
+        """Forget rows whose Open never came."""
+        for key in [key for key, (kept_s, _) in self._kept.items() if now - kept_s >= EARLY_LIFE_S]:
+            self._drop(key)
+
+    def _drop(self, key: EarlyKey) -> list[tuple[int, torch.Tensor]]:
+        _, chunks = self._kept.pop(key, (0.0, []))
+        self._num_rows -= sum(rows.shape[0] for _, rows in chunks)
+        return chunks

@@ -20,6 +20,7 @@ from outrider.services.draft.warmup import warm_up
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.spec.drafter import Commit, DrafterState, FeatureSpec, ProposalRequest, ProposalRow, RoundResult, SequenceOpen
+from outrider.shared.spec.fence import Fence
 from outrider.shared.spec.tree import DraftBatch, mask_words
 
 HOST_PEER = PeerId(1)
@@ -190,6 +191,6 @@ def _merge(proposals: Sequence[Proposal], rows: Sequence[ProposalRow], device: t
     return DraftBatch(tokens, parents, depths, num_nodes, ancestors, logprobs=logprobs)
 
 
-def _targets(asked: Sequence[Asked], position: dict[object, int], device: torch.device) -> torch.Tensor:
+def _targets(asked: Sequence[Asked], position: dict[Fence, int], device: torch.device) -> torch.Tensor:
     """Return the row of every tree of a proposal, ``[trees] int64``."""
     return torch.tensor([position[one.fence] for one in asked], dtype=torch.int64, device=device)

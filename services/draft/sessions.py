@@ -22,7 +22,7 @@ from typing import NewType
 
 import torch
 
-from outrider.services.draft.features import FeatureQueue
+from outrider.services.draft.features import EarlyRows, FeatureQueue
 from outrider.shared.kv.pages import PageLease
 from outrider.shared.spec.drafter import Commit, SequenceOpen
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
@@ -30,6 +30,10 @@ from outrider.shared.spec.tree import DraftShape
 
 PeerId = NewType("PeerId", int)
 """One session stream of one target; never reused within a process."""
+
+
+REFUSED_RETRY_MS = 1000
+NEVER_MS = 24 * 60 * 60 * 1000
 
 
 class Verdict(Enum):
@@ -47,6 +51,7 @@ class Reason(Enum):
     NONE = ""
     DUPLICATE = "duplicate"
     LATE = "late"
+    EARLY = "early"
     STALE_EPOCH = "stale_epoch"
     UNKNOWN_SESSION = "unknown_session"
     UNKNOWN_EPOCH = "unknown_epoch"
@@ -162,6 +167,7 @@ class SessionTable:
         self._release = release
         self._sessions: dict[tuple[PeerId, int], Session] = {}
         self._last_heard_s: dict[PeerId, float] = {}
+        self._early = EarlyRows()
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -209,14 +215,22 @@ class SessionTable:
         if known is not None:
             _inherit(session, known)
         self._sessions[peer, fence.session_id] = session
-        return Answer(Verdict.ACCEPTED, have_len=session.cached_rows)
+        for base, rows in self._early.take(peer, fence.session_id, fence.epoch):
+            answer = self.add_features(peer, fence.session_id, fence.epoch, base, rows, now)
+            if answer.verdict is not Verdict.ACCEPTED:
+                return answer
+        return Answer(Verdict.ACCEPTED, have_len=session.features.contiguous)
 
     def add_features(self, peer: PeerId, session_id: int, epoch: int, base: int, rows: torch.Tensor, now: float) -> Answer:
-        """Take in feature rows of positions ``[base, base + n)`` from the bulk stream, which keeps its order within a session."""
+        """Take in feature rows of positions ``[base, base + n)`` from the bulk stream, which keeps its order within a session.
+
+        Rows may overtake the Open that they follow, since that travels on another stream; they are kept for it a while.
+        """
         session = self.get(peer, session_id)
-        if session is None:
-            return Answer(Verdict.DROPPED, Reason.UNKNOWN_SESSION)
-        if epoch != session.epoch:
+        if session is None or epoch > session.epoch:
+            self._early.keep(peer, session_id, epoch, base, rows, now)
+            return Answer(Verdict.DROPPED, Reason.EARLY)
+        if epoch < session.epoch:
             return Answer(Verdict.DROPPED, Reason.STALE_EPOCH)
         session.last_used_s = now
         if rows.dim() != 2 or rows.shape[1] != self.limits.feature_size or base + rows.shape[0] > self.limits.max_len:
@@ -276,6 +290,7 @@ class SessionTable:
     def drop_peer(self, peer: PeerId) -> int:
         """Forget every session of a peer; returns how many there were."""
         self._last_heard_s.pop(peer, None)
+        self._early.drop_peer(peer)
         mine = [session for session in self if session.peer == peer]
         for session in mine:
             self._forget(session)
@@ -283,6 +298,7 @@ class SessionTable:
 
     def expire(self, now: float) -> list[Session]:
         """Forget the sessions of peers that were silent for `lease_s`, and return them."""
+        self._early.expire(now)
         silent = {peer for peer, heard_s in self._last_heard_s.items() if now - heard_s >= self.limits.lease_s}
         expired = [session for session in self if session.peer in silent]
         for session in expired:
@@ -350,10 +366,10 @@ class SessionTable:
         return len(self) < self.limits.max_sessions or self.evict_idle(now)
 
     def _reject(self, known: Session | None, reason: Reason) -> Answer:
-        """Refuse an opening for good; what was followed under that id is gone too, since the target gave it up."""
+        """Refuse an opening; what was followed under that id is gone too, since the target gave it up."""
         if known is not None:
             self._forget(known)
-        return Answer(Verdict.REJECTED, reason)
+        return Answer(Verdict.REJECTED, reason, retry_after_ms=NEVER_MS if reason is Reason.TOO_LONG else REFUSED_RETRY_MS)
 
     def _resync(self, session: Session, reason: Reason) -> Answer:
         self._forget(session)

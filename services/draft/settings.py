@@ -16,6 +16,8 @@ from outrider.shared.spec.tree import DraftShape
 DEFAULT_KV_TOKENS = 64 * 1024
 CPU_KV_BYTES = 1 << 30
 CUDA_KV_FRACTION = 0.1
+SMALL_HEAD = 1024
+"""Hidden size up to which a head's operations are too short to be worth sharing among threads."""
 
 
 class Dtype(Enum):
@@ -45,7 +47,7 @@ class DraftSettings(ServiceSettings):
     max_nodes: int = Field(128, ge=1, description="Largest tree that a target may ask for.")
     page_size: int = Field(16, ge=1, le=1024, description="Tokens per page of the draft's KV cache.")
     kv_tokens: int | None = Field(None, ge=1, description="Size of the draft's KV cache in tokens; by default what the memory allows.")
-    threads: int | None = Field(None, ge=1, description="CPU threads of the head; by default torch's own choice.")
+    threads: int | None = Field(None, ge=1, description="CPU threads of the head; by default 1 for a small head, else torch's own choice.")
     lease_s: float = Field(10.0, gt=0, description="A target that is silent for so long loses its sessions.")
     evict_idle_s: float = Field(1.0, ge=0, description="A session that was idle for so long may make room for another.")
     drain_grace_s: float = Field(2.0, ge=0, description="On SIGTERM: time that the step in hand gets to finish.")
@@ -102,3 +104,10 @@ def plan_pages(settings: DraftSettings, bytes_per_token: int, free_gpu_bytes: in
             field="kv_tokens",
         )
     return pages
+
+
+def plan_threads(settings: DraftSettings, hidden_size: int) -> int | None:
+    """Return how many CPU threads the head gets; None leaves torch's own choice."""
+    if settings.threads is not None:
+        return settings.threads
+    return 1 if hidden_size <= SMALL_HEAD else None

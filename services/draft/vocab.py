@@ -48,7 +48,7 @@ class DraftVocabulary:
                 "(target id - draft id), not target ids.",
                 field="d2t",
             )
-        if ids.unique().shape[0] != ids.shape[0]:
+        if len(set(ids.tolist())) != ids.shape[0]:
             raise CheckpointError("d2t maps two draft ids to one target id; it must hold offsets (target id - draft id).", field="d2t")
         if t2d is not None and (int(t2d.sum()) != ids.shape[0] or not bool(t2d[ids].all())):
             raise CheckpointError("t2d names other tokens than d2t; export both from the same vocabulary.", field="t2d")

@@ -18,17 +18,17 @@ from outrider.shared.base.errors import ProtocolError
 MAX_CHUNK_BYTES = 1024 * 1024
 MAX_DIMENSIONS = 8
 
-WIRE_OF_DTYPE: Mapping[torch.dtype, common_pb2.DataType] = {
+WIRE_OF_DTYPE: Mapping[torch.dtype, common_pb2.DataType.ValueType] = {
     torch.float32: common_pb2.DATA_TYPE_FLOAT32,
     torch.float16: common_pb2.DATA_TYPE_FLOAT16,
     torch.bfloat16: common_pb2.DATA_TYPE_BFLOAT16,
     torch.int32: common_pb2.DATA_TYPE_INT32,
     torch.int64: common_pb2.DATA_TYPE_INT64,
 }
-DTYPE_OF_WIRE: Mapping[int, torch.dtype] = {int(wire): dtype for dtype, wire in WIRE_OF_DTYPE.items()}
+DTYPE_OF_WIRE: Mapping[int, torch.dtype] = {wire: dtype for dtype, wire in WIRE_OF_DTYPE.items()}
 
 
-def wire_dtype(dtype: torch.dtype) -> common_pb2.DataType:
+def wire_dtype(dtype: torch.dtype) -> common_pb2.DataType.ValueType:
     """Return the wire's name of a dtype; raise ProtocolError if it cannot travel."""
     wire = WIRE_OF_DTYPE.get(dtype)
     if wire is None:
