@@ -50,4 +50,4 @@ def ranked_indices(values: torch.Tensor, k: int) -> np.ndarray:
     Returns:
         ``[rows, k] int64``, a numpy array: on a CPU its operations cost a third of torch's, and such rows are all overhead.
     """
-    return np.argsort(-values.cpu().numpy(), axis=-1, kind="stable")[:, :k]
+    return np.argsort(-values.detach().cpu().numpy(), axis=-1, kind="stable")[:, :k]

@@ -55,8 +55,8 @@ def kv_compact(
     planes: Sequence[torch.Tensor], page_table: torch.Tensor, cached_lens: torch.Tensor, path: torch.Tensor, num_accepted: torch.Tensor
 ) -> None:
     """See `outrider.kernels.kv_compact.kv_compact`."""
-    page_size = planes[0].shape[1]
-    sizes = tuple((plane.data_ptr(), plane[0, 0].numel() * plane.element_size()) for plane in planes if plane.numel())
+    pages, page_size = planes[0].shape[:2]
+    sizes = tuple((plane.data_ptr(), plane.numel() // (pages * page_size) * plane.element_size()) for plane in planes if plane.numel())
     if not sizes:
         return
     unit = next(unit for unit in _UNITS if all(address % unit == 0 and row_bytes % unit == 0 for address, row_bytes in sizes))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import torch
 
 from outrider.kernels.philox.reference import gumbel_noise
@@ -15,12 +17,22 @@ def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: to
     best = logits.gather(1, chosen[:, None])[:, 0]
     if not sampling.all_greedy:
         rows = (sampling.temperature > 0).nonzero().squeeze(1)
-        scores = logits[rows].float() / sampling.temperature[rows, None]
-        if sampling.any_filter:
-            scores = _filtered(scores, sampling.top_k[rows], sampling.top_p[rows], sampling.min_p[rows])
-        scores += gumbel_noise(sampling.seeds[rows], positions[rows], sampling.choices[rows], logits.shape[1])
-        chosen[rows] = _argmax(scores)
+        if rows.numel() == logits.shape[0]:
+            chosen = _sample(logits, sampling, positions)
+        elif rows.numel():
+            some = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
+            some |= {name: column[rows] for name, column in some.items() if isinstance(column, torch.Tensor)}
+            chosen[rows] = _sample(logits[rows], SamplingTensors(**some), positions[rows])
     return chosen.masked_fill_(~best.isfinite(), -1)
+
+
+def _sample(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> torch.Tensor:
+    """Return the choice of rows that all have a temperature above 0."""
+    scores = logits.float() / sampling.temperature[:, None]
+    if sampling.any_filter:
+        scores = _filtered(scores, sampling.top_k, sampling.top_p, sampling.min_p)
+    scores += gumbel_noise(sampling.seeds, positions, sampling.choices, logits.shape[1])
+    return _argmax(scores)
 
 
 def _filtered(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
@@ -36,7 +48,7 @@ def _argmax(scores: torch.Tensor) -> torch.Tensor:
     """Return the index of each row's first maximum, ``[rows] int64``; a NaN counts as one. On a CPU numpy's is ten times torch's speed."""
     if scores.is_cuda or scores.dtype is not torch.float32:
         return scores.argmax(dim=-1)
-    return torch.from_numpy(scores.numpy().argmax(axis=-1))
+    return torch.from_numpy(scores.detach().numpy().argmax(axis=-1))
 
 
 def verify_tree(tokens: torch.Tensor, parents: torch.Tensor, num_nodes: torch.Tensor, chosen: torch.Tensor) -> VerifiedTree:
