@@ -222,6 +222,47 @@ def supervised(*arguments: str, device: str = "cpu") -> Iterator[Stack]:
         up.stop()
 
 
+@contextlib.contextmanager
+def separate(
+    *, head: Path = DEMO_HEAD, reach_draft: Callable[[str, str], contextlib.AbstractContextManager[object]] | None = None
+) -> Iterator[Stack]:
+    """The three services one by one, unsupervised.
+
+    Args:
+        head: The draft's folder.
+        reach_draft: Given (address to listen on, the draft's own address), puts something between target and draft.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="outrider-"))
+    draft_address, target_address = f"unix:{folder}/draft.sock", f"unix:{folder}/target.sock"
+    port = free_port()
+    device = ("--device", "cpu")
+    with contextlib.ExitStack() as cleanup:
+
+        def start(service: str, address: str, *arguments: str) -> Process:
+            process = Process("serve", service, *arguments, log=folder / f"{service}.log")
+            cleanup.callback(process.stop)
+            process.wait_serving(address)
+            return process
+
+        draft = start(
+            "draft", draft_address, "--listen", draft_address, "--draft", str(head), "--target-weights", str(DEMO_TARGET), *device
+        )
+        reached = draft_address
+        if reach_draft is not None:
+            reached = f"unix:{folder}/between.sock"
+            cleanup.enter_context(reach_draft(reached, draft_address))
+        target = start("target", target_address, "--listen", target_address, "--model", str(DEMO_TARGET), "--draft", reached, *device)
+        ports = ("--port", str(port), "--grpc-port", str(port + 1))
+        gateway = start("gateway", f"127.0.0.1:{port + 1}", *ports, "--target", target_address, "--tokenizer", str(DEMO_TARGET))
+        yield Stack(
+            [gateway, target, draft],
+            grpc_address=f"127.0.0.1:{port + 1}",
+            target_address=target_address,
+            draft_address=draft_address,
+            http_port=port,
+        )
+
+
 def child_pid(parent: int, service: str) -> int:
     """Return the pid of `outrider serve SERVICE` under `parent`."""
     for entry in Path("/proc").iterdir():
