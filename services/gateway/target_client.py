@@ -80,7 +80,8 @@ class TargetInfo:
 
 @dataclass(frozen=True, slots=True)
 class ReaderLimits:
-    """A stream with more than `max_unread_bytes` is paused, with less than a quarter of it resumed, and aborted after `timeout_s`."""
+    """A stream with more than `max_unread_bytes` is paused, with less than a quarter of it resumed, and aborted when
+    nothing of it was read for `timeout_s`."""
 
     max_unread_bytes: int
     timeout_s: float
@@ -117,6 +118,8 @@ class TargetStream:
         self._unread_bytes = 0
         self._arrived = asyncio.Event()
         self._ended = False
+        self._loop = asyncio.get_running_loop()
+        self._last_read = self._loop.time()
         self._abort_timer: asyncio.TimerHandle | None = None
 
     async def next(self) -> TargetDelta | TargetFinish:
@@ -130,6 +133,7 @@ class TargetStream:
             await self._arrived.wait()
         event, cost = self._events.popleft()
         self._unread_bytes -= cost
+        self._last_read = self._loop.time()
         if self._abort_timer and self._unread_bytes < self._limits.max_unread_bytes // 4 and not self._ended:
             self._abort_timer.cancel()
             self._abort_timer = None
@@ -163,9 +167,15 @@ class TargetStream:
         self._arrived.set()
         if self._unread_bytes > self._limits.max_unread_bytes and not self._abort_timer and not self._ended:
             self._client.send(target_pb2.SessionRequest(pause=target_pb2.Pause(request_id=self.request_id)))
-            self._abort_timer = asyncio.get_running_loop().call_later(self._limits.timeout_s, self._abort_slow_reader)
+            self._last_read = self._loop.time()
+            self._abort_timer = self._loop.call_later(self._limits.timeout_s, self._abort_slow_reader)
 
     def _abort_slow_reader(self) -> None:
+        give_up_at = self._last_read + self._limits.timeout_s
+        if give_up_at > self._loop.time():
+            # Slow, but it reads.
+            self._abort_timer = self._loop.call_at(give_up_at, self._abort_slow_reader)
+            return
         self._abort_timer = None
         message = f"The client did not read its stream for {self._limits.timeout_s:g} s; it was aborted."
         self.cancel()

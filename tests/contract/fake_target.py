@@ -99,7 +99,8 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
         return len(self._running)
 
     def Session(self, request_iterator, context) -> Iterator[target_pb2.SessionReply]:
-        replies: queue.Queue[target_pb2.GenerateReply | None] = queue.Queue()
+        # Bounded, as an engine's steps are: a pause takes effect before the whole script has been sent.
+        replies: queue.Queue[target_pb2.GenerateReply | None] = queue.Queue(maxsize=4)
 
         def read() -> None:
             try:

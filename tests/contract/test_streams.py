@@ -55,7 +55,7 @@ def test_a_character_of_many_tokens_arrives_whole(fake: FakeTarget, post: Post, 
 def test_a_stop_string_cuts_the_text_and_is_never_shown_in_part(
     fake: FakeTarget, post: Post, tokenizer: Tokenizer, step: int, stream: bool
 ) -> None:
-    spell(fake, tokenizer, "one two END three", step)
+    spell(fake, tokenizer, "one two END three", step, finish=False)
     body = {"prompt": "x", "max_tokens": 100, "stop": ["END", "never"], "return_token_ids": True}
     response = post("/v1/completions", **body, stream=stream)
     if stream:
@@ -256,7 +256,7 @@ def flood(request) -> Script:
 def test_a_slow_reader_is_paused_and_resumed_while_others_go_on(make_gateway: Callable[..., GatewayThread], flooding: FakeTarget) -> None:
     flooding.script = flood
     gateway = make_gateway(target=flooding.address, slow_reader_bytes=16 * 1024)
-    connection = open_stream(gateway, FLOOD, receive_buffer=4096)
+    connection = open_stream(gateway, FLOOD, receive_buffer=1 << 18)
     try:
         paused = flooding.pauses.get(timeout=TIMEOUT_S)
         response = httpx.post(f"{gateway.stack.base_url}/v1/completions", json={"prompt": [9], "max_tokens": 2}, timeout=TIMEOUT_S)
