@@ -2,11 +2,14 @@
 
 One program handles a block of (row, head of the group) pairs of one sequence and one K/V head, so that K and V are read once for the whole
 group. Two loops: over the token indices that all its rows see (no mask but the end), then over the rest (the diagonal, or the tree's
-columns). Both take a range of token indices and carry (maximum, sum, accumulator): to split the K/V range over programs, give each a part
-of the range and merge those three. WIDEN is set under the interpreter, whose dot takes the bits of a bf16 for an integer.
+columns); both carry (maximum, sum, accumulator). Where a batch has too few blocks to fill the GPU, the token indices are split over
+programs, each leaves those three in memory, and a second launch merges them. The number of splits depends on host integers only.
+WIDEN is set under the interpreter, whose dot takes the bits of a bf16 for an integer.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import triton
@@ -15,6 +18,7 @@ import triton.language as tl
 from outrider.kernels import _launch
 
 _LOG2E = 1.4426950408889634
+_MAX_SPLITS = 32
 
 
 @triton.jit
@@ -58,12 +62,12 @@ def _attend(
 
 @triton.jit
 def _attention(
-    q, k_plane, v_plane, page_table, prefix_lens, kv_lens, query_start, ancestors, row_positions, out,
-    q_row, q_head, out_row, table_stride, words, window, scale,
+    q, k_plane, v_plane, page_table, prefix_lens, kv_lens, query_start, ancestors, row_positions, out, partial, stats,
+    q_row, q_head, out_row, table_stride, words, window, scale, rows, splits,
     WIDEN: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, TREE: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+    WINDOW: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    kv_head, sequence = tl.program_id(1), tl.program_id(2)
+    kv_head, sequence, split = tl.program_id(1), tl.program_id(2) // splits, tl.program_id(2) % splits
     start = tl.load(query_start + sequence)
     q_len = tl.load(query_start + sequence + 1) - start
     first_pair = tl.program_id(0) * BLOCK_M
@@ -93,9 +97,14 @@ def _attention(
             first = kv_len - q_len + first_pair // GROUP
             last = kv_len - q_len + (first_pair + BLOCK_M - 1) // GROUP
             shared_end = tl.maximum(tl.minimum(first + 1, kv_len), 0)
-            end = tl.minimum(last + 1, kv_len)
+            end = tl.maximum(tl.minimum(last + 1, kv_len), shared_end)
             if WINDOW:
                 begin = tl.minimum(tl.maximum(first - window + 1, 0), shared_end)
+        if SPLIT:
+            share = tl.cdiv(tl.cdiv(end - begin, splits), BLOCK_N) * BLOCK_N
+            begin += split * share
+            end = tl.minimum(begin + share, end)
+            shared_end = tl.minimum(tl.maximum(shared_end, begin), end)
         top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -109,8 +118,45 @@ def _attention(
             query, top, total, acc, shared_end, end, table, k_head, v_head, row, position, prefix_len, ancestors, words, window, scale,
             WIDEN, KV_HEADS * DIM, PAGE_SIZE, DIM, True, TREE, WINDOW, BLOCK_N, BLOCK_D
         )  # fmt: skip
-        result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(out + row[:, None] * out_row + head[:, None] * DIM + d[None, :], result.to(out.dtype.element_ty), mask=element)
+        if SPLIT:
+            place = (split * rows + row) * (KV_HEADS * GROUP) + head
+            tl.store(partial + place[:, None] * DIM + d[None, :], acc, mask=element)
+            tl.store(stats + 2 * place, top, mask=real)
+            tl.store(stats + 2 * place + 1, total, mask=real)
+        else:
+            result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+            tl.store(out + row[:, None] * out_row + head[:, None] * DIM + d[None, :], result.to(out.dtype.element_ty), mask=element)
+
+
+@triton.jit
+def _merge(
+    query_start, partial, stats, out, rows, splits, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    local, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = tl.load(query_start + sequence)
+    if local < tl.load(query_start + sequence + 1) - start:
+        split, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+        place = (split.to(tl.int64) * rows + start + local) * HEADS + head
+        real = split < splits
+        tops = tl.load(stats + 2 * place, mask=real, other=-float("inf"))
+        top = tl.max(tops, 0)
+        weights = tl.exp2(tops - tl.where(top == -float("inf"), 0.0, top))
+        total = tl.sum(weights * tl.load(stats + 2 * place + 1, mask=real, other=0.0), 0)
+        parts = tl.load(partial + place[:, None] * DIM + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0)
+        result = tl.sum(parts * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+        tl.store(out + ((start + local).to(tl.int64) * HEADS + head) * DIM + d, result.to(out.dtype.element_ty), mask=d < DIM)
+
+
+@functools.cache
+def _wanted_programs(device: torch.device) -> int:
+    """Return how many programs fill the device; a small number under the interpreter, so that it meets split and unsplit batches."""
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
+
+
+def _splits(programs: int, blocks: int, device: torch.device) -> int:
+    """Return into how many parts to split the `blocks` of the longest sequence: a power of two, so that few variants are compiled."""
+    useful = min(_wanted_programs(device) // max(1, programs), blocks, _MAX_SPLITS)
+    return 1 << max(0, useful.bit_length() - 1)
 
 
 def tree_attention(
@@ -130,7 +176,7 @@ def tree_attention(
     max_kv_len: int,
     window: int,
 ) -> None:
-    """See `outrider.kernels.tree_attention.tree_attention`; writes `out`. Nothing is split over K/V yet, so `max_kv_len` goes unused."""
+    """See `outrider.kernels.tree_attention.tree_attention`; writes `out`."""
     bs = page_table.shape[0]
     page_size, kv_heads, dim = k_plane.shape[1:]
     heads = q.shape[1]
@@ -143,11 +189,24 @@ def tree_attention(
     masks = ancestors.contiguous() if ancestors is not None else query_start
     block_m = min(max(16, _launch.next_power_of_2(pairs)), 64)
     block_n = 32 if q.dtype == torch.float32 else 64
+    block_d = max(16, _launch.next_power_of_2(dim))
+    blocks_m = _launch.ceil_div(pairs, block_m)
+    splits = _splits(blocks_m * kv_heads * bs, _launch.ceil_div(max_kv_len, block_n), q.device)
+    rows = q.shape[0]
+    starts = query_start.contiguous()
+    partial = stats = out
+    if splits > 1:
+        partial = _launch.empty((splits, rows, heads, dim), torch.float32, q.device)
+        stats = _launch.empty((splits, rows, heads, 2), torch.float32, q.device)
     with _launch.on_device_of(q):
-        _attention[(_launch.ceil_div(pairs, block_m), kv_heads, bs)](
-            q, k_plane, v_plane, page_table.contiguous(), prefix_lens.contiguous(), kv_lens.contiguous(), query_start.contiguous(), masks,
-            row_positions.contiguous() if row_positions is not None else query_start, out, q.stride(0), q.stride(1), heads * dim,
-            page_table.shape[1], masks.shape[1] if tree else 0, window, scale * _LOG2E,
+        _attention[(blocks_m, kv_heads, bs * splits)](
+            q, k_plane, v_plane, page_table.contiguous(), prefix_lens.contiguous(), kv_lens.contiguous(), starts, masks,
+            row_positions.contiguous() if row_positions is not None else starts, out, partial, stats, q.stride(0), q.stride(1), heads * dim,
+            page_table.shape[1], masks.shape[1] if tree else 0, window, scale * _LOG2E, rows, splits,
             WIDEN=not isinstance(_attention, triton.JITFunction), GROUP=group, KV_HEADS=kv_heads, DIM=dim, PAGE_SIZE=page_size, TREE=tree,
-            WINDOW=window > 0, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=max(16, _launch.next_power_of_2(dim)), num_warps=4, num_stages=2,
+            WINDOW=window > 0, SPLIT=splits > 1, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=4, num_stages=2,
         )  # fmt: skip
+        if splits > 1:
+            _merge[(max_query_len, heads, bs)](
+                starts, partial, stats, out, rows, splits, HEADS=heads, DIM=dim, BLOCK_S=splits, BLOCK_D=block_d, num_warps=1
+            )

@@ -43,5 +43,15 @@ def test_window_hides_what_lies_too_far_back(tree: bool) -> None:
     check_tree_attention("cpu", torch.float32, sequences, heads=2, kv_heads=2, dim=16, page_size=3, tree=tree, window=40, guards=Guards())
 
 
+@pytest.mark.parametrize("tree", [True, False])
+@pytest.mark.parametrize("dim", [16, 40])
+def test_one_long_sequence_is_split_over_programs(tree: bool, dim: int) -> None:
+    """One block of rows and a thousand tokens of K/V: splits that hold prefix only, both, and nothing (for the short neighbour)."""
+    sequences = [Sequence(700, 3), Sequence(1, 2)]
+    check_tree_attention(
+        "cpu", torch.float32, sequences, heads=2, kv_heads=1, dim=dim, page_size=3, tree=tree, guards=Guards(), spare_rows=1
+    )
+
+
 def test_prefill_longer_than_a_block() -> None:
     check_tree_attention("cpu", torch.float32, [Sequence(0, 150)], heads=2, kv_heads=1, dim=16, page_size=16, tree=False, guards=Guards())
