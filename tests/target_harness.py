@@ -299,9 +299,8 @@ def top_two_gap(decoder: Decoder, tokens: Sequence[int], sampling: SamplingParam
         filters = [torch.tensor([getattr(sampling, name)], dtype=dtype) for name, dtype in row.items()]
         scores = filter_logits(scores / sampling.temperature, *filters)
         seed = torch.tensor([sampling.seed - (1 << 64) if sampling.seed >> 63 else sampling.seed])
-        scores = scores + gumbel_noise(
-            seed, torch.tensor([len(tokens)]), torch.tensor([sampling.choice_index], dtype=torch.int32), scores.shape[1]
-        )
+        choice = torch.tensor([sampling.choice_index], dtype=torch.int32)
+        scores = scores + gumbel_noise(seed, torch.tensor([len(tokens)]), choice, scores.shape[1])
     best = scores[0].topk(2).values
     return float(best[0] - best[1])
 

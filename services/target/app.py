@@ -107,9 +107,9 @@ class Target:
     """Everything of one serving process but the gRPC server: model, pool, drafter, engine and its thread."""
 
     def __init__(self, settings: TargetSettings, make_drafter: DrafterFactory | None = None) -> None:
-        if settings.threads:
-            torch.set_num_threads(settings.threads)
         device = settings.torch_device()
+        if device.type == "cpu":
+            torch.set_num_threads(settings.cpu_threads())
         decoder = Decoder.load(settings.model, device, settings.torch_dtype(), progress=_progress_logger(settings.model))
         config = decoder.config
         num_pages = _num_pages(settings, config, decoder, device)

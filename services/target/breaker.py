@@ -6,7 +6,8 @@ from enum import Enum
 
 MISSES_TO_OPEN = 3
 FIRST_BACKOFF_S = 0.1
-LAST_BACKOFF_S = 0.8
+LAST_SLOW_BACKOFF_S = 0.2
+LAST_FAULTY_BACKOFF_S = 0.8
 
 
 class BreakerState(Enum):
@@ -49,7 +50,7 @@ class Breaker:
 
     def _open(self, now: float) -> None:
         if self.state is BreakerState.HALF_OPEN:
-            self._backoff_s = min(2 * self._backoff_s, LAST_BACKOFF_S)
+            self._backoff_s = min(2 * self._backoff_s, LAST_FAULTY_BACKOFF_S if self.faulty else LAST_SLOW_BACKOFF_S)
         self._misses = 0
         self._closed_until = now + self._backoff_s
         self.state = BreakerState.OPEN

@@ -24,7 +24,9 @@ ADVANTAGE = 1.02
 """How much faster than plain drafting must look to be chosen."""
 WAIT_SHARE = 0.75
 P99_MULTIPLE = 2.0
-UNMEASURED_WAIT_S = 0.25
+UNMEASURED_WAIT_S = 0.1
+ANSWERS_TO_JUDGE = 8
+"""The first proposals, cold on both sides, are waited for whatever they seem to be worth."""
 
 
 class RowState:
@@ -151,15 +153,14 @@ class SpeculationController:
         posterior expects more tokens than one, the plain steps that those tokens would take less the pass that verifies them.
         """
         plain_s = self.costs.plain_step(batch_size)
-        if plain_s is None:
+        if plain_s is None or self.costs.num_answers < ANSWERS_TO_JUDGE:
             return UNMEASURED_WAIT_S
         gain = plain_s
         for row in rows:
             depth = min(row.bound.depth, row.useful_depth)
             tokens = row.state.acceptance.expected_tokens(depth)[-1]
             gain = max(gain, tokens * plain_s - self.costs.verify(batch_size, batch_size + row.bound.max_nodes - 1))
-        p99 = self.costs.answer_p99
-        return WAIT_SHARE * gain if p99 is None else min(P99_MULTIPLE * p99, WAIT_SHARE * gain)
+        return min(P99_MULTIPLE * (self.costs.answer_p99 or 0.0), WAIT_SHARE * gain)
 
     @property
     def speedup_estimate(self) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 COST_WEIGHT = 0.15
+CHEAPER_WEIGHT = 0.5
 POSTERIOR_DECAY = 0.95
 PRIOR_STRENGTH = 3.0
 PRIOR_ACCEPTANCE = 0.6
@@ -39,7 +40,9 @@ class StepCosts:
 
     def observe_draft(self, depth: int, seconds: float) -> None:
         """Learn how long a proposal of `depth` levels kept the step waiting."""
-        self._draft[depth] = _blend(self._draft.get(depth), seconds)
+        average = self._draft.get(depth)
+        # Quick to believe that drafting is cheap (the first proposals are cold), slow to believe that it is dear.
+        self._draft[depth] = _blend(average, seconds, CHEAPER_WEIGHT if average is not None and seconds < average else COST_WEIGHT)
 
     def observe_answer(self, seconds: float) -> None:
         """Learn how long a proposal took from its announcement to its arrival."""
@@ -49,6 +52,11 @@ class StepCosts:
     def observe_overhead(self, seconds: float) -> None:
         """Learn the rest of a step: scheduling, committing, delivering."""
         self._overhead = _blend(self._overhead or None, seconds)
+
+    @property
+    def num_answers(self) -> int:
+        """How many of the latest proposals' times are known."""
+        return len(self._waits)
 
     @property
     def answer_p99(self) -> float | None:
@@ -144,5 +152,5 @@ def _bucket(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()
 
 
-def _blend(average: float | None, sample: float) -> float:
-    return sample if average is None else average + COST_WEIGHT * (min(sample, 4 * average) - average)
+def _blend(average: float | None, sample: float, weight: float = COST_WEIGHT) -> float:
+    return sample if average is None else average + weight * (min(sample, 4 * average) - average)

@@ -17,11 +17,11 @@ import torch
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.breaker import Breaker, BreakerState
 from outrider.services.target.draft_link import Connection, DraftLink, LinkEvent, TargetIdentity, Weight
+from outrider.services.target.draft_session import DraftSession
 from outrider.services.target.draft_trees import CheckedTree, check_tree, fence_from_proto, fence_to_proto, pad_trees, root_tree
 from outrider.shared.base.errors import OutriderError, ProtocolError
-from outrider.shared.rpc.tensors import MAX_CHUNK_BYTES, encode_tensor
+from outrider.shared.rpc.tensors import encode_tensor
 from outrider.shared.spec.drafter import DrafterState, FeatureSpec, ProposalRequest, ProposalRow, RoundResult, SequenceOpen
-from outrider.shared.spec.fence import Fence
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 MAX_PENDING_TOKENS = 256
@@ -30,38 +30,10 @@ BAD_TREES_TO_TRIP = 3
 WARMING_PATIENCE = 5.0
 """A draft that shows life may take this many fault deadlines to open a session."""
 NO_DEADLINE_US = 0
+REJECTED_FOR_S = 5.0
+"""How long a session is not offered again after a refusal that names no time."""
 
 _log = logging.getLogger("outrider.target.draft")
-
-
-class _Session:
-    """A followed sequence.
-
-    Attributes:
-        live: Open went out on the present connection and the draft has not lost it since.
-        lost: The engine must reopen it.
-        warm: The draft has answered for it since it was opened.
-        base_len, token_ids, features: Commits not sent yet, joined.
-        wanted: The fence and shape that an answer must match; None when none is awaited.
-        tree: The answer.
-        reason: Why the last proposal was empty.
-        rejected_until: The draft is full and asked to be left alone until then.
-    """
-
-    __slots__ = ("base_len", "features", "fence", "live", "lost", "reason", "rejected_until", "token_ids", "tree", "wanted", "warm")
-
-    def __init__(self, fence: Fence) -> None:
-        self.fence = fence
-        self.live = False
-        self.lost = False
-        self.warm = False
-        self.base_len = fence.committed_len
-        self.token_ids: list[int] = []
-        self.features: list[torch.Tensor] = []
-        self.wanted: ProposalRow | None = None
-        self.tree: CheckedTree | None = None
-        self.reason = ""
-        self.rejected_until = 0.0
 
 
 class RemoteDrafter:
@@ -80,7 +52,7 @@ class RemoteDrafter:
         self._connection: Connection | None = None
         self._hello = draft_pb2.HelloAck()
         self._spec: FeatureSpec | None = None
-        self._sessions: dict[int, _Session] = {}
+        self._sessions: dict[int, DraftSession] = {}
         self._announced: ProposalRequest | None = None
         self._draft_ms = 0.0
         self._bad_trees = 0
@@ -114,7 +86,7 @@ class RemoteDrafter:
     def open(self, sequences: Sequence[SequenceOpen]) -> None:
         """See `Drafter.open`."""
         for sequence in sequences:
-            session = self._sessions[sequence.fence.session_id] = _Session(sequence.fence)
+            session = self._sessions[sequence.fence.session_id] = DraftSession(sequence.fence)
             connection = self._usable()
             if connection is None:
                 session.lost = True
@@ -130,25 +102,18 @@ class RemoteDrafter:
             session.live = True
 
     def features(self, session_id: int, base: int, rows: torch.Tensor) -> None:
-        """See `Drafter.features`: chunks of at most 1 MiB on the bulk stream."""
+        """See `Drafter.features`: they travel on the bulk stream once the draft has taken the session up."""
         session = self._sessions.get(session_id)
         connection = self._usable()
         if session is None or not session.live:
             return
         if connection is None:
-            self._lose(session)
+            session.lose()
             return
-        per_chunk = max(1, MAX_CHUNK_BYTES // max(1, rows.shape[1] * rows.element_size()))
-        for start in range(0, rows.shape[0], per_chunk):
-            connection.send_bulk(
-                draft_pb2.BulkRequest(
-                    session_id=session_id,
-                    epoch=session.fence.epoch,
-                    base=base + start,
-                    features=encode_tensor(rows[start : start + per_chunk]),
-                    target_id=self._identity.target_id,
-                )
-            )
+        if session.acked:
+            session.send_rows(connection, self._identity.target_id, base, rows)
+        else:
+            session.held.append((base, rows))
 
     def commit(self, result: RoundResult) -> None:
         """See `Drafter.commit`. Kept until the next frame."""
@@ -182,7 +147,7 @@ class RemoteDrafter:
                 continue
             asked += 1
             session.wanted = row
-            commit = self._take_commit(session, features)
+            commit = session.take_commit(features)
             commit.shape.CopyFrom(draft_pb2.Shape(depth=row.shape.depth, topk=row.shape.topk, max_nodes=row.shape.max_nodes))
             commit.deadline_us = NO_DEADLINE_US if row.must_wait else deadline_us
             commit.want = draft_pb2.WANT_DRAFT
@@ -232,7 +197,7 @@ class RemoteDrafter:
 
     # ---- waiting
 
-    def _wait(self, awaited: list[tuple[ProposalRow, _Session]], deadline_s: float | None) -> None:
+    def _wait(self, awaited: list[tuple[ProposalRow, DraftSession]], deadline_s: float | None) -> None:
         """Take in messages until every awaited row is answered or its time is over."""
         started = time.monotonic()
         self._last_sign = started
@@ -254,14 +219,14 @@ class RemoteDrafter:
         if any(session.tree is not None for _row, session in awaited):
             self._breaker.success()
 
-    def _due(self, row: ProposalRow, session: _Session, started: float, deadline_s: float | None) -> float:
+    def _due(self, row: ProposalRow, session: DraftSession, started: float, deadline_s: float | None) -> float:
         if deadline_s is not None and not row.must_wait:
             return started + deadline_s
         if session.warm:
             return started + self._fault_deadline_s
         return min(self._last_sign + self._fault_deadline_s, started + WARMING_PATIENCE * self._fault_deadline_s)
 
-    def _missed(self, open_rows: list[tuple[ProposalRow, _Session]], patient: bool) -> None:
+    def _missed(self, open_rows: list[tuple[ProposalRow, DraftSession]], patient: bool) -> None:
         """Some rows got no answer in time: a fault if they could wait, else a miss, unless the draft is still opening them."""
         now = time.monotonic()
         for _row, session in open_rows:
@@ -303,28 +268,39 @@ class RemoteDrafter:
             self._spec = connection.spec
             self._bad_trees = 0
         for session in self._sessions.values():
-            self._lose(session)
-            session.reason = "draft_down" if self._connection is None else "resync"
+            session.lose("draft_down" if self._connection is None else "resync")
 
     def _reply(self, reply: draft_pb2.SessionReply) -> None:
         kind = reply.WhichOneof("message")
-        if kind == "frame":
+        if kind == "open":
+            self._opened(reply.open)
+        elif kind == "frame":
             self._draft_ms = reply.frame.draft_ms
             for tree in reply.frame.trees:
                 self._take_tree(tree)
         elif kind == "need_resync":
             session = self._sessions.get(reply.need_resync.session_id)
             if session is not None and session.fence.epoch == reply.need_resync.epoch:
-                self._lose(session)
-                session.reason = "resync"
+                session.lose("resync")
         elif kind == "reject":
             session = self._sessions.get(reply.reject.session_id)
             if session is not None:
-                self._lose(session)
-                session.reason = reply.reject.reason or "rejected"
-                session.rejected_until = time.monotonic() + max(reply.reject.retry_after_ms, 100) / 1e3
+                session.lose(reply.reject.reason or "rejected")
+                session.rejected_until = time.monotonic() + (reply.reject.retry_after_ms / 1e3 or REJECTED_FOR_S)
         elif kind == "hello":
             raise ProtocolError("a second Hello", field="hello")
+
+    def _opened(self, ack: draft_pb2.OpenAck) -> None:
+        """Send the rows that were held back, without those that the draft has kept from an earlier epoch."""
+        session = self._sessions.get(ack.session_id)
+        if session is None or not session.live or session.acked or session.fence.epoch != ack.epoch or self._connection is None:
+            return
+        session.acked = True
+        for base, rows in session.held:
+            known = min(max(ack.have_len - base, 0), rows.shape[0])
+            if known < rows.shape[0]:
+                session.send_rows(self._connection, self._identity.target_id, base + known, rows[known:])
+        session.held = []
 
     def _take_tree(self, tree: draft_pb2.Tree) -> None:
         """Keep a tree if it answers what is asked now; anything late, twice or of another epoch is dropped."""
@@ -353,24 +329,18 @@ class RemoteDrafter:
         """Return the connection if the draft may be talked to."""
         return None if self._breaker.refuses_all else self._connection
 
-    def _lose(self, session: _Session) -> None:
-        session.live, session.lost, session.warm = False, True, False
-        session.wanted, session.tree = None, None
-        session.token_ids.clear()
-        session.features.clear()
-
-    def _send_unasked(self, session: _Session, round_number: int) -> None:
+    def _send_unasked(self, session: DraftSession, round_number: int) -> None:
         """Send commits that have piled up, or give the session up while the draft is away."""
         connection = self._usable()
         if connection is None:
-            self._lose(session)
+            session.lose()
             return
         features: list[torch.Tensor] = []
-        commit = self._take_commit(session, features)
+        commit = session.take_commit(features)
         commit.want = draft_pb2.WANT_NOTHING
         _send_frame(connection, draft_pb2.TargetFrame(round=round_number, commits=[commit]), features)
 
-    def _obstacle(self, session: _Session, row: ProposalRow, connection: Connection | None, asked: int) -> str:
+    def _obstacle(self, session: DraftSession, row: ProposalRow, connection: Connection | None, asked: int) -> str:
         if connection is None:
             return DrafterState.DOWN.value
         if not session.live:
@@ -382,7 +352,7 @@ class RemoteDrafter:
         if not self._fits(row.shape):
             return "shape_above_draft"
         if session.fence != row.fence:
-            self._lose(session)
+            session.lose()
             return "resync"
         return ""
 
@@ -390,21 +360,6 @@ class RemoteDrafter:
         hello = self._hello
         caps = ((shape.depth, hello.max_steps), (shape.topk, hello.max_topk), (shape.max_nodes, hello.max_nodes))
         return all(not cap or value <= cap for value, cap in caps)
-
-    def _take_commit(self, session: _Session, features: list[torch.Tensor]) -> draft_pb2.Commit:
-        """Return the session's commits as one; appends its rows to the frame's."""
-        commit = draft_pb2.Commit(
-            fence=fence_to_proto(session.fence),
-            base_len=session.base_len,
-            token_ids=session.token_ids,
-            feature_row=sum(rows.shape[0] for rows in features),
-            num_feature_rows=sum(rows.shape[0] for rows in session.features),
-        )
-        features.extend(session.features)
-        session.base_len = session.fence.committed_len
-        session.token_ids = []
-        session.features = []
-        return commit
 
 
 def _send_frame(connection: Connection, frame: draft_pb2.TargetFrame, features: list[torch.Tensor]) -> None:

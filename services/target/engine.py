@@ -373,8 +373,10 @@ class TargetEngine:
         executed = executed_step(decodes, outcomes, num_nodes, drafts, proposal.depth if proposal else 0, times)
         if self._drafts:
             self.controller.observe(executed)
-            if proposal is not None and max(num_nodes) > 1:
-                self.controller.costs.observe_answer(times.proposed - times.announced)
+            if proposal is not None:
+                # Without an answer it would have taken longer than it was waited for.
+                answered = max(num_nodes) > 1
+                self.controller.costs.observe_answer((times.proposed - times.announced) * (1.0 if answered else 2.0))
         self.metrics.observe_round(executed, times)
 
     def _commit(self, commits: Seq[Commit | None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -72,7 +73,7 @@ class TargetSettings(ServiceSettings):
     mem_fraction_static: float = Field(0.85, gt=0, lt=1, description="Share of the GPU's memory for weights and KV cache.")
     max_model_len: int | None = Field(None, ge=2, description="Longest prompt + answer; by default what the model was trained for.")
     prefill_chunk: int = Field(512, ge=1, description="Most prompt tokens per step.")
-    threads: int | None = Field(None, ge=1, description="CPU threads of the model; by default torch's own choice.")
+    threads: int | None = Field(None, ge=1, description="CPU threads of the model; by default half of the cores.")
     draft_wait_s: float = Field(20.0, ge=0, description="At start: wait this long for the draft before serving without it.")
     draft_fault_deadline_s: float = Field(2.0, gt=0, description="A draft that owes an answer for longer counts as faulty.")
     drain_notice_s: float = Field(0.0, ge=0, description="On SIGTERM: time between not serving and refusing new requests.")
@@ -118,6 +119,10 @@ class TargetSettings(ServiceSettings):
         if self.device != Device.AUTO.value:
             return torch.device(self.device)
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def cpu_threads(self) -> int:
+        """Return how many threads a forward pass uses on the CPU; more than there are free cores makes every step wait for the slowest."""
+        return self.threads or max(1, (os.cpu_count() or 1) // 2)
 
     def torch_dtype(self) -> torch.dtype | None:
         """Return the dtype, or None for the device's default."""

@@ -1,0 +1,97 @@
+"""What the remote drafter remembers of one followed sequence."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.draft.v1 import draft_pb2
+from outrider.services.target.draft_link import Connection
+from outrider.services.target.draft_trees import CheckedTree, fence_to_proto
+from outrider.shared.rpc.tensors import MAX_CHUNK_BYTES, encode_tensor
+from outrider.shared.spec.drafter import ProposalRow
+from outrider.shared.spec.fence import Fence
+
+
+class DraftSession:
+    """A followed sequence.
+
+    Attributes:
+        live: Open went out on the present connection and the draft has not lost it since.
+        acked: The draft has taken it up; rows on the bulk stream could overtake Open, so they are held until then.
+        held: Rows that wait for that, by their first position.
+        lost: The engine must reopen it.
+        warm: The draft has answered for it since it was opened.
+        base_len, token_ids, features: Commits not sent yet, joined.
+        wanted: The fence and shape that an answer must match; None when none is awaited.
+        tree: The answer.
+        reason: Why the last proposal was empty.
+        rejected_until: The draft is full and asked to be left alone until then.
+    """
+
+    __slots__ = (
+        "acked",
+        "base_len",
+        "features",
+        "fence",
+        "held",
+        "live",
+        "lost",
+        "reason",
+        "rejected_until",
+        "token_ids",
+        "tree",
+        "wanted",
+        "warm",
+    )
+
+    def __init__(self, fence: Fence) -> None:
+        self.fence = fence
+        self.live = False
+        self.acked = False
+        self.held: list[tuple[int, torch.Tensor]] = []
+        self.lost = False
+        self.warm = False
+        self.base_len = fence.committed_len
+        self.token_ids: list[int] = []
+        self.features: list[torch.Tensor] = []
+        self.wanted: ProposalRow | None = None
+        self.tree: CheckedTree | None = None
+        self.reason = ""
+        self.rejected_until = 0.0
+
+    def lose(self, reason: str = "") -> None:
+        """Forget everything that the draft was told; the engine reopens the sequence."""
+        self.live, self.lost, self.warm, self.acked = False, True, False, False
+        self.wanted, self.tree = None, None
+        self.reason = reason or self.reason
+        self.held.clear()
+        self.token_ids.clear()
+        self.features.clear()
+
+    def take_commit(self, frame_features: list[torch.Tensor]) -> draft_pb2.Commit:
+        """Return the pending commits as one message; appends their rows to the frame's."""
+        commit = draft_pb2.Commit(
+            fence=fence_to_proto(self.fence),
+            base_len=self.base_len,
+            token_ids=self.token_ids,
+            feature_row=sum(rows.shape[0] for rows in frame_features),
+            num_feature_rows=sum(rows.shape[0] for rows in self.features),
+        )
+        frame_features.extend(self.features)
+        self.base_len = self.fence.committed_len
+        self.token_ids = []
+        self.features = []
+        return commit
+
+    def send_rows(self, connection: Connection, target_id: str, base: int, rows: torch.Tensor) -> None:
+        """Send feature rows on the bulk stream in chunks of at most 1 MiB."""
+        per_chunk = max(1, MAX_CHUNK_BYTES // max(1, rows.shape[1] * rows.element_size()))
+        for start in range(0, rows.shape[0], per_chunk):
+            message = draft_pb2.BulkRequest(
+                session_id=self.fence.session_id,
+                epoch=self.fence.epoch,
+                base=base + start,
+                features=encode_tensor(rows[start : start + per_chunk]),
+                target_id=target_id,
+            )
+            connection.send_bulk(message)
