@@ -71,7 +71,7 @@ package-test: $(DEV_STAMP)
 # Needs a Docker engine: DOCKER_HOST, or LOCAL_DOCKER=path of a helper that starts one (tests/compose says what it must do).
 LOCAL_DOCKER ?= $(wildcard ../shared/tools/local-docker)
 test-compose: $(DEV_STAMP)
-	LOCAL_DOCKER=$(LOCAL_DOCKER) $(PYTEST) -s --timeout 1800 tests/compose
+	LOCAL_DOCKER=$(LOCAL_DOCKER) $(PYTEST) -v --timeout 1800 tests/compose
 
 setup: $(SERVE_STAMP)
 dev: $(DEV_STAMP)
