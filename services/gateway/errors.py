@@ -29,7 +29,8 @@ TYPE_OF_CODE = {
     ErrorCode.UNAVAILABLE: "service_unavailable_error",
 }
 # Branches of a union that pydantic puts into an error's location.
-UNION_TAGS = ("str", "int", "float", "bool", "list[", "dict[", "tuple[", "function-", "constrained-", "literal[")
+PLAIN_TAGS = frozenset(["str", "int", "float", "bool"])
+TAG_PREFIXES = ("list[", "dict[", "tuple[", "function-", "constrained-", "literal[")
 
 
 class JsonResponse(Response):
@@ -102,7 +103,7 @@ def explain_validation(problems: Sequence[Mapping[str, Any]]) -> InvalidRequestE
 def _field_of(problem: Mapping[str, Any]) -> str:
     parts: list[str] = []
     for part in problem["loc"]:
-        if isinstance(part, str) and part.lower().startswith(UNION_TAGS) and parts:
+        if isinstance(part, str) and parts and (part in PLAIN_TAGS or part.startswith(TAG_PREFIXES)):
             break
         parts.append(str(part))
     return ".".join(parts[1:] if parts[:1] == ["body"] else parts)

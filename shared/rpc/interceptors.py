@@ -60,7 +60,10 @@ class ErrorInterceptor(grpc.ServerInterceptor):
     def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], _Handler | None], handler_call_details: grpc.HandlerCallDetails
     ) -> _Handler | None:
-        handler = continuation(handler_call_details)
+        try:
+            handler = continuation(handler_call_details)
+        except OutriderError as error:
+            return _refusing(_guard_stream, error)
         return None if handler is None else _wrap(handler, _guard_unary, _guard_stream)
 
 
@@ -70,7 +73,10 @@ class AioErrorInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]], handler_call_details: grpc.HandlerCallDetails
     ) -> _Handler | None:
-        handler = await continuation(handler_call_details)
+        try:
+            handler = await continuation(handler_call_details)
+        except OutriderError as error:
+            return _refusing(_guard_aio_stream, error)
         return None if handler is None else _wrap(handler, _guard_aio_unary, _guard_aio_stream)
 
 
@@ -83,6 +89,15 @@ def _wrap(handler: _Handler, unary: Callable[[_Behaviour], _Behaviour], stream: 
     make = cast(Callable[..., _Handler], getattr(grpc, f"{name}_rpc_method_handler"))
     guarded = (stream if handler.response_streaming else unary)(behaviour)
     return make(guarded, request_deserializer=_tolerant(handler.request_deserializer), response_serializer=handler.response_serializer)
+
+
+def _refusing(guard: Callable[[_Behaviour], _Behaviour], error: OutriderError) -> _Handler:
+    """Return a handler that fails every call with `error`: what an inner interceptor raised. It reads no request, so it fits all kinds."""
+
+    def refuse(_request: Any, _context: Any) -> Any:
+        raise error
+
+    return grpc.stream_stream_rpc_method_handler(guard(refuse))
 
 
 def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:

@@ -87,12 +87,13 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
         self._server.set_serving(serving)
 
     def stop(self) -> None:
-        for running in list(self._running.values()):
-            running.cancelled.set()
-            running.active.set()
         if self._server:
             self._server.stop(0)
             self._server = None
+        # Nobody listens any more; the threads may end.
+        for running in list(self._running.values()):
+            running.cancelled.set()
+            running.active.set()
 
     @property
     def live(self) -> int:

@@ -198,3 +198,34 @@ def test_a_peer_without_our_details_is_mapped_by_its_status() -> None:
     with connect("127.0.0.1:1") as channel, pytest.raises(grpc.RpcError) as caught:
         target_pb2_grpc.TargetStub(channel).GetInfo(target_pb2.GetInfoRequest(), timeout=5)
     assert error_from_rpc(caught.value).code is ErrorCode.UNAVAILABLE
+
+
+async def test_what_an_inner_interceptor_raises_refuses_calls_of_every_kind() -> None:
+    error = OutriderError("no key", code=ErrorCode.UNAUTHENTICATED, reason="invalid_api_key")
+
+    class Refusing(grpc.ServerInterceptor):
+        def intercept_service(self, continuation, handler_call_details):
+            raise error
+
+    class AioRefusing(grpc.aio.ServerInterceptor):
+        async def intercept_service(self, continuation, handler_call_details):
+            raise error
+
+    threaded = sync_server("127.0.0.1:0", [(ADD, SyncTarget(error))], [NAME], max_workers=2, interceptors=[Refusing()])
+    threaded.start()
+    looped = aio_server("127.0.0.1:0", [(ADD, AioTarget(error))], [NAME], interceptors=[AioRefusing()])
+    await looped.start()
+    try:
+        for address in (threaded.address, looped.address):
+            async with connect_aio(address) as channel:
+                stub = target_pb2_grpc.TargetStub(channel)
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await stub.GetInfo(target_pb2.GetInfoRequest(), timeout=10)
+                assert same(error_from_rpc(caught.value), error)
+                for call in (stub.Generate(target_pb2.GenerateRequest(), timeout=10), stub.Session(timeout=10)):
+                    with pytest.raises(grpc.aio.AioRpcError) as caught:
+                        await call.read()
+                    assert same(error_from_rpc(caught.value), error)
+    finally:
+        await looped.stop(0)
+        threaded.stop(0)

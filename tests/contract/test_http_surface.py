@@ -1,0 +1,414 @@
+"""The HTTP surface beside generation: errors of transport, authentication, ids, overload, readiness, metrics, draining."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from fake_target import FakeTarget, Script
+from gateway_thread import GatewayThread
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tokenizers import Tokenizer
+
+from outrider.gateway.v1 import gateway_pb2, gateway_pb2_grpc
+from outrider.services.gateway.app import create_app
+
+TIMEOUT_S = 30
+CHAT = "/v1/chat/completions"
+MakeGateway = Callable[..., GatewayThread]
+
+
+@pytest.fixture
+def http(gateway: GatewayThread) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=gateway.stack.base_url, timeout=TIMEOUT_S) as client:
+        yield client
+
+
+def client_of(gateway: GatewayThread, **options: Any) -> httpx.Client:
+    return httpx.Client(base_url=gateway.stack.base_url, timeout=TIMEOUT_S, **options)
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return error
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[1, 2]",
+        b'"text"',
+        b"null",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"messages": NaN}',
+        b'{"max_tokens": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "\\ud800", "messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"\\ud800": 1}',
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/generate", "/tokenize"])
+def test_a_body_that_is_no_request_is_a_400(http: httpx.Client, path: str, body: bytes) -> None:
+    response = http.post(path, content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code == 400
+    assert error_of(response)["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+def test_other_content_types_are_a_415(http: httpx.Client, content_type: str) -> None:
+    response = http.post(CHAT, content=b"{}", headers={"Content-Type": content_type})
+    assert response.status_code == 415
+    assert error_of(response)["code"] == "unsupported_media_type"
+
+
+def test_a_large_body_is_a_413_with_and_without_its_length(http: httpx.Client) -> None:
+    large = b" " * (1024 * 1024 + 1)
+    headers = {"Content-Type": "application/json"}
+    assert http.post(CHAT, content=large, headers=headers).status_code == 413
+    assert http.post(CHAT, content=iter([large[:1000], large[1000:]]), headers=headers).status_code == 413
+
+
+def test_unknown_paths_and_methods_are_errors_of_the_same_shape(http: httpx.Client) -> None:
+    missing = http.get("/nope")
+    assert (missing.status_code, error_of(missing)["code"]) == (404, "not_found")
+    wrong = http.get(CHAT)
+    assert (wrong.status_code, error_of(wrong)["code"]) == (405, "method_not_allowed")
+    # No cross-origin access: a browser's preflight is refused like any other method.
+    preflight = http.options(CHAT, headers={"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"})
+    assert preflight.status_code == 405
+    assert "access-control-allow-origin" not in preflight.headers
+
+
+def test_the_request_id_is_echoed_or_made(http: httpx.Client) -> None:
+    assert http.get("/health", headers={"X-Request-Id": "mine-1"}).headers["X-Request-Id"] == "mine-1"
+    assert http.get("/nope", headers={"X-Request-Id": "mine-2"}).headers["X-Request-Id"] == "mine-2"
+    made = [http.get("/health").headers["X-Request-Id"] for _ in range(2)]
+    assert made[0] != made[1]
+    # What could break a log line or a header is replaced.
+    assert http.get("/health", headers={"X-Request-Id": "a" * 500}).headers["X-Request-Id"] != "a" * 500
+
+
+@pytest.mark.parametrize("value", ["0", "-5", "soon", "1e3", "9" * 30])
+def test_a_malformed_deadline_is_named(http: httpx.Client, value: str) -> None:
+    response = http.post("/v1/completions", json={"prompt": "x"}, headers={"X-Request-Deadline-Ms": value})
+    assert (response.status_code, error_of(response)["param"]) == (400, "X-Request-Deadline-Ms")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "param"),
+    [
+        ("messages", [], "messages"),
+        ("messages", "hello", "messages"),
+        ("messages", [{"role": "robot", "content": "x"}], "messages.0.role"),
+        ("messages", [{"role": "user"}], "messages.0.content"),
+        ("messages", [{"role": "user", "content": 5}], "messages.0.content"),
+        ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "messages.0.content.0"),
+        ("messages", [{"role": "tool", "content": "x"}], "messages.0.role"),
+        ("messages", [{"role": "user", "content": "x", "colour": 1}], "messages.0.colour"),
+        ("max_tokens", "5", "max_tokens"),
+        ("max_tokens", 5.5, "max_tokens"),
+        ("max_tokens", True, "max_tokens"),
+        ("max_completion_tokens", 0, "max_tokens"),
+        ("temperature", 2.5, "temperature"),
+        ("temperature", "hot", "temperature"),
+        ("top_p", 0, "top_p"),
+        ("top_k", -2, "top_k"),
+        ("min_p", 1.5, "min_p"),
+        ("n", 0, "n"),
+        ("n", 17, "n"),
+        ("seed", 1 << 64, "seed"),
+        ("stop", ["a"] * 5, "stop"),
+        ("stop", [""], "stop"),
+        ("stop", ["x" * 300], "stop"),
+        ("stop", {"a": 1}, "stop"),
+        ("stop_token_ids", [10**6], "stop_token_ids"),
+        ("stream", "yes", "stream"),
+        ("stream_options", {"include_usage": True}, "stream_options"),
+        ("speculation", {"mode": "maybe"}, "speculation.mode"),
+        ("speculation", {"max_nodes": 129}, "speculation.max_nodes"),
+        ("speculation", {"topk": 0}, "speculation.topk"),
+        ("speculation", {"width": 3}, "speculation.width"),
+        ("speculation", "on", "speculation"),
+        ("presence_penalty", 0.1, "presence_penalty"),
+        ("frequency_penalty", -1, "frequency_penalty"),
+        ("repetition_penalty", 1.1, "repetition_penalty"),
+        ("logprobs", True, "logprobs"),
+        ("top_logprobs", 3, "top_logprobs"),
+        ("logit_bias", {"1": 2}, "logit_bias"),
+        ("response_format", {"type": "json_object"}, "response_format"),
+        ("tools", [{"type": "function"}], "tools"),
+        ("tool_choice", "required", "tool_choice"),
+        ("min_tokens", 1, "min_tokens"),
+        ("regex", "a+", "regex"),
+        ("modalities", ["audio"], "modalities"),
+        ("chat_template_kwargs", {"messages": []}, "chat_template_kwargs.messages"),
+        ("chat_template_kwargs", {"thinking": [1]}, "chat_template_kwargs.thinking"),
+        ("made_up", None, "made_up"),
+    ],
+)
+def test_a_wrong_field_is_named_and_nothing_reaches_the_target(
+    http: httpx.Client, fake: FakeTarget, field: str, value: Any, param: str
+) -> None:
+    response = http.post(CHAT, json={"messages": [{"role": "user", "content": "x"}], field: value})
+    assert response.status_code == 400
+    error = error_of(response)
+    assert error["param"] == param
+    assert param.rsplit(".", 1)[-1] in error["message"]
+    assert fake.seen == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "x", "prompt_cache_key": "k"},
+        {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1, "logit_bias": {}, "min_tokens": 0, "tools": []},
+        {"response_format": {"type": "text"}, "logprobs": False, "top_logprobs": 0, "tool_choice": "none", "modalities": ["text"]},
+        {"parallel_tool_calls": True, "separate_reasoning": True, "reasoning_effort": "low", "chat_template_kwargs": {"thinking": False}},
+        {"temperature": None, "stop": None, "stream": None, "n": None, "seed": None, "speculation": None, "stream_options": None},
+        {"max_tokens": 4, "max_completion_tokens": 4, "top_k": -1, "top_p": 1, "min_p": 0, "temperature": 0, "stop": "x", "seed": -5},
+    ],
+)
+def test_neutral_and_irrelevant_fields_pass(http: httpx.Client, fields: dict[str, Any]) -> None:
+    response = http.post(CHAT, json={"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, **fields})
+    assert response.status_code == 200, response.text
+
+
+def test_limits_that_contradict_each_other_are_refused(http: httpx.Client) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "max_completion_tokens": 5}
+    assert error_of(http.post(CHAT, json=body))["param"] == "max_tokens"
+
+
+def test_every_route_needs_a_key_but_health_and_readiness(make_gateway: MakeGateway) -> None:
+    gateway = make_gateway(api_key=("right", "other"))
+    public = set()
+    with client_of(gateway) as http:
+        paths = create_app(gateway.server.core).openapi()["paths"]
+        assert len(paths) >= 14
+        for path, operations in {**paths, "/openapi.json": {"get": {}}}.items():
+            for method in operations:
+                response = http.request(method, path.replace("{model}", "toy"), json={} if method == "post" else None)
+                if response.status_code == 401:
+                    assert error_of(response)["code"] == "invalid_api_key"
+                    assert response.headers["WWW-Authenticate"] == "Bearer"
+                else:
+                    public.add(path)
+        assert public == {"/health", "/ready"}
+        assert http.get("/no-such-path").status_code == 401
+        for header in ("Bearer wrong", "Bearer right2", "Bearer", "Basic right", "right", "Bearer r\u00efght"):
+            assert http.get("/v1/models", headers={"Authorization": header.encode("latin-1")}).status_code == 401
+        for key in ("right", "other"):
+            assert http.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
+            assert http.get("/v1/models", headers={"Authorization": f"bearer {key}"}).status_code == 200
+
+
+def test_grpc_needs_the_key_too_but_for_health(make_gateway: MakeGateway) -> None:
+    gateway = make_gateway(api_key=("right",))
+    with grpc.insecure_channel(gateway.stack.grpc_address) as channel:
+        stub = gateway_pb2_grpc.InferenceStub(channel)
+        for metadata in ((), (("authorization", "Bearer wrong"),)):
+            with pytest.raises(grpc.RpcError) as caught:
+                stub.ListModels(gateway_pb2.ListModelsRequest(), timeout=TIMEOUT_S, metadata=metadata)
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        right = (("authorization", "Bearer right"),)
+        assert stub.ListModels(gateway_pb2.ListModelsRequest(), timeout=TIMEOUT_S, metadata=right).models
+        health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+        assert health.status in (health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING)
+
+
+def test_names_of_the_model(make_gateway: MakeGateway) -> None:
+    body = {"prompt": [9], "max_tokens": 1}
+    with client_of(make_gateway(served_model_name=("alpha", "beta"))) as http:
+        assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["alpha", "beta"]
+        assert http.post("/v1/completions", json={"model": "beta", **body}).json()["model"] == "beta"
+        assert http.post("/v1/completions", json=body).json()["model"] == "alpha"
+        assert error_of(http.post("/v1/completions", json={"model": "toy", **body}))["code"] == "model_not_found"
+    with client_of(make_gateway(any_model=True)) as http:
+        assert http.post("/v1/completions", json={"model": "gpt-99", **body}).json()["model"] == "gpt-99"
+
+
+def test_a_full_queue_is_a_429_before_any_work(make_gateway: MakeGateway, fake: FakeTarget) -> None:
+    arrived = threading.Semaphore(0)
+    gate = threading.Event()
+
+    def script(request):
+        arrived.release()
+        gate.wait(TIMEOUT_S)
+        return Script([[9]])
+
+    fake.script = script
+    gateway = make_gateway(max_queued_requests=2)
+    body = {"prompt": [9], "max_tokens": 1}
+    with client_of(gateway) as http, ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(http.post, "/v1/completions", json=body) for _ in range(2)]
+        for _ in waiting:
+            assert arrived.acquire(timeout=TIMEOUT_S)
+        for path, refused in (
+            ("/v1/completions", body),
+            ("/generate", {"text": "x"}),
+            (CHAT, {"messages": [{"role": "user", "content": "x"}]}),
+        ):
+            response = http.post(path, json=refused)
+            assert response.status_code == 429
+            assert int(response.headers["Retry-After"]) >= 1
+            assert error_of(response)["code"] == "overloaded"
+        assert len(fake.seen) == 2
+        gate.set()
+        assert [one.result(TIMEOUT_S).status_code for one in waiting] == [200, 200]
+        assert http.post("/v1/completions", json=body).status_code == 200
+
+
+def test_the_queue_is_bounded_in_prompt_tokens_too(make_gateway: MakeGateway, fake: FakeTarget) -> None:
+    arrived, gate = threading.Event(), threading.Event()
+
+    def script(request):
+        arrived.set()
+        gate.wait(TIMEOUT_S)
+        return Script([[9]])
+
+    fake.script = script
+    with client_of(make_gateway(max_queued_prompt_tokens=100)) as http, ThreadPoolExecutor(1) as pool:
+        # One that alone is larger than the limit may still run when nothing else waits.
+        first = pool.submit(http.post, "/v1/completions", json={"prompt": [9] * 150, "max_tokens": 1})
+        assert arrived.wait(TIMEOUT_S)
+        assert http.post("/v1/completions", json={"prompt": [9] * 10, "max_tokens": 1}).status_code == 429
+        gate.set()
+        assert first.result(TIMEOUT_S).status_code == 200
+        assert http.post("/v1/completions", json={"prompt": [9] * 10, "max_tokens": 1}).status_code == 200
+
+
+def test_without_a_tokenizer_ids_go_in_and_come_out(make_gateway: MakeGateway) -> None:
+    with client_of(make_gateway(tokenizer=None)) as http:
+        choice = http.post("/v1/completions", json={"prompt": [9, 10], "max_tokens": 3}).json()["choices"][0]
+        assert (choice["text"], len(choice["token_ids"])) == ("", 3)
+        streamed = http.post("/v1/completions", json={"prompt": [9, 10], "max_tokens": 3, "temperature": 0, "stream": True}).text
+        chunks = [json.loads(line[6:]) for line in streamed.split("\n\n") if line.startswith("data: {")]
+        assert sum(len(chunk["choices"][0].get("token_ids", [])) for chunk in chunks) == 3
+        reply = http.post("/generate", json={"input_ids": [9, 10], "sampling_params": {"max_new_tokens": 3}}).json()
+        assert (reply["text"], len(reply["output_ids"])) == ("", 3)
+        for path, body, param in (
+            ("/v1/completions", {"prompt": "x"}, "prompt"),
+            ("/generate", {"text": "x"}, "text"),
+            (CHAT, {"messages": [{"role": "user", "content": "x"}]}, "messages"),
+            ("/v1/completions", {"prompt": [9], "stop": "x"}, "stop"),
+            ("/tokenize", {"prompt": "x"}, "prompt"),
+        ):
+            response = http.post(path, json=body)
+            assert (response.status_code, error_of(response)["code"], error_of(response)["param"]) == (400, "no_tokenizer", param)
+
+
+def test_a_model_without_chat_template_says_so(make_gateway: MakeGateway, tmp_path) -> None:
+    from toy_text import make_tokenizer
+
+    with client_of(make_gateway(tokenizer=make_tokenizer(tmp_path, template=None))) as http:
+        error = error_of(http.post(CHAT, json={"messages": [{"role": "user", "content": "x"}]}))
+        assert error["code"] == "no_chat_template"
+        assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+
+
+def test_metrics_hold_ours_and_the_targets_each_family_once(make_gateway: MakeGateway, tokenizer: Tokenizer) -> None:
+    text = (
+        "# HELP outrider_prompt_tokens_total theirs\n# TYPE outrider_prompt_tokens_total counter\noutrider_prompt_tokens_total 77\n"
+        "# HELP outrider_num_requests_running Running.\n# TYPE outrider_num_requests_running gauge\noutrider_num_requests_running 3\n"
+    )
+    target = FakeTarget(tokenizer.get_vocab_size(), prometheus_text=text)
+    try:
+        with client_of(make_gateway(target=target.start())) as http:
+            http.post("/v1/completions", json={"prompt": [9, 9], "max_tokens": 3})
+            exposition = http.get("/metrics")
+            lines = exposition.text.splitlines()
+            assert exposition.headers["content-type"].startswith("text/plain; version=0.0.4")
+            assert "outrider_prompt_tokens_total 2.0" in lines
+            assert "outrider_generation_tokens_total 3.0" in lines
+            assert 'outrider_request_success_total{finished_reason="length"} 1.0' in lines
+            assert 'outrider_http_requests_total{route="/v1/completions",status="200"} 1.0' in lines
+            assert "outrider_time_to_first_token_seconds_count 1.0" in lines
+            assert "outrider_num_requests_running 3" in lines
+            families = [line.split()[2] for line in lines if line.startswith("# TYPE ")]
+            assert len(families) == len(set(families))
+            http.get("/made-up-path")
+            assert "made-up-path" not in http.get("/metrics").text
+    finally:
+        target.stop()
+
+
+def test_a_gateway_without_its_target_is_alive_and_not_ready(make_gateway: MakeGateway, tokenizer: Tokenizer) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    gateway = make_gateway(target=address, ready=False)
+    body = {"prompt": [9], "max_tokens": 2}
+    with client_of(gateway) as http:
+        assert http.get("/health").status_code == 200
+        assert http.get("/metrics").status_code == 200
+        for response in (http.get("/ready"), http.post("/v1/completions", json=body), http.get("/v1/models")):
+            assert (response.status_code, error_of(response)["code"]) == (503, "target_unavailable")
+            assert response.headers["Retry-After"]
+        target = FakeTarget(tokenizer.get_vocab_size())
+        target.start(address)
+        gateway.wait_ready()
+        assert http.get("/ready").status_code == 200
+        assert http.post("/v1/completions", json=body).status_code == 200
+        # The target says that it drains: no new requests, by its own word.
+        target.set_serving(False)
+        gateway.wait_ready(False)
+        assert http.post("/v1/completions", json=body).status_code == 503
+        target.stop()
+        again = FakeTarget(tokenizer.get_vocab_size())
+        again.start(address)
+        gateway.wait_ready()
+        assert http.post("/v1/completions", json=body).status_code == 200
+        again.stop()
+
+
+def test_a_target_that_dies_ends_its_streams_with_an_error(make_gateway: MakeGateway, tokenizer: Tokenizer) -> None:
+    target = FakeTarget(tokenizer.get_vocab_size())
+    target.script = lambda request: Script([[40]], finish=False)
+    gateway = make_gateway(target=target.start())
+    with (
+        client_of(gateway) as http,
+        http.stream("POST", "/v1/completions", json={"prompt": [9], "max_tokens": 9, "stream": True}) as stream,
+    ):
+        lines = stream.iter_lines()
+        assert next(lines).startswith("data: ")
+        target.stop()
+        rest = [line for line in lines if line]
+    assert json.loads(rest[-2][6:])["error"]["code"] == "target_lost"
+    assert rest[-1] == "data: [DONE]"
+
+
+def test_draining_finishes_streams_and_refuses_the_rest(make_gateway: MakeGateway, fake: FakeTarget) -> None:
+    gate = threading.Semaphore(0)
+    fake.script = lambda request: Script([[40], [41], [42]], gate=gate)
+    gateway = make_gateway(drain_notice_s=0.0)
+    core = gateway.server.core
+    body = {"prompt": [9], "max_tokens": 3}
+    with client_of(gateway) as http, grpc.insecure_channel(gateway.stack.grpc_address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+        assert any(reply.status == health_pb2.HealthCheckResponse.SERVING for reply in watch)
+        with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: ")
+            drained = gateway.submit(gateway.server.drain())
+            assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            with client_of(gateway) as late:
+                for response in (late.get("/ready"), late.post("/v1/completions", json=body)):
+                    assert (response.status_code, error_of(response)["code"]) == (503, "draining")
+                    assert response.headers["Retry-After"]
+                assert late.get("/health").status_code == 200
+            assert not drained.done()
+            gate.release(2)
+            assert list(lines)[-2] == "data: [DONE]"
+        drained.result(TIMEOUT_S)
+        assert core.idle.is_set()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(gateway.stack.base_url + "/health")
