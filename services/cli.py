@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -100,11 +101,19 @@ def up(
         transport=transport,
         log_level=log_level,
     )
-    console = Console(stderr=True, highlight=False)
+    console = StatusConsole(stderr=True, highlight=False)
     with StopSignal() as stop, launch.running_stack(options, _echo_to(console), _progress_to(console), lambda: stop.requested) as stack:
         console.print(f"[bold green]up[/] {stack.url}  (OpenAI API at {stack.url}/v1; gRPC on port {port + 1})", soft_wrap=True)
         stop.wait()
         console.print("stopping")
+
+
+class StatusConsole(Console):
+    """Goes quiet when nobody reads any more, instead of ending the thread that looks after a child."""
+
+    def on_broken_pipe(self) -> None:
+        """See `Console.on_broken_pipe`."""
+        self.quiet = True
 
 
 def _draft_folder(target: Path | None, draft: str | None) -> Path | None:
@@ -273,6 +282,7 @@ def demo(
     """Serve the embedded pair in three processes, answer a prompt, and measure speculation on and off side by side."""
     from outrider.services.demo import run_demo
 
+    _leave_on_terminate()
     raise typer.Exit(run_demo(prompt, device, tokens))
 
 
@@ -291,6 +301,7 @@ def bench(
     """Measure speculative against plain decoding, paired per prompt, on three processes over gRPC at batch 1."""
     from outrider.bench.speculation import BenchOptions, run_bench
 
+    _leave_on_terminate()
     options = BenchOptions(
         prompts=prompts,
         num_prompts=num_prompts,
@@ -301,6 +312,11 @@ def bench(
         output=output,
     )
     raise typer.Exit(run_bench(options))
+
+
+def _leave_on_terminate() -> None:
+    """Turn SIGTERM into an ordinary exit, so that the stack in hand is stopped on the way out."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 EXIT_CODES = {ErrorCode.INVALID_ARGUMENT: 2, ErrorCode.CANCELLED: 130}

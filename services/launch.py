@@ -61,7 +61,6 @@ class StackOptions:
         host, port: The gateway's REST address; gRPC listens on the next port.
         skip_tokenizer: Token ids only.
         transport: AUTO takes the draft into the target's process on a machine with one GPU, else a process of its own.
-        extra: Further flags by service name, passed on as they are.
     """
 
     target: Path = DEMO_TARGET
@@ -76,7 +75,6 @@ class StackOptions:
     skip_tokenizer: bool = False
     transport: Transport = Transport.AUTO
     log_level: str = "info"
-    extra: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,18 +99,17 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
     draft_address = f"unix:{runtime_dir / 'draft.sock'}" if options.draft and not inproc else None
     shape = {"num-steps": options.num_steps, "topk": options.topk, "num-draft-tokens": options.num_draft_tokens}
     placement = {"device": options.device, "dtype": options.dtype, "log-level": options.log_level}
-    extra = dict(options.extra)
 
     gateway = {"host": options.host, "port": options.port, "grpc-port": options.port + 1, "target": target_address}
     gateway |= {"tokenizer": None if options.skip_tokenizer else options.target, "log-level": options.log_level}
     drafter = draft_address or (f"{INPROC}{options.draft}" if options.draft else "none")
     children = [
-        _child("gateway", gateway, extra),
-        _child("target", {"listen": target_address, "model": options.target, "draft": drafter} | shape | placement, extra),
+        _child("gateway", gateway),
+        _child("target", {"listen": target_address, "model": options.target, "draft": drafter} | shape | placement),
     ]
     if draft_address:
         draft = {"listen": draft_address, "draft": options.draft, "target-weights": options.target} | placement
-        children.append(_child("draft", draft, extra, DRAFT_DRAIN_S))
+        children.append(_child("draft", draft, DRAFT_DRAIN_S))
     return StackPlan(tuple(children), f"http://{_reachable(options.host)}:{options.port}", target_address, draft_address)
 
 
@@ -123,9 +120,9 @@ def _reachable(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _child(service: str, flags: Mapping[str, object], extra: dict[str, tuple[str, ...]], drain_s: float = DRAIN_S) -> ChildSpec:
+def _child(service: str, flags: Mapping[str, object], drain_s: float = DRAIN_S) -> ChildSpec:
     given = [part for flag, value in flags.items() if value is not None for part in (f"--{flag}", str(value))]
-    return ChildSpec(service, (outrider_command(), "serve", service, *given, *extra.get(service, ())), drain_s)
+    return ChildSpec(service, (outrider_command(), "serve", service, *given), drain_s)
 
 
 def outrider_command() -> str:

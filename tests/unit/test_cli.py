@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -98,8 +100,6 @@ def test_serve_help_lists_the_settings_of_the_service(service: str, monkeypatch:
 
 def test_importing_the_command_line_stays_light() -> None:
     code = "import sys, outrider.services.cli; print(sorted({'torch', 'fastapi', 'grpc', 'httpx'} & set(sys.modules)))"
-    import subprocess
-
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
@@ -203,3 +203,18 @@ def test_health_of_a_dead_grpc_address_is_1(tmp_path: Path) -> None:
     result = RUNNER.invoke(cli.app, ["health", "--grpc", f"unix:{tmp_path}/none.sock"])
     assert result.exit_code == 1
     assert "UNAVAILABLE" in result.output
+
+
+class ClosedPipe(io.StringIO):
+    """An output whose reader has gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_closed_status_output_goes_quiet() -> None:
+    """`outrider up | head` must not lose the threads that look after the children."""
+    console = cli.StatusConsole(file=ClosedPipe())
+    console.print("nobody reads this")
+    assert console.quiet
+    console.print("nor this")
