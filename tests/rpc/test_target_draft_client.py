@@ -1,0 +1,335 @@
+"""The remote drafter against a scripted draft service over real gRPC: the protocol, and every way in which a draft can fail."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from fake_draft import FakeDraft, chain
+from target_harness import Harness, generate_plain, load_toy, make_harness
+from toys import make_toy_target
+
+from outrider.draft.v1 import draft_pb2
+from outrider.services.target.draft_client import RemoteDrafter
+from outrider.services.target.draft_link import TargetIdentity
+from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.request import SpeculationMode
+from outrider.shared.nn.decoder import Decoder
+from outrider.shared.spec.drafter import DrafterState
+
+torch.set_num_threads(1)
+VOCAB = 64
+PROMPT = [5, 9, 2, 33, 7]
+FAULT_S = 0.3
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return load_toy(make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=3))
+
+
+@pytest.fixture(scope="module")
+def plain(decoder: Decoder) -> list[int]:
+    return generate_plain(decoder, NoDrafter(), PROMPT, 200)
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"unix:{tmp_path}/draft.sock"
+
+
+@pytest.fixture
+def drafter(decoder: Decoder, address: str) -> Iterator[RemoteDrafter]:
+    drafter = RemoteDrafter(address, TargetIdentity.of(decoder), decoder.weight, torch.device("cpu"), fault_deadline_s=FAULT_S)
+    yield drafter
+    drafter.shutdown()
+
+
+def truthful(plain: list[int]) -> Callable[[list[int], draft_pb2.Commit], draft_pb2.Tree]:
+    """Draft what the target is going to say."""
+    answer = PROMPT + plain
+
+    def plan(tokens: list[int], commit: draft_pb2.Commit) -> draft_pb2.Tree:
+        count = min(commit.shape.depth, commit.shape.max_nodes - 1)
+        return chain(answer[len(tokens) : len(tokens) + count])
+
+    return plan
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> float:
+    """Wait until a state of other threads is reached; returns how long it took."""
+    started = time.monotonic()
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() - started < timeout_s, "the state was not reached in time"
+        pause.wait(0.005)
+    return time.monotonic() - started
+
+
+def connected(drafter: RemoteDrafter) -> None:
+    wait_for(lambda: drafter.state() is DrafterState.ON)
+
+
+def start(decoder: Decoder, drafter: RemoteDrafter, count: int = 1, max_new_tokens: int = 60) -> Harness:
+    harness = make_harness(decoder, drafter, prefill_chunk=4)
+    for index in range(count):
+        harness.submit(PROMPT, max_new_tokens, request_id=str(index), shape=(4, 1, 5), trace=True)
+    return harness
+
+
+def check_done(harness: Harness, plain: list[int], count: int = 1, max_new_tokens: int = 60) -> None:
+    for index in range(count):
+        assert harness.sink.tokens[str(index)] == plain[:max_new_tokens]
+    harness.engine.check_idle()
+
+
+def test_a_good_draft_is_believed(decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]) -> None:
+    fake = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size)
+    server = fake.serve(address)
+    try:
+        connected(drafter)
+        harness = start(decoder, drafter, count=3)
+        held: dict[int, list[torch.Tensor]] = {}
+        while harness.engine.has_work():
+            harness.step()
+            held |= {session_id: list(followed.rows) for session_id, followed in fake.sessions.items()}
+        check_done(harness, plain, 3)
+        assert fake.problems == []
+        report = harness.sink.finished["0"].speculation
+        assert report.accept_length > 4
+        assert report.fallback_reason == ""
+        assert fake.tensor_requests == 1
+        assert harness.sink.rounds["0"][0].nodes[1].logprob == -0.5
+        assert harness.sink.rounds["0"][0].draft_ms == 1.5
+        rows = [torch.stack(rows[:50]) for rows in held.values()]
+        assert torch.allclose(rows[0], rows[1], atol=1e-4)
+        assert rows[0].abs().sum() > 0
+        wait_for(lambda: len(fake.closed) == 3)
+    finally:
+        server.stop(0)
+
+
+def test_without_a_draft_everything_is_plain(decoder: Decoder, drafter: RemoteDrafter, plain: list[int]) -> None:
+    harness = start(decoder, drafter, count=2)
+    harness.run()
+    check_done(harness, plain, 2)
+    assert harness.sink.finished["0"].speculation.fallback_reason == "connecting"
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        draft_pb2.Tree(token_ids=[1, 2], parents=[0, 2]),
+        draft_pb2.Tree(token_ids=[1, 2], parents=[1, 0]),
+        draft_pb2.Tree(token_ids=[VOCAB], parents=[0]),
+        draft_pb2.Tree(token_ids=[(1 << 32) - 1], parents=[0]),
+        draft_pb2.Tree(token_ids=[1, 2], parents=[0]),
+        draft_pb2.Tree(token_ids=[1] * 5, parents=[0] * 5),
+        draft_pb2.Tree(token_ids=[1] * 5, parents=range(5)),
+    ],
+    ids=["late-parent", "own-parent", "token", "token-32-bit", "count", "too-many", "too-deep"],
+)
+def test_garbage_costs_no_token_and_opens_the_breaker(
+    decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int], tree: draft_pb2.Tree
+) -> None:
+    def plan(tokens: list[int], commit: draft_pb2.Commit) -> draft_pb2.Tree:
+        copy = draft_pb2.Tree()
+        copy.CopyFrom(tree)
+        return copy
+
+    fake = FakeDraft(plan, hidden_size=decoder.config.hidden_size)
+    server = fake.serve(address)
+    try:
+        connected(drafter)
+        harness = start(decoder, drafter)
+        harness.run()
+        check_done(harness, plain)
+        assert harness.sink.finished["0"].speculation.draft_tokens == 0
+        assert "bad_tree" in harness.engine.prometheus_text()
+        assert fake.asked < 20, "the breaker stops asking"
+    finally:
+        server.stop(0)
+
+
+def test_a_tree_of_another_fence_is_dropped(decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]) -> None:
+    good = truthful(plain)
+
+    def plan(tokens: list[int], commit: draft_pb2.Commit) -> draft_pb2.Tree:
+        commit.fence.committed_len -= 1
+        return good(tokens, commit)
+
+    fake = FakeDraft(plan, hidden_size=decoder.config.hidden_size)
+    server = fake.serve(address)
+    try:
+        connected(drafter)
+        harness = start(decoder, drafter)
+        harness.run()
+        check_done(harness, plain)
+        assert drafter.num_stale_trees > 0
+        assert harness.sink.finished["0"].speculation.draft_tokens == 0
+    finally:
+        server.stop(0)
+
+
+def test_silence_is_waited_for_once_and_drafting_resumes(decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]) -> None:
+    fake = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size)
+    server = fake.serve(address)
+    try:
+        connected(drafter)
+        harness = start(decoder, drafter, max_new_tokens=200)
+        for _ in range(6):
+            harness.step()
+        fake.silent = True
+        started = time.monotonic()
+        for _ in range(5):
+            harness.step()
+        assert time.monotonic() - started < 2 * FAULT_S + 1
+        assert drafter.state() is DrafterState.DOWN
+        rounds = len(harness.sink.rounds["0"])
+        assert [len(one.nodes) for one in harness.sink.rounds["0"]][-3:] == [1, 1, 1]
+        fake.silent = False
+        for nonce in range(1, fake.pings + 1):
+            fake.push(draft_pb2.SessionReply(pong=draft_pb2.Pong(nonce=nonce)))
+        wait_for(lambda: drafter.state() is DrafterState.ON)
+        harness.run()
+        assert any(len(one.nodes) > 1 for one in harness.sink.rounds["0"][rounds:]), "drafting resumed"
+        check_done(harness, plain, max_new_tokens=200)
+        assert fake.problems == []
+    finally:
+        server.stop(0)
+
+
+def test_a_restarted_draft_takes_up_running_sequences(decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]) -> None:
+    first = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size)
+    server = first.serve(address)
+    connected(drafter)
+    harness = start(decoder, drafter, count=2, max_new_tokens=200)
+    for _ in range(8):
+        harness.step()
+    server.stop(0)
+    for _ in range(4):
+        harness.step()
+    wait_for(lambda: drafter.state() is DrafterState.DOWN)
+    second = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size)
+    server = second.serve(address)
+    try:
+        resumed_s = wait_for(lambda: drafter.state() is DrafterState.ON)
+        print(f"connected {resumed_s:.2f} s after it served")
+        assert resumed_s < 2.0
+        rounds = len(harness.sink.rounds["0"])
+        rows: list[torch.Tensor] = []
+        while harness.engine.has_work():
+            harness.step()
+            for followed in list(second.sessions.values()):
+                rows = list(followed.rows)
+        assert second.problems == []
+        assert all(epoch > 1 for _session, epoch in second.opens)
+        assert len(second.opens) == 2
+        assert any(len(one.nodes) > 1 for one in harness.sink.rounds["0"][rounds:])
+        assert len(rows) > 100, "rows from position 0 were sent again"
+        check_done(harness, plain, 2, 200)
+    finally:
+        server.stop(0)
+
+
+def test_another_head_gets_features_of_its_own(decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]) -> None:
+    server = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size, seed=1).serve(address)
+    connected(drafter)
+    harness = start(decoder, drafter, max_new_tokens=200)
+    for _ in range(8):
+        harness.step()
+    server.stop(0)
+    wait_for(lambda: drafter.state() is DrafterState.DOWN)
+    other = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size, seed=2, aux_layer_ids=(0, 2, 5))
+    server = other.serve(address)
+    try:
+        connected(drafter)
+        rows: list[torch.Tensor] = []
+        while harness.engine.has_work():
+            harness.step()
+            for followed in list(other.sessions.values()):
+                rows = list(followed.rows)
+        check_done(harness, plain, 1, 200)
+        assert other.problems == []
+        fresh = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size, seed=2)
+        assert torch.equal(fresh.projector, other.projector)
+        assert len(rows) > 100
+        report = harness.sink.finished["0"].speculation
+        emitted = sum((k + 1) * count for k, count in enumerate(report.accepted_histogram))
+        cut = sum(len(one.accepted) + 1 - len(one.emitted) for one in harness.sink.rounds["0"])
+        assert emitted == 200 - 2 + cut, "two prefills emitted a token each: the first, and the one that captured the new head's features"
+    finally:
+        server.stop(0)
+
+
+def test_a_lost_session_is_opened_again_alone(decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]) -> None:
+    fake = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size)
+    server = fake.serve(address)
+    try:
+        connected(drafter)
+        harness = start(decoder, drafter, count=2, max_new_tokens=150)
+        for _ in range(6):
+            harness.step()
+        lost = fake.opens[0]
+        fake.push(draft_pb2.SessionReply(need_resync=draft_pb2.NeedResync(session_id=lost[0], epoch=lost[1], reason="evicted")))
+        harness.run()
+        check_done(harness, plain, 2, 150)
+        assert [opened for opened in fake.opens if opened[0] == lost[0]] == [lost, (lost[0], lost[1] + 1)]
+        assert len(fake.opens) == 3
+        assert fake.problems == []
+    finally:
+        server.stop(0)
+
+
+def test_a_full_draft_leaves_the_sequence_plain(decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]) -> None:
+    fake = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size)
+    server = fake.serve(address)
+    try:
+        connected(drafter)
+        harness = start(decoder, drafter, max_new_tokens=150)
+        for _ in range(4):
+            harness.step()
+        session_id = fake.opens[0][0]
+        fake.push(draft_pb2.SessionReply(reject=draft_pb2.Reject(session_id=session_id, reason="full", retry_after_ms=60_000)))
+        harness.run()
+        check_done(harness, plain, 1, 150)
+        assert len(fake.opens) == 1
+        assert harness.sink.finished["0"].speculation.fallback_reason == "full"
+    finally:
+        server.stop(0)
+
+
+def test_a_head_that_does_not_fit_is_refused(decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]) -> None:
+    fake = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size + 1)
+    server = fake.serve(address)
+    try:
+        wait_for(lambda: drafter.refusal() is not None)
+        refusal = drafter.refusal()
+        assert refusal is not None
+        assert refusal.field == "fc.weight"
+        assert drafter.state() is not DrafterState.ON
+        harness = start(decoder, drafter)
+        harness.run()
+        check_done(harness, plain)
+    finally:
+        server.stop(0)
+
+
+def test_mode_off_is_never_told_to_the_draft(decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]) -> None:
+    fake = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size)
+    server = fake.serve(address)
+    try:
+        connected(drafter)
+        harness = make_harness(decoder, drafter)
+        harness.submit(PROMPT, 30, request_id="0", mode=SpeculationMode.OFF)
+        harness.run()
+        check_done(harness, plain, 1, 30)
+        assert fake.opens == []
+        assert harness.runner.pool.features is not None
+        assert harness.runner.pool.features.abs().sum() == 0, "nothing was captured"
+    finally:
+        server.stop(0)
