@@ -113,7 +113,7 @@ def _make_plan(batch: AttentionBatch, pool: KVPool, dtype: torch.dtype) -> _Plan
     host_slots = slots.tolist()
     first = _first_if_consecutive(host_slots)
     stored_rows = None
-    if first is None and min(host_slots) < 0:
+    if any(slot < 0 for slot in host_slots):
         stored_rows = (slots >= 0).nonzero().flatten()
         slots = slots[stored_rows]
     stores = pool.slot_views(first, len(host_slots)) if first is not None else ()

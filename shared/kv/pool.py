@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 
+from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.kv.pages import PageAllocator, PageLease
 
 
@@ -24,6 +26,9 @@ class KVPool:
         dtype: Element type of all planes.
         device: Where they live.
         feature_size: Width of a stored feature row; 0 makes no feature plane.
+
+    Raises:
+        ConfigurationError: The device has not enough memory.
     """
 
     def __init__(
@@ -47,7 +52,7 @@ class KVPool:
         self.device = torch.device(device)
         self.allocator = PageAllocator(num_pages)
         # [layers, 2, num_pages, page_size, kv_heads, head_dim]
-        self._storage = torch.zeros(layers, 2, num_pages, page_size, kv_heads, head_dim, dtype=dtype, device=self.device)
+        self._storage = self._allocate(layers, 2, num_pages, page_size, kv_heads, head_dim)
         self.k_planes: list[torch.Tensor] = [layer[0] for layer in self._storage]  # each [num_pages, page_size, kv_heads, head_dim]
         self.v_planes: list[torch.Tensor] = [layer[1] for layer in self._storage]
         self.features: torch.Tensor | None = None  # [num_pages, page_size, feature_size]
@@ -75,8 +80,21 @@ class KVPool:
 
     def resize_features(self, feature_size: int) -> None:
         """Replace the feature plane by an empty one of that width (0: none). Rows stored so far are lost; the caller must know it."""
-        shape = (self.num_pages, self.page_size, feature_size)
-        self.features = torch.zeros(shape, dtype=self.dtype, device=self.device) if feature_size else None
+        self.features = None  # its memory is free before the next is taken
+        if feature_size:
+            self.features = self._allocate(self.num_pages, self.page_size, feature_size)
+
+    def _allocate(self, *shape: int) -> torch.Tensor:
+        """Return zeros that may be written outside inference mode too, wherever the pool is made."""
+        try:
+            with torch.inference_mode(False):
+                return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            size = prod(shape) * self.dtype.itemsize / 2**30
+            raise ConfigurationError(
+                f"the KV pool of {self.capacity_tokens} tokens needs {size:.1f} GiB on {self.device}, which are not free; lower kv_tokens.",
+                field="kv_tokens",
+            ) from error
 
     def planes(self) -> list[torch.Tensor]:
         """Return every plane, K and V of all layers and then features: what `kv_compact` moves."""

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from outrider.shared.attn.base import AttentionBackend
-from outrider.shared.base.errors import CheckpointError
+from outrider.shared.base.errors import CheckpointError, ConfigurationError
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.config import ModelConfig
 from outrider.shared.nn.layers import Attention, DecoderLayer, GatedMLP, Linear, RMSNorm
@@ -88,9 +88,21 @@ class Decoder:
 
         Raises:
             CheckpointError: Something is missing, unexpected, misshaped, corrupt or unsupported; nothing was allocated then.
+            ConfigurationError: The device has not enough memory.
         """
         config = ModelConfig.from_dir(path)
         dtype = dtype or default_dtype(device)
+        try:
+            return cls._load(path, config, torch.device(device), dtype, progress)
+        except torch.OutOfMemoryError as error:
+            raise ConfigurationError(
+                f"{path} does not fit into the free memory of {device} as {str(dtype).removeprefix('torch.')}; choose another device or a "
+                "smaller dtype, or end what else uses it.",
+                field="device",
+            ) from error
+
+    @classmethod
+    def _load(cls, path: Path | str, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: Progress | None) -> Decoder:
         with CheckpointReader(path, device=device, dtype=dtype, progress=progress) as reader:
             reader.check(expected_tensors(config), ignored=_ignored(config, reader))
             with torch.inference_mode():

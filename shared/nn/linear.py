@@ -20,25 +20,26 @@ class Linear:
         bias: ``[out]`` or None.
     """
 
-    __slots__ = ("_packed", "_weight", "bias", "in_features", "nbytes", "out_features")
+    __slots__ = ("_packed_linear", "_weight", "bias", "in_features", "nbytes", "out_features")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
         self.nbytes = weight.nbytes
         self.bias = bias
-        self._packed = can_pack(weight)
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS) if self._packed else weight
+        # The overload itself: looking it up by name at each call costs as much as a small operation.
+        self._packed_linear = torch.ops.mkldnn._linear_pointwise.default if can_pack(weight) else None
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS) if self._packed_linear else weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, out]`` for ``x [rows, in]``."""
-        if self._packed:
-            packed: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
+        if self._packed_linear is not None:
+            packed: torch.Tensor = self._packed_linear(x, self._weight, self.bias, "none", [], "")
             return packed
         return functional.linear(x, self._weight, self.bias)
 
     def plus(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return ``residual + self(x)``, ``[rows, out]``, as a new tensor."""
-        if self._packed:
+        if self._packed_linear is not None:
             return self(x).add_(residual)
         out = torch.addmm(residual, x, self._weight.t())
         return out if self.bias is None else out.add_(self.bias)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.kv.pool import KVPool, token_bytes
 
 
@@ -100,6 +101,19 @@ def test_resizing_features_replaces_the_plane() -> None:
     assert pool.features is None
     assert pool.feature_size == 0
     assert len(pool.planes()) == 6
+
+
+def test_a_pool_made_in_inference_mode_is_written_outside() -> None:
+    with torch.inference_mode():
+        pool = make_pool(feature_size=2)
+    for plane in pool.planes():
+        plane.fill_(1.0)
+
+
+def test_a_pool_that_does_not_fit_says_what_it_needs() -> None:
+    with pytest.raises(ConfigurationError, match=r"of 17592186044416 tokens needs 131072\.0 GiB on cpu") as caught:
+        KVPool(1 << 40, 16, 1, 1, 1, torch.float32, "cpu")
+    assert caught.value.field == "kv_tokens"
 
 
 def test_a_page_size_below_one_is_refused() -> None:
