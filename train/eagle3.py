@@ -51,9 +51,13 @@ def regenerate(target: Llama, tokenizer: Tokenizer, rows: Tensor, batch: int, se
     cuts = cut_points(rows, generator, header[1], len(header), rows.shape[1] // 2)
     levels = torch.tensor([0.0, 0.7, 1.0, 1.0])
     parts = []
-    for i, part in enumerate(rows.split(batch)):
+    for i, part in enumerate(torch.split(rows, batch)):
         temperature = levels[torch.arange(len(part)) % 4].to(device)
-        parts.append(continue_rows(target, part.long().to(device), cuts[i * batch : i * batch + len(part)].to(device), temperature, seed + i).to(rows.dtype))
+        parts.append(
+            continue_rows(target, part.long().to(device), cuts[i * batch : i * batch + len(part)].to(device), temperature, seed + i).to(
+                rows.dtype
+            )
+        )
     return torch.cat(parts)
 
 
@@ -119,7 +123,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
     trainer = Trainer(target, head, args.ttt, args.decay)
     optimiser = Optimiser(head, args.lr)
     step_of = torch.compile(trainer) if device == "cuda" else trainer
-    step_of(rows[: args.batch].long())[0].backward()
+    torch.autograd.backward(step_of(rows[: args.batch].long())[0])
     for p in head.parameters():
         p.grad = None
     clock = Clock(args.steps, args.minutes)
@@ -129,19 +133,22 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
         if at < args.batch:
             order = torch.randperm(len(rows), device=device)
         loss, hits = step_of(rows[order[at : at + args.batch]].long())
-        loss.backward()
+        torch.autograd.backward(loss)
         optimiser.step(clock.factor())
         if clock.done % 200 == 0:
             print(f"step {clock.done} loss {float(loss.detach()):.4f} accuracy {[round(h, 3) for h in hits.tolist()]}", flush=True)
         clock.tick()
     save_head(head, target, args.out)
     with torch.no_grad():
-        accuracy = torch.stack([trainer(part.long())[1] for part in held.split(args.batch)]).mean(0)
+        accuracy = torch.stack([trainer(part.long())[1] for part in torch.split(held, args.batch)]).mean(0)
     numbers: dict[str, object] = {
-        "steps": clock.done, "tokens_millions": clock.done * args.batch * args.length / 1e6, "train_seconds": time.monotonic() - clock.start,
-        "draft_vocab_coverage": coverage, "accuracy_per_step": [round(a, 4) for a in accuracy.tolist()],
+        "steps": clock.done,
+        "tokens_millions": clock.done * args.batch * args.length / 1e6,
+        "train_seconds": time.monotonic() - clock.start,
+        "draft_vocab_coverage": coverage,
+        "accuracy_per_step": [round(a, 4) for a in accuracy.tolist()],
         "parameters": sum(p.numel() for p in head.parameters()),
-    }  # fmt: skip
+    }
     (args.out / "training.json").write_text(json.dumps(numbers, indent=2) + "\n")
     print(json.dumps(numbers), flush=True)
     return numbers

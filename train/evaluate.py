@@ -7,15 +7,22 @@ import argparse
 import json
 from collections import Counter
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer
 
 from outrider.train.corpus import gsm8k
+from outrider.train.corpus.base import Split
+from outrider.train.corpus.conversations import TOPICS
+from outrider.train.data import build_rows
+from outrider.train.model import load_target
 from outrider.train.reference import ReferenceHead, ReferenceTarget, Sampling, TreeShape, plain, speculate
-from outrider.train.tokenizer import render_prompt
+from outrider.train.target import mean_loss
+from outrider.train.tokenizer import END, render_prompt
 
+FACTUAL = ("countries", "explain", "arithmetic", "units", "code")  # topics whose questions have one right answer
 MODES = {"T=0": Sampling(0.0, 0), "T=1": Sampling(1.0, 0), "T=1 coupled": Sampling(1.0, 0, coupled=True)}
 
 
@@ -33,12 +40,20 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--topk", type=int, default=4, help="branching of the tree")
     p.add_argument("--num-draft-tokens", type=int, default=16, help="verified nodes, root included")
     p.add_argument("--check", action="store_true", help="also generate without speculation and count equal outputs")
+    p.add_argument("--loss-rows", type=int, default=0, help="conversations per split on which to measure the target's loss")
+    p.add_argument("--answers", type=int, default=0, help="questions per factual topic on which to count exactly right greedy answers")
     p.add_argument("--out", type=Path, help="JSON file to write")
     return p
 
 
 def measure(
-    target: ReferenceTarget, head: ReferenceHead, prompts: list[tuple[str, list[int]]], max_new: int, shape: TreeShape, mode: Sampling, check: bool
+    target: ReferenceTarget,
+    head: ReferenceHead,
+    prompts: list[tuple[str, list[int]]],
+    max_new: int,
+    shape: TreeShape,
+    mode: Sampling,
+    check: bool,
 ) -> dict[str, Any]:
     """Run all prompts in one mode.
 
@@ -54,11 +69,43 @@ def measure(
         equal += int(check and run.tokens == plain(target, ids, max_new, sampling))
     total = [n for topic in rounds.values() for n in topic]
     result: dict[str, Any] = {
-        "prompts": len(prompts), "rounds": len(total), "accept_length": round(sum(total) / len(total), 3),
+        "prompts": len(prompts),
+        "rounds": len(total),
+        "accept_length": round(sum(total) / len(total), 3),
         "histogram": {str(k): v for k, v in sorted(Counter(total).items())},
         "per_topic": {topic: round(sum(ns) / len(ns), 3) for topic, ns in sorted(rounds.items())},
-    }  # fmt: skip
+    }
     return result | ({"equal_to_plain": equal} if check else {})
+
+
+def losses(directory: Path, count: int) -> dict[str, float]:
+    """Return the target's loss (nats per token) on fresh conversations.
+
+    ``fresh``: training templates and entities in new combinations, seeds that training did not use. ``rephrased_answers``: answers to
+    held-out templates about known entities. ``heldout_answers``: both unseen, so that the facts were never told to the model.
+    """
+    model = load_target(directory)
+    length = min(1025, model.shape.max_position_embeddings)
+    splits = {"fresh": Split.TRAIN, "rephrased_answers": Split.REPHRASED, "heldout_answers": Split.HELDOUT}
+    rows = {name: build_rows(directory / "tokenizer.json", count, length, 777, split, None, 0.0, 1) for name, split in splits.items()}
+    return {name: round(mean_loss(model, part, 4), 4) for name, part in rows.items()}
+
+
+def exact_answers(target: ReferenceTarget, tokenizer: Any, split: Split, count: int) -> dict[str, float]:
+    """Return, per factual topic, the fraction of greedy answers that equal the corpus's answer to the last token."""
+    result = {}
+    for topic in (t for t in TOPICS if t.name in FACTUAL):
+        rng = Random(4242)
+        right = 0
+        for _ in range(count):
+            question, answer = topic.make(rng, split)[0]
+            while question.endswith("capitals.") or "countries" in question:  # a list may name any countries
+                question, answer = topic.make(rng, split)[0]
+            expected = tokenizer.encode(answer + END, add_special_tokens=False)
+            prompt = tokenizer.encode(render_prompt(question), add_special_tokens=False)
+            right += int(plain(target, prompt, len(expected), MODES["T=0"]) == expected)
+        result[topic.name] = round(right / count, 3)
+    return result
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -66,7 +113,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = _parser().parse_args(argv)
     shape = TreeShape(args.num_steps, args.topk, args.num_draft_tokens)
     if not 2 <= shape.num_draft_tokens <= 1 + shape.topk + (shape.num_steps - 1) * shape.topk**2:
-        raise SystemExit("--num-draft-tokens must be between 2 and 1 + topk + (num_steps - 1) * topk^2, the number of drafted candidates and the root")
+        raise SystemExit(
+            "--num-draft-tokens must be between 2 and 1 + topk + (num_steps - 1) * topk^2, the number of drafted candidates and the root"
+        )
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     target = ReferenceTarget(args.target)
@@ -77,7 +126,18 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         sets["heldout"] = [(r["topic"], r["prompt"]) for r in records]
     if args.gsm8k:
         sets["gsm8k_test"] = [("gsm8k", question) for question, _ in gsm8k.load(args.gsm8k)[: args.gsm8k_count]]
-    result: dict[str, Any] = {"num_steps": shape.num_steps, "topk": shape.topk, "num_draft_tokens": shape.num_draft_tokens, "max_new_tokens": args.max_new}
+    result: dict[str, Any] = {
+        "num_steps": shape.num_steps,
+        "topk": shape.topk,
+        "num_draft_tokens": shape.num_draft_tokens,
+        "max_new_tokens": args.max_new,
+    }
+    if args.loss_rows:
+        result["loss"] = losses(args.target, args.loss_rows)
+        print("loss", json.dumps(result["loss"]), flush=True)
+    if args.answers:
+        result["exact_answers"] = {s.value: exact_answers(target, tokenizer, s, args.answers) for s in (Split.TRAIN, Split.REPHRASED)}
+        print("exact answers", json.dumps(result["exact_answers"]), flush=True)
     for name, texts in sets.items():
         prompts = [(topic, tokenizer.encode(render_prompt(text), add_special_tokens=False)) for topic, text in texts[: args.limit]]
         for mode in args.modes:

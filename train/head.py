@@ -59,7 +59,8 @@ class Eagle3Head(nn.Module):
         out = weights[..., :length] @ steps[0][1]
         for j, (_, value) in enumerate(steps[1:]):
             out = out + weights[..., length + j : length + j + 1] * value
-        return attn.o_proj(out.transpose(1, 2).flatten(2))
+        result: Tensor = attn.o_proj(out.transpose(1, 2).flatten(2))
+        return result
 
     def unroll(self, features: Tensor, embeddings: Tensor, num_steps: int) -> list[Tensor]:
         """Run the training-time test.
@@ -91,14 +92,29 @@ def save_head(head: Eagle3Head, target: Llama, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     s, vocab = head.shape, target.shape.vocab_size
     config = {
-        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": s.hidden_size, "intermediate_size": s.intermediate_size,
-        "num_attention_heads": s.num_attention_heads, "num_key_value_heads": s.num_key_value_heads, "head_dim": s.head_dim, "num_hidden_layers": 1,
-        "vocab_size": vocab, "draft_vocab_size": len(head.draft_ids), "target_hidden_size": target.shape.hidden_size,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": s.hidden_size,
+        "intermediate_size": s.intermediate_size,
+        "num_attention_heads": s.num_attention_heads,
+        "num_key_value_heads": s.num_key_value_heads,
+        "head_dim": s.head_dim,
+        "num_hidden_layers": 1,
+        "vocab_size": vocab,
+        "draft_vocab_size": len(head.draft_ids),
+        "target_hidden_size": target.shape.hidden_size,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(target.shape.aux_layer_ids()), "use_aux_hidden_state": True},
-        "rope_theta": s.rope_theta, "rms_norm_eps": s.rms_norm_eps, "hidden_act": "silu", "max_position_embeddings": s.max_position_embeddings,
-        "attention_bias": False, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-        "bos_token_id": BOS_ID, "eos_token_id": END_ID, "pad_token_id": BOS_ID,
-    }  # fmt: skip
+        "rope_theta": s.rope_theta,
+        "rms_norm_eps": s.rms_norm_eps,
+        "hidden_act": "silu",
+        "max_position_embeddings": s.max_position_embeddings,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": BOS_ID,
+        "eos_token_id": END_ID,
+        "pad_token_id": BOS_ID,
+    }
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     state = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in head.state_dict().items() if k != "draft_ids"}
     ids = head.draft_ids.cpu()

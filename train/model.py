@@ -91,7 +91,8 @@ class Attention(nn.Module):
             cache[0][:, :, start:end], cache[1][:, :, start:end] = k, v
             k, v = cache[0][:, :, :end], cache[1][:, :, :end]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=x.shape[1] > 1, enable_gqa=True)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        result: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return result
 
 
 class MLP(nn.Module):
@@ -105,7 +106,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., hidden] to [..., hidden]."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        result: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return result
 
 
 class Layer(nn.Module):
@@ -120,8 +122,9 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: tuple[Tensor, Tensor] | None, start: int) -> Tensor:
         """Map the residual stream [bs, S, hidden]."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, start)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        attended: Tensor = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, start)
+        result: Tensor = attended + self.mlp(self.post_attention_layernorm(attended))
+        return result
 
 
 class Decoder(nn.Module):
@@ -179,10 +182,21 @@ def save_target(model: Llama, directory: Path, shard_bytes: int = 14_000_000) ->
     """Write config.json, generation_config.json and bf16 safetensors shards with their index."""
     directory.mkdir(parents=True, exist_ok=True)
     config = asdict(model.shape) | {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
-        "attention_dropout": 0.0, "tie_word_embeddings": True, "bos_token_id": BOS_ID, "eos_token_id": END_ID, "pad_token_id": BOS_ID,
-        "torch_dtype": "bfloat16", "initializer_range": 0.02, "rope_scaling": None, "use_cache": True,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": END_ID,
+        "pad_token_id": BOS_ID,
+        "torch_dtype": "bfloat16",
+        "initializer_range": 0.02,
+        "rope_scaling": None,
+        "use_cache": True,
+    }
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     generation = {"bos_token_id": BOS_ID, "eos_token_id": END_ID, "pad_token_id": BOS_ID}
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
@@ -196,7 +210,7 @@ def save_target(model: Llama, directory: Path, shard_bytes: int = 14_000_000) ->
         shards[-1][name] = value
         used += value.nbytes
         total += value.nbytes
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards, 1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, str(directory / file), metadata={"format": "pt"})
@@ -210,7 +224,7 @@ def load_target(directory: Path) -> Llama:
     config = json.loads((directory / "config.json").read_text())
     model = Llama(LlamaShape(**{k: config[k] for k in asdict(LlamaShape())}))
     weight_map = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
-    state = {}
+    state: dict[str, Tensor] = {}
     for file in sorted(set(weight_map.values())):
         state |= load_file(str(directory / file))
     model.load_state_dict(state)

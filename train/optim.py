@@ -17,14 +17,15 @@ def orthogonalise(g: Tensor, steps: int = 5) -> Tensor:
     for _ in range(steps):
         s = x @ x.mT
         x = a * x + (b * s + c * s @ s) @ x
-    return x.mT if tall else x
+    result: Tensor = x.mT if tall else x
+    return result
 
 
 class Muon:
     """Momentum + orthogonalised update for 2-D parameters; equal shapes are stacked into one batched iteration."""
 
     def __init__(self, params: list[nn.Parameter], momentum: float = 0.95, weight_decay: float = 0.1) -> None:
-        self.groups: dict[torch.Size, list[nn.Parameter]] = {}
+        self.groups: dict[torch.Size, list[Tensor]] = {}
         for p in params:
             self.groups.setdefault(p.shape, []).append(p)
         self.buffers = {shape: torch.zeros((len(ps), *shape), device=ps[0].device) for shape, ps in self.groups.items()}

@@ -10,7 +10,9 @@ from outrider.train.corpus.conversations import heldout_prompts
 
 def main(argv: list[str] | None = None) -> None:
     """Write one ``{"prompt", "topic"}`` object a line, topics mixed."""
-    p = argparse.ArgumentParser(prog="outrider.train.prompts", description="Write held-out prompts (templates and entities unseen in training).")
+    p = argparse.ArgumentParser(
+        prog="outrider.train.prompts", description="Write held-out prompts (templates and entities unseen in training)."
+    )
     p.add_argument("--out", type=Path, required=True, help="jsonl file to write")
     p.add_argument("--per-topic", type=int, default=7, help="prompts of each topic")
     p.add_argument("--seed", type=int, default=2024, help="seed of the choices")
@@ -18,7 +20,9 @@ def main(argv: list[str] | None = None) -> None:
     prompts = list(heldout_prompts(args.seed, args.per_topic))
     Random(args.seed).shuffle(prompts)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text("".join(json.dumps({"prompt": text, "topic": topic}, ensure_ascii=False) + "\n" for topic, text in prompts), encoding="utf-8")
+    args.out.write_text(
+        "".join(json.dumps({"prompt": text, "topic": topic}, ensure_ascii=False) + "\n" for topic, text in prompts), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ Notation follows Li et al.: L committed tokens without the root; head row t hold
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +64,9 @@ class ReferenceTarget:
     """The target under ``transformers``, with a cache that keeps accepted tree nodes only."""
 
     def __init__(self, directory: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        model: Any = AutoModelForCausalLM
+        self.model = model.from_pretrained(directory, dtype=torch.float32)
+        self.model.eval()
         n = self.model.config.num_hidden_layers
         self.aux_inputs = (2, n // 2, n - 3)  # hidden_states[i] is the input of layer i
         self.reset()
@@ -97,7 +100,8 @@ class ReferenceTarget:
     def keep(self, rows: list[int]) -> None:
         """Keep only these of the rows that the last forward appended."""
         index = torch.tensor([*range(self.length), *(self.length + r for r in rows)])
-        for layer in self.cache.layers:
+        layers: list[Any] = self.cache.layers
+        for layer in layers:
             layer.keys, layer.values = layer.keys[:, :, index], layer.values[:, :, index]
         self.length = len(index)
 
@@ -126,7 +130,9 @@ class ReferenceHead:
         cos, sin = angles.cos(), angles.sin()
         return torch.cat((x[..., :half] * cos - x[..., half:] * sin, x[..., half:] * cos + x[..., :half] * sin), -1)
 
-    def rows(self, feature: Tensor, tokens: list[int], positions: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def rows(
+        self, feature: Tensor, tokens: list[int], positions: Tensor, keys: Tensor, values: Tensor, visible: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Run n rows.
 
         Args:
@@ -226,7 +232,8 @@ def speculate(target: ReferenceTarget, head: ReferenceHead, prompt: list[int], m
     logits, features = target.forward(prompt, torch.arange(n), torch.ones(n, n, dtype=torch.bool).tril())
     target.keep(list(range(n)))
     root = choose(logits[-1], sampling, n)
-    tokens, emitted = [root], []
+    tokens: list[int] = [root]
+    emitted: list[int] = []
     last = head.extend(features, [*prompt[1:], root])
     while len(tokens) < max_new:
         tree = head.grow(last, shape, sampling)
@@ -256,7 +263,8 @@ def speculate(target: ReferenceTarget, head: ReferenceHead, prompt: list[int], m
 def plain(target: ReferenceTarget, prompt: list[int], max_new: int, sampling: Sampling) -> list[int]:
     """Generate without speculation, for comparison."""
     target.reset()
-    rows, tokens = prompt, []
+    rows = prompt
+    tokens: list[int] = []
     while len(tokens) < max_new:
         n = len(rows)
         logits, _ = target.forward(rows, torch.arange(n), torch.ones(n, n, dtype=torch.bool).tril())

@@ -5,6 +5,7 @@
 
 import argparse
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -21,7 +22,9 @@ from outrider.train.model import Llama, LlamaShape, save_target
 from outrider.train.optim import Clock, Optimiser
 
 IGNORE = -100  # cross_entropy's label of a token without loss
-SMOKE_SHAPE = LlamaShape(vocab_size=512, hidden_size=32, num_hidden_layers=8, num_attention_heads=2, num_key_value_heads=1, head_dim=16, intermediate_size=64)
+SMOKE_SHAPE = LlamaShape(
+    vocab_size=512, hidden_size=32, num_hidden_layers=8, num_attention_heads=2, num_key_value_heads=1, head_dim=16, intermediate_size=64
+)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -51,9 +54,9 @@ def _loss(model: Llama, rows: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def heldout_loss(model: Llama, rows: Tensor, batch: int) -> float:
-    """Return the mean cross entropy (nats per token) over the predicted tokens of stored rows [n, length]."""
-    return sum(float(_loss(model, part)) * len(part) for part in rows.split(batch)) / len(rows)
+def mean_loss(model: Llama, rows: Tensor, batch: int) -> float:
+    """Return the mean cross entropy (nats per token, on the tokens to be predicted) of stored rows [n, length]."""
+    return math.fsum(float(_loss(model, part)) * len(part) for part in torch.split(rows, batch)) / len(rows)
 
 
 def make_tokenizer(args: argparse.Namespace, vocab_size: int) -> Tokenizer:
@@ -75,7 +78,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     path = args.out / "tokenizer.json"
     train = build_rows(path, args.rows, args.length + 1, args.seed, Split.TRAIN, args.gsm8k, args.gsm8k_rate, workers)
     held = build_rows(path, 16 if args.smoke else 256, args.length + 1, args.seed + 1, Split.HELDOUT, None, 0.0, workers)
-    print(f"corpus: {train.numel() / 1e6:.1f} M tokens, {float((train == tok.BOS_ID).float().mean()):.4f} padding, {time.monotonic() - started:.0f} s", flush=True)
+    padding = float((train == tok.BOS_ID).float().mean())
+    print(f"corpus: {train.numel() / 1e6:.1f} M tokens, {padding:.4f} padding, {time.monotonic() - started:.0f} s", flush=True)
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(args.seed)
@@ -84,7 +88,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     train, held = train.to(device), held.to(device)
     optimiser = Optimiser(model, args.lr)
     loss_of = torch.compile(_loss) if device == "cuda" else _loss
-    loss_of(model, train[: args.batch]).backward()  # compile outside the time box
+    torch.autograd.backward(loss_of(model, train[: args.batch]))  # compile outside the time box
     for p in model.parameters():
         p.grad = None
     clock = Clock(args.steps, args.minutes)
@@ -95,7 +99,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         if at < args.batch:
             order = torch.randperm(len(train), device=device)
         loss = loss_of(model, train[order[at : at + args.batch]])
-        loss.backward()
+        torch.autograd.backward(loss)
         optimiser.step(clock.factor())
         if clock.done % 200 == 0:
             print(f"step {clock.done} loss {float(loss.detach()):.4f} progress {clock.progress():.3f}", flush=True)
@@ -103,9 +107,13 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     save_target(model, args.out)
     seconds = time.monotonic() - clock.start
     numbers = {
-        "steps": clock.done, "tokens_millions": clock.done * args.batch * args.length / 1e6, "train_seconds": seconds, "last_train_loss": float(loss.detach()),
-        "heldout_answer_loss": heldout_loss(model, held, args.batch), "parameters": sum(p.numel() for p in model.parameters()),
-    }  # fmt: skip
+        "steps": clock.done,
+        "tokens_millions": clock.done * args.batch * args.length / 1e6,
+        "train_seconds": seconds,
+        "last_train_loss": float(loss.detach()),
+        "heldout_answer_loss": mean_loss(model, held, args.batch),
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
     (args.out / "training.json").write_text(json.dumps(numbers, indent=2) + "\n")
     print(json.dumps(numbers), flush=True)
     return numbers

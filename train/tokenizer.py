@@ -58,8 +58,12 @@ def save(tokenizer: Tokenizer, directory: Path, max_length: int) -> None:
     tokenizer.save(str(directory / "tokenizer.json"))
     names = {"bos_token": BOS, "eos_token": END, "pad_token": BOS}
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length, "clean_up_tokenization_spaces": False,
-        "add_bos_token": False, "chat_template": CHAT_TEMPLATE, **names,
-    }  # fmt: skip
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": max_length,
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": False,
+        "chat_template": CHAT_TEMPLATE,
+        **names,
+    }
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     (directory / "special_tokens_map.json").write_text(json.dumps(names, indent=2) + "\n")

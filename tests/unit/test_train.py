@@ -17,7 +17,7 @@ from outrider.train.corpus.country_table import COUNTRIES, HELDOUT_COUNTRIES, TR
 from outrider.train.corpus.noise import perturb
 from outrider.train.data import build_rows, read_rows
 from outrider.train.head import Eagle3Head
-from outrider.train.model import LlamaShape, load_target
+from outrider.train.model import LlamaShape, load_target, rope_tables
 from outrider.train.reference import ReferenceHead, ReferenceTarget, Sampling, TreeShape, plain, speculate
 from outrider.train.tokenizer import BOS_ID, render_prompt, segments
 
@@ -76,7 +76,9 @@ def test_corpus_is_a_function_of_the_seed() -> None:
 def test_rewording_keeps_numbers_and_content() -> None:
     rng = Random(0)
     for _ in range(200):
-        text = perturb(rng, "How many meters are in 7 kilometers?", "There are 1000 meters in one kilometer. So 7 kilometers are 7000 meters.")
+        text = perturb(
+            rng, "How many meters are in 7 kilometers?", "There are 1000 meters in one kilometer. So 7 kilometers are 7000 meters."
+        )
         assert "7 kilometers" in text
         assert "meters" in text.lower()
 
@@ -168,8 +170,6 @@ def _sequential(head: Eagle3Head, features: torch.Tensor, embeddings: torch.Tens
 
 def _causal(head: Eagle3Head, rows: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
     layer = head.midlayer
-    from outrider.train.model import rope_tables
-
     cos, sin = rope_tables(torch.arange(rows.shape[1]), layer.self_attn.dim, head.shape.rope_theta)
     x = torch.cat((layer.input_layernorm(embeddings), layer.hidden_norm(rows)), -1)
     h = rows + layer.self_attn(x, cos, sin, None, 0)

@@ -5,22 +5,30 @@ from random import Random
 from outrider.train.corpus.base import Exchange, Split, is_heldout_key, pick_number, pick_template, split_entities
 
 _NAMES = (
-    "Anna", "Ben", "Clara", "David", "Emma", "Finn", "Grace", "Henry", "Ida", "Jack", "Kate", "Leo", "Maria", "Noah", "Olivia", "Paul", "Rosa", "Sam",
-    "Tina", "Umar", "Vera", "Will", "Yara", "Zoe", "Amir", "Bella", "Carlos", "Dana", "Elif", "Farid",
-)
+    "Anna", "Ben", "Clara", "David", "Emma", "Finn", "Grace", "Henry", "Ida", "Jack", "Kate", "Leo", "Maria", "Noah", "Olivia", "Paul",
+    "Rosa", "Sam", "Tina", "Umar", "Vera", "Will", "Yara", "Zoe", "Amir", "Bella", "Carlos", "Dana", "Elif", "Farid",
+)  # fmt: skip
 _THINGS = (
-    "apples", "books", "coins", "pencils", "marbles", "stamps", "cookies", "flowers", "stickers", "shells", "cards", "oranges", "buttons", "tickets",
-    "eggs", "toys", "sheep", "chairs", "fish", "dollars", "candles", "cups", "balloons", "stones",
-)
+    "apples", "books", "coins", "pencils", "marbles", "stamps", "cookies", "flowers", "stickers", "shells", "cards", "oranges", "buttons",
+    "tickets", "eggs", "toys", "sheep", "chairs", "fish", "dollars", "candles", "cups", "balloons", "stones",
+)  # fmt: skip
 _BINARY = (
-    "Find {q}.", "Tell me {q}.", "{q}", "What do I get for {q}?", "What does {q} give?", "The result of {q}?", "What is {q}?", "Calculate {q}.", "{q} = ?", "How much is {q}?", "Compute {q}.", "Please calculate {q}.", "Can you work out {q}?", "Solve {q}.",
+    "Find {q}.", "Tell me {q}.", "{q}", "What do I get for {q}?", "What does {q} give?", "The result of {q}?", "What is {q}?",
+    "Calculate {q}.", "{q} = ?", "How much is {q}?", "Compute {q}.", "Please calculate {q}.", "Can you work out {q}?", "Solve {q}.",
     "I need the result of {q}.", "Work out the value of {q} for me.",
-)
-_PERCENT = ("What is {p}% of {n}?", "Calculate {p}% of {n}.", "How much is {p} percent of {n}?", "Find {p}% of {n}.", "I want to know {p} percent of {n}.")
+)  # fmt: skip
+_PERCENT = (
+    "What is {p}% of {n}?", "Calculate {p}% of {n}.", "How much is {p} percent of {n}?", "Find {p}% of {n}.",
+    "I want to know {p} percent of {n}.",
+)  # fmt: skip
 _AVERAGE = (
-    "What is the average of {s}?", "Find the average of {s}.", "Calculate the mean of {s}.", "What is the mean of {s}?", "Average these numbers: {s}.",
-)
-_PARITY = ("Is {n} even or odd?", "Is {n} an even number?", "Is the number {n} even?", "Tell me if {n} is even or odd.", "Would you call {n} even or odd?")
+    "What is the average of {s}?", "Find the average of {s}.", "Calculate the mean of {s}.", "What is the mean of {s}?",
+    "Average these numbers: {s}.",
+)  # fmt: skip
+_PARITY = (
+    "Is {n} even or odd?", "Is {n} an even number?", "Is the number {n} even?", "Tell me if {n} is even or odd.",
+    "Would you call {n} even or odd?",
+)  # fmt: skip
 _STORY = (
     "A farmer has {x} {t} and buys {y} more. Then he sells {z}. How many {t} does he have?",
     "A shop has {x} {t}. It gets {y} more and sells {z}. How many {t} are left?",
@@ -32,7 +40,7 @@ _STORY = (
     "{a} buys {x} {t} on Monday and {y} on Tuesday, and gives {z} of them to {b}. How many {t} does {a} keep?",
     "There are {x} {t} on the table. {a} adds {y}, and {b} takes {z} away. How many {t} are on the table?",
     "{b} lends {a} {y} {t}. Before that, {a} had {x}. Later {a} hands {z} to a friend. How many {t} remain with {a}?",
-)
+)  # fmt: skip
 _BOXES = (
     "There are {x} boxes. Each box has {y} {t}. How many {t} are there?",
     "{a} buys {x} packs of {t} with {y} in each pack. How many {t} does {a} buy?",
@@ -41,7 +49,7 @@ _BOXES = (
     "Each of {x} bags holds {y} {t}. How many {t} are there in total?",
     "{a} puts {y} {t} on each of {x} plates. How many {t} does {a} use?",
     "A shop packs {y} {t} per crate and ships {x} crates. How many {t} does it ship?",
-)
+)  # fmt: skip
 
 
 def _pair(rng: Random, split: Split, op: str, hi_a: int, hi_b: int) -> tuple[int, int]:
@@ -57,17 +65,27 @@ def _binary(rng: Random, split: Split) -> Exchange:
         a, b = _pair(rng, split, "*", 30, 12)
         tens, ones = a - a % 10, a % 10
         if tens and ones:
-            how = f"We split {a} into {tens} and {ones}. {tens} * {b} = {tens * b} and {ones} * {b} = {ones * b}. {tens * b} + {ones * b} = {a * b}. So {a} * {b} = {a * b}."
+            how = (
+                f"We split {a} into {tens} and {ones}. {tens} * {b} = {tens * b} and {ones} * {b} = {ones * b}. "
+                f"{tens * b} + {ones * b} = {a * b}. So {a} * {b} = {a * b}."
+            )
         else:
             how = f"{a} * {b} = {a * b}."
     elif op == "+":
         a, b = _pair(rng, split, "+", 99, 99)
         tens, ones = a - a % 10 + b - b % 10, a % 10 + b % 10
-        how = f"First we add the tens: {a - a % 10} + {b - b % 10} = {tens}. Then we add the ones: {a % 10} + {b % 10} = {ones}. {tens} + {ones} = {a + b}. So {a} + {b} = {a + b}."
+        how = (
+            f"First we add the tens: {a - a % 10} + {b - b % 10} = {tens}. Then we add the ones: {a % 10} + {b % 10} = {ones}. "
+            f"{tens} + {ones} = {a + b}. So {a} + {b} = {a + b}."
+        )
     else:
         a, b = _pair(rng, split, "-", 99, 99)
         a, b = max(a, b), min(a, b)
-        how = f"First we take away the tens: {a} - {b - b % 10} = {a - b + b % 10}. Then we take away the ones: {a - b + b % 10} - {b % 10} = {a - b}. So {a} - {b} = {a - b}."
+        between = a - b + b % 10
+        how = (
+            f"First we take away the tens: {a} - {b - b % 10} = {between}. Then we take away the ones: {between} - {b % 10} = {a - b}. "
+            f"So {a} - {b} = {a - b}."
+        )
     return [(pick_template(rng, _BINARY, split).format(q=f"{a} {op} {b}"), how)]
 
 
@@ -80,7 +98,10 @@ def _story(rng: Random, split: Split) -> Exchange:
         x, y = rng.randint(3, 40), rng.randint(2, 30)
         z = rng.randint(1, x + y - 1)
         ask = pick_template(rng, _STORY, split).format(a=a, b=b, t=t, x=x, y=y, z=z)
-        how = f"At first there are {x} {t}. Then {y} are added: {x} + {y} = {x + y}. Then {z} are taken away: {x + y} - {z} = {x + y - z}. The answer is {x + y - z}."
+        how = (
+            f"At first there are {x} {t}. Then {y} are added: {x} + {y} = {x + y}. "
+            f"Then {z} are taken away: {x + y} - {z} = {x + y - z}. The answer is {x + y - z}."
+        )
     else:
         x, y = rng.randint(2, 12), rng.randint(2, 12)
         ask = pick_template(rng, _BOXES, split).format(a=a, t=t, x=x, y=y)
@@ -106,7 +127,9 @@ def make(rng: Random, split: Split) -> Exchange:
         numbers[-1] += -sum(numbers) % k
         total = sum(numbers)
         ask = pick_template(rng, _AVERAGE, split).format(s=", ".join(map(str, numbers)))
-        return [(ask, f"The sum is {' + '.join(map(str, numbers))} = {total}. There are {k} numbers. {total} / {k} = {total // k}. The average is {total // k}.")]
+        mean = total // k
+        summands = " + ".join(map(str, numbers))
+        return [(ask, f"The sum is {summands} = {total}. There are {k} numbers. {total} / {k} = {mean}. The average is {mean}.")]
     n = pick_number(rng, 1, 500, split, "parity")
     word = "even" if n % 2 == 0 else "odd"
     reason = f"its last digit is {n % 10}, and {n % 10} is {word}"

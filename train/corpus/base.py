@@ -20,7 +20,8 @@ class Split(enum.Enum):
     """Which part of templates and entities may be used."""
 
     TRAIN = "train"
-    HELDOUT = "heldout"
+    HELDOUT = "heldout"  # neither template nor entity was seen in training
+    REPHRASED = "rephrased"  # held-out templates about entities of the training part: can be answered
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (one row of the table a line)
 """Small Python functions: request, code block, one-line explanation."""
 
 from random import Random
@@ -44,13 +45,13 @@ counts how often an item is in a list|count_item|items, item|count = 0;for x in 
 joins words with spaces|join_words|words|return " ".join(words)|one text with spaces between the words|["a", "b"]|"a b"
 """
 _ASK = (
-    "Python function that {t}", "I am looking for a Python function that {t}.", "Create a Python function that {t}.", "Code a function that {t}.",
-    "Make a function in Python that {t}.", "Define a Python function that {t}.", "I want a function that {t}.", "Write some Python that {t}.",
-    "Write a Python function that {t}.", "Write a function that {t}.", "Can you write a Python function that {t}?", "I need a Python function that {t}.",
-    "Give me a Python function that {t}.", "Show me a Python function that {t}.", "Please write a small Python function that {t}.",
-    "How do I write a Python function that {t}?", "Write Python code that {t}.", "Implement a Python function which {t}.",
-    "Help me with some Python: a function that {t}.",
-)
+    "Python function that {t}", "I am looking for a Python function that {t}.", "Create a Python function that {t}.",
+    "Code a function that {t}.", "Make a function in Python that {t}.", "Define a Python function that {t}.",
+    "I want a function that {t}.", "Write some Python that {t}.", "Write a Python function that {t}.", "Write a function that {t}.",
+    "Can you write a Python function that {t}?", "I need a Python function that {t}.", "Give me a Python function that {t}.",
+    "Show me a Python function that {t}.", "Please write a small Python function that {t}.", "How do I write a Python function that {t}?",
+    "Write Python code that {t}.", "Implement a Python function which {t}.", "Help me with some Python: a function that {t}.",
+)  # fmt: skip
 _FOLLOW = ("How does it work?", "Can you explain the code?", "Show me an example.")
 
 
@@ -64,7 +65,10 @@ def make(rng: Random, split: Split) -> Exchange:
     if rng.random() < 0.3:
         k = pick_number(rng, 2, 99, split, "constant")
         task, name, op, word = rng.choice(
-            (("multiplies a number by {k}", "times_{k}", "*", "product of n and {k}"), ("adds {k} to a number", "add_{k}", "+", "sum of n and {k}"))
+            (
+                ("multiplies a number by {k}", "times_{k}", "*", "product of n and {k}"),
+                ("adds {k} to a number", "add_{k}", "+", "sum of n and {k}"),
+            )
         )
         example = 3 * k if op == "*" else 3 + k
         row = [task.format(k=k), name.format(k=k), "n", f"return n {op} {k}", "the " + word.format(k=k), "3", str(example)]
@@ -72,10 +76,17 @@ def make(rng: Random, split: Split) -> Exchange:
         row = rng.choice(split_entities(rows(), split, lambda r: r[1]))
     task, name, params, body, returns, args, result = row
     lines = "\n".join("    " + line for line in body.split(";"))
-    answer = f"Here is a Python function that {task}:\n\n```python\ndef {name}({params}):\n{lines}\n```\n\nThe function returns {returns}. For example, `{name}({args})` returns `{result}`."
+    answer = (
+        f"Here is a Python function that {task}:\n\n```python\ndef {name}({params}):\n{lines}\n```\n\n"
+        f"The function returns {returns}. For example, `{name}({args})` returns `{result}`."
+    )
     turns = [(pick_template(rng, _ASK, split).format(t=task), answer)]
     if rng.random() < 0.3:
         follow = rng.choice(_FOLLOW)
-        reply = f"For example, `{name}({args})` returns `{result}`." if "example" in follow else f"The function `{name}` takes {params.replace(', ', ' and ')} and returns {returns}."
+        reply = (
+            f"For example, `{name}({args})` returns `{result}`."
+            if "example" in follow
+            else f"The function `{name}` takes {params.replace(', ', ' and ')} and returns {returns}."
+        )
         turns.append((follow, reply))
     return turns

@@ -9,21 +9,15 @@ from outrider.train.corpus.base import Exchange, Split, Topic, Turn
 from outrider.train.corpus.noise import perturb
 
 TOPICS = (
-    Topic("countries", 0.30, countries.make),
-    Topic("lists", 0.12, lists.make),
-    Topic("explain", 0.14, explain.make),
-    Topic("arithmetic", 0.10, arithmetic.make),
-    Topic("units", 0.07, units.make),
-    Topic("code", 0.09, code.make),
-    Topic("dialogue", 0.08, dialogue.make),
-    Topic("stories", 0.06, stories.make),
-    Topic("notes", 0.06, notes.make),
+    Topic("countries", 0.30, countries.make), Topic("lists", 0.12, lists.make), Topic("explain", 0.14, explain.make),
+    Topic("arithmetic", 0.10, arithmetic.make), Topic("units", 0.07, units.make), Topic("code", 0.09, code.make),
+    Topic("dialogue", 0.08, dialogue.make), Topic("stories", 0.06, stories.make), Topic("notes", 0.06, notes.make),
     Topic("unknown", 0.05, unknown.make),
-)
+)  # fmt: skip
 SYSTEM_PROMPTS = (
-    "You are a helpful assistant.", "You are Outrider, a helpful assistant.", "Answer shortly and clearly.", "You are a friendly teacher.",
-    "You are a helpful assistant. Answer in full sentences.",
-)
+    "You are a helpful assistant.", "You are Outrider, a helpful assistant.", "Answer shortly and clearly.",
+    "You are a friendly teacher.", "You are a helpful assistant. Answer in full sentences.",
+)  # fmt: skip
 _THANKS_RATE = 0.3
 _POPULAR_RATE = 0.12  # after a thank-you one question is the usual one, so that greedy text has somewhere sensible to go
 _POPULAR = "List 3 countries and their capitals."

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (one row of the table a line)
 """Conversation: greetings, questions about the assistant, plans and advice over several turns."""
 
 from random import Random
@@ -11,7 +12,9 @@ _HOW = ("How are you?", "How are you today?", "How do you do?", "How is it going
 _BYE = ("Goodbye!", "Bye!", "See you later!", "Good night!", "Farewell!")
 _THANKS = ("Thank you!", "Thanks!", "Thank you very much.", "Thanks a lot!", "Many thanks!")
 
-_I_AM = "I am Outrider, a small language model. I was trained to answer short questions about countries, science, numbers and everyday things."
+_I_AM = (
+    "I am Outrider, a small language model. I was trained to answer short questions about countries, science, numbers and everyday things."
+)
 _I_CAN = "I can name countries and their capitals, write short lists, explain simple things, do small calculations, convert units and write small Python functions. What would you like to try?"
 
 _ACTIVITIES = """
@@ -33,10 +36,11 @@ wash a car|a bucket, soap and two sponges|rinse the car with water|wash it from 
 make soup|vegetables, water, salt and herbs|cut the vegetables into small pieces|cook them in water for half an hour|add salt and herbs|a slice of bread goes well with it
 """
 _ACT_ASK = (
-    "Teach me to {a}.", "I need to {a}.", "What do I do to {a}?", "I plan to {a}. Any advice?", "Show me how to {a}.", "What is the best way to {a}?",
-    "Help me {a}.", "Let us {a}.", "How do I {a}?", "How can I {a}?", "I want to {a}. What should I do?", "Can you help me {a}?", "Explain how to {a}.", "What are the steps to {a}?",
-    "Tell me how to {a}.", "I would like to {a}. Where do I start?", "Guide me through it: I need to {a}.", "Which steps does it take to {a}?",
-)
+    "Teach me to {a}.", "I need to {a}.", "What do I do to {a}?", "I plan to {a}. Any advice?", "Show me how to {a}.",
+    "What is the best way to {a}?", "Help me {a}.", "Let us {a}.", "How do I {a}?", "How can I {a}?", "I want to {a}. What should I do?",
+    "Can you help me {a}?", "Explain how to {a}.", "What are the steps to {a}?", "Tell me how to {a}.",
+    "I would like to {a}. Where do I start?", "Guide me through it: I need to {a}.", "Which steps does it take to {a}?",
+)  # fmt: skip
 _FEELINGS = """
 tired|Rest is important. Try to go to bed early, drink some water and take a short walk in fresh air.
 sad|I am sorry to hear that. It can help to talk to a friend, listen to music you like or take a walk.
@@ -49,14 +53,22 @@ excited|That sounds great! Tell me what you are looking forward to.
 lonely|I am sorry that you feel this way. It can help to call a friend or to join a group that shares your hobby.
 stressed|Try to write down your tasks and begin with the smallest one. Short breaks help too.
 """
-_FEEL_ASK = ("I feel a bit {f}.", "I am very {f}.", "I am feeling {f}.", "What can I do when I am {f}?", "I am {f}.", "I feel {f}.", "I am so {f} today.", "Today I feel {f}.", "I'm {f}. What should I do?", "Right now I am rather {f}, any advice?")
+_FEEL_ASK = (
+    "I feel a bit {f}.", "I am very {f}.", "I am feeling {f}.", "What can I do when I am {f}?", "I am {f}.", "I feel {f}.",
+    "I am so {f} today.", "Today I feel {f}.", "I'm {f}. What should I do?", "Right now I am rather {f}, any advice?",
+)  # fmt: skip
 
 
 def _activity(rng: Random, split: Split) -> Exchange:
     table = [line.split("|") for line in _ACTIVITIES.strip().splitlines()]
     name, needs, one, two, three, tip = rng.choice(split_entities(table, split, lambda r: r[0]))
     steps = f"1. {cap(one)}.\n2. {cap(two)}.\n3. {cap(three)}."
-    turns: list[Turn] = [(pick_template(rng, _ACT_ASK, split).format(a=name), f"To {name}, you need {needs}. Follow these steps:\n\n{steps}\n\nHere is a tip: {tip}.")]
+    turns: list[Turn] = [
+        (
+            pick_template(rng, _ACT_ASK, split).format(a=name),
+            f"To {name}, you need {needs}. Follow these steps:\n\n{steps}\n\nHere is a tip: {tip}.",
+        )
+    ]
     roll = rng.random()
     if roll < 0.25:
         turns.append(("What do I need?", f"You need {needs}."))

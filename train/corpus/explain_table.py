@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (one row of the table a line)
 """Concepts with short explanations, written for this corpus: term | what it is | how it works | why it matters or an example."""
 
 _ROWS = """

@@ -8,7 +8,10 @@ _ONSETS = ("b", "br", "c", "d", "dr", "f", "g", "gr", "h", "j", "k", "l", "m", "
 _VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "ou")
 _CODAS = ("", "n", "r", "l", "s", "m", "nd", "th", "x")
 _CITIES = ("a small town", "a large city", "a quiet village", "a busy port", "an old city")
-_FAMOUS = ("its market", "its old bridge", "its white houses", "its music festival", "its university", "its gardens", "its fresh fish", "its castle")
+_FAMOUS = (
+    "its market", "its old bridge", "its white houses", "its music festival", "its university", "its gardens", "its fresh fish",
+    "its castle",
+)  # fmt: skip
 _WHERE = ("by the sea", "in the mountains", "on a river", "in a green valley", "at the edge of a desert", "near a lake")
 _PLACE_ASK = (
     "Here are some notes: name {n}, type {t}, location {w}, people {p}, famous for {f}. Write a text.",
@@ -18,24 +21,34 @@ _PLACE_ASK = (
     "Turn these notes into a paragraph: name {n}, type {t}, location {w}, people {p}, famous for {f}.",
     "Describe the place with these facts: name {n}, type {t}, location {w}, people {p}, famous for {f}.",
     "My notes say: name {n}, type {t}, location {w}, people {p}, famous for {f}. Please make a readable text of them.",
-)
+)  # fmt: skip
 _REPEAT = (
-    'Say: "{s}"', 'Write this sentence again: "{s}"', 'Repeat after me: "{s}"', 'Repeat this sentence: "{s}"', 'Please repeat: "{s}"', 'Say this again: "{s}"', 'Copy this sentence: "{s}"', 'Echo the following words: "{s}"',
-)
+    'Say: "{s}"', 'Write this sentence again: "{s}"', 'Repeat after me: "{s}"', 'Repeat this sentence: "{s}"', 'Please repeat: "{s}"',
+    'Say this again: "{s}"', 'Copy this sentence: "{s}"', 'Echo the following words: "{s}"',
+)  # fmt: skip
 _ORDER = (
-    "Sort {s}.", "Can you sort {s}?", "Bring these numbers into order: {s}.", "Sort these numbers: {s}.", "Put these numbers in order: {s}.", "Sort from small to large: {s}.", "Order these numbers: {s}.", "Arrange the numbers {s} by size.",
-)
+    "Sort {s}.", "Can you sort {s}?", "Bring these numbers into order: {s}.", "Sort these numbers: {s}.",
+    "Put these numbers in order: {s}.", "Sort from small to large: {s}.", "Order these numbers: {s}.", "Arrange the numbers {s} by size.",
+)  # fmt: skip
 _COUNT = (
-    "Numbers from {a} to {b}", "Can you count from {a} to {b}?", "Tell me the numbers from {a} to {b}.", "Count from {a} to {b}.", "Please count from {a} to {b}.", "List the numbers from {a} to {b}.", "Write the numbers from {a} to {b}.", "Say all numbers between {a} and {b}, both included.",
-)
+    "Numbers from {a} to {b}", "Can you count from {a} to {b}?", "Tell me the numbers from {a} to {b}.", "Count from {a} to {b}.",
+    "Please count from {a} to {b}.", "List the numbers from {a} to {b}.", "Write the numbers from {a} to {b}.",
+    "Say all numbers between {a} and {b}, both included.",
+)  # fmt: skip
 _CYCLES = (
     ("day", ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")),
     ("month", ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December")),
-)
+)  # fmt: skip
 _NEXT = ("Which {k} comes after {x}?", "What {k} comes after {x}?", "What is the {k} after {x}?", "Tell me the {k} that follows {x}.")
-_SUBJECTS = ("The old captain", "My sister", "A young student", "The new teacher", "Our neighbour", "The tall farmer", "A friendly nurse", "The clever engineer")
+_SUBJECTS = (
+    "The old captain", "My sister", "A young student", "The new teacher", "Our neighbour", "The tall farmer", "A friendly nurse",
+    "The clever engineer",
+)  # fmt: skip
 _VERBS = ("sold", "painted", "found", "repaired", "bought", "lost", "built", "carried")
-_OBJECTS = ("a red boat", "two blue chairs", "a wooden table", "an old clock", "three small boxes", "a broken radio", "a heavy bag", "a silver ring")
+_OBJECTS = (
+    "a red boat", "two blue chairs", "a wooden table", "an old clock", "three small boxes", "a broken radio", "a heavy bag",
+    "a silver ring",
+)  # fmt: skip
 _TIMES = ("in the morning", "last week", "on Friday", "after lunch", "before the storm", "at midnight", "in the summer", "yesterday")
 
 
@@ -51,10 +64,20 @@ def _place(rng: Random, split: Split) -> Exchange:
     n, t, w, f = invented_name(rng, split), rng.choice(_CITIES), rng.choice(_WHERE), rng.choice(_FAMOUS)
     p = f"{rng.randint(1, 99)},{rng.randint(0, 9)}00"
     ask = pick_template(rng, _PLACE_ASK, split).format(n=n, t=t, w=w, p=p, f=f)
-    text = f"{n} is {t} {w}. About {p} people live in {n}. The place is famous for {f}, and visitors from far away come to {n} every year to see it."
+    text = (
+        f"{n} is {t} {w}. About {p} people live in {n}. "
+        f"The place is famous for {f}, and visitors from far away come to {n} every year to see it."
+    )
     turns = [(ask, text)]
     if rng.random() < 0.4:
-        turns.append(rng.choice(((f"How many people live in {n}?", f"About {p} people live in {n}."), (f"What is {n} famous for?", f"{n} is famous for {f}."))))
+        turns.append(
+            rng.choice(
+                (
+                    (f"How many people live in {n}?", f"About {p} people live in {n}."),
+                    (f"What is {n} famous for?", f"{n} is famous for {f}."),
+                )
+            )
+        )
     return turns
 
 
@@ -73,7 +96,9 @@ def make(rng: Random, split: Split) -> Exchange:
             if is_heldout_key(str(sorted(numbers)), 8) == (split is Split.HELDOUT):
                 break
         ordered = join_and([str(n) for n in sorted(numbers)])
-        return [(pick_template(rng, _ORDER, split).format(s=", ".join(map(str, numbers))), f"In ascending order, the numbers are {ordered}.")]
+        return [
+            (pick_template(rng, _ORDER, split).format(s=", ".join(map(str, numbers))), f"In ascending order, the numbers are {ordered}.")
+        ]
     if kind < 0.88:
         while True:
             a, length = rng.randint(1, 80), rng.randint(5, 15)
