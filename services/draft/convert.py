@@ -9,7 +9,7 @@ import torch
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.draft.engine import Proposal
-from outrider.services.draft.sessions import Ask, PeerId
+from outrider.services.draft.session import Ask, PeerId
 from outrider.services.draft.strategy import StrategyInfo, TargetInfo
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.rpc.tensors import decode_tensor, wire_dtype

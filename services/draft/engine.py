@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from outrider.services.draft.metrics import DraftMetrics
-from outrider.services.draft.sessions import Answer, Ask, PeerId, Reason, Session, SessionLimits, SessionTable, Verdict
+from outrider.services.draft.session import Answer, Ask, PeerId, Reason, Session, Verdict
+from outrider.services.draft.sessions import SessionLimits, SessionTable
 from outrider.services.draft.strategy import DraftStrategy
 from outrider.shared.spec.drafter import Commit, SequenceOpen
 from outrider.shared.spec.fence import Fence

@@ -13,7 +13,7 @@ import torch
 
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import Asked, DraftEngine, Proposal
-from outrider.services.draft.sessions import Answer, Ask, PeerId, Reason, Verdict
+from outrider.services.draft.session import Answer, Ask, PeerId, Reason, Verdict
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.draft.strategy import TargetInfo
 from outrider.services.draft.warmup import warm_up

@@ -13,7 +13,7 @@ from typing import TypeVar
 from outrider.draft.v1 import draft_pb2
 from outrider.services.draft.convert import frames_from
 from outrider.services.draft.engine import DraftEngine
-from outrider.services.draft.sessions import PeerId
+from outrider.services.draft.session import PeerId
 from outrider.shared.base.errors import UnavailableError
 from outrider.shared.engine.loop import EngineThread
 from outrider.shared.obs.logging import get_logger

@@ -15,7 +15,7 @@ import torch
 
 from outrider.services.draft.expand import Coupling, GrowBatch, TreeGrower, scratch_rows
 from outrider.services.draft.heads.base import RecurrentHead
-from outrider.services.draft.sessions import Session
+from outrider.services.draft.session import Session
 from outrider.services.draft.strategy import Pages, StrategyInfo, TargetInfo
 from outrider.shared.attn.base import AttentionBackend, build_batch
 from outrider.shared.kv.pool import KVPool

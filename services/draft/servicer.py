@@ -20,7 +20,7 @@ from outrider.services.draft.convert import (
     target_info,
 )
 from outrider.services.draft.loop import DraftLoop, Peer
-from outrider.services.draft.sessions import Answer, Verdict
+from outrider.services.draft.session import Answer, Verdict
 from outrider.services.draft.strategy import TargetInfo
 from outrider.shared.base.errors import CheckpointError, ProtocolError
 from outrider.shared.obs.logging import get_logger

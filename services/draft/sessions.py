@@ -17,118 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import NewType
 
 import torch
 
 from outrider.services.draft.features import EarlyRows, FeatureQueue
-from outrider.shared.kv.pages import PageLease
+from outrider.services.draft.session import ACCEPTED, Answer, Ask, PeerId, Reason, Session, Verdict
 from outrider.shared.spec.drafter import Commit, SequenceOpen
-from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
+from outrider.shared.spec.fence import FNV_OFFSET, extend_prefix_hash
 from outrider.shared.spec.tree import DraftShape
-
-PeerId = NewType("PeerId", int)
-"""One session stream of one target; never reused within a process."""
-
 
 REFUSED_RETRY_MS = 1000
 NEVER_MS = 24 * 60 * 60 * 1000
-
-
-class Verdict(Enum):
-    """What became of a message."""
-
-    ACCEPTED = "accepted"
-    DROPPED = "dropped"
-    RESYNC = "resync"
-    REJECTED = "rejected"
-
-
-class Reason(Enum):
-    """Why a message was not accepted."""
-
-    NONE = ""
-    DUPLICATE = "duplicate"
-    LATE = "late"
-    EARLY = "early"
-    STALE_EPOCH = "stale_epoch"
-    UNKNOWN_SESSION = "unknown_session"
-    UNKNOWN_EPOCH = "unknown_epoch"
-    GAP = "gap"
-    PREFIX_MISMATCH = "prefix_mismatch"
-    MALFORMED = "malformed"
-    FEATURE_GAP = "feature_gap"
-    FULL = "max_sessions"
-    NOT_READY = "missing_tensors"
-    SHAPE = "shape_above_limits"
-    TOO_LONG = "too_long"
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The verdict on one message. `have_len` = feature rows held (accepted open or features); `retry_after_ms` for REJECTED."""
-
-    verdict: Verdict
-    reason: Reason = Reason.NONE
-    have_len: int = 0
-    retry_after_ms: int = 0
-
-
-ACCEPTED = Answer(Verdict.ACCEPTED)
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """The tree that the target wants for a session's present state.
-
-    Attributes:
-        round: The target's round, echoed in the answer.
-        shape: How large a tree.
-        asked_s: When it was asked, monotonic.
-        deadline_s: From when on nobody waits for it, monotonic; None = unknown.
-    """
-
-    round: int
-    shape: DraftShape
-    asked_s: float
-    deadline_s: float | None = None
-
-
-@dataclass(slots=True)
-class Session:
-    """One sequence. `features` is what arrived and is not in the head's KV yet; `cached_rows` is what is."""
-
-    peer: PeerId
-    session_id: int
-    epoch: int
-    tokens: list[int]
-    prefix_hash: int
-    seed: int
-    temperature: float
-    choice_index: int
-    features: FeatureQueue
-    last_used_s: float
-    cached_rows: int = 0
-    ask: Ask | None = None
-    lease: PageLease | None = None
-    last_state: torch.Tensor | None = None
-    """What the strategy computed for the last cached row; levels grow from it."""
-
-    @property
-    def committed_len(self) -> int:
-        """Chosen tokens, the root included."""
-        return len(self.tokens)
-
-    @property
-    def fence(self) -> Fence:
-        """The fence of the present state."""
-        return Fence(self.session_id, self.epoch, self.committed_len, self.prefix_hash)
-
-    @property
-    def extendable_rows(self) -> int:
-        """Rows whose feature and token are both here and that the head has not seen."""
-        return min(self.features.contiguous, self.committed_len - 1) - self.cached_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from outrider.services.draft.sessions import Session
+from outrider.services.draft.session import Session
 from outrider.shared.spec.drafter import FeatureSpec
 from outrider.shared.spec.tree import DraftBatch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from outrider.services.draft.engine import DraftEngine
-from outrider.services.draft.sessions import Ask, PeerId
+from outrider.services.draft.session import Ask, PeerId
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.spec.drafter import Commit, SequenceOpen
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash

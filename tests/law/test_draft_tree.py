@@ -18,7 +18,7 @@ from toys import make_toy_eagle3, make_toy_target, read_target_tensor
 from outrider.kernels.philox import gumbel_noise
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import DraftEngine
-from outrider.services.draft.sessions import Ask, PeerId, Verdict
+from outrider.services.draft.session import Ask, PeerId, Verdict
 from outrider.services.draft.settings import DraftSettings
 from outrider.shared.spec.drafter import Commit, SequenceOpen
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash

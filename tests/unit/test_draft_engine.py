@@ -12,7 +12,7 @@ from toys import make_toy_eagle3, make_toy_target
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import Drafted, DraftEngine
 from outrider.services.draft.inproc import HOST_PEER, InprocDrafter, drafter_beside
-from outrider.services.draft.sessions import Ask, PeerId, Reason, Verdict
+from outrider.services.draft.session import Ask, PeerId, Reason, Verdict
 from outrider.services.draft.settings import DraftSettings, plan_pages, plan_threads
 from outrider.services.draft.warmup import warm_up
 from outrider.shared.base.errors import CheckpointError, ConfigurationError

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from outrider.services.draft.features import EARLY_LIFE_S, MAX_EARLY_ROWS, MAX_ROWS_AHEAD, FeatureQueue
-from outrider.services.draft.sessions import Answer, Ask, PeerId, Reason, Session, SessionLimits, SessionTable, Verdict
+from outrider.services.draft.session import Answer, Ask, PeerId, Reason, Session, Verdict
+from outrider.services.draft.sessions import SessionLimits, SessionTable
 from outrider.shared.kv.pages import PageAllocator
 from outrider.shared.spec.drafter import Commit, SequenceOpen
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
