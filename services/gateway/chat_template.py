@@ -6,6 +6,7 @@ Templates come from the model's folder, never from a client; they are still code
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -15,6 +16,7 @@ from typing import Any
 from jinja2 import TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import do_indent
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -23,6 +25,12 @@ from outrider.shared.base.errors import CheckpointError, InvalidRequestError
 MAX_TEMPLATE_CHARS = 256 * 1024
 MAX_OUTPUT_CHARS = 4 * 1024 * 1024
 MAX_RENDER_S = 2.0
+MAX_EXPONENT = 64
+MAX_FIELD_CHARS = 9_999
+MAX_INDENT = 16
+_WIDE_FIELD = re.compile(r"\d{5,}|\*")
+# Filters that make text of any length from a number, and that no chat template needs.
+UNBOUNDED_FILTERS = ("center", "format", "wordwrap", "urlize", "xmlattr")
 
 _deadline: ContextVar[float] = ContextVar("render_deadline")
 
@@ -42,35 +50,42 @@ class GenerationBlock(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Checks the clock at every call, look-up and arithmetic operation, and the size of what arithmetic makes."""
+    """Checks the clock at every call, look-up and arithmetic operation, and sizes before anything large is made."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%", "//", "/", "-"])
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         _check_time()
-        if operator == "**" and not (isinstance(right, int) and abs(right) <= 64):
-            raise SecurityError("exponents above 64 are not allowed")
+        if operator == "**" and not (isinstance(right, int) and abs(right) <= MAX_EXPONENT):
+            raise SecurityError(f"exponents above {MAX_EXPONENT} are not allowed")
+        if operator == "%" and isinstance(left, str) and _WIDE_FIELD.search(left):
+            raise SecurityError("a format is too wide")
         if operator == "*" and any(isinstance(side, (str, list, tuple)) for side in (left, right)):
             length = max(len(side) for side in (left, right) if isinstance(side, (str, list, tuple)))
             count = max((side for side in (left, right) if isinstance(side, int)), default=0)
             if length * count > MAX_OUTPUT_CHARS:
                 raise SecurityError("a repetition is too long")
-        result = super().call_binop(context, operator, left, right)
-        if isinstance(result, str) and len(result) > MAX_OUTPUT_CHARS:
-            raise SecurityError("a text is too long")
-        return result
+        return _check_size(super().call_binop(context, operator, left, right))
 
     def call(self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         _check_time()
-        return super().call(__context, __obj, *args, **kwargs)
+        # Padding and formatting methods of strings make as much text as a number tells them.
+        # (Jinja hands out str.format wrapped.)
+        method = getattr(__obj, "__wrapped__", __obj)
+        if isinstance(text := getattr(method, "__self__", None), str):
+            if any(isinstance(argument, int) and argument > MAX_FIELD_CHARS for argument in (*args, *kwargs.values())):
+                raise SecurityError("a text is padded too far")
+            if method.__name__ in ("format", "format_map") and _WIDE_FIELD.search(text):
+                raise SecurityError("a format is too wide")
+        return _check_size(super().call(__context, __obj, *args, **kwargs))
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         _check_time()
-        return super().getattr(obj, attribute)
+        return _check_size(super().getattr(obj, attribute))
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         _check_time()
-        return super().getitem(obj, argument)
+        return _check_size(super().getitem(obj, argument))
 
 
 class ChatTemplate:
@@ -85,7 +100,10 @@ class ChatTemplate:
         if len(source) > MAX_TEMPLATE_CHARS:
             raise CheckpointError(f"The chat template has more than {MAX_TEMPLATE_CHARS} characters.", field="chat_template")
         environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
+        for name in UNBOUNDED_FILTERS:
+            del environment.filters[name]
         environment.filters["tojson"] = _to_json
+        environment.filters["indent"] = _indent
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda pattern: now().strftime(pattern)
         try:
@@ -131,8 +149,23 @@ def _check_time() -> None:
         raise SecurityError(f"it took longer than {MAX_RENDER_S:g} s")
 
 
+def _check_size(value: Any) -> Any:
+    if isinstance(value, str) and len(value) > MAX_OUTPUT_CHARS:
+        raise SecurityError("a text is too long")
+    return value
+
+
+def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    """Jinja's own filter, with a bound."""
+    if (width if isinstance(width, int) else len(width)) * (text.count("\n") + 1) > MAX_OUTPUT_CHARS:
+        raise SecurityError("a text is indented too far")
+    return do_indent(text, width, first, blank)
+
+
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
     # Jinja's own tojson escapes for HTML, which changes prompts.
+    if isinstance(indent, int) and indent > MAX_INDENT:
+        raise SecurityError("a text is indented too far")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
