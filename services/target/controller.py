@@ -1,8 +1,8 @@
 """How much to draft: picks each auto row's depth so that the batch's expected tokens per second are highest, 0 nodes included.
 
-A pure function of what it is told (what was executed, what was accepted, how long it took), so it is tested without a model. Rows that
-are better off without drafts are probed again after exponentially growing gaps; while everything drafts, a rare plain step keeps the
-plain cost honest.
+A pure function of what it is told (what was executed, what was accepted, how long it took), so it is tested without a model. When rows
+are better off without drafts, one of them is probed after exponentially growing gaps; while everything drafts, a rare plain step keeps
+the plain cost honest; and no step is more than twice as large as any measured before, so that a surprise stays small.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 FIRST_PROBE_GAP = 8
 LAST_PROBE_GAP = 1024
-LAST_INHERITED_GAP = 64
-"""New requests start from the gap that others have reached, up to this."""
+SMALL_STEP_ROWS = 32
+"""A step of so few rows is tried without having measured half of it."""
 PROBE_DEPTH = 2
 FIRST_SHADOW_GAP = 64
 LAST_SHADOW_GAP = 4096
@@ -32,12 +32,12 @@ ANSWERS_TO_JUDGE = 8
 class RowState:
     """What the controller remembers of one request."""
 
-    __slots__ = ("acceptance", "probe_gap", "rounds_without")
+    __slots__ = ("acceptance", "probed", "rounds_without")
 
-    def __init__(self, prior: Acceptance, probe_gap: int) -> None:
+    def __init__(self, prior: Acceptance) -> None:
         self.acceptance = Acceptance(prior)
-        self.probe_gap = probe_gap
         self.rounds_without = 0
+        self.probed = False
 
 
 class _Shadow:
@@ -96,10 +96,11 @@ class SpeculationController:
         self._shadows: dict[int, _Shadow] = {}
         self._draft_rate: float | None = None
         self._probe_gap = FIRST_PROBE_GAP
+        self._since_probe = 0
 
     def new_row(self) -> RowState:
         """Return the memory of a new request."""
-        return RowState(self.acceptance, self._probe_gap)
+        return RowState(self.acceptance)
 
     def choose(self, rows: Sequence[RowBound], batch_size: int, other_nodes: int) -> list[DraftShape]:
         """Pick a shape within each row's bound.
@@ -116,11 +117,9 @@ class SpeculationController:
             return [NO_DRAFT] * len(rows)
         depths = [min(row.bound.depth, row.useful_depth) if row.bound.drafts else 0 for row in rows]
         expected = [row.state.acceptance.expected_tokens(depth) for row, depth in zip(rows, depths, strict=True)]
-        level, rate = self._best_level(rows, depths, expected, batch_size, other_nodes)
-        chosen = [min(level, depth) for depth in depths]
-        if level and len(rows) > 1:
-            self._prune(rows, chosen, expected, rate, batch_size, other_nodes)
-        return [self._with_probe(row, depth, wanted) for row, depth, wanted in zip(rows, depths, chosen, strict=True)]
+        chosen = self._best_depths(rows, depths, expected, batch_size, other_nodes)
+        self._add_probe(rows, depths, chosen)
+        return [_shape(row.bound, depth) if depth else NO_DRAFT for row, depth in zip(rows, chosen, strict=True)]
 
     def observe(self, step: ExecutedStep) -> None:
         """Learn from a finished step."""
@@ -170,9 +169,33 @@ class SpeculationController:
     def _shadow(self, batch_size: int) -> _Shadow:
         return self._shadows.setdefault(batch_size, _Shadow())
 
+    def _best_depths(
+        self, rows: Sequence[RowBound], depths: list[int], expected: Sequence[Sequence[float]], batch_size: int, other_nodes: int
+    ) -> list[int]:
+        """Return each row's depth: the best common level, then without the rows that are not worth their nodes, then once more."""
+        level, rate = self._best_level(rows, depths, expected, batch_size, other_nodes)
+        chosen = [min(level, depth) for depth in depths]
+        if not level or len(rows) == 1:
+            return chosen
+        total = other_nodes + sum(_nodes(row.bound, at) for row, at in zip(rows, chosen, strict=True))
+        allowed = self._largest_step(batch_size)
+        kept = list(chosen)
+        for index, (row, tokens_at) in enumerate(zip(rows, expected, strict=True)):
+            extra_nodes = _nodes(row.bound, chosen[index]) - 1
+            saved_s = self.costs.verify(batch_size, total) - self.costs.verify(batch_size, total - extra_nodes)
+            if total > allowed or tokens_at[chosen[index]] - 1.0 < rate * saved_s:
+                kept[index] = 0
+                total -= extra_nodes
+        if kept == chosen:
+            return chosen
+        remaining = [depth if keep else 0 for depth, keep in zip(depths, kept, strict=True)]
+        level, _rate = self._best_level(rows, remaining, expected, batch_size, other_nodes)
+        return [min(level, depth) for depth in remaining]
+
     def _best_level(
         self, rows: Sequence[RowBound], depths: Sequence[int], expected: Sequence[Sequence[float]], batch_size: int, other_nodes: int
     ) -> tuple[int, float]:
+        """Return the common depth with the most expected tokens per second, and those."""
         others = batch_size - len(rows)
         best_level = 0
         plain_rate = best_rate = batch_size / self.costs.step(batch_size, len(rows) + other_nodes, 0)
@@ -188,39 +211,32 @@ class SpeculationController:
                 best_level, best_rate = level, rate
         return best_level, best_rate
 
-    def _prune(
-        self,
-        rows: Sequence[RowBound],
-        chosen: list[int],
-        expected: Sequence[Sequence[float]],
-        rate: float,
-        batch_size: int,
-        other_nodes: int,
-    ) -> None:
-        total = other_nodes + sum(_nodes(row.bound, at) for row, at in zip(rows, chosen, strict=True))
-        for index, (row, tokens_at) in enumerate(zip(rows, expected, strict=True)):
-            extra_nodes = _nodes(row.bound, chosen[index]) - 1
-            if extra_nodes <= 0:
-                continue
-            saved_s = self.costs.verify(batch_size, total) - self.costs.verify(batch_size, total - extra_nodes)
-            if tokens_at[chosen[index]] - 1.0 < rate * saved_s:
-                chosen[index] = 0
-                total -= extra_nodes
+    def _largest_step(self, batch_size: int) -> int:
+        return max(SMALL_STEP_ROWS, 2 * self.costs.most_rows(batch_size))
 
-    def _with_probe(self, row: RowBound, depth: int, wanted: int) -> DraftShape:
-        state = row.state
-        if wanted:
-            state.probe_gap, state.rounds_without = FIRST_PROBE_GAP, 0
-            self._probe_gap = FIRST_PROBE_GAP
-            return _shape(row.bound, wanted)
-        if not depth:
-            return NO_DRAFT
-        state.rounds_without += 1
-        if state.rounds_without < state.probe_gap:
-            return NO_DRAFT
-        state.probe_gap, state.rounds_without = min(2 * state.probe_gap, LAST_PROBE_GAP), 0
-        self._probe_gap = min(state.probe_gap, LAST_INHERITED_GAP)
-        return _shape(row.bound, min(depth, PROBE_DEPTH))
+    def _add_probe(self, rows: Sequence[RowBound], depths: Sequence[int], chosen: list[int]) -> None:
+        """Let the row that has gone longest without drafts try again, if it is time."""
+        candidates = []
+        for index, (row, depth, wanted) in enumerate(zip(rows, depths, chosen, strict=True)):
+            state = row.state
+            if wanted:
+                if state.probed:  # drafting pays again: look at the others soon
+                    self._probe_gap = FIRST_PROBE_GAP
+                state.probed = False
+                state.rounds_without = 0
+            elif depth:
+                state.rounds_without += 1
+                candidates.append(index)
+        if not candidates:
+            return
+        self._since_probe += 1
+        if self._since_probe >= self._probe_gap:
+            self._since_probe = 0
+            self._probe_gap = min(2 * self._probe_gap, LAST_PROBE_GAP)
+            index = max(candidates, key=lambda candidate: rows[candidate].state.rounds_without)
+            state = rows[index].state
+            state.probed, state.rounds_without = True, 0
+            chosen[index] = min(depths[index], PROBE_DEPTH)
 
 
 def _nodes(bound: DraftShape, depth: int) -> int:

@@ -73,6 +73,10 @@ class StepCosts:
             return exact
         return self._plain[min(self._plain, key=lambda known: abs(known - batch_size))]
 
+    def most_rows(self, batch_size: int) -> int:
+        """Return the rows of the largest pass measured at about this batch size; at least those of a plain step."""
+        return max(self._verify.get(_bucket(batch_size), {}), default=batch_size)
+
     def step(self, batch_size: int, rows: int, depth: int) -> float:
         """Estimate a whole step: waiting for a proposal, verifying, and the rest."""
         return self.draft(depth) + self.verify(batch_size, rows) + self._overhead
