@@ -49,12 +49,3 @@ def test_nothing_leaks(stack: Stack) -> None:
     for _ in range(3):
         run(stack, ON, 1.0)
     stack.assert_no_page_held()
-
-
-def test_bf16_answers_and_drafts() -> None:
-    with supervised("--dtype", "bfloat16", device="cuda") as stack:
-        result = stack.client.chat(PROMPTS[0], mode=ON, max_tokens=64)
-        print(result.text)
-        assert "capital" in result.text
-        assert result.finished
-        assert result.finished.speculation.accept_length > 2
