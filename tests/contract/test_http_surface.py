@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -412,3 +413,23 @@ def test_draining_finishes_streams_and_refuses_the_rest(make_gateway: MakeGatewa
         assert core.idle.is_set()
     with pytest.raises(httpx.ConnectError):
         httpx.get(gateway.stack.base_url + "/health")
+
+
+def test_streams_that_outlast_the_grace_period_are_cancelled(make_gateway: MakeGateway, fake: FakeTarget) -> None:
+    fake.script = lambda request: Script([[40]], finish=False)
+    gateway = make_gateway(drain_grace_s=0.2)
+    body = {"prompt": [9], "max_tokens": 9, "stream": True}
+    with client_of(gateway) as http, http.stream("POST", "/v1/completions", json=body) as stream:
+        assert next(stream.iter_lines()).startswith("data: ")
+        gateway.call(gateway.server.drain())
+        assert fake.cancels.get(timeout=TIMEOUT_S).request_id == fake.seen[-1].request_id
+
+
+def test_small_replies_are_not_held_back_by_the_socket(http: httpx.Client) -> None:
+    # With Nagle's algorithm on, every reply waits 40 ms for the client's delayed acknowledgement.
+    times = []
+    for _ in range(25):
+        started = time.perf_counter()
+        http.get("/health")
+        times.append(time.perf_counter() - started)
+    assert sorted(times)[len(times) // 2] < 0.03
