@@ -100,7 +100,7 @@ class TreeGrower:
 
         expansion = self._expand(head.logits(batch.states), constants.zeros[:bs], topk, batch, stable_lens, level=0)
         tokens, scores, logprobs = [expansion.token_ids], [expansion.scores], [expansion.logprobs]
-        parents = [constants.root_parents]
+        beams: list[torch.Tensor] = []
         beam = _Beam(expansion, batch.states.repeat_interleave(topk, 0), constants)
         if depth > 1:
             levels = self._prepare_levels(batch, stable_lens, depth, topk, constants)
@@ -111,11 +111,13 @@ class TreeGrower:
             tokens.append(expansion.token_ids.view(bs, -1))
             scores.append(expansion.scores.view(bs, -1))
             logprobs.append(expansion.logprobs.view(bs, -1))
-            parents.append(beam.candidates.repeat_interleave(topk, 1))
+            beams.append(beam.candidates)
             if level < depth - 1:
                 beam.advance(expansion, states, level)
-        columns = max(batch.max_nodes)
-        tree = tree_build(torch.cat(scores, 1), torch.cat(tokens, 1), torch.cat(parents, 1), root_tokens, max_nodes, columns)
+        parents = constants.root_parents
+        if beams:
+            parents = torch.cat([parents, torch.cat(beams, 1).repeat_interleave(topk, 1)], 1)
+        tree = tree_build(torch.cat(scores, 1), torch.cat(tokens, 1), parents, root_tokens, max_nodes, max(batch.max_nodes))
         is_draft = tree.candidates >= 0
         drafted = torch.cat(logprobs, 1).gather(1, tree.candidates.clamp(min=0).to(torch.int64))  # [bs, N]
         return DraftBatch(
@@ -171,7 +173,7 @@ class _Constants:
         zeros: ``[bs] fp32``, scores of the roots.
         root_parents: ``[bs, topk] int32``, -1.
         query_start: ``[bs + 1] int32``.
-        row_base: ``[bs, 1] int64``, first beam row of each sequence.
+        first_child: ``[bs, 1] int32``, index of each sequence's first candidate among those of a level.
         level_offsets: ``[depth - 1, 1] int32``, position of a level less the position of level 1.
         self_bits: ``[depth - 1, bs * topk, words] int32``, each row's own scratch column.
     """
@@ -181,7 +183,7 @@ class _Constants:
     zeros: torch.Tensor
     root_parents: torch.Tensor
     query_start: torch.Tensor
-    row_base: torch.Tensor
+    first_child: torch.Tensor
     level_offsets: torch.Tensor
     self_bits: torch.Tensor
 
@@ -200,7 +202,7 @@ class _Constants:
             torch.zeros(bs, device=device),
             torch.full((bs, topk), -1, dtype=torch.int32, device=device),
             (torch.arange(bs + 1, dtype=torch.int32) * topk).to(device),
-            (torch.arange(bs) * topk).view(bs, 1).to(device),
+            (torch.arange(bs, dtype=torch.int32) * topk * topk).view(bs, 1).to(device),
             torch.arange(levels, dtype=torch.int32).view(levels, 1).to(device),
             self_bits.contiguous().to(device),
         )
@@ -263,11 +265,11 @@ class _Beam:
     def advance(self, children: Expansion, states: torch.Tensor, level: int) -> None:
         """Move to the best children of the rows of `level`; the new rows take over the masks of their own parents."""
         bs, topk = self._constants.bs, self._constants.topk
-        scores = children.scores.view(bs, topk * topk)
-        chosen = select_beam(scores, topk).to(torch.int64)  # [bs, topk]
-        parent_rows = (chosen // topk + self._constants.row_base).view(-1)
-        self.tokens = children.token_ids.view(bs, -1).gather(1, chosen).view(-1)
-        self.scores = scores.gather(1, chosen).view(-1)
-        self.states = states[parent_rows]
-        self.ancestors = self.ancestors[parent_rows] | self._constants.self_bits[level]
-        self.candidates = (chosen + (topk + (level - 1) * topk * topk)).to(torch.int32)
+        chosen = select_beam(children.scores.view(bs, topk * topk), topk)  # [bs, topk] int32
+        child = (chosen + self._constants.first_child).view(-1)  # among the children of all sequences
+        parent_row = child // topk
+        self.tokens = children.token_ids.view(-1).index_select(0, child)
+        self.scores = children.scores.view(-1).index_select(0, child)
+        self.states = states.index_select(0, parent_row)
+        self.ancestors = self.ancestors.index_select(0, parent_row).bitwise_or_(self._constants.self_bits[level])
+        self.candidates = chosen + (topk + (level - 1) * topk * topk)
