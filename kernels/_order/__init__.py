@@ -8,6 +8,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+_FEW = 8
+
 
 def rank_keys(values: torch.Tensor) -> torch.Tensor:
     """Return int64 keys whose descending order is (value descending, index ascending), all different within a row.
@@ -35,9 +37,31 @@ def ranked_topk(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tenso
         values ``[rows, k] fp32`` and indices ``[rows, k] int64``.
     """
     n = values.shape[-1]
+    if k <= _FEW and values.device.type == "cpu":
+        picked = _repeated_argmax(values, k)
+        if picked is not None:
+            indices = torch.from_numpy(picked)
+            return values.gather(-1, indices), indices
     keys = rank_keys(values).topk(k, dim=-1, sorted=True).values
     indices = (n - 1) - (keys & 0xFFFFFFFF)
     return values.gather(-1, indices), indices
+
+
+def _repeated_argmax(values: torch.Tensor, k: int) -> np.ndarray | None:
+    """Return the indices of the best k, ``[rows, k] int64``, by taking the first maximum k times: the quickest way for a few of many.
+
+    None where a row has a NaN among them, or fewer than k values above -inf.
+    """
+    left = values.detach().numpy().copy()
+    rows = np.arange(left.shape[0])
+    picked = np.empty((left.shape[0], k), dtype=np.int64)
+    for rank in range(k):
+        best = left.argmax(axis=1)
+        if not np.isfinite(left[rows, best]).all():
+            return None
+        picked[:, rank] = best
+        left[rows, best] = -np.inf
+    return picked
 
 
 def ranked_indices(values: torch.Tensor, k: int) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -135,6 +136,14 @@ def _mask(batch: AttentionBatch, rows: slice, prefix_len: int, kv_len: int, dtyp
         if count == 1:
             return None
         hidden = torch.ones(count, kv_len, dtype=torch.bool, device=device).triu(kv_len - count + 1)
+    elif device.type == "cpu":
+        # numpy's operations cost a third of torch's, and this is all overhead: a draft does it for every level of a tree.
+        bits = np.unpackbits(batch.ancestors[rows].contiguous().numpy().view(np.uint8), axis=1, bitorder="little")
+        columns = min(bits.shape[1], kv_len - prefix_len)
+        added = np.zeros((count, kv_len), dtype=np.float32)
+        added[:, prefix_len:] = -np.inf
+        added[:, prefix_len : prefix_len + columns][bits[:, :columns] != 0] = 0
+        return torch.from_numpy(added).to(dtype)
     else:
         hidden = torch.zeros(count, kv_len, dtype=torch.bool, device=device)
         hidden[:, prefix_len:] = ~visible_columns(batch.ancestors[rows], kv_len - prefix_len)
