@@ -6,6 +6,7 @@
 import argparse
 import json
 from collections import Counter
+from itertools import accumulate
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,7 +21,7 @@ from outrider.train.data import build_rows
 from outrider.train.model import load_target
 from outrider.train.reference import ReferenceHead, ReferenceTarget, Sampling, TreeShape, plain, speculate
 from outrider.train.target import mean_loss
-from outrider.train.tokenizer import END, render_prompt
+from outrider.train.tokenizer import END, END_ID, render_prompt
 
 FACTUAL = ("countries", "explain", "arithmetic", "units", "code")  # topics whose questions have one right answer
 MODES = {"T=0": Sampling(0.0, 0), "T=1": Sampling(1.0, 0), "T=1 coupled": Sampling(1.0, 0, coupled=True)}
@@ -58,20 +59,25 @@ def measure(
     """Run all prompts in one mode.
 
     Returns:
-        accept_length = emitted tokens / rounds over all prompts (bonus included), also per topic, and a histogram per round.
+        accept_length = emitted tokens / rounds over all prompts (bonus included), also per topic, and a histogram per round;
+        accept_length_within_answer counts tokens only up to the first end of turn.
     """
     rounds: dict[str, list[int]] = {}
-    equal = 0
+    equal = answer_tokens = answer_rounds = 0
     for i, (topic, ids) in enumerate(prompts):
         sampling = Sampling(mode.temperature, 1000 + i, mode.coupled)
         run = speculate(target, head, ids, max_new, shape, sampling)
         rounds.setdefault(topic, []).extend(run.emitted)
+        end = run.tokens.index(END_ID) if END_ID in run.tokens else len(run.tokens) - 1  # token 0 comes from the prefill, not from a round
+        answer_tokens += end
+        answer_rounds += sum(before < end for before in accumulate(run.emitted[:-1], initial=0))
         equal += int(check and run.tokens == plain(target, ids, max_new, sampling))
     total = [n for topic in rounds.values() for n in topic]
     result: dict[str, Any] = {
         "prompts": len(prompts),
         "rounds": len(total),
         "accept_length": round(sum(total) / len(total), 3),
+        "accept_length_within_answer": round(answer_tokens / max(1, answer_rounds), 3),
         "histogram": {str(k): v for k, v in sorted(Counter(total).items())},
         "per_topic": {topic: round(sum(ns) / len(ns), 3) for topic, ns in sorted(rounds.items())},
     }
