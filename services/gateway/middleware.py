@@ -22,6 +22,7 @@ from outrider.shared.rpc.interceptors import as_outrider_error
 
 REQUEST_ID_HEADER = "X-Request-Id"
 BODY_TIMEOUT_S = 30.0
+QUIET_ROUTES = frozenset(["/health", "/ready", "/metrics"])
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _JSON_TYPE = re.compile(r"application/(json|[\w.+-]+\+json)")
 _log = get_logger("outrider.gateway.http")
@@ -68,7 +69,9 @@ class RequestContext:
                 route = getattr(scope.get("route"), "path", "other")
                 self._metrics.http_requests.labels(route, str(status or ErrorCode.CANCELLED.value)).inc()
                 elapsed_ms = round((time.perf_counter() - started) * 1e3, 1)
-                _log.info("request", method=scope["method"], route=route, status=status or ErrorCode.CANCELLED.value, elapsed_ms=elapsed_ms)
+                # Probes come every second; they are no news.
+                log = _log.debug if route in QUIET_ROUTES else _log.info
+                log("request", method=scope["method"], route=route, status=status or ErrorCode.CANCELLED.value, elapsed_ms=elapsed_ms)
 
 
 class KeyChecker:

@@ -250,6 +250,21 @@ class TargetClient:
         """Drop further events of a sequence."""
         self._streams.pop(request_id, None)
 
+    async def refresh_info(self) -> TargetInfo:
+        """Ask again what the target is: its draft may have come after us.
+
+        Raises:
+            OutriderError: it does not answer within a second.
+        """
+        if self._channel is None or not self.ready:
+            raise self._unavailable()
+        try:
+            reply = await target_pb2_grpc.TargetStub(self._channel).GetInfo(target_pb2.GetInfoRequest(), timeout=STATS_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from None
+        self._info = TargetInfo.from_proto(reply)
+        return self._info
+
     async def stats(self) -> target_pb2.GetStatsReply:
         """Ask for the target's statistics.
 

@@ -148,7 +148,7 @@ async def model_info(request: Request) -> Response:
 async def server_info(request: Request) -> Response:
     """How it is served: speculation by SGLang's names, and what runs now."""
     core = core_of(request)
-    info, stats = core.client.info, await core.client.stats()
+    info, stats = await core.client.refresh_info(), await core.client.stats()
     return JsonResponse(
         {
             "model_path": info.model_id,

@@ -1,0 +1,30 @@
+"""The same contracts against the three services as real processes, serving the embedded pair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from gateway_thread import Stack
+from test_generate_route import *  # noqa: F403 - the tests themselves
+from test_grpc_client import *  # noqa: F403
+from test_openai_client import *  # noqa: F403
+
+from outrider.services.launch import StackOptions, free_port, running_stack
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Stack]:
+    port = free_port()
+    lines: list[str] = []
+
+    def echo(service: str, line: str) -> None:
+        lines.append(f"{service} | {line}")
+
+    with running_stack(StackOptions(port=port, device="cpu"), echo, lines.append) as started:
+        yield Stack(started.url, f"127.0.0.1:{port + 1}", "target")
+
+
+@pytest.fixture
+def stack(running: Stack) -> Stack:
+    return running
