@@ -146,6 +146,8 @@ class DraftLoop:
         expired = self.engine.expire()
         if expired:
             log.warning("sessions of a silent target freed", sessions=expired)
+        if not len(self.engine.sessions):
+            self.engine.check()
 
     def _draft(self) -> None:
         started = time.monotonic()

@@ -145,6 +145,25 @@ def test_a_head_with_nan_weights_is_refused_by_the_warm_up(pair: tuple[Path, Pat
     warm_up(make_engine(pair))
 
 
+def test_features_that_are_not_numbers_spoil_their_own_tree_only(pair: tuple[Path, Path]) -> None:
+    trees = []
+    for poison in (False, True):
+        engine = make_engine(pair)
+        for session_id in (1, 2):
+            tokens = prompt_of(session_id)
+            engine.open(PEER, SequenceOpen(fence_of(session_id, tokens[:-1]), tokens[:-1], 0, 0.0))
+            rows = features(tokens)
+            if poison and session_id == 1:
+                rows[2] = float("nan")
+            engine.add_features(PEER, session_id, 1, 0, rows)
+            engine.commit(PEER, Commit(fence_of(session_id, tokens), 5, tokens[-1:], None), Ask(1, SHAPE, 0.0))
+        trees.append(engine.step().proposals[0].trees)
+    healthy, poisoned = trees
+    assert healthy.num_nodes.tolist() == [9, 9]
+    assert poisoned.num_nodes.tolist() == [1, 9]
+    assert torch.equal(poisoned.tokens[1], healthy.tokens[1])
+
+
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 def test_any_page_size_drafts_the_same(pair: tuple[Path, Path], page_size: int) -> None:
     trees = []
