@@ -13,7 +13,7 @@ from outrider.common.v1 import common_pb2
 from outrider.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from outrider.services.gateway.convert import MODE_FROM_PROTO, REASON_TO_PROTO, round_to_proto, stats_to_proto
 from outrider.services.gateway.core import GatewayCore, Job
-from outrider.services.gateway.middleware import KeyChecker
+from outrider.services.gateway.middleware import REQUEST_ID_HEADER, KeyChecker, request_id_of
 from outrider.services.gateway.parameters import GRPC_CHAT, GRPC_COMPLETE, Parameters
 from outrider.services.gateway.request import Chunk, Finished, SpeculationParams, Started
 from outrider.services.gateway.schemas.chat import Message
@@ -22,6 +22,7 @@ from outrider.shared.base.errors import InvalidRequestError
 SERVICE_NAME = "outrider.gateway.v1.Inference"
 ROLES = ("system", "developer", "user", "assistant")
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
+REQUEST_ID_KEY = REQUEST_ID_HEADER.lower()
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Reply = TypeVar("Reply", gateway_pb2.ChatReply, gateway_pb2.CompleteReply)
@@ -35,6 +36,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
 
     async def Chat(self, request: gateway_pb2.ChatRequest, context: Context) -> AsyncGenerator[gateway_pb2.ChatReply, None]:
         """Answer a chat."""
+        await _tell_request_id(context)
         core = self._core
         core.builder.check_model(request.model, core.client.info)
         codec = core.need_codec("messages")
@@ -54,6 +56,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
 
     async def Complete(self, request: gateway_pb2.CompleteRequest, context: Context) -> AsyncGenerator[gateway_pb2.CompleteReply, None]:
         """Continue text or token ids."""
+        await _tell_request_id(context)
         core = self._core
         core.builder.check_model(request.model, core.client.info)
         kind = request.WhichOneof("prompt")
@@ -76,6 +79,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
 
     async def ListModels(self, request: gateway_pb2.ListModelsRequest, context: Context) -> gateway_pb2.ListModelsReply:
         """List the names that requests may use."""
+        await _tell_request_id(context)
         info = self._core.client.info
         names = self._core.settings.served_model_name or (info.model_id,)
         return gateway_pb2.ListModelsReply(models=[gateway_pb2.Model(id=name, max_model_len=info.max_model_len) for name in names])
@@ -107,6 +111,12 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             metadata = dict(handler_call_details.invocation_metadata or ())
             self._checker.check(str(metadata.get("authorization", "")))
         return await continuation(handler_call_details)
+
+
+async def _tell_request_id(context: Context) -> None:
+    """Echo the caller's x-request-id, or make one."""
+    given = dict(context.invocation_metadata() or ()).get(REQUEST_ID_KEY)
+    await context.send_initial_metadata(((REQUEST_ID_KEY, request_id_of(given if isinstance(given, str) else None)),))
 
 
 def _message(message: gateway_pb2.Message, number: int) -> dict[str, Any]:

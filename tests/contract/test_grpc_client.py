@@ -130,3 +130,11 @@ def test_a_message_that_does_not_parse_is_refused(channel) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         next(replies)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_the_request_id_is_echoed_or_made(stub) -> None:
+    call = stub.ListModels.with_call(gateway_pb2.ListModelsRequest(), timeout=TIMEOUT_S, metadata=(("x-request-id", "mine-1"),))[1]
+    assert dict(call.initial_metadata())["x-request-id"] == "mine-1"
+    streamed = stub.Chat(chat(max_tokens=1), timeout=TIMEOUT_S)
+    assert len(dict(streamed.initial_metadata())["x-request-id"]) == 32
+    assert list(streamed)
