@@ -18,7 +18,7 @@ from outrider.services.target.runner import ModelRunner
 from outrider.services.target.scheduler import Scheduler, SchedulerLimits
 from outrider.services.target.servicer import SERVICE_NAME, Serving, TargetServicer
 from outrider.services.target.settings import Memory, TargetSettings, plan_pages
-from outrider.services.target.warmup import check_parity
+from outrider.services.target.warmup import check_parity, run_through
 from outrider.shared.attn.create import create_backend
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.base.lifecycle import watch_stop_signals
@@ -66,6 +66,8 @@ async def _serve(settings: TargetSettings, make_drafter: DrafterFactory | None) 
         target = await _until(stop, asyncio.to_thread(Target, settings, make_drafter))
         if target is not None:
             await _until(stop, target.wait_for_draft(settings.draft_wait_s))
+        if target is not None and not stop.is_set():
+            await _until(stop, asyncio.to_thread(run_through, target.engine, target.serving.limits))
         if target is not None and not stop.is_set():
             servicer.serve(target.serving)
             await server.set_serving(True)

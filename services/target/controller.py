@@ -98,6 +98,12 @@ class SpeculationController:
         self._probe_gap = FIRST_PROBE_GAP
         self._since_probe = 0
 
+    def forget_acceptance(self) -> None:
+        """Keep what was learnt of costs only: the text of a warm-up is like nobody's."""
+        self.acceptance = Acceptance()
+        self._draft_rate = None
+        self._probe_gap, self._since_probe = FIRST_PROBE_GAP, 0
+
     def new_row(self) -> RowState:
         """Return the memory of a new request."""
         return RowState(self.acceptance)
@@ -157,7 +163,9 @@ class SpeculationController:
         gain = plain_s
         for row in rows:
             depth = min(row.bound.depth, row.useful_depth)
-            tokens = row.state.acceptance.expected_tokens(depth)[-1]
+            # Until acceptance is known, hope for the best: what is never waited for is never learnt.
+            acceptance = row.state.acceptance
+            tokens = acceptance.expected_tokens(depth)[-1] if acceptance.known else 1.0 + depth
             gain = max(gain, tokens * plain_s - self.costs.verify(batch_size, batch_size + row.bound.max_nodes - 1))
         return min(P99_MULTIPLE * (self.costs.answer_p99 or 0.0), WAIT_SHARE * gain)
 

@@ -9,6 +9,7 @@ CHEAPER_WEIGHT = 0.5
 POSTERIOR_DECAY = 0.95
 PRIOR_STRENGTH = 3.0
 PRIOR_ACCEPTANCE = 0.6
+ROUNDS_TO_KNOW = 10
 UNSEEN_ROW_COST = 0.03
 """Share of a plain step that one more row is taken to cost before anything was measured."""
 FIXED_DRAFT_SHARE = 0.3
@@ -43,6 +44,10 @@ class StepCosts:
         average = self._draft.get(depth)
         # Quick to believe that drafting is cheap (the first proposals are cold), slow to believe that it is dear.
         self._draft[depth] = _blend(average, seconds, CHEAPER_WEIGHT if average is not None and seconds < average else COST_WEIGHT)
+        for other, known in self._draft.items():
+            implied = seconds * _draft_growth(other, depth)
+            if other != depth and implied < known:
+                self._draft[other] = _blend(known, implied, CHEAPER_WEIGHT)
 
     def observe_answer(self, seconds: float) -> None:
         """Learn how long a proposal took from its announcement to its arrival."""
@@ -110,7 +115,7 @@ class StepCosts:
         if depth in self._draft:
             return self._draft[depth]
         near = min(self._draft, key=lambda known: abs(known - depth))
-        return self._draft[near] * (FIXED_DRAFT_SHARE + (1 - FIXED_DRAFT_SHARE) * depth / near)
+        return self._draft[near] * _draft_growth(depth, near)
 
 
 class Acceptance:
@@ -135,6 +140,12 @@ class Acceptance:
             self._trials[level] = self._trials[level] * POSTERIOR_DECAY + 1.0
             self._successes[level] = self._successes[level] * POSTERIOR_DECAY + (1.0 if accepted > level else 0.0)
 
+    @property
+    def known(self) -> bool:
+        """Whether enough rounds were seen, by this posterior and those before it, to rely on it."""
+        own = self._trials[0] if self._trials else 0.0
+        return own >= ROUNDS_TO_KNOW or (self._prior is not None and self._prior.known)
+
     def rate(self, depth: int) -> float:
         """Probability that depth `depth` (from 1) is accepted given the one above it."""
         prior = self._prior.rate(depth) if self._prior else (self.rate(depth - 1) if depth > 1 else PRIOR_ACCEPTANCE)
@@ -154,6 +165,11 @@ class Acceptance:
 
 def _bucket(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()
+
+
+def _draft_growth(depth: int, measured: int) -> float:
+    """Return how much longer a proposal of `depth` levels takes than one of `measured` levels."""
+    return FIXED_DRAFT_SHARE + (1 - FIXED_DRAFT_SHARE) * depth / measured
 
 
 def _blend(average: float | None, sample: float, weight: float = COST_WEIGHT) -> float:

@@ -27,6 +27,12 @@ class Delivery:
         self.generated_tokens = 0
         self.totals = SpeculationStats()
 
+    def start_counting(self, metrics: TargetMetrics) -> None:
+        """Start all counters over."""
+        self._metrics = metrics
+        self.generated_tokens = 0
+        self.totals = SpeculationStats()
+
     @property
     def pending(self) -> bool:
         """Whether events wait for `flush`."""

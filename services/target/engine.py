@@ -181,6 +181,13 @@ class TargetEngine:
         """Requests that are queued or running, those in the inbox included."""
         return len(self._live) + sum(isinstance(message, _Submit) for message in tuple(self._inbox))
 
+    def forget_warm_up(self) -> None:
+        """Start all counters over; what the controller has learnt of costs stays. Call while no request is live."""
+        self.controller.forget_acceptance()
+        self.metrics = TargetMetrics()
+        self._delivery.start_counting(self.metrics)
+        self._round = 0
+
     # ---- engine thread
 
     def has_work(self) -> bool:

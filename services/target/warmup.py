@@ -1,25 +1,43 @@
-"""The parity check before a target serves: a tree must yield exactly what plain decoding yields, on this device, with these kernels."""
+"""What happens before a target serves.
+
+The parity check: a tree must yield exactly what plain decoding yields, on this device, with these kernels. Then a few short requests
+through the whole engine.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections.abc import Sequence as Seq
 
 import torch
 
 from outrider.services.target.controller import ExecutedRow, ExecutedStep, SpeculationController
 from outrider.services.target.drafter import root_trees
-from outrider.services.target.request import GenerationRequest, SamplingParams, SpeculationMode, SpeculationParams
+from outrider.services.target.engine import TargetEngine
+from outrider.services.target.request import (
+    Event,
+    GenerationRequest,
+    SamplingParams,
+    SpeculationLimits,
+    SpeculationMode,
+    SpeculationParams,
+    TokensEvent,
+)
 from outrider.services.target.rounds import advance
 from outrider.services.target.runner import FAILED_TOKEN, ModelRunner
 from outrider.services.target.scheduler import PrefillChunk
 from outrider.services.target.sequence import Sequence
-from outrider.shared.base.errors import OutriderError, UnavailableError
+from outrider.shared.base.errors import InvalidRequestError, OutriderError, UnavailableError
 from outrider.shared.spec.tree import NO_DRAFT, DraftBatch
 
 PROMPT_LEN = 9
 PLAIN_STEPS = 8
 TREE_DEPTH = 4
+RUN_THROUGH_PROMPT = 48
+RUN_THROUGH_TOKENS = 32
+RUN_THROUGH_TIMEOUT_S = 5.0
 LOW_PRECISION_RETRIES = 3
 """bf16 and fp16 may flip a near-tie between row counts; another prompt then decides."""
 
@@ -27,8 +45,46 @@ _log = logging.getLogger("outrider.target")
 
 
 class _NoSink:
-    def deliver(self, events: object) -> None:
-        """Nobody listens to the warm-up."""
+    def deliver(self, events: Seq[Event]) -> None:
+        """Nobody listens to the parity check."""
+
+
+class _EndSink:
+    """Says when a request is over."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def deliver(self, events: Seq[Event]) -> None:
+        """See `EventSink.deliver`."""
+        if any(not isinstance(event, TokensEvent) for event in events):
+            self.ended.set()
+
+
+def run_through(engine: TargetEngine, limits: SpeculationLimits) -> None:
+    """Generate a little through the running engine and its drafter, greedily and sampled, so that first requests meet no cold start.
+
+    What the controller learns of costs is kept, the counters start over.
+    """
+    rounds = ((SpeculationMode.ON, 0.0), (SpeculationMode.ON, 1.0), (SpeculationMode.OFF, 0.0), (SpeculationMode.AUTO, 0.0))
+    for mode, temperature in rounds:
+        sink = _EndSink()
+        length = min(RUN_THROUGH_PROMPT, engine.limits.max_model_len // 2)
+        request = GenerationRequest(
+            request_id="warm-up",
+            prompt_ids=[(7 + 13 * index) % engine.limits.vocab_size for index in range(length)],
+            max_new_tokens=min(RUN_THROUGH_TOKENS, length),
+            sampling=SamplingParams(temperature=temperature),
+            speculation=limits.resolve(mode),
+            ignore_eos=True,
+            deadline=time.monotonic() + RUN_THROUGH_TIMEOUT_S,
+        )
+        try:
+            engine.submit(request, sink)
+        except InvalidRequestError:
+            return  # a pool too small for this is too small for a cold start to matter
+        sink.ended.wait(2 * RUN_THROUGH_TIMEOUT_S)
+    engine.forget_warm_up()
 
 
 def check_parity(runner: ModelRunner, controller: SpeculationController) -> None:
