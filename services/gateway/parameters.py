@@ -18,7 +18,7 @@ from outrider.services.gateway.request import (
     StopRules,
 )
 from outrider.services.gateway.settings import GatewaySettings
-from outrider.services.gateway.target_client import TargetInfo
+from outrider.services.gateway.target_info import TargetInfo
 from outrider.shared.base.errors import InvalidRequestError, ModelNotFoundError
 
 MAX_STOPS = 4

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from outrider.services.gateway.request import Completion, Finished, RoundTrace, SpeculationStats, Usage, merge_speculation
-from outrider.services.gateway.target_client import TargetInfo
+from outrider.services.gateway.target_info import TargetInfo
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:

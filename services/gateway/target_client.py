@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from dataclasses import dataclass
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.services.gateway.convert import delta_from_proto, finish_from_proto, request_to_proto
 from outrider.services.gateway.request import GenerationRequest, TargetDelta, TargetFinish
-from outrider.shared.base.errors import ErrorCode, OutriderError, UnavailableError
+from outrider.services.gateway.target_info import TargetInfo
+from outrider.services.gateway.target_stream import ReaderLimits, TargetStream
+from outrider.shared.base.errors import OutriderError, UnavailableError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.client import connect_aio
 from outrider.shared.rpc.convert import error_from_proto
@@ -25,66 +25,6 @@ STATS_TIMEOUT_S = 1.0
 # What a delta costs the reader beside its own bytes: the envelope of a chunk.
 CHUNK_OVERHEAD_BYTES = 256
 _log = get_logger("outrider.gateway.target")
-
-
-@dataclass(frozen=True, slots=True)
-class TargetInfo:
-    """What the target says of itself. Caps and defaults concern `speculation` of requests."""
-
-    model_id: str
-    architecture: str
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: frozenset[int]
-    dtype: str
-    device: str
-    fingerprint: str
-    weight_version: str
-    max_running_requests: int
-    algorithm: str
-    draft_model: str
-    num_steps: int
-    topk: int
-    num_draft_tokens: int
-    max_steps: int
-    max_topk: int
-    max_nodes: int
-    speculation_state: str
-
-    @classmethod
-    def from_proto(cls, reply: target_pb2.GetInfoReply) -> TargetInfo:
-        """Read the reply of GetInfo."""
-        speculation = reply.speculation
-        return cls(
-            model_id=reply.model_id,
-            architecture=reply.architecture,
-            vocab_size=reply.vocab_size,
-            max_model_len=reply.max_model_len,
-            eos_token_ids=frozenset(reply.eos_token_ids),
-            dtype=reply.dtype,
-            device=reply.device,
-            fingerprint=reply.fingerprint,
-            weight_version=reply.weight_version or "default",
-            max_running_requests=reply.max_running_requests,
-            algorithm=speculation.algorithm,
-            draft_model=speculation.draft_model,
-            num_steps=speculation.num_steps,
-            topk=speculation.topk,
-            num_draft_tokens=speculation.num_draft_tokens,
-            max_steps=speculation.max_steps,
-            max_topk=speculation.max_topk,
-            max_nodes=speculation.max_nodes,
-            speculation_state=speculation.state,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class ReaderLimits:
-    """A stream with more than `max_unread_bytes` is paused, with less than a quarter of it resumed, and aborted when
-    nothing of it was read for `timeout_s`."""
-
-    max_unread_bytes: int
-    timeout_s: float
 
 
 class Readiness:
@@ -105,83 +45,6 @@ class Readiness:
     async def wait_for(self, ready: bool) -> None:
         """Wait until the flag has this value."""
         await self._changed[ready].wait()
-
-
-class TargetStream:
-    """The events of one sequence. Read with `next` until a `TargetFinish`; always `close` it."""
-
-    def __init__(self, request_id: str, client: TargetClient, limits: ReaderLimits) -> None:
-        self.request_id = request_id
-        self._client = client
-        self._limits = limits
-        self._events: deque[tuple[TargetDelta | TargetFinish | OutriderError, int]] = deque()
-        self._unread_bytes = 0
-        self._arrived = asyncio.Event()
-        self._ended = False
-        self._loop = asyncio.get_running_loop()
-        self._last_read = self._loop.time()
-        self._abort_timer: asyncio.TimerHandle | None = None
-
-    async def next(self) -> TargetDelta | TargetFinish:
-        """Wait for the next event.
-
-        Raises:
-            OutriderError: the target refused or lost the sequence, or the connection broke.
-        """
-        while not self._events:
-            self._arrived.clear()
-            await self._arrived.wait()
-        event, cost = self._events.popleft()
-        self._unread_bytes -= cost
-        self._last_read = self._loop.time()
-        if self._abort_timer and self._unread_bytes < self._limits.max_unread_bytes // 4 and not self._ended:
-            self._abort_timer.cancel()
-            self._abort_timer = None
-            self._client.send(target_pb2.SessionRequest(resume=target_pb2.Resume(request_id=self.request_id)))
-        if isinstance(event, OutriderError):
-            raise event
-        return event
-
-    def cancel(self, keep_tokens: int | None = None) -> None:
-        """Ask the target to stop; its `TargetFinish` still comes. `keep_tokens`: later tokens are not billed."""
-        if not self._ended:
-            cancel = target_pb2.Cancel(request_id=self.request_id, keep_tokens=keep_tokens)
-            self._client.send(target_pb2.SessionRequest(cancel=cancel))
-
-    def close(self) -> None:
-        """Give the sequence up if it still runs. Idempotent."""
-        self.cancel()
-        self._ended = True
-        self._client.forget(self.request_id)
-        if self._abort_timer:
-            self._abort_timer.cancel()
-            self._abort_timer = None
-
-    def deliver(self, event: TargetDelta | TargetFinish | OutriderError, cost: int) -> None:
-        """Take an event of the session; `cost` is what it weighs while unread, in bytes."""
-        if self._ended:
-            return
-        self._ended = not isinstance(event, TargetDelta)
-        self._events.append((event, cost))
-        self._unread_bytes += cost
-        self._arrived.set()
-        if self._unread_bytes > self._limits.max_unread_bytes and not self._abort_timer and not self._ended:
-            self._client.send(target_pb2.SessionRequest(pause=target_pb2.Pause(request_id=self.request_id)))
-            self._last_read = self._loop.time()
-            self._abort_timer = self._loop.call_later(self._limits.timeout_s, self._abort_slow_reader)
-
-    def _abort_slow_reader(self) -> None:
-        give_up_at = self._last_read + self._limits.timeout_s
-        if give_up_at > self._loop.time():
-            # Slow, but it reads.
-            self._abort_timer = self._loop.call_at(give_up_at, self._abort_slow_reader)
-            return
-        self._abort_timer = None
-        message = f"The client did not read its stream for {self._limits.timeout_s:g} s; it was aborted."
-        self.cancel()
-        # What is buffered will not be read in time either.
-        self._events.clear()
-        self.deliver(OutriderError(message, code=ErrorCode.CANCELLED, reason="slow_reader"), 0)
 
 
 class TargetClient:

@@ -1,0 +1,110 @@
+"""One sequence on the session with the target: its events in order, paused while nobody reads them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+from outrider.services.gateway.request import TargetDelta, TargetFinish
+from outrider.shared.base.errors import ErrorCode, OutriderError
+from outrider.target.v1 import target_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderLimits:
+    """A stream with more than `max_unread_bytes` is paused, with less than a quarter of it resumed, and aborted when
+    nothing of it was read for `timeout_s`."""
+
+    max_unread_bytes: int
+    timeout_s: float
+
+
+class SessionOutlet(Protocol):
+    """Where a stream's own messages go."""
+
+    def send(self, message: target_pb2.SessionRequest) -> None:
+        """Queue a message to the target."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """Deliver no further events of this sequence."""
+        ...
+
+
+class TargetStream:
+    """The events of one sequence. Read with `next` until a `TargetFinish`; always `close` it."""
+
+    def __init__(self, request_id: str, session: SessionOutlet, limits: ReaderLimits) -> None:
+        self.request_id = request_id
+        self._session = session
+        self._limits = limits
+        self._events: deque[tuple[TargetDelta | TargetFinish | OutriderError, int]] = deque()
+        self._unread_bytes = 0
+        self._arrived = asyncio.Event()
+        self._ended = False
+        self._loop = asyncio.get_running_loop()
+        self._last_read = self._loop.time()
+        self._abort_timer: asyncio.TimerHandle | None = None
+
+    async def next(self) -> TargetDelta | TargetFinish:
+        """Wait for the next event.
+
+        Raises:
+            OutriderError: the target refused or lost the sequence, or the connection broke.
+        """
+        while not self._events:
+            self._arrived.clear()
+            await self._arrived.wait()
+        event, cost = self._events.popleft()
+        self._unread_bytes -= cost
+        self._last_read = self._loop.time()
+        if self._abort_timer and self._unread_bytes < self._limits.max_unread_bytes // 4 and not self._ended:
+            self._abort_timer.cancel()
+            self._abort_timer = None
+            self._session.send(target_pb2.SessionRequest(resume=target_pb2.Resume(request_id=self.request_id)))
+        if isinstance(event, OutriderError):
+            raise event
+        return event
+
+    def cancel(self, keep_tokens: int | None = None) -> None:
+        """Ask the target to stop; its `TargetFinish` still comes. `keep_tokens`: later tokens are not billed."""
+        if not self._ended:
+            cancel = target_pb2.Cancel(request_id=self.request_id, keep_tokens=keep_tokens)
+            self._session.send(target_pb2.SessionRequest(cancel=cancel))
+
+    def close(self) -> None:
+        """Give the sequence up if it still runs. Idempotent."""
+        self.cancel()
+        self._ended = True
+        self._session.forget(self.request_id)
+        if self._abort_timer:
+            self._abort_timer.cancel()
+            self._abort_timer = None
+
+    def deliver(self, event: TargetDelta | TargetFinish | OutriderError, cost: int) -> None:
+        """Take an event of the session; `cost` is what it weighs while unread, in bytes."""
+        if self._ended:
+            return
+        self._ended = not isinstance(event, TargetDelta)
+        self._events.append((event, cost))
+        self._unread_bytes += cost
+        self._arrived.set()
+        if self._unread_bytes > self._limits.max_unread_bytes and not self._abort_timer and not self._ended:
+            self._session.send(target_pb2.SessionRequest(pause=target_pb2.Pause(request_id=self.request_id)))
+            self._last_read = self._loop.time()
+            self._abort_timer = self._loop.call_later(self._limits.timeout_s, self._abort_slow_reader)
+
+    def _abort_slow_reader(self) -> None:
+        give_up_at = self._last_read + self._limits.timeout_s
+        if give_up_at > self._loop.time():
+            # Slow, but it reads.
+            self._abort_timer = self._loop.call_at(give_up_at, self._abort_slow_reader)
+            return
+        self._abort_timer = None
+        message = f"The client did not read its stream for {self._limits.timeout_s:g} s; it was aborted."
+        self.cancel()
+        # What is buffered will not be read in time either.
+        self._events.clear()
+        self.deliver(OutriderError(message, code=ErrorCode.CANCELLED, reason="slow_reader"), 0)
