@@ -1,0 +1,60 @@
+"""The projector crosses the wire whole: the target's link rebuilds the head's own feature spec, the epsilon of its norms included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from toys import make_toy_eagle3, make_toy_target
+
+from outrider.draft.v1 import draft_pb2, draft_pb2_grpc
+from outrider.services.draft.app import DraftService
+from outrider.services.draft.settings import DraftSettings
+from outrider.services.target.breaker import Breaker
+from outrider.services.target.draft_link import DraftLink, TargetIdentity
+from outrider.shared.nn.decoder import Decoder
+from outrider.shared.rpc.client import connect
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_the_target_rebuilds_the_feature_spec(tmp_path: Path, normed: bool) -> None:
+    target_dir = make_toy_target(tmp_path / "target", vocab_size=40, hidden_size=32)
+    norms = {f"fc_norm.{index}.weight": torch.rand(32) for index in range(3)} if normed else {}
+    head_dir = make_toy_eagle3(tmp_path / "head", target_dir, extra=norms, config_overrides={"rms_norm_eps": 3e-3})
+    values = {"draft": head_dir, "listen": f"unix:{tmp_path}/d.sock", "device": "cpu", "target_weights": target_dir}
+    service = DraftService(DraftSettings.load(values))
+    service.start()
+    identity = TargetIdentity.of(Decoder.load(target_dir))
+    link = DraftLink(service.address, identity, lambda _name: torch.zeros(1), Breaker())
+    try:
+        link.start()
+        event = link.inbox.get(timeout=20)
+        spec = event.connection.spec
+        own = service.engine.strategy.feature_spec(None)
+        assert spec is not None
+        assert spec.aux_layer_ids == own.aux_layer_ids
+        assert spec.projector.keys() == own.projector.keys()
+        assert all(torch.equal(spec.projector[name], own.projector[name]) for name in own.projector)
+        if normed:
+            assert spec.norm_eps == pytest.approx(3e-3)
+    finally:
+        link.close()
+        service.stop()
+
+
+def test_info_tells_sessions_pages_and_metrics(tmp_path: Path) -> None:
+    target_dir = make_toy_target(tmp_path / "target", vocab_size=40, hidden_size=32)
+    head_dir = make_toy_eagle3(tmp_path / "head", target_dir)
+    values = {"draft": head_dir, "listen": f"unix:{tmp_path}/d.sock", "device": "cpu", "target_weights": target_dir}
+    service = DraftService(DraftSettings.load(values))
+    service.start()
+    try:
+        with connect(service.address) as channel:
+            info = draft_pb2_grpc.DraftStub(channel).GetInfo(draft_pb2.GetInfoRequest())
+        assert info.head.algorithm == "EAGLE3"
+        assert info.pages_total == info.pages_free > 0
+        assert "outrider_draft_trees_total" in info.prometheus_text
+        assert "outrider_draft_kv_pages" in info.prometheus_text
+    finally:
+        service.stop()
