@@ -1,4 +1,4 @@
-"""One error hierarchy. Domain code raises these; one gRPC interceptor and one HTTP exception handler map them (serving API, error table)."""
+"""One error hierarchy. Domain code raises these; one gRPC interceptor and one HTTP exception handler map them (error table)."""
 
 from __future__ import annotations
 
