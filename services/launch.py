@@ -290,7 +290,8 @@ def serve_target(settings: TargetSettings) -> int:
     from outrider.services.draft.inproc import drafter_beside
     from outrider.services.draft.settings import DraftSettings
 
-    draft = DraftSettings.load({"draft": settings.draft.removeprefix(INPROC)})
+    caps = {name: getattr(settings, name) for name in ("max_steps", "max_topk", "max_nodes", "page_size")}
+    draft = DraftSettings.load({"draft": settings.draft.removeprefix(INPROC), **caps})
     return app.run(settings.model_copy(update={"draft": "none"}), lambda decoder: drafter_beside(decoder, draft))
 
 
