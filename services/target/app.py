@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -24,8 +24,7 @@ from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.base.lifecycle import watch_stop_signals
 from outrider.shared.engine.loop import EngineThread
 from outrider.shared.kv.pool import token_bytes
-from outrider.shared.nn.config import ModelConfig
-from outrider.shared.nn.decoder import Decoder, default_dtype
+from outrider.shared.nn.decoder import Decoder
 from outrider.shared.obs.logging import configure_logging, get_logger
 from outrider.shared.rpc.server import aio_server
 from outrider.shared.spec.drafter import Drafter, DrafterState
@@ -53,6 +52,15 @@ def run(settings: TargetSettings, make_drafter: DrafterFactory | None = None) ->
     configure_logging("target", settings.log_level, settings.log_json)
     _log.info("settings", **settings.resolved())
     return asyncio.run(_serve(settings, make_drafter))
+
+
+@runtime_checkable
+class Described(Protocol):
+    """A drafter that knows what it is."""
+
+    def describe(self) -> tuple[str, str]:
+        """Return its algorithm and model id."""
+        ...
 
 
 async def _serve(settings: TargetSettings, make_drafter: DrafterFactory | None) -> int:
@@ -114,7 +122,8 @@ class Target:
             torch.set_num_threads(settings.cpu_threads())
         decoder = Decoder.load(settings.model, device, settings.torch_dtype(), progress=_progress_logger(settings.model))
         config = decoder.config
-        num_pages = _num_pages(settings, config, decoder, device)
+        drafts = make_drafter is not None or settings.draft_address() is not None
+        num_pages = _num_pages(settings, decoder, drafts)
         pool = decoder.make_pool(num_pages, settings.page_size)
         runner = ModelRunner(decoder, pool, create_backend(settings.attention_backend, device))
         scheduler = Scheduler(
@@ -165,9 +174,7 @@ class Target:
         return self.drafter.refusal() if isinstance(self.drafter, RemoteDrafter) else None
 
     def _describe_draft(self) -> tuple[str, str]:
-        if isinstance(self.drafter, RemoteDrafter):
-            return self.drafter.describe()
-        return ("none", "") if self.drafter.state() is DrafterState.NONE else ("in-process", "")
+        return self.drafter.describe() if isinstance(self.drafter, Described) else ("", "")
 
 
 def _make_drafter(settings: TargetSettings, decoder: Decoder) -> Drafter:
@@ -178,10 +185,10 @@ def _make_drafter(settings: TargetSettings, decoder: Decoder) -> Drafter:
     return RemoteDrafter(address, identity, decoder.weight, decoder.device, fault_deadline_s=settings.draft_fault_deadline_s)
 
 
-def _num_pages(settings: TargetSettings, config: ModelConfig, decoder: Decoder, device: torch.device) -> int:
-    feature_size = 0 if settings.draft_address() is None else config.hidden_size  # as wide as a row is for every head there is
-    dtype = settings.torch_dtype() or default_dtype(device)
-    per_token = token_bytes(config.num_layers, config.num_kv_heads, config.head_dim, dtype, feature_size)
+def _num_pages(settings: TargetSettings, decoder: Decoder, drafts: bool) -> int:
+    config, device = decoder.config, decoder.device
+    feature_size = config.hidden_size if drafts else 0  # as wide as a row is for every head there is
+    per_token = token_bytes(config.num_layers, config.num_kv_heads, config.head_dim, decoder.dtype, feature_size)
     memory = None
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

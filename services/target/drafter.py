@@ -18,6 +18,10 @@ class NoDrafter:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
 
+    def describe(self) -> tuple[str, str]:
+        """Return the algorithm and the model id."""
+        return "none", ""
+
     def feature_spec(self) -> FeatureSpec | None:
         """See `Drafter.feature_spec`."""
         return None

@@ -127,8 +127,9 @@ class Sequence:
 
     @property
     def reserved_len(self) -> int:
-        """Slots that the lease holds."""
-        return 0 if self.lease is None else len(self.lease.pages) * self.page_size
+        """Slots that the lease holds; may be asked by other threads, for statistics."""
+        lease = self.lease
+        return 0 if lease is None else len(lease.pages) * self.page_size
 
     @property
     def remaining(self) -> int:

@@ -159,7 +159,9 @@ def test_a_session_cancels_pauses_and_resumes(stub: target_pb2_grpc.TargetStub) 
     outbox.put(target_pb2.SessionRequest(generate=request("a", max_new_tokens=1000)))
     outbox.put(target_pb2.SessionRequest(generate=request("b", max_new_tokens=1000)))
     call = stub.Session(iter(outbox.get, None), timeout=TIMEOUT_S)
-    next(call)
+    started: set[str] = set()
+    while started != {"a", "b"}:
+        started |= {one.request_id for one in next(call).replies}
     outbox.put(target_pb2.SessionRequest(pause=target_pb2.Pause(request_id="a")))
     outbox.put(target_pb2.SessionRequest(cancel=target_pb2.Cancel(request_id="b", keep_tokens=1)))
     finishes = {}
