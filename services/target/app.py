@@ -120,6 +120,7 @@ class Target:
         device = settings.torch_device()
         if device.type == "cpu":
             torch.set_num_threads(settings.cpu_threads())
+        _use_device(device)
         decoder = Decoder.load(settings.model, device, settings.torch_dtype(), progress=_progress_logger(settings.model))
         config = decoder.config
         drafts = make_drafter is not None or settings.draft_address() is not None
@@ -137,7 +138,7 @@ class Target:
         self.drafter = make_drafter(decoder) if make_drafter else _make_drafter(settings, decoder)
         self.engine = TargetEngine(runner, scheduler, self.drafter, limits)
         check_parity(runner, self.engine.controller)
-        self._thread = EngineThread(self.engine)
+        self._thread = EngineThread(self.engine, on_start=lambda: _use_device(device))
         self.engine.wake = self._thread.wake
         self._thread.start()
         self.serving = Serving(
@@ -175,6 +176,12 @@ class Target:
 
     def _describe_draft(self) -> tuple[str, str]:
         return self.drafter.describe() if isinstance(self.drafter, Described) else ("", "")
+
+
+def _use_device(device: torch.device) -> None:
+    """Make kernels that this thread launches go to `device`."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
 
 
 def _make_drafter(settings: TargetSettings, decoder: Decoder) -> Drafter:

@@ -6,6 +6,7 @@ import logging
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 SWITCH_INTERVAL_S = 1e-4
@@ -35,10 +36,17 @@ class Steppable(Protocol):
 
 
 class EngineThread:
-    """Runs one engine until `stop`. `wake` may be called from any thread, and is cheap."""
+    """Runs one engine until `stop`. `wake` may be called from any thread, and is cheap.
 
-    def __init__(self, engine: Steppable, name: str = "engine") -> None:
+    Args:
+        engine: What to run.
+        name: The thread's name.
+        on_start: Called first on the thread, e.g. to choose its CUDA device.
+    """
+
+    def __init__(self, engine: Steppable, name: str = "engine", on_start: Callable[[], None] = lambda: None) -> None:
         self._engine = engine
+        self._on_start = on_start
         self._event = threading.Event()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -70,8 +78,11 @@ class EngineThread:
 
     def _run(self) -> None:
         engine, event = self._engine, self._event
+        self._on_start()
         while not self._stopping:
             event.clear()
+            if self._stopping:  # asked between the loop's test and the clear
+                return
             if engine.has_work():
                 try:
                     engine.step()
