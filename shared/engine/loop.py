@@ -79,9 +79,9 @@ class EngineThread:
     def _run(self) -> None:
         engine, event = self._engine, self._event
         self._on_start()
-        while not self._stopping:
+        while True:
             event.clear()
-            if self._stopping:  # asked between the loop's test and the clear
+            if self._stopping:  # looked at after the clear, or a stop could be slept through
                 return
             if engine.has_work():
                 try:
