@@ -18,8 +18,6 @@ from outrider.shared.spec.fence import Fence
 from outrider.shared.spec.tree import DraftShape
 
 PROTOCOL_VERSION = 1
-NORM_EPS = "norm_eps"
-"""Name under which the epsilon of the projector's norms is served, as a tensor of one element, where there are norms."""
 
 WANTS_TREE = (draft_pb2.WANT_DRAFT, draft_pb2.WANT_BOTH)
 
@@ -48,14 +46,6 @@ def target_info(hello: draft_pb2.Hello) -> TargetInfo:
     return TargetInfo(hello.target_id, hello.target_fingerprint, hello.vocab_size, hello.hidden_size, hello.num_layers)
 
 
-def projector_tensors(spec: FeatureSpec) -> dict[str, torch.Tensor]:
-    """Return what the target fetches to project features, by name."""
-    tensors = dict(spec.projector)
-    if any("norm" in name for name in tensors):
-        tensors[NORM_EPS] = torch.tensor([spec.norm_eps], dtype=torch.float32)
-    return tensors
-
-
 def hello_ack(
     info: StrategyInfo,
     spec: FeatureSpec | None,
@@ -80,7 +70,8 @@ def hello_ack(
     )
     if spec is not None:
         ack.aux_layer_ids.extend(spec.aux_layer_ids)
-        ack.projector_tensors.extend(projector_tensors(spec))
+        ack.projector_tensors.extend(spec.projector)
+        ack.projector_norm_eps = spec.norm_eps
         ack.projector_fingerprint = spec.fingerprint
     return ack
 

@@ -16,7 +16,6 @@ from outrider.services.draft.convert import (
     commits_from,
     hello_ack,
     opening_from,
-    projector_tensors,
     target_info,
 )
 from outrider.services.draft.loop import DraftLoop, Peer
@@ -91,7 +90,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
 
     def GetTensor(self, request: draft_pb2.GetTensorRequest, context: grpc.ServicerContext) -> Iterator[draft_pb2.GetTensorReply]:
         """Stream one of the tensors that the target applies."""
-        tensors = projector_tensors(self._engine.strategy.feature_spec(None))
+        tensors = self._engine.strategy.feature_spec(None).projector
         tensor = tensors.get(request.name)
         if tensor is None:
             raise ProtocolError(f"{request.name!r} is not served; known: {', '.join(tensors) or 'none'}.", field="name")

@@ -247,16 +247,12 @@ class DraftLink:
         missing = set(ack.projector_tensors) - set(tensors)
         if missing:
             raise ProtocolError(f"the draft did not send {sorted(missing)[0]}", field="projector_tensors")
-        # A scalar that travels beside the norms it belongs to.
-        norm_eps = tensors.pop("norm_eps", torch.tensor([FeatureSpec().norm_eps]))
-        if norm_eps.numel() != 1:
-            raise ProtocolError("norm_eps must be one number", field="projector_tensors")
         spec = FeatureSpec(
             aux_layer_ids=tuple(ack.aux_layer_ids),
             final_hidden=ack.feature_size > 0 and not ack.aux_layer_ids,
             feature_size=ack.feature_size,
             projector=tensors,
-            norm_eps=float(norm_eps),
+            norm_eps=ack.projector_norm_eps or FeatureSpec().norm_eps,
             fingerprint=key,
         )
         if spec.feature_size:  # fails here, on this thread, if the head does not fit

@@ -137,6 +137,7 @@ class HelloAck(_message.Message):
     MAX_TOPK_FIELD_NUMBER: _builtins.int
     MAX_NODES_FIELD_NUMBER: _builtins.int
     MISSING_TENSORS_FIELD_NUMBER: _builtins.int
+    PROJECTOR_NORM_EPS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     head_fingerprint: _builtins.str
     algorithm: _builtins.str
@@ -149,6 +150,8 @@ class HelloAck(_message.Message):
     max_steps: _builtins.int
     max_topk: _builtins.int
     max_nodes: _builtins.int
+    projector_norm_eps: _builtins.float
+    """Epsilon of the norms among projector_tensors."""
     @_builtins.property
     def aux_layer_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Which layers' outputs the head reads (layer i's output; 0-based), ascending."""
@@ -178,10 +181,11 @@ class HelloAck(_message.Message):
         max_topk: _builtins.int = ...,
         max_nodes: _builtins.int = ...,
         missing_tensors: _abc.Iterable[_builtins.str] | None = ...,
+        projector_norm_eps: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "aux_layer_ids", b"aux_layer_ids", "feature_dtype", b"feature_dtype", "feature_size", b"feature_size", "head_fingerprint", b"head_fingerprint", "max_nodes", b"max_nodes", "max_sessions", b"max_sessions", "max_steps", b"max_steps", "max_topk", b"max_topk", "missing_tensors", b"missing_tensors", "model_id", b"model_id", "projector_fingerprint", b"projector_fingerprint", "projector_tensors", b"projector_tensors", "protocol_version", b"protocol_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "aux_layer_ids", b"aux_layer_ids", "feature_dtype", b"feature_dtype", "feature_size", b"feature_size", "head_fingerprint", b"head_fingerprint", "max_nodes", b"max_nodes", "max_sessions", b"max_sessions", "max_steps", b"max_steps", "max_topk", b"max_topk", "missing_tensors", b"missing_tensors", "model_id", b"model_id", "projector_fingerprint", b"projector_fingerprint", "projector_norm_eps", b"projector_norm_eps", "projector_tensors", b"projector_tensors", "protocol_version", b"protocol_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
