@@ -32,6 +32,7 @@ HELDOUT_PROMPTS = Path(__file__).resolve().parent / "prompts" / "heldout.jsonl"
 TEMPERATURES = (0.0, 1.0)
 SEED = 20_000
 WARM_UP_PROMPTS = 2
+KV_TOKENS = 16_384
 
 
 class Kind(Enum):
@@ -151,7 +152,15 @@ def _messages(record: dict[str, Any], where: str) -> Messages:
 
 def _start(cleanup: ExitStack, options: BenchOptions, draft: Path | None, log: deque[str]) -> RestClient:
     label = "draft" if draft else "plain"
-    stack_options = StackOptions(target=options.target, draft=draft, device=options.device, port=free_port(), transport=Transport.GRPC)
+    stack_options = StackOptions(
+        target=options.target,
+        draft=draft,
+        device=options.device,
+        port=free_port(),
+        transport=Transport.GRPC,
+        # Two stacks share one GPU, and each would take most of its memory.
+        extra=(("target", ("--kv-tokens", str(KV_TOKENS))),),
+    )
     stack = cleanup.enter_context(
         running_stack(stack_options, lambda name, line: log.append(f"{label}/{name} | {line}"), lambda line: None)
     )
