@@ -158,8 +158,7 @@ def _start(cleanup: ExitStack, options: BenchOptions, draft: Path | None, log: d
         device=options.device,
         port=free_port(),
         transport=Transport.GRPC,
-        # Two stacks share one GPU, and each would take most of its memory.
-        extra=(("target", ("--kv-tokens", str(KV_TOKENS))),),
+        kv_tokens=KV_TOKENS,  # two stacks share one GPU, and each would take most of its memory
     )
     stack = cleanup.enter_context(
         running_stack(stack_options, lambda name, line: log.append(f"{label}/{name} | {line}"), lambda line: None)

@@ -61,6 +61,7 @@ class StackOptions:
         host, port: The gateway's REST address; gRPC listens on the next port.
         skip_tokenizer: Token ids only.
         transport: AUTO takes the draft into the target's process on a machine with one GPU, else a process of its own.
+        kv_tokens: Size of the KV caches in tokens, for several stacks on one GPU.
     """
 
     target: Path = DEMO_TARGET
@@ -75,6 +76,7 @@ class StackOptions:
     skip_tokenizer: bool = False
     transport: Transport = Transport.AUTO
     log_level: str = "info"
+    kv_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
     target_address = f"unix:{runtime_dir / 'target.sock'}"
     draft_address = f"unix:{runtime_dir / 'draft.sock'}" if options.draft and not inproc else None
     shape = {"num-steps": options.num_steps, "topk": options.topk, "num-draft-tokens": options.num_draft_tokens}
-    placement = {"device": options.device, "dtype": options.dtype, "log-level": options.log_level}
+    placement = {"device": options.device, "dtype": options.dtype, "log-level": options.log_level, "kv-tokens": options.kv_tokens}
 
     gateway = {"host": options.host, "port": options.port, "grpc-port": options.port + 1, "target": target_address}
     gateway |= {"tokenizer": None if options.skip_tokenizer else options.target, "log-level": options.log_level}
