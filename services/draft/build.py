@@ -48,6 +48,8 @@ def build_engine(settings: DraftSettings, device: torch.device, dtype: torch.dty
         max_shape=settings.max_shape(),
         lease_s=settings.lease_s,
         evict_idle_s=settings.evict_idle_s,
+        row_source=strategy.info.row_source,
+        inherits=strategy.info.inherits,
     )
     metrics = DraftMetrics()
     engine = DraftEngine(strategy, limits, metrics)
