@@ -7,14 +7,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 import torch
 
 from outrider.shared.base.errors import CheckpointError
-from outrider.shared.nn.config import read_json
+from outrider.shared.nn.config_reader import read_json
 from outrider.shared.nn.tensor_file import Shape, TensorFile, TensorInfo, open_tensor_file
 
-__all__ = ["CheckpointReader", "Shape"]
+__all__ = ["CheckpointReader", "ExpectedTensors", "Shape", "TensorSource"]
 
 LAYOUTS = (
     ("model.safetensors.index.json", "model.safetensors"),
@@ -22,6 +23,47 @@ LAYOUTS = (
 )
 FINGERPRINT_SAMPLE_BYTES = 4096
 MAX_NAMED = 12  # names listed per kind of problem
+
+
+class TensorSource(Protocol):
+    """Where the functions that load parts take their tensors from."""
+
+    def take(self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None) -> torch.Tensor:
+        """See `CheckpointReader.take`."""
+        ...
+
+    def take_rows(
+        self, parts: Sequence[tuple[str, Shape]], *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """See `CheckpointReader.take_rows`."""
+        ...
+
+
+class ExpectedTensors:
+    """A `TensorSource` without a file: loading from it tells what a checkpoint must hold, on the meta device.
+
+    Attributes:
+        shapes: Name → shape of everything that was taken.
+        dtypes: Name → exact type of what was taken with one.
+    """
+
+    def __init__(self) -> None:
+        self.shapes: dict[str, Shape] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+
+    def take(self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None) -> torch.Tensor:
+        """Note one tensor."""
+        return self.take_rows([(name, shape)], dtype=dtype, to=to)
+
+    def take_rows(
+        self, parts: Sequence[tuple[str, Shape]], *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Note several tensors that become one."""
+        self.shapes |= dict(parts)
+        if dtype is not None:
+            self.dtypes |= {name: dtype for name, _ in parts}
+        rows = sum(shape[0] for _, shape in parts)
+        return torch.empty((rows, *parts[0][1][1:]), dtype=dtype or to or torch.float32, device="meta")
 
 
 class CheckpointReader:
@@ -69,6 +111,7 @@ class CheckpointReader:
             raise
         self.tensors: dict[str, TensorInfo] = {name: file.tensors[name] for name, file in self._file_of.items()}
         self._taken_bytes = 0
+        self._all_bytes = sum(info.nbytes for info in self.tensors.values())
 
     @property
     def names(self) -> Collection[str]:
@@ -86,13 +129,21 @@ class CheckpointReader:
             digest.update(sample.contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
-    def check(self, expected: Mapping[str, Shape], *, ignored: Collection[str] = (), floating: bool = True) -> None:
+    def check(
+        self,
+        expected: Mapping[str, Shape],
+        *,
+        ignored: Collection[str] = (),
+        floating: bool = True,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
         """Compare the headers with what will be taken, before anything is allocated.
 
         Args:
             expected: Name → shape of every tensor that must be there.
             ignored: Names, or patterns with ``*``, that may be there and will not be taken.
             floating: Whether expected tensors must have a floating-point type.
+            dtypes: Name → exact type, of expected tensors for which that rule does not hold.
 
         Raises:
             CheckpointError: Naming every missing, unexpected, misshaped and wrongly typed tensor; `field` is the first of them.
@@ -106,12 +157,16 @@ class CheckpointReader:
             ("misshaped", [f"{name} is {list(info.shape)}, must be {list(shape)}" for name, shape, info in shared if info.shape != shape])
         )
         if floating:
-            wrong = [f"{name} is {_dtype_name(info.dtype)}" for name, _, info in shared if not _is_weight(info.dtype)]
+            exact = dtypes or {}
+            wrong = [f"{name} is {_dtype_name(info.dtype)}" for name, _, info in shared if name not in exact and not _is_weight(info.dtype)]
             problems.append(("of a type that is not fp32, fp16 or bf16", wrong))
+            for name, _, info in shared:
+                if name in exact and info.dtype != exact[name]:
+                    problems.append((f"of a type that is not {_dtype_name(exact[name])}", [f"{name} is {_dtype_name(info.dtype)}"]))
         self._raise(problems)
         self._ignored |= {name for name in self.tensors if name not in expected}
 
-    def take(self, name: str, shape: Shape, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def take(self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None) -> torch.Tensor:
         """Copy one tensor to the device.
 
         Args:
@@ -119,16 +174,19 @@ class CheckpointReader:
             shape: What it must be.
             dtype: The exact stored type of an index or mask tensor (d2t: int64); None for a floating-point weight, which is converted
                 to the reader's dtype.
+            to: What a floating-point weight is converted to instead of the reader's dtype.
 
         Raises:
             CheckpointError: It is missing, misshaped or of another type.
         """
-        return self.take_rows([(name, shape)], dtype=dtype)
+        return self.take_rows([(name, shape)], dtype=dtype, to=to)
 
-    def take_rows(self, parts: Sequence[tuple[str, Shape]], *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def take_rows(
+        self, parts: Sequence[tuple[str, Shape]], *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
+    ) -> torch.Tensor:
         """Copy several tensors into one, concatenated along their first dimension (fused q-k-v, gate-up)."""
         infos = [self._require(name, shape, dtype) for name, shape in parts]
-        target = dtype or self.dtype or infos[0].dtype
+        target = dtype or to or self.dtype or infos[0].dtype
         rows = sum(shape[0] for _, shape in parts)
         out = torch.empty((rows, *parts[0][1][1:]), dtype=target, device=self.device)
         position = 0
@@ -138,7 +196,7 @@ class CheckpointReader:
             self._taken.add(name)
             self._taken_bytes += self.tensors[name].nbytes
         if self._progress is not None:
-            self._progress(self._taken_bytes, sum(info.nbytes for info in self.tensors.values()))
+            self._progress(self._taken_bytes, self._all_bytes)
         return out
 
     def finish(self, *, ignored: Collection[str] = ()) -> None:
