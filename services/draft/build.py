@@ -17,12 +17,15 @@ from outrider.services.draft.sessions import SessionLimits
 from outrider.services.draft.settings import DraftSettings, plan_pages
 from outrider.services.draft.strategies.ngram import NgramOptions, NgramStrategy
 from outrider.services.draft.strategies.ngram_corpus import Corpus
+from outrider.services.draft.strategies.standalone import StandaloneStrategy
+from outrider.services.draft.strategies.tokenizer_check import check_same_tokenizer
 from outrider.services.draft.strategy import DraftStrategy, TargetInfo
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.attn.create import create_backend
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.kv.pool import KVPool, token_bytes
 from outrider.shared.nn.config import ModelConfig
+from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.loader import CheckpointReader
 from outrider.shared.obs.logging import get_logger
 
@@ -117,9 +120,20 @@ def _build_ngram(build: Build) -> DraftStrategy:
     return NgramStrategy(options, build.target_vocab_size(), corpus, build.device)
 
 
+def _build_standalone(build: Build) -> DraftStrategy:
+    settings, folder = build.settings, build.choice.require_folder()
+    same_tokenizer = settings.target_weights is not None and check_same_tokenizer(folder, settings.target_weights)
+    decoder = Decoder.load(folder, build.device, build.dtype)
+    pages = build.num_pages(decoder.make_pool(1, settings.page_size).bytes_per_token)
+    pool = decoder.make_pool(pages, settings.page_size)
+    name = folder.resolve().name
+    return StandaloneStrategy(decoder, pool, build.attention(), name, settings.max_shape(), build.target_vocab_size(), same_tokenizer)
+
+
 BUILDERS: Mapping[Algorithm, Callable[[Build], DraftStrategy]] = {
     Algorithm.EAGLE: _build_head,
     Algorithm.NGRAM: _build_ngram,
+    Algorithm.STANDALONE: _build_standalone,
 }
 
 
