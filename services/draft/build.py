@@ -11,6 +11,7 @@ import torch
 from outrider.services.draft.algorithm import Algorithm, Choice, check_head, choose
 from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.heads.registry import load_head
+from outrider.services.draft.heads.token_map import read_token_map
 from outrider.services.draft.metrics import DraftMetrics
 from outrider.services.draft.runner import HeadRunner
 from outrider.services.draft.sessions import SessionLimits
@@ -22,7 +23,7 @@ from outrider.services.draft.strategies.tokenizer_check import check_same_tokeni
 from outrider.services.draft.strategy import DraftStrategy, TargetInfo
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.attn.create import create_backend
-from outrider.shared.base.errors import CheckpointError
+from outrider.shared.base.errors import CheckpointError, ConfigurationError
 from outrider.shared.kv.pool import KVPool, token_bytes
 from outrider.shared.nn.config import ModelConfig
 from outrider.shared.nn.decoder import Decoder
@@ -47,6 +48,11 @@ def build_engine(settings: DraftSettings, device: torch.device, dtype: torch.dty
         ConfigurationError: the settings contradict each other, or the KV pool is too small.
     """
     choice = choose(settings.speculative_algorithm, settings.draft, settings.target_weights)
+    if settings.speculative_token_map is not None and choice.algorithm is not Algorithm.EAGLE:
+        raise ConfigurationError(
+            f"speculative_token_map: cuts the lm_head of EAGLE heads down, and {choice.algorithm.value} is what drafts here; leave it out.",
+            field="speculative_token_map",
+        )
     strategy = BUILDERS[choice.algorithm](Build(settings, choice, device, dtype, target))
     lender = settings.target_weights or (choice.folder if choice.algorithm is Algorithm.MTP else None)
     if target is None and lender is not None:
@@ -94,6 +100,11 @@ class Build:
         folder = self.settings.target_weights
         return ModelConfig.from_dir(folder).vocab_size if folder is not None else None
 
+    def token_map(self) -> torch.Tensor | None:
+        """Return the target ids that alone shall be drafted, ``[size] int64``, or None for all."""
+        path = self.settings.speculative_token_map
+        return read_token_map(path).to(self.device) if path is not None else None
+
     def num_pages(self, bytes_per_token: int) -> int:
         """Return how many pages the strategy's pool gets."""
         free_gpu_bytes = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else None
@@ -106,7 +117,7 @@ class Build:
 
 def _build_head(build: Build) -> DraftStrategy:
     folder = build.choice.require_folder()
-    head = load_head(folder, build.device, build.dtype)
+    head = load_head(folder, build.device, build.dtype, build.token_map())
     check_head(build.choice, head.algorithm)
     pages = build.num_pages(token_bytes(head.num_layers, head.kv_heads, head.head_dim, build.dtype))
     pool = KVPool(pages, build.settings.page_size, head.num_layers, head.kv_heads, head.head_dim, build.dtype, build.device)

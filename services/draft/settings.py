@@ -44,6 +44,9 @@ class DraftSettings(ServiceSettings):
     speculative_algorithm: Algorithm = Field(
         Algorithm.AUTO, description="EAGLE, EAGLE3, MTP (or NEXTN), STANDALONE, NGRAM, NONE, or auto: what the checkpoint shows."
     )
+    speculative_token_map: Path | None = Field(
+        None, description="FR-Spec: the frequent tokens to draft, .pt, .safetensors or .json of ids; for heads with a full vocabulary."
+    )
     ngram_min_match: int = Field(1, ge=1, description="NGRAM: tokens of context that must agree.")
     ngram_max_match: int = Field(12, ge=1, description="NGRAM: tokens of context that can at most count.")
     ngram_corpus: Path | None = Field(None, description="NGRAM: further texts, .json or .jsonl of token ids or texts, or a text a line.")

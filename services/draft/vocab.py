@@ -72,7 +72,7 @@ class DraftVocabulary:
             raise CheckpointError(
                 f"The token map names token {int(ids[-1])}, the head's vocabulary has {target_size}; give the map that was made for this "
                 "model's tokenizer.",
-                field="token_map",
+                field="speculative_token_map",
             )
         return cls(ids.shape[0], target_size, ids - torch.arange(ids.shape[0], device=ids.device))
 

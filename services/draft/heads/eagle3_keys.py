@@ -47,7 +47,8 @@ def take_vocabulary(reader: CheckpointReader, keys: HeadKeys, config: Eagle3Conf
         return DraftVocabulary.from_token_map(token_map, size)
     if token_map is not None:
         raise CheckpointError(
-            f"{reader.path}: the head has a draft vocabulary of its own (d2t); leave --speculative-token-map out.", field="token_map"
+            f"{reader.path}: the head has a draft vocabulary of its own (d2t); leave --speculative-token-map out.",
+            field="speculative_token_map",
         )
     return DraftVocabulary.from_tensors(keys.take_stored(reader, "d2t"), t2d, size)
 

@@ -110,7 +110,7 @@ class HeadKeys:
         prefix = f"layers.{layer}.self_attn."
         qkv = self.take_linear(reader, [f"{prefix}{part}_proj" for part in "qkv"])
         o = self.take_linear(reader, [f"{prefix}o_proj"])
-        return Attention(qkv, o, config.num_heads, config.num_kv_heads, config.head_dim, layer=layer)
+        return Attention(qkv, o, config.num_heads, config.num_kv_heads, config.head_dim, layer, window=config.sliding_window or 0)
 
     def take_mlp(self, reader: CheckpointReader, config: HeadConfig, layer: int) -> GatedMLP:
         """Read the MLP of a layer."""

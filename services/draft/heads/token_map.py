@@ -15,7 +15,7 @@ import torch
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.tensor_file import open_tensor_file
 
-FIELD = "token_map"
+FIELD = "speculative_token_map"
 
 
 def read_token_map(path: Path) -> torch.Tensor:
