@@ -16,6 +16,8 @@ from outrider.services.draft.metrics import DraftMetrics
 from outrider.services.draft.runner import HeadRunner
 from outrider.services.draft.sessions import SessionLimits
 from outrider.services.draft.settings import DraftSettings, plan_pages
+from outrider.services.draft.strategies.mtp import MtpModel, MtpStrategy
+from outrider.services.draft.strategies.mtp_layers import MtpWeights
 from outrider.services.draft.strategies.ngram import NgramOptions, NgramStrategy
 from outrider.services.draft.strategies.ngram_corpus import Corpus
 from outrider.services.draft.strategies.standalone import StandaloneStrategy
@@ -131,6 +133,14 @@ def _build_ngram(build: Build) -> DraftStrategy:
     return NgramStrategy(options, build.target_vocab_size(), corpus, build.device)
 
 
+def _build_mtp(build: Build) -> DraftStrategy:
+    settings, folder = build.settings, build.choice.require_folder()
+    model = MtpModel(MtpWeights.load(folder, build.device, build.dtype), build.device, build.dtype)
+    pages = build.num_pages(model.make_pool(1, settings.page_size).bytes_per_token)
+    pool = model.make_pool(pages, settings.page_size)
+    return MtpStrategy(model, pool, build.attention(), folder.resolve().name, settings.max_shape())
+
+
 def _build_standalone(build: Build) -> DraftStrategy:
     settings, folder = build.settings, build.choice.require_folder()
     same_tokenizer = settings.target_weights is not None and check_same_tokenizer(folder, settings.target_weights)
@@ -143,6 +153,7 @@ def _build_standalone(build: Build) -> DraftStrategy:
 
 BUILDERS: Mapping[Algorithm, Callable[[Build], DraftStrategy]] = {
     Algorithm.EAGLE: _build_head,
+    Algorithm.MTP: _build_mtp,
     Algorithm.NGRAM: _build_ngram,
     Algorithm.STANDALONE: _build_standalone,
 }

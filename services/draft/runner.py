@@ -75,7 +75,7 @@ class PagedStrategy(ABC):
     def propose(self, sessions: Sequence[Session]) -> DraftBatch:
         """See `DraftStrategy.propose`."""
         shapes = [session.ask.shape.bounded() for session in sessions if session.ask is not None]
-        states = [session.last_state for session in sessions if session.last_state is not None]
+        states = [state for state in map(self._root_state, sessions) if state is not None]
         assert len(shapes) == len(states) == len(sessions), "propose needs extended sessions that were asked for a tree"
         batch = GrowBatch(
             leases=[session.lease for session in sessions if session.lease is not None],
@@ -101,6 +101,10 @@ class PagedStrategy(ABC):
         """See `DraftStrategy.pages`."""
         allocator = self._pool.allocator
         return Pages(allocator.num_pages, allocator.free_pages, allocator.held_pages)
+
+    def _root_state(self, session: Session) -> torch.Tensor | None:
+        """Return the state that level 0 starts from, ``[hidden]``."""
+        return session.last_state
 
     def _coupling(self, sessions: Sequence[Session]) -> Coupling | None:
         if all(session.temperature <= 0 for session in sessions):
