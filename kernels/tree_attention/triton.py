@@ -212,8 +212,9 @@ def tree_attention(
     masks = ancestors.contiguous() if ancestors is not None else query_start
     block_d = max(16, _launch.next_power_of_2(dim))
     # A block of K and one of V lie in shared memory, the accumulator in registers: heads as wide as a latent leave room for few rows.
-    block_m = min(max(16, _launch.next_power_of_2(pairs)), 64 if block_d <= 256 else 16)
-    block_n = 16 if block_d > 256 else 32 if q.dtype == torch.float32 else 64
+    wide = block_d > 256
+    block_m = min(max(16, _launch.next_power_of_2(pairs)), 16 if wide else 64)
+    block_n = 16 if wide else 32 if q.dtype == torch.float32 else 64
     blocks_m = _launch.ceil_div(pairs, block_m)
     splits = _splits(blocks_m * kv_heads * bs, _launch.ceil_div(max_kv_len, block_n), q.device)
     rows = q.shape[0]
@@ -231,7 +232,8 @@ def tree_attention(
             page_table.shape[1], masks.shape[1] if tree else 0, window, scale * _LOG2E, rows, splits,
             WIDEN=not isinstance(_attention, triton.JITFunction), GROUP=group, KV_HEADS=kv_heads, DIM=dim, PAGE_SIZE=page_size, TREE=tree,
             WINDOW=window > 0, POSITIONS=row_positions is not None, SINKS=sinks is not None,
-            SPLIT=splits > 1, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=4, num_stages=2,
+            SPLIT=splits > 1, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=8 if wide else 4,
+            num_stages=1 if wide else 2,
         )  # fmt: skip
         if splits > 1:
             _merge[(max_query_len, heads, bs)](

@@ -179,7 +179,8 @@ def _make_drafter(settings: TargetSettings, decoder: Decoder) -> Drafter:
 def _num_pages(settings: TargetSettings, config: ModelConfig, decoder: Decoder, device: torch.device) -> int:
     feature_size = 0 if settings.draft_address() is None else config.hidden_size  # as wide as a row is for every head there is
     dtype = settings.torch_dtype() or default_dtype(device)
-    per_token = token_bytes(config.num_layers, config.num_kv_heads, config.head_dim, dtype, feature_size)
+    latent = config.latent is not None
+    per_token = token_bytes(config.num_layers, config.num_kv_heads, config.head_dim, dtype, feature_size, latent=latent)
     memory = None
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
