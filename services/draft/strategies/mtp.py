@@ -184,7 +184,7 @@ class MtpStrategy(PagedStrategy):
         model = self._model
         before = [chunk.session.last_state for chunk in chunks]
         after = [torch.zeros(model.depth, self.info.hidden_size, device=model.device, dtype=model.dtype) for _ in chunks]
-        parts = list(take_features(chunks, model.device, model.dtype).split([chunk.count for chunk in chunks]))
+        parts = list(take_features(chunks, model.device, model.dtype).split_with_sizes([chunk.count for chunk in chunks]))
         for layer in range(model.depth):
             if layer:
                 parts = [_inputs(outputs, states, chunk.start, layer) for outputs, states, chunk in zip(parts, before, chunks, strict=True)]
@@ -216,7 +216,7 @@ class MtpStrategy(PagedStrategy):
         host = torch.tensor([tokens, positions], dtype=torch.int32).to(self._device)
         self._attention.plan(build_batch(self._pool, leases_of(working), starts, [count for count in counts if count]))
         states = self._model.run(layer, host[0], torch.cat(list(inputs)), host[1], self._attention, self._pool)
-        return list(states.split(counts))
+        return list(states.split_with_sizes(counts))
 
     def _root_state(self, session: Session) -> torch.Tensor | None:
         return None if session.last_state is None else session.last_state[0]
