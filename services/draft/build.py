@@ -20,7 +20,7 @@ from outrider.services.draft.strategies.mtp import MtpModel, MtpStrategy
 from outrider.services.draft.strategies.mtp_layers import MtpWeights
 from outrider.services.draft.strategies.ngram import NgramOptions, NgramStrategy
 from outrider.services.draft.strategies.ngram_corpus import Corpus
-from outrider.services.draft.strategies.standalone import StandaloneStrategy
+from outrider.services.draft.strategies.standalone import StandaloneStrategy, StandaloneVocabulary
 from outrider.services.draft.strategies.tokenizer_check import check_same_tokenizer
 from outrider.services.draft.strategy import DraftStrategy, TargetInfo
 from outrider.shared.attn.base import AttentionBackend
@@ -50,11 +50,8 @@ def build_engine(settings: DraftSettings, device: torch.device, dtype: torch.dty
         ConfigurationError: the settings contradict each other, or the KV pool is too small.
     """
     choice = choose(settings.speculative_algorithm, settings.draft, settings.target_weights)
-    if settings.speculative_token_map is not None and choice.algorithm is not Algorithm.EAGLE:
-        raise ConfigurationError(
-            f"speculative_token_map: cuts the lm_head of EAGLE heads down, and {choice.algorithm.value} is what drafts here; leave it out.",
-            field="speculative_token_map",
-        )
+    if settings.speculative_token_map is not None and choice.algorithm is Algorithm.NGRAM:
+        raise ConfigurationError("speculative_token_map: NGRAM has no vocabulary of its own; leave it out.", field="speculative_token_map")
     strategy = BUILDERS[choice.algorithm](Build(settings, choice, device, dtype, target))
     lender = settings.target_weights or (choice.folder if choice.algorithm is Algorithm.MTP else None)
     if target is None and lender is not None:
@@ -135,7 +132,7 @@ def _build_ngram(build: Build) -> DraftStrategy:
 
 def _build_mtp(build: Build) -> DraftStrategy:
     settings, folder = build.settings, build.choice.require_folder()
-    model = MtpModel(MtpWeights.load(folder, build.device, build.dtype), build.device, build.dtype)
+    model = MtpModel(MtpWeights.load(folder, build.device, build.dtype), build.device, build.dtype, build.token_map())
     pages = build.num_pages(model.make_pool(1, settings.page_size).bytes_per_token)
     pool = model.make_pool(pages, settings.page_size)
     return MtpStrategy(model, pool, build.attention(), folder.resolve().name, settings.max_shape())
@@ -147,8 +144,14 @@ def _build_standalone(build: Build) -> DraftStrategy:
     decoder = Decoder.load(folder, build.device, build.dtype)
     pages = build.num_pages(decoder.make_pool(1, settings.page_size).bytes_per_token)
     pool = decoder.make_pool(pages, settings.page_size)
-    name = folder.resolve().name
-    return StandaloneStrategy(decoder, pool, build.attention(), name, settings.max_shape(), build.target_vocab_size(), same_tokenizer)
+    return StandaloneStrategy(
+        decoder,
+        pool,
+        build.attention(),
+        folder.resolve().name,
+        settings.max_shape(),
+        StandaloneVocabulary(build.target_vocab_size(), same_tokenizer, build.token_map()),
+    )
 
 
 BUILDERS: Mapping[Algorithm, Callable[[Build], DraftStrategy]] = {

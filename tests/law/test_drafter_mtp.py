@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -149,3 +150,15 @@ def test_random_prompts_change_nothing(target: Decoder, folder: Path) -> None:
     harness.run()
     for index, prompt in enumerate(prompts):
         assert_same_tokens(target, prompt, generate_plain(target, NoDrafter(), prompt, 12), harness.sink.tokens[str(index)])
+
+
+def test_a_token_map_restricts_what_is_drafted(target: Decoder, folder: Path, tmp_path: Path) -> None:
+    kept = list(range(1, VOCAB, 2))
+    (tmp_path / "map.json").write_text(json.dumps(kept))
+    harness = make_harness(target, drafter_for(target, folder, speculative_token_map=tmp_path / "map.json"))
+    harness.submit(PROMPTS[-1], COUNT, request_id="a", shape=(3, 2, 8), trace=True)
+    harness.run()
+    assert_same_tokens(target, PROMPTS[-1], generate_plain(target, NoDrafter(), PROMPTS[-1], COUNT), harness.sink.tokens["a"])
+    drafted = {node.token for one in harness.sink.rounds["a"] for node in one.nodes[1:]}
+    assert drafted
+    assert drafted <= set(kept)

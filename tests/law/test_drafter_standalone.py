@@ -133,3 +133,21 @@ def test_another_vocabulary_is_refused_unless_the_tokenizer_is_the_same(target: 
     harness.run()
     assert_same_tokens(target, [1, 2, 3], generate_plain(target, NoDrafter(), [1, 2, 3], 20), harness.sink.tokens["a"])
     assert harness.sink.finished["a"].speculation.draft_tokens > 0
+
+
+def test_a_token_map_restricts_what_is_drafted_and_not_what_is_said(target: Decoder, target_dir: Path, tmp_path: Path) -> None:
+    """FR-Spec: half of the vocabulary, so the draft misses about half of the tokens of a model that is the target itself."""
+    kept = list(range(0, VOCAB, 2))
+    (tmp_path / "map.json").write_text(json.dumps(kept))
+    drafter = drafter_for(target, target_dir, speculative_token_map=tmp_path / "map.json")
+    harness = make_harness(target, drafter)
+    prompt = PROMPTS[-1]
+    harness.submit(prompt, LENGTH, request_id="a", shape=(3, 2, 8), trace=True)
+    harness.run()
+    assert_same_tokens(target, prompt, generate_plain(target, NoDrafter(), prompt, LENGTH), harness.sink.tokens["a"])
+    drafted = {node.token for one in harness.sink.rounds["a"] for node in one.nodes[1:]}
+    assert drafted
+    assert drafted <= set(kept)
+    said = harness.sink.tokens["a"]
+    accepted = harness.sink.finished["a"].speculation.accepted_tokens
+    assert 0 < accepted <= sum(token in kept for token in said)

@@ -40,14 +40,15 @@ class MtpModel:
     Args:
         weights: The layers.
         device, dtype: Where and how they compute.
+        token_map: Target ids that they may draft, or None for all.
     """
 
-    def __init__(self, weights: MtpWeights, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, weights: MtpWeights, device: torch.device, dtype: torch.dtype, token_map: torch.Tensor | None = None) -> None:
         config = weights.config
         self.weights = weights
         self.device = device
         self.dtype = dtype
-        self.vocabulary = DraftVocabulary.identity(config.vocab_size)
+        self.vocabulary = DraftVocabulary.from_token_map(token_map, config.vocab_size)
         self._rope = RotaryEmbedding(config.rope, config.rotary_dim, device, dtype)
         self._embedding: torch.Tensor | None = None
         self._lm_head: Linear | None = None
@@ -81,7 +82,7 @@ class MtpModel:
         if name == EMBEDDING:
             self._embedding = tensor
         else:
-            self._lm_head = Linear(tensor)
+            self._lm_head = Linear(tensor if self.vocabulary.d2t is None else tensor[self.vocabulary.target_ids(self.device)])
 
     def stage(self, level: int) -> Stage:
         """See `GrowingModel.stage`."""

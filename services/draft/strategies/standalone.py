@@ -6,6 +6,7 @@ Its rows are the committed tokens themselves, the root included: the row at posi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -19,6 +20,7 @@ from outrider.shared.attn.base import AttentionBackend, build_batch
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.layers import Linear
 from outrider.shared.spec.drafter import FeatureSpec
 from outrider.shared.spec.tree import DraftShape
 
@@ -35,6 +37,9 @@ class DecoderGrowth:
         self.decoder = decoder
         self.vocabulary = vocabulary
         self.device = decoder.device
+        # The rows of the output head that it may name; None: all of them.
+        cut = vocabulary.size < decoder.config.vocab_size
+        self._head = Linear(decoder.lm_head[vocabulary.target_ids(decoder.device)]) if cut else None
 
     def stage(self, level: int) -> Stage:
         """See `GrowingModel.stage`."""
@@ -50,8 +55,37 @@ class DecoderGrowth:
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """See `GrowingModel.logits`."""
-        logits = self.decoder.logits(states)
-        return logits if logits.shape[1] == self.vocabulary.size else logits[:, : self.vocabulary.size].contiguous()
+        return self.decoder.logits(states) if self._head is None else self._head(states).float()
+
+
+@dataclass(frozen=True, slots=True)
+class StandaloneVocabulary:
+    """What is known of the target's token ids.
+
+    Attributes:
+        target_size: Its vocabulary, or None while unknown.
+        same_tokenizer: The tokenizers were compared and are equal: vocabularies may then differ by rows that no token has.
+        token_map: Target ids that the draft may name, or None for all.
+    """
+
+    target_size: int | None = None
+    same_tokenizer: bool = False
+    token_map: torch.Tensor | None = None
+
+    def check(self, draft_size: int, target_size: int) -> None:
+        """Raise `CheckpointError` if a draft model of that vocabulary cannot draft for the target."""
+        if target_size != draft_size and not self.same_tokenizer:
+            raise CheckpointError(
+                f"The draft model's vocab_size is {draft_size}, the target's {target_size}: a standalone draft needs the target's "
+                "tokenizer. If they share it and only the padding differs, give both folders with their tokenizer.json (--draft, "
+                "--target-weights).",
+                field="vocab_size",
+            )
+
+    def of_draft(self, draft_size: int) -> DraftVocabulary:
+        """Return what the draft may name."""
+        size = min(draft_size, self.target_size or draft_size)
+        return DraftVocabulary.from_token_map(self.token_map, size)
 
 
 class StandaloneStrategy(PagedStrategy):
@@ -63,8 +97,7 @@ class StandaloneStrategy(PagedStrategy):
         attention: Its attention backend.
         model_id: Name of the checkpoint.
         max_shape: Largest tree that will be asked for.
-        target_vocab_size: The target's, or None while unknown.
-        same_tokenizer: The tokenizers were compared and are equal: vocabularies may then differ by rows that no token has.
+        vocabulary: What is known of the target's.
 
     Raises:
         CheckpointError: the vocabularies differ; names the key.
@@ -77,15 +110,13 @@ class StandaloneStrategy(PagedStrategy):
         attention: AttentionBackend,
         model_id: str,
         max_shape: DraftShape,
-        target_vocab_size: int | None,
-        same_tokenizer: bool,
+        vocabulary: StandaloneVocabulary,
     ) -> None:
         config = decoder.config
-        self._same_tokenizer = same_tokenizer
-        self._vocab_size = config.vocab_size
-        if target_vocab_size is not None:
-            self._check_vocabulary(target_vocab_size)
-        known = min(config.vocab_size, target_vocab_size or config.vocab_size)
+        self._vocabulary = vocabulary
+        if vocabulary.target_size is not None:
+            vocabulary.check(config.vocab_size, vocabulary.target_size)
+        drafted = vocabulary.of_draft(config.vocab_size)
         info = StrategyInfo(
             algorithm="STANDALONE",
             model_id=model_id,
@@ -96,13 +127,13 @@ class StandaloneStrategy(PagedStrategy):
             row_source=RowSource.TOKENS,
             hidden_size=config.hidden_size,
         )
-        super().__init__(info, DecoderGrowth(decoder, DraftVocabulary.identity(known)), pool, attention)
+        super().__init__(info, DecoderGrowth(decoder, drafted), pool, attention)
         self._decoder = decoder
 
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
         """See `DraftStrategy.feature_spec`: nothing is captured."""
         if target is not None:
-            self._check_vocabulary(target.vocab_size)
+            self._vocabulary.check(self._decoder.config.vocab_size, target.vocab_size)
         return FeatureSpec(fingerprint=self.info.fingerprint)
 
     def missing(self) -> Mapping[str, tuple[int, ...]]:
@@ -125,12 +156,3 @@ class StandaloneStrategy(PagedStrategy):
         starts, counts = [chunk.start for chunk in chunks], [chunk.count for chunk in chunks]
         self._attention.plan(build_batch(self._pool, leases_of(chunks), starts, counts))
         finish_chunks(chunks, self._decoder.forward(host[0], host[1], self._attention, self._pool).hidden)
-
-    def _check_vocabulary(self, target_vocab_size: int) -> None:
-        if target_vocab_size != self._vocab_size and not self._same_tokenizer:
-            raise CheckpointError(
-                f"The draft model's vocab_size is {self._vocab_size}, the target's {target_vocab_size}: a standalone draft needs the "
-                "target's tokenizer. If they share it and only the padding differs, give both folders with their tokenizer.json (--draft, "
-                "--target-weights).",
-                field="vocab_size",
-            )
