@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider.services import launch
+from outrider.services.convert.cli import convert
+from outrider.services.doctor.cli import doctor
 from outrider.services.launch import DEMO_DRAFT, DEMO_TARGET, Progress, StackOptions, Transport
 from outrider.services.supervisor import Echo
 from outrider.shared.base.errors import ErrorCode, OutriderError
@@ -31,6 +33,8 @@ serve = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(serve, name="serve")
+app.command()(doctor)
+app.add_typer(convert, name="convert")
 
 # The flags of a service come from its settings class, which is imported only once the service is known.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}

@@ -177,14 +177,14 @@ class CheckpointReader:
             to: What a floating-point weight is converted to instead of the reader's dtype.
 
         Raises:
-            CheckpointError: It is missing, misshaped or of another type.
+            CheckpointError: It is missing, misshaped, of another type, or holds NaN or infinite numbers.
         """
         return self.take_rows([(name, shape)], dtype=dtype, to=to)
 
     def take_rows(
         self, parts: Sequence[tuple[str, Shape]], *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Copy several tensors into one, concatenated along their first dimension (fused q-k-v, gate-up)."""
+        """Copy several tensors into one, concatenated along their first dimension (fused q-k-v, gate-up); see `take`."""
         infos = [self._require(name, shape, dtype) for name, shape in parts]
         target = dtype or to or self.dtype or infos[0].dtype
         rows = sum(shape[0] for _, shape in parts)
@@ -195,6 +195,8 @@ class CheckpointReader:
             position += shape[0]
             self._taken.add(name)
             self._taken_bytes += self.tensors[name].nbytes
+        if out.numel() and out.dtype.is_floating_point and not _is_finite(out):
+            raise self._not_finite([name for name, _ in parts], target)
         if self._progress is not None:
             self._progress(self._taken_bytes, self._all_bytes)
         return out
@@ -274,6 +276,19 @@ class CheckpointReader:
             raise self._error([(f"of a type that is not {wanted}", [f"{name} is {_dtype_name(info.dtype)}"])], field=name)
         return info
 
+    def _not_finite(self, names: Sequence[str], dtype: torch.dtype) -> CheckpointError:
+        """Return the error for a copy with NaN or infinite numbers: the file holds them, or they are beyond what the dtype can hold."""
+        broken = [name for name in names if self.tensors[name].nbytes and not _is_finite(self._file_of[name].read(name))]
+        if broken:
+            return CheckpointError(
+                f"{self.path}: {', '.join(broken)} holds NaN or infinite numbers; the weights are damaged: download the checkpoint again.",
+                field=broken[0],
+            )
+        return CheckpointError(
+            f"{self.path}: {', '.join(names)} holds numbers beyond {_dtype_name(dtype)}; serve with --dtype bfloat16 or float32.",
+            field=names[0],
+        )
+
     def _raise(self, problems: Sequence[tuple[str, list[str]]]) -> None:
         found = [(kind, names) for kind, names in problems if names]
         if found:
@@ -295,6 +310,12 @@ def _matches(name: str, patterns: Collection[str]) -> bool:
 
 def _is_weight(dtype: torch.dtype) -> bool:
     return dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no number is NaN or infinite: one pass, no copy but of FP8, which has no comparisons."""
+    low, high = torch.aminmax(tensor.half() if tensor.dtype.itemsize == 1 else tensor)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
