@@ -12,6 +12,7 @@ from typing import Any
 
 from outrider.shared.nn.config_reader import ConfigReader, read_json
 from outrider.shared.nn.families.registry import MODEL_TYPES, Family, check_architecture, find_family
+from outrider.shared.nn.fp8 import SCALE_SUFFIX, Block, parse_weight_block
 from outrider.shared.nn.rope_config import DEFAULT_ROPE_THETA, RopeConfig, RopeKind, parse_rope
 from outrider.shared.nn.traits import ExpertsConfig, LatentConfig
 
@@ -61,6 +62,7 @@ class ModelConfig:
         fingerprint: Of the file's content: equal for equal configurations.
         qkv_bias, o_bias, mlp_bias, head_norm, sinks, experts, latent: See `Traits`.
         windows, sparse: See `Traits`, with one entry per layer.
+        weight_block: Rows and columns that share a scale in an FP8 checkpoint, else None.
         ignored: Pattern of tensor names that the decoder leaves in the file → the reason.
     """
 
@@ -93,6 +95,7 @@ class ModelConfig:
     experts: ExpertsConfig | None
     sparse: tuple[bool, ...]
     latent: LatentConfig | None
+    weight_block: Block | None
     ignored: Mapping[str, str]
 
     @classmethod
@@ -151,6 +154,7 @@ class ModelConfig:
             experts=traits.experts,
             sparse=traits.sparse or (False,) * num_layers,
             latent=traits.latent,
+            weight_block=parse_weight_block(reader),
             ignored=_ignored(family, reader, num_layers),
         )
 
@@ -191,6 +195,8 @@ def _ignored(family: Family, reader: ConfigReader, num_layers: int) -> dict[str,
     ignored = {"*rotary_emb.inv_freq": "a buffer of old exports, computed from config.json"} | dict(family.ignored(reader, num_layers))
     if reader.flag("tie_word_embeddings", False):
         ignored["lm_head.weight"] = "tied: the input embedding is used"
+    if parse_weight_block(reader):
+        ignored[f"*.weight{SCALE_SUFFIX}"] = "scales, read with the FP8 matrices that they belong to"
     return ignored
 
 

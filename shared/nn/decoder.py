@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from fnmatch import filter as match_names
 from pathlib import Path
 
 import torch
@@ -14,16 +15,20 @@ from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.base.errors import CheckpointError, ConfigurationError
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.config import ModelConfig
+from outrider.shared.nn.fp8 import Fp8Source, expect_scales
 from outrider.shared.nn.layers import DecoderLayer, Linear, RMSNorm
 from outrider.shared.nn.load import load_attention, load_layer, load_mlp
 from outrider.shared.nn.loader import CheckpointReader, ExpectedTensors, Shape, TensorSource
 from outrider.shared.nn.rope import RotaryEmbedding
+from outrider.shared.obs.logging import get_logger
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
 
 __all__ = ["Decoder", "DecoderOutput", "default_dtype", "expected_tensors", "load_attention", "load_layer", "load_mlp"]
+
+_log = get_logger("outrider.decoder")
 
 Progress = Callable[[int, int], None]
 """Called with (bytes loaded, bytes in all)."""
@@ -108,9 +113,14 @@ class Decoder:
     def _load(cls, path: Path | str, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: Progress | None) -> Decoder:
         with CheckpointReader(path, device=device, dtype=dtype, progress=progress) as reader:
             expected = _expected(config)
+            source: TensorSource = reader
+            if config.weight_block:
+                expect_scales(expected, reader.tensors, config.weight_block)
+                source = Fp8Source(reader, reader.tensors, config.weight_block, dtype)
             reader.check(expected.shapes, ignored=config.ignored, dtypes=expected.dtypes)
+            _log_ignored(path, config, [name for name in reader.names if name not in expected.shapes])
             with torch.inference_mode():
-                parts = _load_parts(reader, config)
+                parts = _load_parts(source, config)
             fingerprint = hashlib.sha256(f"{config.fingerprint} {reader.fingerprint}".encode()).hexdigest()
         return cls(config, parts.embedding, parts.layers, parts.norm, parts.lm_head, fingerprint)
 
@@ -210,3 +220,11 @@ def _expected(config: ModelConfig) -> ExpectedTensors:
     expected = ExpectedTensors()
     _load_parts(expected, config)
     return expected
+
+
+def _log_ignored(path: Path | str, config: ModelConfig, left: Collection[str]) -> None:
+    """Say which tensors of a checked file stay in it, and why."""
+    for pattern, reason in config.ignored.items():
+        names = match_names(left, pattern)
+        if names:
+            _log.info("tensors ignored", checkpoint=str(path), pattern=pattern, count=len(names), first=min(names), reason=reason)

@@ -84,9 +84,11 @@ class LatentAttention:
         return self._o.plus(residual, values.reshape(rows, -1))
 
 
-def load_latent_attention(source: TensorSource, config: ModelConfig, latent: LatentConfig, prefix: str, layer: int) -> LatentAttention:
-    """Load the projections behind `prefix`; `layer` is the index in the pool."""
-    heads, hidden = config.num_heads, config.hidden_size
+def load_latent_attention(
+    source: TensorSource, config: ModelConfig, latent: LatentConfig, prefix: str, layer: int, input_size: int | None = None
+) -> LatentAttention:
+    """Load the projections behind `prefix`; `layer` is the index in the pool, `input_size` their input width (hidden_size unless given)."""
+    heads, width = config.num_heads, input_size or config.hidden_size
     head_rows = heads * (latent.nope_dim + latent.rope_dim)
 
     def queries(name: str, columns: int) -> Linear:
@@ -94,12 +96,12 @@ def load_latent_attention(source: TensorSource, config: ModelConfig, latent: Lat
         return Linear(_halve(weight.view(heads, -1, columns), latent).view(head_rows, columns))
 
     if latent.query_rank is None:
-        projections, query_norm = [queries("q_proj", hidden)], None
+        projections, query_norm = [queries("q_proj", width)], None
     else:
-        first = Linear(source.take(f"{prefix}q_a_proj.weight", (latent.query_rank, hidden)))
+        first = Linear(source.take(f"{prefix}q_a_proj.weight", (latent.query_rank, width)))
         query_norm = RMSNorm(source.take(f"{prefix}q_a_layernorm.weight", (latent.query_rank,)), LATENT_NORM_EPS)
         projections = [first, queries("q_b_proj", latent.query_rank)]
-    cached = source.take(f"{prefix}kv_a_proj_with_mqa.weight", (latent.rank + latent.rope_dim, hidden))
+    cached = source.take(f"{prefix}kv_a_proj_with_mqa.weight", (latent.rank + latent.rope_dim, width))
     latent_norm = RMSNorm(source.take(f"{prefix}kv_a_layernorm.weight", (latent.rank,)), LATENT_NORM_EPS)
     both = source.take(f"{prefix}kv_b_proj.weight", (heads * (latent.nope_dim + latent.value_dim), latent.rank))
     both = both.view(heads, -1, latent.rank)
@@ -110,7 +112,7 @@ def load_latent_attention(source: TensorSource, config: ModelConfig, latent: Lat
         latent_norm,
         both[:, : latent.nope_dim].contiguous(),
         both[:, latent.nope_dim :].transpose(1, 2).contiguous(),
-        Linear(source.take(f"{prefix}o_proj.weight", (hidden, heads * latent.value_dim))),
+        Linear(source.take(f"{prefix}o_proj.weight", (config.hidden_size, heads * latent.value_dim))),
         latent,
         config.attention_scale,
         layer,

@@ -11,6 +11,7 @@ import pytest
 import torch
 from family_models import CASES, VOCAB, Sequences, assert_near, reference, save
 from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from outrider.shared.base.errors import CheckpointError
@@ -133,7 +134,10 @@ def test_the_mtp_layer_of_deepseek_is_ignored_but_a_layer_more_is_not(folder: Pa
     tensors = load_file(source / "model.safetensors")
     shutil.copy(source / "config.json", tmp_path)
     save_file(tensors | {"model.layers.4.eh_proj.weight": torch.ones(64, 128)}, tmp_path / "model.safetensors")
-    Decoder.load(tmp_path)
+    with capture_logs() as logs:
+        Decoder.load(tmp_path)
+    said = [(entry["first"], entry["count"], entry["reason"]) for entry in logs if entry["event"] == "tensors ignored"]
+    assert said == [("model.layers.4.eh_proj.weight", 1, "multi-token prediction layers, which draft and are no part of the decoder")]
     save_file(tensors | {"model.layers.5.eh_proj.weight": torch.ones(64, 128)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"unexpected: model\.layers\.5\.eh_proj\.weight"):
         Decoder.load(tmp_path)
@@ -200,6 +204,48 @@ def test_mxfp4_blocks_must_be_bytes(folder: Path, tmp_path: Path) -> None:
     assert caught.value.field == name
 
 
+def store_fp8(path: Path, source: Path, block: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """Write the layers of `source` in FP8 as DeepSeek-V3 is released, and return the tensors that the file stands for."""
+    tensors = load_file(source / "model.safetensors")
+    meant = dict(tensors)
+    for name, tensor in list(tensors.items()):
+        if tensor.dim() == 2 and ".layers." in name and not name.endswith("mlp.gate.weight"):
+            rows, columns = (-(-size // step) for size, step in zip(tensor.shape, block, strict=True))
+            scales = torch.rand(rows, columns, generator=torch.Generator().manual_seed(len(name))) / 100 + 0.001
+            spread = torch.kron(scales, torch.ones(block))[: tensor.shape[0], : tensor.shape[1]]
+            tensors[name] = (tensor / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = scales
+            meant[name] = tensors[name].float() * spread
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block)}
+    (path / "config.json").write_text(json.dumps(config))
+    return meant
+
+
+@pytest.mark.parametrize("case", ["deepseek-v3", "qwen3", "qwen3-moe"])
+def test_fp8_checkpoints_equal_the_matrices_that_they_stand_for(case: str, folder: Path, tmp_path: Path) -> None:
+    source = save(case, folder)
+    meant = store_fp8(tmp_path / "fp8", source, (16, 24))
+    (tmp_path / "wide").mkdir()
+    shutil.copy(source / "config.json", tmp_path / "wide")
+    save_file(meant, tmp_path / "wide" / "model.safetensors")
+    tokens = torch.randint(VOCAB, (30,), generator=torch.Generator().manual_seed(0)).tolist()
+    got, want = (Sequences(Decoder.load(tmp_path / name), 1).run([0], [tokens])[0] for name in ("fp8", "wide"))
+    assert_near(got, want, 1e-6)
+
+
+def test_fp8_scales_that_are_missing_are_named(folder: Path, tmp_path: Path) -> None:
+    store_fp8(tmp_path / "fp8", save("qwen3", folder), (16, 24))
+    file, name = tmp_path / "fp8" / "model.safetensors", "model.layers.3.mlp.up_proj.weight_scale_inv"
+    tensors = load_file(file)
+    save_file({key: tensor for key, tensor in tensors.items() if key != name}, file)
+    with pytest.raises(CheckpointError, match="1 tensor missing") as caught:
+        Decoder.load(tmp_path / "fp8")
+    assert caught.value.field == name
+
+
 @pytest.mark.parametrize(
     ("keys", "field", "says"),
     [
@@ -226,7 +272,8 @@ def test_mxfp4_blocks_must_be_bytes(folder: Path, tmp_path: Path) -> None:
         ({**DEEPSEEK_V3, "topk_method": "greedy"}, "topk_method", "'greedy' is not supported"),
         ({**DEEPSEEK_V3, "n_group": 3}, "n_group", "does not divide"),
         ({**DEEPSEEK_V3, "qk_rope_head_dim": 7}, "qk_rope_head_dim", "even"),
-        ({**DEEPSEEK_V3, "quantization_config": {"quant_method": "fp8"}}, "quantization_config", r"\(fp8\)"),
+        ({**DEEPSEEK_V3, "quantization_config": {"quant_method": "fp8"}}, "quantization_config", "need weight_block_size"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, "quantization_config", r"\(fp8\)"),
     ],
 )
 def test_what_no_family_reads_is_refused_by_name(keys: dict[str, Any], field: str, says: str) -> None:
@@ -244,8 +291,9 @@ def test_heads_and_classifiers_are_no_targets(tmp_path: Path) -> None:
 
 
 def test_a_family_is_found_by_either_name() -> None:
-    for family in FAMILIES:
-        assert family.architectures
+    assert len({family.model_type for family in FAMILIES}) == len(FAMILIES)
+    assert parse(**{**DEEPSEEK_V3, "model_type": "kimi_k2"}).latent == parse(**DEEPSEEK_V3).latent
+    assert parse(**{key: value for key, value in DEEPSEEK_V3.items() if key != "model_type"}).model_type == "deepseek_v3"
     assert parse(architectures=["Qwen2ForCausalLM"]).model_type == "qwen2"
     assert parse(architectures=["Qwen2ForCausalLM"]).qkv_bias
     assert parse(model_type="qwen2").architecture == "Qwen2ForCausalLM"

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3 (and R1): latent attention, shared and routed experts, group-limited routing."""
+"""DeepSeek-V2 and V3 (and R1), and Kimi-K2, which is a V3: latent attention, shared and routed experts, group-limited routing."""
 
 from __future__ import annotations
 
@@ -83,4 +83,5 @@ def _mtp_layers(reader: ConfigReader, num_layers: int) -> Mapping[str, str]:
 
 
 DEEPSEEK_V2 = Family("deepseek_v2", ("DeepseekV2ForCausalLM",), _v2, bundled_code=BUNDLED_CODE)
-DEEPSEEK_V3 = Family("deepseek_v3", ("DeepseekV3ForCausalLM",), _v3, _mtp_layers, bundled_code=BUNDLED_CODE)
+DEEPSEEK_V3 = Family("deepseek_v3", ("DeepseekV3ForCausalLM",), _v3, _mtp_layers, BUNDLED_CODE, ("fp8",))
+KIMI_K2 = Family("kimi_k2", ("DeepseekV3ForCausalLM",), _v3, _mtp_layers, BUNDLED_CODE, ("fp8",))

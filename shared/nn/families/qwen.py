@@ -65,6 +65,6 @@ def _mtp_layers(reader: ConfigReader, num_layers: int) -> Mapping[str, str]:
 
 
 QWEN2 = Family("qwen2", ("Qwen2ForCausalLM",), _qwen2)
-QWEN3 = Family("qwen3", ("Qwen3ForCausalLM",), _qwen3)
-QWEN3_MOE = Family("qwen3_moe", ("Qwen3MoeForCausalLM",), _qwen3_moe)
+QWEN3 = Family("qwen3", ("Qwen3ForCausalLM",), _qwen3, quantisations=("fp8",))
+QWEN3_MOE = Family("qwen3_moe", ("Qwen3MoeForCausalLM",), _qwen3_moe, quantisations=("fp8",))
 MIMO = Family("mimo", ("MiMoForCausalLM",), _mimo, _mtp_layers, bundled_code=("configuration_mimo", "modeling_mimo"))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from outrider.shared.nn.config_reader import ConfigReader
 from outrider.shared.nn.families.base import Family
-from outrider.shared.nn.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from outrider.shared.nn.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
 from outrider.shared.nn.families.gpt_oss import GPT_OSS
 from outrider.shared.nn.families.llama import LLAMA
 from outrider.shared.nn.families.mistral import MISTRAL, MIXTRAL
@@ -14,7 +14,7 @@ from outrider.shared.nn.families.qwen import MIMO, QWEN2, QWEN3, QWEN3_MOE
 
 __all__ = ["FAMILIES", "MODEL_TYPES", "Family", "check_architecture", "find_family", "refusal"]
 
-FAMILIES = (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, MIMO, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3)
+FAMILIES = (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, MIMO, GPT_OSS, DEEPSEEK_V2, KIMI_K2, DEEPSEEK_V3)
 MODEL_TYPES = tuple(family.model_type for family in FAMILIES)
 
 _BY_TYPE = {family.model_type: family for family in FAMILIES}
