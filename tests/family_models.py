@@ -62,7 +62,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt-oss": ("GptOss", GPT_OSS),
     "deepseek-v2-lite": ("DeepseekV2", {**DEEPSEEK, "q_lora_rank": None, "topk_method": "greedy", "n_shared_experts": 2}),
-    "deepseek-v2": ("DeepseekV2", {**DEEPSEEK, "q_lora_rank": 20, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5}),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {
+            **DEEPSEEK,
+            "q_lora_rank": 20,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
     "deepseek-v3": ("DeepseekV3", {**DEEPSEEK, "q_lora_rank": 20, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}}),
 }
 

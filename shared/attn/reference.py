@@ -17,7 +17,7 @@ class _Sequence:
 
     Attributes:
         rows: Its rows of the batch.
-        kv_len: Tokens that its rows may see.
+        prefix_len, kv_len: Tokens that its rows see in full (tree rows), and that they may see.
         views: K and V of every layer, ``[1, kv_heads, kv_len, head_dim]`` each, when its pages are consecutive; else empty.
         pages: ``[pages in use] int64``, to gather by when they are not.
         mask: ``[rows, kv_len]`` added to the scores; None when every row sees everything.
@@ -25,6 +25,7 @@ class _Sequence:
     """
 
     rows: slice
+    prefix_len: int
     kv_len: int
     views: tuple[torch.Tensor, ...]
     pages: torch.Tensor
@@ -144,7 +145,7 @@ def _windowed(batch: AttentionBatch, sequence: _Sequence, window: int) -> tuple[
         positions = torch.arange(kv_len - count, kv_len, device=device)
         cut = kv_len
     else:
-        cut = int(batch.prefix_lens[batch.query_start.tolist().index(sequence.rows.start)])
+        cut = sequence.prefix_len
         positions = cut + visible_columns(batch.ancestors[sequence.rows], kv_len - cut).sum(-1) - 1
     first = max(0, min(int(positions.min()) - window + 1, cut))
     index = torch.arange(first, kv_len, device=device)
@@ -180,7 +181,7 @@ def _make_plan(batch: AttentionBatch, pool: KVPool, dtype: torch.dtype) -> _Plan
         first = _first_if_consecutive(pages.tolist())
         views = _views(pool, first * pool.page_size, kv_len) if first is not None else ()
         mask = _mask(batch, rows, prefix_len, kv_len, dtype)
-        sequences.append(_Sequence(rows, kv_len, views, pages.to(torch.int64), mask))
+        sequences.append(_Sequence(rows, prefix_len, kv_len, views, pages.to(torch.int64), mask))
     slots = batch.slots
     host_slots = slots.tolist()
     first = _first_if_consecutive(host_slots)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ import torch
 from family_models import CASES, LAYERS, VOCAB, WINDOW, Sequences, assert_near, reference, reference_logits, save
 
 from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.experts import SparseMLP
+from outrider.shared.nn.rope import RotaryEmbedding
 
 torch.set_num_threads(1)
 BACKENDS = ("reference", "triton")  # without a GPU, triton is the kernels' own references
@@ -93,15 +97,107 @@ def test_captured_states_are_the_outputs_of_the_named_layers(case: str, folder: 
         assert_near(part, states[index].view(len(tokens), -1), 1e-5)
 
 
-@pytest.mark.parametrize("case", ["mistral", "qwen2-window", "mixtral", "gpt-oss"])
-def test_the_window_matters(case: str, folder: Path) -> None:
-    """The comparison above would fail if the window were ignored or off by one."""
+def wider_window(decoder: Decoder) -> None:
+    for layer in decoder.layers:
+        layer.attention.window += bool(layer.attention.window)  # type: ignore[attr-defined]
+
+
+def no_sinks(decoder: Decoder) -> None:
+    for layer in decoder.layers:
+        layer.attention.sinks = None  # type: ignore[attr-defined]
+
+
+def no_head_norm(decoder: Decoder) -> None:
+    for layer in decoder.layers:
+        layer.attention.head_norm = None  # type: ignore[attr-defined]
+
+
+def no_bias(decoder: Decoder) -> None:
+    for layer in decoder.layers:
+        layer.attention.qkv.bias = None  # type: ignore[attr-defined]
+
+
+def plain_rope(decoder: Decoder) -> None:
+    rope = replace(decoder.config.rope, attention_factor=1.0)
+    decoder.rotary = RotaryEmbedding(rope, decoder.config.rotary_dim, "cpu", torch.float32)
+
+
+def no_temperature(decoder: Decoder) -> None:
+    for layer in decoder.layers:
+        layer.attention.scale /= decoder.config.rope.softmax_factor  # type: ignore[attr-defined]
+
+
+def routing(**change: Any) -> Callable[[Decoder], None]:
+    def mutate(decoder: Decoder) -> None:
+        for layer in decoder.layers:
+            if isinstance(layer.mlp, SparseMLP):
+                layer.mlp.router.routing = replace(layer.mlp.router.routing, **change)
+
+    return mutate
+
+
+def no_choice_bias(decoder: Decoder) -> None:
+    for layer in decoder.layers:
+        if isinstance(layer.mlp, SparseMLP):
+            layer.mlp.router.choice_bias = None
+
+
+def no_router_bias(decoder: Decoder) -> None:
+    for layer in decoder.layers:
+        layer.mlp.router.bias = None  # type: ignore[attr-defined]
+
+
+def no_shared_expert(decoder: Decoder) -> None:
+    for layer in decoder.layers:
+        if isinstance(layer.mlp, SparseMLP):
+            layer.mlp.shared = None
+
+
+def no_expert_bias(decoder: Decoder) -> None:
+    for layer in decoder.layers:
+        layer.mlp.weights = layer.mlp.weights._replace(down_bias=None)  # type: ignore[attr-defined]
+
+
+def loose_clamp(decoder: Decoder) -> None:
+    for layer in decoder.layers:
+        layer.mlp._limit = 1e9  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("case", "mutate"),
+    [
+        ("mistral", wider_window),
+        ("qwen2-window", wider_window),
+        ("mixtral", wider_window),
+        ("gpt-oss", wider_window),
+        ("gpt-oss", no_sinks),
+        ("gpt-oss", plain_rope),
+        ("gpt-oss", no_router_bias),
+        ("gpt-oss", no_expert_bias),
+        ("gpt-oss", loose_clamp),
+        ("qwen2", no_bias),
+        ("mimo", no_bias),
+        ("qwen2-tied-yarn", plain_rope),
+        ("qwen3", no_head_norm),
+        ("qwen3-moe", routing(normalise=True)),
+        ("qwen3-moe-normed", routing(normalise=False)),
+        ("mixtral", routing(top_k=1)),
+        ("deepseek-v2", routing(scale=1.0)),
+        ("deepseek-v2", routing(groups=1)),
+        ("deepseek-v2", no_temperature),
+        ("deepseek-v3", routing(group_top=1)),
+        ("deepseek-v3", no_choice_bias),
+        ("deepseek-v3", no_shared_expert),
+        ("deepseek-v3", no_temperature),
+    ],
+)
+def test_the_comparison_sees_what_a_family_adds(case: str, mutate: Callable[[Decoder], None], folder: Path) -> None:
+    """Equality to transformers says something only if leaving the addition out breaks it."""
     tokens = random_tokens(1, 3 * WINDOW)
     decoder = Decoder.load(save(case, folder))
     want = reference_logits(case, tokens)
-    for layer in decoder.layers:
-        if layer.attention.window:  # type: ignore[attr-defined]
-            layer.attention.window += 1  # type: ignore[attr-defined]
+    mutate(decoder)
     got, _ = Sequences(decoder, 1).run([0], [tokens])
-    assert_near(got[:WINDOW], want[:WINDOW])
-    assert float((got[WINDOW:] - want[WINDOW:]).abs().max() / want.abs().max()) > 1e-3
+    assert float((got - want).abs().max() / want.abs().max()) > 1e-3
+    if mutate is wider_window:
+        assert_near(got[:WINDOW], want[:WINDOW])
