@@ -20,6 +20,7 @@ from outrider.services.draft.heads.tables import TokenTables
 from outrider.services.draft.strategy import TargetInfo
 from outrider.services.draft.vocab import DraftVocabulary
 from outrider.shared.attn.base import AttentionBackend
+from outrider.shared.base.errors import CheckpointError
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.layers import DecoderLayer
 from outrider.shared.nn.loader import CheckpointReader, Shape
@@ -127,6 +128,10 @@ def _resolve(reader: CheckpointReader, config: EagleConfig) -> HeadKeys:
     stored = canonical_names(reader)
     shapes: dict[str, Shape] = {"fc.weight": (hidden, 2 * hidden)}
     ignored = {"lm_head.weight": "EAGLE-1/2 heads draft with the target's lm_head"}
+    if config.fc_bias and "fc.weight" in stored and "fc.bias" not in stored:
+        raise CheckpointError(
+            f'{reader.path}: fc.bias is missing; a head whose fc has no bias says "bias": false in its config.json.', field="fc.bias"
+        )
     if config.fc_bias:
         shapes["fc.bias"] = (hidden,)
     else:
