@@ -17,6 +17,7 @@ from outrider.services.doctor.cli import doctor
 from outrider.services.launch import DEMO_DRAFT, DEMO_TARGET, Progress, StackOptions, Transport
 from outrider.services.supervisor import Echo
 from outrider.shared.base.errors import ErrorCode, OutriderError
+from outrider.shared.spec.algorithm import Algorithm
 
 app = typer.Typer(
     name="outrider",
@@ -48,9 +49,17 @@ DraftDir = Annotated[
     typer.Option(
         "--draft",
         "--speculative-draft-model-path",
-        help="Folder of the EAGLE-3 head, or `none` to serve without speculation.",
+        help="Folder of the draft head or draft model, or `none`: no speculation unless --speculative-algorithm says what drafts.",
         show_default="the embedded head; none with another --target",
         metavar="DIR|none",
+    ),
+]
+SpeculativeAlgorithm = Annotated[
+    Algorithm,
+    typer.Option(
+        "--speculative-algorithm",
+        case_sensitive=False,
+        help="How to draft; auto: what the checkpoint shows. EAGLE or MTP without a --draft: the target's own MTP layers.",
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …")]
@@ -75,6 +84,7 @@ Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", sho
 def up(
     target: TargetDir = None,
     draft: DraftDir = None,
+    algorithm: SpeculativeAlgorithm = Algorithm.AUTO,
     device: Device = "auto",
     dtype: Dtype = "auto",
     num_steps: NumSteps = None,
@@ -93,7 +103,8 @@ def up(
 
     options = StackOptions(
         target=target or DEMO_TARGET,
-        draft=_draft_folder(target, draft),
+        draft=_draft_folder(target, draft, algorithm),
+        algorithm=algorithm,
         device=device,
         dtype=dtype,
         num_steps=num_steps,
@@ -120,10 +131,10 @@ class StatusConsole(Console):
         self.quiet = True
 
 
-def _draft_folder(target: Path | None, draft: str | None) -> Path | None:
-    """The embedded head fits the embedded model only: another target needs its own head, or none."""
+def _draft_folder(target: Path | None, draft: str | None, algorithm: Algorithm = Algorithm.AUTO) -> Path | None:
+    """The embedded head fits the embedded model only, and is an EAGLE-3 head: all else needs its own, or none."""
     if draft is None:
-        return DEMO_DRAFT if target is None else None
+        return DEMO_DRAFT if target is None and algorithm in (Algorithm.AUTO, Algorithm.EAGLE3) else None
     return None if draft == "none" else Path(draft)
 
 

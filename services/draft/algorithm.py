@@ -4,34 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 
 from outrider.shared.base.errors import CheckpointError, ConfigurationError
 from outrider.shared.nn.loader import CheckpointReader
+from outrider.shared.spec.algorithm import FIELD, Algorithm, check_given
 
-FIELD = "speculative_algorithm"
+__all__ = ["Algorithm", "Choice", "check_given", "check_head", "choose", "identify"]
+
 HEAD_MARKS = (".fc.weight", ".eagle_linear.weight", ".hidden_norm.weight", ".midlayer.self_attn.q_proj.weight")
 """Ends of tensor names that only draft heads have."""
 MTP_MARKS = (".input_proj.weight", ".eh_proj.weight")
 """Ends of tensor names that only MTP layers have."""
-
-
-class Algorithm(Enum):
-    """How drafts are made; AUTO is what the checkpoint shows. Names as SGLang's; upper or lower case."""
-
-    AUTO = "auto"
-    EAGLE = "EAGLE"
-    EAGLE3 = "EAGLE3"
-    MTP = "MTP"
-    NEXTN = "NEXTN"
-    STANDALONE = "STANDALONE"
-    NGRAM = "NGRAM"
-    NONE = "NONE"
-
-    @classmethod
-    def _missing_(cls, value: object) -> Algorithm | None:
-        return next((member for member in cls if isinstance(value, str) and member.value.lower() == value.lower()), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,28 +71,6 @@ def choose(asked: Algorithm, draft: Path | None, target_weights: Path | None) ->
     if found is Algorithm.STANDALONE:
         raise CheckpointError(f"{draft} is a model of its own, not an {asked.value} head: ask for STANDALONE, or give a head.", field=FIELD)
     return Choice(found, draft, asked)
-
-
-def check_given(asked: Algorithm, draft: Path | None, target_weights: Path | None) -> None:
-    """Check what needs no look at the folders.
-
-    Raises:
-        ConfigurationError: as `choose`.
-    """
-    if asked is Algorithm.NONE:
-        raise ConfigurationError(f"{FIELD}: NONE means decoding without a draft; do not start one.", field=FIELD)
-    if asked is Algorithm.NGRAM and draft is not None:
-        raise ConfigurationError(f"draft: NGRAM drafts without a model, so {draft} would not be used; leave --draft out.", field="draft")
-    if asked is Algorithm.STANDALONE and draft is None:
-        raise ConfigurationError(
-            "draft: STANDALONE needs a draft model: give the folder of a small model with the target's tokenizer by --draft.", field="draft"
-        )
-    if draft is None and target_weights is None and asked is not Algorithm.NGRAM:
-        raise ConfigurationError(
-            "draft: is missing. Give the folder of a head or of a draft model by --draft; or the target's by --target-weights, if its own "
-            "MTP layers shall draft; or ask for --speculative-algorithm NGRAM.",
-            field="draft",
-        )
 
 
 def check_head(choice: Choice, algorithm: str) -> None:

@@ -11,6 +11,7 @@ from toys import make_toy_eagle3, make_toy_target
 
 from outrider.services.draft.algorithm import Algorithm, check_head, choose, identify
 from outrider.services.draft.settings import DraftSettings
+from outrider.services.launch import StackOptions, check_options, plan_stack, wants_inproc
 from outrider.shared.base.errors import CheckpointError, ConfigurationError
 
 
@@ -102,3 +103,40 @@ def test_settings_name_the_field() -> None:
         with pytest.raises(ConfigurationError) as caught:
             DraftSettings.load(values).check()
         assert caught.value.field == field
+
+
+def lines_of(options: StackOptions) -> dict[str, str]:
+    plan = plan_stack(options, Path("/run/x"), wants_inproc(options))
+    return {child.name: " ".join(child.command[1:]) for child in plan.children}
+
+
+def test_a_stack_drafts_by_ngrams_in_the_targets_process() -> None:
+    lines = lines_of(StackOptions(target=Path("/m/t"), draft=None, algorithm=Algorithm.NGRAM, device="cpu"))
+    assert set(lines) == {"gateway", "target"}
+    assert "--draft inproc: --speculative-algorithm NGRAM" in lines["target"]
+
+
+def test_a_stack_drafts_by_the_targets_own_layers_in_a_service_of_its_own() -> None:
+    lines = lines_of(StackOptions(target=Path("/m/t"), draft=None, algorithm=Algorithm.NEXTN, device="cpu"))
+    assert "serve draft --listen unix:/run/x/draft.sock --target-weights /m/t --speculative-algorithm NEXTN" in lines["draft"]
+    assert "--draft unix:/run/x/draft.sock --speculative-algorithm NEXTN" in lines["target"]
+
+
+def test_a_stack_without_anything_to_draft_with_decodes_plainly() -> None:
+    for options in (
+        StackOptions(target=Path("/m/t"), draft=None, device="cpu"),
+        StackOptions(target=Path("/m/t"), draft=Path("/m/d"), algorithm=Algorithm.NONE, device="cpu"),
+    ):
+        lines = lines_of(options)
+        assert set(lines) == {"gateway", "target"}
+        assert "--draft none" in lines["target"]
+
+
+def test_a_stack_with_contradicting_options_is_refused_before_it_starts(folders: dict[str, Path]) -> None:
+    for options in (
+        StackOptions(target=folders["model"], draft=None, algorithm=Algorithm.STANDALONE, skip_tokenizer=True),
+        StackOptions(target=folders["model"], draft=folders["eagle3"], algorithm=Algorithm.NGRAM, skip_tokenizer=True),
+    ):
+        with pytest.raises(ConfigurationError) as caught:
+            check_options(options)
+        assert caught.value.field == "draft"
