@@ -129,11 +129,37 @@ class PlainHead:
 
     def _attend(self, layer: int, x: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
         prefix = f"layers.{layer}.self_attn."
+        if f"{prefix}kv_b_proj.weight" in self.w:
+            return self._attend_latent(prefix, x, positions, visible)
         q, k, v = (self._linear(x, f"{prefix}{part}_proj").unflatten(-1, (-1, self.head_dim)).transpose(-3, -2) for part in "qkv")
         q, k = self._rotate(q, positions), self._rotate(k, positions)
         k, v = (part.repeat_interleave(self.num_heads // self.kv_heads, -3) for part in (k, v))
         scores = (q @ k.transpose(-1, -2) / self.head_dim**0.5).masked_fill(~visible, float("-inf"))
         return self._linear((scores.softmax(-1) @ v).transpose(-3, -2).flatten(-2), f"{prefix}o_proj")
+
+    def _attend_latent(self, prefix: str, x: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+        """DeepSeek-V2's attention, written out: keys and values of every head are made from the latent."""
+        rank, nope, rope = (self.config[key] for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"))
+        if f"{prefix}q_proj.weight" in self.w:
+            q = self._linear(x, f"{prefix}q_proj")
+        else:
+            q = self._linear(self._norm(self._linear(x, f"{prefix}q_a_proj"), f"{prefix}q_a_layernorm.weight", 1e-6), f"{prefix}q_b_proj")
+        q = q.unflatten(-1, (-1, nope + rope)).transpose(-3, -2)  # [heads, rows, nope + rope]
+        compressed = self._linear(x, f"{prefix}kv_a_proj_with_mqa")
+        latent = self._norm(compressed[..., :rank], f"{prefix}kv_a_layernorm.weight", 1e-6)
+        keys_values = self._linear(latent, f"{prefix}kv_b_proj").unflatten(-1, (self.num_heads, -1)).transpose(-3, -2)
+        shared_key = self._rotate_pairs(compressed[..., rank:], positions)
+        scores = q[..., :nope] @ keys_values[..., :nope].transpose(-1, -2)
+        scores = scores + self._rotate_pairs(q[..., nope:], positions) @ shared_key.transpose(-1, -2)
+        weights = (scores / (nope + rope) ** 0.5).masked_fill(~visible, float("-inf")).softmax(-1)
+        return self._linear((weights @ keys_values[..., nope:]).transpose(-3, -2).flatten(-2), f"{prefix}o_proj")
+
+    def _rotate_pairs(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        width = rows.shape[-1]
+        rates = (self.config.get("rope_theta") or 10000.0) ** (-torch.arange(0, width, 2, dtype=self.dtype) / width)
+        angles = positions.to(self.dtype)[:, None] * rates
+        a, b = rows[..., 0::2], rows[..., 1::2]
+        return torch.stack([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1).flatten(-2)
 
     def _rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         theta = self.config.get("rope_theta") or 10000.0
@@ -142,8 +168,8 @@ class PlainHead:
         a, b = heads.chunk(2, -1)
         return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
 
-    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + self.config["rms_norm_eps"]) * self.w[name]
+    def _norm(self, x: torch.Tensor, name: str, eps: float | None = None) -> torch.Tensor:
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + (eps or self.config["rms_norm_eps"])) * self.w[name]
 
     def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
         out = x @ self.w[f"{name}.weight"].T

@@ -114,6 +114,31 @@ def eagle3_tensors(
     return tensors | ({"embed_tokens.weight": make.matrix(VOCAB, HIDDEN)} if embedding else {})
 
 
+LATENT = {"kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}
+
+
+def with_latent_attention(tensors: Tensors, seed: int = 9, *, query_rank: int | None = LATENT["q_lora_rank"]) -> Tensors:
+    """Return an EAGLE-3 head whose first layer attends as DeepSeek-V3's do (``Eagle3DeepseekV2ForCausalLM``, heads for Kimi-K2)."""
+    make = Maker(seed)
+    names = [name for name in tensors if ".self_attn." in name]
+    prefix = names[0][: names[0].index("self_attn.")] + "self_attn."
+    rank, rope, nope, value = (LATENT[key] for key in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+    attention = {
+        "kv_a_proj_with_mqa": make.matrix(rank + rope, 2 * HIDDEN),
+        "kv_a_layernorm": make.norm(rank),
+        "kv_b_proj": make.matrix(HEADS * (nope + value), rank),
+        "o_proj": make.matrix(HIDDEN, HEADS * value),
+    }
+    if query_rank is None:
+        attention["q_proj"] = make.matrix(HEADS * (nope + rope), 2 * HIDDEN)
+    else:
+        attention["q_a_proj"] = make.matrix(query_rank, 2 * HIDDEN)
+        attention["q_a_layernorm"] = make.norm(query_rank)
+        attention["q_b_proj"] = make.matrix(HEADS * (nope + rope), query_rank)
+    kept = {name: tensor for name, tensor in tensors.items() if name not in names}
+    return kept | {f"{prefix}{name}.weight": tensor for name, tensor in attention.items()}
+
+
 def fc_norms(num_aux: int, target_hidden: int = HIDDEN, names: str = "fc_norm.{}.weight", seed: int = 7) -> Tensors:
     """Return one norm per aux state."""
     make = Maker(seed)

@@ -118,8 +118,17 @@ def _build_head(build: Build) -> DraftStrategy:
     folder = build.choice.require_folder()
     head = load_head(folder, build.device, build.dtype, build.token_map())
     check_head(build.choice, head.algorithm)
-    pages = build.num_pages(token_bytes(head.num_layers, head.kv_heads, head.head_dim, build.dtype))
-    pool = KVPool(pages, build.settings.page_size, head.num_layers, head.kv_heads, head.head_dim, build.dtype, build.device)
+    pages = build.num_pages(token_bytes(head.num_layers, head.kv_heads, head.head_dim, build.dtype, latent=head.latent))
+    pool = KVPool(
+        pages,
+        build.settings.page_size,
+        head.num_layers,
+        head.kv_heads,
+        head.head_dim,
+        build.dtype,
+        build.device,
+        latent=head.latent,
+    )
     return HeadRunner(head, pool, build.attention(), folder.resolve().name, build.settings.max_shape())
 
 

@@ -12,7 +12,18 @@ import torch
 from draft_reference import reference_tree
 from plain_heads import PlainHead
 from test_draft_tree import CLOSE, PEER, follow, paths_of
-from toy_heads import HIDDEN, TARGET_LAYERS, VOCAB, Tensors, base_config, eagle3_tensors, eagle_tensors, write_head
+from toy_heads import (
+    HIDDEN,
+    LATENT,
+    TARGET_LAYERS,
+    VOCAB,
+    Tensors,
+    base_config,
+    eagle3_tensors,
+    eagle_tensors,
+    with_latent_attention,
+    write_head,
+)
 from toys import make_toy_target, read_target_tensor
 
 from outrider.services.draft.build import build_engine
@@ -37,6 +48,11 @@ HEADS: dict[str, tuple[Mapping[str, Any], Tensors, list[int] | None]] = {
     "EAGLE-3 with norm_output": (EAGLE3 | {"norm_output": True}, eagle3_tensors(), None),
     "EAGLE-3 with a window": (EAGLE3 | {"sliding_window": 7}, eagle3_tensors(), None),
     "EAGLE-3, norm_before_residual": (EAGLE3 | {"norm_before_residual": True}, eagle3_tensors(), None),
+    "EAGLE-3 with latent attention": (
+        EAGLE3 | {"model_type": "deepseek_v3", **LATENT},
+        with_latent_attention(eagle3_tensors(prefix="layers.0.")),
+        None,
+    ),
     "EAGLE-3 with a token map": (EAGLE3 | {"draft_vocab_size": VOCAB}, eagle3_tensors(draft_vocab=None), TOKEN_MAP),
 }
 SHAPES = [(1, 4, 5), (4, 1, 5), (3, 3, 10), (5, 4, 16), (6, 6, 40)]

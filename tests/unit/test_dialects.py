@@ -10,7 +10,20 @@ from typing import Any
 import pytest
 import torch
 from plain_heads import PlainHead
-from toy_heads import HIDDEN, TARGET_LAYERS, VOCAB, Maker, Tensors, base_config, eagle3_tensors, eagle_tensors, fc_norms, write_head
+from toy_heads import (
+    HIDDEN,
+    LATENT,
+    TARGET_LAYERS,
+    VOCAB,
+    Maker,
+    Tensors,
+    base_config,
+    eagle3_tensors,
+    eagle_tensors,
+    fc_norms,
+    with_latent_attention,
+    write_head,
+)
 
 from outrider.services.draft.heads.base import RecurrentHead
 from outrider.services.draft.heads.eagle3 import Eagle3Head
@@ -76,6 +89,7 @@ SPECULATORS = {
 GPT_OSS_IDS = {"eagle_aux_hidden_state_layer_ids": [2, 5, 8], "use_aux_hidden_state": True}
 FLAT3 = base_config(draft_vocab_size=24)
 SPECFORGE = FLAT3 | {"architectures": ["LlamaForCausalLMEagle3"], "torch_dtype": "bfloat16"}
+KIMI = SPECFORGE | {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "kimi_k2", "num_key_value_heads": 4, **LATENT}
 LLAMA3_SCALING = {
     "factor": 8.0,
     "high_freq_factor": 4.0,
@@ -180,6 +194,16 @@ DIALECTS: dict[str, Dialect] = {
     "EAGLE-3 for a wider target": Dialect(
         SPECFORGE | {"target_hidden_size": WIDE}, eagle3_tensors(target_hidden=WIDE, embedding=True), borrowed=(), target_hidden=WIDE
     ),
+    # heads for Kimi-K2 with its own kind of attention; ids that do not begin with 1 count inputs
+    "EAGLE-3 with latent attention": Dialect(
+        KIMI | {"eagle_aux_hidden_state_layer_ids": [2, 4, 6]}, with_latent_attention(eagle3_tensors(prefix="layers.0.")), LATENT, (1, 3, 5)
+    ),
+    "EAGLE-3 with latent attention and plain queries": Dialect(
+        KIMI | {"q_lora_rank": None, "eagle_aux_hidden_state_layer_ids": [1, 3, 5]},
+        with_latent_attention(eagle3_tensors(), query_rank=None),
+        LATENT,
+        (1, 3, 5),
+    ),
     "EAGLE-3 with a sliding window": Dialect(
         SPECFORGE | {"sliding_window": 4, "layer_types": ["sliding_attention"]}, eagle3_tensors(), {"sliding_window": 4}
     ),
@@ -207,7 +231,7 @@ def canonical(tensors: Tensors) -> Tensors:
 
 def run(head: RecurrentHead, tokens: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return states and logits of a causal sequence."""
-    pool = KVPool(8, 4, head.num_layers, head.kv_heads, head.head_dim, torch.float32, CPU)
+    pool = KVPool(8, 4, head.num_layers, head.kv_heads, head.head_dim, torch.float32, CPU, latent=head.latent)
     lease = pool.lease(ROWS)
     assert lease is not None
     attention = create_backend("auto", CPU)

@@ -45,9 +45,10 @@ class EagleHead:
         self.num_layers = layer.num_layers
         self.kv_heads = layer.num_kv_heads
         self.head_dim = layer.head_dim
+        self.latent = layer.latent is not None
         self.fingerprint = f"{layer.fingerprint[:32]}{reader.fingerprint[:32]}"
         self.vocabulary = vocabulary
-        self._rope = RotaryEmbedding(layer.rope, layer.head_dim, self.device, self.dtype)
+        self._rope = RotaryEmbedding(layer.rope, layer.rotary_dim, self.device, self.dtype)
         self._fc = keys.take_linear(reader, ["fc"])
         self._first_attention = keys.take_attention(reader, layer, 0)
         self._first_post_norm = keys.take_norm(reader, "layers.0.post_attention_layernorm.weight", layer.rms_norm_eps)

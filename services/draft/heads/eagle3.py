@@ -47,9 +47,10 @@ class Eagle3Head:
         self.num_layers = layer.num_layers
         self.kv_heads = layer.num_kv_heads
         self.head_dim = layer.head_dim
+        self.latent = layer.latent is not None
         self.fingerprint = f"{layer.fingerprint[:32]}{reader.fingerprint[:32]}"
         self.vocabulary = vocabulary
-        self._rope = RotaryEmbedding(layer.rope, layer.head_dim, self.device, self.dtype)
+        self._rope = RotaryEmbedding(layer.rope, layer.rotary_dim, self.device, self.dtype)
         self._embedding_norm = keys.take_norm(reader, "layers.0.input_layernorm.weight", eps)
         self._hidden_norm = keys.take_norm(reader, "layers.0.hidden_norm.weight", eps)
         self._attention = keys.take_attention(reader, layer, 0)

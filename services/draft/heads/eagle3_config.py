@@ -98,6 +98,8 @@ class Eagle3Config:
             return "none: the last hidden state"
         if self.aux_layer_ids is None:
             return "default triple: outputs of 1, L//2 - 1, L - 4"
+        if self._counts_inputs(0):
+            return f"inputs of {list(self.aux_layer_ids)}"
         return f"outputs of {list(self.aux_layer_ids)}; inputs of them if the last is the target's number of layers"
 
     def check_target(self, target: TargetInfo) -> tuple[int, ...]:
@@ -117,7 +119,7 @@ class Eagle3Config:
         if self.final_hidden:
             return ()
         if self.aux_layer_ids is not None:
-            return _outputs(self.aux_layer_ids, target.num_layers)
+            return _outputs(self.aux_layer_ids, target.num_layers, self._counts_inputs(target.num_layers))
         if self.num_aux != DEFAULT_NUM_AUX:
             raise CheckpointError(
                 f"The head reads {self.num_aux} layers without naming them: add {AUX_KEY} to its config.json.", field=AUX_KEY
@@ -131,16 +133,23 @@ class Eagle3Config:
         # Outputs of these layers are the inputs of 2, L // 2 and L - 3, which is how the official code counts.
         return (1, target.num_layers // 2 - 1, target.num_layers - 4)
 
+    def _counts_inputs(self, num_layers: int) -> bool:
+        """Whether the ids name inputs of layers instead of outputs.
 
-def _outputs(layer_ids: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-    """Return ids as outputs. A list that ends at the number of layers counts inputs (heads for gpt-oss): no such output exists."""
-    if layer_ids[-1] == num_layers and layer_ids[0] > 0:
-        return tuple(layer - 1 for layer in layer_ids)
-    if layer_ids[-1] >= num_layers:
+        They do where the last is the number of layers, an output that does not exist (heads for gpt-oss), and in heads with latent
+        attention (Kimi-K2) unless they begin with 1, as SGLang reads them.
+        """
+        ids = self.aux_layer_ids or (0,)
+        return (ids[0] > 0 and ids[-1] == num_layers) or (self.layer.latent is not None and ids[0] != 1)
+
+
+def _outputs(layer_ids: tuple[int, ...], num_layers: int, counts_inputs: bool) -> tuple[int, ...]:
+    outputs = tuple(layer - 1 for layer in layer_ids) if counts_inputs else layer_ids
+    if outputs[0] < 0 or outputs[-1] >= num_layers:
         raise CheckpointError(
             f"The head reads layers {list(layer_ids)}, the target has {num_layers}: {SERVE_ANOTHER}; or correct {AUX_KEY}.", field=AUX_KEY
         )
-    return layer_ids
+    return outputs
 
 
 def _aux_layer_ids(reader: ConfigReader) -> tuple[int, ...] | None:

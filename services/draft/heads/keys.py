@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from outrider.services.draft.heads.head_config import HeadConfig
+from outrider.services.draft.heads.latent import latent_shapes, take_latent_attention
 from outrider.shared.base.errors import CheckpointError
-from outrider.shared.nn.layers import Attention, GatedMLP, Linear, RMSNorm
+from outrider.shared.nn.layers import Attention, AttentionBlock, GatedMLP, Linear, RMSNorm
 from outrider.shared.nn.loader import CheckpointReader, Shape
 
 FIRST_LAYER = "layers.0."
@@ -105,8 +106,10 @@ class HeadKeys:
             return Linear(weight)
         return Linear(weight, reader.take_rows([self.named(f"{name}.bias") for name in names]))
 
-    def take_attention(self, reader: CheckpointReader, config: HeadConfig, layer: int) -> Attention:
+    def take_attention(self, reader: CheckpointReader, config: HeadConfig, layer: int) -> AttentionBlock:
         """Read the attention of a layer."""
+        if config.latent is not None:
+            return take_latent_attention(self, reader, config, config.latent, layer)
         prefix = f"layers.{layer}.self_attn."
         qkv = self.take_linear(reader, [f"{prefix}{part}_proj" for part in "qkv"])
         o = self.take_linear(reader, [f"{prefix}o_proj"])
@@ -147,15 +150,18 @@ def layer_shapes(config: HeadConfig, layer: int, input_size: int, stored: Mappin
         qkv_bias: They are expected of q, k and v in any case.
     """
     hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     prefix = f"layers.{layer}."
     groups: list[dict[str, tuple[int, int]]] = [
-        {"self_attn.q_proj": (queries, input_size), "self_attn.k_proj": (keys, input_size), "self_attn.v_proj": (keys, input_size)},
-        {"self_attn.o_proj": (hidden, queries)},
         {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden)},
         {"mlp.down_proj": (hidden, inner)},
     ]
     shapes: dict[str, Shape] = {f"{prefix}post_attention_layernorm.weight": (hidden,)}
+    if config.latent is None:
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        groups.append({"self_attn.o_proj": (hidden, queries)})
+        groups.append({f"self_attn.{part}_proj": (rows, input_size) for part, rows in (("q", queries), ("k", keys), ("v", keys))})
+    else:
+        shapes |= latent_shapes(config, config.latent, f"{prefix}self_attn.", input_size)
     for group in groups:
         biased = any(f"{prefix}{name}.bias" in stored for name in group) or (qkv_bias and len(group) == 3)
         for name, (rows, columns) in group.items():

@@ -37,6 +37,7 @@ ARCHITECTURES: Mapping[str, HeadKind] = {
     "Eagle3LlamaForCausalLM": HeadKind.EAGLE3,
     "Eagle3Speculator": HeadKind.EAGLE3,
     "Eagle3DraftModel": HeadKind.EAGLE3,
+    "Eagle3DeepseekV2ForCausalLM": HeadKind.EAGLE3,
 }
 PLAIN_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM")
 """What the official heads call themselves, and plain models too: their tensors decide."""
