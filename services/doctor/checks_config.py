@@ -8,8 +8,8 @@ from typing import Any
 
 from outrider.services.doctor.finding import Finding
 from outrider.services.doctor.pair import Pair
-from outrider.services.draft.algorithm import Algorithm
 from outrider.shared.nn.config import CONFIG_FILE, DEFAULT_ROPE_THETA, RopeConfig, read_json
+from outrider.shared.spec.algorithm import Algorithm
 
 TOKENIZER_FILE = "tokenizer.json"
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from outrider.services.doctor.finding import Finding
-from outrider.services.doctor.pair import Pair
+from outrider.services.doctor.pair import Pair, expected_of
 from outrider.services.doctor.statistics import NEAR_ZERO, TensorStatistics, describe
 from outrider.services.doctor.vocabulary_map import D2tMeaning, d2t_meaning
-from outrider.services.draft.algorithm import Algorithm
-from outrider.shared.nn.decoder import expected_tensors
+from outrider.shared.nn.config import ModelConfig
 from outrider.shared.nn.loader import CheckpointReader
+from outrider.shared.spec.algorithm import Algorithm
 
 MAX_NAMED = 4
 NORM_ENDING = "norm.weight"
@@ -30,11 +30,10 @@ def check_target_tensors(pair: Pair) -> Iterator[Finding]:
     """Compare the headers of all shards with the configuration, and look at a sample of every tensor."""
     config = pair.target_config
     with CheckpointReader(pair.target) as reader:
-        expected = expected_tensors(config)
-        reader.check(expected, ignored=config.ignored, floating=False)
-        yield from _types(reader, list(expected))
-        yield Finding.ok("tensors", f"{len(expected)} in {len(reader.files)} file{'s' if len(reader.files) > 1 else ''}, all as expected")
-        yield from _judge(_statistics(reader, list(expected), whole=False), "the target")
+        names = _compare(reader, config)
+        yield from _types(reader, names)
+        yield Finding.ok("tensors", f"{len(names)} in {len(reader.files)} file{'s' if len(reader.files) > 1 else ''}, all as expected")
+        yield from _judge(_statistics(reader, names, whole=False), "the target")
 
 
 def check_draft_tensors(pair: Pair) -> Iterator[Finding]:
@@ -43,10 +42,12 @@ def check_draft_tensors(pair: Pair) -> Iterator[Finding]:
     if choice.algorithm is Algorithm.STANDALONE:
         config = pair.draft_model
         with CheckpointReader(choice.require_folder()) as reader:
-            expected = expected_tensors(config)
-            reader.check(expected, ignored=config.ignored, floating=False)
-            yield Finding.ok("tensors", f"{len(expected)}, all as expected")
-            yield from _judge(_statistics(reader, list(expected), whole=False), "the draft model")
+            names = _compare(reader, config)
+            yield Finding.ok("tensors", f"{len(names)}, all as expected")
+            yield from _judge(_statistics(reader, names, whole=False), "the draft model")
+    if choice.algorithm is Algorithm.MTP:
+        count = len(pair.mtp.layers)
+        yield Finding.ok("tensors", f"{count} MTP layer{'s' if count > 1 else ''} of {choice.require_folder().name}, all as expected")
     if choice.algorithm is not Algorithm.EAGLE:
         return
     with CheckpointReader(choice.require_folder()) as reader:
@@ -120,6 +121,13 @@ class _Examined:
     @property
     def is_norm(self) -> bool:
         return self.name.endswith(NORM_ENDING) or "norm." in self.name
+
+
+def _compare(reader: CheckpointReader, config: ModelConfig) -> list[str]:
+    """Return the names of a model's tensors, all that must be there; raises for those that must not, or are missing or misshaped."""
+    expected = expected_of(reader, config)
+    reader.check(expected.shapes, ignored=config.ignored, floating=False)
+    return list(expected.shapes) or list(reader.names)
 
 
 def _types(reader: CheckpointReader, names: Sequence[str]) -> Iterator[Finding]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from outrider.shared.base.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from outrider.services.draft.algorithm import Algorithm
+from outrider.shared.spec.algorithm import FIELD, Algorithm
 
 
 def doctor(
@@ -53,10 +51,8 @@ def doctor(
 
 
 def _algorithm(name: str) -> Algorithm:
-    from outrider.services.draft.algorithm import Algorithm
-
     try:
         return Algorithm(name)
     except ValueError:
         known = ", ".join(member.value for member in Algorithm)
-        raise ConfigurationError(f"--speculative-algorithm: {name!r} is none of {known}.", field="--speculative-algorithm") from None
+        raise ConfigurationError(f"--speculative-algorithm: {name!r} is none of {known}.", field=FIELD) from None

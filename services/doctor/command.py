@@ -17,10 +17,10 @@ from outrider.services.doctor.finding import Finding, Report, Severity
 from outrider.services.doctor.pair import Pair
 from outrider.services.doctor.probe import judge_probe, probe_numbers, run_probe
 from outrider.services.doctor.prompts import read_prompts
-from outrider.services.draft.algorithm import Algorithm
 from outrider.shared.base.errors import ConfigurationError, OutriderError
 from outrider.shared.nn.decoder import default_dtype
 from outrider.shared.obs.logging import configure_logging
+from outrider.shared.spec.algorithm import Algorithm
 from outrider.shared.spec.tree import DraftShape
 
 COLOURS = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.REFUSED: "bold red"}

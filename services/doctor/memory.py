@@ -11,13 +11,14 @@ from pathlib import Path
 import torch
 
 from outrider.services.doctor.finding import Finding
-from outrider.services.doctor.pair import Pair
-from outrider.services.draft.algorithm import Algorithm
+from outrider.services.doctor.pair import Pair, expected_of
 from outrider.shared.kv.pool import token_bytes
-from outrider.shared.nn.decoder import expected_tensors
+from outrider.shared.nn.config import ModelConfig
 from outrider.shared.nn.loader import CheckpointReader
+from outrider.shared.spec.algorithm import Algorithm
 
 GIB = 1 << 30
+PACKED_ENDING = "_blocks"
 WORKSPACE = 0.05
 """Share of the weights for activations, masks and the allocator's slack; measured runs need less."""
 MAX_NODES, PAGE_SIZE = 128, 16
@@ -64,7 +65,7 @@ def plan_memory(pair: Pair) -> MemoryPlan:
     target_kv = token_bytes(
         config.num_layers, config.num_kv_heads, config.head_dim, pair.dtype, feature_size, latent=config.latent is not None
     )
-    target_weights = _target_weights(pair)
+    target_weights = _weights(pair.target, config, pair.dtype)
     weights = target_weights + draft_weights
     workspace = int(weights * WORKSPACE)
     context = config.max_position_embeddings
@@ -120,10 +121,11 @@ def memory_numbers(plan: MemoryPlan) -> dict[str, int]:
     return asdict(plan)
 
 
-def _target_weights(pair: Pair) -> int:
-    """Return the bytes of the loaded target: packed tensors count as they are stored."""
-    with CheckpointReader(pair.target) as reader:
-        return sum(_loaded(reader, name, pair.dtype) for name in expected_tensors(pair.target_config) if name in reader.tensors)
+def _weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of a loaded model."""
+    with CheckpointReader(folder) as reader:
+        names = expected_of(reader, config).shapes or reader.names
+        return sum(_loaded(reader, name, dtype) for name in names if name in reader.tensors)
 
 
 def _draft(pair: Pair) -> tuple[int, int, int]:
@@ -136,15 +138,29 @@ def _draft(pair: Pair) -> tuple[int, int, int]:
         return weights, token_bytes(head.num_layers, head.kv_heads, head.head_dim, pair.dtype), head.hidden_size
     if choice.algorithm is Algorithm.STANDALONE:
         config = pair.draft_model
-        with CheckpointReader(choice.require_folder()) as reader:
-            weights = sum(_loaded(reader, name, pair.dtype) for name in expected_tensors(config) if name in reader.tensors)
+        weights = _weights(choice.require_folder(), config, pair.dtype)
         kv = token_bytes(config.num_layers, config.num_kv_heads, config.head_dim, pair.dtype, latent=config.latent is not None)
         return weights, kv, 0
-    return 0, 0, pair.target_config.hidden_size if choice.algorithm is Algorithm.MTP else 0
+    return _mtp(pair) if choice.algorithm is Algorithm.MTP else (0, 0, 0)
+
+
+def _mtp(pair: Pair) -> tuple[int, int, int]:
+    """Return the same of MTP layers: in the file they lie beside the target's own tensors."""
+    mtp, config = pair.mtp, pair.mtp.config
+    with CheckpointReader(pair.choice.require_folder()) as reader:
+        own = expected_of(reader, config).shapes
+        layers = [name for name in reader.names if name.startswith(mtp.dialect.layers) and name not in own]
+        weights = sum(_loaded(reader, name, pair.dtype) for name in layers if not name.endswith(mtp.dialect.ignored))
+    latent = config.latent is not None
+    kv = token_bytes(len(mtp.layers), config.num_kv_heads, config.head_dim, pair.dtype, latent=latent)
+    return weights, kv, config.hidden_size
 
 
 def _loaded(reader: CheckpointReader, name: str, dtype: torch.dtype) -> int:
+    """Return the bytes that a stored tensor takes once it is loaded; MXFP4 (two values per byte, and scales) is widened."""
     info = reader.tensors[name]
+    if info.dtype is torch.uint8:
+        return 2 * prod(info.shape) * dtype.itemsize if name.endswith(PACKED_ENDING) else 0
     return prod(info.shape) * dtype.itemsize if info.dtype.is_floating_point else info.nbytes
 
 

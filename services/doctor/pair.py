@@ -9,14 +9,20 @@ from typing import Any
 
 import torch
 
-from outrider.services.draft.algorithm import Algorithm, Choice, check_head, choose
+from outrider.services.draft.algorithm import Choice, check_head, choose
 from outrider.services.draft.heads.base import RecurrentHead
 from outrider.services.draft.heads.head_config import HeadConfig, flatten
 from outrider.services.draft.heads.registry import load_head
+from outrider.services.draft.strategies.mtp_layers import MtpWeights
 from outrider.services.draft.strategy import TargetInfo
 from outrider.shared.nn.config import CONFIG_FILE, ConfigReader, ModelConfig, read_json
+from outrider.shared.nn.decoder import expected_tensors
+from outrider.shared.nn.fp8 import expect_scales
+from outrider.shared.nn.loader import CheckpointReader, ExpectedTensors
+from outrider.shared.spec.algorithm import Algorithm
 
 HOST = torch.device("cpu")
+HEADERS_ONLY = torch.device("meta")
 
 
 class Pair:
@@ -81,6 +87,20 @@ class Pair:
         return head
 
     @cached_property
+    def mtp(self) -> MtpWeights:
+        """The MTP layers of a checkpoint, their shapes only."""
+        return MtpWeights.load(self.choice.require_folder(), HEADERS_ONLY, self.dtype)
+
+    @cached_property
     def draft_model(self) -> ModelConfig:
         """The configuration of a draft model of its own."""
         return ModelConfig.from_dir(self.choice.require_folder())
+
+
+def expected_of(reader: CheckpointReader, config: ModelConfig) -> ExpectedTensors:
+    """Return what a model's files must hold, the scales of FP8 matrices included; without shapes where `transformers` loads them."""
+    expected = ExpectedTensors()
+    expected.shapes = expected_tensors(config)
+    if config.weight_block:
+        expect_scales(expected, reader.tensors, config.weight_block)
+    return expected

@@ -75,7 +75,7 @@ class CheckpointReader:
     Args:
         path: A folder with ``model.safetensors``, ``model.safetensors.index.json``, ``pytorch_model.bin`` or its index, or with exactly
             one ``*.safetensors``; or one tensor file.
-        device: Where taken tensors go.
+        device: Where taken tensors go; on ``meta`` they have shapes only, so that headers are checked and nothing is read.
         dtype: Type of taken floating-point tensors; None keeps what is stored.
         progress: Called with (bytes taken, bytes in all) after each tensor.
 
@@ -195,7 +195,7 @@ class CheckpointReader:
             position += shape[0]
             self._taken.add(name)
             self._taken_bytes += self.tensors[name].nbytes
-        if out.numel() and out.dtype.is_floating_point and not _is_finite(out):
+        if out.numel() and out.dtype.is_floating_point and not out.is_meta and not _is_finite(out):
             raise self._not_finite([name for name, _ in parts], target)
         if self._progress is not None:
             self._progress(self._taken_bytes, self._all_bytes)
