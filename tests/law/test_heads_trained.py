@@ -11,10 +11,17 @@ import pytest
 import torch
 import trained_heads
 from plain_heads import PlainHead
+from target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
 from trained_heads import AUX, TOKEN_MAP, plain_accept_length, prompts, served_accept_length, trained_target
+
+from outrider.services.draft.inproc import drafter_beside
+from outrider.services.draft.settings import DraftSettings
+from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.request import SamplingParams
 
 COUNT = 18
 SHAPES = [(4, 2, 8), (3, 1, 4)]
+SAMPLINGS = [SamplingParams(temperature=0.8, seed=3), SamplingParams(temperature=1.2, top_p=0.9, seed=(1 << 64) - 9)]
 HEADS: dict[str, tuple[Callable[[], Path], list[int]]] = {
     "EAGLE-2": (trained_heads.eagle2, []),
     "EAGLE-3": (trained_heads.eagle3, AUX),
@@ -51,3 +58,18 @@ def test_a_token_map_keeps_the_accept_length_of_the_tokens_that_it_names(suffix:
     assert served >= 2.0
     assert served == pytest.approx(expected, rel=0.02)
     assert served < full
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["T=0.8", "T=1.2, top_p=0.9"])
+@pytest.mark.parametrize("name", HEADS)
+def test_sampled_output_is_that_of_plain_decoding(name: str, sampling: SamplingParams) -> None:
+    decoder = load_toy(trained_target().folder)
+    given = {"draft": HEADS[name][0](), "device": "cpu", "kv_tokens": 4096}
+    harness = make_harness(decoder, drafter_beside(decoder, DraftSettings.load(given)))
+    starts = prompts(6, seed=5)
+    for index, start in enumerate(starts):
+        harness.submit(start, 20, request_id=str(index), shape=SHAPES[0], sampling=sampling)
+    harness.run()
+    for index, start in enumerate(starts):
+        plain = generate_plain(decoder, NoDrafter(), start, 20, sampling=sampling)
+        assert_same_tokens(decoder, start, plain, harness.sink.tokens[str(index)], sampling)
