@@ -12,9 +12,12 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider.services import launch
+from outrider.services.convert.cli import convert
+from outrider.services.doctor.cli import doctor
 from outrider.services.launch import DEMO_DRAFT, DEMO_TARGET, Progress, StackOptions, Transport
 from outrider.services.supervisor import Echo
 from outrider.shared.base.errors import ErrorCode, OutriderError
+from outrider.shared.spec.algorithm import Algorithm
 
 app = typer.Typer(
     name="outrider",
@@ -31,6 +34,8 @@ serve = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(serve, name="serve")
+app.command()(doctor)
+app.add_typer(convert, name="convert")
 
 # The flags of a service come from its settings class, which is imported only once the service is known.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -44,9 +49,17 @@ DraftDir = Annotated[
     typer.Option(
         "--draft",
         "--speculative-draft-model-path",
-        help="Folder of the EAGLE-3 head, or `none` to serve without speculation.",
+        help="Folder of the draft head or draft model, or `none`: no speculation unless --speculative-algorithm says what drafts.",
         show_default="the embedded head; none with another --target",
         metavar="DIR|none",
+    ),
+]
+SpeculativeAlgorithm = Annotated[
+    Algorithm,
+    typer.Option(
+        "--speculative-algorithm",
+        case_sensitive=False,
+        help="How to draft; auto: what the checkpoint shows. EAGLE or MTP without a --draft: the target's own MTP layers.",
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …")]
@@ -71,6 +84,7 @@ Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", sho
 def up(
     target: TargetDir = None,
     draft: DraftDir = None,
+    algorithm: SpeculativeAlgorithm = Algorithm.AUTO,
     device: Device = "auto",
     dtype: Dtype = "auto",
     num_steps: NumSteps = None,
@@ -89,7 +103,8 @@ def up(
 
     options = StackOptions(
         target=target or DEMO_TARGET,
-        draft=_draft_folder(target, draft),
+        draft=_draft_folder(target, draft, algorithm),
+        algorithm=algorithm,
         device=device,
         dtype=dtype,
         num_steps=num_steps,
@@ -116,10 +131,10 @@ class StatusConsole(Console):
         self.quiet = True
 
 
-def _draft_folder(target: Path | None, draft: str | None) -> Path | None:
-    """The embedded head fits the embedded model only: another target needs its own head, or none."""
+def _draft_folder(target: Path | None, draft: str | None, algorithm: Algorithm = Algorithm.AUTO) -> Path | None:
+    """The embedded head fits the embedded model only, and is an EAGLE-3 head: all else needs its own, or none."""
     if draft is None:
-        return DEMO_DRAFT if target is None else None
+        return DEMO_DRAFT if target is None and algorithm in (Algorithm.AUTO, Algorithm.EAGLE3) else None
     return None if draft == "none" else Path(draft)
 
 

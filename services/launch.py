@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from outrider.services.supervisor import ChildSpec, Echo, Supervisor
 from outrider.shared.base.errors import CancelledError, ConfigurationError, UnavailableError
+from outrider.shared.spec.algorithm import Algorithm, check_given
 
 if TYPE_CHECKING:
     from outrider.services.draft.settings import DraftSettings
@@ -55,7 +56,8 @@ class StackOptions:
 
     Attributes:
         target: Model folder, Hugging Face layout.
-        draft: Draft head's folder; None serves without speculation.
+        draft: Folder of the draft head or draft model, or None.
+        algorithm: How to draft. AUTO without a draft serves without speculation.
         device, dtype: As the services take them.
         num_steps, topk, num_draft_tokens: Tree shape when a request names none.
         host, port: The gateway's REST address; gRPC listens on the next port.
@@ -66,6 +68,7 @@ class StackOptions:
 
     target: Path = DEMO_TARGET
     draft: Path | None = DEMO_DRAFT
+    algorithm: Algorithm = Algorithm.AUTO
     device: str = "auto"
     dtype: str = "auto"
     num_steps: int | None = None
@@ -77,6 +80,13 @@ class StackOptions:
     transport: Transport = Transport.AUTO
     log_level: str = "info"
     kv_tokens: int | None = None
+
+    @property
+    def speculates(self) -> bool:
+        """Whether anything drafts."""
+        if self.algorithm is Algorithm.NONE:
+            return False
+        return self.draft is not None or not self.algorithm.needs_draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,19 +108,20 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
         inproc: Whether the draft runs inside the target.
     """
     target_address = f"unix:{runtime_dir / 'target.sock'}"
-    draft_address = f"unix:{runtime_dir / 'draft.sock'}" if options.draft and not inproc else None
+    draft_address = f"unix:{runtime_dir / 'draft.sock'}" if options.speculates and not inproc else None
     shape = {"num-steps": options.num_steps, "topk": options.topk, "num-draft-tokens": options.num_draft_tokens}
     placement = {"device": options.device, "dtype": options.dtype, "log-level": options.log_level, "kv-tokens": options.kv_tokens}
+    algorithm = {"speculative-algorithm": None if options.algorithm is Algorithm.AUTO else options.algorithm.value}
 
     gateway = {"host": options.host, "port": options.port, "grpc-port": options.port + 1, "target": target_address}
     gateway |= {"tokenizer": None if options.skip_tokenizer else options.target, "log-level": options.log_level}
-    drafter = draft_address or (f"{INPROC}{options.draft}" if options.draft else "none")
+    drafter = draft_address or (f"{INPROC}{options.draft or ''}" if options.speculates else "none")
     children = [
         _child("gateway", gateway),
-        _child("target", {"listen": target_address, "model": options.target, "draft": drafter} | shape | placement),
+        _child("target", {"listen": target_address, "model": options.target, "draft": drafter} | algorithm | shape | placement),
     ]
     if draft_address:
-        draft = {"listen": draft_address, "draft": options.draft, "target-weights": options.target} | placement
+        draft = {"listen": draft_address, "draft": options.draft, "target-weights": options.target} | algorithm | placement
         children.append(_child("draft", draft, DRAFT_DRAIN_S))
     return StackPlan(tuple(children), f"http://{_reachable(options.host)}:{options.port}", target_address, draft_address)
 
@@ -151,6 +162,8 @@ def check_options(options: StackOptions) -> None:
             "PyTorch is not installed here, and target and draft need it: pip install 'outrider[engine]'.", field="torch"
         )
     _check_model_folder(options.target, "--target")
+    if options.speculates or options.algorithm is Algorithm.STANDALONE:
+        check_given(options.algorithm, options.draft, options.target)
     if options.draft is not None:
         _check_model_folder(options.draft, "--draft", " (or --draft none to serve without speculation)")
     if not options.skip_tokenizer and not (options.target / "tokenizer.json").exists():
@@ -180,10 +193,10 @@ def _check_model_folder(folder: Path, flag: str, hint: str = "") -> None:
 
 
 def wants_inproc(options: StackOptions) -> bool:
-    """Decide whether the draft runs in the target's process: as asked, and for AUTO on a machine with exactly one GPU."""
-    if options.draft is None or options.transport is Transport.GRPC:
+    """Decide whether the draft runs in the target's process: as asked; for AUTO n-grams always, a model on a machine with one GPU."""
+    if not options.speculates or options.transport is Transport.GRPC:
         return False
-    if options.transport is Transport.INPROC:
+    if options.transport is Transport.INPROC or options.algorithm is Algorithm.NGRAM:
         return True
     if options.device == "cpu" or not any(Path("/dev").glob("nvidia[0-9]*")):
         return False
@@ -284,16 +297,23 @@ def serve_gateway(settings: GatewaySettings) -> int:
 
 
 def serve_target(settings: TargetSettings) -> int:
-    """Run the target; for ``--draft inproc:DIR`` the draft is put into its process here, since services do not import each other."""
+    """Run the target; for ``--draft inproc:DIR`` the draft is put into its process here, since services do not import each other.
+
+    Without a DIR, ``--speculative-algorithm`` says what drafts: n-grams, or the MTP layers of the model.
+    """
     from outrider.services.target import app
 
-    if not settings.draft.startswith(INPROC):
+    if not settings.draft.startswith(INPROC) or settings.speculative_algorithm is Algorithm.NONE:
         return app.run(settings)
     from outrider.services.draft.inproc import drafter_beside
     from outrider.services.draft.settings import DraftSettings
 
     caps = {name: getattr(settings, name) for name in ("max_steps", "max_topk", "max_nodes", "page_size")}
-    draft = DraftSettings.load({"draft": settings.draft.removeprefix(INPROC), **caps})
+    folder = settings.draft.removeprefix(INPROC)
+    draft = DraftSettings.load(
+        {"draft": folder or None, "speculative_algorithm": settings.speculative_algorithm.value, "target_weights": settings.model, **caps}
+    )
+    draft.check()
     return app.run(settings.model_copy(update={"draft": "none"}), lambda decoder: drafter_beside(decoder, draft))
 
 

@@ -26,6 +26,7 @@ def tree_attention(
     max_kv_len: int,
     window: int = 0,
     row_positions: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from packed query rows to the K/V of their own sequence, accumulating in fp32.
@@ -47,7 +48,9 @@ def tree_attention(
         max_kv_len: Upper bound of kv_lens, on the host.
         window: If above 0, a row at position p sees only token indices above p - window. In a tree this cuts the prefix only (a tree is
             never deeper than a window).
-        row_positions: ``[rows] int32``, p of each row; needed for a window with `ancestors` (causal rows have theirs by definition).
+        row_positions: ``[rows] int32``, p of each row of a tree (causal rows have theirs by definition); if None, a row's prefix plus the
+            bits of its mask, itself not counted.
+        sinks: ``[heads] fp32``, a logit per head that takes part in the softmax and carries no value, or None.
         out: ``[rows, heads, dim]``, contiguous, q's dtype; allocated if None. Rows that no sequence owns are not written.
 
     Returns:
@@ -68,8 +71,8 @@ def tree_attention(
     expect("query_start", query_start, (bs + 1,), torch.int32)
     if ancestors is not None:
         expect("ancestors", ancestors, (rows, None), torch.int32)
-        if window > 0 and row_positions is None:
-            raise ValueError("a window with ancestors needs row_positions")
+    if sinks is not None:
+        expect("sinks", sinks, (heads,), torch.float32)
     expect_contiguous("k_plane", k_plane)
     expect_contiguous("v_plane", v_plane)
     if out is None:
@@ -83,7 +86,7 @@ def tree_attention(
 
         version = compiled.tree_attention
     version(
-        q, k_plane, v_plane, page_table, prefix_lens, kv_lens, query_start, ancestors, row_positions, out,
+        q, k_plane, v_plane, page_table, prefix_lens, kv_lens, query_start, ancestors, row_positions, sinks, out,
         scale=scale, max_query_len=max_query_len, max_kv_len=max_kv_len, window=window,
     )  # fmt: skip
     return out

@@ -15,6 +15,7 @@ def tree_attention(
     query_start: torch.Tensor,
     ancestors: torch.Tensor | None,
     row_positions: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     out: torch.Tensor,
     *,
     scale: float,
@@ -35,17 +36,20 @@ def tree_attention(
         k = k_plane[pages].flatten(0, 1)[:kv_len].float().permute(1, 2, 0)  # [kv_heads, dim, kv]
         v = v_plane[pages].flatten(0, 1)[:kv_len].float().transpose(0, 1)  # [kv_heads, kv, dim]
         if ancestors is None:
-            positions: torch.Tensor | None = torch.arange(kv_len - q_len, kv_len, device=q.device)
+            positions = torch.arange(kv_len - q_len, kv_len, device=q.device)
             visible = torch.arange(kv_len, device=q.device) <= torch.arange(kv_len - q_len, kv_len, device=q.device)[:, None]  # [q_len, kv]
         else:
-            positions = None if row_positions is None else row_positions[rows]
             visible = _tree(ancestors[rows], prefix_len, kv_len)
-        if window > 0 and positions is not None:
+            positions = visible[:, prefix_len:].sum(-1) + prefix_len - 1 if row_positions is None else row_positions[rows]
+        if window > 0:
             index = torch.arange(kv_len, device=q.device)
             visible &= (index > positions[:, None] - window) | ((index >= prefix_len) if ancestors is not None else False)
         grouped = q[rows].float().view(q_len, kv_heads, group, dim).permute(1, 2, 0, 3)  # [kv_heads, group, q_len, dim]
         scores = torch.matmul(grouped, k[:, None]) * scale
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1).nan_to_num(0.0)  # a row that sees nothing is all NaN
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.view(kv_heads, group, 1, 1).expand(-1, -1, q_len, 1)], dim=-1)
+        weights = scores.softmax(dim=-1)[..., :kv_len].nan_to_num(0.0)  # a row that sees nothing is all NaN
         out[rows] = torch.matmul(weights, v[:, None]).permute(2, 0, 1, 3).reshape(q_len, kv_heads * group, dim).to(out.dtype)
 
 

@@ -61,11 +61,22 @@ def _attend(
 
 
 @triton.jit
+def _count_bits(word):
+    """Return how many of the 32 bits are set."""
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    word = word + (word >> 8)
+    return (word + (word >> 16)) & 0x3F
+
+
+@triton.jit
 def _attention(
-    q, k_plane, v_plane, page_table, prefix_lens, kv_lens, query_start, ancestors, row_positions, out, partial, stats,
+    q, k_plane, v_plane, page_table, prefix_lens, kv_lens, query_start, ancestors, row_positions, sinks, out, partial, stats,
     q_row, q_head, out_row, table_stride, words, window, scale, rows, splits,
     WIDEN: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, TREE: tl.constexpr,
-    WINDOW: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+    WINDOW: tl.constexpr, POSITIONS: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     kv_head, sequence, split = tl.program_id(1), tl.program_id(2) // splits, tl.program_id(2) % splits
     start = tl.load(query_start + sequence)
@@ -91,7 +102,13 @@ def _attention(
             shared_end = prefix_len
             end = kv_len
             if WINDOW:
-                position = tl.load(row_positions + row, mask=real, other=2147483647)
+                if POSITIONS:
+                    position = tl.load(row_positions + row, mask=real, other=2147483647)
+                else:
+                    position = prefix_len - 1 + tl.zeros((BLOCK_M,), tl.int32)
+                    for word in range(words):
+                        position += _count_bits(tl.load(ancestors + row * words + word, mask=real, other=0))
+                    position = tl.where(real, position, 2147483647)
                 begin = tl.minimum(tl.maximum(tl.min(position, 0) - window + 1, 0), shared_end)
         else:
             first = kv_len - q_len + first_pair // GROUP
@@ -124,14 +141,17 @@ def _attention(
             tl.store(stats + 2 * place, top, mask=real)
             tl.store(stats + 2 * place + 1, total, mask=real)
         else:
+            if SINKS:
+                total += tl.exp2(tl.load(sinks + head) * 1.4426950408889634 - tl.where(top == -float("inf"), 0.0, top))
             result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
             tl.store(out + row[:, None] * out_row + head[:, None] * DIM + d[None, :], result.to(out.dtype.element_ty), mask=element)
 
 
 @triton.jit
 def _merge(
-    query_start, partial, stats, out, rows, splits, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
-):
+    query_start, partial, stats, sinks, out, rows, splits, HEADS: tl.constexpr, DIM: tl.constexpr, SINKS: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
     local, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(query_start + sequence)
     if local < tl.load(query_start + sequence + 1) - start:
@@ -142,6 +162,8 @@ def _merge(
         top = tl.max(tops, 0)
         weights = tl.exp2(tops - tl.where(top == -float("inf"), 0.0, top))
         total = tl.sum(weights * tl.load(stats + 2 * place + 1, mask=real, other=0.0), 0)
+        if SINKS:
+            total += tl.exp2(tl.load(sinks + head) * 1.4426950408889634 - tl.where(top == -float("inf"), 0.0, top))
         parts = tl.load(partial + place[:, None] * DIM + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0)
         result = tl.sum(parts * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
         tl.store(out + ((start + local).to(tl.int64) * HEADS + head) * DIM + d, result.to(out.dtype.element_ty), mask=d < DIM)
@@ -169,6 +191,7 @@ def tree_attention(
     query_start: torch.Tensor,
     ancestors: torch.Tensor | None,
     row_positions: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     out: torch.Tensor,
     *,
     scale: float,
@@ -187,13 +210,16 @@ def tree_attention(
     q = q if q.stride(2) == 1 else q.contiguous()
     tree = ancestors is not None
     masks = ancestors.contiguous() if ancestors is not None else query_start
-    block_m = min(max(16, _launch.next_power_of_2(pairs)), 64)
-    block_n = 32 if q.dtype == torch.float32 else 64
     block_d = max(16, _launch.next_power_of_2(dim))
+    # A block of K and one of V lie in shared memory, the accumulator in registers: heads as wide as a latent leave room for few rows.
+    wide = block_d > 256
+    block_m = min(max(16, _launch.next_power_of_2(pairs)), 16 if wide else 64)
+    block_n = 16 if wide else 32 if q.dtype == torch.float32 else 64
     blocks_m = _launch.ceil_div(pairs, block_m)
     splits = _splits(blocks_m * kv_heads * bs, _launch.ceil_div(max_kv_len, block_n), q.device)
     rows = q.shape[0]
     starts = query_start.contiguous()
+    logits = starts if sinks is None else sinks.contiguous()
     partial = stats = out
     if splits > 1:
         partial = _launch.empty((splits, rows, heads, dim), torch.float32, q.device)
@@ -201,12 +227,16 @@ def tree_attention(
     with _launch.on_device_of(q):
         _attention[(blocks_m, kv_heads, bs * splits)](
             q, k_plane, v_plane, page_table.contiguous(), prefix_lens.contiguous(), kv_lens.contiguous(), starts, masks,
-            row_positions.contiguous() if row_positions is not None else starts, out, partial, stats, q.stride(0), q.stride(1), heads * dim,
+            row_positions.contiguous() if row_positions is not None else starts, logits, out, partial, stats, q.stride(0), q.stride(1),
+            heads * dim,
             page_table.shape[1], masks.shape[1] if tree else 0, window, scale * _LOG2E, rows, splits,
             WIDEN=not isinstance(_attention, triton.JITFunction), GROUP=group, KV_HEADS=kv_heads, DIM=dim, PAGE_SIZE=page_size, TREE=tree,
-            WINDOW=window > 0, SPLIT=splits > 1, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=4, num_stages=2,
+            WINDOW=window > 0, POSITIONS=row_positions is not None, SINKS=sinks is not None,
+            SPLIT=splits > 1, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=8 if wide else 4,
+            num_stages=1 if wide else 2,
         )  # fmt: skip
         if splits > 1:
             _merge[(max_query_len, heads, bs)](
-                starts, partial, stats, out, rows, splits, HEADS=heads, DIM=dim, BLOCK_S=splits, BLOCK_D=block_d, num_warps=1
-            )
+                starts, partial, stats, logits, out, rows, splits, HEADS=heads, DIM=dim, SINKS=sinks is not None, BLOCK_S=splits,
+                BLOCK_D=block_d, num_warps=1,
+            )  # fmt: skip

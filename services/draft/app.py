@@ -55,7 +55,7 @@ class DraftService:
         self._settings = settings
         device = settings.torch_device()
         self.engine: DraftEngine = build_engine(settings, device, settings.torch_dtype(device))
-        threads = plan_threads(settings, self.engine.strategy.info.feature_size)
+        threads = plan_threads(settings, self.engine.strategy.info.hidden_size)
         if threads:
             torch.set_num_threads(threads)
         self.loop = DraftLoop(self.engine)

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from outrider.services.draft.algorithm import Algorithm, Choice, check_head, choose
 from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.heads.registry import load_head
+from outrider.services.draft.heads.token_map import read_token_map
 from outrider.services.draft.metrics import DraftMetrics
 from outrider.services.draft.runner import HeadRunner
 from outrider.services.draft.sessions import SessionLimits
 from outrider.services.draft.settings import DraftSettings, plan_pages
+from outrider.services.draft.strategies.mtp import MtpModel, MtpStrategy
+from outrider.services.draft.strategies.mtp_layers import MtpWeights
+from outrider.services.draft.strategies.ngram import NgramOptions, NgramStrategy
+from outrider.services.draft.strategies.ngram_corpus import Corpus
+from outrider.services.draft.strategies.standalone import StandaloneStrategy, StandaloneVocabulary
+from outrider.services.draft.strategies.tokenizer_check import check_same_tokenizer
 from outrider.services.draft.strategy import DraftStrategy, TargetInfo
+from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.attn.create import create_backend
-from outrider.shared.base.errors import CheckpointError
+from outrider.shared.base.errors import CheckpointError, ConfigurationError
 from outrider.shared.kv.pool import KVPool, token_bytes
 from outrider.shared.nn.config import ModelConfig
+from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.loader import CheckpointReader
 from outrider.shared.obs.logging import get_logger
 
@@ -25,35 +37,138 @@ log = get_logger("outrider.draft")
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
-def build_engine(settings: DraftSettings, device: torch.device, dtype: torch.dtype) -> DraftEngine:
-    """Load the head and make an engine that follows no session yet.
+def build_engine(settings: DraftSettings, device: torch.device, dtype: torch.dtype, target: TargetInfo | None = None) -> DraftEngine:
+    """Load what drafts and make an engine that follows no session yet.
+
+    Args:
+        settings: Resolved.
+        device, dtype: Where and how to compute.
+        target: The target in this process, which lends what is missing afterwards; None when it is elsewhere.
 
     Raises:
-        CheckpointError: the head, or what it should borrow from `target_weights`, is unusable; names the key or tensor.
-        ConfigurationError: the KV pool is too small.
+        CheckpointError: the checkpoint, or what it should borrow from `target_weights`, is unusable; names the key or tensor.
+        ConfigurationError: the settings contradict each other, or the KV pool is too small.
     """
-    head = load_head(settings.draft, device, dtype)
-    free_gpu_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-    pages = plan_pages(settings, token_bytes(head.num_layers, head.kv_heads, head.head_dim, dtype), free_gpu_bytes)
-    pool = KVPool(pages, settings.page_size, head.num_layers, head.kv_heads, head.head_dim, dtype, device)
-    attention = create_backend(settings.attention_backend, device)
-    strategy = HeadRunner(head, pool, attention, settings.draft.resolve().name, settings.max_shape())
-    if settings.target_weights is not None:
-        borrow(strategy, settings.target_weights, device, dtype)
+    choice = choose(settings.speculative_algorithm, settings.draft, settings.target_weights)
+    if settings.speculative_token_map is not None and choice.algorithm is Algorithm.NGRAM:
+        raise ConfigurationError("speculative_token_map: NGRAM has no vocabulary of its own; leave it out.", field="speculative_token_map")
+    strategy = BUILDERS[choice.algorithm](Build(settings, choice, device, dtype, target))
+    lender = settings.target_weights or (choice.folder if choice.algorithm is Algorithm.MTP else None)
+    if target is None and lender is not None:
+        borrow(strategy, lender, device, dtype)
+    info = strategy.info
     limits = SessionLimits(
         max_sessions=settings.max_sessions,
-        max_len=strategy.info.max_len,
-        vocab_size=strategy.info.vocab_size,
-        feature_size=strategy.info.feature_size,
+        max_len=info.max_len,
+        vocab_size=info.vocab_size,
+        feature_size=info.feature_size,
         max_shape=settings.max_shape(),
         lease_s=settings.lease_s,
         evict_idle_s=settings.evict_idle_s,
+        row_source=info.row_source,
+        inherits=info.inherits,
     )
     metrics = DraftMetrics()
     engine = DraftEngine(strategy, limits, metrics)
     metrics.watch(lambda: len(engine.sessions), lambda: strategy.pages().free, lambda: strategy.pages().held)
-    log.info("draft engine made", algorithm=strategy.info.algorithm, pages=pages, page_size=settings.page_size, device=str(device))
+    log.info("draft engine made", algorithm=info.algorithm, pages=strategy.pages().total, page_size=settings.page_size, device=str(device))
     return engine
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """What a strategy is made from.
+
+    Attributes:
+        settings: Resolved.
+        choice: Which one, and its folder.
+        device, dtype: Where and how to compute.
+        target: The target in this process, or None.
+    """
+
+    settings: DraftSettings
+    choice: Choice
+    device: torch.device
+    dtype: torch.dtype
+    target: TargetInfo | None
+
+    def target_vocab_size(self) -> int | None:
+        """Return the target's vocabulary, or None while it is unknown."""
+        if self.target is not None:
+            return self.target.vocab_size
+        folder = self.settings.target_weights
+        return ModelConfig.from_dir(folder).vocab_size if folder is not None else None
+
+    def token_map(self) -> torch.Tensor | None:
+        """Return the target ids that alone shall be drafted, ``[size] int64``, or None for all."""
+        path = self.settings.speculative_token_map
+        return read_token_map(path).to(self.device) if path is not None else None
+
+    def num_pages(self, bytes_per_token: int) -> int:
+        """Return how many pages the strategy's pool gets."""
+        free_gpu_bytes = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else None
+        return plan_pages(self.settings, bytes_per_token, free_gpu_bytes)
+
+    def attention(self) -> AttentionBackend:
+        """Return an attention backend of its own."""
+        return create_backend(self.settings.attention_backend, self.device)
+
+
+def _build_head(build: Build) -> DraftStrategy:
+    folder = build.choice.require_folder()
+    head = load_head(folder, build.device, build.dtype, build.token_map())
+    check_head(build.choice, head.algorithm)
+    pages = build.num_pages(token_bytes(head.num_layers, head.kv_heads, head.head_dim, build.dtype, latent=head.latent))
+    pool = KVPool(
+        pages,
+        build.settings.page_size,
+        head.num_layers,
+        head.kv_heads,
+        head.head_dim,
+        build.dtype,
+        build.device,
+        latent=head.latent,
+    )
+    return HeadRunner(head, pool, build.attention(), folder.resolve().name, build.settings.max_shape())
+
+
+def _build_ngram(build: Build) -> DraftStrategy:
+    settings = build.settings
+    corpus = Corpus.read(settings.ngram_corpus, settings.target_weights) if settings.ngram_corpus is not None else None
+    options = NgramOptions(settings.ngram_min_match, settings.ngram_max_match)
+    return NgramStrategy(options, build.target_vocab_size(), corpus, build.device)
+
+
+def _build_mtp(build: Build) -> DraftStrategy:
+    settings, folder = build.settings, build.choice.require_folder()
+    model = MtpModel(MtpWeights.load(folder, build.device, build.dtype), build.device, build.dtype, build.token_map())
+    pages = build.num_pages(model.make_pool(1, settings.page_size).bytes_per_token)
+    pool = model.make_pool(pages, settings.page_size)
+    return MtpStrategy(model, pool, build.attention(), folder.resolve().name, settings.max_shape())
+
+
+def _build_standalone(build: Build) -> DraftStrategy:
+    settings, folder = build.settings, build.choice.require_folder()
+    same_tokenizer = settings.target_weights is not None and check_same_tokenizer(folder, settings.target_weights)
+    decoder = Decoder.load(folder, build.device, build.dtype)
+    pages = build.num_pages(decoder.make_pool(1, settings.page_size).bytes_per_token)
+    pool = decoder.make_pool(pages, settings.page_size)
+    return StandaloneStrategy(
+        decoder,
+        pool,
+        build.attention(),
+        folder.resolve().name,
+        settings.max_shape(),
+        StandaloneVocabulary(build.target_vocab_size(), same_tokenizer, build.token_map()),
+    )
+
+
+BUILDERS: Mapping[Algorithm, Callable[[Build], DraftStrategy]] = {
+    Algorithm.EAGLE: _build_head,
+    Algorithm.MTP: _build_mtp,
+    Algorithm.NGRAM: _build_ngram,
+    Algorithm.STANDALONE: _build_standalone,
+}
 
 
 def borrow(strategy: DraftStrategy, target_weights: Path, device: torch.device, dtype: torch.dtype) -> None:

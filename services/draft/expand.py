@@ -1,6 +1,6 @@
-"""Growing EAGLE-2's dynamic tree with a recurrent head, level by level, for a batch of sequences at once.
+"""Growing EAGLE-2's dynamic tree with a model, level by level, for a batch of sequences at once.
 
-Draft KV of one sequence while its tree grows (S = stable rows, made of true features):
+Draft KV of one sequence while its tree grows (S = stable rows, made of what is committed):
 
     [0, S)                       prefix: every row of the tree sees all of it
     [S, S + topk)                level 1: the beam below the root
@@ -8,22 +8,25 @@ Draft KV of one sequence while its tree grows (S = stable rows, made of true fea
 
 A row of level i sits at rope position S - 1 + i, as all rows of its level. It sees the prefix, its own ancestors and itself. When the next
 beam keeps two children of one row, rows change parents: the ancestor masks are re-indexed at every level.
+
+A model of several stages (chained MTP modules) has K/V planes for each. A stage that lags b rows behind has the prefix [0, S - b), its
+first level lies right behind that, and its rows sit at S - 1 + i - b; see `growth.Stage`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
 from outrider.kernels.topk_expand import Expansion, select_beam, topk_expand
 from outrider.kernels.tree_build import tree_build
-from outrider.services.draft.heads.base import RecurrentHead
+from outrider.services.draft.growth import GrowingModel, LevelPass
 from outrider.shared.attn.base import AttentionBackend, AttentionBatch
 from outrider.shared.kv.pages import PageLease
 from outrider.shared.kv.pool import KVPool
-from outrider.shared.nn.rope import Rotation
 from outrider.shared.spec.tree import MASK_WORD_BITS, DraftBatch, mask_words
 
 
@@ -48,7 +51,8 @@ class GrowBatch:
 
     Attributes:
         leases: One per sequence, holding at least ``stable_lens[b] + scratch_rows(depth, topk)`` tokens.
-        stable_lens: Rows in the head's KV; committed_len - 1.
+        stable_lens: Rows in the model's KV.
+        committed_lens: Committed tokens, the root included.
         states: ``[bs, hidden]``, of the last stable row of each.
         root_tokens: Last committed token of each.
         depth, topk: Of all trees.
@@ -58,6 +62,7 @@ class GrowBatch:
 
     leases: Sequence[PageLease]
     stable_lens: Sequence[int]
+    committed_lens: Sequence[int]
     states: torch.Tensor
     root_tokens: Sequence[int]
     depth: int
@@ -67,7 +72,7 @@ class GrowBatch:
 
 
 def scratch_rows(depth: int, topk: int) -> int:
-    """Return how many KV rows the levels of a tree take: every level but the last is run through the head."""
+    """Return how many KV rows the levels of a tree take: every level but the last is run through the model."""
     return max(0, depth - 1) * topk
 
 
@@ -75,39 +80,39 @@ MAX_CACHED_SHAPES = 256
 
 
 class TreeGrower:
-    """Grows trees with one head over one pool.
+    """Grows trees with one model over one pool.
 
     Args:
-        head: The head.
+        model: The model.
         attention: Its attention backend.
         pool: Its KV.
     """
 
-    def __init__(self, head: RecurrentHead, attention: AttentionBackend, pool: KVPool) -> None:
-        self._head = head
+    def __init__(self, model: GrowingModel, attention: AttentionBackend, pool: KVPool) -> None:
+        self._model = model
         self._attention = attention
         self._pool = pool
         self._constants: dict[tuple[int, int, int], _Constants] = {}
 
     def grow(self, batch: GrowBatch) -> DraftBatch:
         """Return one tree per sequence. Writes scratch rows behind the stable ones."""
-        head, bs = self._head, len(batch.leases)
-        topk = min(batch.topk, head.vocabulary.size)
+        model, bs = self._model, len(batch.leases)
+        topk = min(batch.topk, model.vocabulary.size)
         depth = batch.depth
         constants = self._constants_for(bs, depth, topk)
-        host = torch.tensor([batch.stable_lens, batch.root_tokens, batch.max_nodes], dtype=torch.int32)
-        stable_lens, root_tokens, max_nodes = host.to(head.device)  # each [bs]
+        host = torch.tensor([batch.stable_lens, batch.root_tokens, batch.max_nodes, batch.committed_lens], dtype=torch.int32)
+        stable_lens, root_tokens, max_nodes, committed_lens = host.to(model.device)  # each [bs]
 
-        expansion = self._expand(head.logits(batch.states), constants.zeros[:bs], topk, batch, stable_lens, level=0)
+        expansion = self._expand(model.logits(batch.states), constants.zeros[:bs], topk, batch, committed_lens, level=0)
         tokens, scores, logprobs = [expansion.token_ids], [expansion.scores], [expansion.logprobs]
         beams: list[torch.Tensor] = []
         beam = _Beam(expansion, batch.states.repeat_interleave(topk, 0), constants)
         if depth > 1:
-            levels = self._prepare_levels(batch, stable_lens, depth, topk, constants)
+            levels = self._prepare_levels(batch, stable_lens, topk, constants)
         for level in range(1, depth):
             self._attention.plan(levels.attention_batch(level, beam.ancestors))
-            states = head.forward(beam.tokens, beam.states, levels.rotation(level), self._attention, self._pool)
-            expansion = self._expand(head.logits(states), beam.scores, topk, batch, stable_lens, level)
+            states = levels.passes[level - 1](beam.tokens, beam.states)
+            expansion = self._expand(model.logits(states), beam.scores, topk, batch, committed_lens, level)
             tokens.append(expansion.token_ids.view(bs, -1))
             scores.append(expansion.scores.view(bs, -1))
             logprobs.append(expansion.logprobs.view(bs, -1))
@@ -125,16 +130,16 @@ class TreeGrower:
         )
 
     def _expand(
-        self, logits: torch.Tensor, scores: torch.Tensor, topk: int, batch: GrowBatch, stable_lens: torch.Tensor, level: int
+        self, logits: torch.Tensor, scores: torch.Tensor, topk: int, batch: GrowBatch, committed_lens: torch.Tensor, level: int
     ) -> Expansion:
         """Return the children of all rows of a level (0: the root)."""
-        d2t = self._head.vocabulary.d2t
+        d2t = self._model.vocabulary.d2t
         coupling = batch.coupling
         if coupling is None:
             return topk_expand(logits, scores, topk, d2t=d2t)
         width = logits.shape[0] // len(batch.leases)
         # The token after a node of depth d has index committed_len + d.
-        positions = stable_lens.to(torch.int64) + (1 + level)
+        positions = committed_lens.to(torch.int64) + level
         return topk_expand(
             logits,
             scores,
@@ -146,21 +151,28 @@ class TreeGrower:
             choices=coupling.choices.repeat_interleave(width),
         )
 
-    def _prepare_levels(self, batch: GrowBatch, stable_lens: torch.Tensor, depth: int, topk: int, constants: _Constants) -> _Levels:
+    def _prepare_levels(self, batch: GrowBatch, stable_lens: torch.Tensor, topk: int, constants: _Constants) -> _Levels:
         """Compute once what the levels need of positions and memory."""
         pool, bs = self._pool, len(batch.leases)
         page_table = pool.page_table(batch.leases)
-        scratch = pool.slots(page_table, stable_lens, scratch_rows(depth, topk)).view(bs, depth - 1, topk)
-        positions = stable_lens + constants.level_offsets  # [depth - 1, bs]: S - 1 + level
-        rotation = self._head.rotation(positions.repeat_interleave(topk, 1).view(-1))
-        return _Levels(page_table, stable_lens, scratch, rotation, constants.query_start, topk, max(batch.stable_lens))
+        prefixes: list[torch.Tensor] = []
+        slots: list[torch.Tensor] = []
+        for behind, count in constants.runs:
+            prefix = stable_lens if behind == 0 else (stable_lens - behind).clamp_(min=0)
+            scratch = pool.slots(page_table, prefix, count * topk).view(bs, count, topk)
+            prefixes += [prefix] * count
+            slots += [scratch[:, index].reshape(-1) for index in range(count)]
+        positions = (stable_lens + constants.level_offsets).repeat_interleave(topk, 1)  # [depth - 1, bs * topk]
+        passes = self._model.level_passes(positions, self._attention, pool)
+        widths = [topk * (column + 1) for column in constants.columns]
+        return _Levels(page_table, prefixes, slots, widths, passes, constants.query_start, topk, max(batch.stable_lens))
 
     def _constants_for(self, bs: int, depth: int, topk: int) -> _Constants:
         key = (bs, depth, topk)
         if key not in self._constants:
             if len(self._constants) >= MAX_CACHED_SHAPES:
                 self._constants.clear()
-            self._constants[key] = _Constants.make(bs, depth, topk, self._head.device)
+            self._constants[key] = _Constants.make(bs, depth, topk, self._model)
         return self._constants[key]
 
 
@@ -174,8 +186,10 @@ class _Constants:
         root_parents: ``[bs, topk] int32``, -1.
         query_start: ``[bs + 1] int32``.
         first_child: ``[bs, 1] int32``, index of each sequence's first candidate among those of a level.
-        level_offsets: ``[depth - 1, 1] int32``, position of a level less the position of level 1.
-        self_bits: ``[depth - 1, bs * topk, words] int32``, each row's own scratch column.
+        level_offsets: ``[depth - 1, 1] int32``, rope position of each level's rows less S.
+        self_bits: ``[depth - 1, bs * topk, words] int32``, each row's own bit, by the level's column.
+        columns: Of each level from 1: which block of its stage's scratch rows it takes.
+        runs: Of each stage in order: (rows that it lags behind, levels that it runs).
     """
 
     bs: int
@@ -186,10 +200,14 @@ class _Constants:
     first_child: torch.Tensor
     level_offsets: torch.Tensor
     self_bits: torch.Tensor
+    columns: tuple[int, ...]
+    runs: tuple[tuple[int, int], ...]
 
     @classmethod
-    def make(cls, bs: int, depth: int, topk: int, device: torch.device) -> _Constants:
+    def make(cls, bs: int, depth: int, topk: int, model: GrowingModel) -> _Constants:
+        device = model.device
         levels = max(1, depth - 1)
+        stages = [model.stage(level) for level in range(1, levels + 1)]
         words = mask_words(levels * topk)
         columns = torch.arange(levels * topk)
         one = torch.ones((), dtype=torch.int32)
@@ -203,43 +221,46 @@ class _Constants:
             torch.full((bs, topk), -1, dtype=torch.int32, device=device),
             (torch.arange(bs + 1, dtype=torch.int32) * topk).to(device),
             (torch.arange(bs, dtype=torch.int32) * topk * topk).view(bs, 1).to(device),
-            torch.arange(levels, dtype=torch.int32).view(levels, 1).to(device),
+            torch.tensor([index - stage.behind for index, stage in enumerate(stages)], dtype=torch.int32).view(levels, 1).to(device),
             self_bits.contiguous().to(device),
+            tuple(level - stage.first_level for level, stage in enumerate(stages, 1)),
+            tuple((behind, len(list(run))) for behind, run in groupby(stage.behind for stage in stages)),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Levels:
-    """What the levels of one tree need of positions and memory, computed once per round."""
+    """What the levels of one tree need of positions and memory, computed once per round; lists hold one entry per level from 1.
+
+    Attributes:
+        prefixes: ``[bs] int32``, stable rows of the level's stage.
+        slots: ``[bs * topk] int64``, where the level's K/V goes.
+        widths: Scratch rows of the stage that are written once the level has run.
+        passes: Run the levels.
+    """
 
     page_table: torch.Tensor
-    stable_lens: torch.Tensor
-    scratch: torch.Tensor
-    """``[bs, depth - 1, topk] int64`` slots."""
-    rotations: Rotation
+    prefixes: Sequence[torch.Tensor]
+    slots: Sequence[torch.Tensor]
+    widths: Sequence[int]
+    passes: Sequence[LevelPass]
     query_start: torch.Tensor
     topk: int
     max_stable_len: int
 
     def attention_batch(self, level: int, ancestors: torch.Tensor) -> AttentionBatch:
         """Return what the rows of a level (from 1) see."""
-        written = level * self.topk
+        prefix, written = self.prefixes[level - 1], self.widths[level - 1]
         return AttentionBatch(
             page_table=self.page_table,
-            prefix_lens=self.stable_lens,
-            kv_lens=self.stable_lens + written,
+            prefix_lens=prefix,
+            kv_lens=prefix + written,
             query_start=self.query_start,
             ancestors=ancestors,
-            slots=self.scratch[:, level - 1].reshape(-1),
+            slots=self.slots[level - 1],
             max_query_len=self.topk,
             max_kv_len=self.max_stable_len + written,
         )
-
-    def rotation(self, level: int) -> Rotation:
-        """Return the angles of a level's rows."""
-        rows = self.scratch.shape[0] * self.topk
-        window = slice((level - 1) * rows, level * rows)
-        return Rotation(self.rotations.cos[window], self.rotations.sin[window])
 
 
 class _Beam:
@@ -249,7 +270,7 @@ class _Beam:
         tokens: ``[rows] int32``.
         scores: ``[rows] fp32``, cumulative.
         states: ``[rows, hidden]`` of the rows' parents: their features.
-        ancestors: ``[rows, words] int32`` over scratch columns, the row itself included.
+        ancestors: ``[rows, words] int32`` over the scratch columns of the level's stage, the row itself included.
         candidates: ``[bs, topk] int32``, which candidate each row was.
     """
 
@@ -271,5 +292,8 @@ class _Beam:
         self.tokens = children.token_ids.view(-1).index_select(0, child)
         self.scores = children.scores.view(-1).index_select(0, child)
         self.states = states.index_select(0, parent_row)
-        self.ancestors = self.ancestors.index_select(0, parent_row).bitwise_or_(self._constants.self_bits[level])
+        column = self._constants.columns[level]
+        own = self._constants.self_bits[column]
+        # Ancestors that another stage has run are in its K/V, not in this one's.
+        self.ancestors = self.ancestors.index_select(0, parent_row).bitwise_or_(own) if column else own
         self.candidates = chosen + (topk + (level - 1) * topk * topk)

@@ -35,14 +35,15 @@ def drafter_beside(decoder: Decoder, settings: DraftSettings) -> InprocDrafter:
 
     Args:
         decoder: The target's model.
-        settings: `draft` and the sizes; device and dtype are the target's, `target_weights` and `listen` are not used.
+        settings: `draft`, `speculative_algorithm` and the sizes; device and dtype are the target's. From `target_weights` only MTP layers
+            and the tokenizer are read.
 
     Raises:
-        CheckpointError: the head cannot be loaded, or does not fit the target; names the key and what to change.
+        CheckpointError: the draft cannot be loaded, or does not fit the target; names the key and what to change.
     """
     config = decoder.config
     target = TargetInfo("inproc", decoder.fingerprint, config.vocab_size, config.hidden_size, config.num_layers)
-    engine = build_engine(settings.model_copy(update={"target_weights": None}), decoder.device, decoder.dtype)
+    engine = build_engine(settings, decoder.device, decoder.dtype, target)
     spec = engine.strategy.feature_spec(target)
     for name in list(engine.strategy.missing()):
         engine.strategy.lend(name, decoder.weight(name))

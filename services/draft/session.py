@@ -17,6 +17,17 @@ PeerId = NewType("PeerId", int)
 """One session stream of one target; never reused within a process."""
 
 
+class RowSource(Enum):
+    """What the strategy computes the rows of its KV from, and so how many rows a complete session has."""
+
+    FEATURES = "features"
+    """The row at position t pairs the feature of t with token t + 1; the last row is the one before the root."""
+    TOKENS = "tokens"
+    """The row at position t is token t; the last row is the root's."""
+    NONE = "none"
+    """There are no rows."""
+
+
 class Verdict(Enum):
     """What became of a message."""
 
@@ -78,7 +89,7 @@ class Ask:
 
 @dataclass(slots=True)
 class Session:
-    """One sequence. `features` is what arrived and is not in the head's KV yet; `cached_rows` is what is."""
+    """One sequence. `features` is what arrived and is not in the strategy's KV yet; `cached_rows` is what is."""
 
     peer: PeerId
     session_id: int
@@ -95,6 +106,7 @@ class Session:
     lease: PageLease | None = None
     last_state: torch.Tensor | None = None
     """What the strategy computed for the last cached row; levels grow from it."""
+    row_source: RowSource = RowSource.FEATURES
 
     @property
     def committed_len(self) -> int:
@@ -107,6 +119,14 @@ class Session:
         return Fence(self.session_id, self.epoch, self.committed_len, self.prefix_hash)
 
     @property
+    def num_rows(self) -> int:
+        """Rows that the strategy's KV holds once everything committed is in it."""
+        if self.row_source is RowSource.FEATURES:
+            return self.committed_len - 1
+        return self.committed_len if self.row_source is RowSource.TOKENS else 0
+
+    @property
     def extendable_rows(self) -> int:
-        """Rows whose feature and token are both here and that the head has not seen."""
-        return min(self.features.contiguous, self.committed_len - 1) - self.cached_rows
+        """Rows whose inputs are all here and that are not in the strategy's KV yet."""
+        known = min(self.features.contiguous, self.num_rows) if self.row_source is RowSource.FEATURES else self.num_rows
+        return known - self.cached_rows

@@ -9,8 +9,8 @@ Ledger of one session (who ends what):
     Session in the table        `open`             `close`, `drop_peer`, `expire`, eviction by `open`, any RESYNC
     KV pages (session.lease)    the runner         `SessionTable._forget` → `release`, on each of the above
 
-Lengths: ``0 <= cached_rows <= features.contiguous`` and ``cached_rows <= committed_len - 1``: the head's row at position t needs the
-feature of t and the token t + 1.
+Lengths: ``0 <= cached_rows <= num_rows``, and ``cached_rows <= features.contiguous`` where rows are made of features: the row at position t
+needs the feature of t and the token t + 1, so ``num_rows = committed_len - 1`` (`RowSource`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.services.draft.features import EarlyRows, FeatureQueue
-from outrider.services.draft.session import ACCEPTED, Answer, Ask, PeerId, Reason, Session, Verdict
+from outrider.services.draft.session import ACCEPTED, Answer, Ask, PeerId, Reason, RowSource, Session, Verdict
 from outrider.shared.spec.drafter import Commit, SequenceOpen
 from outrider.shared.spec.fence import FNV_OFFSET, extend_prefix_hash
 from outrider.shared.spec.tree import DraftShape
@@ -42,6 +42,8 @@ class SessionLimits:
         max_shape: Largest tree that may be asked for.
         lease_s: A peer silent for so long loses its sessions.
         evict_idle_s: When the table is full, the least recently used session may go if nobody used it for so long.
+        row_source: What the strategy's rows are made of.
+        inherits: Whether a reopened session may keep the strategy's rows of the common prefix.
     """
 
     max_sessions: int
@@ -51,6 +53,8 @@ class SessionLimits:
     max_shape: DraftShape
     lease_s: float = 10.0
     evict_idle_s: float = 1.0
+    row_source: RowSource = RowSource.FEATURES
+    inherits: bool = True
 
 
 class SessionTable:
@@ -110,9 +114,10 @@ class SessionTable:
             opening.choice_index,
             FeatureQueue(),
             now,
+            row_source=self.limits.row_source,
         )
         if known is not None:
-            _inherit(session, known)
+            _inherit(session, known, keep_rows=self.limits.inherits)
         self._sessions[peer, fence.session_id] = session
         for base, rows in self._early.take(peer, fence.session_id, fence.epoch):
             answer = self.add_features(peer, fence.session_id, fence.epoch, base, rows, now)
@@ -211,7 +216,7 @@ class SessionTable:
 
     def extendable(self) -> list[Session]:
         """Return the sessions that have rows to feed to the head but no tree to grow now."""
-        return [session for session in self if self.limits.feature_size and session.extendable_rows > 0]
+        return [session for session in self if session.extendable_rows > 0]
 
     def lose(self, session: Session) -> None:
         """Forget a session because the draft cannot follow it any more; its next commit is answered with RESYNC."""
@@ -230,13 +235,16 @@ class SessionTable:
         assert len(self._sessions) <= self.limits.max_sessions
         for (peer, session_id), session in self._sessions.items():
             assert (peer, session_id) == (session.peer, session.session_id)
-            assert 0 <= session.cached_rows <= session.committed_len - 1
-            assert session.cached_rows == session.features.consumed <= session.features.contiguous
+            assert 0 <= session.cached_rows <= session.num_rows
+            if session.row_source is RowSource.FEATURES:
+                assert session.cached_rows == session.features.consumed <= session.features.contiguous
             assert extend_prefix_hash(FNV_OFFSET, session.tokens) == session.prefix_hash
 
     def _complete(self, session: Session) -> bool:
+        if session.row_source is not RowSource.FEATURES:
+            return True
         # A tree grows from the row before the root, so one committed token is not enough.
-        return session.committed_len > 1 and (not self.limits.feature_size or session.features.contiguous >= session.committed_len - 1)
+        return session.num_rows > 0 and session.features.contiguous >= session.num_rows
 
     def _allowed(self, shape: DraftShape) -> bool:
         most = self.limits.max_shape
@@ -279,17 +287,20 @@ class SessionTable:
         self._release(session)
 
 
-def _inherit(session: Session, known: Session) -> None:
+def _inherit(session: Session, known: Session, keep_rows: bool) -> None:
     """Hand the pages of `known` to its successor and keep the cached rows that both share.
 
-    The last shared row is computed again: growing a tree needs what the head made of it.
+    The last shared row is computed again: growing a tree needs what the strategy made of it.
     """
+    session.lease, known.lease = known.lease, None
+    if not keep_rows:
+        return
     shared = 0
     for mine, theirs in zip(session.tokens, known.tokens, strict=False):
         if mine != theirs:
             break
         shared += 1
-    # Row t was made of tokens up to t + 1.
-    session.cached_rows = max(0, min(known.cached_rows, shared - 1, session.committed_len - 2))
+    # A row of a feature was made of the token behind it too.
+    valid = shared - 1 if session.row_source is RowSource.FEATURES else shared
+    session.cached_rows = max(0, min(known.cached_rows, valid, session.num_rows - 1))
     session.features = FeatureQueue(session.cached_rows)
-    session.lease, known.lease = known.lease, None

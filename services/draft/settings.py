@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from pydantic import Field
 
+from outrider.services.draft.algorithm import Algorithm, check_given
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.base.settings import ServiceSettings, settings_config
 from outrider.shared.rpc.address import check_listen_address
@@ -36,8 +37,19 @@ class DraftSettings(ServiceSettings):
 
     listen: str = Field("127.0.0.1:7002", description="Address of the gRPC service: host:port or unix:/path.")
     insecure: bool = Field(False, description="Listen on addresses that other hosts reach, without authentication.")
-    draft: Path = Field(description="Folder of the draft head.")
-    target_weights: Path | None = Field(None, description="Target's folder: the tensors that the head borrows are read from it.")
+    draft: Path | None = Field(None, description="Folder of the draft head or draft model; none for n-grams or the target's MTP layers.")
+    target_weights: Path | None = Field(
+        None, description="Target's folder: borrowed tensors, MTP layers and the tokenizer are read from it."
+    )
+    speculative_algorithm: Algorithm = Field(
+        Algorithm.AUTO, description="EAGLE, EAGLE3, MTP (or NEXTN), STANDALONE, NGRAM, NONE, or auto: what the checkpoint shows."
+    )
+    speculative_token_map: Path | None = Field(
+        None, description="FR-Spec: the frequent tokens to draft, .pt, .safetensors or .json of ids; for heads with a full vocabulary."
+    )
+    ngram_min_match: int = Field(1, ge=1, description="NGRAM: tokens of context that must agree.")
+    ngram_max_match: int = Field(12, ge=1, description="NGRAM: tokens of context that can at most count.")
+    ngram_corpus: Path | None = Field(None, description="NGRAM: further texts, .json or .jsonl of token ids or texts, or a text a line.")
     device: str = Field("auto", pattern="^(auto|cpu|cuda(:[0-9]+)?)$", description="auto, cpu, cuda or cuda:N.")
     dtype: Dtype = Field(Dtype.AUTO, description="auto, float32, bfloat16 or float16.")
     attention_backend: str = Field("auto", description="auto, reference or triton.")
@@ -47,7 +59,7 @@ class DraftSettings(ServiceSettings):
     max_nodes: int = Field(128, ge=1, description="Largest tree that a target may ask for.")
     page_size: int = Field(16, ge=1, le=1024, description="Tokens per page of the draft's KV cache.")
     kv_tokens: int | None = Field(None, ge=1, description="Size of the draft's KV cache in tokens; by default what the memory allows.")
-    threads: int | None = Field(None, ge=1, description="CPU threads of the head; by default 1 for a small head, else torch's own choice.")
+    threads: int | None = Field(None, ge=1, description="CPU threads of the draft; by default 1 for a small one, else torch's own choice.")
     lease_s: float = Field(10.0, gt=0, description="A target that is silent for so long loses its sessions.")
     evict_idle_s: float = Field(1.0, ge=0, description="A session that was idle for so long may make room for another.")
     drain_grace_s: float = Field(2.0, ge=0, description="On SIGTERM: time that the step in hand gets to finish.")
@@ -61,6 +73,11 @@ class DraftSettings(ServiceSettings):
             ConfigurationError: names the field and the fix.
         """
         check_listen_address(self.listen, "listen", allow_remote=self.insecure)
+        check_given(self.speculative_algorithm, self.draft, self.target_weights)
+        if self.ngram_min_match > self.ngram_max_match:
+            raise ConfigurationError(
+                f"ngram_min_match = {self.ngram_min_match} is above ngram_max_match = {self.ngram_max_match}.", field="ngram_min_match"
+            )
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigurationError("device: cuda was asked for and torch sees no GPU here; use --device cpu.", field="device")
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from outrider.services.draft.session import Session
+from outrider.services.draft.session import RowSource, Session
 from outrider.shared.spec.drafter import FeatureSpec
 from outrider.shared.spec.tree import DraftBatch
 
@@ -45,6 +45,9 @@ class StrategyInfo:
         vocab_size: The target's vocabulary that it was made for.
         feature_size: Width of the feature rows that it takes; 0 if it needs none.
         max_len: Tokens of a session that it can follow.
+        row_source: What the rows of its KV are made of.
+        hidden_size: Of its model; 0 without one.
+        inherits: Whether the rows of a session's common prefix stay valid when it is opened again.
     """
 
     algorithm: str
@@ -53,6 +56,9 @@ class StrategyInfo:
     vocab_size: int
     feature_size: int
     max_len: int
+    row_source: RowSource = RowSource.FEATURES
+    hidden_size: int = 0
+    inherits: bool = True
 
 
 @dataclass(frozen=True, slots=True)

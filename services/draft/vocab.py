@@ -54,6 +54,28 @@ class DraftVocabulary:
             raise CheckpointError("t2d names other tokens than d2t; export both from the same vocabulary.", field="t2d")
         return cls(ids.shape[0], target_size, offsets)
 
+    @classmethod
+    def from_token_map(cls, token_ids: torch.Tensor | None, target_size: int) -> DraftVocabulary:
+        """Return the vocabulary of a head that drafts with the target's lm_head, cut to the rows of a token map (FR-Spec).
+
+        Args:
+            token_ids: ``[size] int64`` target ids, see `heads.token_map.read_token_map`; None = all of them.
+            target_size: The target's vocabulary.
+
+        Raises:
+            CheckpointError: ids outside the vocabulary.
+        """
+        if token_ids is None:
+            return cls.identity(target_size)
+        ids = token_ids.sort().values
+        if int(ids[-1]) >= target_size:
+            raise CheckpointError(
+                f"The token map names token {int(ids[-1])}, the head's vocabulary has {target_size}; give the map that was made for this "
+                "model's tokenizer.",
+                field="speculative_token_map",
+            )
+        return cls(ids.shape[0], target_size, ids - torch.arange(ids.shape[0], device=ids.device))
+
     def target_ids(self, device: torch.device) -> torch.Tensor:
         """Return the target id of every draft id, ``[size] int64``."""
         ids = torch.arange(self.size, device=device)

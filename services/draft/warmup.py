@@ -13,6 +13,8 @@ from outrider.shared.spec.tree import DraftShape
 
 WARM_UP_PEER = PeerId(0)
 PROMPT_LEN = 20
+PERIOD = 7
+"""The made-up sequence repeats itself, so that n-grams have something to find."""
 SHAPES = (DraftShape(5, 4, 16), DraftShape(5, 1, 6))
 
 
@@ -20,10 +22,10 @@ def warm_up(engine: DraftEngine) -> None:
     """Follow one made-up sequence and grow trees of the default shapes.
 
     Raises:
-        CheckpointError: the head's output is not finite: its weights are damaged, or its dtype is too narrow.
+        CheckpointError: the draft's output is not finite: its weights are damaged, or its dtype is too narrow.
     """
     info, limits = engine.strategy.info, engine.sessions.limits
-    tokens = [index % info.vocab_size for index in range(PROMPT_LEN)]
+    tokens = [index % min(PERIOD, info.vocab_size) for index in range(PROMPT_LEN)]
     fence = Fence(0, 1, len(tokens), extend_prefix_hash(FNV_OFFSET, tokens))
     engine.open(WARM_UP_PEER, SequenceOpen(fence, tokens, seed=0, temperature=1.0))
     if info.feature_size:
@@ -35,7 +37,7 @@ def warm_up(engine: DraftEngine) -> None:
         for proposal in engine.step().proposals:
             if fitting.bounded().drafts and int(proposal.trees.num_nodes[0]) < 2:
                 raise CheckpointError(
-                    f"{info.model_id}: the head's logits are not finite; its weights are damaged, or --dtype is too narrow.",
+                    f"{info.model_id}: its logits are not finite; its weights are damaged, or --dtype is too narrow.",
                     field="draft",
                 )
     engine.drop_peer(WARM_UP_PEER)

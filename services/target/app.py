@@ -195,7 +195,8 @@ def _make_drafter(settings: TargetSettings, decoder: Decoder) -> Drafter:
 def _num_pages(settings: TargetSettings, decoder: Decoder, drafts: bool) -> int:
     config, device = decoder.config, decoder.device
     feature_size = config.hidden_size if drafts else 0  # as wide as a row is for every head there is
-    per_token = token_bytes(config.num_layers, config.num_kv_heads, config.head_dim, decoder.dtype, feature_size)
+    latent = config.latent is not None
+    per_token = token_bytes(config.num_layers, config.num_kv_heads, config.head_dim, decoder.dtype, feature_size, latent=latent)
     memory = None
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

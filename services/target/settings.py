@@ -14,6 +14,7 @@ from outrider.services.target.request import SpeculationLimits
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.base.settings import ServiceSettings, settings_config
 from outrider.shared.rpc.address import check_address, check_listen_address
+from outrider.shared.spec.algorithm import Algorithm
 from outrider.shared.spec.tree import DraftShape
 
 CPU_KV_TOKENS = 64 * 1024
@@ -37,14 +38,6 @@ class Dtype(Enum):
     FLOAT16 = "float16"
 
 
-class Algorithm(Enum):
-    """How drafts are made; AUTO is what the draft says it is."""
-
-    AUTO = "auto"
-    EAGLE3 = "EAGLE3"
-    NONE = "NONE"
-
-
 class TargetSettings(ServiceSettings):
     """Settings of `outrider serve target`."""
 
@@ -58,7 +51,9 @@ class TargetSettings(ServiceSettings):
     dtype: Dtype = Field(Dtype.AUTO, description="auto, float32, bfloat16 or float16.")
     attention_backend: str = Field("auto", description="auto, reference or triton.")
     draft: str = Field("none", description="The draft service: grpc://host:port, unix:/path, or none.")
-    speculative_algorithm: Algorithm = Field(Algorithm.AUTO, description="auto, EAGLE3 or NONE.")
+    speculative_algorithm: Algorithm = Field(
+        Algorithm.AUTO, description="As for the draft; NONE decodes without one, auto is what the draft says it is."
+    )
     num_steps: int = Field(5, ge=1, description="Depth of a draft tree when a request names none.")
     topk: int = Field(4, ge=1, description="Branching per level when a request names none.")
     num_draft_tokens: int = Field(16, ge=1, description="Nodes verified per round, the root included, when a request names none.")

@@ -49,15 +49,28 @@ class AttentionBackend(Protocol):
         """Prepare for one forward pass: everything that does not depend on the layer is computed here."""
         ...
 
-    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: KVPool, scale: float) -> torch.Tensor:
+    def run(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pool: KVPool,
+        scale: float,
+        window: int = 0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Store K/V into the pool's planes of `layer`, then attend.
 
         Args:
             layer: Index of the layer within the pool.
             q: ``[rows, heads, head_dim]``; rows may be strided.
-            k, v: ``[rows, kv_heads, head_dim]``; rows may be strided.
+            k, v: ``[rows, kv_heads, head_dim]``; rows may be strided. A latent pool stores k alone, and values are read from it.
             pool: Where K/V lives.
             scale: Factor on the scores, usually head_dim ** -0.5.
+            window: Above 0, a row at token index p sees only indices above p - window. A tree row's p is its prefix and its ancestors;
+                the tree itself is not cut, as it is never deeper than a window.
+            sinks: ``[heads] fp32``; a logit per head that takes part in the softmax and carries no value, or None.
 
         Returns:
             ``[rows, heads * head_dim]`` in q's dtype.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -18,17 +18,20 @@ class _Sequence:
 
     Attributes:
         rows: Its rows of the batch.
-        kv_len: Tokens that its rows may see.
+        prefix_len, kv_len: Tokens that its rows see in full (tree rows), and that they may see.
         views: K and V of every layer, ``[1, kv_heads, kv_len, head_dim]`` each, when its pages are consecutive; else empty.
         pages: ``[pages in use] int64``, to gather by when they are not.
         mask: ``[rows, kv_len]`` added to the scores; None when every row sees everything.
+        windowed: Window → what layers with it read: the first token index, and the mask from there on. Filled as layers ask.
     """
 
     rows: slice
+    prefix_len: int
     kv_len: int
     views: tuple[torch.Tensor, ...]
     pages: torch.Tensor
     mask: torch.Tensor | None
+    windowed: dict[int, tuple[int, torch.Tensor | None]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,17 @@ class TorchAttention:
         self._batch = batch
         self._plan = None
 
-    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: KVPool, scale: float) -> torch.Tensor:
+    def run(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pool: KVPool,
+        scale: float,
+        window: int = 0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """See `AttentionBackend.run`."""
         plan = self._plan
         if plan is None or self._pool is not pool:
@@ -70,32 +83,92 @@ class TorchAttention:
             self._pool = pool
         _store(plan, layer, k, v, pool)
         queries = q.transpose(0, 1).unsqueeze(0)  # [1, heads, rows, head_dim]
-        if len(plan.sequences) == 1:
-            return _attend(plan.sequences[0], layer, queries, pool, scale)
-        return torch.cat([_attend(sequence, layer, queries[:, :, sequence.rows], pool, scale) for sequence in plan.sequences])
+        outs = []
+        for sequence in plan.sequences:
+            part = queries if len(plan.sequences) == 1 else queries[:, :, sequence.rows]
+            first, mask = 0, sequence.mask
+            if 0 < window < sequence.kv_len:
+                assert self._batch is not None
+                first, mask = _windowed(self._batch, sequence, window)
+            outs.append(_attend(sequence, layer, part, pool, scale, first, mask, sinks))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
-def _attend(sequence: _Sequence, layer: int, queries: torch.Tensor, pool: KVPool, scale: float) -> torch.Tensor:
-    """Return ``[rows, heads * head_dim]`` for the queries ``[1, heads, rows, head_dim]`` of one sequence."""
+def _attend(
+    sequence: _Sequence,
+    layer: int,
+    queries: torch.Tensor,
+    pool: KVPool,
+    scale: float,
+    first: int,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return ``[rows, heads * head_dim]`` for the queries ``[1, heads, rows, head_dim]`` of one sequence, from `first` on."""
     if sequence.views:
         keys, values = sequence.views[2 * layer], sequence.views[2 * layer + 1]
     else:
         keys = pool.k_planes[layer].index_select(0, sequence.pages).flatten(0, 1)[None, : sequence.kv_len].transpose(1, 2)
-        values = pool.v_planes[layer].index_select(0, sequence.pages).flatten(0, 1)[None, : sequence.kv_len].transpose(1, 2)
-    out = scaled_dot_product_attention(queries, keys, values, sequence.mask, scale=scale, enable_gqa=True)
-    return out.squeeze(0).transpose(0, 1).flatten(1)
+        values = keys
+        if not pool.latent:
+            values = pool.v_planes[layer].index_select(0, sequence.pages).flatten(0, 1)[None, : sequence.kv_len].transpose(1, 2)
+    if first:
+        keys, values = keys[:, :, first:], values[:, :, first:]
+    if sinks is None:
+        out = scaled_dot_product_attention(queries, keys, values, mask, scale=scale, enable_gqa=True).squeeze(0)
+    else:
+        out = _attend_with_sinks(queries[0], keys[0], values[0], mask, scale, sinks)
+    return out.transpose(0, 1).flatten(1)
+
+
+def _attend_with_sinks(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float, sinks: torch.Tensor
+) -> torch.Tensor:
+    """Return ``[heads, rows, head_dim]``; `scaled_dot_product_attention` has no place for a logit without a value."""
+    kv_heads, rows, head_dim = keys.shape[0], queries.shape[1], queries.shape[2]
+    grouped = queries.reshape(kv_heads, -1, rows, head_dim)  # [kv_heads, group, rows, head_dim]
+    scores = torch.matmul(grouped, keys[:, None].transpose(2, 3)).float() * scale
+    if mask is not None:
+        scores = scores + mask
+    column = sinks.view(kv_heads, -1, 1, 1).expand(-1, -1, rows, 1)
+    weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1].to(values.dtype)
+    return torch.matmul(weights, values[:, None]).flatten(0, 1)
+
+
+def _windowed(batch: AttentionBatch, sequence: _Sequence, window: int) -> tuple[int, torch.Tensor | None]:
+    """Return the first token index that any row of the sequence sees through the window, and the mask from there on."""
+    known = sequence.windowed.get(window)
+    if known is not None:
+        return known
+    count, kv_len = sequence.rows.stop - sequence.rows.start, sequence.kv_len
+    device = batch.slots.device
+    if batch.ancestors is None:
+        positions = torch.arange(kv_len - count, kv_len, device=device)
+        cut = kv_len
+    else:
+        cut = sequence.prefix_len
+        positions = cut + visible_columns(batch.ancestors[sequence.rows], kv_len - cut).sum(-1) - 1
+    first = max(0, min(int(positions.min()) - window + 1, cut))
+    index = torch.arange(first, kv_len, device=device)
+    hidden = (index <= positions[:, None] - window) & (index < cut)
+    # Without a mask there is one causal row, and what it may not see lies before `first`.
+    mask = None if sequence.mask is None else sequence.mask[:, first:].masked_fill(hidden, float("-inf"))
+    sequence.windowed[window] = first, mask
+    return first, mask
 
 
 def _store(plan: _Plan, layer: int, k: torch.Tensor, v: torch.Tensor, pool: KVPool) -> None:
     """Write K and V ``[rows, kv_heads, head_dim]`` to the step's slots of one layer."""
     if plan.stores:
         plan.stores[2 * layer].copy_(k.transpose(0, 1))
-        plan.stores[2 * layer + 1].copy_(v.transpose(0, 1))
+        if not pool.latent:
+            plan.stores[2 * layer + 1].copy_(v.transpose(0, 1))
         return
     if plan.stored_rows is not None:
         k, v = k.index_select(0, plan.stored_rows), v.index_select(0, plan.stored_rows)
     pool.k_planes[layer].flatten(0, 1).index_copy_(0, plan.slots, k)
-    pool.v_planes[layer].flatten(0, 1).index_copy_(0, plan.slots, v)
+    if not pool.latent:
+        pool.v_planes[layer].flatten(0, 1).index_copy_(0, plan.slots, v)
 
 
 def _make_plan(batch: AttentionBatch, pool: KVPool, dtype: torch.dtype) -> _Plan:
@@ -107,9 +180,9 @@ def _make_plan(batch: AttentionBatch, pool: KVPool, dtype: torch.dtype) -> _Plan
             continue
         pages = batch.page_table[b, : pool.pages_for(kv_len)]
         first = _first_if_consecutive(pages.tolist())
-        views = pool.slot_views(first * pool.page_size, kv_len) if first is not None else ()
+        views = _views(pool, first * pool.page_size, kv_len) if first is not None else ()
         mask = _mask(batch, rows, prefix_len, kv_len, dtype)
-        sequences.append(_Sequence(rows, kv_len, views, pages.to(torch.int64), mask))
+        sequences.append(_Sequence(rows, prefix_len, kv_len, views, pages.to(torch.int64), mask))
     slots = batch.slots
     host_slots = slots.tolist()
     first = _first_if_consecutive(host_slots)
@@ -117,8 +190,14 @@ def _make_plan(batch: AttentionBatch, pool: KVPool, dtype: torch.dtype) -> _Plan
     if any(slot < 0 for slot in host_slots):
         stored_rows = (slots >= 0).nonzero().flatten()
         slots = slots[stored_rows]
-    stores = pool.slot_views(first, len(host_slots)) if first is not None else ()
+    stores = _views(pool, first, len(host_slots)) if first is not None else ()
     return _Plan(tuple(sequences), stores, slots, stored_rows)
+
+
+def _views(pool: KVPool, first_slot: int, count: int) -> tuple[torch.Tensor, ...]:
+    """Return K and V of every layer as `KVPool.slot_views` does; a latent is both."""
+    views = pool.slot_views(first_slot, count)
+    return tuple(view for view in views for _ in range(2)) if pool.latent else views
 
 
 def _first_if_consecutive(numbers: list[int]) -> int | None:

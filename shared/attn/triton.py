@@ -20,12 +20,23 @@ class KernelAttention:
         """Keep the batch; the kernels read its tensors."""
         self._batch = batch
 
-    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: KVPool, scale: float) -> torch.Tensor:
+    def run(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pool: KVPool,
+        scale: float,
+        window: int = 0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """See `AttentionBackend.run`."""
         batch = self._batch
         assert batch is not None, "plan() comes before run()"
-        k_plane, v_plane = pool.k_planes[layer], pool.v_planes[layer]
-        kv_store(k, v, k_plane, v_plane, batch.slots)
+        k_plane = pool.k_planes[layer]
+        v_plane = k_plane if pool.latent else pool.v_planes[layer]
+        kv_store(k, v, k_plane, v_plane, batch.slots)  # of a latent, twice the same
         out = tree_attention(
             q,
             k_plane,
@@ -38,5 +49,7 @@ class KernelAttention:
             scale=scale,
             max_query_len=batch.max_query_len,
             max_kv_len=batch.max_kv_len,
+            window=window,
+            sinks=sinks,
         )
         return out.flatten(1)

@@ -1,4 +1,4 @@
-"""The planes that pages index: K and V per layer, and one feature row per token."""
+"""The planes that pages index: K and V (or one latent) per layer, and one feature row per token."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class KVPool:
         dtype: Element type of all planes.
         device: Where they live.
         feature_size: Width of a stored feature row; 0 makes no feature plane.
+        latent: A layer keeps one latent plane instead of two: `k_planes` has it, `v_planes` is empty, and values are read from the keys.
 
     Raises:
         ConfigurationError: The device has not enough memory.
@@ -41,6 +42,8 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device | str,
         feature_size: int = 0,
+        *,
+        latent: bool = False,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, not {page_size}")
@@ -50,11 +53,12 @@ class KVPool:
         self.head_dim = head_dim
         self.dtype = dtype
         self.device = torch.device(device)
+        self.latent = latent
         self.allocator = PageAllocator(num_pages)
-        # [layers, 2, num_pages, page_size, kv_heads, head_dim]
-        self._storage = self._allocate(layers, 2, num_pages, page_size, kv_heads, head_dim)
+        # [layers, 2, num_pages, page_size, kv_heads, head_dim]; one plane per layer with a latent
+        self._storage = self._allocate(layers, 1 if latent else 2, num_pages, page_size, kv_heads, head_dim)
         self.k_planes: list[torch.Tensor] = [layer[0] for layer in self._storage]  # each [num_pages, page_size, kv_heads, head_dim]
-        self.v_planes: list[torch.Tensor] = [layer[1] for layer in self._storage]
+        self.v_planes: list[torch.Tensor] = [] if latent else [layer[1] for layer in self._storage]
         self.features: torch.Tensor | None = None  # [num_pages, page_size, feature_size]
         self.resize_features(feature_size)
 
@@ -76,7 +80,7 @@ class KVPool:
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in all planes."""
-        return token_bytes(self.num_layers, self.kv_heads, self.head_dim, self.dtype, self.feature_size)
+        return token_bytes(self.num_layers, self.kv_heads, self.head_dim, self.dtype, self.feature_size, latent=self.latent)
 
     def resize_features(self, feature_size: int) -> None:
         """Replace the feature plane by an empty one of that width (0: none). Rows stored so far are lost; the caller must know it."""
@@ -98,17 +102,18 @@ class KVPool:
 
     def planes(self) -> list[torch.Tensor]:
         """Return every plane, K and V of all layers and then features: what `kv_compact` moves."""
-        planes = [plane for pair in zip(self.k_planes, self.v_planes, strict=True) for plane in pair]
+        planes = [plane for layer in self._storage.unbind(0) for plane in layer.unbind(0)]
         return planes if self.features is None else [*planes, self.features]
 
     def slot_views(self, first_slot: int, count: int) -> tuple[torch.Tensor, ...]:
         """View `count` consecutive slots in all layers: K of layer 0, its V, K of layer 1 …, each ``[1, kv_heads, count, head_dim]``.
 
-        They share the planes' memory. One call per step makes the views of all layers, instead of some calls per layer.
+        A latent pool gives one view per layer. They share the planes' memory. One call per step makes the views of all layers, instead of
+        some calls per layer.
         """
         token = self.kv_heads * self.head_dim
         plane = self.num_pages * self.page_size * token
-        size = (2 * self.num_layers, 1, self.kv_heads, count, self.head_dim)
+        size = (self._storage.shape[1] * self.num_layers, 1, self.kv_heads, count, self.head_dim)
         return self._storage.as_strided(size, (plane, 0, self.head_dim, token, 1), first_slot * token).unbind(0)
 
     def pages_for(self, num_tokens: int) -> int:
@@ -162,6 +167,6 @@ class KVPool:
         return self.features.view(-1, self.feature_size).index_select(0, slots)
 
 
-def token_bytes(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, feature_size: int = 0) -> int:
+def token_bytes(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, feature_size: int = 0, *, latent: bool = False) -> int:
     """Return the bytes that one token takes in a pool of this shape, to size a pool before it is made."""
-    return (2 * layers * kv_heads * head_dim + feature_size) * dtype.itemsize
+    return ((1 if latent else 2) * layers * kv_heads * head_dim + feature_size) * dtype.itemsize

@@ -1,10 +1,11 @@
-"""The Llama-family decoder over paged K/V."""
+"""The decoder of all target families over paged K/V."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from fnmatch import filter as match_names
 from pathlib import Path
 
 import torch
@@ -14,13 +15,20 @@ from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.base.errors import CheckpointError, ConfigurationError
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.config import ModelConfig
-from outrider.shared.nn.layers import Attention, DecoderLayer, GatedMLP, Linear, RMSNorm
-from outrider.shared.nn.loader import CheckpointReader, Shape
+from outrider.shared.nn.fp8 import Fp8Source, expect_scales
+from outrider.shared.nn.layers import DecoderLayer, Linear, RMSNorm
+from outrider.shared.nn.load import load_attention, load_layer, load_mlp
+from outrider.shared.nn.loader import CheckpointReader, ExpectedTensors, Shape, TensorSource
 from outrider.shared.nn.rope import RotaryEmbedding
+from outrider.shared.obs.logging import get_logger
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
+
+__all__ = ["Decoder", "DecoderOutput", "default_dtype", "expected_tensors", "load_attention", "load_layer", "load_mlp"]
+
+_log = get_logger("outrider.decoder")
 
 Progress = Callable[[int, int], None]
 """Called with (bytes loaded, bytes in all)."""
@@ -67,7 +75,7 @@ class Decoder:
         self.norm = norm
         self.lm_head = lm_head
         self._head = Linear(lm_head)
-        self.rotary = RotaryEmbedding(config.rope, config.head_dim, self.device, self.dtype)
+        self.rotary = RotaryEmbedding(config.rope, config.rotary_dim, self.device, self.dtype)
         self.fingerprint = fingerprint
 
     @classmethod
@@ -104,25 +112,31 @@ class Decoder:
     @classmethod
     def _load(cls, path: Path | str, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: Progress | None) -> Decoder:
         with CheckpointReader(path, device=device, dtype=dtype, progress=progress) as reader:
-            reader.check(expected_tensors(config), ignored=_ignored(config, reader))
+            expected = _expected(config)
+            source: TensorSource = reader
+            if config.weight_block:
+                expect_scales(expected, reader.tensors, config.weight_block)
+                source = Fp8Source(reader, reader.tensors, config.weight_block, dtype)
+            reader.check(expected.shapes, ignored=config.ignored, dtypes=expected.dtypes)
+            _log_ignored(path, config, [name for name in reader.names if name not in expected.shapes])
             with torch.inference_mode():
-                embedding = reader.take(EMBEDDING, (config.vocab_size, config.hidden_size))
-                layers = [load_layer(reader, config, f"model.layers.{index}.", index) for index in range(config.num_layers)]
-                norm = RMSNorm(reader.take(FINAL_NORM, (config.hidden_size,)), config.rms_norm_eps)
-                head = embedding if config.tie_word_embeddings else reader.take(LM_HEAD, (config.vocab_size, config.hidden_size))
+                parts = _load_parts(source, config)
             fingerprint = hashlib.sha256(f"{config.fingerprint} {reader.fingerprint}".encode()).hexdigest()
-        return cls(config, embedding, layers, norm, head, fingerprint)
+        return cls(config, parts.embedding, parts.layers, parts.norm, parts.lm_head, fingerprint)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of embedding, output head and projections (norms are negligible)."""
-        linears = [part for layer in self.layers for part in (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down)]
-        return self.embedding.nbytes + sum(linear.nbytes for linear in [*linears, self._head])
+        layers = sum(layer.attention.nbytes + layer.mlp.nbytes for layer in self.layers)
+        return self.embedding.nbytes + layers + self._head.nbytes
 
     def make_pool(self, num_pages: int, page_size: int, feature_size: int = 0) -> KVPool:
         """Make a pool of this decoder's shape on its device."""
         config = self.config
-        return KVPool(num_pages, page_size, config.num_layers, config.num_kv_heads, config.head_dim, self.dtype, self.device, feature_size)
+        return KVPool(
+            num_pages, page_size, config.num_layers, config.num_kv_heads, config.head_dim, self.dtype, self.device, feature_size,
+            latent=config.latent is not None,
+        )  # fmt: skip
 
     def weight(self, name: str) -> torch.Tensor:
         """Return a weight that a draft may borrow, by its name in the checkpoint: the embedding or the output head.
@@ -179,80 +193,38 @@ def default_dtype(device: torch.device | str) -> torch.dtype:
     return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
 
 
-def load_layer(reader: CheckpointReader, config: ModelConfig, prefix: str, layer: int) -> DecoderLayer:
-    """Load one decoder layer whose tensors start with `prefix`; `layer` is its index in the pool."""
-    return DecoderLayer(
-        input_norm=RMSNorm(reader.take(f"{prefix}input_layernorm.weight", (config.hidden_size,)), config.rms_norm_eps),
-        attention=load_attention(reader, config, f"{prefix}self_attn.", layer),
-        post_attention_norm=RMSNorm(reader.take(f"{prefix}post_attention_layernorm.weight", (config.hidden_size,)), config.rms_norm_eps),
-        mlp=load_mlp(reader, config, f"{prefix}mlp."),
-    )
-
-
-def load_attention(reader: CheckpointReader, config: ModelConfig, prefix: str, layer: int, input_size: int | None = None) -> Attention:
-    """Load ``q_proj, k_proj, v_proj, o_proj`` behind `prefix`; `input_size` is the projections' input width (hidden_size unless given)."""
-    width = input_size or config.hidden_size
-    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    rows = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
-    qkv = Linear(
-        reader.take_rows([(f"{prefix}{name}.weight", (count, width)) for name, count in rows.items()]),
-        reader.take_rows([(f"{prefix}{name}.bias", (count,)) for name, count in rows.items()]) if config.qkv_bias else None,
-    )
-    o = Linear(
-        reader.take(f"{prefix}o_proj.weight", (config.hidden_size, q_rows)),
-        reader.take(f"{prefix}o_proj.bias", (config.hidden_size,)) if config.o_bias else None,
-    )
-    return Attention(qkv, o, config.num_heads, config.num_kv_heads, config.head_dim, layer)
-
-
-def load_mlp(reader: CheckpointReader, config: ModelConfig, prefix: str) -> GatedMLP:
-    """Load ``gate_proj, up_proj, down_proj`` behind `prefix`."""
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    names = (f"{prefix}gate_proj", f"{prefix}up_proj")
-    gate_up = Linear(
-        reader.take_rows([(f"{name}.weight", (intermediate, hidden)) for name in names]),
-        reader.take_rows([(f"{name}.bias", (intermediate,)) for name in names]) if config.mlp_bias else None,
-    )
-    down = Linear(
-        reader.take(f"{prefix}down_proj.weight", (hidden, intermediate)),
-        reader.take(f"{prefix}down_proj.bias", (hidden,)) if config.mlp_bias else None,
-    )
-    return GatedMLP(gate_up, down, config.activation)
-
-
-def expected_layer_tensors(config: ModelConfig, prefix: str, attention_input: int | None = None) -> dict[str, Shape]:
-    """Return name → shape of one decoder layer's tensors, as `load_layer` takes them."""
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    width = attention_input or hidden
-    linears = {
-        "self_attn.q_proj": (q_rows, width, config.qkv_bias),
-        "self_attn.k_proj": (kv_rows, width, config.qkv_bias),
-        "self_attn.v_proj": (kv_rows, width, config.qkv_bias),
-        "self_attn.o_proj": (hidden, q_rows, config.o_bias),
-        "mlp.gate_proj": (intermediate, hidden, config.mlp_bias),
-        "mlp.up_proj": (intermediate, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, intermediate, config.mlp_bias),
-    }
-    shapes: dict[str, Shape] = {f"{prefix}{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
-    for name, (rows, columns, has_bias) in linears.items():
-        shapes[f"{prefix}{name}.weight"] = (rows, columns)
-        if has_bias:
-            shapes[f"{prefix}{name}.bias"] = (rows,)
-    return shapes
-
-
 def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
     """Return name → shape of every tensor that a checkpoint of this configuration must hold."""
-    shapes: dict[str, Shape] = {EMBEDDING: (config.vocab_size, config.hidden_size), FINAL_NORM: (config.hidden_size,)}
-    if not config.tie_word_embeddings:
-        shapes[LM_HEAD] = (config.vocab_size, config.hidden_size)
-    for index in range(config.num_layers):
-        shapes |= expected_layer_tensors(config, f"model.layers.{index}.")
-    return shapes
+    return _expected(config).shapes
 
 
-def _ignored(config: ModelConfig, reader: CheckpointReader) -> list[str]:
-    """Return the tensors of old or redundant exports that carry nothing: rotary buffers, and a tied head stored a second time."""
-    buffers = [name for name in reader.names if name.endswith("rotary_emb.inv_freq")]
-    return [*buffers, LM_HEAD] if config.tie_word_embeddings else buffers
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a checkpoint is loaded into."""
+
+    embedding: torch.Tensor
+    layers: list[DecoderLayer]
+    norm: RMSNorm
+    lm_head: torch.Tensor
+
+
+def _load_parts(source: TensorSource, config: ModelConfig) -> _Parts:
+    table = (config.vocab_size, config.hidden_size)
+    embedding = source.take(EMBEDDING, table)
+    layers = [load_layer(source, config, f"model.layers.{index}.", index) for index in range(config.num_layers)]
+    norm = RMSNorm(source.take(FINAL_NORM, (config.hidden_size,)), config.rms_norm_eps)
+    return _Parts(embedding, layers, norm, embedding if config.tie_word_embeddings else source.take(LM_HEAD, table))
+
+
+def _expected(config: ModelConfig) -> ExpectedTensors:
+    expected = ExpectedTensors()
+    _load_parts(expected, config)
+    return expected
+
+
+def _log_ignored(path: Path | str, config: ModelConfig, left: Collection[str]) -> None:
+    """Say which tensors of a checked file stay in it, and why."""
+    for pattern, reason in config.ignored.items():
+        names = match_names(left, pattern)
+        if names:
+            _log.info("tensors ignored", checkpoint=str(path), pattern=pattern, count=len(names), first=min(names), reason=reason)

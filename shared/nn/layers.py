@@ -7,6 +7,7 @@ would cost more than the small matrices do.
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import torch
 from torch.nn import functional
@@ -17,7 +18,7 @@ from outrider.shared.nn.config import Activation
 from outrider.shared.nn.linear import Linear
 from outrider.shared.nn.rope import Rotation, rotate
 
-__all__ = ["Attention", "DecoderLayer", "GatedMLP", "Linear", "RMSNorm"]
+__all__ = ["Attention", "AttentionBlock", "DecoderLayer", "GatedMLP", "HeadNorm", "Linear", "MLPBlock", "RMSNorm"]
 
 
 class RMSNorm:
@@ -49,6 +50,55 @@ class RMSNorm:
         return x.div(torch.linalg.vector_norm(x, 2, -1, True).hypot_(self._floor)).mul_(self._scaled_weight)
 
 
+class HeadNorm:
+    """`RMSNorm` over each head of Q and K, with a weight for each of the two (Qwen3).
+
+    Args:
+        q_weight, k_weight: ``[head_dim]``.
+        num_heads, num_kv_heads: How many heads each of them scales.
+        eps: As in `RMSNorm`.
+    """
+
+    __slots__ = ("_shape", "_weight", "eps")
+
+    def __init__(self, q_weight: torch.Tensor, k_weight: torch.Tensor, num_heads: int, num_kv_heads: int, eps: float) -> None:
+        self._weight = torch.cat([q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1)])  # [heads + kv_heads, head_dim]
+        self._shape = tuple(q_weight.shape)
+        self.eps = eps
+
+    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
+        """Return ``[rows, heads + kv_heads, head_dim]``, normed, as a new tensor."""
+        return functional.rms_norm(heads, self._shape, None, self.eps).mul_(self._weight)
+
+
+class AttentionBlock(Protocol):
+    """Attention of one layer, added to the residual stream."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the projections."""
+        ...
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, rotation: Rotation, attention: AttentionBackend, pool: KVPool
+    ) -> torch.Tensor:
+        """See `Attention.__call__`."""
+        ...
+
+
+class MLPBlock(Protocol):
+    """MLP of one layer, dense or sparse, added to the residual stream."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrices."""
+        ...
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Return ``residual + mlp(x)``, ``[rows, hidden]``."""
+        ...
+
+
 class GatedMLP:
     """``down(act(gate(x)) * up(x))`` with gate and up fused.
 
@@ -65,6 +115,11 @@ class GatedMLP:
         self.down = down
         self.activation = activation
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrices."""
+        return self.gate_up.nbytes + self.down.nbytes
+
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Return ``residual + mlp(x)``, ``[rows, hidden]``."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
@@ -80,20 +135,45 @@ class Attention:
         o: ``[hidden, heads * head_dim]``.
         num_heads, num_kv_heads, head_dim: Shape.
         layer: The pool's layer that keeps the K/V.
+        head_norm: Over Q and K before rotation, or None.
+        window: Tokens that a row sees, itself included; 0: all.
+        sinks: ``[heads]``, a logit per head that takes part in each softmax and carries no value, or None.
     """
 
-    __slots__ = ("_rotated", "_widths", "head_dim", "layer", "num_heads", "num_kv_heads", "o", "qkv", "scale")
+    __slots__ = (
+        "_rotated", "_widths", "head_dim", "head_norm", "layer", "num_heads", "num_kv_heads", "o", "qkv", "scale", "sinks", "window"
+    )  # fmt: skip
 
-    def __init__(self, qkv: Linear, o: Linear, num_heads: int, num_kv_heads: int, head_dim: int, layer: int) -> None:
+    def __init__(
+        self,
+        qkv: Linear,
+        o: Linear,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        layer: int,
+        *,
+        head_norm: HeadNorm | None = None,
+        window: int = 0,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
         self.qkv = qkv
         self.o = o
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.layer = layer
+        self.head_norm = head_norm
+        self.window = window
+        self.sinks = sinks
         self.scale = head_dim**-0.5
         self._rotated = num_heads + num_kv_heads
         self._widths = (num_heads, num_kv_heads, num_kv_heads)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the projections."""
+        return self.qkv.nbytes + self.o.nbytes
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, rotation: Rotation, attention: AttentionBackend, pool: KVPool
@@ -108,9 +188,14 @@ class Attention:
             pool: Where K/V lives.
         """
         qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [rows, heads + 2 * kv_heads, head_dim]
-        rotate(qkv[:, : self._rotated], rotation)
-        q, k, v = qkv.split_with_sizes(self._widths, 1)
-        return self.o.plus(residual, attention.run(self.layer, q, k, v, pool, self.scale))
+        if self.head_norm is None:
+            rotate(qkv[:, : self._rotated], rotation)
+            q, k, v = qkv.split_with_sizes(self._widths, 1)
+        else:
+            heads = self.head_norm(qkv[:, : self._rotated])
+            rotate(heads, rotation)
+            q, k, v = heads[:, : self.num_heads], heads[:, self.num_heads :], qkv[:, self._rotated :]
+        return self.o.plus(residual, attention.run(self.layer, q, k, v, pool, self.scale, self.window, self.sinks))
 
 
 class DecoderLayer:
@@ -118,7 +203,7 @@ class DecoderLayer:
 
     __slots__ = ("attention", "input_norm", "mlp", "post_attention_norm")
 
-    def __init__(self, input_norm: RMSNorm, attention: Attention, post_attention_norm: RMSNorm, mlp: GatedMLP) -> None:
+    def __init__(self, input_norm: RMSNorm, attention: AttentionBlock, post_attention_norm: RMSNorm, mlp: MLPBlock) -> None:
         self.input_norm = input_norm
         self.attention = attention
         self.post_attention_norm = post_attention_norm

@@ -7,14 +7,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 import torch
 
 from outrider.shared.base.errors import CheckpointError
-from outrider.shared.nn.config import read_json
+from outrider.shared.nn.config_reader import read_json
 from outrider.shared.nn.tensor_file import Shape, TensorFile, TensorInfo, open_tensor_file
 
-__all__ = ["CheckpointReader", "Shape"]
+__all__ = ["CheckpointReader", "ExpectedTensors", "Shape", "TensorSource"]
 
 LAYOUTS = (
     ("model.safetensors.index.json", "model.safetensors"),
@@ -22,6 +23,47 @@ LAYOUTS = (
 )
 FINGERPRINT_SAMPLE_BYTES = 4096
 MAX_NAMED = 12  # names listed per kind of problem
+
+
+class TensorSource(Protocol):
+    """Where the functions that load parts take their tensors from."""
+
+    def take(self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None) -> torch.Tensor:
+        """See `CheckpointReader.take`."""
+        ...
+
+    def take_rows(
+        self, parts: Sequence[tuple[str, Shape]], *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """See `CheckpointReader.take_rows`."""
+        ...
+
+
+class ExpectedTensors:
+    """A `TensorSource` without a file: loading from it tells what a checkpoint must hold, on the meta device.
+
+    Attributes:
+        shapes: Name → shape of everything that was taken.
+        dtypes: Name → exact type of what was taken with one.
+    """
+
+    def __init__(self) -> None:
+        self.shapes: dict[str, Shape] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+
+    def take(self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None) -> torch.Tensor:
+        """Note one tensor."""
+        return self.take_rows([(name, shape)], dtype=dtype, to=to)
+
+    def take_rows(
+        self, parts: Sequence[tuple[str, Shape]], *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Note several tensors that become one."""
+        self.shapes |= dict(parts)
+        if dtype is not None:
+            self.dtypes |= {name: dtype for name, _ in parts}
+        rows = sum(shape[0] for _, shape in parts)
+        return torch.empty((rows, *parts[0][1][1:]), dtype=dtype or to or torch.float32, device="meta")
 
 
 class CheckpointReader:
@@ -33,7 +75,7 @@ class CheckpointReader:
     Args:
         path: A folder with ``model.safetensors``, ``model.safetensors.index.json``, ``pytorch_model.bin`` or its index, or with exactly
             one ``*.safetensors``; or one tensor file.
-        device: Where taken tensors go.
+        device: Where taken tensors go; on ``meta`` they have shapes only, so that headers are checked and nothing is read.
         dtype: Type of taken floating-point tensors; None keeps what is stored.
         progress: Called with (bytes taken, bytes in all) after each tensor.
 
@@ -69,6 +111,7 @@ class CheckpointReader:
             raise
         self.tensors: dict[str, TensorInfo] = {name: file.tensors[name] for name, file in self._file_of.items()}
         self._taken_bytes = 0
+        self._all_bytes = sum(info.nbytes for info in self.tensors.values())
 
     @property
     def names(self) -> Collection[str]:
@@ -86,13 +129,21 @@ class CheckpointReader:
             digest.update(sample.contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
-    def check(self, expected: Mapping[str, Shape], *, ignored: Collection[str] = (), floating: bool = True) -> None:
+    def check(
+        self,
+        expected: Mapping[str, Shape],
+        *,
+        ignored: Collection[str] = (),
+        floating: bool = True,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
         """Compare the headers with what will be taken, before anything is allocated.
 
         Args:
             expected: Name → shape of every tensor that must be there.
             ignored: Names, or patterns with ``*``, that may be there and will not be taken.
             floating: Whether expected tensors must have a floating-point type.
+            dtypes: Name → exact type, of expected tensors for which that rule does not hold.
 
         Raises:
             CheckpointError: Naming every missing, unexpected, misshaped and wrongly typed tensor; `field` is the first of them.
@@ -106,12 +157,16 @@ class CheckpointReader:
             ("misshaped", [f"{name} is {list(info.shape)}, must be {list(shape)}" for name, shape, info in shared if info.shape != shape])
         )
         if floating:
-            wrong = [f"{name} is {_dtype_name(info.dtype)}" for name, _, info in shared if not _is_weight(info.dtype)]
+            exact = dtypes or {}
+            wrong = [f"{name} is {_dtype_name(info.dtype)}" for name, _, info in shared if name not in exact and not _is_weight(info.dtype)]
             problems.append(("of a type that is not fp32, fp16 or bf16", wrong))
+            for name, _, info in shared:
+                if name in exact and info.dtype != exact[name]:
+                    problems.append((f"of a type that is not {_dtype_name(exact[name])}", [f"{name} is {_dtype_name(info.dtype)}"]))
         self._raise(problems)
         self._ignored |= {name for name in self.tensors if name not in expected}
 
-    def take(self, name: str, shape: Shape, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def take(self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None) -> torch.Tensor:
         """Copy one tensor to the device.
 
         Args:
@@ -119,16 +174,19 @@ class CheckpointReader:
             shape: What it must be.
             dtype: The exact stored type of an index or mask tensor (d2t: int64); None for a floating-point weight, which is converted
                 to the reader's dtype.
+            to: What a floating-point weight is converted to instead of the reader's dtype.
 
         Raises:
-            CheckpointError: It is missing, misshaped or of another type.
+            CheckpointError: It is missing, misshaped, of another type, or holds NaN or infinite numbers.
         """
-        return self.take_rows([(name, shape)], dtype=dtype)
+        return self.take_rows([(name, shape)], dtype=dtype, to=to)
 
-    def take_rows(self, parts: Sequence[tuple[str, Shape]], *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Copy several tensors into one, concatenated along their first dimension (fused q-k-v, gate-up)."""
+    def take_rows(
+        self, parts: Sequence[tuple[str, Shape]], *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Copy several tensors into one, concatenated along their first dimension (fused q-k-v, gate-up); see `take`."""
         infos = [self._require(name, shape, dtype) for name, shape in parts]
-        target = dtype or self.dtype or infos[0].dtype
+        target = dtype or to or self.dtype or infos[0].dtype
         rows = sum(shape[0] for _, shape in parts)
         out = torch.empty((rows, *parts[0][1][1:]), dtype=target, device=self.device)
         position = 0
@@ -137,8 +195,10 @@ class CheckpointReader:
             position += shape[0]
             self._taken.add(name)
             self._taken_bytes += self.tensors[name].nbytes
+        if out.numel() and out.dtype.is_floating_point and not out.is_meta and not _is_finite(out):
+            raise self._not_finite([name for name, _ in parts], target)
         if self._progress is not None:
-            self._progress(self._taken_bytes, sum(info.nbytes for info in self.tensors.values()))
+            self._progress(self._taken_bytes, self._all_bytes)
         return out
 
     def finish(self, *, ignored: Collection[str] = ()) -> None:
@@ -216,6 +276,19 @@ class CheckpointReader:
             raise self._error([(f"of a type that is not {wanted}", [f"{name} is {_dtype_name(info.dtype)}"])], field=name)
         return info
 
+    def _not_finite(self, names: Sequence[str], dtype: torch.dtype) -> CheckpointError:
+        """Return the error for a copy with NaN or infinite numbers: the file holds them, or they are beyond what the dtype can hold."""
+        broken = [name for name in names if self.tensors[name].nbytes and not _is_finite(self._file_of[name].read(name))]
+        if broken:
+            return CheckpointError(
+                f"{self.path}: {', '.join(broken)} holds NaN or infinite numbers; the weights are damaged: download the checkpoint again.",
+                field=broken[0],
+            )
+        return CheckpointError(
+            f"{self.path}: {', '.join(names)} holds numbers beyond {_dtype_name(dtype)}; serve with --dtype bfloat16 or float32.",
+            field=names[0],
+        )
+
     def _raise(self, problems: Sequence[tuple[str, list[str]]]) -> None:
         found = [(kind, names) for kind, names in problems if names]
         if found:
@@ -237,6 +310,12 @@ def _matches(name: str, patterns: Collection[str]) -> bool:
 
 def _is_weight(dtype: torch.dtype) -> bool:
     return dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no number is NaN or infinite: one pass, no copy but of FP8, which has no comparisons."""
+    low, high = torch.aminmax(tensor.half() if tensor.dtype.itemsize == 1 else tensor)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -51,6 +51,8 @@ def check_tree_attention(
     tree: bool,
     guards: Guards,
     window: int = 0,
+    give_positions: bool = True,
+    sinks: bool = False,
     spare_rows: int = 0,
     mask_words: int | None = None,
 ) -> None:
@@ -77,20 +79,21 @@ def check_tree_attention(
         words = mask_words or max(1, -(-max(sequence.kv_len - sequence.prefix for sequence in sequences) // 32))
         ancestors = random_tree_masks(sequences, words, generator)
         ancestors = torch.cat((ancestors, torch.full((spare_rows, ancestors.shape[1]), -1, dtype=torch.int32))).to(device)
-        if window:
+        if window and give_positions:
             depths = [bin(sum((word & 0xFFFFFFFF) << 32 * i for i, word in enumerate(row))).count("1") - 1 for row in ancestors.tolist()]
             owner = torch.repeat_interleave(prefix_lens, torch.tensor([sequence.rows for sequence in sequences]))
             positions = (owner + torch.tensor(depths[: len(owner)], dtype=torch.int32)).to(device, torch.int32)
+    logits = torch.randn(heads, generator=generator).to(device) * 3 if sinks else None
     small = [tensor.to(device) for tensor in (table, prefix_lens, kv_lens, starts)]
     options = {"scale": dim**-0.5, "max_query_len": max(sequence.rows for sequence in sequences), "max_kv_len": longest, "window": window}
     with reference_version():
         expected = torch.full((rows, heads, dim), 7.0, dtype=dtype, device=device)
-        tree_attention(q, k_plane, v_plane, *small, ancestors, row_positions=positions, out=expected, **options)
+        tree_attention(q, k_plane, v_plane, *small, ancestors, row_positions=positions, sinks=logits, out=expected, **options)
     actual = guards.put(torch.full_like(expected, 7.0), "out")
     guarded = [guards.put(tensor) for tensor in (k_plane, v_plane, *small)]
     masks = None if ancestors is None else guards.put(ancestors, "ancestors")
     with triton_version(guards):
-        returned = tree_attention(q, *guarded, masks, row_positions=positions, out=actual, **options)
+        returned = tree_attention(q, *guarded, masks, row_positions=positions, sinks=logits, out=actual, **options)
     assert returned is actual
     assert not bool(expected.isnan().any())
     torch.testing.assert_close(actual.float(), expected.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])

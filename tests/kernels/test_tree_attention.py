@@ -5,6 +5,8 @@ import torch
 from attention_cases import Sequence, check_tree_attention
 from guards import Guards
 
+from outrider.kernels.tree_attention import tree_attention
+
 MIXED = [Sequence(0, 5), Sequence(37, 1), Sequence(70, 9), Sequence(3, 2)]
 
 
@@ -55,3 +57,41 @@ def test_one_long_sequence_is_split_over_programs(tree: bool, dim: int) -> None:
 
 def test_prefill_longer_than_a_block() -> None:
     check_tree_attention("cpu", torch.float32, [Sequence(0, 150)], heads=2, kv_heads=1, dim=16, page_size=16, tree=False, guards=Guards())
+
+
+@pytest.mark.parametrize("tree", [True, False])
+@pytest.mark.parametrize("prefix", [50, 700])
+def test_sinks_take_part_in_every_softmax(tree: bool, prefix: int) -> None:
+    """With one long sequence the sum is merged from splits, to which the sink must be added once."""
+    sequences = [Sequence(prefix, 6), Sequence(0, 2)]
+    check_tree_attention("cpu", torch.float32, sequences, heads=4, kv_heads=2, dim=16, page_size=3, tree=tree, sinks=True, guards=Guards())
+
+
+def test_tree_rows_know_their_position_from_their_mask() -> None:
+    sequences = [Sequence(50, 70), Sequence(90, 1), Sequence(2, 4)]
+    check_tree_attention(
+        "cpu", torch.float32, sequences, heads=4, kv_heads=2, dim=16, page_size=3, tree=True, window=60, give_positions=False, sinks=True,
+        guards=Guards(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tree", [True, False])
+def test_heads_as_wide_as_a_latent(tree: bool) -> None:
+    """DeepSeek's cached row: 512 of latent and 64 of rotated key, one head for all queries."""
+    sequences = [Sequence(37, 3), Sequence(0, 2)]
+    check_tree_attention("cpu", torch.float32, sequences, heads=8, kv_heads=1, dim=576, page_size=16, tree=tree, guards=Guards())
+
+
+@pytest.mark.parametrize("sinks", [True, False])
+def test_a_sink_is_a_logit_without_a_value(sinks: bool) -> None:
+    """The reference itself: a sink of a kind equals one more key whose value is zero."""
+    q, k, v = (torch.randn(5, 1, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
+    logit = torch.tensor([0.7])
+    got = tree_attention(
+        q, k[None], v[None], table, torch.zeros_like(lens), lens, torch.tensor([0, 5], dtype=torch.int32), None,
+        scale=0.25, max_query_len=5, max_kv_len=5, sinks=logit if sinks else None,
+    )  # fmt: skip
+    scores = (q[:, 0] @ k[:, 0].T * 0.25).masked_fill(~torch.ones(5, 5).tril().bool(), -torch.inf)
+    weights = torch.cat([scores, logit.expand(5, 1)], 1).softmax(-1)[:, :-1] if sinks else scores.softmax(-1)
+    torch.testing.assert_close(got[:, 0], weights @ v[:, 0])

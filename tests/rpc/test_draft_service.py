@@ -159,7 +159,7 @@ def test_a_new_stream_of_the_same_target_takes_over(service: DraftService) -> No
     [
         ({"vocab_size": 65}, "vocab_size"),
         ({"hidden_size": 32}, "hidden size"),
-        ({"num_layers": 4}, "layers"),
+        ({"num_layers": 3}, "layers"),
         ({"version": 99}, "protocol version"),
     ],
 )

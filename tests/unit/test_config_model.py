@@ -88,9 +88,9 @@ def test_the_fingerprint_follows_the_content_not_the_order() -> None:
         ({"rms_norm_eps": "tiny"}, "rms_norm_eps", "positive number"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings", "true or false"),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
             "rope_type",
-            "'yarn' is not supported; supported: default, linear, llama3",
+            "'dynamic' is not supported; supported: default, linear, llama3, yarn",
         ),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor", "missing"),
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor", "above"),

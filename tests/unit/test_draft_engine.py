@@ -138,8 +138,8 @@ def _fail(*_: object) -> torch.Tensor:
     raise RuntimeError("device fault")
 
 
-def test_a_head_with_nan_weights_is_refused_by_the_warm_up(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    broken = make_toy_eagle3(tmp_path / "head", pair[0], extra={"norm.weight": torch.full((HIDDEN,), float("nan"))})
+def test_a_head_whose_states_overflow_is_refused_by_the_warm_up(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    broken = make_toy_eagle3(tmp_path / "head", pair[0], extra={"norm.weight": torch.full((HIDDEN,), 3e38)})
     with pytest.raises(CheckpointError, match="not finite"):
         warm_up(make_engine((pair[0], broken)))
     warm_up(make_engine(pair))

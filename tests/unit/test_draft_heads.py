@@ -248,14 +248,15 @@ def test_broken_checkpoints_are_refused_by_the_name_of_the_tensor(
     ("changes", "key"),
     [
         ({"hidden_size": None}, "hidden_size"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers"),
-        ({"attention_bias": True}, "attention_bias"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"use_aux_hidden_state": False, "eagle_config": None, "target_hidden_size": 2 * HIDDEN}, "use_aux_hidden_state"),
+        ({"auto_map": {"AutoModel": "modeling.Head"}}, "auto_map"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"draft_vocab_size": VOCAB + 1}, "draft_vocab_size"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [4, 1, 3]}}, "eagle_aux_hidden_state_layer_ids"),
         ({"num_aux_hidden_states": 2}, "num_aux_hidden_states"),
         ({"eagle_config": "yes"}, "eagle_config"),
         ({"architectures": ["MedusaModel"]}, "architectures"),
-        ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": None, "eagle_config": None}, "draft_vocab_size"),
         ({"model_type": "bert"}, "model_type"),
     ],
 )
@@ -272,7 +273,7 @@ def test_broken_configurations_are_refused_by_the_name_of_the_key(head_dir: Path
     [
         (TargetInfo("t", "f", VOCAB + 1, HIDDEN, 8), "vocab_size"),
         (TargetInfo("t", "f", VOCAB, HIDDEN * 2, 8), "hidden_size"),
-        (TargetInfo("t", "f", VOCAB, HIDDEN, 4), "eagle_aux_hidden_state_layer_ids"),
+        (TargetInfo("t", "f", VOCAB, HIDDEN, 3), "eagle_aux_hidden_state_layer_ids"),
     ],
 )
 def test_a_head_that_does_not_fit_the_target_is_refused_with_what_to_change(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from outrider.services.draft.features import EARLY_LIFE_S, MAX_EARLY_ROWS, MAX_ROWS_AHEAD, FeatureQueue
-from outrider.services.draft.session import Answer, Ask, PeerId, Reason, Session, Verdict
+from outrider.services.draft.session import Answer, Ask, PeerId, Reason, RowSource, Session, Verdict
 from outrider.services.draft.sessions import SessionLimits, SessionTable
 from outrider.shared.kv.pages import PageAllocator
 from outrider.shared.spec.drafter import Commit, SequenceOpen
@@ -261,7 +261,7 @@ def test_bad_openings_are_rejected(table: Table, bad: SequenceOpen, reason: Reas
 
 
 def test_a_drafter_without_features_is_ready_at_once() -> None:
-    table = Table(SessionLimits(3, 60, VOCAB, 0, DraftShape(8, 8, 64)))
+    table = Table(SessionLimits(3, 60, VOCAB, 0, DraftShape(8, 8, 64), row_source=RowSource.NONE))
     table.open(PEER, opening([1, 2]), 0.0)
     table.commit(PEER, commit_of([1, 2, 3], 2, features=False), ask(), 0.0)
     assert len(table.ready()) == 1

@@ -23,6 +23,7 @@ class RecurrentHead(Protocol):
         fingerprint: Of its weights.
         hidden_size: Width of states and of feature rows.
         num_layers, kv_heads, head_dim: What its KV pool holds.
+        latent: The pool keeps one latent plane per layer instead of K and V.
         vocabulary: What its logits range over.
         device, dtype: Where and how it computes.
     """
@@ -33,6 +34,7 @@ class RecurrentHead(Protocol):
     num_layers: int
     kv_heads: int
     head_dim: int
+    latent: bool
     vocabulary: DraftVocabulary
     device: torch.device
     dtype: torch.dtype

@@ -1,8 +1,9 @@
-"""EAGLE-3: one decoder layer over the pair (embedding of token t + 1, feature of t). Source: arXiv 2503.01840 and its official code.
+"""EAGLE-3: decoder layers over the pair (embedding of token t + 1, feature of t). Source: arXiv 2503.01840 and its official code.
 
     r  = projected target feature, or this head's own state of the row before
-    x  = [input_layernorm(embed(token)) ; hidden_norm(r)]             q, k, v take 2h
+    x  = [input_layernorm(embed(token)) ; hidden_norm(r)]             q, k, v of layer 0 take 2h
     h1 = r + Attention(x);   h = h1 + MLP(post_attention_layernorm(h1))
+    layers behind the first: h1 = h + Attention(hidden_norm(h));   h = h1 + MLP(post_attention_layernorm(h1))
     logits = lm_head(norm(h)) over the draft vocabulary;   next feature = h, before the norm
 
 The projection of the target's features (``fc`` and its norms) runs on the target, so every feature that arrives here has width h.
@@ -15,78 +16,87 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch.nn import functional
 
 from outrider.services.draft.heads.eagle3_config import Eagle3Config
-from outrider.services.draft.heads.eagle3_keys import Eagle3Keys
+from outrider.services.draft.heads.eagle3_keys import layer_norm_name, resolve, take_projector, take_vocabulary
+from outrider.services.draft.heads.keys import HeadKeys
+from outrider.services.draft.heads.tables import EMBEDDING, LM_HEAD, TokenTables
 from outrider.services.draft.strategy import TargetInfo
+from outrider.services.draft.vocab import DraftVocabulary
 from outrider.shared.attn.base import AttentionBackend
-from outrider.shared.base.errors import CheckpointError
 from outrider.shared.kv.pool import KVPool
-from outrider.shared.nn.layers import Attention, GatedMLP, Linear, RMSNorm
+from outrider.shared.nn.layers import DecoderLayer
 from outrider.shared.nn.loader import CheckpointReader
 from outrider.shared.nn.rope import RotaryEmbedding, Rotation
 from outrider.shared.spec.drafter import FeatureSpec
 
-EMBEDDING = "model.embed_tokens.weight"
-LM_HEAD = "lm_head.weight"
+__all__ = ["EMBEDDING", "LM_HEAD", "Eagle3Head"]
 
 
 class Eagle3Head:
     """An EAGLE-3 head; implements `RecurrentHead`. Make it by `load`."""
 
     algorithm = "EAGLE3"
-    num_layers = 1
 
-    def __init__(self, config: Eagle3Config, reader: CheckpointReader, keys: Eagle3Keys) -> None:
-        layer = config.layer
+    def __init__(self, config: Eagle3Config, reader: CheckpointReader, keys: HeadKeys, vocabulary: DraftVocabulary) -> None:
+        layer, eps = config.layer, config.layer.rms_norm_eps
         self.config = config
         self.device = reader.device
         self.dtype = reader.dtype or torch.float32
         self.hidden_size = layer.hidden_size
+        self.num_layers = layer.num_layers
         self.kv_heads = layer.num_kv_heads
         self.head_dim = layer.head_dim
+        self.latent = layer.latent is not None
         self.fingerprint = f"{layer.fingerprint[:32]}{reader.fingerprint[:32]}"
-        self._rope = RotaryEmbedding(layer.rope, layer.head_dim, self.device, self.dtype)
-        self.vocabulary = keys.take_vocabulary(reader)
-        self._load_layer(reader, keys)
-        self._projector = keys.take_projector(reader)
-        self._projector_fingerprint = _fingerprint(self._projector, layer.rms_norm_eps)
-        self._embedding = keys.take_embedding(reader)
-        self._lm_head = keys.take_lm_head(reader, self.vocabulary)
-        if self._lm_head is None and layer.tie_word_embeddings and self._embedding is not None:
-            self._lm_head = Linear(self._embedding[self.vocabulary.target_ids(self.device)])
-        self._missing: dict[str, tuple[int, ...]] = {}
-        if self._embedding is None:
-            self._missing[EMBEDDING] = (layer.vocab_size, config.target_hidden_size)
-        if self._lm_head is None:
-            self._missing[LM_HEAD] = (layer.vocab_size, config.target_hidden_size)
-        if self._missing and config.target_hidden_size != layer.hidden_size:
-            name = next(iter(self._missing))
-            raise CheckpointError(
-                f"{reader.path}: the head has no {name} of its own and cannot borrow the target's: its hidden_size is {layer.hidden_size}, "
-                f"target_hidden_size {config.target_hidden_size}. Export the head with {name}.",
-                field=name,
+        self.vocabulary = vocabulary
+        self._rope = RotaryEmbedding(layer.rope, layer.rotary_dim, self.device, self.dtype)
+        self._embedding_norm = keys.take_norm(reader, "layers.0.input_layernorm.weight", eps)
+        self._hidden_norm = keys.take_norm(reader, "layers.0.hidden_norm.weight", eps)
+        self._attention = keys.take_attention(reader, layer, 0)
+        self._post_attention_norm = keys.take_norm(reader, "layers.0.post_attention_layernorm.weight", eps)
+        self._mlp = keys.take_mlp(reader, layer, 0)
+        self._layers = [
+            DecoderLayer(
+                keys.take_norm(reader, layer_norm_name(keys, index), eps),
+                keys.take_attention(reader, layer, index),
+                keys.take_norm(reader, f"layers.{index}.post_attention_layernorm.weight", eps),
+                keys.take_mlp(reader, layer, index),
             )
+            for index in range(1, layer.num_layers)
+        ]
+        self._norm = keys.take_norm(reader, "norm.weight", eps)
+        self._projector = take_projector(reader, keys)
+        self._projector_fingerprint = _fingerprint(self._projector, eps)
+        embedding, lm_head = (keys.take_if_there(reader, name) for name in ("embed_tokens.weight", "lm_head.weight"))
+        self._tables = TokenTables(layer, reader, vocabulary, embedding, lm_head, config.target_hidden_size)
 
     @classmethod
-    def load(cls, path: Path, device: torch.device, dtype: torch.dtype) -> tuple[Eagle3Head, Eagle3Keys]:
-        """Read a head's folder strictly: every tensor is used, or ignored by name (`Eagle3Keys.ignored`).
+    def load(
+        cls, path: Path, device: torch.device, dtype: torch.dtype, token_map: torch.Tensor | None = None
+    ) -> tuple[Eagle3Head, HeadKeys]:
+        """Read a head's folder strictly: every tensor is used, or ignored by name (`HeadKeys.ignored`).
+
+        Args:
+            path: The folder.
+            device, dtype: Where and how it computes.
+            token_map: Target ids that a head with a full vocabulary shall draft (FR-Spec); None = all.
 
         Raises:
             CheckpointError: naming the key or tensor, and the fix.
         """
         config = Eagle3Config.from_dir(path)
         with CheckpointReader(path, device=device, dtype=dtype) as reader:
-            keys = Eagle3Keys.resolve(reader, config)
-            head = cls(config, reader, keys)
-            reader.finish(ignored=keys.ignored)
+            keys = resolve(reader, config)
+            head = cls(config, reader, keys, take_vocabulary(reader, keys, config, token_map))
+            reader.finish(ignored=list(keys.ignored))
         return head, keys
 
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
         """See `DraftStrategy.feature_spec`."""
         return FeatureSpec(
             aux_layer_ids=self.config.check_target(target) if target is not None else self.config.aux_layer_ids or (),
+            final_hidden=self.config.final_hidden,
             feature_size=self.hidden_size,
             projector=self._projector,
             norm_eps=self.config.layer.rms_norm_eps,
@@ -95,21 +105,11 @@ class Eagle3Head:
 
     def missing(self) -> Mapping[str, tuple[int, ...]]:
         """See `DraftStrategy.missing`."""
-        return dict(self._missing)
+        return self._tables.missing()
 
     def lend(self, name: str, tensor: torch.Tensor) -> None:
         """See `DraftStrategy.lend`."""
-        shape = self._missing.get(name)
-        if shape is None:
-            raise CheckpointError(f"{name} is not wanted; missing: {', '.join(self._missing) or 'nothing'}.", field=name)
-        if tuple(tensor.shape) != shape:
-            raise CheckpointError(f"{name} is {list(tensor.shape)}, must be {list(shape)}.", field=name)
-        tensor = tensor.to(device=self.device, dtype=self.dtype)
-        if name == EMBEDDING:
-            self._embedding = tensor
-        else:
-            self._lm_head = Linear(tensor if self.vocabulary.d2t is None else tensor[self.vocabulary.target_ids(self.device)])
-        del self._missing[name]
+        self._tables.lend(name, tensor)
 
     def rotation(self, positions: torch.Tensor) -> Rotation:
         """See `RecurrentHead.rotation`."""
@@ -119,41 +119,18 @@ class Eagle3Head:
         self, tokens: torch.Tensor, features: torch.Tensor, rotation: Rotation, attention: AttentionBackend, pool: KVPool
     ) -> torch.Tensor:
         """See `RecurrentHead.forward`."""
-        assert self._embedding is not None, "the embedding is missing; lend() it first"
         normed = self._hidden_norm(features)
-        pair = torch.cat([self._input_norm(functional.embedding(tokens, self._embedding)), normed], dim=-1)  # [rows, 2 * hidden]
+        pair = torch.cat([self._embedding_norm(self._tables.embed(tokens)), normed], dim=-1)  # [rows, 2 * hidden]
         residual = normed if self.config.norm_before_residual else features
         hidden = self._attention(pair, residual, rotation, attention, pool)
         hidden = self._mlp(self._post_attention_norm(hidden), hidden)
+        for layer in self._layers:
+            hidden = layer(hidden, rotation, attention, pool)
         return self._norm(hidden) if self.config.norm_output else hidden
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """See `RecurrentHead.logits`."""
-        assert self._lm_head is not None, "lm_head is missing; lend() it first"
-        return self._lm_head(states if self.config.norm_output else self._norm(states))
-
-    def _load_layer(self, reader: CheckpointReader, keys: Eagle3Keys) -> None:
-        layer = self.config.layer
-
-        def norm(name: str) -> RMSNorm:
-            return RMSNorm(reader.take(*keys.named(name)), layer.rms_norm_eps)
-
-        self._input_norm = norm("layers.0.input_layernorm.weight")
-        self._hidden_norm = norm("layers.0.hidden_norm.weight")
-        self._post_attention_norm = norm("layers.0.post_attention_layernorm.weight")
-        self._norm = norm("norm.weight")
-        qkv = [keys.named(f"layers.0.self_attn.{part}_proj.weight") for part in "qkv"]
-        self._attention = Attention(
-            Linear(reader.take_rows(qkv)),
-            Linear(reader.take(*keys.named("layers.0.self_attn.o_proj.weight"))),
-            layer.num_heads,
-            layer.num_kv_heads,
-            layer.head_dim,
-            layer=0,
-        )
-        gate_up = [keys.named(f"layers.0.mlp.{part}_proj.weight") for part in ("gate", "up")]
-        down = Linear(reader.take(*keys.named("layers.0.mlp.down_proj.weight")))
-        self._mlp = GatedMLP(Linear(reader.take_rows(gate_up)), down, layer.activation)
+        return self._tables.logits(states if self.config.norm_output else self._norm(states))
 
 
 def _fingerprint(projector: Mapping[str, torch.Tensor], norm_eps: float) -> str:

@@ -1,70 +1,117 @@
-"""Finds the head that a checkpoint needs by the architecture that its configuration names."""
+"""Finds the head that a checkpoint needs: by the architecture in its configuration, or by its tensors where that says too little."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from enum import Enum
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from outrider.services.draft.heads.base import RecurrentHead
+from outrider.services.draft.heads.eagle import EagleHead
 from outrider.services.draft.heads.eagle3 import Eagle3Head
+from outrider.services.draft.heads.keys import HeadKeys
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.config import CONFIG_FILE, read_json
+from outrider.shared.nn.loader import CheckpointReader
 from outrider.shared.obs.logging import get_logger
 
 log = get_logger("outrider.draft.heads")
 
-Loader = Callable[[Path, torch.device, torch.dtype], RecurrentHead]
+Loader = Callable[[Path, torch.device, torch.dtype, torch.Tensor | None], RecurrentHead]
 
 
-def _load_eagle3(path: Path, device: torch.device, dtype: torch.dtype) -> RecurrentHead:
-    head, keys = Eagle3Head.load(path, device, dtype)
-    aux = head.config.aux_layer_ids
-    log.info(
-        "draft head read",
-        algorithm=head.algorithm,
-        layer_names=keys.dialect,
-        draft_vocab_size=head.vocabulary.size,
-        aux_layers=f"outputs of {list(aux)}" if aux else "default triple: outputs of 1, L//2 - 1, L - 4",
-        rope_theta=head.config.layer.rope.theta,
-        ignored=list(keys.ignored),
-    )
-    return head
+class HeadKind(Enum):
+    """The kinds of heads; the values are the algorithms' names in settings."""
+
+    EAGLE = "EAGLE"
+    EAGLE3 = "EAGLE3"
 
 
-LOADERS: Mapping[str, Loader] = {
-    "LlamaForCausalLMEagle3": _load_eagle3,
-    "Eagle3LlamaForCausalLM": _load_eagle3,
-    "Eagle3Speculator": _load_eagle3,
-    # The official checkpoints say only this, with a draft vocabulary; `load_head` looks at that.
-    "LlamaForCausalLM": _load_eagle3,
+ARCHITECTURES: Mapping[str, HeadKind] = {
+    "LlamaForCausalLMEagle": HeadKind.EAGLE,
+    "EagleLlamaForCausalLM": HeadKind.EAGLE,
+    "Qwen2ForCausalLMEagle": HeadKind.EAGLE,
+    "LlamaForCausalLMEagle3": HeadKind.EAGLE3,
+    "Eagle3LlamaForCausalLM": HeadKind.EAGLE3,
+    "Eagle3Speculator": HeadKind.EAGLE3,
+    "Eagle3DraftModel": HeadKind.EAGLE3,
+    "Eagle3DeepseekV2ForCausalLM": HeadKind.EAGLE3,
 }
+PLAIN_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM")
+"""What the official heads call themselves, and plain models too: their tensors decide."""
+
+FUSION = "fc.weight"
+EAGLE3_ONLY = ".hidden_norm.weight"
 
 
-def load_head(path: Path, device: torch.device, dtype: torch.dtype) -> RecurrentHead:
+def head_kind(path: Path) -> HeadKind | None:
+    """Return the kind of head in a folder, or None when it holds a plain model.
+
+    Raises:
+        CheckpointError: the folder holds neither; `field` names the key or file.
+    """
+    raw = read_json(path / CONFIG_FILE)
+    architecture = str((raw.get("architectures") or PLAIN_ARCHITECTURES)[0])
+    kind = ARCHITECTURES.get(architecture)
+    if kind is not None:
+        return kind
+    if architecture not in PLAIN_ARCHITECTURES:
+        known = ", ".join((*ARCHITECTURES, *PLAIN_ARCHITECTURES))
+        raise CheckpointError(
+            f"{path / CONFIG_FILE}: architectures: {architecture!r} is not a known draft head; known: {known}.", field="architectures"
+        )
+    with CheckpointReader(path) as reader:
+        names = [name.removeprefix("model.") for name in reader.names]
+    if FUSION not in names:
+        return None
+    return HeadKind.EAGLE3 if any(name.endswith(EAGLE3_ONLY) for name in names) else HeadKind.EAGLE
+
+
+def load_head(path: Path, device: torch.device, dtype: torch.dtype, token_map: torch.Tensor | None = None) -> RecurrentHead:
     """Load the head in a folder.
+
+    Args:
+        path: The folder.
+        device, dtype: Where and how it computes.
+        token_map: Target ids that a head with a full vocabulary shall draft (`token_map.read_token_map`); None = all.
 
     Raises:
         CheckpointError: the folder is not a draft head of a known kind; `field` names the key, file or tensor.
     """
-    raw = read_json(path / CONFIG_FILE)
-    architecture = str((raw.get("architectures") or ["LlamaForCausalLM"])[0])
-    loader = LOADERS.get(architecture)
-    if loader is None:
-        known = ", ".join(LOADERS)
+    kind = head_kind(path)
+    if kind is None:
         raise CheckpointError(
-            f"{path / CONFIG_FILE}: architectures: {architecture!r} is not a known draft head; known: {known}.", field="architectures"
+            f"{path} holds no {FUSION}, so this is a plain model and not a draft head; give the folder of a head, or draft with the model "
+            "by --speculative-algorithm STANDALONE.",
+            field=FUSION,
         )
-    if architecture == "LlamaForCausalLM" and not _looks_like_eagle3(raw):
-        raise CheckpointError(
-            f"{path / CONFIG_FILE}: draft_vocab_size: is missing, so this is a plain model or an EAGLE-1/2 head; "
-            "give the folder of an EAGLE-3 head.",
-            field="draft_vocab_size",
-        )
-    return loader(path, device, dtype)
+    return LOADERS[kind](path, device, dtype, token_map)
 
 
-def _looks_like_eagle3(raw: Mapping[str, Any]) -> bool:
-    return "draft_vocab_size" in raw or "eagle_config" in raw
+def _load_eagle(path: Path, device: torch.device, dtype: torch.dtype, token_map: torch.Tensor | None) -> RecurrentHead:
+    head, keys = EagleHead.load(path, device, dtype, token_map)
+    _log(head, keys, features="last hidden state, after the norm", rope_theta=head.config.layer.rope.theta)
+    return head
+
+
+def _load_eagle3(path: Path, device: torch.device, dtype: torch.dtype, token_map: torch.Tensor | None) -> RecurrentHead:
+    head, keys = Eagle3Head.load(path, device, dtype, token_map)
+    _log(head, keys, aux_layers=head.config.aux_convention, rope_theta=head.config.layer.rope.theta)
+    return head
+
+
+def _log(head: RecurrentHead, keys: HeadKeys, **more: object) -> None:
+    log.info(
+        "draft head read",
+        algorithm=head.algorithm,
+        layer_names=keys.dialect,
+        layers=head.num_layers,
+        draft_vocab_size=head.vocabulary.size,
+        ignored=dict(keys.ignored),
+        **more,
+    )
+
+
+LOADERS: Mapping[HeadKind, Loader] = {HeadKind.EAGLE: _load_eagle, HeadKind.EAGLE3: _load_eagle3}

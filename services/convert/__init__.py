@@ -1,0 +1,1 @@
+"""`outrider convert`: draft heads between layouts, slow tokenizers to tokenizer.json."""

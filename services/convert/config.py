@@ -1,0 +1,126 @@
+"""The config.json of a converted head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.services.draft.heads.eagle3_config import AUX_KEY, Eagle3Config
+from outrider.services.draft.heads.head_config import HeadConfig, flatten
+from outrider.services.draft.heads.registry import HeadKind
+from outrider.shared.base.errors import CheckpointError
+from outrider.shared.nn.config import ConfigReader, RopeKind
+
+ARCHITECTURES = {HeadKind.EAGLE: "LlamaForCausalLMEagle", HeadKind.EAGLE3: "LlamaForCausalLMEagle3"}
+OFFICIAL_ARCHITECTURE = "LlamaForCausalLM"
+EAGLE_SECTION_KEYS = (AUX_KEY, "use_aux_hidden_state")
+"""What other servers look for inside ``eagle_config``."""
+WRAPPER_KEYS = (
+    "speculators_config",
+    "speculators_model_type",
+    "speculators_version",
+    "auto_map",
+    "intermediate_size_mlp",
+    "transformers_version",
+)
+OFFICIAL_ROPES = (RopeKind.DEFAULT, RopeKind.LINEAR)
+
+
+def outrider_config(raw: Mapping[str, Any], source: Path, kind: HeadKind, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return a flat configuration that says the same, with the aux layers where SGLang looks for them too."""
+    flat = flatten(raw, source)
+    layer = HeadConfig.parse(ConfigReader(flat, source))
+    config = {key: value for key, value in flat.items() if key not in (*WRAPPER_KEYS, *EAGLE_SECTION_KEYS)}
+    config |= {"architectures": [ARCHITECTURES[kind]], "model_type": "llama", "intermediate_size": layer.intermediate_size}
+    config |= {"head_dim": layer.head_dim, "num_hidden_layers": layer.num_layers, "num_key_value_heads": layer.num_kv_heads}
+    section = {key: flat[key] for key in EAGLE_SECTION_KEYS if key in flat}
+    if section:
+        config["eagle_config"] = section
+    if kind is HeadKind.EAGLE3:
+        config |= _draft_vocabulary(raw, tensors)
+    return config
+
+
+def eagle_config(raw: Mapping[str, Any], source: Path, kind: HeadKind, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the configuration that the official EAGLE code reads.
+
+    Raises:
+        CheckpointError: that code ignores something that this head needs; names the key.
+    """
+    flat = flatten(raw, source)
+    layer = HeadConfig.parse(ConfigReader(flat, source))
+    if layer.head_dim * layer.num_heads != layer.hidden_size:
+        raise _unsayable("head_dim", f"{layer.head_dim} x {layer.num_heads} heads is not hidden_size {layer.hidden_size}")
+    if layer.rope.kind not in OFFICIAL_ROPES:
+        raise _unsayable("rope_scaling", f"{layer.rope.kind.value} is none of {', '.join(rope.value for rope in OFFICIAL_ROPES)}")
+    if layer.sliding_window is not None:
+        raise _unsayable("sliding_window", f"a window of {layer.sliding_window}")
+    config: dict[str, Any] = {
+        "architectures": [OFFICIAL_ARCHITECTURE],
+        "model_type": "llama",
+        "hidden_act": layer.activation.value,
+        "hidden_size": layer.hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "num_attention_heads": layer.num_heads,
+        "num_key_value_heads": layer.num_kv_heads,
+        "num_hidden_layers": layer.num_layers,
+        "vocab_size": layer.vocab_size,
+        "rms_norm_eps": layer.rms_norm_eps,
+        "rope_theta": layer.rope.theta,
+        "rope_scaling": {"type": "linear", "factor": layer.rope.factor} if layer.rope.kind is RopeKind.LINEAR else None,
+        "max_position_embeddings": flat.get("max_position_embeddings", 2048),
+        "tie_word_embeddings": False,
+        "torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch."),
+    }
+    config |= {key: flat[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in flat}
+    if kind is HeadKind.EAGLE:
+        return config | {"bias": "fc.bias" in tensors, "qkv_bias": "layers.0.self_attn.q_proj.bias" in tensors}
+    _check_official_eagle3(raw, source, tensors)
+    if "target_hidden_size" in flat:
+        config["target_hidden_size"] = flat["target_hidden_size"]
+    return config | _draft_vocabulary(raw, tensors)
+
+
+def _check_official_eagle3(raw: Mapping[str, Any], source: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse what the official code would leave out or compute differently without a word."""
+    config = Eagle3Config.parse(raw, source)
+    if config.layer.num_layers > 1:
+        raise _unsayable("num_hidden_layers", f"{config.layer.num_layers} layers instead of 1")
+    for key, wanted in (("norm_output", config.norm_output), ("norm_before_residual", config.norm_before_residual)):
+        if wanted:
+            raise _unsayable(key, "true")
+    if config.final_hidden:
+        raise _unsayable("use_aux_hidden_state", "false")
+    if config.layer.tie_word_embeddings and "lm_head.weight" not in tensors:
+        raise _unsayable("tie_word_embeddings", "true")
+    extra = next((name for name in tensors if name.startswith(("fc_norm.", "input_norm.")) or name.endswith(".bias")), None)
+    if extra is not None:
+        raise _unsayable(extra, "a tensor that it has no place for")
+    if "lm_head.weight" not in tensors:
+        raise _unsayable("lm_head.weight", "missing, to be borrowed from the target")
+    ids = config.aux_layer_ids
+    if ids is not None:
+        layers = ids[-1] + 4
+        if ids != (1, layers // 2 - 1, layers - 4):
+            raise _unsayable(AUX_KEY, f"{list(ids)} is not the default triple of any target")
+    elif config.num_aux != 3:
+        raise _unsayable("num_aux_hidden_states", f"{config.num_aux} instead of 3")
+
+
+def _draft_vocabulary(raw: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return ``draft_vocab_size`` as the tensors have it; null stays null, which means the target's lm_head."""
+    if "d2t" in tensors:
+        return {"draft_vocab_size": tensors["d2t"].shape[0]}
+    if "lm_head.weight" in tensors:
+        return {"draft_vocab_size": tensors["lm_head.weight"].shape[0]}
+    return {"draft_vocab_size": raw["draft_vocab_size"]} if "draft_vocab_size" in raw else {}
+
+
+def _unsayable(key: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{key}: {what}: the official EAGLE layout cannot say this, and its code would compute something else; use --to outrider.",
+        field=key,
+    )

@@ -1,0 +1,169 @@
+"""Rewrites a draft head: any dialect that the loader reads, to our layout or to the official EAGLE code's.
+
+What is written is read back by the loader that serves, so nothing is left behind that would not start.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from outrider.services.convert.config import eagle_config, outrider_config
+from outrider.services.doctor.vocabulary_map import D2tMeaning, d2t_meaning
+from outrider.services.draft.heads.eagle import EagleHead
+from outrider.services.draft.heads.eagle3_config import Eagle3Config
+from outrider.services.draft.heads.eagle3_keys import resolve
+from outrider.services.draft.heads.keys import FIRST_LAYER, HeadKeys
+from outrider.services.draft.heads.registry import HeadKind, head_kind, load_head
+from outrider.shared.base.errors import CheckpointError, ConfigurationError
+from outrider.shared.nn.config import CONFIG_FILE, read_json
+from outrider.shared.nn.loader import CheckpointReader
+
+HOST = torch.device("cpu")
+WEIGHTS_FILE = "model.safetensors"
+EAGLE3_FIRST_LAYER = "midlayer."
+
+
+class Layout(Enum):
+    """OUTRIDER: ``layers.N.*`` and every feature. EAGLE: ``midlayer.*``, and only what the official code can run."""
+
+    OUTRIDER = "outrider"
+    EAGLE = "eagle"
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """What was written.
+
+    Attributes:
+        algorithm: Of the head.
+        tensors: How many.
+        notes: What was left out or changed, and why.
+    """
+
+    algorithm: str
+    tensors: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A head as it is stored: tensors by canonical name, what its file calls ignored, and its config.json."""
+
+    kind: HeadKind
+    tensors: dict[str, torch.Tensor]
+    ignored: Mapping[str, str]
+    raw: Mapping[str, Any]
+
+
+def convert_head(source: Path, destination: Path, layout: Layout) -> Converted:
+    """Rewrite the head in a folder.
+
+    Args:
+        source: The folder; safetensors or ``.bin``, any dialect.
+        destination: Made; must be empty if it is there.
+        layout: Of what is written.
+
+    Raises:
+        CheckpointError: the source is no head that can be read, or the layout cannot say what it needs; names the key or tensor.
+        ConfigurationError: the destination is not empty.
+    """
+    kind = head_kind(source)
+    if kind is None:
+        raise CheckpointError(f"{source} is a plain model, not a draft head; there is nothing to convert.", field=str(source))
+    if kind not in _READERS:
+        raise CheckpointError(
+            f"{source}: heads of kind {kind.value} come in one layout only; there is nothing to convert.", field="architectures"
+        )
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise ConfigurationError(f"{destination} is there already and not empty; give a new folder.", field=str(destination))
+    stored = _read(source, kind)
+    notes = [f"left out {name}: {reason}" for name, reason in stored.ignored.items()]
+    if "d2t" in stored.tensors:
+        notes += _settle_vocabulary(source, stored)
+    config = CONFIGS[layout](stored.raw, source / CONFIG_FILE, kind, stored.tensors)
+    tensors = {_spell(name, kind, layout): tensor.contiguous() for name, tensor in stored.tensors.items()}
+    _write(destination, config, tensors)
+    return Converted(kind.value, len(tensors), tuple(notes))
+
+
+def _read(source: Path, kind: HeadKind) -> _Source:
+    with CheckpointReader(source) as reader:
+        keys = _READERS[kind](source, reader)
+        files = {name: file for file in reader.files for name in file.tensors}
+        # Copies: a converted head must not hang on the mapping of its source.
+        tensors = {name: files[actual].read(actual).clone() for name, actual in keys.actual.items()}
+    return _Source(kind, tensors, keys.ignored, read_json(source / CONFIG_FILE))
+
+
+def _eagle_keys(source: Path, reader: CheckpointReader) -> HeadKeys:
+    return EagleHead.load(source, HOST, torch.float32)[1]
+
+
+def _eagle3_keys(source: Path, reader: CheckpointReader) -> HeadKeys:
+    # Without taking the vocabulary in: a d2t of target ids is refused there, and rewritten here.
+    return resolve(reader, Eagle3Config.from_dir(source))
+
+
+_READERS: Mapping[HeadKind, Callable[[Path, CheckpointReader], HeadKeys]] = {
+    HeadKind.EAGLE: _eagle_keys,
+    HeadKind.EAGLE3: _eagle3_keys,
+}
+CONFIGS: Mapping[Layout, Callable[[Mapping[str, Any], Path, HeadKind, Mapping[str, torch.Tensor]], dict[str, Any]]] = {
+    Layout.OUTRIDER: outrider_config,
+    Layout.EAGLE: eagle_config,
+}
+
+
+def _settle_vocabulary(source: Path, stored: _Source) -> list[str]:
+    """Make ``d2t`` int64 offsets and ``t2d`` their mask; a full lm_head keeps the rows of the draft vocabulary only."""
+    tensors, notes = stored.tensors, []
+    target_size = Eagle3Config.from_dir(source).layer.vocab_size
+    values = tensors["d2t"].to(torch.int64)
+    draft_ids = torch.arange(values.shape[0])
+    meaning = d2t_meaning(values, tensors.get("t2d"), target_size)
+    if meaning is D2tMeaning.NEITHER:
+        raise CheckpointError(
+            f"{source}: d2t holds neither offsets nor ids of a vocabulary of {target_size}, or contradicts t2d; export the head again.",
+            field="d2t",
+        )
+    if meaning is D2tMeaning.TARGET_IDS:
+        values = values - draft_ids
+        notes.append("d2t held target ids; written as offsets")
+    ids = values + draft_ids
+    tensors["d2t"] = values
+    tensors["t2d"] = torch.zeros(target_size, dtype=torch.bool).index_fill_(0, ids, True)
+    head = tensors.get("lm_head.weight")
+    if head is not None and head.shape[0] != ids.shape[0]:
+        tensors["lm_head.weight"] = head[ids]
+        notes.append(f"lm_head.weight cut from {head.shape[0]} to the {ids.shape[0]} rows of the draft vocabulary")
+    return notes
+
+
+def _spell(name: str, kind: HeadKind, layout: Layout) -> str:
+    if layout is Layout.EAGLE and kind is HeadKind.EAGLE3 and name.startswith(FIRST_LAYER):
+        return EAGLE3_FIRST_LAYER + name.removeprefix(FIRST_LAYER)
+    return name
+
+
+def _write(destination: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    made = not destination.exists()
+    destination.mkdir(parents=True, exist_ok=True)
+    try:
+        save_file(dict(tensors), destination / WEIGHTS_FILE, metadata={"format": "pt"})
+        (destination / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        load_head(destination, HOST, torch.float32)
+    except BaseException:
+        for name in (WEIGHTS_FILE, CONFIG_FILE):
+            (destination / name).unlink(missing_ok=True)
+        if made:
+            shutil.rmtree(destination, ignore_errors=True)
+        raise

@@ -1,0 +1,189 @@
+"""Checks of the tensors: what is missing, what contradicts the configuration, and what was never trained or is damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider.services.doctor.finding import Finding
+from outrider.services.doctor.pair import Pair, expected_of
+from outrider.services.doctor.statistics import NEAR_ZERO, TensorStatistics, describe
+from outrider.services.doctor.vocabulary_map import D2tMeaning, d2t_meaning
+from outrider.shared.nn.config import ModelConfig
+from outrider.shared.nn.loader import CheckpointReader
+from outrider.shared.spec.algorithm import Algorithm
+
+MAX_NAMED = 4
+NORM_ENDING = "norm.weight"
+EMBEDDING_ENDING = "embed_tokens.weight"
+PACKED = (torch.uint8,)
+"""Types of expected tensors that are no floating-point numbers: MXFP4 blocks and scales."""
+TRAINED = "Check that this is a trained export."
+DOWNLOAD = "Download the checkpoint again, or take another export of it."
+UNTRAINED_SHARE = 0.8
+"""Share of the projections that look initialised, from which on a head counts as untrained."""
+
+
+def check_target_tensors(pair: Pair) -> Iterator[Finding]:
+    """Compare the headers of all shards with the configuration, and look at a sample of every tensor."""
+    config = pair.target_config
+    with CheckpointReader(pair.target) as reader:
+        names = _compare(reader, config)
+        yield from _types(reader, names)
+        yield Finding.ok("tensors", f"{len(names)} in {len(reader.files)} file{'s' if len(reader.files) > 1 else ''}, all as expected")
+        yield from _judge(_statistics(reader, names, whole=False), "the target")
+
+
+def check_draft_tensors(pair: Pair) -> Iterator[Finding]:
+    """Read the draft as serving would, and look at every number of a head."""
+    choice = pair.choice
+    if choice.algorithm is Algorithm.STANDALONE:
+        config = pair.draft_model
+        with CheckpointReader(choice.require_folder()) as reader:
+            names = _compare(reader, config)
+            yield Finding.ok("tensors", f"{len(names)}, all as expected")
+            yield from _judge(_statistics(reader, names, whole=False), "the draft model")
+    if choice.algorithm is Algorithm.MTP:
+        count = len(pair.mtp.layers)
+        yield Finding.ok("tensors", f"{count} MTP layer{'s' if count > 1 else ''} of {choice.require_folder().name}, all as expected")
+    if choice.algorithm is not Algorithm.EAGLE:
+        return
+    with CheckpointReader(choice.require_folder()) as reader:
+        yield from _judge(_statistics(reader, list(reader.names), whole=True), "the head")
+        yield from _file_format(reader)
+    # Last: it raises the one error that serving would, and the statistics above may tell why.
+    missing = ", ".join(pair.head.missing())
+    yield Finding.ok("tensors", "all used or ignored by name" + (f"; {missing} borrowed from the target" if missing else ""))
+
+
+def check_d2t(pair: Pair) -> Iterator[Finding]:
+    """Tell from the values whether a draft vocabulary is stored as offsets."""
+    if pair.choice.algorithm is not Algorithm.EAGLE:
+        return
+    with CheckpointReader(pair.choice.require_folder()) as reader:
+        stored = _read_all(reader, ("d2t", "model.d2t", "t2d", "model.t2d"))
+    d2t, t2d = stored.get("d2t"), stored.get("t2d")
+    if d2t is None:
+        return
+    if d2t.is_floating_point() or d2t.dim() != 1:
+        yield Finding.refused("d2t", f"is {d2t.dtype} {list(d2t.shape)}, must be one list of integers", DOWNLOAD)
+        return
+    size = pair.head_config.vocab_size
+    meaning = d2t_meaning(d2t, t2d, size)
+    if meaning is D2tMeaning.OFFSETS:
+        share = f"{d2t.shape[0]} of {size} tokens"
+        yield Finding.ok("d2t", f"{meaning.value}: {share}" + ("" if t2d is None else ", as t2d says"))
+    elif meaning is D2tMeaning.TARGET_IDS:
+        yield Finding.refused(
+            "d2t",
+            "holds target ids, not offsets: " + ("t2d marks exactly these" if t2d is not None else "as offsets they leave the vocabulary"),
+            "Rewrite it by `outrider convert head`, which stores offsets.",
+        )
+    elif meaning is D2tMeaning.EITHER:
+        yield Finding.warning(
+            "d2t", "could be offsets or target ids by its values; it is read as offsets", "Look at the accept length: --probe measures it."
+        )
+    else:
+        yield Finding.refused("d2t", f"holds neither offsets nor ids of a vocabulary of {size}, or contradicts t2d", DOWNLOAD)
+
+
+def check_embedding(pair: Pair) -> Iterator[Finding]:
+    """Compare a head's own embedding with the target's: exports exist that carry an untrained one."""
+    if pair.choice.algorithm is not Algorithm.EAGLE:
+        return
+    with CheckpointReader(pair.choice.require_folder()) as head, CheckpointReader(pair.target) as target:
+        mine = next((name for name in head.names if name.endswith(EMBEDDING_ENDING)), None)
+        theirs = next((name for name in target.names if name.endswith(EMBEDDING_ENDING)), None)
+        if mine is None or theirs is None or head.tensors[mine].shape != target.tensors[theirs].shape:
+            return
+        rows = slice(0, None, max(1, head.tensors[mine].shape[0] // 512))
+        own, original = (_file(reader, name)[rows].float() for reader, name in ((head, mine), (target, theirs)))
+        likeness = float(torch.nn.functional.cosine_similarity(own, original, dim=-1).mean())
+    if likeness > 0.99:
+        yield Finding.ok(mine, "the head's own is the target's")
+    else:
+        yield Finding.warning(
+            mine,
+            f"the head's own embedding is not the target's (mean cosine {likeness:.2f})",
+            "If the head was trained with the target's, drop it from the file; --probe measures what it is worth.",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Examined:
+    """A tensor's name and what was found out about it."""
+
+    name: str
+    statistics: TensorStatistics
+
+    @property
+    def is_norm(self) -> bool:
+        return self.name.endswith(NORM_ENDING) or "norm." in self.name
+
+
+def _compare(reader: CheckpointReader, config: ModelConfig) -> list[str]:
+    """Return the names of a model's tensors, all that must be there; raises for those that must not, or are missing or misshaped."""
+    expected = expected_of(reader, config)
+    reader.check(expected.shapes, ignored=config.ignored, floating=False)
+    return list(expected.shapes) or list(reader.names)
+
+
+def _types(reader: CheckpointReader, names: Sequence[str]) -> Iterator[Finding]:
+    wrong = [name for name in names if not reader.tensors[name].dtype.is_floating_point and reader.tensors[name].dtype not in PACKED]
+    if wrong:
+        yield Finding.refused(
+            wrong[0],
+            f"{_named(wrong)} of a type that is not fp32, fp16 or bf16: {reader.tensors[wrong[0]].dtype}",
+            "Use a bf16 checkpoint.",
+        )
+
+
+def _statistics(reader: CheckpointReader, names: Sequence[str], *, whole: bool) -> list[_Examined]:
+    floating = [name for name in names if reader.tensors[name].dtype.is_floating_point and reader.tensors[name].shape]
+    return [_Examined(name, describe(_file(reader, name), whole=whole)) for name in floating]
+
+
+def _judge(examined: Sequence[_Examined], whose: str) -> Iterator[Finding]:
+    broken = [one.name for one in examined if not one.statistics.finite]
+    if broken:
+        yield Finding.refused(broken[0], f"{_named(broken)} with NaN or infinite numbers", DOWNLOAD)
+    weights = [one for one in examined if one.statistics.finite and not one.is_norm and one.statistics.columns]
+    flat = [one.name for one in weights if one.statistics.std < NEAR_ZERO and not one.name.endswith(".bias")]
+    if flat:
+        yield Finding.warning(flat[0], f"{_named(flat)} with a standard deviation under {NEAR_ZERO:g}: never filled", DOWNLOAD)
+    norms = [one for one in examined if one.statistics.finite and one.is_norm]
+    if norms and all(one.statistics.constant and one.statistics.mean == 1.0 for one in norms):
+        yield Finding.warning(norms[0].name, f"all {len(norms)} norm weights of {whose} are exactly 1, as before training", TRAINED)
+    random = [(one.name, look) for one in weights if (look := one.statistics.looks_initialised)]
+    if random and len(random) >= UNTRAINED_SHARE * len(weights):
+        name, look = random[0]
+        yield Finding.warning(
+            name,
+            f"{len(random)} of {len(weights)} projections of {whose} look like a fresh initialisation, e.g. {name}: {look}, rows all alike",
+            f"{TRAINED} --probe measures it: an untrained head has accept length 1.0.",
+        )
+    if not broken and not flat:
+        yield Finding.ok("weights", f"{len(examined)} tensors of {whose} are finite")
+
+
+def _file_format(reader: CheckpointReader) -> Iterator[Finding]:
+    file = reader.files[0].path
+    if file.suffix != ".safetensors":
+        yield Finding.ok(file.name, "unpickled with weights_only; `outrider convert head` makes safetensors of it")
+
+
+def _read_all(reader: CheckpointReader, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    return {name.removeprefix("model."): _file(reader, name).clone() for name in names if name in reader.names}
+
+
+def _file(reader: CheckpointReader, name: str) -> torch.Tensor:
+    """Return a stored tensor that shares the file's memory."""
+    file = next(file for file in reader.files if name in file.tensors)
+    return file.read(name)
+
+
+def _named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({', '.join(names[:MAX_NAMED])}{more})"

@@ -1,0 +1,135 @@
+"""The command: examine, maybe probe, and print a table for people or JSON for scripts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from outrider.services.doctor.examine import examine
+from outrider.services.doctor.finding import Finding, Report, Severity
+from outrider.services.doctor.pair import Pair
+from outrider.services.doctor.probe import judge_probe, probe_numbers, run_probe
+from outrider.services.doctor.prompts import read_prompts
+from outrider.shared.base.errors import ConfigurationError, OutriderError
+from outrider.shared.nn.decoder import default_dtype
+from outrider.shared.obs.logging import configure_logging
+from outrider.shared.spec.algorithm import Algorithm
+from outrider.shared.spec.tree import DraftShape
+
+COLOURS = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.REFUSED: "bold red"}
+VERDICTS = {
+    Severity.OK: "This pair can be served.",
+    Severity.WARNING: "This pair can be served, but read the warnings.",
+    Severity.REFUSED: "This pair would not start.",
+}
+PIPE_WIDTH = 160
+PROBE_SHAPE = DraftShape(depth=5, topk=4, max_nodes=16)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorOptions:
+    """What to examine.
+
+    Attributes:
+        target: The target's folder.
+        draft: Of a head or a draft model; None for none.
+        algorithm: As `--speculative-algorithm`.
+        device, dtype: As the services take them; ``auto`` too.
+        probe: Whether to run the pair.
+        prompts: Of the probe, JSON lines; None for the built-in ones.
+        num_prompts, tokens: How many, and how long the answers are.
+        shape: Of the probe's trees.
+        as_json: One JSON object on stdout instead of a table.
+    """
+
+    target: Path
+    draft: Path | None
+    algorithm: Algorithm = Algorithm.AUTO
+    device: str = "auto"
+    dtype: str = "auto"
+    probe: bool = False
+    prompts: Path | None = None
+    num_prompts: int = 16
+    tokens: int = 64
+    shape: DraftShape = PROBE_SHAPE
+    as_json: bool = False
+
+
+def run_doctor(options: DoctorOptions) -> int:
+    """Examine and print.
+
+    Returns:
+        The exit code: 0 the pair can be served, 2 it would be refused.
+
+    Raises:
+        ConfigurationError: a flag is wrong.
+    """
+    configure_logging("doctor", "warning")
+    device = _device(options.device)
+    pair = Pair(options.target, options.draft, options.algorithm, device, _dtype(options.dtype, device))
+    report = examine(pair)
+    if options.probe:
+        report = _probed(report, pair, options)
+    if options.as_json:
+        print(json.dumps(report.as_json(), indent=1))
+    else:
+        print_report(report, Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH))
+    return report.exit_code
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print the table; a fix stands below its finding."""
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for finding in report.findings:
+        text = Text.assemble((f"{finding.field}: ", "cyan"), finding.message)
+        if finding.fix:
+            text.append(f"\n→ {finding.fix}", style="bold")
+        table.add_row(Text(finding.severity.value, COLOURS[finding.severity]), finding.check, text)
+    console.print(table)
+    console.print(Text(VERDICTS[report.severity], COLOURS[report.severity]))
+
+
+def _probed(report: Report, pair: Pair, options: DoctorOptions) -> Report:
+    """Add a measured run to a report, unless the pair would not even load."""
+    if report.severity is Severity.REFUSED:
+        found = [Finding.ok("--probe", "not run: the pair would be refused")]
+        numbers = {}
+    elif not pair.drafts:
+        raise ConfigurationError("--probe measures a draft; give one by --draft or --speculative-algorithm.", field="--probe")
+    else:
+        try:
+            prompts = read_prompts(options.prompts, pair.target, pair.target_config.vocab_size, options.num_prompts)
+            measured = run_probe(pair, prompts, options.tokens, options.shape)
+            found, numbers = list(judge_probe(measured)), {"probe": probe_numbers(measured)}
+        except OutriderError as error:
+            found, numbers = [Finding.of_error(error)], {}
+    findings = (*report.findings, *(replace(finding, check="probe") for finding in found))
+    return replace(report, findings=findings, numbers={**report.numbers, **numbers})
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigurationError(f"device: {name!r} is none of auto, cpu, cuda and cuda:N.", field="device") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError("device: cuda was asked for and torch sees no GPU here; use --device cpu.", field="device")
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return default_dtype(device)
+    if name not in DTYPES:
+        raise ConfigurationError(f"dtype: {name!r} is none of auto, {', '.join(DTYPES)}.", field="dtype")
+    return DTYPES[name]

@@ -1,0 +1,72 @@
+"""Runs the checks: each says what it sees, and what one cannot read does not keep the others from looking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from outrider.services.doctor.checks_config import (
+    check_algorithm,
+    check_aux_layers,
+    check_hidden_size,
+    check_rope,
+    check_target,
+    check_tokenizers,
+    check_vocabulary,
+)
+from outrider.services.doctor.checks_tensors import check_d2t, check_draft_tensors, check_embedding, check_target_tensors
+from outrider.services.doctor.finding import Finding, Report
+from outrider.services.doctor.memory import check_memory, memory_numbers, plan_memory
+from outrider.services.doctor.pair import Pair
+from outrider.shared.base.errors import OutriderError
+
+Check = Callable[[Pair], Iterator[Finding]]
+
+TARGET_CHECKS: Mapping[str, Check] = {
+    "target": check_target,
+    "target tensors": check_target_tensors,
+}
+DRAFT_CHECKS: Mapping[str, Check] = {
+    "draft": check_algorithm,
+    "vocabulary": check_vocabulary,
+    "hidden size": check_hidden_size,
+    "positions": check_rope,
+    "aux layers": check_aux_layers,
+    "draft vocabulary": check_d2t,
+    "draft tensors": check_draft_tensors,
+    "embedding": check_embedding,
+}
+LAST_CHECKS: Mapping[str, Check] = {
+    "tokenizer": check_tokenizers,
+    "memory": check_memory,
+}
+
+
+def examine(pair: Pair) -> Report:
+    """Return the report of all checks that apply."""
+    checks = {**TARGET_CHECKS, **(DRAFT_CHECKS if pair.drafts else {}), **LAST_CHECKS}
+    findings: list[Finding] = []
+    for name, check in checks.items():
+        findings += _new(findings, [replace(finding, check=name) for finding in _run(check, pair)])
+    return Report(str(pair.target), str(pair.draft or ""), tuple(findings), _numbers(pair))
+
+
+def _run(check: Check, pair: Pair) -> Iterator[Finding]:
+    try:
+        yield from check(pair)
+    except OutriderError as error:
+        yield Finding.of_error(error)
+
+
+def _new(known: list[Finding], found: list[Finding]) -> list[Finding]:
+    """Leave out what an earlier check said already: several stumble over the same unreadable file."""
+    said = {(finding.field, finding.message) for finding in known}
+    return [finding for finding in found if (finding.field, finding.message) not in said]
+
+
+def _numbers(pair: Pair) -> dict[str, Mapping[str, Any]]:
+    try:
+        return {"memory": memory_numbers(plan_memory(pair))}
+    except OutriderError:
+        return {}  # its check has said why

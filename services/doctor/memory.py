@@ -1,0 +1,172 @@
+"""What the pair takes of the device's memory, and the least that works."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from outrider.services.doctor.finding import Finding
+from outrider.services.doctor.pair import Pair, expected_of
+from outrider.shared.kv.pool import token_bytes
+from outrider.shared.nn.config import ModelConfig
+from outrider.shared.nn.loader import CheckpointReader
+from outrider.shared.spec.algorithm import Algorithm
+
+GIB = 1 << 30
+PACKED_ENDING = "_blocks"
+WORKSPACE = 0.05
+"""Share of the weights for activations, masks and the allocator's slack; measured runs need less."""
+MAX_NODES, PAGE_SIZE = 128, 16
+"""Defaults of the target: its largest tree, and tokens per page."""
+SMALLEST_CONTEXT = 2048
+"""A shorter context serves nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes, with target and draft in one process on one device.
+
+    Attributes:
+        target_weights, draft_weights: At the dtype of serving; what the draft borrows counts once.
+        target_kv_per_token: Keys, values (or latents) and the feature row of one token.
+        draft_kv_per_token: Keys and values of the draft.
+        context: Tokens of the target's full context.
+        minimum: Weights, workspace and one text of `SMALLEST_CONTEXT` tokens (or the context, if that is shorter).
+        full_context: The same with one text of the full context.
+        available: Free on the device; total is what there is.
+    """
+
+    target_weights: int
+    draft_weights: int
+    target_kv_per_token: int
+    draft_kv_per_token: int
+    context: int
+    minimum: int
+    full_context: int
+    available: int
+    total: int
+
+
+def plan_memory(pair: Pair) -> MemoryPlan:
+    """Compute the plan from headers and configurations.
+
+    Raises:
+        CheckpointError: a folder cannot be read.
+    """
+    config = pair.target_config
+    feature_size, draft_kv, draft_weights = 0, 0, 0
+    if pair.drafts:
+        draft_weights, draft_kv, feature_size = _draft(pair)
+    target_kv = token_bytes(
+        config.num_layers, config.num_kv_heads, config.head_dim, pair.dtype, feature_size, latent=config.latent is not None
+    )
+    target_weights = _weights(pair.target, config, pair.dtype)
+    weights = target_weights + draft_weights
+    workspace = int(weights * WORKSPACE)
+    context = config.max_position_embeddings
+    available, total = device_memory(pair.device)
+    return MemoryPlan(
+        target_weights=target_weights,
+        draft_weights=draft_weights,
+        target_kv_per_token=target_kv,
+        draft_kv_per_token=draft_kv,
+        context=context,
+        minimum=weights + workspace + _pages(min(context, SMALLEST_CONTEXT) + MAX_NODES) * (target_kv + draft_kv),
+        full_context=weights + workspace + _pages(context + MAX_NODES) * (target_kv + draft_kv),
+        available=available,
+        total=total,
+    )
+
+
+def check_memory(pair: Pair) -> Iterator[Finding]:
+    """Compare what the pair needs with what the device has."""
+    plan = plan_memory(pair)
+    yield Finding.ok(
+        "memory",
+        f"{_size(plan.target_weights)} target, {_size(plan.draft_weights)} draft as {str(pair.dtype).removeprefix('torch.')}; a token of "
+        f"context takes {plan.target_kv_per_token / 1024:.1f} KiB + {plan.draft_kv_per_token / 1024:.1f} KiB",
+    )
+    numbers = (
+        f"at least {_size(plan.minimum)} (one text of {min(plan.context, SMALLEST_CONTEXT)} tokens), {_size(plan.full_context)} for one of "
+        f"{plan.context}; {pair.device} has {_size(plan.available)} free of {_size(plan.total)}"
+    )
+    if plan.minimum > plan.available:
+        yield Finding.refused("device", numbers, "Free memory of the device, serve on a larger one, or with a smaller --dtype.")
+    elif plan.full_context > plan.available:
+        yield Finding.warning("max_model_len", numbers, "Serve with a lower --max-model-len, or on a larger device.")
+    else:
+        yield Finding.ok("device", numbers)
+
+
+def device_memory(device: torch.device) -> tuple[int, int]:
+    """Return (free, total) bytes of a device; of the host what the kernel calls available."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return free, total
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024, total
+    except (OSError, KeyError, ValueError):
+        return total, total
+
+
+def memory_numbers(plan: MemoryPlan) -> dict[str, int]:
+    """Return the plan for scripts."""
+    return asdict(plan)
+
+
+def _weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of a loaded model."""
+    with CheckpointReader(folder) as reader:
+        names = expected_of(reader, config).shapes or reader.names
+        return sum(_loaded(reader, name, dtype) for name in names if name in reader.tensors)
+
+
+def _draft(pair: Pair) -> tuple[int, int, int]:
+    """Return (bytes of weights, bytes of a token in the draft's KV, width of a feature row)."""
+    choice = pair.choice
+    if choice.algorithm is Algorithm.EAGLE:
+        head = pair.head
+        with CheckpointReader(choice.require_folder()) as reader:
+            weights = sum(_loaded(reader, name, pair.dtype) for name in reader.names)
+        return weights, token_bytes(head.num_layers, head.kv_heads, head.head_dim, pair.dtype), head.hidden_size
+    if choice.algorithm is Algorithm.STANDALONE:
+        config = pair.draft_model
+        weights = _weights(choice.require_folder(), config, pair.dtype)
+        kv = token_bytes(config.num_layers, config.num_kv_heads, config.head_dim, pair.dtype, latent=config.latent is not None)
+        return weights, kv, 0
+    return _mtp(pair) if choice.algorithm is Algorithm.MTP else (0, 0, 0)
+
+
+def _mtp(pair: Pair) -> tuple[int, int, int]:
+    """Return the same of MTP layers: in the file they lie beside the target's own tensors."""
+    mtp, config = pair.mtp, pair.mtp.config
+    with CheckpointReader(pair.choice.require_folder()) as reader:
+        own = expected_of(reader, config).shapes
+        layers = [name for name in reader.names if name.startswith(mtp.dialect.layers) and name not in own]
+        weights = sum(_loaded(reader, name, pair.dtype) for name in layers if not name.endswith(mtp.dialect.ignored))
+    latent = config.latent is not None
+    kv = token_bytes(len(mtp.layers), config.num_kv_heads, config.head_dim, pair.dtype, latent=latent)
+    return weights, kv, config.hidden_size
+
+
+def _loaded(reader: CheckpointReader, name: str, dtype: torch.dtype) -> int:
+    """Return the bytes that a stored tensor takes once it is loaded; MXFP4 (two values per byte, and scales) is widened."""
+    info = reader.tensors[name]
+    if info.dtype is torch.uint8:
+        return 2 * prod(info.shape) * dtype.itemsize if name.endswith(PACKED_ENDING) else 0
+    return prod(info.shape) * dtype.itemsize if info.dtype.is_floating_point else info.nbytes
+
+
+def _pages(tokens: int) -> int:
+    return -(-tokens // PAGE_SIZE) * PAGE_SIZE
+
+
+def _size(number: int) -> str:
+    return f"{number / GIB:.2f} GiB" if number >= GIB // 10 else f"{number / (1 << 20):.1f} MiB"

@@ -1,0 +1,106 @@
+"""The pair under examination: what its folders say, read once and only when a check asks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.services.draft.algorithm import Choice, check_head, choose
+from outrider.services.draft.heads.base import RecurrentHead
+from outrider.services.draft.heads.head_config import HeadConfig, flatten
+from outrider.services.draft.heads.registry import load_head
+from outrider.services.draft.strategies.mtp_layers import MtpWeights
+from outrider.services.draft.strategy import TargetInfo
+from outrider.shared.nn.config import CONFIG_FILE, ConfigReader, ModelConfig, read_json
+from outrider.shared.nn.decoder import expected_tensors
+from outrider.shared.nn.fp8 import expect_scales
+from outrider.shared.nn.loader import CheckpointReader, ExpectedTensors
+from outrider.shared.spec.algorithm import Algorithm
+
+HOST = torch.device("cpu")
+HEADERS_ONLY = torch.device("meta")
+
+
+class Pair:
+    """A target and a draft on disk. Every property raises `CheckpointError` when what it reads is unusable.
+
+    Args:
+        target: The target's folder.
+        draft: Of a head or a draft model; None for drafting without one, or not at all.
+        algorithm: As `speculative_algorithm` of the settings.
+        device, dtype: Where and how the pair is to be served.
+    """
+
+    def __init__(self, target: Path, draft: Path | None, algorithm: Algorithm, device: torch.device, dtype: torch.dtype) -> None:
+        self.target = target
+        self.draft = draft
+        self.algorithm = algorithm
+        self.device = device
+        self.dtype = dtype
+
+    @property
+    def drafts(self) -> bool:
+        """Whether anything drafts at all."""
+        return self.algorithm is not Algorithm.NONE and (self.draft is not None or self.algorithm is not Algorithm.AUTO)
+
+    @cached_property
+    def target_config(self) -> ModelConfig:
+        """The target's configuration."""
+        return ModelConfig.from_dir(self.target)
+
+    @cached_property
+    def target_info(self) -> TargetInfo:
+        """The target as the draft sees it."""
+        config = self.target_config
+        return TargetInfo(self.target.name, config.fingerprint, config.vocab_size, config.hidden_size, config.num_layers)
+
+    @cached_property
+    def choice(self) -> Choice:
+        """How drafts would be made."""
+        return choose(self.algorithm, self.draft, self.target)
+
+    @cached_property
+    def draft_raw(self) -> Mapping[str, Any]:
+        """The draft's config.json as it is."""
+        return read_json(self.choice.require_folder() / CONFIG_FILE)
+
+    @cached_property
+    def head_reader(self) -> ConfigReader:
+        """The head's config.json, its sections merged."""
+        source = self.choice.require_folder() / CONFIG_FILE
+        return ConfigReader(flatten(self.draft_raw, source), source)
+
+    @cached_property
+    def head_config(self) -> HeadConfig:
+        """The decoder layers of the head."""
+        return HeadConfig.parse(self.head_reader)
+
+    @cached_property
+    def head(self) -> RecurrentHead:
+        """The head itself, read through the code that serves it, on the host."""
+        head = load_head(self.choice.require_folder(), HOST, self.dtype)
+        check_head(self.choice, head.algorithm)
+        return head
+
+    @cached_property
+    def mtp(self) -> MtpWeights:
+        """The MTP layers of a checkpoint, their shapes only."""
+        return MtpWeights.load(self.choice.require_folder(), HEADERS_ONLY, self.dtype)
+
+    @cached_property
+    def draft_model(self) -> ModelConfig:
+        """The configuration of a draft model of its own."""
+        return ModelConfig.from_dir(self.choice.require_folder())
+
+
+def expected_of(reader: CheckpointReader, config: ModelConfig) -> ExpectedTensors:
+    """Return what a model's files must hold, the scales of FP8 matrices included; without shapes where `transformers` loads them."""
+    expected = ExpectedTensors()
+    expected.shapes = expected_tensors(config)
+    if config.weight_block:
+        expect_scales(expected, reader.tensors, config.weight_block)
+    return expected

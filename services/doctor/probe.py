@@ -1,0 +1,182 @@
+"""A short measured run of the pair in this process: accept length as it is, and with the aux layers read one off."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from outrider.services.doctor.finding import Finding
+from outrider.services.doctor.pair import Pair
+from outrider.services.draft.build import build_engine
+from outrider.services.draft.engine import DraftEngine
+from outrider.services.draft.inproc import InprocDrafter
+from outrider.services.draft.settings import DraftSettings
+from outrider.services.draft.warmup import warm_up
+from outrider.services.target.engine import EngineLimits, TargetEngine
+from outrider.services.target.request import (
+    Event,
+    FailedEvent,
+    FinishedEvent,
+    GenerationRequest,
+    SamplingParams,
+    SpeculationLimits,
+    SpeculationMode,
+)
+from outrider.services.target.runner import ModelRunner
+from outrider.services.target.scheduler import Scheduler, SchedulerLimits
+from outrider.shared.attn.create import create_backend
+from outrider.shared.nn.decoder import Decoder
+from outrider.shared.spec.drafter import FeatureSpec
+from outrider.shared.spec.tree import DraftShape
+
+PAGE_SIZE = 16
+BATCH = 8
+BETTER = 1.03
+"""An alternative must accept so many times more to be named: runs of a few hundred tokens differ by chance."""
+USEFUL = 1.2
+"""Below this accept length a draft costs more than it brings."""
+AUX_KEY = "eagle_aux_hidden_state_layer_ids"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One run over all prompts.
+
+    Attributes:
+        variant: ``as configured``, ``aux layers -1`` or ``aux layers +1``.
+        aux_layer_ids: Whose outputs were captured.
+        accept_length: Tokens per round, over rounds with draft nodes.
+        rounds, tokens: Of all prompts.
+        seconds: Of the run.
+    """
+
+    variant: str
+    aux_layer_ids: tuple[int, ...]
+    accept_length: float
+    rounds: int
+    tokens: int
+    seconds: float
+
+
+def run_probe(pair: Pair, prompts: Sequence[Sequence[int]], num_tokens: int, shape: DraftShape) -> list[Measured]:
+    """Load the pair and answer the prompts greedily, once per variant.
+
+    Args:
+        pair: With something that drafts.
+        prompts: Token ids.
+        num_tokens: Of each answer.
+        shape: Of every tree.
+
+    Raises:
+        CheckpointError, ConfigurationError: it cannot be loaded.
+        OutriderError: a request failed.
+    """
+    decoder = Decoder.load(pair.target, pair.device, pair.dtype)
+    room = max(len(prompt) for prompt in prompts) + num_tokens + shape.max_nodes + 2 * PAGE_SIZE
+    settings = DraftSettings.load(
+        {
+            "draft": pair.draft,
+            "target_weights": pair.target,
+            "speculative_algorithm": pair.algorithm,
+            "device": str(pair.device),
+            "kv_tokens": BATCH * (room + shape.topk * shape.depth + 16 * PAGE_SIZE),
+        }
+    )
+    engine = build_engine(settings, pair.device, pair.dtype, pair.target_info)
+    spec = engine.strategy.feature_spec(pair.target_info)
+    for name in list(engine.strategy.missing()):
+        engine.strategy.lend(name, decoder.weight(name))
+    warm_up(engine)
+    return [_measure(name, decoder, engine, one, prompts, num_tokens, room, shape) for name, one in _variants(spec, decoder)]
+
+
+def judge_probe(measured: Sequence[Measured]) -> Iterator[Finding]:
+    """Say how well the pair does, and whether other aux layers would do better."""
+    first, *others = measured
+    numbers = f"accept length {first.accept_length:.2f} over {first.rounds} rounds ({first.tokens} tokens, {first.seconds:.1f} s)"
+    if first.accept_length < USEFUL:
+        yield Finding.warning(
+            "accept_length", numbers, "The draft guesses next to nothing of this target's text: it is untrained, or made for another model."
+        )
+    else:
+        yield Finding.ok("accept_length", numbers)
+    best = max(others, key=lambda one: one.accept_length, default=first)
+    if best.accept_length > first.accept_length * BETTER:
+        yield Finding.warning(
+            AUX_KEY,
+            f"you lose {best.accept_length - first.accept_length:.2f} of accept length: outputs of layers {list(first.aux_layer_ids)} give "
+            f"{first.accept_length:.2f}, those of {list(best.aux_layer_ids)} {best.accept_length:.2f}",
+            f'Write "eagle_config": {{"{AUX_KEY}": {list(best.aux_layer_ids)}}} into the head\'s config.json.',
+        )
+    elif others:
+        yield Finding.ok(AUX_KEY, "; ".join(f"{one.variant}: {one.accept_length:.2f}" for one in others) + ": as configured is right")
+
+
+def probe_numbers(measured: Sequence[Measured]) -> dict[str, Any]:
+    """Return the runs for scripts."""
+    return {"runs": [asdict(one) for one in measured]}
+
+
+def _variants(spec: FeatureSpec, decoder: Decoder) -> Iterator[tuple[str, FeatureSpec]]:
+    yield "as configured", spec
+    for shift in (-1, 1):
+        ids = tuple(layer + shift for layer in spec.aux_layer_ids)
+        if ids and ids[0] >= 0 and ids[-1] < decoder.config.num_layers:
+            yield f"aux layers {shift:+d}", replace(spec, aux_layer_ids=ids)
+
+
+class _Outcome:
+    """An `EventSink` that sums up."""
+
+    def __init__(self) -> None:
+        self.finished: list[FinishedEvent] = []
+        self.failed: list[FailedEvent] = []
+
+    def deliver(self, events: Sequence[Event]) -> None:
+        """See `EventSink.deliver`."""
+        self.finished += [event for event in events if isinstance(event, FinishedEvent)]
+        self.failed += [event for event in events if isinstance(event, FailedEvent)]
+
+
+def _measure(
+    name: str,
+    decoder: Decoder,
+    draft: DraftEngine,
+    spec: FeatureSpec,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    room: int,
+    shape: DraftShape,
+) -> Measured:
+    limits = SpeculationLimits(shape)
+    outcome = _Outcome()
+    started = time.monotonic()
+    with _drafting(draft, spec, decoder) as drafter:
+        pool = decoder.make_pool(BATCH * -(-room // PAGE_SIZE), PAGE_SIZE)
+        runner = ModelRunner(decoder, pool, create_backend("auto", decoder.device))
+        scheduler = Scheduler(pool.allocator, PAGE_SIZE, SchedulerLimits(max_running=BATCH))
+        eos = frozenset(decoder.config.eos_token_ids)
+        target = TargetEngine(runner, scheduler, drafter, EngineLimits(decoder.config.vocab_size, room, eos))
+        for index, prompt in enumerate(prompts):
+            speculation = limits.resolve(SpeculationMode.ON)
+            request = GenerationRequest(str(index), tuple(prompt), num_tokens, SamplingParams(temperature=0.0), speculation)
+            target.submit(request, outcome)
+        while target.has_work():
+            target.step()
+    if outcome.failed:
+        raise outcome.failed[0].error
+    total = target.stats().speculation
+    tokens = sum(event.completion_tokens for event in outcome.finished)
+    return Measured(name, tuple(spec.aux_layer_ids), total.accept_length, total.rounds, tokens, time.monotonic() - started)
+
+
+@contextmanager
+def _drafting(engine: DraftEngine, spec: FeatureSpec, decoder: Decoder) -> Iterator[InprocDrafter]:
+    drafter = InprocDrafter(engine, spec, decoder.device)
+    try:
+        yield drafter
+    finally:
+        drafter.shutdown()

@@ -1,0 +1,92 @@
+"""What the tree grower needs of a model: something that makes states of (token, state of its parent), level by level."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from outrider.services.draft.heads.base import RecurrentHead
+from outrider.services.draft.vocab import DraftVocabulary
+from outrider.shared.attn.base import AttentionBackend
+from outrider.shared.kv.pool import KVPool
+from outrider.shared.nn.rope import Rotation
+
+LevelPass = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(tokens ``[rows] int32``, states of the rows' parents ``[rows, hidden]``) → states ``[rows, hidden]``; attention is planned before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The part of a model that runs a level; a model that runs all levels alike has one.
+
+    A stage keeps K/V of its own. Its rows see the stable rows of that K/V and their ancestors of the same stage.
+
+    Attributes:
+        first_level: The first level (from 1) that it runs.
+        behind: Stable rows that its K/V has less than the sequence's: the row of position t of the MTP module after `behind` others takes
+            the token t + 1 + `behind`.
+    """
+
+    first_level: int = 1
+    behind: int = 0
+
+
+ONE_STAGE = Stage()
+
+
+class GrowingModel(Protocol):
+    """A model that grows trees; S = stable rows of a sequence, the last of them gave the state that level 0 starts from.
+
+    The rows of level i of a stage sit at rope position ``S - 1 + i - behind``.
+
+    Attributes:
+        vocabulary: What its logits range over.
+        device: Where it computes.
+    """
+
+    vocabulary: DraftVocabulary
+    device: torch.device
+
+    def stage(self, level: int) -> Stage:
+        """Return which part runs a level, from 1."""
+        ...
+
+    def level_passes(self, positions: torch.Tensor, attention: AttentionBackend, pool: KVPool) -> Sequence[LevelPass]:
+        """Return the pass of each level from 1, for rows at ``positions [levels, rows]``."""
+        ...
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Return ``[rows, vocabulary.size]`` for ``states [rows, hidden]``."""
+        ...
+
+
+class HeadGrowth:
+    """`GrowingModel` of a recurrent head: one stage, the state of a row is the feature of its children."""
+
+    def __init__(self, head: RecurrentHead) -> None:
+        self._head = head
+        self.vocabulary = head.vocabulary
+        self.device = head.device
+
+    def stage(self, level: int) -> Stage:
+        """See `GrowingModel.stage`."""
+        return ONE_STAGE
+
+    def level_passes(self, positions: torch.Tensor, attention: AttentionBackend, pool: KVPool) -> Sequence[LevelPass]:
+        """See `GrowingModel.level_passes`."""
+        rotations = split_rotation(self._head.rotation(positions.view(-1)), positions.shape[0])
+        return [partial(self._head.forward, rotation=rotation, attention=attention, pool=pool) for rotation in rotations]
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """See `GrowingModel.logits`."""
+        return self._head.logits(states)
+
+
+def split_rotation(rotation: Rotation, levels: int) -> list[Rotation]:
+    """Return the angles of each level, computed for the rows of all levels at once."""
+    rows = rotation.cos.shape[0] // levels
+    return [Rotation(rotation.cos[start : start + rows], rotation.sin[start : start + rows]) for start in range(0, levels * rows, rows)]

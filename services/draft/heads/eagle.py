@@ -1,0 +1,146 @@
+"""EAGLE-1/2: the target's own kind of layer over a mix of (embedding of token t + 1, feature of t).
+
+Source: arXiv 2401.15077 and 2406.16858 and their official code. The feature is the target's last hidden state after its final norm.
+
+    h0 = fc([embed(token) ; feature])                    embedding first
+    h1 = h0 + Attention(h0);   h = h1 + MLP(post_attention_layernorm(h1))        layer 0 has no input_layernorm, later ones do
+    logits = the target's lm_head(h), no norm before it;   next feature = h
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from outrider.services.draft.heads.eagle_config import EagleConfig
+from outrider.services.draft.heads.keys import HeadKeys, canonical_names, layer_shapes
+from outrider.services.draft.heads.tables import TokenTables
+from outrider.services.draft.strategy import TargetInfo
+from outrider.services.draft.vocab import DraftVocabulary
+from outrider.shared.attn.base import AttentionBackend
+from outrider.shared.base.errors import CheckpointError
+from outrider.shared.kv.pool import KVPool
+from outrider.shared.nn.layers import DecoderLayer
+from outrider.shared.nn.loader import CheckpointReader, Shape
+from outrider.shared.nn.rope import RotaryEmbedding, Rotation
+from outrider.shared.spec.drafter import FeatureSpec
+
+RAW_FEATURES = "final_hidden"
+"""Fingerprint of features that no head's weights went into."""
+
+
+class EagleHead:
+    """An EAGLE-1/2 head; implements `RecurrentHead`. Make it by `load`."""
+
+    algorithm = "EAGLE"
+
+    def __init__(self, config: EagleConfig, reader: CheckpointReader, keys: HeadKeys, vocabulary: DraftVocabulary) -> None:
+        layer = config.layer
+        self.config = config
+        self.device = reader.device
+        self.dtype = reader.dtype or torch.float32
+        self.hidden_size = layer.hidden_size
+        self.num_layers = layer.num_layers
+        self.kv_heads = layer.num_kv_heads
+        self.head_dim = layer.head_dim
+        self.latent = layer.latent is not None
+        self.fingerprint = f"{layer.fingerprint[:32]}{reader.fingerprint[:32]}"
+        self.vocabulary = vocabulary
+        self._rope = RotaryEmbedding(layer.rope, layer.rotary_dim, self.device, self.dtype)
+        self._fc = keys.take_linear(reader, ["fc"])
+        self._first_attention = keys.take_attention(reader, layer, 0)
+        self._first_post_norm = keys.take_norm(reader, "layers.0.post_attention_layernorm.weight", layer.rms_norm_eps)
+        self._first_mlp = keys.take_mlp(reader, layer, 0)
+        self._layers = [
+            DecoderLayer(
+                keys.take_norm(reader, f"layers.{index}.input_layernorm.weight", layer.rms_norm_eps),
+                keys.take_attention(reader, layer, index),
+                keys.take_norm(reader, f"layers.{index}.post_attention_layernorm.weight", layer.rms_norm_eps),
+                keys.take_mlp(reader, layer, index),
+            )
+            for index in range(1, layer.num_layers)
+        ]
+        self._tables = TokenTables(
+            layer, reader, vocabulary, keys.take_if_there(reader, "embed_tokens.weight"), None, target_hidden_size=layer.hidden_size
+        )
+
+    @classmethod
+    def load(
+        cls, path: Path, device: torch.device, dtype: torch.dtype, token_map: torch.Tensor | None = None
+    ) -> tuple[EagleHead, HeadKeys]:
+        """Read a head's folder strictly: every tensor is used, or ignored by name (`HeadKeys.ignored`).
+
+        Args:
+            path: The folder.
+            device, dtype: Where and how it computes.
+            token_map: Target ids that it shall draft (FR-Spec); None = all.
+
+        Raises:
+            CheckpointError: naming the key or tensor, and the fix.
+        """
+        config = EagleConfig.from_dir(path)
+        vocabulary = DraftVocabulary.from_token_map(token_map, config.layer.vocab_size)
+        with CheckpointReader(path, device=device, dtype=dtype) as reader:
+            keys = _resolve(reader, config)
+            head = cls(config, reader, keys, vocabulary)
+            reader.finish(ignored=list(keys.ignored))
+        return head, keys
+
+    def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
+        """See `DraftStrategy.feature_spec`. Features travel raw: ``fc`` mixes the embedding in, so it cannot run on the target."""
+        if target is not None:
+            self.config.check_target(target)
+        return FeatureSpec(final_hidden=True, feature_size=self.hidden_size, fingerprint=RAW_FEATURES)
+
+    def missing(self) -> Mapping[str, tuple[int, ...]]:
+        """See `DraftStrategy.missing`."""
+        return self._tables.missing()
+
+    def lend(self, name: str, tensor: torch.Tensor) -> None:
+        """See `DraftStrategy.lend`."""
+        self._tables.lend(name, tensor)
+
+    def rotation(self, positions: torch.Tensor) -> Rotation:
+        """See `RecurrentHead.rotation`."""
+        return self._rope(positions)
+
+    def forward(
+        self, tokens: torch.Tensor, features: torch.Tensor, rotation: Rotation, attention: AttentionBackend, pool: KVPool
+    ) -> torch.Tensor:
+        """See `RecurrentHead.forward`."""
+        mixed = self._fc(torch.cat([self._tables.embed(tokens), features], dim=-1))  # [rows, hidden]
+        hidden = self._first_attention(mixed, mixed, rotation, attention, pool)
+        hidden = self._first_mlp(self._first_post_norm(hidden), hidden)
+        for layer in self._layers:
+            hidden = layer(hidden, rotation, attention, pool)
+        return hidden
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """See `RecurrentHead.logits`."""
+        return self._tables.logits(states)
+
+
+def _resolve(reader: CheckpointReader, config: EagleConfig) -> HeadKeys:
+    """Match a file's names and shapes with what the configuration says."""
+    layer = config.layer
+    hidden = layer.hidden_size
+    stored = canonical_names(reader)
+    shapes: dict[str, Shape] = {"fc.weight": (hidden, 2 * hidden)}
+    ignored = {"lm_head.weight": "EAGLE-1/2 heads draft with the target's lm_head"}
+    if config.fc_bias and "fc.weight" in stored and "fc.bias" not in stored:
+        raise CheckpointError(
+            f'{reader.path}: fc.bias is missing; a head whose fc has no bias says "bias": false in its config.json.', field="fc.bias"
+        )
+    if config.fc_bias:
+        shapes["fc.bias"] = (hidden,)
+    else:
+        ignored["fc.bias"] = 'config.json says "bias": false'
+    for index in range(layer.num_layers):
+        shapes |= layer_shapes(layer, index, hidden, stored, qkv_bias=config.qkv_bias)
+        if index:
+            shapes[f"layers.{index}.input_layernorm.weight"] = (hidden,)
+    if "embed_tokens.weight" in stored:
+        shapes["embed_tokens.weight"] = (layer.vocab_size, hidden)
+    return HeadKeys.settle(reader, stored, shapes, ignored)

@@ -1,0 +1,237 @@
+"""Drafting with the MTP layers of the target's own checkpoint.
+
+Layer m (from 0) pairs, at position t, the token t + 1 + m with the state of layer m - 1 at t (layer 0: the target's last hidden state
+after the final norm), and predicts the token t + 2 + m. Each layer has K/V of its own, in a plane of the pool; with C committed tokens
+layer m has C - 1 - m rows. Level i of a tree is run by layer i: its rows complete the sequence of that layer by the drafted token. Levels
+beyond the last layer repeat it, its own state taking the place of the one before, as models with one MTP layer are served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+from torch.nn import functional
+
+from outrider.services.draft.chunks import RowChunk, leases_of, take_chunks, take_features
+from outrider.services.draft.growth import LevelPass, Stage, split_rotation
+from outrider.services.draft.runner import PagedStrategy, longest_session
+from outrider.services.draft.session import Session
+from outrider.services.draft.strategies.mtp_layers import MtpWeights
+from outrider.services.draft.strategy import StrategyInfo, TargetInfo
+from outrider.services.draft.vocab import DraftVocabulary
+from outrider.shared.attn.base import AttentionBackend, build_batch
+from outrider.shared.base.errors import CheckpointError
+from outrider.shared.kv.pool import KVPool
+from outrider.shared.nn.decoder import EMBEDDING, LM_HEAD
+from outrider.shared.nn.layers import Linear
+from outrider.shared.nn.rope import RotaryEmbedding, Rotation
+from outrider.shared.spec.drafter import FeatureSpec
+from outrider.shared.spec.tree import DraftShape
+
+FINGERPRINT = "final_hidden"
+"""The target stores its last hidden state as it is, whichever layers read it."""
+
+
+class MtpModel:
+    """`GrowingModel` of chained MTP layers: one stage per layer.
+
+    Args:
+        weights: The layers.
+        device, dtype: Where and how they compute.
+        token_map: Target ids that they may draft, or None for all.
+    """
+
+    def __init__(self, weights: MtpWeights, device: torch.device, dtype: torch.dtype, token_map: torch.Tensor | None = None) -> None:
+        config = weights.config
+        self.weights = weights
+        self.device = device
+        self.dtype = dtype
+        self.vocabulary = DraftVocabulary.from_token_map(token_map, config.vocab_size)
+        self._rope = RotaryEmbedding(config.rope, config.rotary_dim, device, dtype)
+        self._embedding: torch.Tensor | None = None
+        self._lm_head: Linear | None = None
+
+    @property
+    def depth(self) -> int:
+        """Number of layers."""
+        return len(self.weights.layers)
+
+    def make_pool(self, num_pages: int, page_size: int) -> KVPool:
+        """Make a pool with a plane (or a pair) for each layer."""
+        config = self.weights.config
+        return KVPool(
+            num_pages, page_size, self.depth, config.num_kv_heads, config.head_dim, self.dtype, self.device,
+            latent=config.latent is not None,
+        )  # fmt: skip
+
+    def missing(self) -> dict[str, tuple[int, ...]]:
+        """See `DraftStrategy.missing`: embedding and output head are the target's."""
+        shape = (self.weights.config.vocab_size, self.weights.config.hidden_size)
+        return {name: shape for name, held in ((EMBEDDING, self._embedding), (LM_HEAD, self._lm_head)) if held is None}
+
+    def lend(self, name: str, tensor: torch.Tensor) -> None:
+        """See `DraftStrategy.lend`."""
+        shape = self.missing().get(name)
+        if shape is None:
+            raise CheckpointError(f"{name} is not wanted; missing: {', '.join(self.missing()) or 'nothing'}.", field=name)
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(f"{name} is {list(tensor.shape)}, must be {list(shape)}.", field=name)
+        tensor = tensor.to(device=self.device, dtype=self.dtype)
+        if name == EMBEDDING:
+            self._embedding = tensor
+        else:
+            self._lm_head = Linear(tensor if self.vocabulary.d2t is None else tensor[self.vocabulary.target_ids(self.device)])
+
+    def stage(self, level: int) -> Stage:
+        """See `GrowingModel.stage`."""
+        behind = min(level, self.depth - 1)
+        return Stage(first_level=max(1, behind), behind=behind)
+
+    def level_passes(self, positions: torch.Tensor, attention: AttentionBackend, pool: KVPool) -> Sequence[LevelPass]:
+        """See `GrowingModel.level_passes`."""
+        rotations = split_rotation(self._rope(positions.view(-1)), positions.shape[0])
+        return [
+            partial(self._run, self.stage(level).behind, rotation=rotation, positions=rows, attention=attention, pool=pool)
+            for level, (rotation, rows) in enumerate(zip(rotations, positions, strict=True), 1)
+        ]
+
+    def run(
+        self, layer: int, tokens: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend, pool: KVPool
+    ) -> torch.Tensor:
+        """Run one layer over rows ``tokens, positions [rows]``, ``states [rows, hidden]``; attention is planned for them."""
+        return self._run(layer, tokens, states, self._rope(positions), positions, attention, pool)
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """See `GrowingModel.logits`."""
+        assert self._lm_head is not None, "lm_head is missing; lend() it first"
+        return self._lm_head(states)
+
+    def _run(
+        self,
+        layer: int,
+        tokens: torch.Tensor,
+        states: torch.Tensor,
+        rotation: Rotation,
+        positions: torch.Tensor,
+        attention: AttentionBackend,
+        pool: KVPool,
+    ) -> torch.Tensor:
+        assert self._embedding is not None, "the embedding is missing; lend() it first"
+        embedded = functional.embedding(tokens, self._embedding)
+        if self.weights.dialect.blind_start:
+            embedded = embedded * (positions != 0)[:, None]
+        return self.weights.layers[layer](embedded, states, rotation, attention, pool)
+
+
+class MtpStrategy(PagedStrategy):
+    """`DraftStrategy` of MTP layers.
+
+    Args:
+        model: The layers.
+        pool: Made by `MtpModel.make_pool`.
+        attention: Its attention backend.
+        model_id: Name of the checkpoint.
+        max_shape: Largest tree that will be asked for.
+    """
+
+    def __init__(self, model: MtpModel, pool: KVPool, attention: AttentionBackend, model_id: str, max_shape: DraftShape) -> None:
+        config = model.weights.config
+        info = StrategyInfo(
+            algorithm="MTP",
+            model_id=model_id,
+            fingerprint=model.weights.fingerprint,
+            vocab_size=config.vocab_size,
+            feature_size=config.hidden_size,
+            max_len=longest_session(pool, max_shape),
+            hidden_size=config.hidden_size,
+            # Later layers go on from the states of the rows before, which a reopened session has not.
+            inherits=model.depth == 1,
+        )
+        super().__init__(info, model, pool, attention)
+        self._model = model
+
+    def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
+        """See `DraftStrategy.feature_spec`."""
+        config = self._model.weights.config
+        if target is not None:
+            for key, mine, theirs in (
+                ("hidden_size", config.hidden_size, target.hidden_size),
+                ("vocab_size", config.vocab_size, target.vocab_size),
+            ):
+                if mine != theirs:
+                    raise CheckpointError(
+                        f"The MTP layers belong to a target of {key} {mine}, this one's is {theirs}: MTP layers draft for their own "
+                        "checkpoint only.",
+                        field=key,
+                    )
+        return FeatureSpec(final_hidden=True, feature_size=config.hidden_size, fingerprint=FINGERPRINT)
+
+    def missing(self) -> Mapping[str, tuple[int, ...]]:
+        """See `DraftStrategy.missing`."""
+        return self._model.missing()
+
+    def lend(self, name: str, tensor: torch.Tensor) -> None:
+        """See `DraftStrategy.lend`."""
+        self._model.lend(name, tensor)
+
+    @torch.inference_mode()
+    def extend(self, sessions: Sequence[Session], max_rows: int) -> None:
+        """See `DraftStrategy.extend`. ``last_state [layers, hidden]`` holds the state of each layer's last row."""
+        chunks = take_chunks(sessions, max_rows)
+        if not chunks:
+            return
+        model = self._model
+        before = [chunk.session.last_state for chunk in chunks]
+        after = [torch.zeros(model.depth, self.info.hidden_size, device=model.device, dtype=model.dtype) for _ in chunks]
+        parts = list(take_features(chunks, model.device, model.dtype).split_with_sizes([chunk.count for chunk in chunks]))
+        for layer in range(model.depth):
+            if layer:
+                parts = [_inputs(outputs, states, chunk.start, layer) for outputs, states, chunk in zip(parts, before, chunks, strict=True)]
+            parts = self._run_layer(layer, chunks, parts)
+            for states, outputs in zip(after, parts, strict=True):
+                if outputs.shape[0]:
+                    states[layer] = outputs[-1]
+        for chunk, states in zip(chunks, after, strict=True):
+            chunk.session.cached_rows += chunk.count
+            chunk.session.last_state = states
+
+    def _run_layer(self, layer: int, chunks: Sequence[RowChunk], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run a layer over its new rows of each chunk, ``inputs[i] [rows, hidden]``; the last of them is ``chunk.stop - 1 - layer``."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        starts: list[int] = []
+        working: list[RowChunk] = []
+        for chunk, states in zip(chunks, inputs, strict=True):
+            if states.shape[0]:
+                stop = chunk.stop - layer
+                start = stop - states.shape[0]
+                tokens += chunk.session.tokens[start + 1 + layer : stop + 1 + layer]
+                positions += range(start, stop)
+                starts.append(start)
+                working.append(chunk)
+        if not working:
+            return list(inputs)
+        counts = [states.shape[0] for states in inputs]
+        host = torch.tensor([tokens, positions], dtype=torch.int32).to(self._device)
+        self._attention.plan(build_batch(self._pool, leases_of(working), starts, [count for count in counts if count]))
+        states = self._model.run(layer, host[0], torch.cat(list(inputs)), host[1], self._attention, self._pool)
+        return list(states.split_with_sizes(counts))
+
+    def _root_state(self, session: Session) -> torch.Tensor | None:
+        return None if session.last_state is None else session.last_state[0]
+
+
+def _inputs(outputs: torch.Tensor, before: torch.Tensor | None, start: int, layer: int) -> torch.Tensor:
+    """Return what `layer` takes for its new rows: what the layer before made of all its rows up to the last but one.
+
+    Args:
+        outputs: ``[rows, hidden]`` of the layer before; its last row waits for a token that is not known yet.
+        before: ``[layers, hidden]``, states of the last rows of the time before, or None at the first time.
+        start: First new row of layer 0.
+        layer: From 1.
+    """
+    if start >= layer and before is not None:
+        return torch.cat([before[layer - 1 : layer], outputs[:-1]])
+    return outputs[:-1]

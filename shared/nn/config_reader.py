@@ -1,0 +1,99 @@
+"""Typed reading of JSON configuration, with errors that name the key, the file and the fix."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from outrider.shared.base.errors import CheckpointError
+
+
+class ConfigReader:
+    """Typed access to a JSON object, with errors that name the key and the file."""
+
+    def __init__(self, raw: Mapping[str, Any], source: Path | str) -> None:
+        self.raw = raw
+        self.source = source
+
+    def error(self, key: str, problem: str) -> CheckpointError:
+        """Return the error that says what is wrong with `key`."""
+        return CheckpointError(f"{self.source}: {key}: {problem}.", field=key)
+
+    def positive(self, key: str, default: int | None = None) -> int:
+        """Return an integer ≥ 1; null counts as absent. Without a default the key is required."""
+        value = self.raw.get(key)
+        if value is None:
+            if default is None:
+                raise self.error(key, "is missing; the folder must hold the config.json that belongs to the weights")
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.error(key, f"must be a positive integer, not {value!r}")
+        return value
+
+    def count(self, key: str, default: int) -> int:
+        """Return an integer ≥ 0; null counts as absent."""
+        value = self.raw.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise self.error(key, f"must be a whole number, not {value!r}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a finite number > 0."""
+        value = self.raw.get(key)
+        if value is None:
+            if default is None:
+                raise self.error(key, "is missing")
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+            raise self.error(key, f"must be a positive number, not {value!r}")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Return a boolean."""
+        value = self.raw.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.error(key, f"must be true or false, not {value!r}")
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        """Return a string."""
+        value = self.raw.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise self.error(key, f"must be a string, not {value!r}")
+        return value
+
+    def strings(self, key: str) -> tuple[str, ...] | None:
+        """Return a list of strings, or None when the key is absent."""
+        value = self.raw.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.error(key, f"must be a list of strings, not {value!r}")
+        return tuple(value)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        CheckpointError: The file is missing, unreadable or not a JSON object; `field` is the file.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        hint = "is the path right?" if not path.parent.is_dir() else "give a Hugging Face model folder"
+        raise CheckpointError(f"{path} does not exist: {hint}", field=str(path)) from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({error}); download the file again.", field=str(path)) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, not {type(value).__name__}.", field=str(path))
+    return value

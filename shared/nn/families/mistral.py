@@ -1,0 +1,28 @@
+"""Mistral: Llama with a sliding window on every layer (7B v0.1) or on none (later releases), and Mixtral, its mixture of experts."""
+
+from __future__ import annotations
+
+from outrider.shared.nn.config_reader import ConfigReader
+from outrider.shared.nn.expert_files import SeparateExperts
+from outrider.shared.nn.families.base import Family, windows
+from outrider.shared.nn.traits import ExpertsConfig, Routing, Traits
+
+MIXTRAL_FILES = SeparateExperts(router="block_sparse_moe.gate", expert="block_sparse_moe.experts.{}.", gate="w1", up="w3", down="w2")
+
+
+def _mistral(reader: ConfigReader, num_layers: int) -> Traits:
+    return Traits(windows=windows(reader, num_layers))
+
+
+def _mixtral(reader: ConfigReader, num_layers: int) -> Traits:
+    experts = ExpertsConfig(
+        num_experts=reader.positive("num_local_experts", 8),
+        intermediate_size=reader.positive("intermediate_size"),
+        routing=Routing(top_k=reader.positive("num_experts_per_tok", 2)),
+        files=MIXTRAL_FILES,
+    )
+    return Traits(windows=windows(reader, num_layers), experts=experts, sparse=(True,) * num_layers, rope_theta=1e6)
+
+
+MISTRAL = Family("mistral", ("MistralForCausalLM",), _mistral)
+MIXTRAL = Family("mixtral", ("MixtralForCausalLM",), _mixtral)

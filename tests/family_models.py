@@ -1,0 +1,183 @@
+"""Tiny random models of every target family, made with transformers' own classes and saved as `save_pretrained` does."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from outrider.shared.attn.base import build_batch
+from outrider.shared.attn.create import create_backend
+from outrider.shared.kv.pool import KVPool
+from outrider.shared.nn.decoder import Decoder
+
+VOCAB, LAYERS, WINDOW = 97, 4, 24
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 1,
+}
+GPT_OSS: dict[str, Any] = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "head_dim": 16,
+    "sliding_window": WINDOW,
+    "intermediate_size": 64,
+    "rope_parameters": {**YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
+    "swiglu_limit": 1.0,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": WINDOW}),
+    "mistral-full": ("Mistral", {"sliding_window": None, "head_dim": 24}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-tied-yarn": ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}),
+    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
+    "qwen3": ("Qwen3", {"head_dim": 24}),
+    "qwen3-bias": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
+    "mimo": ("Qwen2", {}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "head_dim": 16, "mlp_only_layers": [1]},
+    ),
+    "qwen3-moe-normed": (
+        "Qwen3Moe",
+        {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "head_dim": 16, "norm_topk_prob": True},
+    ),
+    "gpt-oss": ("GptOss", GPT_OSS),
+    "deepseek-v2-lite": ("DeepseekV2", {**DEEPSEEK, "q_lora_rank": None, "topk_method": "greedy", "n_shared_experts": 2}),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {
+            **DEEPSEEK,
+            "q_lora_rank": 20,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek-v3": ("DeepseekV3", {**DEEPSEEK, "q_lora_rank": 20, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}}),
+}
+
+
+@functools.cache
+def reference(case: str) -> Any:
+    """Return a random transformers model; norms, biases, sinks and routing biases are random too."""
+    name, overrides = CASES[case]
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2,
+        "eos_token_id": None,
+        "bos_token_id": None,
+        "pad_token_id": None,
+        **overrides,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**settings)).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1 or parameter.shape[-1] == 1:
+                    parameter.add_(torch.randn_like(parameter) * 0.2)
+            for buffer_name, buffer in model.named_buffers():
+                if buffer_name.endswith("e_score_correction_bias"):
+                    buffer.add_(torch.randn_like(buffer) * 0.2)
+            for key, parameter in model.named_parameters():
+                if key.endswith(("router.bias", "experts.gate_up_proj_bias", "experts.down_proj_bias", "sinks")):
+                    parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def save(case: str, folder: Path) -> Path:
+    """Save a case's checkpoint into `folder` once, and return its path."""
+    path = folder / case
+    if path.is_dir():
+        return path
+    reference(case).save_pretrained(path)
+    if case == "mimo":
+        _dress_as_mimo(path)
+    return path
+
+
+def _dress_as_mimo(path: Path) -> None:
+    """Turn a Qwen2 checkpoint into MiMo's: its names in config.json, its code named in auto_map, its MTP layer in the file."""
+    config = json.loads((path / "config.json").read_text())
+    config |= {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "mimo",
+        "attention_bias": True,
+        "num_nextn_predict_layers": 1,
+        "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig", "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"},
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(path / "model.safetensors")
+    layer = {name.replace("layers.0", "mtp_layers.0"): tensor.clone() for name, tensor in tensors.items() if "layers.0" in name}
+    hidden = config["hidden_size"]
+    layer |= {"model.mtp_layers.0.input_proj.weight": torch.ones(hidden, 2 * hidden)}
+    norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+    layer |= {f"model.mtp_layers.0.{name}.weight": torch.ones(hidden) for name in norms}
+    save_file(tensors | layer, path / "model.safetensors")
+
+
+def reference_logits(case: str, tokens: Sequence[int]) -> torch.Tensor:
+    """Return ``[len(tokens), vocab]`` of transformers' model."""
+    with torch.no_grad():
+        logits: torch.Tensor = reference(case)(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+    return logits
+
+
+def assert_near(got: torch.Tensor, want: torch.Tensor, tolerance: float = 1e-4) -> None:
+    """Assert equality within `tolerance` of the largest reference value."""
+    assert got.shape == want.shape
+    error = float((got - want).abs().max() / want.abs().max())
+    assert error <= tolerance, f"relative error {error:.2e}"
+
+
+class Sequences:
+    """Runs rows of several sequences through a decoder, on any backend."""
+
+    def __init__(self, decoder: Decoder, count: int, *, page_size: int = 4, tokens: int = 112, backend: str = "auto") -> None:
+        self.decoder = decoder
+        self.pool: KVPool = decoder.make_pool(count * (-(-tokens // page_size)), page_size)
+        self.leases = [lease for lease in (self.pool.lease(tokens) for _ in range(count)) if lease is not None]
+        self.attention = create_backend(backend, "cpu")
+
+    def run(
+        self,
+        starts: Sequence[int],
+        rows: Sequence[Sequence[int]],
+        positions: Sequence[Sequence[int]] | None = None,
+        ancestors: torch.Tensor | None = None,
+        aux: tuple[int, ...] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return logits ``[rows, vocab]`` and captured states of all rows."""
+        leases = self.leases[: len(starts)]
+        self.attention.plan(build_batch(self.pool, leases, starts, [len(row) for row in rows], ancestors=ancestors))
+        if positions is None:
+            positions = [list(range(start, start + len(row))) for start, row in zip(starts, rows, strict=True)]
+        tokens = torch.tensor([token for row in rows for token in row])
+        places = torch.tensor([place for row in positions for place in row])
+        output = self.decoder.forward(tokens, places, self.attention, self.pool, aux)
+        return self.decoder.logits(output.hidden), output.aux

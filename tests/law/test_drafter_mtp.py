@@ -1,0 +1,164 @@
+"""MTP layers of a trained toy through the real engine: the output of plain decoding, and the accept length of a plain reference drafter."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
+from toy_mtp import HIDDEN, VOCAB, Model, reference_accept_length, sample_text, save, train
+
+from outrider.services.draft.inproc import InprocDrafter, drafter_beside
+from outrider.services.draft.settings import DraftSettings
+from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.request import SamplingParams
+from outrider.shared.base.errors import CheckpointError
+from outrider.shared.nn.decoder import Decoder
+
+torch.set_num_threads(1)
+COUNT = 24
+PROMPTS = [
+    row[:length] for row, length in zip(sample_text(6, 40, torch.Generator().manual_seed(5)).tolist(), (2, 3, 9, 16, 25, 40), strict=True)
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    """A target of two layers with two MTP layers, trained together."""
+    return train(layers=2, mtp_layers=2, steps=160)
+
+
+@pytest.fixture(scope="module")
+def folder(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(model, tmp_path_factory.mktemp("mimo"))
+
+
+@pytest.fixture(scope="module")
+def target(folder: Path) -> Decoder:
+    return load_toy(folder)
+
+
+def drafter_for(target: Decoder, folder: Path, **settings: object) -> InprocDrafter:
+    return drafter_beside(target, DraftSettings.load({"target_weights": folder, "kv_tokens": 8192, "page_size": 4, **settings}))
+
+
+def run(target: Decoder, folder: Path, shape: tuple[int, int, int], sampling: SamplingParams | None = None, **options: int) -> Harness:
+    """Decode every prompt at once and check each against plain decoding."""
+    harness = make_harness(target, drafter_for(target, folder), prefill_chunk=16, **options)
+    for index, prompt in enumerate(PROMPTS):
+        harness.submit(prompt, COUNT, request_id=str(index), shape=shape, sampling=sampling)
+    harness.run()
+    for index, prompt in enumerate(PROMPTS):
+        plain = generate_plain(target, NoDrafter(), prompt, COUNT, **({"sampling": sampling} if sampling else {}))
+        assert_same_tokens(target, prompt, plain, harness.sink.tokens[str(index)], sampling)
+    return harness
+
+
+def tokens_per_round(harness: Harness) -> float:
+    finished = harness.sink.finished.values()
+    return sum(one.completion_tokens - 1 for one in finished) / sum(one.speculation.rounds for one in finished)
+
+
+def reference(model: Model, depth: int) -> float:
+    emitted, rounds = zip(*(reference_accept_length(model, prompt, COUNT, depth) for prompt in PROMPTS), strict=True)
+    return sum(emitted) / sum(rounds)
+
+
+def test_the_target_is_the_model_that_was_trained(model: Model, target: Decoder) -> None:
+    for prompt in PROMPTS:
+        assert_same_tokens(target, prompt, model.greedy(prompt, COUNT), generate_plain(target, NoDrafter(), prompt, COUNT))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_chains_are_accepted_as_those_of_a_plain_reference(model: Model, target: Decoder, folder: Path, depth: int) -> None:
+    """Depth 1 is the first layer alone, 2 the chain, 4 repeats the last layer on its own states."""
+    expected = reference(model, depth)
+    found = tokens_per_round(run(target, folder, (depth, 1, depth + 1)))
+    print(f"depth {depth}: {found:.3f} tokens a round, the reference {expected:.3f}")
+    assert abs(found - expected) <= 0.02 * expected
+    assert found >= (2.0 if depth > 1 else 1.6)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 8), (4, 3, 12), (5, 4, 24)])
+def test_trees_accept_more_than_chains(model: Model, target: Decoder, folder: Path, shape: tuple[int, int, int]) -> None:
+    assert tokens_per_round(run(target, folder, shape)) >= reference(model, shape[0])
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 3), (4, 3, 12)])
+def test_seeded_output_is_that_of_plain_decoding(target: Decoder, folder: Path, shape: tuple[int, int, int]) -> None:
+    for seed in (1, 2):
+        assert tokens_per_round(run(target, folder, shape, SamplingParams(temperature=1.0, seed=seed))) > 1.6
+
+
+def test_retracted_sequences_draft_as_before(target: Decoder, folder: Path, model: Model) -> None:
+    harness = run(target, folder, (2, 1, 3), num_pages=14, page_size=8)
+    assert harness.scheduler.num_retractions > 0, "the pool was meant to be too small"
+    assert tokens_per_round(harness) > 0.9 * reference(model, 2)
+
+
+def test_one_layer_serves_all_levels(tmp_path: Path) -> None:
+    model = train(layers=1, mtp_layers=1, steps=60)
+    folder = save(model, tmp_path / "mimo")
+    target = load_toy(folder)
+    for depth in (1, 3):
+        expected = reference(model, depth)
+        assert abs(tokens_per_round(run(target, folder, (depth, 1, depth + 1))) - expected) <= 0.02 * expected
+
+
+def test_what_a_drafter_gets_wrong_shows_in_its_accept_length(target: Decoder, folder: Path, tmp_path: Path) -> None:
+    """The halves of the projection swapped; each layer in the place of the other."""
+    right = tokens_per_round(run(target, folder, (2, 1, 3)))
+    weights = load_file(str(folder / "model.safetensors"))
+    first, second = "model.mtp_layers.0.", "model.mtp_layers.1."
+    projection = weights[f"{first}input_proj.weight"]
+    layers_swapped = {
+        name: weights[name.replace(first, "?").replace(second, first).replace("?", second)] for name in weights if "mtp_layers" in name
+    }
+    for name, changed in {
+        "halves": {f"{first}input_proj.weight": torch.cat([projection[:, HIDDEN:], projection[:, :HIDDEN]], dim=1)},
+        "layers": layers_swapped,
+    }.items():
+        broken = save_broken(folder, tmp_path / name, weights | changed)
+        assert tokens_per_round(run(target, broken, (2, 1, 3))) < 0.9 * right
+
+
+def save_broken(folder: Path, to: Path, weights: dict[str, torch.Tensor]) -> Path:
+    to.mkdir()
+    (to / "config.json").write_text((folder / "config.json").read_text())
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, str(to / "model.safetensors"))
+    return to
+
+
+def test_layers_of_another_target_are_refused(target: Decoder, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    other = save(Model(1, 1), tmp_path / "other", vocab_size=VOCAB + 1)
+    with pytest.raises(CheckpointError) as caught:
+        drafter_for(target, other)
+    assert caught.value.field == "vocab_size"
+
+
+def test_random_prompts_change_nothing(target: Decoder, folder: Path) -> None:
+    rng = random.Random(0)
+    harness = make_harness(target, drafter_for(target, folder), max_running=2, prefill_chunk=8)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.choice([1, 2, 3, 30]))] for _ in range(6)]
+    for index, prompt in enumerate(prompts):
+        harness.submit(prompt, 12, request_id=str(index), shape=(rng.randint(1, 5), rng.randint(1, 3), 12))
+    harness.run()
+    for index, prompt in enumerate(prompts):
+        assert_same_tokens(target, prompt, generate_plain(target, NoDrafter(), prompt, 12), harness.sink.tokens[str(index)])
+
+
+def test_a_token_map_restricts_what_is_drafted(target: Decoder, folder: Path, tmp_path: Path) -> None:
+    kept = list(range(1, VOCAB, 2))
+    (tmp_path / "map.json").write_text(json.dumps(kept))
+    harness = make_harness(target, drafter_for(target, folder, speculative_token_map=tmp_path / "map.json"))
+    harness.submit(PROMPTS[-1], COUNT, request_id="a", shape=(3, 2, 8), trace=True)
+    harness.run()
+    assert_same_tokens(target, PROMPTS[-1], generate_plain(target, NoDrafter(), PROMPTS[-1], COUNT), harness.sink.tokens["a"])
+    drafted = {node.token for one in harness.sink.rounds["a"] for node in one.nodes[1:]}
+    assert drafted
+    assert drafted <= set(kept)

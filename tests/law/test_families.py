@@ -1,0 +1,68 @@
+"""Output with speculation equals output without, and transformers', for every target family, in batches and beyond the window."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from family_models import CASES, VOCAB, WINDOW, reference, save
+from target_harness import FakeDrafter, Node, assert_same_tokens, load_toy, make_harness, oracle_plan, random_plan
+
+from outrider.services.target.request import SpeculationMode
+from outrider.shared.spec.drafter import ProposalRow
+
+torch.set_num_threads(1)
+NEW_TOKENS = 40
+SHAPES = [(4, 1, 5), (5, 3, 12)]
+LENGTHS = (3, WINDOW + 9, 2 * WINDOW)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("families")
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(2)
+    return [[rng.randrange(VOCAB) for _ in range(length)] for length in LENGTHS]
+
+
+def answer(case: str, prompt: list[int]) -> list[int]:
+    """Return what transformers generates, without a cache so that nothing of it can be wrong."""
+    tokens = list(prompt)
+    for _ in range(NEW_TOKENS):
+        with torch.no_grad():
+            logits = reference(case)(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+        tokens.append(int(logits.argmax()))
+    return tokens[len(prompt) :]
+
+
+def ngram_plan(tokens: list[int], row: ProposalRow) -> list[Node]:
+    """Propose what followed the last token before, as one chain."""
+    earlier = [index for index, token in enumerate(tokens[:-1]) if token == tokens[-1]]
+    chain = tokens[earlier[-1] + 1 :][: row.shape.max_nodes - 1] if earlier else []
+    return [(token, parent) for parent, token in enumerate(chain)]
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_greedy_output_is_that_of_transformers_with_and_without_speculation(case: str, folder: Path) -> None:
+    decoder = load_toy(save(case, folder))
+    expected = [answer(case, prompt) for prompt in prompts()]
+    truth = [prompt + tokens for prompt, tokens in zip(prompts(), expected, strict=True)]
+    plans = {"oracle": oracle_plan(truth, VOCAB, 0.7), "garbage": random_plan(VOCAB), "ngram": ngram_plan}
+    accepted = {}
+    for name, plan in plans.items():
+        harness = make_harness(decoder, FakeDrafter(plan), num_pages=96, page_size=4, prefill_chunk=32)
+        for index, prompt in enumerate(prompts()):
+            harness.submit(prompt, NEW_TOKENS, request_id=f"off {index}", mode=SpeculationMode.OFF)
+            for shape in SHAPES:
+                harness.submit(prompt, NEW_TOKENS, request_id=f"{shape} {index}", shape=shape)
+        harness.run()
+        for index, prompt in enumerate(prompts()):
+            for kind in ("off", *SHAPES):
+                assert_same_tokens(decoder, prompt, expected[index], harness.sink.tokens[f"{kind} {index}"])
+        accepted[name] = [harness.sink.finished[f"{SHAPES[-1]} {index}"].speculation.accepted_tokens for index in range(len(LENGTHS))]
+    print(f"{case}: accepted draft tokens per request {accepted}")
+    assert min(accepted["oracle"]) > NEW_TOKENS // 3
