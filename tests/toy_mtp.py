@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER = 32, 48, 4, 2, 12, 96
+VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER = 32, 48, 4, 2, 16, 96
 EPS, THETA = 1e-6, 10000.0
 STEPS = 7
 """The toy language: tokens advance by a stride that the first token names, and now and then by another."""

@@ -29,7 +29,7 @@ PROMPTS = [
 @pytest.fixture(scope="module")
 def model() -> Model:
     """A target of two layers with two MTP layers, trained together."""
-    return train(layers=2, mtp_layers=2, steps=160)
+    return train(layers=2, mtp_layers=2, steps=130)
 
 
 @pytest.fixture(scope="module")
