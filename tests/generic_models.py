@@ -63,6 +63,7 @@ LONGROPE = {
 }
 REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "gemma2": ("Gemma2", {"head_dim": 16, "sliding_window": WINDOW}, "attn_logit_softcapping", "caps its attention scores at 50.0"),
+    "gemma3-bidirectional": ("Gemma3", {"head_dim": 16, "use_bidirectional_attention": True}, "is_causal", "looks ahead"),
     "phi3-longrope": ("Phi3", {"rope_parameters": LONGROPE}, "rope_parameters", "longest text of a batch"),
     "gptj": ("GPTJ", GPT2_SIZES, "model_type", "does not use the attention interface"),
     "falcon": ("Falcon", {"new_decoder_architecture": True}, "model_type", "does not use the attention interface"),

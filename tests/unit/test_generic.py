@@ -14,8 +14,9 @@ from generic_models import CASES, LAYERS, REFUSED, VOCAB, WINDOW, WINDOWED, make
 from safetensors.torch import load_file, save_file
 
 from outrider.shared.base.errors import CheckpointError
-from outrider.shared.nn.config import ModelConfig
+from outrider.shared.nn.config import ConfigReader, ModelConfig
 from outrider.shared.nn.decoder import EMBEDDING, LM_HEAD, Decoder
+from outrider.shared.nn.generic.config import read_config
 from outrider.shared.nn.generic.model import GenericDecoder
 
 torch.set_num_threads(1)
@@ -167,6 +168,33 @@ def test_weights_can_be_borrowed_unless_the_head_has_a_bias(folder: Path) -> Non
     assert torch.equal(cohere.weight(LM_HEAD), cohere.weight(EMBEDDING))  # tied
     with pytest.raises(CheckpointError, match="has a bias"):
         phi.weight(LM_HEAD)
+
+
+def test_learned_positions_end_with_their_table(folder: Path) -> None:
+    """Drafts may lie behind the last position; they must not disturb the rows before it."""
+    decoder, size = Decoder.load(save("gpt2", folder)), 128
+    text, sequences = random_tokens(1, size), Sequences(decoder, 1, tokens=size + 4)
+    sequences.run([0], [text[:-1]])
+    logits, _ = sequences.run([size - 1], [[text[-1], 5, 6]])
+    assert_near(logits[:1], reference_logits("gpt2", text)[-1:])
+
+
+def test_sinks_and_windows_of_a_model_of_transformers_are_honoured(tmp_path: Path) -> None:
+    model = make("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": WINDOW})
+    model.save_pretrained(tmp_path)
+    tokens = random_tokens(1, 2 * WINDOW)
+    with torch.no_grad():
+        want = model(torch.tensor([tokens]), use_cache=False).logits[0]
+    path = tmp_path / "config.json"
+    config = read_config(ConfigReader(json.loads(path.read_text()), path), ())
+    decoder = GenericDecoder.open(tmp_path, config, torch.device("cpu"), torch.float32)
+    assert_near(Sequences(decoder, 1).run([0], [tokens])[0], want)
+
+
+def test_a_missing_transformers_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.shared.nn.generic.choose.find_spec", lambda name: None)
+    with pytest.raises(CheckpointError, match="needs transformers: pip install"):
+        ModelConfig.from_dir(save("phi", folder))
 
 
 def test_fingerprints_tell_weights_apart(folder: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ class GenericLayout:
         windows: Per layer, how many tokens a row sees (itself included); 0: all.
         num_heads, num_kv_heads, head_dim: Of every layer.
         hidden_size: Width of the rows after the final norm.
+        max_positions: Rows of the model's learned position table; None: positions are rotated, and there is no such limit.
         shapes: Name → shape of the tensors of a checkpoint, without those that are tied. Empty when `transformers` stores the weights
             otherwise than it keeps them (experts in one file tensor each).
     """
@@ -31,6 +32,7 @@ class GenericLayout:
     num_kv_heads: int
     head_dim: int
     hidden_size: int
+    max_positions: int | None
     shapes: Mapping[str, tuple[int, ...]]
 
 

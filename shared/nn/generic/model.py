@@ -36,7 +36,7 @@ class GenericDecoder(Decoder):
     def __init__(self, config: GenericConfig, model: PreTrainedModel, fingerprint: str) -> None:
         parts: Any = model
         embedding, head = parts.get_input_embeddings(), parts.get_output_embeddings()
-        self.config = config
+        self.config: GenericConfig = config
         self.embedding = embedding.weight.detach()
         self.lm_head = head.weight.detach()
         self.device = self.embedding.device
@@ -86,7 +86,12 @@ class GenericDecoder(Decoder):
         pool: KVPool,
         aux_layer_ids: Sequence[int] = (),
     ) -> DecoderOutput:
-        """Run the model over the rows of a planned step; see `Decoder.forward`."""
+        """Run the model over the rows of a planned step; see `Decoder.forward`.
+
+        Positions behind a learned table are its last: only draft rows lie there, which can never be emitted.
+        """
+        if self.config.layout.max_positions is not None:
+            positions = positions.clamp(max=self.config.layout.max_positions - 1)
         self._step.attention, self._step.pool = attention, pool
         try:
             with self._captured(aux_layer_ids) as aux:

@@ -63,6 +63,7 @@ def probe(model_class: Any, config: PreTrainedConfig, refuse: Refuse) -> Generic
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         hidden_size=hidden.shape[-1],
+        max_positions=_max_positions(model),
         shapes=_shapes(model),
     )
 
@@ -163,6 +164,14 @@ def _layer_paths(model: nn.Module, attention_paths: Sequence[str], refuse: Refus
         if all(attention.startswith(f"{layer}.") for attention, layer in zip(attention_paths, layers, strict=True)):
             return layers
     raise refuse("model_type", f"{type(model).__name__} does not run one list of layers in order")
+
+
+def _max_positions(model: PreTrainedModel) -> int | None:
+    """Return the size of the smallest table that is no token embedding: what learned positions are looked up in."""
+    parts: Any = model
+    tokens = parts.get_input_embeddings()
+    tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding) and module is not tokens]
+    return min(tables, default=None)
 
 
 def _shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
