@@ -49,6 +49,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed-oss": ("SeedOss", {"head_dim": 16}),
     "nanochat": ("NanoChat", {}),
     "arcee": ("Arcee", {}),
+    "minicpm3": (
+        "MiniCPM3",
+        {"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
+    ),
 }
 WINDOWED = [case for case, (_, overrides) in CASES.items() if "sliding_window" in overrides]
 
@@ -71,7 +75,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "bloom": ("Bloom", {}, "model_type", "takes no explicit positions"),
     "mpt": ("Mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2}, "model_type", "takes no explicit positions"),
     "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64}, "model_type", "cannot be run apart"),
-    "minicpm3": ("MiniCPM3", {}, "model_type", "values of MiniCPM3ForCausalLM are 16 wide"),
     "doge": ("Doge", {}, "model_type", "works on its attention mask"),
     "diffllama": ("DiffLlama", {}, "model_type", "calls the attention interface 6 times"),
     "llama4": ("Llama4", {"head_dim": 16, "attention_chunk_size": 16, "num_local_experts": 2}, "layer_types", "'chunked_attention'"),

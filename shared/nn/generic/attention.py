@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from outrider.shared.attn.base import AttentionBackend
@@ -57,13 +58,13 @@ def paged_attention(
     Args:
         module: Bound to its layer.
         query: ``[1, heads, rows, head_dim]``, rotated.
-        key, value: ``[1, kv_heads, rows, head_dim]``.
+        key, value: ``[1, kv_heads, rows, head_dim]``; narrower values (expanded latents) are stored with zeros behind them.
         attention_mask: None: who sees what is in the batch.
         scaling: Of the scores; None: ``head_dim ** -0.5``.
         s_aux: ``[heads]`` attention sinks.
 
     Returns:
-        ``[1, rows, heads, head_dim]``, and no weights.
+        ``[1, rows, heads, width of a value]``, and no weights.
     """
     site: Site = getattr(module, _SITE)
     attention, pool = site.step.attention, site.step.pool
@@ -72,9 +73,13 @@ def paged_attention(
     heads, rows, head_dim = query.shape[1:]
     scale = head_dim**-0.5 if scaling is None else float(scaling)
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [rows, heads, head_dim]
+    missing = head_dim - v.shape[-1]
+    if missing:
+        v = pad(v, (0, missing))
     sinks = None if s_aux is None else s_aux.float()
     out = attention.run(site.layer, q, k, v, pool, scale, site.window, sinks)
-    return out.view(1, rows, heads, head_dim), None
+    out = out.view(1, rows, heads, head_dim)
+    return out[..., :-missing] if missing else out, None
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ def find_class(reader: ConfigReader) -> tuple[Any, PreTrainedConfig]:
     try:
         config = CONFIG_MAPPING[model_type].from_dict(dict(raw))
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    except (KeyError, TypeError, ValueError) as error:
+    except Exception as error:  # whatever its checks raise is about this file
         raise reader.error("model_type", f"transformers refuses this {model_type!r} configuration: {error}") from error
     _check_kind(reader, model_class, config)
     if getattr(config, "output_router_logits", False):

@@ -51,8 +51,8 @@ def probe(model_class: Any, config: PreTrainedConfig, refuse: Refuse) -> Generic
     if len(shapes) > 1:
         raise refuse("model_type", f"the layers of {name} have heads of different shapes, and the KV pool holds one shape")
     ((_, heads, _, head_dim), (_, kv_heads, _, key_dim), (_, _, _, value_dim)) = next(iter(shapes))
-    if not head_dim == key_dim == value_dim:
-        raise refuse("model_type", f"values of {name} are {value_dim} wide, keys {key_dim}; the KV pool holds one width")
+    if head_dim != key_dim or value_dim > key_dim:
+        raise refuse("model_type", f"values of {name} are {value_dim} wide, keys {key_dim}; the KV pool holds values as wide as keys")
     attention_paths = tuple(paths[id(call.module)] for call in calls)
     return GenericLayout(
         class_name=name,
@@ -75,10 +75,10 @@ def _run(model_class: Any, config: PreTrainedConfig, refuse: Refuse) -> tuple[Pr
     try:
         with torch.device("meta"):
             model = model_class._from_config(config, attn_implementation=PROBE).eval()
-    except KeyError as error:
-        if error.args != (PROBE,):
-            raise
-        raise refuse("model_type", f"{name} does not use the attention interface of transformers") from None
+    except Exception as error:  # the code of a model class, on a file that it was not written for
+        if error.args == (PROBE,):
+            raise refuse("model_type", f"{name} does not use the attention interface of transformers") from None
+        raise refuse("model_type", f"transformers cannot make a {name} of this configuration ({error})") from error
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         raise refuse("model_type", f"{name} takes no explicit positions (alibi or counted ones), which a tree of drafts needs")
     mixing = next((path for path, module in model.named_modules() if isinstance(module, nn.Conv1d)), None)
