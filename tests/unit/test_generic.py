@@ -156,6 +156,29 @@ def test_weights_that_do_not_fit_are_refused_by_tensor(
     assert caught.value.field == next(iter(change))
 
 
+@pytest.mark.parametrize("left_out", ["up_proj", ""])
+def test_a_missing_expert_is_named_by_what_it_belongs_to(left_out: str, folder: Path, tmp_path: Path) -> None:
+    source = save("olmoe", folder)
+    expert = f"model.layers.1.mlp.experts.3.{left_out}"
+    tensors = {name: tensor for name, tensor in load_file(source / "model.safetensors").items() if not name.startswith(expert)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    with pytest.raises(CheckpointError, match="misshaped") as caught:
+        Decoder.load(tmp_path)
+    assert str(caught.value.field).startswith("model.layers.1.mlp.experts.")
+
+
+def test_shards_and_prefixes_of_older_exports_are_read(tmp_path: Path) -> None:
+    reference("olmoe").save_pretrained(tmp_path / "olmoe", max_shard_size="50KB")
+    reference("gpt2").save_pretrained(tmp_path / "gpt2")
+    file = tmp_path / "gpt2" / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+    for case in ("olmoe", "gpt2"):
+        decoder = Decoder.load(tmp_path / case)
+        assert_near(Sequences(decoder, 1).run([0], [[1, 2, 3]])[0], reference_logits(case, [1, 2, 3]))
+
+
 def test_truncated_files_are_refused(folder: Path, tmp_path: Path) -> None:
     broken(folder, tmp_path, {})
     content = (tmp_path / "model.safetensors").read_bytes()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.config import CONFIG_FILE, ConfigReader, read_json
@@ -18,6 +20,8 @@ from outrider.shared.nn.generic.attention import PAGED
 from outrider.shared.nn.generic.config import find_class
 from outrider.shared.nn.generic.layout import GenericConfig
 from outrider.shared.nn.loader import MAX_NAMED, CheckpointReader
+
+_NOT_FUSED = re.compile(r"^(\S+)\s*\|\s*(?:\x1b\[[0-9;]*m)*CONVERSION", re.MULTILINE)  # a row of the loading report
 
 
 def load_weights(
@@ -41,10 +45,7 @@ def load_weights(
         fingerprint, size = files.fingerprint, sum(info.nbytes for info in files.tensors.values())
     model_class: Any
     model_class, settings = find_class(ConfigReader(read_json(folder / CONFIG_FILE), folder / CONFIG_FILE))
-    try:
-        model, report = _fill(model_class, folder, settings, dtype)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{folder}: transformers cannot load the weights: {error}", field=str(folder)) from error
+    model, report = _fill(model_class, folder, settings, dtype)
     _check(folder, report)
     _check_finite(folder, model)
     model = model.to(device).eval().requires_grad_(False)
@@ -55,31 +56,55 @@ def load_weights(
 
 def _fill(model_class: Any, folder: Path, settings: Any, dtype: torch.dtype) -> Any:
     """Return the model and the loading report of `transformers`."""
-    with _quiet():
-        return model_class.from_pretrained(
-            folder,
-            config=settings,
-            dtype=dtype,
-            attn_implementation=PAGED,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # told below, together with the rest
-            output_loading_info=True,
-        )
+    with _collected_messages() as messages:
+        try:
+            return model_class.from_pretrained(
+                folder,
+                config=settings,
+                dtype=dtype,
+                attn_implementation=PAGED,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # told by _check, together with the rest
+                output_loading_info=True,
+            )
+        except (OSError, RuntimeError, ValueError) as error:
+            fused = [name for message in messages for name in _NOT_FUSED.findall(message)]
+            if not fused:
+                raise CheckpointError(f"{folder}: transformers cannot load the weights: {error}", field=str(folder)) from error
+            raise CheckpointError(
+                f"{folder}: tensors that become {', '.join(fused[:MAX_NAMED])} are missing or misshaped. The weights do not belong to this "
+                "config.json, or the download is incomplete.",
+                field=fused[0],
+            ) from error
+
+
+class _Messages(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep one message."""
+        self.messages.append(record.getMessage())
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the loading report of `transformers` off the log: what it says is raised."""
-    log: Any = logging
-    level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
-    log.set_verbosity_error()
+def _collected_messages() -> Iterator[list[str]]:
+    """Keep the loading report of `transformers` off the log and collect it: what it says is raised."""
+    log: Any = transformers_logging
+    bars, collector = log.is_progress_bar_enabled(), _Messages()
     log.disable_progress_bar()
+    log.disable_default_handler()
+    log.add_handler(collector)
     try:
-        yield
+        yield collector.messages
     finally:
-        log.set_verbosity(level)
+        log.remove_handler(collector)
+        log.enable_default_handler()
         if bars:
             log.enable_progress_bar()
 
