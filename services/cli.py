@@ -62,6 +62,10 @@ SpeculativeAlgorithm = Annotated[
         help="How to draft; auto: what the checkpoint shows. EAGLE or MTP without a --draft: the target's own MTP layers.",
     ),
 ]
+TokenMap = Annotated[
+    Path | None,
+    typer.Option("--speculative-token-map", help="FR-Spec: file of the token ids to draft (.pt, .safetensors, .json).", metavar="FILE"),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …")]
 Dtype = Annotated[str, typer.Option(help="auto (bf16 on CUDA, fp32 on CPU), float32, bfloat16, float16.")]
 NumSteps = Annotated[int | None, typer.Option("--num-steps", "--speculative-num-steps", help="Depth of drafting.", show_default="5")]
@@ -85,6 +89,7 @@ def up(
     target: TargetDir = None,
     draft: DraftDir = None,
     algorithm: SpeculativeAlgorithm = Algorithm.AUTO,
+    token_map: TokenMap = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     num_steps: NumSteps = None,
@@ -105,6 +110,7 @@ def up(
         target=target or DEMO_TARGET,
         draft=_draft_folder(target, draft, algorithm),
         algorithm=algorithm,
+        token_map=token_map,
         device=device,
         dtype=dtype,
         num_steps=num_steps,

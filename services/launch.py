@@ -58,6 +58,7 @@ class StackOptions:
         target: Model folder, Hugging Face layout.
         draft: Folder of the draft head or draft model, or None.
         algorithm: How to draft. AUTO without a draft serves without speculation.
+        token_map: File of the token ids to draft; None = all of them.
         device, dtype: As the services take them.
         num_steps, topk, num_draft_tokens: Tree shape when a request names none.
         host, port: The gateway's REST address; gRPC listens on the next port.
@@ -69,6 +70,7 @@ class StackOptions:
     target: Path = DEMO_TARGET
     draft: Path | None = DEMO_DRAFT
     algorithm: Algorithm = Algorithm.AUTO
+    token_map: Path | None = None
     device: str = "auto"
     dtype: str = "auto"
     num_steps: int | None = None
@@ -112,16 +114,15 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
     shape = {"num-steps": options.num_steps, "topk": options.topk, "num-draft-tokens": options.num_draft_tokens}
     placement = {"device": options.device, "dtype": options.dtype, "log-level": options.log_level, "kv-tokens": options.kv_tokens}
     algorithm = {"speculative-algorithm": None if options.algorithm is Algorithm.AUTO else options.algorithm.value}
+    token_map = {"speculative-token-map": options.token_map}
 
     gateway = {"host": options.host, "port": options.port, "grpc-port": options.port + 1, "target": target_address}
     gateway |= {"tokenizer": None if options.skip_tokenizer else options.target, "log-level": options.log_level}
     drafter = draft_address or (f"{INPROC}{options.draft or ''}" if options.speculates else "none")
-    children = [
-        _child("gateway", gateway),
-        _child("target", {"listen": target_address, "model": options.target, "draft": drafter} | algorithm | shape | placement),
-    ]
+    target = {"listen": target_address, "model": options.target, "draft": drafter} | algorithm | shape | placement
+    children = [_child("gateway", gateway), _child("target", target | (token_map if options.speculates and inproc else {}))]
     if draft_address:
-        draft = {"listen": draft_address, "draft": options.draft, "target-weights": options.target} | algorithm | placement
+        draft = {"listen": draft_address, "draft": options.draft, "target-weights": options.target} | algorithm | token_map | placement
         children.append(_child("draft", draft, DRAFT_DRAIN_S))
     return StackPlan(tuple(children), f"http://{_reachable(options.host)}:{options.port}", target_address, draft_address)
 
@@ -311,10 +312,17 @@ def serve_target(settings: TargetSettings) -> int:
     caps = {name: getattr(settings, name) for name in ("max_steps", "max_topk", "max_nodes", "page_size")}
     folder = settings.draft.removeprefix(INPROC)
     draft = DraftSettings.load(
-        {"draft": folder or None, "speculative_algorithm": settings.speculative_algorithm.value, "target_weights": settings.model, **caps}
+        {
+            "draft": folder or None,
+            "speculative_algorithm": settings.speculative_algorithm.value,
+            "speculative_token_map": settings.speculative_token_map,
+            "target_weights": settings.model,
+            **caps,
+        }
     )
     draft.check()
-    return app.run(settings.model_copy(update={"draft": "none"}), lambda decoder: drafter_beside(decoder, draft))
+    plain = settings.model_copy(update={"draft": "none", "speculative_token_map": None})
+    return app.run(plain, lambda decoder: drafter_beside(decoder, draft))
 
 
 def serve_draft(settings: DraftSettings) -> int:

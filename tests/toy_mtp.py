@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER = 32, 48, 4, 2, 12, 96
+VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER = 32, 48, 4, 2, 16, 96
 EPS, THETA = 1e-6, 10000.0
 STEPS = 7
 """The toy language: tokens advance by a stride that the first token names, and now and then by another."""
@@ -140,11 +140,15 @@ class Model(nn.Module):
         return tokens[len(prompt) :]
 
     @torch.no_grad()
-    def draft(self, tokens: Sequence[int], depth: int) -> list[int]:
-        """Return a chain of `depth` tokens that the MTP layers expect after `tokens`, the last of which has no feature yet."""
+    def draft(self, tokens: Sequence[int], depth: int) -> tuple[list[int], list[float]]:
+        """Return a chain of `depth` tokens that the MTP layers expect after `tokens`, and the log-prob of each.
+
+        The last of `tokens` has no feature yet.
+        """
         known = list(tokens)
         states = self.hidden(torch.tensor([known]))[:, :-1]  # rows 0 … C - 2
         chain: list[int] = []
+        logprobs: list[float] = []
         used = len(self.mtp_layers)
         for level in range(depth):
             index = min(level, used - 1)
@@ -154,8 +158,10 @@ class Model(nn.Module):
                 inputs, behind = torch.cat([inputs, states[:, -1:]], 1), used
             row_tokens = torch.tensor([[*known, *chain][behind : behind + inputs.shape[1]]])
             states = self.mtp_layers[index].join(self.embed_tokens(row_tokens), inputs, torch.arange(inputs.shape[1]))
-            chain.append(int(self.lm_head(states[0, -1]).argmax()))
-        return chain
+            best = torch.log_softmax(self.lm_head(states[0, -1]), -1).max(-1)
+            chain.append(int(best.indices))
+            logprobs.append(float(best.values))
+        return chain, logprobs
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -212,7 +218,7 @@ def reference_accept_length(model: Model, prompt: Sequence[int], count: int, dep
     truth = [*prompt, *model.greedy(prompt, count + depth + 1)]
     stop, length, rounds, emitted = len(prompt) + count, len(prompt) + 1, 0, 0
     while length < stop:
-        chain = model.draft(truth[:length], depth)
+        chain, _ = model.draft(truth[:length], depth)
         accepted = next((i for i, token in enumerate(chain) if token != truth[length + i]), depth)
         rounds += 1
         emitted += min(accepted + 1, stop - length)

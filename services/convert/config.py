@@ -34,8 +34,10 @@ def outrider_config(raw: Mapping[str, Any], source: Path, kind: HeadKind, tensor
     flat = flatten(raw, source)
     layer = HeadConfig.parse(ConfigReader(flat, source))
     config = {key: value for key, value in flat.items() if key not in (*WRAPPER_KEYS, *EAGLE_SECTION_KEYS)}
-    config |= {"architectures": [ARCHITECTURES[kind]], "model_type": "llama", "intermediate_size": layer.intermediate_size}
-    config |= {"head_dim": layer.head_dim, "num_hidden_layers": layer.num_layers, "num_key_value_heads": layer.num_kv_heads}
+    config |= {"num_hidden_layers": layer.num_layers, "intermediate_size": layer.intermediate_size}
+    if layer.latent is None:  # else the model_type says how the layers attend, and the sizes have names of their own
+        config |= {"architectures": [ARCHITECTURES[kind]], "model_type": "llama"}
+        config |= {"head_dim": layer.head_dim, "num_key_value_heads": layer.num_kv_heads}
     section = {key: flat[key] for key in EAGLE_SECTION_KEYS if key in flat}
     if section:
         config["eagle_config"] = section
@@ -52,6 +54,8 @@ def eagle_config(raw: Mapping[str, Any], source: Path, kind: HeadKind, tensors: 
     """
     flat = flatten(raw, source)
     layer = HeadConfig.parse(ConfigReader(flat, source))
+    if layer.latent is not None:
+        raise _unsayable("model_type", f"{flat['model_type']} attends over latents")
     if layer.head_dim * layer.num_heads != layer.hidden_size:
         raise _unsayable("head_dim", f"{layer.head_dim} x {layer.num_heads} heads is not hidden_size {layer.hidden_size}")
     if layer.rope.kind not in OFFICIAL_ROPES:
@@ -73,7 +77,7 @@ def eagle_config(raw: Mapping[str, Any], source: Path, kind: HeadKind, tensors: 
         "rope_scaling": {"type": "linear", "factor": layer.rope.factor} if layer.rope.kind is RopeKind.LINEAR else None,
         "max_position_embeddings": flat.get("max_position_embeddings", 2048),
         "tie_word_embeddings": False,
-        "torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch."),
+        "torch_dtype": str(tensors["layers.0.mlp.down_proj.weight"].dtype).removeprefix("torch."),
     }
     config |= {key: flat[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in flat}
     if kind is HeadKind.EAGLE:

@@ -19,6 +19,9 @@ def doctor(
     algorithm: Annotated[
         str, typer.Option("--speculative-algorithm", help="As for the services; auto: what the checkpoint shows.")
     ] = "auto",
+    token_map: Annotated[
+        Path | None, typer.Option("--speculative-token-map", help="FR-Spec's map: .pt, .safetensors or .json.", metavar="FILE")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto (bf16 on CUDA, fp32 on CPU), float32, bfloat16, float16.")] = "auto",
     probe: Annotated[bool, typer.Option("--probe", help="Load the pair and measure it, with other aux layers too.")] = False,
@@ -39,6 +42,7 @@ def doctor(
         target=target,
         draft=None if draft == "none" else Path(draft),
         algorithm=_algorithm(algorithm),
+        token_map=token_map,
         device=device,
         dtype=dtype,
         probe=probe,

@@ -42,6 +42,7 @@ class DoctorOptions:
         target: The target's folder.
         draft: Of a head or a draft model; None for none.
         algorithm: As `--speculative-algorithm`.
+        token_map: As `--speculative-token-map`.
         device, dtype: As the services take them; ``auto`` too.
         probe: Whether to run the pair.
         prompts: Of the probe, JSON lines; None for the built-in ones.
@@ -53,6 +54,7 @@ class DoctorOptions:
     target: Path
     draft: Path | None
     algorithm: Algorithm = Algorithm.AUTO
+    token_map: Path | None = None
     device: str = "auto"
     dtype: str = "auto"
     probe: bool = False
@@ -74,7 +76,7 @@ def run_doctor(options: DoctorOptions) -> int:
     """
     configure_logging("doctor", "warning")
     device = _device(options.device)
-    pair = Pair(options.target, options.draft, options.algorithm, device, _dtype(options.dtype, device))
+    pair = Pair(options.target, options.draft, options.algorithm, device, _dtype(options.dtype, device), options.token_map)
     report = examine(pair)
     if options.probe:
         report = _probed(report, pair, options)

@@ -135,7 +135,7 @@ def _draft(pair: Pair) -> tuple[int, int, int]:
         head = pair.head
         with CheckpointReader(choice.require_folder()) as reader:
             weights = sum(_loaded(reader, name, pair.dtype) for name in reader.names)
-        return weights, token_bytes(head.num_layers, head.kv_heads, head.head_dim, pair.dtype), head.hidden_size
+        return weights, token_bytes(head.num_layers, head.kv_heads, head.head_dim, pair.dtype, latent=head.latent), head.hidden_size
     if choice.algorithm is Algorithm.STANDALONE:
         config = pair.draft_model
         weights = _weights(choice.require_folder(), config, pair.dtype)

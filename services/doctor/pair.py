@@ -13,6 +13,7 @@ from outrider.services.draft.algorithm import Choice, check_head, choose
 from outrider.services.draft.heads.base import RecurrentHead
 from outrider.services.draft.heads.head_config import HeadConfig, flatten
 from outrider.services.draft.heads.registry import load_head
+from outrider.services.draft.heads.token_map import read_token_map
 from outrider.services.draft.strategies.mtp_layers import MtpWeights
 from outrider.services.draft.strategy import TargetInfo
 from outrider.shared.nn.config import CONFIG_FILE, ConfigReader, ModelConfig, read_json
@@ -22,6 +23,8 @@ from outrider.shared.nn.loader import CheckpointReader, ExpectedTensors
 from outrider.shared.spec.algorithm import Algorithm
 
 HOST = torch.device("cpu")
+ANYTHING = "*"
+"""Pattern of ignored tensors in a configuration that leaves the comparison to `transformers`."""
 HEADERS_ONLY = torch.device("meta")
 
 
@@ -33,14 +36,24 @@ class Pair:
         draft: Of a head or a draft model; None for drafting without one, or not at all.
         algorithm: As `speculative_algorithm` of the settings.
         device, dtype: Where and how the pair is to be served.
+        token_map: File of FR-Spec's map, or None.
     """
 
-    def __init__(self, target: Path, draft: Path | None, algorithm: Algorithm, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        target: Path,
+        draft: Path | None,
+        algorithm: Algorithm,
+        device: torch.device,
+        dtype: torch.dtype,
+        token_map: Path | None = None,
+    ) -> None:
         self.target = target
         self.draft = draft
         self.algorithm = algorithm
         self.device = device
         self.dtype = dtype
+        self.token_map = token_map
 
     @property
     def drafts(self) -> bool:
@@ -82,7 +95,8 @@ class Pair:
     @cached_property
     def head(self) -> RecurrentHead:
         """The head itself, read through the code that serves it, on the host."""
-        head = load_head(self.choice.require_folder(), HOST, self.dtype)
+        token_map = read_token_map(self.token_map) if self.token_map is not None else None
+        head = load_head(self.choice.require_folder(), HOST, self.dtype, token_map)
         check_head(self.choice, head.algorithm)
         return head
 
@@ -98,8 +112,13 @@ class Pair:
 
 
 def expected_of(reader: CheckpointReader, config: ModelConfig) -> ExpectedTensors:
-    """Return what a model's files must hold, the scales of FP8 matrices included; without shapes where `transformers` loads them."""
+    """Return what a model's files must hold, the scales of FP8 matrices included.
+
+    Without shapes where `transformers` computes the model: it renames tensors while it loads them, and checks them itself.
+    """
     expected = ExpectedTensors()
+    if ANYTHING in config.ignored:
+        return expected
     expected.shapes = expected_tensors(config)
     if config.weight_block:
         expect_scales(expected, reader.tensors, config.weight_block)

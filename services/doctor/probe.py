@@ -81,6 +81,7 @@ def run_probe(pair: Pair, prompts: Sequence[Sequence[int]], num_tokens: int, sha
             "draft": pair.draft,
             "target_weights": pair.target,
             "speculative_algorithm": pair.algorithm,
+            "speculative_token_map": pair.token_map,
             "device": str(pair.device),
             "kv_tokens": BATCH * (room + shape.topk * shape.depth + 16 * PAGE_SIZE),
         }

@@ -54,6 +54,7 @@ class TargetSettings(ServiceSettings):
     speculative_algorithm: Algorithm = Field(
         Algorithm.AUTO, description="As for the draft; NONE decodes without one, auto is what the draft says it is."
     )
+    speculative_token_map: Path | None = Field(None, description="With a draft in this process: the token ids to draft (FR-Spec).")
     num_steps: int = Field(5, ge=1, description="Depth of a draft tree when a request names none.")
     topk: int = Field(4, ge=1, description="Branching per level when a request names none.")
     num_draft_tokens: int = Field(16, ge=1, description="Nodes verified per round, the root included, when a request names none.")
@@ -90,6 +91,11 @@ class TargetSettings(ServiceSettings):
         ):
             if value > cap:
                 raise ConfigurationError(f"{name} = {value} is above {cap_name} = {cap}; raise the cap or lower the default.", field=name)
+        if self.speculative_token_map is not None and not self.draft.startswith("inproc:"):
+            raise ConfigurationError(
+                "speculative_token_map: the draft runs apart and cuts its own lm_head; give the flag to `outrider serve draft`.",
+                field="speculative_token_map",
+            )
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigurationError("device: cuda was asked for and torch sees no GPU here; use --device cpu.", field="device")
         self.draft_address()

@@ -13,6 +13,7 @@ from typing import Any
 from outrider.shared.nn.config_reader import ConfigReader, read_json
 from outrider.shared.nn.families.registry import MODEL_TYPES, Family, check_architecture, find_family
 from outrider.shared.nn.fp8 import SCALE_SUFFIX, Block, parse_weight_block
+from outrider.shared.nn.generic.choose import read_generic
 from outrider.shared.nn.rope_config import DEFAULT_ROPE_THETA, RopeConfig, RopeKind, parse_rope
 from outrider.shared.nn.traits import ExpertsConfig, LatentConfig
 
@@ -107,9 +108,11 @@ class ModelConfig:
         """
         folder = Path(path)
         raw = read_json(folder / CONFIG_FILE)
-        check_architecture(ConfigReader(raw, folder / CONFIG_FILE))
+        reader = ConfigReader(raw, folder / CONFIG_FILE)
+        check_architecture(reader)
         generation = read_json(folder / GENERATION_CONFIG_FILE) if (folder / GENERATION_CONFIG_FILE).is_file() else {}
-        return cls.parse(raw, source=folder / CONFIG_FILE, generation=generation)
+        generic = read_generic(reader, _eos_token_ids(reader, generation))
+        return generic or cls.parse(raw, source=folder / CONFIG_FILE, generation=generation)
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], *, source: Path | str = CONFIG_FILE, generation: Mapping[str, Any] | None = None) -> ModelConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import filter as match_names
@@ -16,6 +17,7 @@ from outrider.shared.base.errors import CheckpointError, ConfigurationError
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.config import ModelConfig
 from outrider.shared.nn.fp8 import Fp8Source, expect_scales
+from outrider.shared.nn.generic.layout import GenericConfig
 from outrider.shared.nn.layers import DecoderLayer, Linear, RMSNorm
 from outrider.shared.nn.load import load_attention, load_layer, load_mlp
 from outrider.shared.nn.loader import CheckpointReader, ExpectedTensors, Shape, TensorSource
@@ -101,6 +103,8 @@ class Decoder:
         config = ModelConfig.from_dir(path)
         dtype = dtype or default_dtype(device)
         try:
+            if isinstance(config, GenericConfig):
+                return _open_generic(path, config, torch.device(device), dtype, progress)
             return cls._load(path, config, torch.device(device), dtype, progress)
         except torch.OutOfMemoryError as error:
             raise ConfigurationError(
@@ -188,6 +192,13 @@ class Decoder:
         return self._head(hidden).float()
 
 
+def _open_generic(path: Path | str, config: GenericConfig, device: torch.device, dtype: torch.dtype, progress: Progress | None) -> Decoder:
+    """Load a model that `transformers` computes; only such a model imports it."""
+    model = importlib.import_module("outrider.shared.nn.generic.model")
+    decoder: Decoder = model.GenericDecoder.open(path, config, device, dtype, progress)
+    return decoder
+
+
 def default_dtype(device: torch.device | str) -> torch.dtype:
     """Return what ``dtype auto`` means: bf16 on CUDA, fp32 elsewhere."""
     return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
@@ -195,6 +206,8 @@ def default_dtype(device: torch.device | str) -> torch.dtype:
 
 def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
     """Return name → shape of every tensor that a checkpoint of this configuration must hold."""
+    if isinstance(config, GenericConfig):
+        return dict(config.layout.shapes)
     return _expected(config).shapes
 
 

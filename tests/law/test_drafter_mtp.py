@@ -12,12 +12,19 @@ from safetensors.torch import load_file, save_file
 from target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
 from toy_mtp import HIDDEN, VOCAB, Model, reference_accept_length, sample_text, save, train
 
+from outrider.services.draft.build import build_engine
+from outrider.services.draft.growth import Stage
 from outrider.services.draft.inproc import InprocDrafter, drafter_beside
+from outrider.services.draft.session import Ask, PeerId
 from outrider.services.draft.settings import DraftSettings
+from outrider.services.draft.strategies.mtp import MtpModel
 from outrider.services.target.drafter import NoDrafter
 from outrider.services.target.request import SamplingParams
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.decoder import Decoder
+from outrider.shared.spec.drafter import Commit, SequenceOpen
+from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
+from outrider.shared.spec.tree import DraftShape
 
 torch.set_num_threads(1)
 COUNT = 24
@@ -29,7 +36,7 @@ PROMPTS = [
 @pytest.fixture(scope="module")
 def model() -> Model:
     """A target of two layers with two MTP layers, trained together."""
-    return train(layers=2, mtp_layers=2, steps=160)
+    return train(layers=2, mtp_layers=2, steps=130)
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +133,50 @@ def test_what_a_drafter_gets_wrong_shows_in_its_accept_length(target: Decoder, f
         assert tokens_per_round(run(target, broken, (2, 1, 3))) < 0.9 * right
 
 
+def test_a_chain_run_by_the_first_layer_alone_shows_in_its_accept_length(
+    target: Decoder, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = tokens_per_round(run(target, folder, (3, 1, 4)))
+    monkeypatch.setattr(MtpModel, "stage", lambda _, level: Stage())
+    assert tokens_per_round(run(target, folder, (3, 1, 4))) < 0.95 * right
+
+
+def largest_error(model: Model, folder: Path, length: int) -> float:
+    """Return how far the log-probs of a drafted chain of 5 are from the reference's; infinity where the tokens differ."""
+    settings = DraftSettings.load({"target_weights": folder, "device": "cpu", "kv_tokens": 2048, "page_size": 4})
+    engine = build_engine(settings, torch.device("cpu"), torch.float32)
+    tokens = sample_text(1, length, torch.Generator().manual_seed(length))[0].tolist()
+    features = model.hidden(torch.tensor([tokens]))[0].detach()
+    peer, fence = PeerId(1), Fence(1, 1, length, extend_prefix_hash(FNV_OFFSET, tokens))
+    engine.open(peer, SequenceOpen(fence, tokens, 0, 0.0))
+    for row in range(length - 1):  # one by one: each layer's rows arrive in as many parts as there are
+        engine.add_features(peer, 1, 1, row, features[row : row + 1])
+        engine.step()
+    engine.commit(peer, Commit(fence, length, (), None), Ask(1, DraftShape(5, 1, 6), 0.0))
+    (proposal,) = engine.step().proposals
+    expected, logprobs = model.draft(tokens, 5)
+    if proposal.trees.tokens[0, 1:].tolist() != expected:
+        return float("inf")
+    assert proposal.trees.logprobs is not None
+    return float((proposal.trees.logprobs[0, 1:] - torch.tensor(logprobs)).abs().max())
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_log_probs_of_a_chain_are_the_references(tmp_path: Path, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random layers that look at positions: an error of one position shows."""
+    torch.manual_seed(layers)
+    model = Model(1, layers)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            parameter.data *= 4
+    folder = save(model, tmp_path)
+    for length in (2, 3, 4, 13):
+        assert largest_error(model, folder, length) < 1e-4
+    passes = MtpModel.level_passes
+    monkeypatch.setattr(MtpModel, "level_passes", lambda model, positions, *rest: passes(model, positions + 1, *rest))
+    assert largest_error(model, folder, 13) > 1e-3
+
+
 def save_broken(folder: Path, to: Path, weights: dict[str, torch.Tensor]) -> Path:
     to.mkdir()
     (to / "config.json").write_text((folder / "config.json").read_text())
@@ -141,7 +192,10 @@ def test_layers_of_another_target_are_refused(target: Decoder, tmp_path: Path) -
     assert caught.value.field == "vocab_size"
 
 
-def test_random_prompts_change_nothing(target: Decoder, folder: Path) -> None:
+def test_three_layers_and_random_prompts_change_nothing(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    folder = save(Model(1, 3), tmp_path)
+    target = load_toy(folder)
     rng = random.Random(0)
     harness = make_harness(target, drafter_for(target, folder), max_running=2, prefill_chunk=8)
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.choice([1, 2, 3, 30]))] for _ in range(6)]

@@ -97,3 +97,51 @@ def test_retracted_and_reopened_sequences_forget_nothing(repetitive_target: Deco
     for index, prompt in enumerate(prompts):
         plain = generate_plain(repetitive_target, NoDrafter(), prompt, 60)
         assert_same_tokens(repetitive_target, prompt, plain, harness.sink.tokens[str(index)])
+
+
+def reference_chain(text: list[int], depth: int) -> list[int]:
+    """Return the chain that n-grams expect after `text`, by looking at every earlier position: the heaviest continuation at each step.
+
+    A position weighs twice as much for each token of context that it shares (12 at most) and up to twice as much the later it is.
+    """
+    last = len(text) - 1
+    weighed = []
+    for end in range(last):
+        shared = 0
+        while shared < min(12, end + 1) and text[end - shared] == text[last - shared]:
+            shared += 1
+        if shared:
+            copied = text[end + 1 :]
+            while len(copied) < depth:
+                copied = copied + copied[: depth - len(copied)]
+            weighed.append((shared, end, 2.0**shared * (1 + end / last), copied[:depth]))
+    weighed = sorted(weighed, key=lambda one: (one[0], one[1]), reverse=True)[:48]
+    chain: list[int] = []
+    while weighed and len(chain) < depth:
+        totals: dict[int, float] = {}
+        for _, _, weight, copied in weighed:
+            totals[copied[len(chain)]] = totals.get(copied[len(chain)], 0.0) + weight
+        chain.append(max(totals, key=lambda token: totals[token]))
+        weighed = [one for one in weighed if one[3][: len(chain)] == chain]
+    return chain
+
+
+@pytest.mark.parametrize("depth", [2, 5])
+def test_chains_are_accepted_as_those_of_a_plain_reference(repetitive_target: Decoder, depth: int) -> None:
+    """Texts that repeat themselves, with mistakes in them: the accept length is the reference's."""
+    rng = random.Random(depth)
+    prompts = [[token if rng.random() < 0.9 else rng.randrange(VOCAB) for token in circle(start, 90)] for start in (3, 5, 8)]
+    harness = make_harness(repetitive_target, drafter_for(repetitive_target))
+    expected_rounds = 0
+    for index, prompt in enumerate(prompts):
+        harness.submit(prompt, 40, request_id=str(index), shape=(depth, 1, depth + 1))
+        truth = prompt + generate_plain(repetitive_target, NoDrafter(), prompt, 40 + depth)
+        length = len(prompt) + 1
+        while length < len(prompt) + 40:
+            chain = reference_chain(truth[:length], depth)
+            length += 1 + next((i for i, token in enumerate(chain) if token != truth[length + i]), len(chain))
+            expected_rounds += 1
+    harness.run()
+    rounds = sum(finished.speculation.rounds for finished in harness.sink.finished.values())
+    assert abs(rounds - expected_rounds) <= 0.02 * expected_rounds
+    assert 3 * 39 / rounds >= 2.0

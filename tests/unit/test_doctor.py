@@ -282,6 +282,18 @@ def test_a_refused_pair_is_not_probed(tmp_path: Path, target: Path) -> None:
     assert "not run" in lines(report, "--probe")[0]
 
 
+def test_a_token_map_is_checked_and_used(planted_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    ids = tmp_path / "map.json"
+    ids.write_text(json.dumps(list(range(30))))
+    _, report = doctor(*planted_pair, *PROBE, "--speculative-token-map", str(ids))
+    whole = doctor(*planted_pair, *PROBE)[1]["probe"]["runs"][0]["accept_length"]
+    assert 1 < report["probe"]["runs"][0]["accept_length"] < whole, "ten of forty tokens cannot be drafted"
+    ids.write_text(json.dumps([VOCAB]))
+    code, report = doctor(*planted_pair, "--speculative-token-map", str(ids))
+    assert code == 2
+    assert f"names token {VOCAB}" in lines(report, "speculative_token_map", "refused")[0]
+
+
 def test_other_ways_of_drafting_are_probed_too(target: Path) -> None:
     _, report = doctor(target, None, "--speculative-algorithm", "ngram", "--probe", "--num-prompts", "1", "--tokens", "8")
     assert len(report["probe"]["runs"]) == 1

@@ -4,6 +4,9 @@ Layer m (from 0) pairs, at position t, the token t + 1 + m with the state of lay
 after the final norm), and predicts the token t + 2 + m. Each layer has K/V of its own, in a plane of the pool; with C committed tokens
 layer m has C - 1 - m rows. Level i of a tree is run by layer i: its rows complete the sequence of that layer by the drafted token. Levels
 beyond the last layer repeat it, its own state taking the place of the one before, as models with one MTP layer are served.
+
+With two layers that is the published computation. From the third layer on, a row of a tree does not see the rows between the stable
+ones and itself (layer m has m - 1 of them), whose tokens are drafted as well: they would have to be computed once for every path.
 """
 
 from __future__ import annotations

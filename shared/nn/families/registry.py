@@ -12,7 +12,7 @@ from outrider.shared.nn.families.llama import LLAMA
 from outrider.shared.nn.families.mistral import MISTRAL, MIXTRAL
 from outrider.shared.nn.families.qwen import MIMO, QWEN2, QWEN3, QWEN3_MOE
 
-__all__ = ["FAMILIES", "MODEL_TYPES", "Family", "check_architecture", "find_family", "refusal"]
+__all__ = ["FAMILIES", "MODEL_TYPES", "Family", "check_architecture", "find_family", "left_to_others", "refusal"]
 
 FAMILIES = (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, MIMO, GPT_OSS, DEEPSEEK_V2, KIMI_K2, DEEPSEEK_V3)
 MODEL_TYPES = tuple(family.model_type for family in FAMILIES)
@@ -59,6 +59,15 @@ def check_architecture(reader: ConfigReader) -> None:
         raise reader.error(
             "architectures", f"{names[0]!r} is not a target model of type {family.model_type}; give a folder of {family.architectures[0]}"
         )
+
+
+def left_to_others(reader: ConfigReader) -> bool:
+    """Whether no family here reads the model that a config.json names, and nothing is known against its kind."""
+    model_type = reader.raw.get("model_type")
+    kinds = RECURRENT | ENCODER_DECODER | ENCODERS
+    if not isinstance(model_type, str) or reader.raw.get("is_encoder_decoder"):
+        return False
+    return model_type not in _BY_TYPE and model_type not in kinds
 
 
 def refusal(reader: ConfigReader) -> str:

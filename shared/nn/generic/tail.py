@@ -1,0 +1,54 @@
+"""A model without its body: its own way from hidden states to logits."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+
+@dataclass
+class _BodyOutput(BaseModelOutputWithPast):
+    """What a body returns, with the fields that heads pass on."""
+
+    cross_attentions: tuple[torch.Tensor, ...] | None = None
+    router_logits: tuple[torch.Tensor, ...] | None = None
+
+
+class _Given(nn.Module):
+    """Stands where the body of a model stands, and returns the hidden states that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: torch.Tensor | None = None
+
+    def forward(self, *_: object, **__: object) -> _BodyOutput:
+        """Return the hidden states as the body would."""
+        return _BodyOutput(last_hidden_state=self.hidden)
+
+
+class Tail:
+    """Head, bias, scale and cap of a model, by the model's own code on its own weights.
+
+    Args:
+        model: Stays as it is; the weights are shared.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._given = _Given()
+        self._model: Any = copy.copy(model)
+        self._model.__dict__["_modules"] = {**model._modules, model.base_model_prefix: self._given}
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return ``[rows, vocab]`` for hidden rows ``[rows, hidden_size]`` after the final norm."""
+        self._given.hidden = hidden[None]
+        try:
+            logits: torch.Tensor = self._model(input_ids=None, use_cache=False).logits[0]
+        finally:
+            self._given.hidden = None
+        return logits

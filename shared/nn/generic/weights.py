@@ -1,0 +1,144 @@
+"""Strict loading of a model of `transformers`: every tensor is used, every parameter filled, no code run from the folder."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from outrider.shared.base.errors import CheckpointError
+from outrider.shared.nn.config import CONFIG_FILE, ConfigReader, read_json
+from outrider.shared.nn.decoder import Progress
+from outrider.shared.nn.generic.attention import PAGED
+from outrider.shared.nn.generic.config import find_class
+from outrider.shared.nn.generic.layout import GenericConfig
+from outrider.shared.nn.loader import MAX_NAMED, CheckpointReader
+
+_NOT_FUSED = re.compile(r"^(\S+)\s*\|\s*(?:\x1b\[[0-9;]*m)*CONVERSION", re.MULTILINE)  # a row of the loading report
+
+
+def load_weights(
+    path: Path | str, config: GenericConfig, device: torch.device, dtype: torch.dtype, progress: Progress | None
+) -> tuple[PreTrainedModel, str]:
+    """Load a model whose configuration was probed, and return it with the fingerprint of its weights.
+
+    The weights pass through host memory: `transformers` fills the model there.
+
+    Raises:
+        CheckpointError: Files are damaged, tensors missing, unexpected, misshaped, or not finite; `field` is the first.
+    """
+    folder = Path(path)
+    with CheckpointReader(folder) as files:  # every header is checked before `transformers` opens one
+        if any(file.path.suffix != ".safetensors" for file in files.files):
+            raise CheckpointError(
+                f"{folder} holds .bin files; models of type {config.model_type} are read from safetensors: "
+                "save them again with save_pretrained.",
+                field=str(folder),
+            )
+        fingerprint, size = files.fingerprint, sum(info.nbytes for info in files.tensors.values())
+    model_class: Any
+    model_class, settings = find_class(ConfigReader(read_json(folder / CONFIG_FILE), folder / CONFIG_FILE))
+    model, report = _fill(model_class, folder, settings, dtype)
+    _check(folder, report)
+    _check_finite(folder, model)
+    model = model.to(device).eval().requires_grad_(False)
+    if progress is not None:
+        progress(size, size)
+    return model, fingerprint
+
+
+def _fill(model_class: Any, folder: Path, settings: Any, dtype: torch.dtype) -> Any:
+    """Return the model and the loading report of `transformers`."""
+    with _collected_messages() as messages:
+        try:
+            return model_class.from_pretrained(
+                folder,
+                config=settings,
+                dtype=dtype,
+                attn_implementation=PAGED,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # told by _check, together with the rest
+                output_loading_info=True,
+            )
+        except (OSError, RuntimeError, ValueError) as error:
+            fused = [name for message in messages for name in _NOT_FUSED.findall(message)]
+            if not fused:
+                raise CheckpointError(f"{folder}: transformers cannot load the weights: {error}", field=str(folder)) from error
+            raise CheckpointError(
+                f"{folder}: tensors that become {', '.join(fused[:MAX_NAMED])} are missing or misshaped. The weights do not belong to this "
+                "config.json, or the download is incomplete.",
+                field=fused[0],
+            ) from error
+
+
+class _Messages(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep one message."""
+        self.messages.append(record.getMessage())
+
+
+@contextmanager
+def _collected_messages() -> Iterator[list[str]]:
+    """Keep the loading report of `transformers` off the log and collect it: what it says is raised."""
+    log: Any = transformers_logging
+    bars, collector = log.is_progress_bar_enabled(), _Messages()
+    log.disable_progress_bar()
+    log.disable_default_handler()
+    log.add_handler(collector)
+    try:
+        yield collector.messages
+    finally:
+        log.remove_handler(collector)
+        log.enable_default_handler()
+        if bars:
+            log.enable_progress_bar()
+
+
+def _check(folder: Path, report: Mapping[str, Collection[Any]]) -> None:
+    misshaped = {str(name): (file, wanted) for name, file, wanted in report["mismatched_keys"]}
+    problems = {
+        "missing": sorted(str(name) for name in report["missing_keys"] if name not in misshaped),
+        "unexpected": sorted(map(str, report["unexpected_keys"])),
+        "misshaped": [f"{name} is {list(file)}, must be {list(wanted)}" for name, (file, wanted) in sorted(misshaped.items())],
+        "unreadable": sorted(map(str, report["error_msgs"])),
+    }
+    found = {kind: names for kind, names in problems.items() if names}
+    if found:
+        lists = [
+            f"{len(names)} tensor{'s' if len(names) > 1 else ''} {kind}: {', '.join(names[:MAX_NAMED])}"
+            + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
+            for kind, names in found.items()
+        ]
+        raise CheckpointError(
+            f"{folder}: {'; '.join(lists)}. The weights do not belong to this config.json, or the download is incomplete.",
+            field=next(iter(found.values()))[0].split(" ", 1)[0],
+        )
+
+
+def _check_finite(folder: Path, model: PreTrainedModel) -> None:
+    broken = [
+        name
+        for name, weight in model.named_parameters()
+        if weight.numel() and not bool(torch.isfinite(torch.stack(weight.aminmax())).all())
+    ]
+    if broken:
+        raise CheckpointError(
+            f"{folder}: {', '.join(broken[:MAX_NAMED])} holds NaN or infinite numbers; the weights are damaged, or beyond the dtype: "
+            "download the checkpoint again, or serve with --dtype bfloat16 or float32.",
+            field=broken[0],
+        )

@@ -1,0 +1,91 @@
+"""The doctor on every target family, on quantised files, and on MTP layers: nothing refused that serves, and bytes that are right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from family_models import CASES, save
+from test_family_files import pack_mxfp4, store_fp8
+from toy_mtp import Model
+from toy_mtp import save as save_mtp
+
+from outrider.services.doctor.examine import examine
+from outrider.services.doctor.finding import Report, Severity
+from outrider.services.doctor.memory import plan_memory
+from outrider.services.doctor.pair import Pair
+from outrider.services.doctor.probe import run_probe
+from outrider.shared.kv.pool import token_bytes
+from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.loader import CheckpointReader
+from outrider.shared.spec.algorithm import Algorithm
+from outrider.shared.spec.tree import DraftShape
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("families")
+
+
+def pair_of(target: Path, draft: Path | None = None, algorithm: Algorithm = Algorithm.AUTO) -> Pair:
+    return Pair(target, draft, algorithm, CPU, torch.float32)
+
+
+def refused(report: Report) -> list[str]:
+    return [finding.message for finding in report.findings if finding.severity is Severity.REFUSED]
+
+
+def assert_right(target: Path) -> None:
+    """The doctor finds what loading finds, and the weights take what it says (norms and routers aside, which are small)."""
+    pair = pair_of(target)
+    assert refused(examine(pair)) == []
+    plan, decoder = plan_memory(pair), Decoder.load(target, "cpu", torch.float32)
+    tied = decoder.lm_head.nbytes if decoder.config.tie_word_embeddings else 0  # one tensor, which the decoder counts twice
+    held = decoder.weight_bytes - tied
+    assert held <= plan.target_weights <= 1.06 * held
+    pool = decoder.make_pool(2, 16)
+    assert plan.target_kv_per_token == pool.bytes_per_token
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_every_family_is_known_and_measured(folder: Path, case: str) -> None:
+    assert_right(save(case, folder))
+
+
+def test_mxfp4_weights_are_counted_as_they_are_widened(folder: Path, tmp_path: Path) -> None:
+    pack_mxfp4(tmp_path / "packed", save("gpt-oss", folder))
+    assert_right(tmp_path / "packed")
+
+
+def test_fp8_weights_are_counted_as_they_are_widened(folder: Path, tmp_path: Path) -> None:
+    store_fp8(tmp_path / "fp8", save("deepseek-v3", folder), (16, 16))
+    pair = pair_of(tmp_path / "fp8")
+    assert refused(examine(pair)) == []
+    plain = plan_memory(pair_of(save("deepseek-v3", folder))).target_weights
+    assert plain <= plan_memory(pair).target_weights <= 1.02 * plain, "the scales are small"
+
+
+def test_mtp_layers_are_examined_measured_and_probed(tmp_path: Path) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        target = save_mtp(Model(4, 2), tmp_path / "target")
+    pair = pair_of(target, algorithm=Algorithm.MTP)
+    report = examine(pair)
+    assert refused(report) == []
+    assert any("2 MTP layers" in finding.message for finding in report.findings)
+    plan, config = plan_memory(pair), pair.target_config
+    with CheckpointReader(target) as reader:
+        own = sum(info.nbytes for name, info in reader.tensors.items() if "mtp_layers" in name)
+    assert plan.draft_weights == own
+    assert plan.draft_kv_per_token == token_bytes(2, config.num_kv_heads, config.head_dim, torch.float32)
+    (measured,) = run_probe(pair, [(1, 2, 3)], 8, DraftShape(2, 1, 3))
+    assert measured.tokens == 8
+
+
+def test_a_model_without_mtp_layers_is_refused_for_mtp(folder: Path) -> None:
+    report = examine(pair_of(save("llama", folder), algorithm=Algorithm.MTP))
+    assert any("holds no MTP layers" in message for message in refused(report))

@@ -1,0 +1,231 @@
+"""Families that transformers computes, with our attention, against transformers' eager attention; and those that are refused."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_models import Sequences, assert_near
+from generic_models import CASES, LAYERS, REFUSED, VOCAB, WINDOW, WINDOWED, make, reference, reference_logits, save
+from safetensors.torch import load_file, save_file
+
+from outrider.shared.base.errors import CheckpointError
+from outrider.shared.nn.config import ConfigReader, ModelConfig
+from outrider.shared.nn.decoder import EMBEDDING, LM_HEAD, Decoder
+from outrider.shared.nn.generic.config import read_config
+from outrider.shared.nn.generic.model import GenericDecoder
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("generic")
+
+
+def random_tokens(seed: int, count: int) -> list[int]:
+    return torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])  # without a GPU, triton is the kernels' own references
+@pytest.mark.parametrize("case", list(CASES))
+def test_logits_of_chunks_and_steps_equal_transformers(case: str, backend: str, folder: Path) -> None:
+    texts = [random_tokens(seed, 3 * WINDOW) for seed in (1, 2)]
+    decoder = Decoder.load(save(case, folder))
+    assert isinstance(decoder, GenericDecoder)
+    sequences = Sequences(decoder, 2, backend=backend)
+    cuts = [0, 33, 60, *range(61, len(texts[0]) + 1, 3), len(texts[0])]
+    parts: list[list[torch.Tensor]] = [[], []]
+    for start, stop in pairwise(cuts):
+        if start < stop:
+            logits, _ = sequences.run([start, start], [text[start:stop] for text in texts])
+            for part, rows in zip(parts, logits.split(stop - start), strict=True):
+                part.append(rows)
+    for text, part in zip(texts, parts, strict=True):
+        assert_near(torch.cat(part), reference_logits(case, text))
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_tree_rows_equal_a_pass_over_their_own_path(case: str, folder: Path) -> None:
+    paths = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 2, 4, 5], [0, 1, 6]]
+    prompts = [random_tokens(3, 2 * WINDOW + 5), random_tokens(4, 1)]
+    rows = [random_tokens(seed, len(paths)) for seed in (6, 7)]
+    sequences = Sequences(Decoder.load(save(case, folder)), 2)
+    sequences.run([0, 0], prompts)
+    ancestors = torch.tensor([[sum(1 << node for node in path)] for path in paths] * 2, dtype=torch.int32)
+    positions = [[len(prompt) + len(path) - 1 for path in paths] for prompt in prompts]
+    logits, _ = sequences.run([len(prompt) for prompt in prompts], rows, positions, ancestors)
+    for prompt, tokens, found in zip(prompts, rows, logits.split(len(paths)), strict=True):
+        for path in ([0, 1, 3], [0, 2, 4, 5], [0, 1, 6]):
+            assert_near(found[path], reference_logits(case, prompt + [tokens[node] for node in path])[-len(path) :])
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_captured_states_are_the_outputs_of_the_named_layers(case: str, folder: Path) -> None:
+    tokens, named = random_tokens(9, WINDOW + 20), (0, LAYERS - 1)
+    decoder = Decoder.load(save(case, folder))
+    assert isinstance(decoder, GenericDecoder)
+    states: list[torch.Tensor] = []
+    layers = [reference(case).get_submodule(decoder.config.layout.layer_paths[index]) for index in named]  # type: ignore[attr-defined]
+
+    def keep(_module: Any, _arguments: Any, out: Any) -> None:
+        states.append(out[0] if isinstance(out, tuple) else out)
+
+    hooks = [layer.register_forward_hook(keep) for layer in layers]
+    try:
+        reference_logits(case, tokens)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    _, aux = Sequences(decoder, 1).run([0], [tokens], aux=named)
+    assert aux is not None
+    for part, state in zip(aux.chunk(len(named), dim=-1), states, strict=True):
+        assert_near(part, state.view(len(tokens), -1), 1e-5)
+
+
+@pytest.mark.parametrize("case", WINDOWED)
+def test_the_window_matters(case: str, folder: Path) -> None:
+    """The comparison above would fail if the window were ignored."""
+    tokens = random_tokens(1, 3 * WINDOW)
+    decoder = Decoder.load(save(case, folder))
+    assert isinstance(decoder, GenericDecoder)
+    assert WINDOW in decoder.config.windows
+    wide = make(CASES[case][0], CASES[case][1] | {"sliding_window": 100})
+    with torch.no_grad():
+        unlimited = wide(torch.tensor([tokens]), use_cache=False).logits[0]
+    assert float((unlimited - reference_logits(case, tokens)).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_what_cannot_be_served_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    prefix, overrides, field, message = REFUSED[name]
+    make(prefix, overrides).config.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        ModelConfig.from_dir(tmp_path)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "message"),
+    [
+        ({"auto_map": {"AutoModelForCausalLM": "modeling_phi.PhiForCausalLM"}}, "auto_map", "never done"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config", "quantised"),
+        ({"architectures": ["PhiForSequenceClassification"]}, "architectures", "not a target model"),
+        ({"hidden_size": "wide"}, "model_type", "transformers refuses this 'phi' configuration"),
+        ({"num_attention_heads": 0}, "model_type", "cannot make a PhiForCausalLM|refuses this 'phi'"),
+        ({"model_type": "gemma3"}, "model_type", "multimodal"),
+        ({"model_type": "marian", "is_encoder_decoder": True}, "model_type", "encoder-decoder"),
+        ({"model_type": "no_such_model"}, "model_type", "not supported"),
+    ],
+)
+def test_config_files_are_refused_by_key(change: dict[str, Any], field: str, message: str, folder: Path, tmp_path: Path) -> None:
+    raw = json.loads((save("phi", folder) / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        ModelConfig.from_dir(tmp_path)
+    assert caught.value.field == field
+
+
+def broken(folder: Path, path: Path, change: dict[str, torch.Tensor | None]) -> Path:
+    """Copy phi's checkpoint with tensors replaced, added, or (None) left out."""
+    source = save("phi", folder)
+    tensors: dict[str, Any] = load_file(source / "model.safetensors") | change
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path / "model.safetensors", {"format": "pt"})
+    (path / "config.json").write_text((source / "config.json").read_text())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model.layers.1.mlp.fc1.weight": None}, "1 tensor missing"),
+        ({"model.layers.9.mlp.fc1.weight": torch.zeros(2)}, "1 tensor unexpected"),
+        ({"model.layers.1.mlp.fc1.weight": torch.zeros(3, 2)}, "1 tensor misshaped"),
+        ({"model.layers.1.mlp.fc1.weight": torch.full((96, 64), torch.nan)}, "NaN or infinite"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_by_tensor(
+    change: dict[str, torch.Tensor | None], message: str, folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        Decoder.load(broken(folder, tmp_path, change))
+    assert caught.value.field == next(iter(change))
+
+
+@pytest.mark.parametrize("left_out", ["up_proj", ""])
+def test_a_missing_expert_is_named_by_what_it_belongs_to(left_out: str, folder: Path, tmp_path: Path) -> None:
+    source = save("olmoe", folder)
+    expert = f"model.layers.1.mlp.experts.3.{left_out}"
+    tensors = {name: tensor for name, tensor in load_file(source / "model.safetensors").items() if not name.startswith(expert)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    with pytest.raises(CheckpointError, match="misshaped") as caught:
+        Decoder.load(tmp_path)
+    assert str(caught.value.field).startswith("model.layers.1.mlp.experts.")
+
+
+def test_shards_and_prefixes_of_older_exports_are_read(tmp_path: Path) -> None:
+    reference("olmoe").save_pretrained(tmp_path / "olmoe", max_shard_size="50KB")
+    reference("gpt2").save_pretrained(tmp_path / "gpt2")
+    file = tmp_path / "gpt2" / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+    for case in ("olmoe", "gpt2"):
+        decoder = Decoder.load(tmp_path / case)
+        assert_near(Sequences(decoder, 1).run([0], [[1, 2, 3]])[0], reference_logits(case, [1, 2, 3]))
+
+
+def test_truncated_files_are_refused(folder: Path, tmp_path: Path) -> None:
+    broken(folder, tmp_path, {})
+    content = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(content[:-100])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        Decoder.load(tmp_path)
+
+
+def test_weights_can_be_borrowed_unless_the_head_has_a_bias(folder: Path) -> None:
+    cohere, phi = (Decoder.load(save(case, folder)) for case in ("cohere", "phi"))
+    assert torch.equal(cohere.weight(EMBEDDING), reference("cohere").get_input_embeddings().weight)
+    assert torch.equal(cohere.weight(LM_HEAD), cohere.weight(EMBEDDING))  # tied
+    with pytest.raises(CheckpointError, match="has a bias"):
+        phi.weight(LM_HEAD)
+
+
+def test_learned_positions_end_with_their_table(folder: Path) -> None:
+    """Drafts may lie behind the last position; they must not disturb the rows before it."""
+    decoder, size = Decoder.load(save("gpt2", folder)), 128
+    text, sequences = random_tokens(1, size), Sequences(decoder, 1, tokens=size + 4)
+    sequences.run([0], [text[:-1]])
+    logits, _ = sequences.run([size - 1], [[text[-1], 5, 6]])
+    assert_near(logits[:1], reference_logits("gpt2", text)[-1:])
+
+
+def test_sinks_and_windows_of_a_model_of_transformers_are_honoured(tmp_path: Path) -> None:
+    model = make("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": WINDOW})
+    model.save_pretrained(tmp_path)
+    tokens = random_tokens(1, 2 * WINDOW)
+    with torch.no_grad():
+        want = model(torch.tensor([tokens]), use_cache=False).logits[0]
+    path = tmp_path / "config.json"
+    config = read_config(ConfigReader(json.loads(path.read_text()), path), ())
+    decoder = GenericDecoder.open(tmp_path, config, torch.device("cpu"), torch.float32)
+    assert_near(Sequences(decoder, 1).run([0], [tokens])[0], want)
+
+
+def test_a_missing_transformers_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.shared.nn.generic.choose.find_spec", lambda name: None)
+    with pytest.raises(CheckpointError, match="needs transformers: pip install"):
+        ModelConfig.from_dir(save("phi", folder))
+
+
+def test_fingerprints_tell_weights_apart(folder: Path, tmp_path: Path) -> None:
+    again, other = tmp_path / "again", tmp_path / "other"
+    again.mkdir()
+    other.mkdir()
+    first = Decoder.load(save("phi", folder)).fingerprint
+    assert Decoder.load(broken(folder, again, {})).fingerprint == first
+    assert Decoder.load(broken(folder, other, {"model.layers.1.mlp.fc1.weight": torch.ones(96, 64)})).fingerprint != first
