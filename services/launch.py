@@ -18,6 +18,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outrider.services.option_checks import check_values
 from outrider.services.supervisor import ChildSpec, Echo, Supervisor
 from outrider.shared.base.errors import CancelledError, ConfigurationError, UnavailableError
 
@@ -58,6 +59,7 @@ class StackOptions:
         draft: Draft head's folder; None serves without speculation.
         device, dtype: As the services take them.
         num_steps, topk, num_draft_tokens: Tree shape when a request names none.
+        max_steps, max_topk, max_nodes: Caps of the shape that a request may name.
         host, port: The gateway's REST address; gRPC listens on the next port.
         skip_tokenizer: Token ids only.
         transport: AUTO takes the draft into the target's process on a machine with one GPU, else a process of its own.
@@ -71,6 +73,9 @@ class StackOptions:
     num_steps: int | None = None
     topk: int | None = None
     num_draft_tokens: int | None = None
+    max_steps: int | None = None
+    max_topk: int | None = None
+    max_nodes: int | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     skip_tokenizer: bool = False
@@ -100,6 +105,7 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
     target_address = f"unix:{runtime_dir / 'target.sock'}"
     draft_address = f"unix:{runtime_dir / 'draft.sock'}" if options.draft and not inproc else None
     shape = {"num-steps": options.num_steps, "topk": options.topk, "num-draft-tokens": options.num_draft_tokens}
+    caps = {"max-steps": options.max_steps, "max-topk": options.max_topk, "max-nodes": options.max_nodes}
     placement = {"device": options.device, "dtype": options.dtype, "log-level": options.log_level, "kv-tokens": options.kv_tokens}
 
     gateway = {"host": options.host, "port": options.port, "grpc-port": options.port + 1, "target": target_address}
@@ -107,10 +113,10 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
     drafter = draft_address or (f"{INPROC}{options.draft}" if options.draft else "none")
     children = [
         _child("gateway", gateway),
-        _child("target", {"listen": target_address, "model": options.target, "draft": drafter} | shape | placement),
+        _child("target", {"listen": target_address, "model": options.target, "draft": drafter} | shape | caps | placement),
     ]
     if draft_address:
-        draft = {"listen": draft_address, "draft": options.draft, "target-weights": options.target} | placement
+        draft = {"listen": draft_address, "draft": options.draft, "target-weights": options.target} | caps | placement
         children.append(_child("draft", draft, DRAFT_DRAIN_S))
     return StackPlan(tuple(children), f"http://{_reachable(options.host)}:{options.port}", target_address, draft_address)
 
@@ -146,6 +152,7 @@ def check_options(options: StackOptions) -> None:
     Raises:
         ConfigurationError: names the flag and the fix.
     """
+    check_values(options)
     if importlib.util.find_spec("torch") is None:
         raise ConfigurationError(
             "PyTorch is not installed here, and target and draft need it: pip install 'outrider[engine]'.", field="torch"
@@ -244,7 +251,7 @@ def running_stack(options: StackOptions, echo: Echo, progress: Progress, stopped
 
 
 def _wait_until_ready(plan: StackPlan, supervisor: Supervisor, progress: Progress, stopped: Callable[[], bool]) -> None:
-    from outrider.services.probe import DRAFT_SERVICE, TARGET_SERVICE, ServingProbe
+    from outrider.services.health_client import DRAFT_SERVICE, TARGET_SERVICE, ServingProbe
     from outrider.services.rest import RestClient
 
     started = time.monotonic()

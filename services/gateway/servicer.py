@@ -28,6 +28,11 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Reply = TypeVar("Reply", gateway_pb2.ChatReply, gateway_pb2.CompleteReply)
 
 
+def register(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
+    """Have `server` answer with `servicer`."""
+    gateway_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
+
+
 class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     """Chat, Complete, ListModels. Cancelling a call cancels the request; the call's deadline is the request's."""
 

@@ -166,7 +166,7 @@ async def server_info(request: Request) -> Response:
                     "num_running_reqs": stats.running,
                     "num_waiting_reqs": stats.waiting,
                     "draft_state": stats.draft_state,
-                    "avg_spec_accept_length": stats.speculation.accept_length,
+                    "avg_spec_accept_length": stats.accept_length,
                     "kv_pages_total": stats.pages_total,
                     "kv_pages_free": stats.pages_free,
                     "kv_pages_held": stats.pages_held,
