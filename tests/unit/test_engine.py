@@ -16,6 +16,7 @@ from outrider.services.target.warmup import check_parity
 from outrider.shared.base.errors import ErrorCode, InvalidRequestError, OverloadedError, UnavailableError
 from outrider.shared.nn.decoder import Decoder, DecoderOutput
 from outrider.shared.spec.drafter import DrafterState, FeatureSpec
+from outrider.shared.spec.tree import NO_DRAFT
 
 torch.set_num_threads(1)
 VOCAB = 64
@@ -280,7 +281,35 @@ def test_the_reason_for_plain_rounds_is_reported(decoder: Decoder) -> None:
     harness.submit(PROMPT, 5, request_id="off", mode=SpeculationMode.OFF)
     harness.run()
     assert harness.sink.finished["a"].speculation.fallback_reason == "no_draft"
-    assert harness.sink.finished["off"].speculation.fallback_reason == ""
+    assert harness.sink.finished["off"].speculation.fallback_reason == "user"
+
+
+@pytest.mark.parametrize(
+    ("reason", "mode", "shape", "max_new_tokens"),
+    [
+        ("user", SpeculationMode.OFF, None, 20),
+        ("user", SpeculationMode.ON, (3, 2, 1), 20),
+        ("length", SpeculationMode.AUTO, None, 2),
+        ("controller", SpeculationMode.AUTO, None, 20),
+        ("", SpeculationMode.AUTO, None, 1),
+        ("", SpeculationMode.ON, None, 20),
+    ],
+)
+def test_plain_rounds_by_choice_say_whose(
+    decoder: Decoder,
+    monkeypatch: pytest.MonkeyPatch,
+    reason: str,
+    mode: SpeculationMode,
+    shape: tuple[int, int, int] | None,
+    max_new_tokens: int,
+) -> None:
+    harness = make_harness(decoder, FakeDrafter(lambda tokens, row: [(1, 0)]))
+    monkeypatch.setattr(harness.engine.controller, "choose", lambda rows, batch_size, other_nodes: [NO_DRAFT] * len(rows))
+    harness.submit(PROMPT, max_new_tokens, request_id="a", mode=mode, shape=shape)
+    harness.run()
+    report = harness.sink.finished["a"].speculation
+    assert report.fallback_reason == reason
+    assert (report.rounds > 0) == (max_new_tokens > 1)
 
 
 def test_sequences_that_the_draft_lost_are_reopened_with_all_rows(decoder: Decoder, plain: list[int]) -> None:
