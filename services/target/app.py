@@ -13,7 +13,8 @@ import torch
 from outrider.services.target.draft_client.link import TargetIdentity
 from outrider.services.target.draft_client.remote import RemoteDrafter
 from outrider.services.target.drafter import NoDrafter
-from outrider.services.target.engine import EngineLimits, TargetEngine
+from outrider.services.target.engine import TargetEngine
+from outrider.services.target.limits import EngineLimits
 from outrider.services.target.runner import ModelRunner
 from outrider.services.target.scheduler import Scheduler, SchedulerLimits
 from outrider.services.target.servicer import SERVICE_NAME, Serving, TargetServicer, register
