@@ -43,7 +43,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         """Answer a chat."""
         await _tell_request_id(context)
         core = self._core
-        core.builder.check_model(request.model, core.client.info)
+        core.builder.check_model(request.model or None, core.client.info)
         codec = core.need_codec("messages")
         if not 1 <= len(request.messages) <= core.settings.max_messages:
             raise InvalidRequestError(f"messages must hold 1 to {core.settings.max_messages} messages.", field="messages")
@@ -63,7 +63,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         """Continue text or token ids."""
         await _tell_request_id(context)
         core = self._core
-        core.builder.check_model(request.model, core.client.info)
+        core.builder.check_model(request.model or None, core.client.info)
         kind = request.WhichOneof("prompt")
         if kind is None:
             raise InvalidRequestError("Give text or token_ids.", field="prompt")

@@ -167,6 +167,51 @@ def test_neutral_and_irrelevant_fields_pass(http: httpx.Client, fields: dict[str
     assert response.status_code == 200, response.text
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"top_k": 1 << 31}, "top_k must be between 1 and 2147483647, or -1 or 0 for off, not 2147483648."),
+        ({"stop": 5}, "stop: must be a string or a list of up to 4 strings."),
+        ({"stop": ["a", 5]}, "stop: must be a string or a list of up to 4 strings."),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}]}]},
+            "messages.0.content.0: only text parts are supported, not 'image_url'.",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "Missing field: messages.0.content.0.text."),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "colour": 1}]}]},
+            "Unknown field: messages.0.content.0.colour.",
+        ),
+    ],
+)
+def test_messages_say_what_is_allowed(http: httpx.Client, fields: dict[str, Any], message: str) -> None:
+    response = http.post(CHAT, json={"messages": [{"role": "user", "content": "x"}], **fields})
+    assert (response.status_code, error_of(response)["message"]) == (400, message)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"max_tokens": ' + b"9" * 5000 + b"}", "The body cannot be read: a number in it has too many digits."),
+        (b"[" * 100_000, "The body cannot be read: it is nested too deeply."),
+        (b'{"a": NaN}', "The body is not valid JSON: NaN is not a JSON value."),
+        (b'{"a": "\xff"}', "The body is not valid JSON: it is not UTF-8 text."),
+    ],
+)
+def test_an_unreadable_body_is_explained_without_the_parser(http: httpx.Client, body: bytes, message: str) -> None:
+    response = http.post(CHAT, content=body, headers={"Content-Type": "application/json"})
+    assert (response.status_code, error_of(response)["message"]) == (400, message)
+
+
+def test_an_empty_model_is_unknown_and_a_missing_one_the_only(http: httpx.Client, make_gateway: MakeGateway) -> None:
+    body = {"prompt": [9], "max_tokens": 1}
+    assert http.post("/v1/completions", json=body).status_code == 200
+    response = http.post("/v1/completions", json={**body, "model": ""})
+    assert (response.status_code, error_of(response)["code"]) == (404, "model_not_found")
+    with client_of(make_gateway(any_model=True)) as lenient:
+        assert lenient.post("/v1/completions", json={**body, "model": ""}).status_code == 200
+
+
 def test_limits_that_contradict_each_other_are_refused(http: httpx.Client) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "max_completion_tokens": 5}
     assert error_of(http.post(CHAT, json=body))["param"] == "max_tokens"

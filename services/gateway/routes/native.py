@@ -13,7 +13,7 @@ from starlette.responses import Response
 from outrider.services.gateway.core import GatewayCore, Job
 from outrider.services.gateway.errors import JsonResponse
 from outrider.services.gateway.generation import collect
-from outrider.services.gateway.parameters import NATIVE
+from outrider.services.gateway.parameters import NATIVE, NATIVE_TEXT
 from outrider.services.gateway.render import speculation_object, trace_object
 from outrider.services.gateway.request import Chunk, Completion, Finished, FinishReason, Started
 from outrider.services.gateway.routes.completions import check_texts, encode_batch
@@ -32,14 +32,14 @@ async def generate(body: NativeRequest, request: Request) -> Response:
     core.builder.check_model(body.model, core.client.info)
     parameters = body.parameters()
     batch = as_batch(body.source())
-    field = "input_ids" if body.text is None else "text"
-    sequences = core.builder.check(parameters, NATIVE, len(batch))
-    check_texts(core, batch, field)
+    surface = NATIVE if body.text is None else NATIVE_TEXT
+    sequences = core.builder.check(parameters, surface, len(batch))
+    check_texts(core, batch, surface.prompt)
 
     async def prompts() -> Sequence[tuple[int, ...]]:
-        return await encode_batch(core, batch, field)
+        return await encode_batch(core, batch, surface.prompt)
 
-    job = Job(prompts, sequences, parameters, NATIVE, timeout_of(request))
+    job = Job(prompts, sequences, parameters, surface, timeout_of(request))
     rid = body.rid or uuid.uuid4().hex
     as_list = body.is_batch or sequences > 1
     if body.stream:
