@@ -76,6 +76,15 @@ NumDraftTokens = Annotated[
         "--num-draft-tokens", "--speculative-num-draft-tokens", help="Nodes verified per round, root included.", show_default="16"
     ),
 ]
+MaxSteps = Annotated[
+    int | None, typer.Option("--speculative-max-steps", help="Deepest tree that a request may ask for.", show_default="16")
+]
+MaxTopK = Annotated[
+    int | None, typer.Option("--speculative-max-topk", help="Widest branching that a request may ask for.", show_default="16")
+]
+MaxNodes = Annotated[
+    int | None, typer.Option("--speculative-max-nodes", help="Largest tree that a request may ask for.", show_default="128")
+]
 Url = Annotated[str, typer.Option(help="Address of the gateway.")]
 ApiKey = Annotated[str | None, typer.Option(help="Key to send, if the gateway wants one.")]
 Speculation = Annotated[str | None, typer.Option("--speculation", help="auto, on or off.", show_default="the server's: auto")]
@@ -95,6 +104,9 @@ def up(
     num_steps: NumSteps = None,
     topk: TopK = None,
     num_draft_tokens: NumDraftTokens = None,
+    max_steps: MaxSteps = None,
+    max_topk: MaxTopK = None,
+    max_nodes: MaxNodes = None,
     host: Annotated[str, typer.Option(help="Where the gateway listens.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="REST port; gRPC takes the next one.")] = 8000,
     skip_tokenizer: Annotated[bool, typer.Option("--skip-tokenizer", help="Serve token ids only.")] = False,
@@ -116,6 +128,9 @@ def up(
         num_steps=num_steps,
         topk=topk,
         num_draft_tokens=num_draft_tokens,
+        max_steps=max_steps,
+        max_topk=max_topk,
+        max_nodes=max_nodes,
         host=host,
         port=port,
         skip_tokenizer=skip_tokenizer,
@@ -279,7 +294,7 @@ def health(
 ) -> None:
     """Say whether a stack (or one gRPC service) can take requests; exit code 0 if so."""
     if grpc_address:
-        from outrider.services.probe import ServingProbe
+        from outrider.services.health_client import ServingProbe
 
         with ServingProbe(grpc_address, service) as probe:
             status = probe.status()

@@ -18,6 +18,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outrider.services.option_checks import check_values
 from outrider.services.supervisor import ChildSpec, Echo, Supervisor
 from outrider.shared.base.errors import CancelledError, ConfigurationError, UnavailableError
 from outrider.shared.spec.algorithm import Algorithm, check_given
@@ -61,6 +62,7 @@ class StackOptions:
         token_map: File of the token ids to draft; None = all of them.
         device, dtype: As the services take them.
         num_steps, topk, num_draft_tokens: Tree shape when a request names none.
+        max_steps, max_topk, max_nodes: Caps of the shape that a request may name.
         host, port: The gateway's REST address; gRPC listens on the next port.
         skip_tokenizer: Token ids only.
         transport: AUTO takes the draft into the target's process on a machine with one GPU, else a process of its own.
@@ -76,6 +78,9 @@ class StackOptions:
     num_steps: int | None = None
     topk: int | None = None
     num_draft_tokens: int | None = None
+    max_steps: int | None = None
+    max_topk: int | None = None
+    max_nodes: int | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     skip_tokenizer: bool = False
@@ -112,6 +117,7 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
     target_address = f"unix:{runtime_dir / 'target.sock'}"
     draft_address = f"unix:{runtime_dir / 'draft.sock'}" if options.speculates and not inproc else None
     shape = {"num-steps": options.num_steps, "topk": options.topk, "num-draft-tokens": options.num_draft_tokens}
+    caps = {"max-steps": options.max_steps, "max-topk": options.max_topk, "max-nodes": options.max_nodes}
     placement = {"device": options.device, "dtype": options.dtype, "log-level": options.log_level, "kv-tokens": options.kv_tokens}
     algorithm = {"speculative-algorithm": None if options.algorithm is Algorithm.AUTO else options.algorithm.value}
     token_map = {"speculative-token-map": options.token_map}
@@ -119,10 +125,12 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
     gateway = {"host": options.host, "port": options.port, "grpc-port": options.port + 1, "target": target_address}
     gateway |= {"tokenizer": None if options.skip_tokenizer else options.target, "log-level": options.log_level}
     drafter = draft_address or (f"{INPROC}{options.draft or ''}" if options.speculates else "none")
-    target = {"listen": target_address, "model": options.target, "draft": drafter} | algorithm | shape | placement
+    target = {"listen": target_address, "model": options.target, "draft": drafter} | algorithm | shape | caps | placement
     children = [_child("gateway", gateway), _child("target", target | (token_map if options.speculates and inproc else {}))]
     if draft_address:
-        draft = {"listen": draft_address, "draft": options.draft, "target-weights": options.target} | algorithm | token_map | placement
+        draft = (
+            {"listen": draft_address, "draft": options.draft, "target-weights": options.target} | algorithm | token_map | caps | placement
+        )
         children.append(_child("draft", draft, DRAFT_DRAIN_S))
     return StackPlan(tuple(children), f"http://{_reachable(options.host)}:{options.port}", target_address, draft_address)
 
@@ -158,6 +166,7 @@ def check_options(options: StackOptions) -> None:
     Raises:
         ConfigurationError: names the flag and the fix.
     """
+    check_values(options)
     if importlib.util.find_spec("torch") is None:
         raise ConfigurationError(
             "PyTorch is not installed here, and target and draft need it: pip install 'outrider[engine]'.", field="torch"
@@ -258,7 +267,7 @@ def running_stack(options: StackOptions, echo: Echo, progress: Progress, stopped
 
 
 def _wait_until_ready(plan: StackPlan, supervisor: Supervisor, progress: Progress, stopped: Callable[[], bool]) -> None:
-    from outrider.services.probe import DRAFT_SERVICE, TARGET_SERVICE, ServingProbe
+    from outrider.services.health_client import DRAFT_SERVICE, TARGET_SERVICE, ServingProbe
     from outrider.services.rest import RestClient
 
     started = time.monotonic()

@@ -11,7 +11,8 @@ import torch
 
 from outrider.kernels.philox import gumbel_noise
 from outrider.kernels.verify.filters import filter_logits
-from outrider.services.target.engine import EngineLimits, TargetEngine
+from outrider.services.target.engine import TargetEngine
+from outrider.services.target.limits import EngineLimits
 from outrider.services.target.request import (
     Event,
     FailedEvent,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from outrider.draft.v1 import draft_pb2_grpc
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.loop import DraftLoop
-from outrider.services.draft.servicer import SERVICE_NAME, DraftServicer
+from outrider.services.draft.servicer import SERVICE_NAME, DraftServicer, register
 from outrider.services.draft.settings import DraftSettings, plan_threads
 from outrider.services.draft.warmup import warm_up
 from outrider.shared.base.lifecycle import DrainStep, StopSignal, run_steps
@@ -62,7 +61,7 @@ class DraftService:
         servicer = DraftServicer(self.loop, device)
         self._server: SyncServer = sync_server(
             settings.listen,
-            [(draft_pb2_grpc.add_DraftServicer_to_server, servicer)],
+            [(register, servicer)],
             [SERVICE_NAME],
             max_workers=MAX_WORKERS,
         )

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from outrider.draft.v1 import draft_pb2
-from outrider.services.draft.engine import Proposal
-from outrider.services.draft.session import Ask, PeerId
+from outrider.services.draft.replies import NeedResync, Opened, Pong, Rejected, Reply, TreeFrame
+from outrider.services.draft.session import Ask
 from outrider.services.draft.strategy import StrategyInfo, TargetInfo
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.rpc.tensors import decode_tensor, wire_dtype
@@ -125,23 +125,23 @@ def commits_from(frame: draft_pb2.TargetFrame, feature_size: int, received_s: fl
         yield CommitMessage(commit, ask)
 
 
-def frames_from(proposals: Sequence[Proposal], draft_ms: float) -> dict[PeerId, list[draft_pb2.SessionReply]]:
-    """Return the replies to send, one frame per peer and round."""
-    frames: dict[tuple[PeerId, int], draft_pb2.DraftFrame] = {}
-    for proposal in proposals:
-        trees = proposal.trees
-        counts = trees.num_nodes.tolist()
-        tokens, parents = trees.tokens.tolist(), trees.parents.tolist()
-        logprobs = trees.logprobs.tolist() if trees.logprobs is not None else [[] for _ in counts]
-        for b, asked in enumerate(proposal.asked):
-            frame = frames.get((asked.peer, asked.round))
-            if frame is None:
-                frame = frames[asked.peer, asked.round] = draft_pb2.DraftFrame(round=asked.round, draft_ms=draft_ms)
-            drafts = slice(1, counts[b])  # the root is not sent
-            frame.trees.add(
-                fence=fence_to(asked.fence), token_ids=tokens[b][drafts], parents=parents[b][drafts], logprobs=logprobs[b][drafts]
-            )
-    replies: dict[PeerId, list[draft_pb2.SessionReply]] = {}
-    for (peer, _), frame in frames.items():
-        replies.setdefault(peer, []).append(draft_pb2.SessionReply(frame=frame))
-    return replies
+def reply_to(reply: Reply) -> draft_pb2.SessionReply:
+    """Return a reply as a message."""
+    match reply:
+        case Opened():
+            ack = draft_pb2.OpenAck(session_id=reply.session_id, epoch=reply.epoch, have_len=reply.have_len)
+            return draft_pb2.SessionReply(open=ack)
+        case NeedResync():
+            resync = draft_pb2.NeedResync(session_id=reply.session_id, epoch=reply.epoch, reason=reply.reason)
+            return draft_pb2.SessionReply(need_resync=resync)
+        case Rejected():
+            reject = draft_pb2.Reject(session_id=reply.session_id, reason=reply.reason, retry_after_ms=reply.retry_after_ms)
+            return draft_pb2.SessionReply(reject=reject)
+        case Pong():
+            return draft_pb2.SessionReply(pong=draft_pb2.Pong(nonce=reply.nonce, load=reply.load))
+        case TreeFrame():
+            trees = [
+                draft_pb2.Tree(fence=fence_to(tree.fence), token_ids=tree.token_ids, parents=tree.parents, logprobs=tree.logprobs)
+                for tree in reply.trees
+            ]
+            return draft_pb2.SessionReply(frame=draft_pb2.DraftFrame(round=reply.round, draft_ms=reply.draft_ms, trees=trees))

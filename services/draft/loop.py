@@ -10,9 +10,8 @@ from itertools import count
 from queue import SimpleQueue
 from typing import TypeVar
 
-from outrider.draft.v1 import draft_pb2
-from outrider.services.draft.convert import frames_from
 from outrider.services.draft.engine import DraftEngine
+from outrider.services.draft.replies import Rejected, Reply, frames_of
 from outrider.services.draft.session import PeerId
 from outrider.shared.base.errors import UnavailableError
 from outrider.shared.engine.loop import EngineThread
@@ -26,7 +25,7 @@ EXPIRY_PERIOD_S = 0.5
 MAX_UNSENT = 4096
 """Replies waiting for a target that does not read; beyond them its stream is ended."""
 
-Outbox = SimpleQueue[draft_pb2.SessionReply | Exception | None]
+Outbox = SimpleQueue[Reply | Exception | None]
 """Replies of one session stream, in order; an exception ends it with an error, None ends it."""
 
 
@@ -38,7 +37,7 @@ class Peer:
         self.target_id = target_id
         self.outbox: Outbox = SimpleQueue()
 
-    def send(self, reply: draft_pb2.SessionReply) -> None:
+    def send(self, reply: Reply) -> None:
         """Queue a reply."""
         if self.outbox.qsize() < MAX_UNSENT:
             self.outbox.put(reply)
@@ -153,15 +152,13 @@ class DraftLoop:
         started = time.monotonic()
         drafted = self.engine.step()
         for refusal in drafted.refusals:
-            reject = draft_pb2.Reject(session_id=refusal.session_id, reason="kv_full", retry_after_ms=refusal.retry_after_ms)
-            self._send(refusal.peer, draft_pb2.SessionReply(reject=reject))
+            self._send(refusal.peer, Rejected(refusal.session_id, "kv_full", refusal.retry_after_ms))
         if drafted.proposals:
-            replies = frames_from(drafted.proposals, (time.monotonic() - started) * 1000)
-            for peer_id, frames in replies.items():
+            for peer_id, frames in frames_of(drafted.proposals, (time.monotonic() - started) * 1000).items():
                 for frame in frames:
                     self._send(peer_id, frame)
 
-    def _send(self, peer_id: PeerId, reply: draft_pb2.SessionReply) -> None:
+    def _send(self, peer_id: PeerId, reply: Reply) -> None:
         peer = self._peers.get(peer_id)
         if peer is not None:
             peer.send(reply)

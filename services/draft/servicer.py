@@ -16,9 +16,11 @@ from outrider.services.draft.convert import (
     commits_from,
     hello_ack,
     opening_from,
+    reply_to,
     target_info,
 )
 from outrider.services.draft.loop import DraftLoop, Peer
+from outrider.services.draft.replies import NeedResync, Opened, Pong, Rejected
 from outrider.services.draft.session import Answer, Verdict
 from outrider.services.draft.strategy import TargetInfo
 from outrider.shared.base.errors import CheckpointError, ProtocolError
@@ -33,6 +35,11 @@ MAX_BULK_BYTES = 1024 * 1024
 MAX_FP32_BYTES = 4
 
 log = get_logger("outrider.draft")
+
+
+def register(servicer: DraftServicer, server: grpc.Server) -> None:
+    """Have `server` answer with `servicer`."""
+    draft_pb2_grpc.add_DraftServicer_to_server(servicer, server)
 
 
 class DraftServicer(draft_pb2_grpc.DraftServicer):
@@ -161,8 +168,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         session_id, epoch = opening.fence.session_id, opening.fence.epoch
         answer = self._engine.open(peer.id, opening)
         if answer.verdict is Verdict.ACCEPTED:
-            ack = draft_pb2.OpenAck(session_id=session_id, epoch=epoch, have_len=answer.have_len)
-            peer.send(draft_pb2.SessionReply(open=ack))
+            peer.send(Opened(session_id, epoch, answer.have_len))
         else:
             self._refuse(peer, session_id, epoch, answer)
 
@@ -184,17 +190,15 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         """Tell a target what it must do about a message that was not accepted; what was dropped needs nothing."""
         reason = answer.reason.value
         if answer.verdict is Verdict.RESYNC:
-            resync = draft_pb2.NeedResync(session_id=session_id, epoch=epoch, reason=reason)
-            peer.send(draft_pb2.SessionReply(need_resync=resync))
+            peer.send(NeedResync(session_id, epoch, reason))
         elif answer.verdict is Verdict.REJECTED:
-            reject = draft_pb2.Reject(session_id=session_id, reason=reason, retry_after_ms=answer.retry_after_ms)
-            peer.send(draft_pb2.SessionReply(reject=reject))
+            peer.send(Rejected(session_id, reason, answer.retry_after_ms))
 
     def _pong(self, peer: Peer, nonce: int) -> None:
         self._engine.touch(peer.id)
         sessions = self._engine.sessions
         load = len(sessions) / sessions.limits.max_sessions
-        peer.send(draft_pb2.SessionReply(pong=draft_pb2.Pong(nonce=nonce, load=load)))
+        peer.send(Pong(nonce, load))
 
     def _info(self) -> draft_pb2.GetInfoReply:
         strategy, sessions = self._engine.strategy, self._engine.sessions
@@ -231,4 +235,4 @@ def _replies(peer: Peer) -> Iterator[draft_pb2.SessionReply]:
             return
         if isinstance(reply, Exception):
             raise reply
-        yield reply
+        yield reply_to(reply)

@@ -12,12 +12,11 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from outrider.gateway.v1 import gateway_pb2_grpc
 from outrider.services.gateway.core import GatewayCore
 from outrider.services.gateway.errors import install_handlers
 from outrider.services.gateway.middleware import Authentication, BodyGuard, KeyChecker, RequestContext
 from outrider.services.gateway.routes import chat, completions, models, native, ops
-from outrider.services.gateway.servicer import SERVICE_NAME, AuthInterceptor, InferenceServicer
+from outrider.services.gateway.servicer import SERVICE_NAME, AuthInterceptor, InferenceServicer, register
 from outrider.services.gateway.settings import GatewaySettings
 from outrider.shared.base.errors import ConfigurationError, OutriderError
 from outrider.shared.base.lifecycle import watch_stop_signals
@@ -74,7 +73,7 @@ class GatewayServer:
             host = f"[{settings.host}]" if ":" in settings.host else settings.host
             self._grpc = aio_server(
                 f"{host}:{settings.grpc_port}",
-                [(gateway_pb2_grpc.add_InferenceServicer_to_server, InferenceServicer(self.core))],
+                [(register, InferenceServicer(self.core))],
                 [SERVICE_NAME],
                 max_message_bytes=GRPC_SLACK * settings.max_body_bytes,
                 interceptors=[AuthInterceptor(KeyChecker(settings.api_key))],

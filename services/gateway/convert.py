@@ -14,6 +14,7 @@ from outrider.services.gateway.request import (
     TraceNode,
     Usage,
 )
+from outrider.services.gateway.target_info import TargetInfo, TargetStats
 from outrider.target.v1 import target_pb2
 
 MODE_TO_PROTO = {
@@ -77,6 +78,46 @@ def finish_from_proto(finish: target_pb2.Finish) -> TargetFinish:
         queue_s=finish.queue_ms / 1e3,
         prefill_s=finish.prefill_ms / 1e3,
         decode_s=finish.decode_ms / 1e3,
+    )
+
+
+def info_from_proto(reply: target_pb2.GetInfoReply) -> TargetInfo:
+    """Read the reply of GetInfo."""
+    speculation = reply.speculation
+    return TargetInfo(
+        model_id=reply.model_id,
+        architecture=reply.architecture,
+        vocab_size=reply.vocab_size,
+        max_model_len=reply.max_model_len,
+        eos_token_ids=frozenset(reply.eos_token_ids),
+        dtype=reply.dtype,
+        device=reply.device,
+        fingerprint=reply.fingerprint,
+        weight_version=reply.weight_version or "default",
+        max_running_requests=reply.max_running_requests,
+        algorithm=speculation.algorithm,
+        draft_model=speculation.draft_model,
+        num_steps=speculation.num_steps,
+        topk=speculation.topk,
+        num_draft_tokens=speculation.num_draft_tokens,
+        max_steps=speculation.max_steps,
+        max_topk=speculation.max_topk,
+        max_nodes=speculation.max_nodes,
+        speculation_state=speculation.state,
+    )
+
+
+def target_stats_from_proto(reply: target_pb2.GetStatsReply) -> TargetStats:
+    """Read the reply of GetStats."""
+    return TargetStats(
+        running=reply.running,
+        waiting=reply.waiting,
+        pages_total=reply.pages_total,
+        pages_free=reply.pages_free,
+        pages_held=reply.pages_held,
+        draft_state=reply.draft_state,
+        accept_length=reply.speculation.accept_length,
+        prometheus_text=reply.prometheus_text,
     )
 
 

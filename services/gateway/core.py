@@ -14,8 +14,8 @@ from outrider.services.gateway.metrics import GatewayMetrics
 from outrider.services.gateway.parameters import Parameters, RequestBuilder, Surface
 from outrider.services.gateway.request import ChoiceEvent
 from outrider.services.gateway.settings import GatewaySettings
-from outrider.services.gateway.target_client import TargetClient
-from outrider.services.gateway.target_stream import ReaderLimits
+from outrider.services.gateway.target_client.client import TargetClient
+from outrider.services.gateway.target_client.stream import ReaderLimits
 from outrider.services.gateway.tokenizer import TextCodec
 from outrider.shared.base.errors import InvalidRequestError, OutriderError, UnavailableError
 from outrider.shared.obs.metrics import join_expositions

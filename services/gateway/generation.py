@@ -25,8 +25,8 @@ from outrider.services.gateway.request import (
     TargetFinish,
     Usage,
 )
-from outrider.services.gateway.target_client import TargetClient
-from outrider.services.gateway.target_stream import TargetStream
+from outrider.services.gateway.target_client.client import TargetClient
+from outrider.services.gateway.target_client.stream import TargetStream
 from outrider.shared.base.errors import DeadlineExceededError, OutriderError
 
 # After a stop string the target still owes its statistics; it needs two rounds at most.

@@ -183,10 +183,13 @@ def _check_json(body: bytes) -> None:
         json.loads(body, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         raise InvalidRequestError(f"The body is not valid JSON: {error}.", reason="malformed_json") from None
-    except (ValueError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise InvalidRequestError(f"The body is not valid JSON: {reason}.", reason="malformed_json") from None
+    except UnicodeDecodeError:
+        raise InvalidRequestError("The body is not valid JSON: it is not UTF-8 text.", reason="malformed_json") from None
+    except RecursionError:
+        raise InvalidRequestError("The body cannot be read: it is nested too deeply.", reason="malformed_json") from None
+    except ValueError:
+        raise InvalidRequestError("The body cannot be read: a number in it has too many digits.", reason="malformed_json") from None
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON value")
+    raise InvalidRequestError(f"The body is not valid JSON: {name} is not a JSON value.", reason="malformed_json")

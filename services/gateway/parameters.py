@@ -8,10 +8,11 @@ from __future__ import annotations
 import secrets
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outrider.services.gateway.request import (
     MASK_64,
+    MAX_STOPS,
     GenerationRequest,
     SamplingParams,
     SpeculationParams,
@@ -21,10 +22,10 @@ from outrider.services.gateway.settings import GatewaySettings
 from outrider.services.gateway.target_info import TargetInfo
 from outrider.shared.base.errors import InvalidRequestError, ModelNotFoundError
 
-MAX_STOPS = 4
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_TEMPERATURE = 2.0
+MAX_TOP_K = (1 << 31) - 1
 # Below this a temperature is greedy (as SGLang has it): dividing by it says nothing else.
 GREEDY_TEMPERATURE = 1e-6
 MAX_SALT_CHARS = 256
@@ -42,19 +43,22 @@ class Surface:
         max_tokens: The field that limits new tokens.
         prefix: Before the names of sampling parameters.
         default_max_tokens: New tokens when the client gives no limit; None: as many as fit.
+        speculation: The field that holds the options of speculation.
     """
 
     prompt: str
     max_tokens: str
     prefix: str = ""
     default_max_tokens: int | None = None
+    speculation: str = "speculation"
 
 
 CHAT = Surface("messages", "max_tokens")
 COMPLETIONS = Surface("prompt", "max_tokens", default_max_tokens=16)
 NATIVE = Surface("input_ids", "sampling_params.max_new_tokens", "sampling_params.", default_max_tokens=128)
-GRPC_CHAT = Surface("messages", "options.max_tokens", "options.")
-GRPC_COMPLETE = Surface("prompt", "options.max_tokens", "options.", default_max_tokens=16)
+NATIVE_TEXT = replace(NATIVE, prompt="text")
+GRPC_CHAT = Surface("messages", "options.max_tokens", "options.", speculation="options.speculation")
+GRPC_COMPLETE = replace(GRPC_CHAT, prompt="prompt", default_max_tokens=16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,7 @@ class RequestBuilder:
             ModelNotFoundError: the name is unknown; says which are served.
         """
         names = self._settings.served_model_name or (info.model_id,)
-        if not model:
+        if model is None or (not model and self._settings.any_model):
             return names[0]
         if model not in names and not self._settings.any_model:
             known = ", ".join(repr(name) for name in names)
@@ -121,7 +125,7 @@ class RequestBuilder:
         if p.temperature is not None:
             _check(0 <= p.temperature <= MAX_TEMPERATURE, f"{name}temperature", f"between 0 and {MAX_TEMPERATURE:g}", p.temperature)
         if p.top_k is not None:
-            _check(-1 <= p.top_k < 1 << 31, f"{name}top_k", "at least 1, or -1 or 0 for off", p.top_k)
+            _check(-1 <= p.top_k <= MAX_TOP_K, f"{name}top_k", f"between 1 and {MAX_TOP_K}, or -1 or 0 for off", p.top_k)
         if p.top_p is not None:
             _check(0 < p.top_p <= 1, f"{name}top_p", "above 0 and at most 1", p.top_p)
         if p.min_p is not None:
@@ -159,7 +163,7 @@ class RequestBuilder:
         Raises:
             InvalidRequestError: a prompt is empty or too long, an id is outside the vocabulary, a cap of the target is exceeded.
         """
-        self._check_speculation(parameters.speculation, info)
+        self._check_speculation(parameters.speculation, surface, info)
         for token_id in parameters.stop_token_ids:
             _check(
                 0 <= token_id < info.vocab_size, f"{surface.prefix}stop_token_ids", f"below the vocabulary size {info.vocab_size}", token_id
@@ -192,7 +196,7 @@ class RequestBuilder:
         return requests
 
     @staticmethod
-    def _check_speculation(asked: SpeculationParams, info: TargetInfo) -> None:
+    def _check_speculation(asked: SpeculationParams, surface: Surface, info: TargetInfo) -> None:
         caps = (
             ("depth", asked.depth, info.max_steps or DEFAULT_MAX_STEPS),
             ("topk", asked.topk, info.max_topk or DEFAULT_MAX_TOPK),
@@ -201,7 +205,7 @@ class RequestBuilder:
         for name, value, cap in caps:
             if value is not None and not 1 <= value <= cap:
                 hint = " It counts the root: 1 means no draft nodes." if name == "max_nodes" and value < 1 else ""
-                field = f"speculation.{name}"
+                field = f"{surface.speculation}.{name}"
                 raise InvalidRequestError(f"{field} must be between 1 and {cap} on this server, not {value}.{hint}", field=field)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 MASK_64 = (1 << 64) - 1
+MAX_STOPS = 4
 
 
 class SpeculationMode(Enum):

@@ -28,6 +28,11 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Reply = TypeVar("Reply", gateway_pb2.ChatReply, gateway_pb2.CompleteReply)
 
 
+def register(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
+    """Have `server` answer with `servicer`."""
+    gateway_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
+
+
 class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     """Chat, Complete, ListModels. Cancelling a call cancels the request; the call's deadline is the request's."""
 
@@ -38,7 +43,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         """Answer a chat."""
         await _tell_request_id(context)
         core = self._core
-        core.builder.check_model(request.model, core.client.info)
+        core.builder.check_model(request.model or None, core.client.info)
         codec = core.need_codec("messages")
         if not 1 <= len(request.messages) <= core.settings.max_messages:
             raise InvalidRequestError(f"messages must hold 1 to {core.settings.max_messages} messages.", field="messages")
@@ -58,7 +63,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         """Continue text or token ids."""
         await _tell_request_id(context)
         core = self._core
-        core.builder.check_model(request.model, core.client.info)
+        core.builder.check_model(request.model or None, core.client.info)
         kind = request.WhichOneof("prompt")
         if kind is None:
             raise InvalidRequestError("Give text or token_ids.", field="prompt")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.target.v1 import target_pb2
-
 
 @dataclass(frozen=True, slots=True)
 class TargetInfo:
@@ -31,28 +29,16 @@ class TargetInfo:
     max_nodes: int
     speculation_state: str
 
-    @classmethod
-    def from_proto(cls, reply: target_pb2.GetInfoReply) -> TargetInfo:
-        """Read the reply of GetInfo."""
-        speculation = reply.speculation
-        return cls(
-            model_id=reply.model_id,
-            architecture=reply.architecture,
-            vocab_size=reply.vocab_size,
-            max_model_len=reply.max_model_len,
-            eos_token_ids=frozenset(reply.eos_token_ids),
-            dtype=reply.dtype,
-            device=reply.device,
-            fingerprint=reply.fingerprint,
-            weight_version=reply.weight_version or "default",
-            max_running_requests=reply.max_running_requests,
-            algorithm=speculation.algorithm,
-            draft_model=speculation.draft_model,
-            num_steps=speculation.num_steps,
-            topk=speculation.topk,
-            num_draft_tokens=speculation.num_draft_tokens,
-            max_steps=speculation.max_steps,
-            max_topk=speculation.max_topk,
-            max_nodes=speculation.max_nodes,
-            speculation_state=speculation.state,
-        )
+
+@dataclass(frozen=True, slots=True)
+class TargetStats:
+    """What the target does now, and its metrics as Prometheus text."""
+
+    running: int
+    waiting: int
+    pages_total: int
+    pages_free: int
+    pages_held: int
+    draft_state: str
+    accept_length: float
+    prometheus_text: str

@@ -10,13 +10,14 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from outrider.services.target.draft_client import RemoteDrafter
-from outrider.services.target.draft_link import TargetIdentity
+from outrider.services.target.draft_client.link import TargetIdentity
+from outrider.services.target.draft_client.remote import RemoteDrafter
 from outrider.services.target.drafter import NoDrafter
-from outrider.services.target.engine import EngineLimits, TargetEngine
+from outrider.services.target.engine import TargetEngine
+from outrider.services.target.limits import EngineLimits
 from outrider.services.target.runner import ModelRunner
 from outrider.services.target.scheduler import Scheduler, SchedulerLimits
-from outrider.services.target.servicer import SERVICE_NAME, Serving, TargetServicer
+from outrider.services.target.servicer import SERVICE_NAME, Serving, TargetServicer, register
 from outrider.services.target.settings import Memory, TargetSettings, plan_pages
 from outrider.services.target.warmup import check_parity, run_through
 from outrider.shared.attn.create import create_backend
@@ -28,7 +29,6 @@ from outrider.shared.nn.decoder import Decoder
 from outrider.shared.obs.logging import configure_logging, get_logger
 from outrider.shared.rpc.server import aio_server
 from outrider.shared.spec.drafter import Drafter, DrafterState
-from outrider.target.v1 import target_pb2_grpc
 
 POLL_S = 0.02
 
@@ -67,7 +67,7 @@ async def _serve(settings: TargetSettings, make_drafter: DrafterFactory | None) 
     stop = asyncio.Event()
     restore_signals = watch_stop_signals(stop)
     servicer = TargetServicer()
-    server = aio_server(settings.listen, [(target_pb2_grpc.add_TargetServicer_to_server, servicer)], [SERVICE_NAME])
+    server = aio_server(settings.listen, [(register, servicer)], [SERVICE_NAME])
     await server.start()
     target: Target | None = None
     try:

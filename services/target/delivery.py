@@ -86,7 +86,9 @@ class Delivery:
             matched_token=matched,
             prompt_tokens=sequence.prompt_len,
             completion_tokens=completion_tokens,
-            speculation=sequence.stats.report(self._controller.speedup_estimate if sequence.stats.draft_rounds else None),
+            speculation=sequence.stats.report(
+                self._controller.speedup_estimate if sequence.stats.draft_rounds else None, sequence.plain_by
+            ),
             queue_s=admitted - sequence.submitted_at,
             prefill_s=first - admitted,
             decode_s=now - first,

@@ -14,11 +14,12 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from outrider.services.target.controller import RowBound, SpeculationController
+from outrider.services.target.controller import SpeculationController
 from outrider.services.target.delivery import Delivery
-from outrider.services.target.drafter import root_trees, scatter_trees
 from outrider.services.target.follower import Follower
+from outrider.services.target.limits import EngineLimits
 from outrider.services.target.metrics import TargetMetrics
+from outrider.services.target.proposals import Proposal, Proposals
 from outrider.services.target.request import EventSink, GenerationRequest, SpeculationMode
 from outrider.services.target.rounds import RoundTimes, advance, executed_step, round_trace
 from outrider.services.target.runner import FAILED_TOKEN, ModelRunner
@@ -28,25 +29,14 @@ from outrider.services.target.speculation import SpeculationStats
 from outrider.shared.base.errors import (
     DeadlineExceededError,
     ErrorCode,
-    InvalidRequestError,
     OutriderError,
     UnavailableError,
 )
-from outrider.shared.spec.drafter import Commit, Drafter, DrafterState, ProposalRequest, ProposalRow, RoundResult
-from outrider.shared.spec.tree import NO_DRAFT, DraftBatch, DraftShape
+from outrider.shared.spec.drafter import Commit, Drafter, DrafterState, RoundResult
+from outrider.shared.spec.tree import DraftBatch
 
 DRAIN_RETRY_AFTER_S = 5.0
 NO_DRAFT_REASON = "no_draft"
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """What a request must fit into."""
-
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: frozenset[int] = frozenset()
-    pause_timeout_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +97,7 @@ class TargetEngine:
         self._drafts = drafter.state() is not DrafterState.NONE
         self._follower = Follower(drafter, runner, scheduler)
         self._delivery = Delivery(scheduler, self._follower, self.metrics, self.controller)
+        self._proposals = Proposals(drafter, self._follower, self.controller, self.metrics, runner.device)
         self._inbox: deque[_Submit | _Cancel | _Pause] = deque()
         self._session_ids = itertools.count(1)
         self._live: dict[int, Sequence] = {}
@@ -136,7 +127,7 @@ class TargetEngine:
             eos_token_ids=self.limits.eos_token_ids,
             follow=self._drafts,
         )
-        self._check_fits(sequence)
+        self.limits.check(sequence, self._scheduler.capacity)
         self._scheduler.gate.enter(sequence.prompt_len)
         self._inbox.append(_Submit(sequence))
         self.wake()
@@ -186,6 +177,7 @@ class TargetEngine:
         self.controller.forget_acceptance()
         self.metrics = TargetMetrics()
         self._delivery.start_counting(self.metrics)
+        self._proposals.start_counting(self.metrics)
         self._round = 0
 
     # ---- engine thread
@@ -206,13 +198,13 @@ class TargetEngine:
         plan = self._scheduler.schedule(started)
         self._follower.follow(plan)
         times = RoundTimes(started)
-        proposal = self._announce(plan.decodes)
+        proposal = self._proposals.announce(plan.decodes, self._round) if self._drafts else None
         times.announced = time.monotonic()
         self._delivery.flush()
         self._prefill(plan.prefills)
         times.prefilled = time.monotonic()
         if plan.decodes:
-            drafts = self._propose(proposal, plan.decodes)
+            drafts = self._proposals.collect(proposal, plan.decodes)
             times.proposed = time.monotonic()
             self._verify_and_commit(plan.decodes, drafts, proposal, times)
 
@@ -267,50 +259,6 @@ class TargetEngine:
                 self._due_at(deadline)
                 self._due_at(None if paused_at is None else paused_at + self.limits.pause_timeout_s)
 
-    def _announce(self, decodes: Seq[Sequence]) -> _Proposal | None:
-        """Choose every row's shape and tell the drafter, if any row wants draft nodes and can have them."""
-        if not self._drafts or not decodes:
-            return None
-        shapes = self._shapes(decodes)
-        rows = [index for index, shape in enumerate(shapes) if shape.drafts]
-        if not rows:
-            return None
-        auto_rows = [self._bound(decodes[index]) for index in rows if decodes[index].controller_row is not None]
-        request = ProposalRequest(
-            round=self._round,
-            rows=[
-                ProposalRow(decodes[i].fence(), decodes[i].tokens[-1], shapes[i], must_wait=decodes[i].controller_row is None) for i in rows
-            ],
-            deadline_s=self.controller.wait_cap_s(auto_rows, len(decodes)) if auto_rows else None,
-        )
-        self._drafter.announce(request)
-        return _Proposal(request, rows, max(shapes[index].depth for index in rows))
-
-    def _shapes(self, decodes: Seq[Sequence]) -> list[DraftShape]:
-        shapes = [NO_DRAFT] * len(decodes)
-        auto: list[int] = []
-        for index, sequence in enumerate(decodes):
-            if not sequence.wants_drafts:
-                continue
-            reason = self._follower.obstacle(sequence)
-            if reason:
-                sequence.stats.fell_back(reason)
-                self.metrics.fell_back(reason)
-            elif sequence.controller_row is not None:
-                auto.append(index)
-            else:
-                shapes[index] = sequence.request.speculation.shape
-        if auto:
-            other_nodes = sum(shape.max_nodes for shape in shapes) - len(auto)
-            chosen = self.controller.choose([self._bound(decodes[index]) for index in auto], len(decodes), other_nodes)
-            for index, shape in zip(auto, chosen, strict=True):
-                shapes[index] = shape
-        return shapes
-
-    def _bound(self, sequence: Sequence) -> RowBound:
-        assert sequence.controller_row is not None
-        return RowBound(sequence.controller_row, sequence.request.speculation.shape, sequence.remaining - 1)
-
     def _prefill(self, chunks: Seq[PrefillChunk]) -> None:
         if not chunks:
             return
@@ -337,22 +285,7 @@ class TargetEngine:
                 commits.append(self._follower.commit(sequence, base_len, step.kept, features))
         self._commit(commits)
 
-    def _propose(self, proposal: _Proposal | None, decodes: Seq[Sequence]) -> DraftBatch:
-        roots = [sequence.tokens[-1] for sequence in decodes]
-        if proposal is None:
-            return root_trees(roots, self._runner.device)
-        drafts = self._drafter.propose(proposal.request)
-        num_nodes = drafts.num_nodes.tolist()
-        for index, nodes in zip(proposal.rows, num_nodes, strict=True):
-            if nodes == 1:
-                reason = self._drafter.fallback_reason(decodes[index].session_id) or "no_proposal"
-                decodes[index].stats.fell_back(reason)
-                self.metrics.fell_back(reason)
-        if max(num_nodes) == 1:
-            return root_trees(roots, self._runner.device)
-        return scatter_trees(drafts, proposal.rows, roots)
-
-    def _verify_and_commit(self, decodes: Seq[Sequence], drafts: DraftBatch, proposal: _Proposal | None, times: RoundTimes) -> None:
+    def _verify_and_commit(self, decodes: Seq[Sequence], drafts: DraftBatch, proposal: Proposal | None, times: RoundTimes) -> None:
         outcomes, features = self._runner.verify(decodes, drafts)
         times.verified = time.monotonic()
         num_nodes = [1] * len(decodes) if drafts.tokens.shape[1] == 1 else drafts.num_nodes.tolist()
@@ -409,31 +342,3 @@ class TargetEngine:
     def _due_at(self, moment: float | None) -> None:
         if moment is not None and (self._next_check is None or moment < self._next_check):
             self._next_check = moment
-
-    def _check_fits(self, sequence: Sequence) -> None:
-        request, limits = sequence.request, self.limits
-        if not request.prompt_ids:
-            raise InvalidRequestError("prompt_ids is empty; give at least one token.", field="prompt_ids")
-        if request.max_new_tokens < 1:
-            raise InvalidRequestError(f"max_new_tokens must be at least 1, not {request.max_new_tokens}.", field="max_new_tokens")
-        highest = max(sequence.tokens)
-        if highest >= limits.vocab_size or min(sequence.tokens) < 0:
-            message = f"prompt_ids holds token {highest}; this model's vocabulary ends at {limits.vocab_size - 1}."
-            raise InvalidRequestError(message, field="prompt_ids")
-        context = min(limits.max_model_len, self._scheduler.capacity - sequence.node_bound)
-        if sequence.prompt_len + request.max_new_tokens > context:
-            message = (
-                f"{sequence.prompt_len} prompt tokens and {request.max_new_tokens} new tokens exceed the context of {context} tokens. "
-                "Shorten the prompt or ask for fewer tokens."
-            )
-            field = "prompt_ids" if sequence.prompt_len >= context else "max_new_tokens"
-            raise InvalidRequestError(message, field=field, reason="context_length_exceeded")
-
-
-@dataclass(frozen=True, slots=True)
-class _Proposal:
-    """What was announced: the request, its rows' places in the batch, its deepest tree."""
-
-    request: ProposalRequest
-    rows: list[int]
-    depth: int

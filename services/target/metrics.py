@@ -17,6 +17,21 @@ REASONS_OF_STATE = {
     DrafterState.DOWN: "draft_down",
 }
 
+# What the engine, the follower and the remote drafter say; other reasons (those that a draft gives for a refusal) appear as they come.
+FALLBACK_REASONS = (
+    *(state.value for state in DrafterState if state is not DrafterState.ON and state is not DrafterState.NONE),
+    "bad_tree",
+    "empty_tree",
+    "late",
+    "misfit",
+    "no_features",
+    "no_proposal",
+    "not_followed",
+    "rejected",
+    "resync",
+)
+MAX_DEPTHS = 16
+
 
 class TargetMetrics:
     """One registry per engine. Methods are called on the engine thread, `render` from any."""
@@ -40,6 +55,10 @@ class TargetMetrics:
         self._draft_tokens = counter("spec_decode_num_draft_tokens", "Draft nodes verified.")
         self._accepted = counter("spec_decode_num_accepted_tokens", "Draft nodes accepted.")
         self._per_pos = counter("spec_decode_num_accepted_tokens_per_pos", "Draft nodes accepted, by depth from 0.", ("position",))
+        self._accepted_at = counter("accepted_tokens", "Draft nodes accepted, by their depth in the tree; the root has 0.", ("depth",))
+        self._rpc_s = histogram(
+            "draft_rpc_seconds", "From asking for a step's proposal to having it, what was done meanwhile included.", STEP_BUCKETS_S
+        )
         self._draft_s = histogram("draft_seconds", "How long a step stood still for its proposal.", STEP_BUCKETS_S)
         self._verify_s = histogram("verify_seconds", "Verify pass of a step, its sampling and compaction included.", STEP_BUCKETS_S)
         self._speedup = gauge("estimated_speedup", "Drafting steps' tokens per second over plain ones'.")
@@ -48,7 +67,10 @@ class TargetMetrics:
         self._resyncs = counter("draft_resync", "Sequences reopened on the draft.")
         self._resyncs_seen = 0
         self._preemptions_seen = 0
-        self._positions = [self._per_pos.labels(str(depth)) for depth in range(16)]
+        self._positions = [self._per_pos.labels(str(position)) for position in range(MAX_DEPTHS)]
+        self._depths = [self._accepted_at.labels(str(depth)) for depth in range(1, MAX_DEPTHS + 1)]
+        for reason in FALLBACK_REASONS:  # A rate over a series that does not exist yet is no data.
+            self._fallbacks.labels(reason)
 
     def first_token(self, sequence: Sequence, now: float) -> None:
         """Count a request's first token."""
@@ -78,13 +100,15 @@ class TargetMetrics:
         if step.wait_s is None:
             return
         self._draft_s.observe(step.wait_s)
+        self._rpc_s.observe(times.proposed - times.announced)
         for row in step.rows:
             if row.num_nodes > 1:
                 self._drafts.inc()
                 self._draft_tokens.inc(row.num_nodes - 1)
                 self._accepted.inc(row.accepted)
-                for depth in range(min(row.accepted, len(self._positions))):
-                    self._positions[depth].inc()
+                for index in range(min(row.accepted, MAX_DEPTHS)):
+                    self._positions[index].inc()
+                    self._depths[index].inc()
 
     def render(self, scheduler: Scheduler, state: DrafterState, resyncs: int, speedup: float | None) -> str:
         """Return the Prometheus text with gauges as of now."""

@@ -146,6 +146,14 @@ class Sequence:
         """Whether the request wants draft nodes at all."""
         return self.request.speculation.mode is not SpeculationMode.OFF and self.request.speculation.shape.drafts
 
+    @property
+    def plain_by(self) -> str:
+        """Who chose plain decoding where every round had none but its root and nothing stood in the way of drafts."""
+        if not self.speculates:
+            return "user"
+        # The prefill emits the first token and each round one beyond the accepted: two tokens leave nothing to draft.
+        return "length" if self.request.max_new_tokens <= 2 else "controller"
+
     def fence(self) -> Fence:
         """Return what identifies the sequence as it is now; hashes only what is new since the last call."""
         if self._hashed_len < len(self.tokens):

@@ -40,6 +40,11 @@ class Serving:
     describe_draft: Callable[[], tuple[str, str]]
 
 
+def register(servicer: TargetServicer, server: grpc.aio.Server) -> None:
+    """Have `server` answer with `servicer`."""
+    target_pb2_grpc.add_TargetServicer_to_server(servicer, server)
+
+
 class StreamSink:
     """Carries events from the engine thread to one call's coroutine: one wake-up of the event loop per engine step.
 

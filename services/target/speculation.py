@@ -59,9 +59,16 @@ class SpeculationStats:
         """Tokens per round over the rounds with at least one draft node."""
         return 1.0 + self.accepted_tokens / self.draft_rounds if self.draft_rounds else 1.0
 
-    def report(self, speedup_estimate: float | None = None) -> SpeculationReport:
-        """Freeze the counters; the commonest fallback reason speaks for all."""
-        reason = max(self.fallbacks, key=lambda name: self.fallbacks[name]) if self.fallbacks else ""
+    def report(self, speedup_estimate: float | None = None, plain_by: str = "") -> SpeculationReport:
+        """Freeze the counters; the commonest fallback reason speaks for all.
+
+        Args:
+            speedup_estimate: The controller's, if there is one.
+            plain_by: Who chose plain decoding; the reason where rounds ran, none drafted and none fell back.
+        """
+        reason = plain_by if self.rounds and not self.draft_rounds else ""
+        if self.fallbacks:
+            reason = max(self.fallbacks, key=lambda name: self.fallbacks[name])
         return SpeculationReport(
             accept_length=self.accept_length,
             rounds=self.rounds,

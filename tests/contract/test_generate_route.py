@@ -46,6 +46,15 @@ def test_ids_and_batches(stack: Stack) -> None:
     assert len(post(stack, {"text": "The quick", "sampling_params": {**sampling, "n": 2}}).json()) == 2
 
 
+@pytest.mark.parametrize(("prompt", "field"), [({"text": ""}, "text"), ({"input_ids": []}, "input_ids"), ({"text": [""]}, "text")])
+def test_an_empty_prompt_is_named_as_it_was_given(stack: Stack, prompt: dict[str, Any], field: str) -> None:
+    response = post(stack, prompt)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == field
+    assert error["message"].startswith(field)
+
+
 def test_a_stream_repeats_the_text_so_far(stack: Stack) -> None:
     body = {"text": "The quick", "sampling_params": {"max_new_tokens": 8, "temperature": 0.5, "seed": 3}}
     whole = post(stack, body).json()

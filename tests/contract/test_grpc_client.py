@@ -89,7 +89,7 @@ def test_a_trace_comes_round_by_round(stub) -> None:
         (chat(sampling=common_pb2.SamplingOptions(top_p=2)), "options.top_p", "invalid_value"),
         (chat(sampling=common_pb2.SamplingOptions(temperature=float("nan"))), "options.temperature", "invalid_value"),
         (chat(max_tokens=0), "options.max_tokens", "invalid_value"),
-        (chat(speculation=common_pb2.SpeculationOptions(max_nodes=0)), "speculation.max_nodes", "invalid_value"),
+        (chat(speculation=common_pb2.SpeculationOptions(max_nodes=0)), "options.speculation.max_nodes", "invalid_value"),
         (chat(speculation=common_pb2.SpeculationOptions(mode=9)), "options.speculation.mode", "invalid_value"),
         (chat(stop=["a", "b", "c", "d", "e"]), "options.stop", "invalid_value"),
         (chat("word " * 5000), "messages", "context_length_exceeded"),

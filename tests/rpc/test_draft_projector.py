@@ -12,7 +12,7 @@ from outrider.draft.v1 import draft_pb2, draft_pb2_grpc
 from outrider.services.draft.app import DraftService
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.breaker import Breaker
-from outrider.services.target.draft_link import DraftLink, TargetIdentity
+from outrider.services.target.draft_client.link import DraftLink, TargetIdentity
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.rpc.client import connect
 

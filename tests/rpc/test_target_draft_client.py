@@ -14,8 +14,8 @@ from target_harness import Harness, generate_plain, load_toy, make_harness
 from toys import make_toy_target
 
 from outrider.draft.v1 import draft_pb2
-from outrider.services.target.draft_client import RemoteDrafter
-from outrider.services.target.draft_link import TargetIdentity
+from outrider.services.target.draft_client.link import TargetIdentity
+from outrider.services.target.draft_client.remote import RemoteDrafter
 from outrider.services.target.drafter import NoDrafter
 from outrider.services.target.request import SpeculationMode
 from outrider.shared.nn.decoder import Decoder

@@ -16,6 +16,7 @@ from outrider.services.target.warmup import check_parity
 from outrider.shared.base.errors import ErrorCode, InvalidRequestError, OverloadedError, UnavailableError
 from outrider.shared.nn.decoder import Decoder, DecoderOutput
 from outrider.shared.spec.drafter import DrafterState, FeatureSpec
+from outrider.shared.spec.tree import NO_DRAFT
 
 torch.set_num_threads(1)
 VOCAB = 64
@@ -280,7 +281,35 @@ def test_the_reason_for_plain_rounds_is_reported(decoder: Decoder) -> None:
     harness.submit(PROMPT, 5, request_id="off", mode=SpeculationMode.OFF)
     harness.run()
     assert harness.sink.finished["a"].speculation.fallback_reason == "no_draft"
-    assert harness.sink.finished["off"].speculation.fallback_reason == ""
+    assert harness.sink.finished["off"].speculation.fallback_reason == "user"
+
+
+@pytest.mark.parametrize(
+    ("reason", "mode", "shape", "max_new_tokens"),
+    [
+        ("user", SpeculationMode.OFF, None, 20),
+        ("user", SpeculationMode.ON, (3, 2, 1), 20),
+        ("length", SpeculationMode.AUTO, None, 2),
+        ("controller", SpeculationMode.AUTO, None, 20),
+        ("", SpeculationMode.AUTO, None, 1),
+        ("", SpeculationMode.ON, None, 20),
+    ],
+)
+def test_plain_rounds_by_choice_say_whose(
+    decoder: Decoder,
+    monkeypatch: pytest.MonkeyPatch,
+    reason: str,
+    mode: SpeculationMode,
+    shape: tuple[int, int, int] | None,
+    max_new_tokens: int,
+) -> None:
+    harness = make_harness(decoder, FakeDrafter(lambda tokens, row: [(1, 0)]))
+    monkeypatch.setattr(harness.engine.controller, "choose", lambda rows, batch_size, other_nodes: [NO_DRAFT] * len(rows))
+    harness.submit(PROMPT, max_new_tokens, request_id="a", mode=mode, shape=shape)
+    harness.run()
+    report = harness.sink.finished["a"].speculation
+    assert report.fallback_reason == reason
+    assert (report.rounds > 0) == (max_new_tokens > 1)
 
 
 def test_sequences_that_the_draft_lost_are_reopened_with_all_rows(decoder: Decoder, plain: list[int]) -> None:
@@ -348,6 +377,22 @@ def test_metrics_count_what_happened(harness: Harness) -> None:
     assert 'outrider_speculation_state{reason="on"} 1.0' in text
     report = harness.sink.finished["a"].speculation
     assert f"outrider_spec_decode_num_draft_tokens_total {float(report.draft_tokens)}" in text
+
+
+def test_metrics_tell_depths_fallbacks_and_round_trips(decoder: Decoder, plain: list[int]) -> None:
+    harness = make_harness(decoder, FakeDrafter(oracle_plan([PROMPT + plain], VOCAB, 0.7)))
+    assert 'outrider_draft_fallback_total{reason="draft_down"} 0.0' in harness.engine.prometheus_text()
+    harness.submit(PROMPT, 40, request_id="a")
+    harness.run()
+    text = harness.engine.prometheus_text()
+    report = harness.sink.finished["a"].speculation
+    assert report.accepted_tokens > 0
+    by_depth = [sum(report.accepted_histogram[depth:]) for depth in range(1, len(report.accepted_histogram))]
+    for depth, count in enumerate(by_depth, 1):
+        assert f'outrider_accepted_tokens_total{{depth="{depth}"}} {float(count)}' in text
+        assert f'outrider_spec_decode_num_accepted_tokens_per_pos_total{{position="{depth - 1}"}} {float(count)}' in text
+    assert f"outrider_draft_rpc_seconds_count {float(report.rounds)}" in text
+    assert 'outrider_draft_fallback_total{reason="late"} 0.0' in text
 
 
 def test_seeds_matter(decoder: Decoder) -> None:

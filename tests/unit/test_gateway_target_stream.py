@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from outrider.services.gateway.request import FinishReason, SpeculationStats, TargetDelta, TargetFinish, Usage
-from outrider.services.gateway.target_client import Readiness
-from outrider.services.gateway.target_stream import ReaderLimits, TargetStream
+from outrider.services.gateway.target_client.client import Readiness
+from outrider.services.gateway.target_client.stream import ReaderLimits, TargetStream
 from outrider.shared.base.errors import OutriderError, UnavailableError
 from outrider.target.v1 import target_pb2
 

@@ -47,6 +47,12 @@ def test_cpu_plan_is_three_processes_on_unix_sockets_with_one_port() -> None:
     assert plan.url == "http://127.0.0.1:9000"
 
 
+def test_the_caps_reach_target_and_draft() -> None:
+    lines = command_lines(plan_stack(StackOptions(max_steps=20, max_topk=2, max_nodes=200), RUNTIME, inproc=False))
+    for service in ("target", "draft"):
+        assert "--max-steps 20 --max-topk 2 --max-nodes 200" in lines[service]
+
+
 def test_in_process_plan_has_no_draft_process() -> None:
     plan = plan_stack(StackOptions(target=Path("/m/t"), draft=Path("/m/d")), RUNTIME, inproc=True)
     lines = command_lines(plan)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from outrider.services.gateway.core import GatewayCore, Job
 from outrider.services.gateway.errors import JsonResponse
 from outrider.services.gateway.generation import collect
-from outrider.services.gateway.parameters import NATIVE
+from outrider.services.gateway.parameters import NATIVE, NATIVE_TEXT
 from outrider.services.gateway.render import speculation_object, trace_object
 from outrider.services.gateway.request import Chunk, Completion, Finished, FinishReason, Started
 from outrider.services.gateway.routes.completions import check_texts, encode_batch
@@ -32,14 +32,14 @@ async def generate(body: NativeRequest, request: Request) -> Response:
     core.builder.check_model(body.model, core.client.info)
     parameters = body.parameters()
     batch = as_batch(body.source())
-    field = "input_ids" if body.text is None else "text"
-    sequences = core.builder.check(parameters, NATIVE, len(batch))
-    check_texts(core, batch, field)
+    surface = NATIVE if body.text is None else NATIVE_TEXT
+    sequences = core.builder.check(parameters, surface, len(batch))
+    check_texts(core, batch, surface.prompt)
 
     async def prompts() -> Sequence[tuple[int, ...]]:
-        return await encode_batch(core, batch, field)
+        return await encode_batch(core, batch, surface.prompt)
 
-    job = Job(prompts, sequences, parameters, NATIVE, timeout_of(request))
+    job = Job(prompts, sequences, parameters, surface, timeout_of(request))
     rid = body.rid or uuid.uuid4().hex
     as_list = body.is_batch or sequences > 1
     if body.stream:
@@ -166,7 +166,7 @@ async def server_info(request: Request) -> Response:
                     "num_running_reqs": stats.running,
                     "num_waiting_reqs": stats.waiting,
                     "draft_state": stats.draft_state,
-                    "avg_spec_accept_length": stats.speculation.accept_length,
+                    "avg_spec_accept_length": stats.accept_length,
                     "kv_pages_total": stats.pages_total,
                     "kv_pages_free": stats.pages_free,
                     "kv_pages_held": stats.pages_held,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from outrider.services.gateway.parameters import check_prompt_text
 from outrider.services.gateway.schemas.common import ZERO, Neutral, NeutralOnly, OpenAIRequest, StrictModel
@@ -16,7 +16,9 @@ TEMPLATE_OPTIONS = ("enable_thinking", "thinking", "reasoning_effort")
 
 
 class TextPart(StrictModel):
-    """A part of a message's content. Only text is supported."""
+    """A part of a message's content. Only text is supported; other parts are let in to be refused by their type."""
+
+    model_config = ConfigDict(extra="allow")
 
     type: str
     text: str | None = None
@@ -69,9 +71,14 @@ class Message(NeutralOnly):
         if self.content is None:
             raise InvalidRequestError(f"{field}.content must be text.", field=f"{field}.content")
         for number, part in enumerate(self.content):
-            if part.type != "text" or part.text is None:
-                where = f"{field}.content.{number}"
-                raise InvalidRequestError(f"{where}: only parts of type text are supported.", field=where, reason="unsupported_parameter")
+            where = f"{field}.content.{number}"
+            if part.type != "text":
+                message = f"{where}: only text parts are supported, not {part.type[:32]!r}."
+                raise InvalidRequestError(message, field=where, reason="unsupported_parameter")
+            for unknown in part.model_extra or ():
+                raise InvalidRequestError(f"Unknown field: {where}.{unknown}.", field=f"{where}.{unknown}", reason="unknown_field")
+            if part.text is None:
+                raise InvalidRequestError(f"Missing field: {where}.text.", field=f"{where}.text", reason="missing_field")
         return "".join(part.text or "" for part in self.content)
 
 

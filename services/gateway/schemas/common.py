@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from outrider.services.gateway.parameters import Parameters
-from outrider.services.gateway.request import SpeculationMode, SpeculationParams
+from outrider.services.gateway.request import MAX_STOPS, SpeculationMode, SpeculationParams
 from outrider.shared.base.errors import InvalidRequestError
 
 
@@ -39,14 +39,20 @@ class StreamOptions(StrictModel):
 
 
 def _one_or_many(value: object) -> object:
-    return [value] if isinstance(value, str) else value
+    """Say what is allowed in one sentence, where pydantic would list what it tried."""
+    if value is None:
+        return None
+    many = [value] if isinstance(value, str) else value
+    if not isinstance(many, list) or not all(isinstance(one, str) for one in many):
+        raise ValueError(f"must be a string or a list of up to {MAX_STOPS} strings")
+    return many
 
 
 def _one_id_or_many(value: object) -> object:
     return [value] if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-Strings = Annotated[list[str], BeforeValidator(_one_or_many, json_schema_input_type=str | list[str])]
+StopStrings = Annotated[list[str], BeforeValidator(_one_or_many, json_schema_input_type=str | list[str])]
 TokenIds = Annotated[list[int], BeforeValidator(_one_id_or_many, json_schema_input_type=int | list[int])]
 
 Neutral = Any
@@ -94,7 +100,7 @@ class OpenAIRequest(NeutralOnly):
     min_p: float | None = None
     n: int | None = None
     seed: int | None = None
-    stop: Strings | None = None
+    stop: StopStrings | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None

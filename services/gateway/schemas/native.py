@@ -13,8 +13,8 @@ from outrider.services.gateway.schemas.common import (
     Neutral,
     NeutralOnly,
     SpeculationOptions,
+    StopStrings,
     StrictModel,
-    Strings,
     TokenIds,
 )
 from outrider.shared.base.errors import InvalidRequestError
@@ -46,7 +46,7 @@ class NativeSamplingParams(NeutralOnly):
     n: int | None = None
     seed: int | None = None
     sampling_seed: int | None = None
-    stop: Strings | None = None
+    stop: StopStrings | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None

@@ -16,9 +16,9 @@ import torch
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.breaker import Breaker, BreakerState
-from outrider.services.target.draft_link import Connection, DraftLink, LinkEvent, TargetIdentity, Weight
-from outrider.services.target.draft_session import DraftSession
-from outrider.services.target.draft_trees import CheckedTree, check_tree, fence_from_proto, fence_to_proto, pad_trees, root_tree
+from outrider.services.target.draft_client.link import Connection, DraftLink, LinkEvent, TargetIdentity, Weight
+from outrider.services.target.draft_client.session import DraftSession
+from outrider.services.target.draft_client.trees import CheckedTree, check_tree, fence_from_proto, fence_to_proto, pad_trees, root_tree
 from outrider.shared.base.errors import OutriderError, ProtocolError
 from outrider.shared.rpc.tensors import encode_tensor
 from outrider.shared.spec.drafter import DrafterState, FeatureSpec, ProposalRequest, ProposalRow, RoundResult, SequenceOpen

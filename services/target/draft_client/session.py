@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from outrider.draft.v1 import draft_pb2
-from outrider.services.target.draft_link import Connection
-from outrider.services.target.draft_trees import CheckedTree, fence_to_proto
+from outrider.services.target.draft_client.link import Connection
+from outrider.services.target.draft_client.trees import CheckedTree, fence_to_proto
 from outrider.shared.rpc.tensors import MAX_CHUNK_BYTES, encode_tensor
 from outrider.shared.spec.drafter import ProposalRow
 from outrider.shared.spec.fence import Fence

@@ -7,10 +7,16 @@ import asyncio
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.services.gateway.convert import delta_from_proto, finish_from_proto, request_to_proto
+from outrider.services.gateway.convert import (
+    delta_from_proto,
+    finish_from_proto,
+    info_from_proto,
+    request_to_proto,
+    target_stats_from_proto,
+)
 from outrider.services.gateway.request import GenerationRequest, TargetDelta, TargetFinish
-from outrider.services.gateway.target_info import TargetInfo
-from outrider.services.gateway.target_stream import ReaderLimits, TargetStream
+from outrider.services.gateway.target_client.stream import ReaderLimits, TargetStream
+from outrider.services.gateway.target_info import TargetInfo, TargetStats
 from outrider.shared.base.errors import OutriderError, UnavailableError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.client import connect_aio
@@ -125,10 +131,10 @@ class TargetClient:
             reply = await target_pb2_grpc.TargetStub(self._channel).GetInfo(target_pb2.GetInfoRequest(), timeout=STATS_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
-        self._info = TargetInfo.from_proto(reply)
+        self._info = info_from_proto(reply)
         return self._info
 
-    async def stats(self) -> target_pb2.GetStatsReply:
+    async def stats(self) -> TargetStats:
         """Ask for the target's statistics.
 
         Raises:
@@ -137,9 +143,10 @@ class TargetClient:
         if self._channel is None or not self.ready:
             raise self._unavailable()
         try:
-            return await target_pb2_grpc.TargetStub(self._channel).GetStats(target_pb2.GetStatsRequest(), timeout=STATS_TIMEOUT_S)
+            reply = await target_pb2_grpc.TargetStub(self._channel).GetStats(target_pb2.GetStatsRequest(), timeout=STATS_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
+        return target_stats_from_proto(reply)
 
     def _unavailable(self) -> UnavailableError:
         return UnavailableError(
@@ -174,7 +181,7 @@ class TargetClient:
         assert self._channel is not None
         await self._serving.wait()
         stub = target_pb2_grpc.TargetStub(self._channel)
-        self._info = TargetInfo.from_proto(await stub.GetInfo(target_pb2.GetInfoRequest(), timeout=RPC_TIMEOUT_S))
+        self._info = info_from_proto(await stub.GetInfo(target_pb2.GetInfoRequest(), timeout=RPC_TIMEOUT_S))
         outgoing: asyncio.Queue[target_pb2.SessionRequest] = asyncio.Queue()
         session = stub.Session()
         async with asyncio.TaskGroup() as group:

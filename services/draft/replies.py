@@ -1,0 +1,85 @@
+"""What the draft says on a session stream, before it becomes messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.services.draft.engine import Proposal
+from outrider.services.draft.session import PeerId
+from outrider.shared.spec.fence import Fence
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A session was taken up; `have_len` feature rows of it are held already."""
+
+    session_id: int
+    epoch: int
+    have_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class NeedResync:
+    """The target must open the session again at the next epoch."""
+
+    session_id: int
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """There is no room for the session now."""
+
+    session_id: int
+    reason: str
+    retry_after_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    """A sign of life; `load` = sessions / most sessions."""
+
+    nonce: int
+    load: float
+
+
+@dataclass(frozen=True, slots=True)
+class SentTree:
+    """The tree of one session without its root."""
+
+    fence: Fence
+    token_ids: list[int]
+    parents: list[int]
+    logprobs: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class TreeFrame:
+    """All trees of one round for one target."""
+
+    round: int
+    draft_ms: float
+    trees: list[SentTree]
+
+
+Reply = Opened | NeedResync | Rejected | Pong | TreeFrame
+
+
+def frames_of(proposals: Sequence[Proposal], draft_ms: float) -> dict[PeerId, list[TreeFrame]]:
+    """Return the frames to send, one per peer and round; the only place that waits for the device to hand over the trees."""
+    frames: dict[tuple[PeerId, int], TreeFrame] = {}
+    for proposal in proposals:
+        trees = proposal.trees
+        counts = trees.num_nodes.tolist()
+        tokens, parents = trees.tokens.tolist(), trees.parents.tolist()
+        logprobs = trees.logprobs.tolist() if trees.logprobs is not None else [[] for _ in counts]
+        for b, asked in enumerate(proposal.asked):
+            frame = frames.setdefault((asked.peer, asked.round), TreeFrame(asked.round, draft_ms, []))
+            drafts = slice(1, counts[b])  # the root is not sent
+            frame.trees.append(SentTree(asked.fence, tokens[b][drafts], parents[b][drafts], logprobs[b][drafts]))
+    by_peer: dict[PeerId, list[TreeFrame]] = {}
+    for (peer, _), frame in frames.items():
+        by_peer.setdefault(peer, []).append(frame)
+    return by_peer

@@ -1,0 +1,100 @@
+"""What the drafter is asked for in a round, and the trees that come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from outrider.services.target.controller import RowBound, SpeculationController
+from outrider.services.target.drafter import root_trees, scatter_trees
+from outrider.services.target.follower import Follower
+from outrider.services.target.metrics import TargetMetrics
+from outrider.services.target.sequence import Sequence
+from outrider.shared.spec.drafter import Drafter, ProposalRequest, ProposalRow
+from outrider.shared.spec.tree import NO_DRAFT, DraftBatch, DraftShape
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What was announced: the request, its rows' places in the batch, its deepest tree."""
+
+    request: ProposalRequest
+    rows: list[int]
+    depth: int
+
+
+class Proposals:
+    """Chooses how much each sequence drafts, asks the drafter, and counts why a sequence got nothing. Belongs to the engine thread."""
+
+    def __init__(
+        self, drafter: Drafter, follower: Follower, controller: SpeculationController, metrics: TargetMetrics, device: torch.device
+    ) -> None:
+        self._drafter = drafter
+        self._follower = follower
+        self._controller = controller
+        self._metrics = metrics
+        self._device = device
+
+    def start_counting(self, metrics: TargetMetrics) -> None:
+        """Count into `metrics` from now on."""
+        self._metrics = metrics
+
+    def announce(self, decodes: Seq[Sequence], round_number: int) -> Proposal | None:
+        """Choose every row's shape and tell the drafter, if any row wants draft nodes and can have them."""
+        shapes = self._shapes(decodes)
+        rows = [index for index, shape in enumerate(shapes) if shape.drafts]
+        if not rows:
+            return None
+        auto_rows = [self._bound(decodes[index]) for index in rows if decodes[index].controller_row is not None]
+        request = ProposalRequest(
+            round=round_number,
+            rows=[
+                ProposalRow(decodes[i].fence(), decodes[i].tokens[-1], shapes[i], must_wait=decodes[i].controller_row is None) for i in rows
+            ],
+            deadline_s=self._controller.wait_cap_s(auto_rows, len(decodes)) if auto_rows else None,
+        )
+        self._drafter.announce(request)
+        return Proposal(request, rows, max(shapes[index].depth for index in rows))
+
+    def collect(self, proposal: Proposal | None, decodes: Seq[Sequence]) -> DraftBatch:
+        """Return a tree per sequence: what the drafter proposed, or the root alone."""
+        roots = [sequence.tokens[-1] for sequence in decodes]
+        if proposal is None:
+            return root_trees(roots, self._device)
+        drafts = self._drafter.propose(proposal.request)
+        num_nodes = drafts.num_nodes.tolist()
+        for index, nodes in zip(proposal.rows, num_nodes, strict=True):
+            if nodes == 1:
+                reason = self._drafter.fallback_reason(decodes[index].session_id) or "no_proposal"
+                decodes[index].stats.fell_back(reason)
+                self._metrics.fell_back(reason)
+        if max(num_nodes) == 1:
+            return root_trees(roots, self._device)
+        return scatter_trees(drafts, proposal.rows, roots)
+
+    def _shapes(self, decodes: Seq[Sequence]) -> list[DraftShape]:
+        shapes = [NO_DRAFT] * len(decodes)
+        auto: list[int] = []
+        for index, sequence in enumerate(decodes):
+            if not sequence.wants_drafts:
+                continue
+            reason = self._follower.obstacle(sequence)
+            if reason:
+                sequence.stats.fell_back(reason)
+                self._metrics.fell_back(reason)
+            elif sequence.controller_row is not None:
+                auto.append(index)
+            else:
+                shapes[index] = sequence.request.speculation.shape
+        if auto:
+            other_nodes = sum(shape.max_nodes for shape in shapes) - len(auto)
+            chosen = self._controller.choose([self._bound(decodes[index]) for index in auto], len(decodes), other_nodes)
+            for index, shape in zip(auto, chosen, strict=True):
+                shapes[index] = shape
+        return shapes
+
+    def _bound(self, sequence: Sequence) -> RowBound:
+        assert sequence.controller_row is not None
+        return RowBound(sequence.controller_row, sequence.request.speculation.shape, sequence.remaining - 1)
