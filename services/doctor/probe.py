@@ -15,7 +15,8 @@ from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.inproc import InprocDrafter
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.draft.warmup import warm_up
-from outrider.services.target.engine import EngineLimits, TargetEngine
+from outrider.services.target.engine import TargetEngine
+from outrider.services.target.limits import EngineLimits
 from outrider.services.target.request import (
     Event,
     FailedEvent,
