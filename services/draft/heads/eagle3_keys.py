@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.services.draft.heads.eagle3_config import Eagle3Config
+from outrider.services.draft.heads.eagle3_sizes import check_sizes
 from outrider.services.draft.vocab import DraftVocabulary
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.layers import Linear
@@ -52,6 +53,7 @@ class Eagle3Keys:
             known = actual.setdefault(_canonical(name), name)
             if known != name:
                 raise CheckpointError(f"{reader.path}: {known} and {name} are the same tensor; keep one.", field=name)
+        check_sizes(reader, config, actual)
         shapes = _expected_shapes(reader, config, actual)
         spelled = {actual.get(name) or name.replace("layers.0.", dialect): shape for name, shape in shapes.items()}
         ignored = tuple(name for name in reader.names if _canonical(name).endswith(IGNORED[0][1:]))
