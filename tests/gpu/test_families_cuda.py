@@ -62,8 +62,8 @@ TINY: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "Llama-3.1-8B, 8 of 32 layers": {
-        "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8,
+    "Llama-3.1-8B": {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
         "max_position_embeddings": 131072,
         "rope_scaling": {
@@ -71,12 +71,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 8192,
         },
     },
-    "Qwen3-8B, 8 of 36 layers": {
-        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 8,
+    "Qwen3-8B": {
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 1000000.0, "max_position_embeddings": 40960,
     },
-    "gpt-oss-20b, 6 of 24 layers, MXFP4": {
-        "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 6,
+    "gpt-oss-20b, MXFP4": {
+        "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
         "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4,
         "sliding_window": 128, "rope_theta": 150000.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
         "rope_scaling": {

@@ -248,6 +248,8 @@ def test_broken_checkpoints_are_refused_by_the_name_of_the_tensor(
     ("changes", "key"),
     [
         ({"hidden_size": None}, "hidden_size"),
+        ({"hidden_size": 2 * HIDDEN}, "hidden_size"),
+        ({"vocab_size": VOCAB + 1}, "vocab_size"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"use_aux_hidden_state": False, "eagle_config": None, "target_hidden_size": 2 * HIDDEN}, "use_aux_hidden_state"),
         ({"auto_map": {"AutoModel": "modeling.Head"}}, "auto_map"),
@@ -266,6 +268,24 @@ def test_broken_configurations_are_refused_by_the_name_of_the_key(head_dir: Path
         load(head_dir)
     assert caught.value.field == key
     assert key in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "numbers"),
+    [
+        ({"hidden_size": 2 * HIDDEN, "target_hidden_size": HIDDEN}, (2 * HIDDEN, HIDDEN)),
+        ({"vocab_size": VOCAB + 1}, (VOCAB + 1, VOCAB)),
+        ({"target_hidden_size": 2 * HIDDEN}, (3 * HIDDEN, 6 * HIDDEN)),
+    ],
+)
+def test_sizes_that_differ_are_said_with_both_numbers_and_no_list(
+    head_dir: Path, changes: dict[str, Any], numbers: tuple[int, int]
+) -> None:
+    configure(head_dir, **changes)
+    with pytest.raises(CheckpointError) as caught:
+        load(head_dir)
+    assert all(str(number) in caught.value.message for number in numbers)
+    assert "misshaped" not in caught.value.message
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from outrider.services.draft.heads.eagle3_config import Eagle3Config
+from outrider.services.draft.heads.eagle3_sizes import check_sizes
 from outrider.services.draft.heads.keys import HeadKeys, canonical_names, layer_shapes
 from outrider.services.draft.vocab import DraftVocabulary
 from outrider.shared.base.errors import CheckpointError
@@ -27,6 +28,7 @@ def resolve(reader: CheckpointReader, config: Eagle3Config) -> HeadKeys:
         CheckpointError: names every missing, unexpected and misshaped tensor as the file spells it.
     """
     stored = canonical_names(reader, _rename)
+    check_sizes(reader, config, stored)
     ignored = {f"verifier_{name}.weight": "a copy of the target's" for name in ("norm", "lm_head")}
     shapes = _projector_shapes(config, stored, ignored)
     for index in range(config.layer.num_layers):
