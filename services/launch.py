@@ -63,7 +63,9 @@ class StackOptions:
         host, port: The gateway's REST address; gRPC listens on the next port.
         skip_tokenizer: Token ids only.
         transport: AUTO takes the draft into the target's process on a machine with one GPU, else a process of its own.
-        kv_tokens: Size of the KV caches in tokens, for several stacks on one GPU.
+        kv_tokens: Size of the KV caches in tokens, of target and draft alike, for several stacks on one GPU.
+        max_running_requests: Sequences that the target works on at once.
+        mem_fraction_static: Share of the GPU's memory for the target's weights and KV cache.
     """
 
     target: Path = DEMO_TARGET
@@ -82,6 +84,8 @@ class StackOptions:
     transport: Transport = Transport.AUTO
     log_level: str = "info"
     kv_tokens: int | None = None
+    max_running_requests: int | None = None
+    mem_fraction_static: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +111,14 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
     shape = {"num-steps": options.num_steps, "topk": options.topk, "num-draft-tokens": options.num_draft_tokens}
     caps = {"max-steps": options.max_steps, "max-topk": options.max_topk, "max-nodes": options.max_nodes}
     placement = {"device": options.device, "dtype": options.dtype, "log-level": options.log_level, "kv-tokens": options.kv_tokens}
+    capacity = {"max-running-requests": options.max_running_requests, "mem-fraction-static": options.mem_fraction_static}
 
     gateway = {"host": options.host, "port": options.port, "grpc-port": options.port + 1, "target": target_address}
     gateway |= {"tokenizer": None if options.skip_tokenizer else options.target, "log-level": options.log_level}
     drafter = draft_address or (f"{INPROC}{options.draft}" if options.draft else "none")
     children = [
         _child("gateway", gateway),
-        _child("target", {"listen": target_address, "model": options.target, "draft": drafter} | shape | caps | placement),
+        _child("target", {"listen": target_address, "model": options.target, "draft": drafter} | shape | caps | placement | capacity),
     ]
     if draft_address:
         draft = {"listen": draft_address, "draft": options.draft, "target-weights": options.target} | caps | placement
