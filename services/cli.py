@@ -85,6 +85,13 @@ MaxTopK = Annotated[
 MaxNodes = Annotated[
     int | None, typer.Option("--speculative-max-nodes", help="Largest tree that a request may ask for.", show_default="128")
 ]
+MaxRunningRequests = Annotated[int | None, typer.Option(help="Sequences that are worked on at once.", show_default="16")]
+MemFractionStatic = Annotated[
+    float | None, typer.Option(help="Share of the GPU's memory for the target's weights and KV cache.", show_default="0.85")
+]
+KvTokens = Annotated[
+    int | None, typer.Option(help="Size of the KV caches of target and draft in tokens.", show_default="what the memory allows")
+]
 Url = Annotated[str, typer.Option(help="Address of the gateway.")]
 ApiKey = Annotated[str | None, typer.Option(help="Key to send, if the gateway wants one.")]
 Speculation = Annotated[str | None, typer.Option("--speculation", help="auto, on or off.", show_default="the server's: auto")]
@@ -107,6 +114,9 @@ def up(
     max_steps: MaxSteps = None,
     max_topk: MaxTopK = None,
     max_nodes: MaxNodes = None,
+    max_running_requests: MaxRunningRequests = None,
+    mem_fraction_static: MemFractionStatic = None,
+    kv_tokens: KvTokens = None,
     host: Annotated[str, typer.Option(help="Where the gateway listens.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="REST port; gRPC takes the next one.")] = 8000,
     skip_tokenizer: Annotated[bool, typer.Option("--skip-tokenizer", help="Serve token ids only.")] = False,
@@ -131,6 +141,9 @@ def up(
         max_steps=max_steps,
         max_topk=max_topk,
         max_nodes=max_nodes,
+        max_running_requests=max_running_requests,
+        mem_fraction_static=mem_fraction_static,
+        kv_tokens=kv_tokens,
         host=host,
         port=port,
         skip_tokenizer=skip_tokenizer,
@@ -295,8 +308,9 @@ def health(
     """Say whether a stack (or one gRPC service) can take requests; exit code 0 if so."""
     if grpc_address:
         from outrider.services.health_client import ServingProbe
+        from outrider.shared.rpc.address import check_address
 
-        with ServingProbe(grpc_address, service) as probe:
+        with ServingProbe(check_address(grpc_address, "--grpc"), service) as probe:
             status = probe.status()
         typer.echo(f"{grpc_address} {service} {status}".replace("  ", " "))
         raise typer.Exit(0 if status == "SERVING" else 1)

@@ -66,7 +66,9 @@ class StackOptions:
         host, port: The gateway's REST address; gRPC listens on the next port.
         skip_tokenizer: Token ids only.
         transport: AUTO takes the draft into the target's process on a machine with one GPU, else a process of its own.
-        kv_tokens: Size of the KV caches in tokens, for several stacks on one GPU.
+        kv_tokens: Size of the KV caches in tokens, of target and draft alike, for several stacks on one GPU.
+        max_running_requests: Sequences that the target works on at once.
+        mem_fraction_static: Share of the GPU's memory for the target's weights and KV cache.
     """
 
     target: Path = DEMO_TARGET
@@ -87,6 +89,8 @@ class StackOptions:
     transport: Transport = Transport.AUTO
     log_level: str = "info"
     kv_tokens: int | None = None
+    max_running_requests: int | None = None
+    mem_fraction_static: float | None = None
 
     @property
     def speculates(self) -> bool:
@@ -121,11 +125,12 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
     placement = {"device": options.device, "dtype": options.dtype, "log-level": options.log_level, "kv-tokens": options.kv_tokens}
     algorithm = {"speculative-algorithm": None if options.algorithm is Algorithm.AUTO else options.algorithm.value}
     token_map = {"speculative-token-map": options.token_map}
+    capacity = {"max-running-requests": options.max_running_requests, "mem-fraction-static": options.mem_fraction_static}
 
     gateway = {"host": options.host, "port": options.port, "grpc-port": options.port + 1, "target": target_address}
     gateway |= {"tokenizer": None if options.skip_tokenizer else options.target, "log-level": options.log_level}
     drafter = draft_address or (f"{INPROC}{options.draft or ''}" if options.speculates else "none")
-    target = {"listen": target_address, "model": options.target, "draft": drafter} | algorithm | shape | caps | placement
+    target = {"listen": target_address, "model": options.target, "draft": drafter} | algorithm | shape | caps | placement | capacity
     children = [_child("gateway", gateway), _child("target", target | (token_map if options.speculates and inproc else {}))]
     if draft_address:
         draft = (

@@ -33,7 +33,7 @@ def check_values(options: StackOptions, devices: Path = Path("/dev")) -> None:
         ConfigurationError: names the flag, the value and what is allowed.
     """
     if not 1 <= options.port < MAX_PORT:
-        raise _wrong("--port", options.port, f"between 1 and {MAX_PORT - 1}; gRPC listens on the port after it")
+        raise _wrong("--port", options.port, f"between 1 and {MAX_PORT - 1}", "; gRPC listens on the port after it")
     if not DEVICE.fullmatch(options.device):
         raise _wrong("--device", options.device, "auto, cpu, cuda or cuda:N")
     if options.device.startswith("cuda") and not any(next(devices.glob(name), None) for name in GPU_DEVICES):
@@ -51,10 +51,15 @@ def check_values(options: StackOptions, devices: Path = Path("/dev")) -> None:
     ):
         for name, number in ((flag, value), (cap_flag, cap)):
             if number is not None and number < 1:
-                raise _wrong(name, number, "at least 1; --draft none serves without speculation")
+                raise _wrong(name, number, "at least 1", "; --draft none serves without speculation")
         if value is not None and cap is not None and value > cap:
             raise ConfigurationError(f"{flag} {value} is above {cap_flag} {cap}; raise the cap or lower the default.", field=flag)
+    for flag, number in (("--max-running-requests", options.max_running_requests), ("--kv-tokens", options.kv_tokens)):
+        if number is not None and number < 1:
+            raise _wrong(flag, number, "at least 1")
+    if options.mem_fraction_static is not None and not 0 < options.mem_fraction_static < 1:
+        raise _wrong("--mem-fraction-static", options.mem_fraction_static, "between 0 and 1, both excluded")
 
 
-def _wrong(flag: str, value: object, allowed: str) -> ConfigurationError:
-    return ConfigurationError(f"{flag} must be {allowed}, not {value}.", field=flag)
+def _wrong(flag: str, value: object, allowed: str, hint: str = "") -> ConfigurationError:
+    return ConfigurationError(f"{flag} must be {allowed}, not {value}{hint}.", field=flag)

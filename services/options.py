@@ -25,6 +25,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "max_topk": ("--speculative-max-topk",),
     "max_nodes": ("--speculative-max-nodes",),
     "model": ("--model-path",),
+    "draft": ("--speculative-draft-model-path",),
 }
 
 

@@ -88,7 +88,8 @@ def losses(directory: Path, count: int) -> dict[str, float]:
     """Return the target's loss (nats per token) on fresh conversations.
 
     ``fresh``: training templates and entities in new combinations, seeds that training did not use. ``rephrased_answers``: answers to
-    held-out templates about known entities. ``heldout_answers``: both unseen, so that the facts were never told to the model.
+    held-out templates about known entities. ``heldout_answers``: about entities never asked about as well, so that the facts were never
+    told to the model.
     """
     model = load_target(directory)
     length = min(1025, model.shape.max_position_embeddings)

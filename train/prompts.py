@@ -11,7 +11,7 @@ from outrider.train.corpus.conversations import heldout_prompts
 def main(argv: list[str] | None = None) -> None:
     """Write one ``{"prompt", "topic"}`` object a line, topics mixed."""
     p = argparse.ArgumentParser(
-        prog="outrider.train.prompts", description="Write held-out prompts (templates and entities unseen in training)."
+        prog="outrider.train.prompts", description="Write held-out prompts (templates unseen, entities never asked about in training)."
     )
     p.add_argument("--out", type=Path, required=True, help="jsonl file to write")
     p.add_argument("--per-topic", type=int, default=7, help="prompts of each topic")

@@ -253,7 +253,7 @@ def _check_lengths(prompt_ids: tuple[int, ...], max_tokens: int | None, surface:
         return min(limit - length, surface.default_max_tokens or limit)
     if length + max_tokens > limit:
         message = f"The prompt's {length} tokens and {surface.max_tokens}={max_tokens} exceed the model's context of {limit} tokens."
-        raise _too_long(surface.prompt, message)
+        raise _too_long(surface.max_tokens, f"{message} At most {limit - length} new tokens fit.")
     return max_tokens
 
 

@@ -19,6 +19,9 @@ class GatewaySettings(ServiceSettings):
     model_config = settings_config("gateway")
 
     host: str = Field("127.0.0.1", description="Address to listen on, REST and gRPC.")
+    published_on: str = Field(
+        "", description="Address under which a container's host publishes the ports; who reaches them decides, not --host."
+    )
     port: int = Field(8000, ge=0, le=65535, description="Port of the REST API; 0 picks one.")
     grpc_port: int = Field(0, ge=0, le=65535, description="Port of the gRPC API; 0: none.")
     target: str = Field("127.0.0.1:7001", description="The target service: host:port or unix:/path.")
@@ -50,11 +53,13 @@ class GatewaySettings(ServiceSettings):
             ConfigurationError: an address is malformed, or the gateway would be open to other hosts without a key.
         """
         check_address(self.target, "target")
-        if not is_local(self.host) and not self.api_key and not self.allow_unauthenticated:
+        field, address = ("published_on", self.published_on) if self.published_on else ("host", self.host)
+        if not is_local(address) and not self.api_key and not self.allow_unauthenticated:
+            fix = "publish on 127.0.0.1 (under compose: set OUTRIDER_API_KEY, or leave OUTRIDER_BIND alone)"
             raise ConfigurationError(
-                f"host: {self.host} is reachable from other hosts and no --api-key is set. "
-                "Set one, listen on 127.0.0.1, or pass --allow-unauthenticated.",
-                field="host",
+                f"{field}: {address} is reachable from other hosts and no --api-key is set. "
+                f"Set one, {fix if self.published_on else 'listen on 127.0.0.1'}, or pass --allow-unauthenticated.",
+                field=field,
             )
         if any(not key.isascii() or not key.strip() for key in self.api_key):
             raise ConfigurationError("api_key: keys are non-empty ASCII text.", field="api_key")

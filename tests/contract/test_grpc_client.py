@@ -93,6 +93,7 @@ def test_a_trace_comes_round_by_round(stub) -> None:
         (chat(speculation=common_pb2.SpeculationOptions(mode=9)), "options.speculation.mode", "invalid_value"),
         (chat(stop=["a", "b", "c", "d", "e"]), "options.stop", "invalid_value"),
         (chat("word " * 5000), "messages", "context_length_exceeded"),
+        (chat(max_tokens=10**6), "options.max_tokens", "context_length_exceeded"),
     ],
 )
 def test_wrong_fields_are_invalid_argument_and_named(stub, request_, field: str, reason: str) -> None:

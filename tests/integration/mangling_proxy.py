@@ -85,12 +85,14 @@ GARBAGE: dict[str, Mangle] = {
 class ManglingProxy:
     """Listens on `listen` and forwards to the draft at `upstream`; while `mangle` is set it rewrites every proposed tree.
 
-    `mangled` counts the trees rewritten so far, so that a test can tell that the garbage was really served.
+    `forwarded` counts the frames of trees passed through untouched and `mangled` the trees rewritten so far, so that a test can tell
+    that the draft was good before and that the garbage was really served.
     """
 
     def __init__(self, listen: str, upstream: str, seed: int = 0) -> None:
         self.mangle: Mangle | None = None
         self.mangled = 0
+        self.forwarded = 0
         self._rng = random.Random(seed)
         self._channel = grpc.insecure_channel(upstream, options=[("grpc.max_receive_message_length", -1)])
         self._server = grpc.server(
@@ -120,11 +122,12 @@ class ManglingProxy:
 
     def rewrite(self, reply: bytes) -> bytes:
         """Mangle the trees of a reply that carries any."""
+        message = draft_pb2.SessionReply.FromString(reply)
+        if message.WhichOneof("message") != "frame" or not message.frame.trees:
+            return reply
         mangle = self.mangle
         if mangle is None:
-            return reply
-        message = draft_pb2.SessionReply.FromString(reply)
-        if message.WhichOneof("message") != "frame":
+            self.forwarded += 1
             return reply
         trees = [mangled for tree in message.frame.trees for mangled in mangle(tree, self._rng)]
         self.mangled += len(message.frame.trees)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from mangling_proxy import GARBAGE, ManglingProxy
-from stack import PROMPTS, Stack, separate
+from stack import PROMPTS, Stack, TokenCounter, separate
 
 from outrider.common.v1 import common_pb2
 
+MAX_TOKENS = 64
+# Six streams: three greedy, three seeded at temperature 1.
 STREAMS = [(prompt, float(index % 2), 100 + index) for index, prompt in enumerate(PROMPTS)]
+# Tokens that the six streams have received when the draft turns bad; every kind of garbage has its turn.
+POINTS = [1, 20, 50, 80, 120, 160, 200, 250, 300, 340]
+KINDS = [list(GARBAGE)[index % len(GARBAGE)] for index in range(len(POINTS))]
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +36,12 @@ def stack(proxies: list[ManglingProxy]) -> Iterator[Stack]:
         yield running
 
 
-def run(stack: Stack, mode: int) -> list[list[int]]:
+def run(stack: Stack, mode: int, on_tokens: Callable[[int], None] = lambda count: None) -> list[list[int]]:
     def one(stream: tuple[str, float, int]) -> list[int]:
         prompt, temperature, seed = stream
-        return stack.client.chat(prompt, mode=mode, max_tokens=48, temperature=temperature, seed=seed).token_ids
+        return stack.client.chat(
+            prompt, mode=mode, max_tokens=MAX_TOKENS, temperature=temperature, seed=seed, on_tokens=on_tokens
+        ).token_ids
 
     with ThreadPoolExecutor(len(STREAMS)) as pool:
         return list(pool.map(one, STREAMS))
@@ -45,20 +52,47 @@ def expected(stack: Stack) -> list[list[int]]:
     return run(stack, common_pb2.SPECULATION_MODE_OFF)
 
 
-@pytest.mark.parametrize("kind", GARBAGE)
-@pytest.mark.parametrize("mode", [common_pb2.SPECULATION_MODE_ON, common_pb2.SPECULATION_MODE_AUTO], ids=["on", "auto"])
-def test_garbage_changes_no_token(stack: Stack, proxies: list[ManglingProxy], kind: str, mode: int) -> None:
+def test_every_kind_of_garbage_has_a_point() -> None:
+    assert set(KINDS) == set(GARBAGE)
+    assert POINTS[-1] < len(STREAMS) * MAX_TOKENS
+
+
+@pytest.mark.parametrize(("point", "kind"), list(zip(POINTS, KINDS, strict=True)))
+def test_garbage_in_mid_stream_changes_no_token(stack: Stack, proxies: list[ManglingProxy], point: int, kind: str) -> None:
     want = expected(stack)
     stack.wait_drafting(15)
     proxy = proxies[0]
-    before = proxy.mangled
+    at_switch: list[tuple[int, int]] = []
+
+    def turn_bad() -> None:
+        at_switch.append((proxy.forwarded, proxy.mangled))
+        proxy.mangle = GARBAGE[kind]
+
+    before = proxy.forwarded, proxy.mangled
+    counter = TokenCounter(point, turn_bad)
+    try:
+        got = run(stack, common_pb2.SPECULATION_MODE_ON, counter)
+    finally:
+        proxy.mangle = None
+    assert got == want, f"{kind} after {point} tokens"
+    ((good, mangled),) = at_switch
+    assert mangled == before[1], "garbage before its time"
+    assert proxy.mangled > mangled, "no garbage was served"
+    if point > len(STREAMS):  # Past the first tokens, which prefills emit, rounds were drafted for by a good draft.
+        assert good > before[0], "the draft was not good before"
+    stack.wait_drafting(15)
+    stack.assert_no_page_held()
+
+
+@pytest.mark.parametrize("kind", GARBAGE)
+def test_garbage_from_the_start_changes_no_token_under_the_controller(stack: Stack, proxies: list[ManglingProxy], kind: str) -> None:
+    want = expected(stack)
+    proxy = proxies[0]
     proxy.mangle = GARBAGE[kind]
     try:
-        got = run(stack, mode)
+        got = run(stack, common_pb2.SPECULATION_MODE_AUTO)
     finally:
         proxy.mangle = None
     assert got == want
-    if mode == common_pb2.SPECULATION_MODE_ON:
-        assert proxy.mangled > before, "no garbage was served"
     stack.wait_drafting(15)
     stack.assert_no_page_held()

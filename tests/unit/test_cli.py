@@ -98,6 +98,32 @@ def test_serve_help_lists_the_settings_of_the_service(service: str, monkeypatch:
     assert f"OUTRIDER_{service.upper()}_" in re.sub(r"\s+", "", result.output)
 
 
+@pytest.mark.parametrize("service", ["target", "draft"])
+def test_serve_takes_sglangs_name_of_the_draft(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(cli.launch, f"serve_{service}", lambda settings: seen.append(settings) or 0)
+    required = ["--model", "/m"] if service == "target" else []
+    result = RUNNER.invoke(cli.app, ["serve", service, *required, "--speculative-draft-model-path", "unix:/d.sock"])
+    assert result.exit_code == 0, result.output
+    assert str(seen[0].draft) == "unix:/d.sock"
+    assert "--speculative-draft-model-path" in RUNNER.invoke(cli.app, ["serve", service, "--help"]).output
+
+
+def test_up_hands_its_capacity_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[cli.StackOptions] = []
+
+    def start(options: cli.StackOptions, *_: object) -> None:
+        seen.append(options)
+        raise ConfigurationError("enough seen")
+
+    monkeypatch.setattr(cli.launch, "running_stack", start)
+    RUNNER.invoke(cli.app, ["up", "--max-running-requests", "3", "--mem-fraction-static", "0.4", "--kv-tokens", "4096"])
+    assert (seen[0].max_running_requests, seen[0].mem_fraction_static, seen[0].kv_tokens) == (3, 0.4, 4096)
+    monkeypatch.setenv("COLUMNS", "200")
+    text = RUNNER.invoke(cli.app, ["up", "--help"]).output
+    assert all(flag in text for flag in ("--max-running-requests", "--mem-fraction-static", "--kv-tokens"))
+
+
 def test_importing_the_command_line_stays_light() -> None:
     code = "import sys, outrider.services.cli; print(sorted({'torch', 'fastapi', 'grpc', 'httpx'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

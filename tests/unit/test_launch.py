@@ -53,6 +53,17 @@ def test_the_caps_reach_target_and_draft() -> None:
         assert "--max-steps 20 --max-topk 2 --max-nodes 200" in lines[service]
 
 
+def test_capacity_goes_to_the_services_that_know_it() -> None:
+    options = StackOptions(max_running_requests=3, mem_fraction_static=0.4, kv_tokens=4096)
+    lines = command_lines(plan_stack(options, RUNTIME, inproc=False))
+    assert "--kv-tokens 4096 --max-running-requests 3 --mem-fraction-static 0.4" in lines["target"]
+    assert "--kv-tokens 4096" in lines["draft"]
+    for service in ("gateway", "draft"):
+        assert "--max-running-requests" not in lines[service]
+        assert "--mem-fraction-static" not in lines[service]
+    assert "--kv-tokens" not in lines["gateway"]
+
+
 def test_in_process_plan_has_no_draft_process() -> None:
     plan = plan_stack(StackOptions(target=Path("/m/t"), draft=Path("/m/d")), RUNTIME, inproc=True)
     lines = command_lines(plan)

@@ -100,6 +100,21 @@ def test_a_gateway_that_others_can_reach_needs_a_key_or_the_flag(host: str) -> N
     GatewaySettings(host=host, api_key=("key",)).check()
 
 
+@pytest.mark.parametrize("published", ["0.0.0.0", "::", "10.1.2.3"])
+def test_a_published_port_that_others_can_reach_needs_a_key(published: str) -> None:
+    for host in ("0.0.0.0", "127.0.0.1"):
+        with pytest.raises(ConfigurationError, match="set OUTRIDER_API_KEY") as caught:
+            GatewaySettings(host=host, published_on=published).check()
+        assert caught.value.field == "published_on"
+    GatewaySettings(host="0.0.0.0", published_on=published, api_key=("key",)).check()
+    GatewaySettings(host="0.0.0.0", published_on=published, allow_unauthenticated=True).check()
+
+
+@pytest.mark.parametrize("published", ["127.0.0.1", "::1", "localhost"])
+def test_a_container_may_listen_everywhere_if_its_port_is_published_locally(published: str) -> None:
+    GatewaySettings(host="0.0.0.0", published_on=published).check()
+
+
 @pytest.mark.parametrize("key", ["", " ", "schlüssel"])
 def test_keys_that_could_never_match_are_refused(key: str) -> None:
     with pytest.raises(ConfigurationError, match="api_key"):

@@ -1,7 +1,8 @@
 """What every corpus topic shares: the split rule, choice helpers and text helpers.
 
 A topic is a function ``make(rng, split) -> Exchange``. The split holds out templates (phrasings of a question) *and* entities (what is
-asked about): a held-out exchange uses neither a template nor an entity that any training exchange uses.
+asked about): a held-out exchange uses no template of a training exchange and is about nothing that one asks about. The words of a held-out
+entity may occur elsewhere in the training text; where entities are numbers (units, sums), only the numbers are new.
 """
 
 import enum
@@ -20,7 +21,7 @@ class Split(enum.Enum):
     """Which part of templates and entities may be used."""
 
     TRAIN = "train"
-    HELDOUT = "heldout"  # neither template nor entity was seen in training
+    HELDOUT = "heldout"  # no training exchange uses the template or asks about the entity
     REPHRASED = "rephrased"  # held-out templates about entities of the training part: can be answered
 
 

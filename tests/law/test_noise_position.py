@@ -1,0 +1,123 @@
+"""Which noise the engine adds where: its sampled output against the formula written out from the specification, on `transformers` logits.
+
+Token p of a sequence (prompt included, from 0) is argmax of the processed logits over T plus Gumbel(seed, p, token, choice). Nothing of
+the kernels is used here, so that a shift of all positions, with and without speculation alike, is seen.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from target_harness import FakeDrafter, load_toy, make_harness, oracle_plan
+from toys import make_toy_target
+from transformers import LlamaForCausalLM
+
+from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.request import SamplingParams, SpeculationMode
+from outrider.shared.nn.decoder import Decoder
+
+torch.set_num_threads(1)
+VOCAB = 64
+PROMPT = [5, 9, 2, 33, 7]
+NEW_TOKENS = 40
+NEAR_TIE = 1e-4
+FILTERS = {
+    "none": {},
+    "top-k": {"top_k": 7},
+    "top-p": {"top_p": 0.8},
+    "min-p": {"min_p": 0.05},
+    "all": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+}
+
+
+def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Return the four words of Philox4x32-10 (Salmon et al. 2011)."""
+    (c0, c1, c2, c3), (k0, k1) = counter, key
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & 0xFFFFFFFF, (p0 >> 32) ^ c3 ^ k1, p0 & 0xFFFFFFFF
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return c0, c1, c2, c3
+
+
+def gumbel(seed: int, position: int, token: int, choice: int) -> float:
+    word = philox((position, token // 4, choice, 0), (seed & 0xFFFFFFFF, seed >> 32))[token % 4]
+    return -math.log(-math.log(((word >> 9) + 0.5) * 2.0**-23))
+
+
+def kept_tokens(scores: list[float], sampling: SamplingParams) -> list[int]:
+    """Apply top-k, then top-p and min-p to what top-k left, renormalised; the best token always stays."""
+    ranked = sorted(range(len(scores)), key=lambda token: (-scores[token], token))
+    ranked = ranked[: sampling.top_k] if sampling.top_k else ranked
+    weights = [math.exp(scores[token] - scores[ranked[0]]) for token in ranked]
+    probs = [weight / sum(weights) for weight in weights]
+    kept, before = [], 0.0
+    for token, prob in zip(ranked, probs, strict=True):
+        if not kept or (before < sampling.top_p and prob >= sampling.min_p * probs[0]):
+            kept.append(token)
+        before += prob
+    return kept
+
+
+def sample(model: LlamaForCausalLM, sampling: SamplingParams) -> tuple[list[int], float]:
+    """Return the tokens after `PROMPT` by the formula, and the smallest gap by which one of them won."""
+    tokens, narrowest = list(PROMPT), math.inf
+    for position in range(len(PROMPT), len(PROMPT) + NEW_TOKENS):
+        with torch.inference_mode():
+            logits = model(torch.tensor([tokens])).logits[0, -1].tolist()
+        scores = [logit / sampling.temperature for logit in logits]
+        noisy = sorted(
+            (
+                (scores[token] + gumbel(sampling.seed, position, token, sampling.choice_index), token)
+                for token in kept_tokens(scores, sampling)
+            ),
+            reverse=True,
+        )
+        if len(noisy) > 1:
+            narrowest = min(narrowest, noisy[0][0] - noisy[1][0])
+        tokens.append(noisy[0][1])
+    return tokens[len(PROMPT) :], narrowest
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=3)
+
+
+@pytest.fixture(scope="module")
+def model(target_dir: Path) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(target_dir, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def decoder(target_dir: Path) -> Decoder:
+    return load_toy(target_dir)
+
+
+@pytest.mark.parametrize("choice_index", [0, 2])
+@pytest.mark.parametrize("filters", list(FILTERS.values()), ids=list(FILTERS))
+def test_sampled_output_is_the_specified_formulas(
+    model: LlamaForCausalLM, decoder: Decoder, filters: dict[str, float], choice_index: int
+) -> None:
+    options = {"temperature": 1.0, "seed": 0xFEDCBA9876543210, **filters}
+    sampling = SamplingParams(choice_index=choice_index, **options)  # type: ignore[arg-type]
+    expected, narrowest = sample(model, sampling)
+    assert narrowest > NEAR_TIE, "a near-tie: equality is not promised, take another seed"
+
+    plain = make_harness(decoder, NoDrafter())
+    plain.submit(PROMPT, NEW_TOKENS, request_id="off", sampling=sampling, mode=SpeculationMode.OFF)
+    plain.run()
+    assert plain.sink.tokens["off"] == expected
+
+    drafted = make_harness(decoder, FakeDrafter(oracle_plan([PROMPT + expected], VOCAB, 0.8)))
+    drafted.submit(PROMPT, NEW_TOKENS, request_id="on", sampling=sampling, shape=(5, 4, 16))
+    drafted.run()
+    assert drafted.sink.tokens["on"] == expected
+    assert drafted.sink.finished["on"].speculation.accepted_tokens > 0
+
+
+def test_the_formula_tells_positions_and_choices_apart() -> None:
+    assert len({gumbel(7, position, 3, choice) for position in range(4) for choice in range(4)}) == 16
