@@ -23,7 +23,7 @@ def check_address(address: str, field: str) -> str:
         return f"unix:{path}"
     host, separator, port = address.rpartition(":")
     if not separator or not host or not port.isdigit() or int(port) > 65535:
-        raise ConfigurationError(f"{field}: expected host:port or unix:/path, not {address!r}.", field=field)
+        raise ConfigurationError(f"{field}: expected host:port (a port is at most 65535) or unix:/path, not {address!r}.", field=field)
     return address
 
 
