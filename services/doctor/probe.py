@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 from outrider.services.doctor.finding import Finding
 from outrider.services.doctor.pair import Pair
 from outrider.services.draft.build import build_engine
@@ -91,7 +93,7 @@ def run_probe(pair: Pair, prompts: Sequence[Sequence[int]], num_tokens: int, sha
     spec = engine.strategy.feature_spec(pair.target_info)
     for name in list(engine.strategy.missing()):
         engine.strategy.lend(name, decoder.weight(name))
-    warm_up(engine)
+    warm_up(engine, torch.device("cpu"))  # a measurement waits for its kernels
     return [_measure(name, decoder, engine, one, prompts, num_tokens, room, shape) for name, one in _variants(spec, decoder)]
 
 

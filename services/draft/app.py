@@ -74,7 +74,7 @@ class DraftService:
     def start(self) -> None:
         """Warm up, then accept streams."""
         if not self.engine.strategy.missing():
-            warm_up(self.engine)
+            warm_up(self.engine, self._settings.torch_device())
         self.loop.start()
         self._server.start()
         self._server.set_serving(True)

@@ -1,4 +1,4 @@
-"""One session through the whole engine before anybody is served: compiles kernels, touches memory, and proves that nothing leaks."""
+"""Sessions through the whole engine before anybody is served: compiles kernels, touches memory, and proves that nothing leaks."""
 
 from __future__ import annotations
 
@@ -16,26 +16,38 @@ PROMPT_LEN = 20
 PERIOD = 7
 """The made-up sequence repeats itself, so that n-grams have something to find."""
 SHAPES = (DraftShape(5, 4, 16), DraftShape(5, 1, 6))
+COMPILED_BATCHES = (1, 2, 4, 8, 16)
+"""Kernels are compiled anew where a size is 1, a multiple of 16, or padded to another power of two; a compilation in mid-stream takes
+longer than a target waits."""
 
 
-def warm_up(engine: DraftEngine) -> None:
-    """Follow one made-up sequence and grow trees of the default shapes.
+def warm_up(engine: DraftEngine, device: torch.device) -> None:
+    """Follow made-up sequences and grow trees of the default shapes, greedy and with noise; on a GPU in batches of several sizes.
 
     Raises:
         CheckpointError: the draft's output is not finite: its weights are damaged, or its dtype is too narrow.
     """
+    batches = COMPILED_BATCHES if device.type == "cuda" else COMPILED_BATCHES[:1]
+    for sessions in batches:
+        for temperature in (1.0, 0.0) if device.type == "cuda" else (1.0,):
+            _follow(engine, min(sessions, engine.sessions.limits.max_sessions), temperature)
+
+
+def _follow(engine: DraftEngine, sessions: int, temperature: float) -> None:
     info, limits = engine.strategy.info, engine.sessions.limits
     tokens = [index % min(PERIOD, info.vocab_size) for index in range(PROMPT_LEN)]
-    fence = Fence(0, 1, len(tokens), extend_prefix_hash(FNV_OFFSET, tokens))
-    engine.open(WARM_UP_PEER, SequenceOpen(fence, tokens, seed=0, temperature=1.0))
-    if info.feature_size:
-        engine.add_features(WARM_UP_PEER, 0, 1, 0, torch.ones(PROMPT_LEN - 1, info.feature_size))
+    fences = [Fence(session, 1, len(tokens), extend_prefix_hash(FNV_OFFSET, tokens)) for session in range(sessions)]
+    for fence in fences:
+        engine.open(WARM_UP_PEER, SequenceOpen(fence, tokens, seed=0, temperature=temperature))
+        if info.feature_size:
+            engine.add_features(WARM_UP_PEER, fence.session_id, 1, 0, torch.ones(PROMPT_LEN - 1, info.feature_size))
     for shape in SHAPES:
         most = limits.max_shape
         fitting = DraftShape(min(shape.depth, most.depth), min(shape.topk, most.topk), min(shape.max_nodes, most.max_nodes))
-        engine.commit(WARM_UP_PEER, Commit(fence, len(tokens), (), None), Ask(0, fitting, asked_s=0.0))
+        for fence in fences:
+            engine.commit(WARM_UP_PEER, Commit(fence, len(tokens), (), None), Ask(0, fitting, asked_s=0.0))
         for proposal in engine.step().proposals:
-            if fitting.bounded().drafts and int(proposal.trees.num_nodes[0]) < 2:
+            if fitting.bounded().drafts and int(proposal.trees.num_nodes.min()) < 2:
                 raise CheckpointError(
                     f"{info.model_id}: its logits are not finite; its weights are damaged, or --dtype is too narrow.",
                     field="draft",

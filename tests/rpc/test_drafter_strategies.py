@@ -15,8 +15,8 @@ from toys import make_toy_target
 
 from outrider.services.draft.app import DraftService
 from outrider.services.draft.settings import DraftSettings
-from outrider.services.target.draft_client import RemoteDrafter
-from outrider.services.target.draft_link import TargetIdentity
+from outrider.services.target.draft_client.link import TargetIdentity
+from outrider.services.target.draft_client.remote import RemoteDrafter
 from outrider.services.target.drafter import NoDrafter
 from outrider.services.target.request import SamplingParams
 from outrider.shared.nn.decoder import Decoder

@@ -141,8 +141,8 @@ def _fail(*_: object) -> torch.Tensor:
 def test_a_head_whose_states_overflow_is_refused_by_the_warm_up(pair: tuple[Path, Path], tmp_path: Path) -> None:
     broken = make_toy_eagle3(tmp_path / "head", pair[0], extra={"norm.weight": torch.full((HIDDEN,), 3e38)})
     with pytest.raises(CheckpointError, match="not finite"):
-        warm_up(make_engine((pair[0], broken)))
-    warm_up(make_engine(pair))
+        warm_up(make_engine((pair[0], broken)), torch.device("cpu"))
+    warm_up(make_engine(pair), torch.device("cpu"))
 
 
 def test_features_that_are_not_numbers_spoil_their_own_tree_only(pair: tuple[Path, Path]) -> None:
