@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from outrider.services.doctor.finding import Finding
 from outrider.services.doctor.pair import Pair
 from outrider.shared.nn.config import CONFIG_FILE, DEFAULT_ROPE_THETA, RopeConfig, read_json
+from outrider.shared.nn.tokenizer_file import TOKENIZER_FILE, vocabulary_of
 from outrider.shared.spec.algorithm import Algorithm
 
-TOKENIZER_FILE = "tokenizer.json"
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 ANOTHER_DRAFT = "Serve the target that this draft was made for, or another --draft."
 MAX_NAMED = 3
@@ -120,7 +119,7 @@ def check_tokenizers(pair: Pair) -> Iterator[Finding]:
             f"Make it by `outrider convert tokenizer {pair.target}`, or serve with --skip-tokenizer.",
         )
         return
-    theirs = _vocabulary(read_json(file))
+    theirs = vocabulary_of(read_json(file))
     highest = max(theirs.values(), default=-1)
     if highest >= pair.target_config.vocab_size:
         yield Finding.refused(
@@ -132,7 +131,7 @@ def check_tokenizers(pair: Pair) -> Iterator[Finding]:
     if other is None or not other.is_file():
         yield Finding.ok(TOKENIZER_FILE, f"{len(theirs)} tokens; the draft has none of its own")
         return
-    yield _compare(theirs, _vocabulary(read_json(other)), other)
+    yield _compare(theirs, vocabulary_of(read_json(other)), other)
 
 
 def _compare(theirs: Mapping[str, int], mine: Mapping[str, int], file: Path) -> Finding:
@@ -152,13 +151,6 @@ def _compare(theirs: Mapping[str, int], mine: Mapping[str, int], file: Path) -> 
 
 def _id(vocabulary: Mapping[str, int], token: str) -> str:
     return f"id {vocabulary[token]}" if token in vocabulary else "absent"
-
-
-def _vocabulary(raw: Mapping[str, Any]) -> dict[str, int]:
-    """Return token → id of a ``tokenizer.json``; Unigram vocabularies are lists of (token, score)."""
-    vocabulary = (raw.get("model") or {}).get("vocab") or {}
-    tokens = dict(vocabulary) if isinstance(vocabulary, Mapping) else {entry[0]: index for index, entry in enumerate(vocabulary)}
-    return tokens | {added["content"]: added["id"] for added in raw.get("added_tokens") or []}
 
 
 def _rope(rope: RopeConfig) -> str:

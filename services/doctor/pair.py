@@ -68,8 +68,7 @@ class Pair:
     @cached_property
     def target_info(self) -> TargetInfo:
         """The target as the draft sees it."""
-        config = self.target_config
-        return TargetInfo(self.target.name, config.fingerprint, config.vocab_size, config.hidden_size, config.num_layers)
+        return TargetInfo.of(self.target.name, self.target_config)
 
     @cached_property
     def choice(self) -> Choice:

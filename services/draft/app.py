@@ -11,6 +11,7 @@ from outrider.services.draft.servicer import SERVICE_NAME, DraftServicer, regist
 from outrider.services.draft.settings import DraftSettings, plan_threads
 from outrider.services.draft.warmup import warm_up
 from outrider.shared.base.lifecycle import DrainStep, StopSignal, run_steps
+from outrider.shared.nn.tokenizer_file import tokenizer_fingerprint
 from outrider.shared.obs.logging import configure_logging, get_logger
 from outrider.shared.rpc.server import SyncServer, sync_server
 
@@ -58,7 +59,7 @@ class DraftService:
         if threads:
             torch.set_num_threads(threads)
         self.loop = DraftLoop(self.engine)
-        servicer = DraftServicer(self.loop, device)
+        servicer = DraftServicer(self.loop, device, _tokenizer(settings))
         self._server: SyncServer = sync_server(
             settings.listen,
             [(register, servicer)],
@@ -89,3 +90,9 @@ class DraftService:
             ]
         )
         log.info("stopped", clean=done)
+
+
+def _tokenizer(settings: DraftSettings) -> str:
+    """Return the fingerprint of the tokenizer that the draft, or the target's folder beside it, has; empty if neither has one."""
+    prints = (tokenizer_fingerprint(folder) for folder in (settings.draft, settings.target_weights) if folder is not None)
+    return next(filter(None, prints), "")

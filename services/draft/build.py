@@ -52,7 +52,9 @@ def build_engine(settings: DraftSettings, device: torch.device, dtype: torch.dty
     choice = choose(settings.speculative_algorithm, settings.draft, settings.target_weights)
     if settings.speculative_token_map is not None and choice.algorithm is Algorithm.NGRAM:
         raise ConfigurationError("speculative_token_map: NGRAM has no vocabulary of its own; leave it out.", field="speculative_token_map")
-    strategy = BUILDERS[choice.algorithm](Build(settings, choice, device, dtype, target))
+    theirs = settings.target_weights
+    same_tokenizer = choice.folder is not None and theirs is not None and check_same_tokenizer(choice.folder, theirs)
+    strategy = BUILDERS[choice.algorithm](Build(settings, choice, device, dtype, target, same_tokenizer))
     lender = settings.target_weights or (choice.folder if choice.algorithm is Algorithm.MTP else None)
     if target is None and lender is not None:
         borrow(strategy, lender, device, dtype)
@@ -84,6 +86,7 @@ class Build:
         choice: Which one, and its folder.
         device, dtype: Where and how to compute.
         target: The target in this process, or None.
+        same_tokenizer: The folders of draft and target were compared, and their tokens have the same ids.
     """
 
     settings: DraftSettings
@@ -91,6 +94,7 @@ class Build:
     device: torch.device
     dtype: torch.dtype
     target: TargetInfo | None
+    same_tokenizer: bool
 
     def target_vocab_size(self) -> int | None:
         """Return the target's vocabulary, or None while it is unknown."""
@@ -149,7 +153,6 @@ def _build_mtp(build: Build) -> DraftStrategy:
 
 def _build_standalone(build: Build) -> DraftStrategy:
     settings, folder = build.settings, build.choice.require_folder()
-    same_tokenizer = settings.target_weights is not None and check_same_tokenizer(folder, settings.target_weights)
     decoder = Decoder.load(folder, build.device, build.dtype)
     pages = build.num_pages(decoder.make_pool(1, settings.page_size).bytes_per_token)
     pool = decoder.make_pool(pages, settings.page_size)
@@ -159,7 +162,7 @@ def _build_standalone(build: Build) -> DraftStrategy:
         build.attention(),
         folder.resolve().name,
         settings.max_shape(),
-        StandaloneVocabulary(build.target_vocab_size(), same_tokenizer, build.token_map()),
+        StandaloneVocabulary(build.target_vocab_size(), build.same_tokenizer, build.token_map()),
     )
 
 
@@ -178,8 +181,7 @@ def borrow(strategy: DraftStrategy, target_weights: Path, device: torch.device, 
         CheckpointError: it does not fit, or a tensor is missing; names the key or tensor.
     """
     config = ModelConfig.from_dir(target_weights)
-    target = TargetInfo(target_weights.name, config.fingerprint, config.vocab_size, config.hidden_size, config.num_layers)
-    strategy.feature_spec(target)
+    strategy.feature_spec(TargetInfo.of(target_weights.name, config))
     wanted = strategy.missing()
     if not wanted:
         return

@@ -43,7 +43,8 @@ def target_info(hello: draft_pb2.Hello) -> TargetInfo:
         )
     if not hello.target_id:
         raise ProtocolError("A target must name itself in its Hello.", field="target_id")
-    return TargetInfo(hello.target_id, hello.target_fingerprint, hello.vocab_size, hello.hidden_size, hello.num_layers)
+    sizes = (hello.vocab_size, hello.hidden_size, hello.num_layers)
+    return TargetInfo(hello.target_id, hello.target_fingerprint, *sizes, hello.model_type, hello.tokenizer_fingerprint)
 
 
 def hello_ack(

@@ -41,8 +41,7 @@ def drafter_beside(decoder: Decoder, settings: DraftSettings) -> InprocDrafter:
     Raises:
         CheckpointError: the draft cannot be loaded, or does not fit the target; names the key and what to change.
     """
-    config = decoder.config
-    target = TargetInfo("inproc", decoder.fingerprint, config.vocab_size, config.hidden_size, config.num_layers)
+    target = TargetInfo.of("inproc", decoder.config, decoder.fingerprint)
     engine = build_engine(settings, decoder.device, decoder.dtype, target)
     spec = engine.strategy.feature_spec(target)
     for name in list(engine.strategy.missing()):

@@ -48,12 +48,14 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
     Args:
         loop: Runs the engine.
         device: For `GetInfo`.
+        tokenizer: `tokenizer_fingerprint` of what drafts, which every target must have; empty when its folder tells nothing.
     """
 
-    def __init__(self, loop: DraftLoop, device: torch.device) -> None:
+    def __init__(self, loop: DraftLoop, device: torch.device, tokenizer: str = "") -> None:
         self._loop = loop
         self._engine = loop.engine
         self._device = device
+        self._tokenizer = tokenizer
         # Fingerprints of the target that was asked to lend its tensors, and of the one that did.
         self._asked_to_lend = ""
         self._lender = ""
@@ -117,6 +119,12 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         """Check that head and target fit, and describe the head."""
         strategy = self._engine.strategy
         spec = strategy.feature_spec(target)
+        if self._tokenizer and target.tokenizer and self._tokenizer != target.tokenizer:
+            raise CheckpointError(
+                "The draft has another tokenizer than the target: tokens of their tokenizer.json have different ids. Serve the target that "
+                "this draft was made for, or another --draft; if only the draft's file is stale, remove it.",
+                field="tokenizer",
+            )
         if self._lender and self._lender != target.fingerprint:
             raise CheckpointError(
                 "This draft borrowed tensors of another target and serves that one only: start a second draft, or give this one "

@@ -26,6 +26,7 @@ from outrider.shared.base.lifecycle import watch_stop_signals
 from outrider.shared.engine.loop import EngineThread
 from outrider.shared.kv.pool import token_bytes
 from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.tokenizer_file import tokenizer_fingerprint
 from outrider.shared.obs.logging import configure_logging, get_logger
 from outrider.shared.rpc.server import aio_server
 from outrider.shared.spec.drafter import Drafter, DrafterState
@@ -188,7 +189,7 @@ def _make_drafter(settings: TargetSettings, decoder: Decoder) -> Drafter:
     address = settings.draft_address()
     if address is None:
         return NoDrafter(decoder.device)
-    identity = TargetIdentity.of(decoder)
+    identity = TargetIdentity.of(decoder, tokenizer_fingerprint(settings.model))
     return RemoteDrafter(address, identity, decoder.weight, decoder.device, fault_deadline_s=settings.draft_fault_deadline_s)
 
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from outrider.shared.base.errors import CheckpointError
-from outrider.shared.nn.config import read_json
-
-TOKENIZER_FILE = "tokenizer.json"
+from outrider.shared.nn.tokenizer_file import TOKENIZER_FILE, read_vocabulary
 
 
 def check_same_tokenizer(draft: Path, target: Path) -> bool:
@@ -22,24 +18,22 @@ def check_same_tokenizer(draft: Path, target: Path) -> bool:
         CheckpointError: they differ; names the first token that does.
     """
     files = (draft / TOKENIZER_FILE, target / TOKENIZER_FILE)
-    if not all(file.is_file() for file in files):
+    if files[0].resolve() == files[1].resolve():
+        return files[0].is_file()
+    mine = read_vocabulary(draft)
+    theirs = read_vocabulary(target) if mine is not None else None
+    if mine is None or theirs is None:
         return False
-    mine, theirs = (_vocabulary(read_json(file)) for file in files)
-    for token in sorted(mine.keys() | theirs.keys(), key=lambda token: min(mine.get(token, 1 << 31), theirs.get(token, 1 << 31))):
-        if mine.get(token) != theirs.get(token):
-            raise CheckpointError(
-                f"The draft model has another tokenizer than the target: {token!r} is {_named(mine.get(token))} in {files[0]} and "
-                f"{_named(theirs.get(token))} in {files[1]}. A standalone draft needs the target's tokenizer.",
-                field="tokenizer",
-            )
-    return True
-
-
-def _vocabulary(raw: Mapping[str, Any]) -> dict[str, int]:
-    """Return token → id of a ``tokenizer.json``; Unigram vocabularies are lists of (token, score)."""
-    vocabulary = (raw.get("model") or {}).get("vocab") or {}
-    tokens = dict(vocabulary) if isinstance(vocabulary, Mapping) else {entry[0]: index for index, entry in enumerate(vocabulary)}
-    return tokens | {added["content"]: added["id"] for added in raw.get("added_tokens") or []}
+    if mine == theirs:
+        return True
+    different = (token for token in mine.keys() | theirs.keys() if mine.get(token) != theirs.get(token))
+    token = min(different, key=lambda token: (min(mine.get(token, 1 << 31), theirs.get(token, 1 << 31)), token))
+    raise CheckpointError(
+        f"The draft has another tokenizer than the target: {token!r} is {_named(mine.get(token))} in {files[0]} and "
+        f"{_named(theirs.get(token))} in {files[1]}. Serve the target that this draft was made for, or another --draft; if only the "
+        "draft's file is stale, remove it.",
+        field="tokenizer",
+    )
 
 
 def _named(token_id: int | None) -> str:

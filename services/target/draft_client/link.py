@@ -54,12 +54,15 @@ class TargetIdentity:
     hidden_size: int
     num_layers: int
     feature_dtype: torch.dtype
+    model_type: str = ""
+    tokenizer: str = ""
 
     @classmethod
-    def of(cls, decoder: Decoder) -> TargetIdentity:
-        """Describe a loaded model."""
+    def of(cls, decoder: Decoder, tokenizer: str = "") -> TargetIdentity:
+        """Describe a loaded model; `tokenizer` is the `tokenizer_fingerprint` of its folder."""
         config = decoder.config
-        return cls(uuid.uuid4().hex, decoder.fingerprint, config.vocab_size, config.hidden_size, config.num_layers, decoder.dtype)
+        sizes = (config.vocab_size, config.hidden_size, config.num_layers)
+        return cls(uuid.uuid4().hex, decoder.fingerprint, *sizes, decoder.dtype, config.model_type, tokenizer)
 
 
 class Connection:
@@ -208,6 +211,8 @@ class DraftLink:
             protocol_version=PROTOCOL_VERSION,
             target_id=identity.target_id,
             target_fingerprint=identity.fingerprint,
+            tokenizer_fingerprint=identity.tokenizer,
+            model_type=identity.model_type,
             vocab_size=identity.vocab_size,
             hidden_size=identity.hidden_size,
             num_layers=identity.num_layers,

@@ -91,14 +91,18 @@ class Hello(_message.Message):
     HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
     NUM_LAYERS_FIELD_NUMBER: _builtins.int
     FEATURE_DTYPE_FIELD_NUMBER: _builtins.int
+    MODEL_TYPE_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     target_id: _builtins.str
     target_fingerprint: _builtins.str
     tokenizer_fingerprint: _builtins.str
+    """Equal for equal vocabularies (token to id); empty when the target's folder has no tokenizer."""
     vocab_size: _builtins.int
     hidden_size: _builtins.int
     num_layers: _builtins.int
     feature_dtype: _common_pb2.DataType.ValueType
+    model_type: _builtins.str
+    """Of the target's configuration, such as deepseek_v3: some heads count layers by the target's family."""
     def __init__(
         self,
         *,
@@ -110,10 +114,11 @@ class Hello(_message.Message):
         hidden_size: _builtins.int = ...,
         num_layers: _builtins.int = ...,
         feature_dtype: _common_pb2.DataType.ValueType = ...,
+        model_type: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["feature_dtype", b"feature_dtype", "hidden_size", b"hidden_size", "num_layers", b"num_layers", "protocol_version", b"protocol_version", "target_fingerprint", b"target_fingerprint", "target_id", b"target_id", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["feature_dtype", b"feature_dtype", "hidden_size", b"hidden_size", "model_type", b"model_type", "num_layers", b"num_layers", "protocol_version", b"protocol_version", "target_fingerprint", b"target_fingerprint", "target_id", b"target_id", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
