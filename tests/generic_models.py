@@ -18,6 +18,7 @@ EXPERTS = {"num_experts": 6, "moe_intermediate_size": 24, "num_experts_per_tok":
 # Case → class prefix and what its config has beyond BASE.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {"head_dim": 24}),
+    "gemma2": ("Gemma2", {"attn_logit_softcapping": 1.5, "head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 20}),
     "gemma2-uncapped": ("Gemma2", {"attn_logit_softcapping": None, "head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 20}),
     "gemma3": ("Gemma3", {"head_dim": 16, "sliding_window": WINDOW, "layer_types": MIXED}),
     "phi": ("Phi", {}),
@@ -66,7 +67,6 @@ LONGROPE = {
     "long_factor": [2.0] * 8,
 }
 REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
-    "gemma2": ("Gemma2", {"head_dim": 16, "sliding_window": WINDOW}, "attn_logit_softcapping", "caps its attention scores at 50.0"),
     "gemma3-bidirectional": ("Gemma3", {"head_dim": 16, "use_bidirectional_attention": True}, "is_causal", "looks ahead"),
     "phi3-longrope": ("Phi3", {"rope_parameters": LONGROPE}, "rope_parameters", "longest text of a batch"),
     "gptj": ("GPTJ", GPT2_SIZES, "model_type", "does not use the attention interface"),

@@ -27,6 +27,7 @@ def tree_attention(
     window: int = 0,
     row_positions: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from packed query rows to the K/V of their own sequence, accumulating in fp32.
@@ -46,11 +47,12 @@ def tree_attention(
         scale: Factor on the scores, usually dim ** -0.5.
         max_query_len: Upper bound of the rows of a sequence, on the host (the grid).
         max_kv_len: Upper bound of kv_lens, on the host.
-        window: If above 0, a row at position p sees only token indices above p - window. In a tree this cuts the prefix only (a tree is
-            never deeper than a window).
+        window: If above 0, a row at position p sees only positions above p - window. Of the nodes on a tree row's path, that is the last
+            `window` by column: an ancestor's column must lie before its descendants'.
         row_positions: ``[rows] int32``, p of each row of a tree (causal rows have theirs by definition); if None, a row's prefix plus the
             bits of its mask, itself not counted.
         sinks: ``[heads] fp32``, a logit per head that takes part in the softmax and carries no value, or None.
+        softcap: If above 0, scaled scores s become ``softcap * tanh(s / softcap)`` before the mask; sinks are not capped.
         out: ``[rows, heads, dim]``, contiguous, q's dtype; allocated if None. Rows that no sequence owns are not written.
 
     Returns:
@@ -87,6 +89,6 @@ def tree_attention(
         version = compiled.tree_attention
     version(
         q, k_plane, v_plane, page_table, prefix_lens, kv_lens, query_start, ancestors, row_positions, sinks, out,
-        scale=scale, max_query_len=max_query_len, max_kv_len=max_kv_len, window=window,
+        scale=scale, max_query_len=max_query_len, max_kv_len=max_kv_len, window=window, softcap=softcap,
     )  # fmt: skip
     return out

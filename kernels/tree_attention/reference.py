@@ -22,6 +22,7 @@ def tree_attention(
     max_query_len: int,
     max_kv_len: int,
     window: int,
+    softcap: float,
 ) -> None:
     """See `outrider.kernels.tree_attention.tree_attention`; writes `out`. One sequence after the other, scores and sums in fp32."""
     page_size, kv_heads, dim = k_plane.shape[1:]
@@ -35,17 +36,21 @@ def tree_attention(
         pages = page_table[b, : -(-kv_len // page_size)].long()
         k = k_plane[pages].flatten(0, 1)[:kv_len].float().permute(1, 2, 0)  # [kv_heads, dim, kv]
         v = v_plane[pages].flatten(0, 1)[:kv_len].float().transpose(0, 1)  # [kv_heads, kv, dim]
+        index = torch.arange(kv_len, device=q.device).expand(q_len, -1)  # [q_len, kv]: the position of each token, as the row sees it
         if ancestors is None:
-            positions = torch.arange(kv_len - q_len, kv_len, device=q.device)
-            visible = torch.arange(kv_len, device=q.device) <= torch.arange(kv_len - q_len, kv_len, device=q.device)[:, None]  # [q_len, kv]
+            positions = index[0, kv_len - q_len :]
+            visible = index <= positions[:, None]
         else:
             visible = _tree(ancestors[rows], prefix_len, kv_len)
+            path = visible[:, prefix_len:].flip(-1).cumsum(-1).flip(-1)  # nodes of the row's path from a column on
             positions = visible[:, prefix_len:].sum(-1) + prefix_len - 1 if row_positions is None else row_positions[rows]
+            index = torch.cat([index[:, :prefix_len], positions[:, None] + 1 - path], dim=-1)
         if window > 0:
-            index = torch.arange(kv_len, device=q.device)
-            visible &= (index > positions[:, None] - window) | ((index >= prefix_len) if ancestors is not None else False)
+            visible &= index > positions[:, None] - window
         grouped = q[rows].float().view(q_len, kv_heads, group, dim).permute(1, 2, 0, 3)  # [kv_heads, group, q_len, dim]
         scores = torch.matmul(grouped, k[:, None]) * scale
+        if softcap > 0:
+            scores = torch.tanh(scores / softcap) * softcap
         scores = scores.masked_fill(~visible, -torch.inf)
         if sinks is not None:
             scores = torch.cat([scores, sinks.view(kv_heads, group, 1, 1).expand(-1, -1, q_len, 1)], dim=-1)

@@ -23,9 +23,9 @@ _MAX_SPLITS = 32
 
 @triton.jit
 def _attend(
-    query, top, total, acc, begin, end, table, k_head, v_head, row, position, prefix_len, ancestors, words, window, scale,
-    WIDEN: tl.constexpr, SLOT_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr, TREE: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+    query, top, total, acc, begin, end, table, k_head, v_head, row, position, first_column, prefix_len, ancestors, words, window,
+    scale, softcap, WIDEN: tl.constexpr, SLOT_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr,
+    TREE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     """Fold the token indices [begin, end) into the running softmax of a block of rows."""
     d = tl.arange(0, BLOCK_D)
@@ -45,11 +45,16 @@ def _attend(
                 has_bit = visible & (column < words * 32)[None, :]
                 word = tl.load(ancestors + row[:, None] * words + (column // 32)[None, :], mask=has_bit, other=0)
                 visible = has_bit & (((word >> (column % 32)[None, :]) & 1) != 0)
+                if WINDOW:
+                    visible = visible & (column[None, :] >= first_column[:, None])
             else:
                 visible = visible & (index[None, :] <= position[:, None])
         if WINDOW and not (MASKED and TREE):
             visible = visible & (index[None, :] > (position - window)[:, None])
-        scores = tl.where(visible, tl.dot(query, k, input_precision="ieee") * scale, -float("inf"))  # in units of log2
+        scores = tl.dot(query, k, input_precision="ieee") * scale
+        if SOFTCAP:
+            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)  # tanh
+        scores = tl.where(visible, scores, -float("inf"))  # in units of log2
         new_top = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(new_top == -float("inf"), 0.0, new_top)
         weights = tl.exp2(scores - base[:, None])
@@ -71,12 +76,30 @@ def _count_bits(word):
 
 
 @triton.jit
+def _first_column(ancestors, row, words, window):
+    """Return the column of the window-th node of each row's path, counted from its end: what lies before it is out of the window."""
+    column = row.to(tl.int32) * 0
+    if window < words * 32:  # no path is longer than its mask
+        missing = column + window
+        for index in range(words):
+            word = tl.load(ancestors + row * words + (words - 1 - index), mask=row >= 0, other=0)
+            nodes = _count_bits(word)
+            bit = column * 0  # the highest with `missing` nodes at and above it
+            for step in tl.static_range(5):
+                higher = bit + (16 >> step)
+                bit = tl.where(_count_bits((word >> higher) & (0x7FFFFFFF >> (higher - 1))) >= missing, higher, bit)
+            column = tl.where((missing > 0) & (nodes >= missing), (words - 1 - index) * 32 + bit, column)
+            missing -= nodes
+    return column
+
+
+@triton.jit
 def _attention(
     q, k_plane, v_plane, page_table, prefix_lens, kv_lens, query_start, ancestors, row_positions, sinks, out, partial, stats,
-    q_row, q_head, out_row, table_stride, words, window, scale, rows, splits,
+    q_row, q_head, out_row, table_stride, words, window, scale, softcap, rows, splits,
     WIDEN: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, TREE: tl.constexpr,
-    WINDOW: tl.constexpr, POSITIONS: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+    WINDOW: tl.constexpr, POSITIONS: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     kv_head, sequence, split = tl.program_id(1), tl.program_id(2) // splits, tl.program_id(2) % splits
     start = tl.load(query_start + sequence)
@@ -96,6 +119,7 @@ def _attention(
         kv_len = tl.load(kv_lens + sequence)
         prefix_len = kv_len
         position = kv_len - q_len + local
+        first_column = local * 0
         begin = 0
         if TREE:
             prefix_len = tl.minimum(tl.load(prefix_lens + sequence), kv_len)
@@ -110,6 +134,7 @@ def _attention(
                         position += _count_bits(tl.load(ancestors + row * words + word, mask=real, other=0))
                     position = tl.where(real, position, 2147483647)
                 begin = tl.minimum(tl.maximum(tl.min(position, 0) - window + 1, 0), shared_end)
+                first_column = _first_column(ancestors, row, words, window)
         else:
             first = kv_len - q_len + first_pair // GROUP
             last = kv_len - q_len + (first_pair + BLOCK_M - 1) // GROUP
@@ -128,12 +153,12 @@ def _attention(
         table = page_table + sequence.to(tl.int64) * table_stride
         k_head, v_head = k_plane + kv_head * DIM, v_plane + kv_head * DIM
         top, total, acc = _attend(
-            query, top, total, acc, begin, shared_end, table, k_head, v_head, row, position, prefix_len, ancestors, words, window, scale,
-            WIDEN, KV_HEADS * DIM, PAGE_SIZE, DIM, False, TREE, WINDOW, BLOCK_N, BLOCK_D
+            query, top, total, acc, begin, shared_end, table, k_head, v_head, row, position, first_column, prefix_len, ancestors,
+            words, window, scale, softcap, WIDEN, KV_HEADS * DIM, PAGE_SIZE, DIM, False, TREE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D
         )  # fmt: skip
         top, total, acc = _attend(
-            query, top, total, acc, shared_end, end, table, k_head, v_head, row, position, prefix_len, ancestors, words, window, scale,
-            WIDEN, KV_HEADS * DIM, PAGE_SIZE, DIM, True, TREE, WINDOW, BLOCK_N, BLOCK_D
+            query, top, total, acc, shared_end, end, table, k_head, v_head, row, position, first_column, prefix_len, ancestors,
+            words, window, scale, softcap, WIDEN, KV_HEADS * DIM, PAGE_SIZE, DIM, True, TREE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D
         )  # fmt: skip
         if SPLIT:
             place = (split * rows + row) * (KV_HEADS * GROUP) + head
@@ -198,6 +223,7 @@ def tree_attention(
     max_query_len: int,
     max_kv_len: int,
     window: int,
+    softcap: float,
 ) -> None:
     """See `outrider.kernels.tree_attention.tree_attention`; writes `out`."""
     bs = page_table.shape[0]
@@ -229,9 +255,10 @@ def tree_attention(
             q, k_plane, v_plane, page_table.contiguous(), prefix_lens.contiguous(), kv_lens.contiguous(), starts, masks,
             row_positions.contiguous() if row_positions is not None else starts, logits, out, partial, stats, q.stride(0), q.stride(1),
             heads * dim,
-            page_table.shape[1], masks.shape[1] if tree else 0, window, scale * _LOG2E, rows, splits,
+            page_table.shape[1], masks.shape[1] if tree else 0, window,
+            scale / softcap if softcap > 0 else scale * _LOG2E, softcap * _LOG2E, rows, splits,
             WIDEN=not isinstance(_attention, triton.JITFunction), GROUP=group, KV_HEADS=kv_heads, DIM=dim, PAGE_SIZE=page_size, TREE=tree,
-            WINDOW=window > 0, POSITIONS=row_positions is not None, SINKS=sinks is not None,
+            WINDOW=window > 0, POSITIONS=row_positions is not None, SINKS=sinks is not None, SOFTCAP=softcap > 0,
             SPLIT=splits > 1, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=8 if wide else 4,
             num_stages=1 if wide else 2,
         )  # fmt: skip

@@ -59,6 +59,7 @@ class AttentionBackend(Protocol):
         scale: float,
         window: int = 0,
         sinks: torch.Tensor | None = None,
+        softcap: float = 0.0,
     ) -> torch.Tensor:
         """Store K/V into the pool's planes of `layer`, then attend.
 
@@ -68,9 +69,10 @@ class AttentionBackend(Protocol):
             k, v: ``[rows, kv_heads, head_dim]``; rows may be strided. A latent pool stores k alone, and values are read from it.
             pool: Where K/V lives.
             scale: Factor on the scores, usually head_dim ** -0.5.
-            window: Above 0, a row at token index p sees only indices above p - window. A tree row's p is its prefix and its ancestors;
-                the tree itself is not cut, as it is never deeper than a window.
+            window: Above 0, a row at position p sees only positions above p - window. A tree row's p is its prefix and its ancestors; of
+                these it sees the nearest ``window - 1``, as parents have lower columns than their children.
             sinks: ``[heads] fp32``; a logit per head that takes part in the softmax and carries no value, or None.
+            softcap: Above 0, scaled scores s become ``softcap * tanh(s / softcap)`` before the mask (Gemma 2); sinks are not capped.
 
         Returns:
             ``[rows, heads * head_dim]`` in q's dtype.

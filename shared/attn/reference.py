@@ -74,6 +74,7 @@ class TorchAttention:
         scale: float,
         window: int = 0,
         sinks: torch.Tensor | None = None,
+        softcap: float = 0.0,
     ) -> torch.Tensor:
         """See `AttentionBackend.run`."""
         plan = self._plan
@@ -90,7 +91,7 @@ class TorchAttention:
             if 0 < window < sequence.kv_len:
                 assert self._batch is not None
                 first, mask = _windowed(self._batch, sequence, window)
-            outs.append(_attend(sequence, layer, part, pool, scale, first, mask, sinks))
+            outs.append(_attend(sequence, layer, part, pool, scale, first, mask, sinks, softcap))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
@@ -103,6 +104,7 @@ def _attend(
     first: int,
     mask: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    softcap: float,
 ) -> torch.Tensor:
     """Return ``[rows, heads * head_dim]`` for the queries ``[1, heads, rows, head_dim]`` of one sequence, from `first` on."""
     if sequence.views:
@@ -114,22 +116,32 @@ def _attend(
             values = pool.v_planes[layer].index_select(0, sequence.pages).flatten(0, 1)[None, : sequence.kv_len].transpose(1, 2)
     if first:
         keys, values = keys[:, :, first:], values[:, :, first:]
-    if sinks is None:
+    if sinks is None and softcap == 0:
         out = scaled_dot_product_attention(queries, keys, values, mask, scale=scale, enable_gqa=True).squeeze(0)
     else:
-        out = _attend_with_sinks(queries[0], keys[0], values[0], mask, scale, sinks)
+        out = _attend_by_scores(queries[0], keys[0], values[0], mask, scale, sinks, softcap)
     return out.transpose(0, 1).flatten(1)
 
 
-def _attend_with_sinks(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float, sinks: torch.Tensor
+def _attend_by_scores(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    sinks: torch.Tensor | None,
+    softcap: float,
 ) -> torch.Tensor:
-    """Return ``[heads, rows, head_dim]``; `scaled_dot_product_attention` has no place for a logit without a value."""
+    """Return ``[heads, rows, head_dim]``; `scaled_dot_product_attention` has no place for a logit without a value, nor for a cap."""
     kv_heads, rows, head_dim = keys.shape[0], queries.shape[1], queries.shape[2]
     grouped = queries.reshape(kv_heads, -1, rows, head_dim)  # [kv_heads, group, rows, head_dim]
     scores = torch.matmul(grouped, keys[:, None].transpose(2, 3)).float() * scale
+    if softcap > 0:
+        scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
         scores = scores + mask
+    if sinks is None:
+        return torch.matmul(scores.softmax(-1).to(values.dtype), values[:, None]).flatten(0, 1)
     column = sinks.view(kv_heads, -1, 1, 1).expand(-1, -1, rows, 1)
     weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1].to(values.dtype)
     return torch.matmul(weights, values[:, None]).flatten(0, 1)
@@ -142,15 +154,18 @@ def _windowed(batch: AttentionBatch, sequence: _Sequence, window: int) -> tuple[
         return known
     count, kv_len = sequence.rows.stop - sequence.rows.start, sequence.kv_len
     device = batch.slots.device
+    # A causal row is at its index; a tree row behind its prefix and its ancestors, whose positions are counted back from its own.
+    index = torch.arange(kv_len, device=device).expand(count, -1)
     if batch.ancestors is None:
-        positions = torch.arange(kv_len - count, kv_len, device=device)
+        positions = index[0, kv_len - count :]
         cut = kv_len
     else:
         cut = sequence.prefix_len
-        positions = cut + visible_columns(batch.ancestors[sequence.rows], kv_len - cut).sum(-1) - 1
+        path = visible_columns(batch.ancestors[sequence.rows], kv_len - cut).cumsum(-1)  # [rows, columns]: ancestors up to a column
+        positions = cut + path[:, -1] - 1
+        index = torch.cat([index[:, :cut], cut + path - 1], dim=-1)
     first = max(0, min(int(positions.min()) - window + 1, cut))
-    index = torch.arange(first, kv_len, device=device)
-    hidden = (index <= positions[:, None] - window) & (index < cut)
+    hidden = index[:, first:] <= positions[:, None] - window
     # Without a mask there is one causal row, and what it may not see lies before `first`.
     mask = None if sequence.mask is None else sequence.mask[:, first:].masked_fill(hidden, float("-inf"))
     sequence.windowed[window] = first, mask

@@ -30,6 +30,7 @@ class KernelAttention:
         scale: float,
         window: int = 0,
         sinks: torch.Tensor | None = None,
+        softcap: float = 0.0,
     ) -> torch.Tensor:
         """See `AttentionBackend.run`."""
         batch = self._batch
@@ -51,5 +52,6 @@ class KernelAttention:
             max_kv_len=batch.max_kv_len,
             window=window,
             sinks=sinks,
+            softcap=softcap,
         )
         return out.flatten(1)

@@ -56,6 +56,8 @@ def test_attention_over_many_mask_columns_prefill_and_window(dtype: torch.dtype)
     check_tree_attention("cuda", dtype, [Sequence(9, 20, 70)] * 2, tree=True, mask_words=1, **shape)
     for tree in (True, False):
         check_tree_attention("cuda", dtype, [Sequence(300, 12), Sequence(2, 4)], tree=tree, window=90, **shape)
+        check_tree_attention("cuda", dtype, [Sequence(300, 12), Sequence(2, 4)], tree=tree, softcap=5.0, **shape)
+        check_tree_attention("cuda", dtype, [Sequence(300, 70), Sequence(2, 40)], tree=tree, window=4, chain=True, **shape)
 
 
 @pytest.mark.parametrize(("rows", "vocab", "subset"), [(1, 1, 1), (64, 128256, 32000), (5, 66, 66)])

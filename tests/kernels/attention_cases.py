@@ -25,14 +25,14 @@ class Sequence:
         return self.prefix + (self.rows if self.columns is None else self.columns)
 
 
-def random_tree_masks(sequences: list[Sequence], words: int, generator: torch.Generator) -> torch.Tensor:
-    """Return ``[rows, words] int32``: row i is node ``columns - rows + i`` of a random tree and sees its ancestors and itself."""
+def random_tree_masks(sequences: list[Sequence], words: int, generator: torch.Generator, chain: bool = False) -> torch.Tensor:
+    """Return ``[rows, words] int32``: row i is node ``columns - rows + i`` of a random tree and sees its path; a chain branches rarely."""
     masks = []
     for sequence in sequences:
         columns = sequence.kv_len - sequence.prefix
         reach: list[int] = []
         for node in range(columns):
-            parent = int(torch.randint(-1, max(1, node), (1,), generator=generator))
+            parent = node - 1 if chain and node % 4 else int(torch.randint(-1, max(1, node), (1,), generator=generator))
             reach.append((reach[parent] if 0 <= parent < node else 0) | 1 << node)
         for mask in reach[columns - sequence.rows :]:
             masks.append([(mask >> 32 * word) & 0xFFFFFFFF for word in range(words)])
@@ -53,6 +53,8 @@ def check_tree_attention(
     window: int = 0,
     give_positions: bool = True,
     sinks: bool = False,
+    softcap: float = 0.0,
+    chain: bool = False,
     spare_rows: int = 0,
     mask_words: int | None = None,
 ) -> None:
@@ -77,7 +79,7 @@ def check_tree_attention(
     ancestors, positions = None, None
     if tree:
         words = mask_words or max(1, -(-max(sequence.kv_len - sequence.prefix for sequence in sequences) // 32))
-        ancestors = random_tree_masks(sequences, words, generator)
+        ancestors = random_tree_masks(sequences, words, generator, chain)
         ancestors = torch.cat((ancestors, torch.full((spare_rows, ancestors.shape[1]), -1, dtype=torch.int32))).to(device)
         if window and give_positions:
             depths = [bin(sum((word & 0xFFFFFFFF) << 32 * i for i, word in enumerate(row))).count("1") - 1 for row in ancestors.tolist()]
@@ -85,7 +87,8 @@ def check_tree_attention(
             positions = (owner + torch.tensor(depths[: len(owner)], dtype=torch.int32)).to(device, torch.int32)
     logits = torch.randn(heads, generator=generator).to(device) * 3 if sinks else None
     small = [tensor.to(device) for tensor in (table, prefix_lens, kv_lens, starts)]
-    options = {"scale": dim**-0.5, "max_query_len": max(sequence.rows for sequence in sequences), "max_kv_len": longest, "window": window}
+    options = {"scale": dim**-0.5, "max_query_len": max(sequence.rows for sequence in sequences), "max_kv_len": longest}
+    options |= {"window": window, "softcap": softcap}
     with reference_version():
         expected = torch.full((rows, heads, dim), 7.0, dtype=dtype, device=device)
         tree_attention(q, k_plane, v_plane, *small, ancestors, row_positions=positions, sinks=logits, out=expected, **options)

@@ -45,6 +45,46 @@ def test_window_hides_what_lies_too_far_back(tree: bool) -> None:
     check_tree_attention("cpu", torch.float32, sequences, heads=2, kv_heads=2, dim=16, page_size=3, tree=tree, window=40, guards=Guards())
 
 
+@pytest.mark.parametrize("give_positions", [True, False])
+@pytest.mark.parametrize("window", [1, 2, 4, 40])
+def test_windows_end_within_the_tree(window: int, give_positions: bool) -> None:
+    sequences = [Sequence(50, 140), Sequence(3, 64), Sequence(0, 33), Sequence(700, 2, 70)]
+    check_tree_attention(
+        "cpu", torch.float32, sequences, heads=4, kv_heads=2, dim=16, page_size=3, tree=True, window=window, chain=True,
+        give_positions=give_positions, guards=Guards(),
+    )  # fmt: skip
+
+
+def test_a_chain_with_a_window_equals_causal_rows_with_it() -> None:
+    """The reference itself, with a window shorter than the tree is deep."""
+    generator = torch.Generator().manual_seed(3)
+    prefix, rows, window = 5, 40, 4
+    kv = prefix + rows
+    q, k, v = (torch.randn(count, 1, 16, generator=generator) for count in (rows, kv, kv))
+    lens = torch.tensor([kv], dtype=torch.int32)
+    masks = torch.tensor([[(1 << min(i + 1, 32)) - 1, (1 << max(i - 31, 0)) - 1] for i in range(rows)]).to(torch.int32)
+    chain, causal = (
+        tree_attention(
+            q, k[None], v[None], torch.zeros(1, 1, dtype=torch.int32), lens - rows, lens, torch.tensor([0, rows], dtype=torch.int32), given,
+            scale=0.25, max_query_len=rows, max_kv_len=kv, window=window,
+        )
+        for given in (masks, None)
+    )  # fmt: skip
+    torch.testing.assert_close(chain, causal)
+    last = torch.softmax(q[-1] @ k[-window:, 0].T * 0.25, -1) @ v[-window:, 0]
+    torch.testing.assert_close(causal[-1], last)
+
+
+@pytest.mark.parametrize("tree", [True, False])
+@pytest.mark.parametrize("prefix", [50, 700])
+@pytest.mark.parametrize("softcap", [0.5, 50.0])
+def test_scores_are_capped_before_the_mask(tree: bool, prefix: int, softcap: float) -> None:
+    sequences = [Sequence(prefix, 6), Sequence(0, 2)]
+    check_tree_attention(
+        "cpu", torch.float32, sequences, heads=4, kv_heads=2, dim=16, page_size=3, tree=tree, softcap=softcap, guards=Guards()
+    )
+
+
 @pytest.mark.parametrize("tree", [True, False])
 @pytest.mark.parametrize("dim", [16, 40])
 def test_one_long_sequence_is_split_over_programs(tree: bool, dim: int) -> None:
@@ -80,6 +120,18 @@ def test_heads_as_wide_as_a_latent(tree: bool) -> None:
     """DeepSeek's cached row: 512 of latent and 64 of rotated key, one head for all queries."""
     sequences = [Sequence(37, 3), Sequence(0, 2)]
     check_tree_attention("cpu", torch.float32, sequences, heads=8, kv_heads=1, dim=576, page_size=16, tree=tree, guards=Guards())
+
+
+def test_a_capped_score_is_the_tanh_of_it() -> None:
+    """The reference itself."""
+    q, k, v = (torch.randn(5, 1, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
+    got = tree_attention(
+        q, k[None], v[None], table, torch.zeros_like(lens), lens, torch.tensor([0, 5], dtype=torch.int32), None,
+        scale=0.25, max_query_len=5, max_kv_len=5, softcap=0.3,
+    )  # fmt: skip
+    scores = (0.3 * (q[:, 0] @ k[:, 0].T * 0.25 / 0.3).tanh()).masked_fill(~torch.ones(5, 5).tril().bool(), -torch.inf)
+    torch.testing.assert_close(got[:, 0], scores.softmax(-1) @ v[:, 0])
 
 
 @pytest.mark.parametrize("sinks", [True, False])

@@ -46,12 +46,13 @@ def fill(backend: AttentionBackend, pool: KVPool, leases: Sequence[PageLease], l
     return list(torch.stack([k, v]).split(list(lengths), dim=1))
 
 
-def attend(q: torch.Tensor, kv: torch.Tensor, visible: Sequence[int], scale: float) -> torch.Tensor:
+def attend(q: torch.Tensor, kv: torch.Tensor, visible: Sequence[int], scale: float, softcap: float = 0.0) -> torch.Tensor:
     """Attend from one row ``[heads, dim]`` to the visible tokens, head by head."""
     heads = []
     for head in range(HEADS):
         k, v = (kv[part, list(visible), head * KV_HEADS // HEADS] for part in range(2))
-        heads.append(torch.softmax((k @ q[head]) * scale, dim=0) @ v)
+        scores = (k @ q[head]) * scale
+        heads.append(torch.softmax(softcap * torch.tanh(scores / softcap) if softcap else scores, dim=0) @ v)
     return torch.cat(heads)
 
 
@@ -102,6 +103,33 @@ def test_tree_rows_see_the_prefix_and_their_mask(kind: AttentionKind, scattered:
             seen = [*range(prefix), *(prefix + column for column in visible[row])]
             torch.testing.assert_close(out[row], attend(q[row], kv, seen, 0.25), rtol=1e-5, atol=1e-5)
             row += 1
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("depth", [1, 6, 40])
+@pytest.mark.parametrize(("window", "softcap"), [(4, 0.0), (1, 0.0), (9, 0.0), (0, 0.4), (4, 0.4)])
+def test_a_chain_equals_causal_rows(kind: AttentionKind, scattered: bool, depth: int, window: int, softcap: float) -> None:
+    """Written out row by row: a node sees the last `window` positions of its own path, however deep the tree."""
+    torch.manual_seed(7)
+    pool, leases = make_pool(4, scattered)
+    backend = create_backend(kind, "cpu")
+    prefixes = [11, 0]
+    cached = [*fill(backend, pool, leases[:1], [11]), torch.empty(2, 0, KV_HEADS, DIM)]
+    rows = 2 * depth
+    q, k, v = torch.randn(rows, HEADS, DIM), torch.randn(rows, KV_HEADS, DIM), torch.randn(rows, KV_HEADS, DIM)
+    ancestors = torch.tensor([mask_row(range(node + 1), 2) for node in range(depth)] * 2, dtype=torch.int32)
+    outs = []
+    for masks in (ancestors, None):
+        backend.plan(build_batch(pool, leases[:2], prefixes, [depth, depth], ancestors=masks))
+        outs.append(backend.run(0, q, k, v, pool, 0.25, window, softcap=softcap))
+    torch.testing.assert_close(outs[0], outs[1], rtol=1e-5, atol=1e-5)
+    for b, prefix in enumerate(prefixes):
+        kv = torch.cat([cached[b], torch.stack([k, v])[:, b * depth : (b + 1) * depth]], dim=1)
+        for node in range(depth):
+            seen = range(max(0, prefix + node + 1 - window) if window else 0, prefix + node + 1)
+            want = attend(q[b * depth + node], kv, seen, 0.25, softcap)
+            torch.testing.assert_close(outs[0][b * depth + node], want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", BACKENDS)

@@ -100,6 +100,15 @@ def test_the_window_matters(case: str, folder: Path) -> None:
     assert float((unlimited - reference_logits(case, tokens)).abs().max()) > 1e-2
 
 
+def test_the_cap_of_scores_matters() -> None:
+    """The comparison above would fail if the cap were ignored."""
+    tokens = random_tokens(1, WINDOW)
+    uncapped = make(CASES["gemma2"][0], CASES["gemma2"][1] | {"attn_logit_softcapping": None})
+    with torch.no_grad():
+        unlimited = uncapped(torch.tensor([tokens]), use_cache=False).logits[0]
+    assert float((unlimited - reference_logits("gemma2", tokens)).abs().max()) > 1e-2
+
+
 @pytest.mark.parametrize("name", list(REFUSED))
 def test_what_cannot_be_served_is_refused_by_name(name: str, tmp_path: Path) -> None:
     prefix, overrides, field, message = REFUSED[name]

@@ -51,6 +51,7 @@ def paged_attention(
     attention_mask: object = None,
     scaling: float | None = None,
     s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
     **_checked_by_the_probe: object,
 ) -> tuple[torch.Tensor, None]:
     """Store K/V and attend by the planned batch.
@@ -62,6 +63,7 @@ def paged_attention(
         attention_mask: None: who sees what is in the batch.
         scaling: Of the scores; None: ``head_dim ** -0.5``.
         s_aux: ``[heads]`` attention sinks.
+        softcap: Bound of the scores, by a tanh; None: unbounded.
 
     Returns:
         ``[1, rows, heads, width of a value]``, and no weights.
@@ -77,7 +79,7 @@ def paged_attention(
     if missing:
         v = pad(v, (0, missing))
     sinks = None if s_aux is None else s_aux.float()
-    out = attention.run(site.layer, q, k, v, pool, scale, site.window, sinks)
+    out = attention.run(site.layer, q, k, v, pool, scale, site.window, sinks, softcap or 0.0)
     out = out.view(1, rows, heads, head_dim)
     return out[..., :-missing] if missing else out, None
 

@@ -18,7 +18,7 @@ from outrider.shared.nn.generic.tail import Tail
 ROWS = 5
 MAX_CHECKED_DISTANCE = 1 << 18  # tokens; a longer window is longer than any context that is served
 CHECKED_PAIRS = 4096
-HONOURED = frozenset(("scaling", "dropout", "sliding_window", "s_aux", "position_ids", "position_embeddings", "is_causal"))
+HONOURED = frozenset(("scaling", "dropout", "sliding_window", "s_aux", "softcap", "position_ids", "position_embeddings", "is_causal"))
 MEANINGLESS = frozenset(("use_cache", "return_dict", "cache_position", "output_attentions", "output_hidden_states", "output_router_logits"))
 
 Refuse = Callable[[str, str], CheckpointError]
@@ -109,8 +109,6 @@ def _run(model_class: Any, config: PreTrainedConfig, refuse: Refuse) -> tuple[Pr
 def _checked_window(layer: int, call: Call, config: PreTrainedConfig, refuse: Refuse) -> int:
     """Return the window of a layer, or refuse what the layer asks for."""
     options: Mapping[str, Any] = {key: value for key, value in call.options.items() if value is not None and value is not False}
-    if options.get("softcap"):
-        raise refuse("attn_logit_softcapping", f"layer {layer} caps its attention scores at {options['softcap']}, which is not supported")
     unknown = sorted(set(options) - HONOURED - MEANINGLESS)
     if unknown:
         raise refuse("model_type", f"the attention of layer {layer} asks for {', '.join(unknown)}, which is not supported")
