@@ -105,13 +105,13 @@ def _check_official_eagle3(raw: Mapping[str, Any], source: Path, tensors: Mappin
         raise _unsayable(extra, "a tensor that it has no place for")
     if "lm_head.weight" not in tensors:
         raise _unsayable("lm_head.weight", "missing, to be borrowed from the target")
-    ids = config.aux_layer_ids
+    ids = config.aux.ids
     if ids is not None:
         layers = ids[-1] + 4
         if ids != (1, layers // 2 - 1, layers - 4):
             raise _unsayable(AUX_KEY, f"{list(ids)} is not the default triple of any target")
-    elif config.num_aux != 3:
-        raise _unsayable("num_aux_hidden_states", f"{config.num_aux} instead of 3")
+    elif config.aux.count != 3:
+        raise _unsayable("num_aux_hidden_states", f"{config.aux.count} instead of 3")
 
 
 def _draft_vocabulary(raw: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:

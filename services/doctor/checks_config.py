@@ -7,11 +7,12 @@ from pathlib import Path
 
 from outrider.services.doctor.finding import Finding
 from outrider.services.doctor.pair import Pair
+from outrider.services.draft.heads.aux_layers import AUX_KEY, NUM_AUX_KEY, AuxConvention
+from outrider.services.draft.heads.eagle3_config import Eagle3Config
 from outrider.shared.nn.config import CONFIG_FILE, DEFAULT_ROPE_THETA, RopeConfig, read_json
 from outrider.shared.nn.tokenizer_file import TOKENIZER_FILE, vocabulary_of
 from outrider.shared.spec.algorithm import Algorithm
 
-AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 ANOTHER_DRAFT = "Serve the target that this draft was made for, or another --draft."
 MAX_NAMED = 3
 
@@ -96,16 +97,27 @@ def check_aux_layers(pair: Pair) -> Iterator[Finding]:
     if spec.final_hidden:
         yield Finding.ok(AUX_KEY, "none: the head reads the last hidden state")
         return
-    named, captured = pair.head_reader.raw.get(AUX_KEY), list(spec.aux_layer_ids)
-    if named is None:
+    captured = list(spec.aux_layer_ids)
+    config = Eagle3Config.parse(pair.draft_raw, pair.head_reader.source)
+    aux, convention = config.aux, config.aux_convention(pair.target_info)
+    family = pair.target_config.model_type
+    if aux.contradicted is not None:
+        yield Finding.warning(
+            NUM_AUX_KEY,
+            f"is {aux.count}, but {AUX_KEY} names {len(aux.contradicted)} layers, {list(aux.contradicted)}: the number goes first, and "
+            f"outputs of layers {captured} are captured",
+            f"Write as many layers as fc takes into the head's config.json; --probe measures {captured}.",
+        )
+    if convention is AuxConvention.DEFAULT:
         yield Finding.ok(AUX_KEY, f"not named: outputs of layers {captured}, the inputs of the default triple of the official code")
-    elif list(named) == captured:
-        yield Finding.ok(AUX_KEY, f"{captured}, read as outputs of these layers")
+    elif convention is AuxConvention.OUTPUTS:
+        yield Finding.ok(AUX_KEY, f"{captured}, read as outputs of these layers (target {family})")
     else:
         yield Finding.warning(
             AUX_KEY,
-            f"{named} counts inputs, since the target has {pair.target_config.num_layers} layers: outputs of {captured} are captured",
-            f"Write {captured} into the head's config.json to say it without a doubt; --probe measures both.",
+            f"{list(aux.ids or ())}: {convention.value} (target {family}, {pair.target_config.num_layers} layers): outputs of {captured} are "
+            "captured",
+            "--probe measures the ids one lower and one higher too.",
         )
 
 

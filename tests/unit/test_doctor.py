@@ -164,6 +164,14 @@ def test_aux_layers_say_their_convention(tmp_path: Path, target: Path) -> None:
     assert "[1, 3, 4]" in lines(doctor(target, implicit)[1], key, "ok")[0]
     inputs = make_toy_eagle3(tmp_path / "inputs", target, aux_layers=[2, 4, 8])
     assert "outputs of [1, 3, 7] are captured" in lines(doctor(target, inputs)[1], key, "warning")[0]
+    config = json.loads((inputs / "config.json").read_text())
+    config["eagle_config"][key] = [0, 2, 4, 6]
+    (inputs / "config.json").write_text(json.dumps(config | {"num_aux_hidden_states": 3}))
+    _, report = doctor(target, inputs)
+    assert (
+        "names 4 layers, [0, 2, 4, 6]: the number goes first, and outputs of layers [0, 2, 4]"
+        in lines(report, "num_aux_hidden_states", "warning")[0]
+    )
     beyond = make_toy_eagle3(tmp_path / "beyond", target, aux_layers=[2, 4, 9])
     code, report = doctor(target, beyond)
     assert code == 2

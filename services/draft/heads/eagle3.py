@@ -28,9 +28,12 @@ from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.layers import DecoderLayer
 from outrider.shared.nn.loader import CheckpointReader
 from outrider.shared.nn.rope import RotaryEmbedding, Rotation
+from outrider.shared.obs.logging import get_logger
 from outrider.shared.spec.drafter import FeatureSpec
 
 __all__ = ["EMBEDDING", "LM_HEAD", "Eagle3Head"]
+
+log = get_logger("outrider.draft.heads")
 
 
 class Eagle3Head:
@@ -95,13 +98,22 @@ class Eagle3Head:
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
         """See `DraftStrategy.feature_spec`."""
         return FeatureSpec(
-            aux_layer_ids=self.config.check_target(target) if target is not None else self.config.aux_layer_ids or (),
+            aux_layer_ids=self._captured(target) if target is not None else self.config.aux.ids or (),
             final_hidden=self.config.final_hidden,
             feature_size=self.hidden_size,
             projector=self._projector,
             norm_eps=self.config.layer.rms_norm_eps,
             fingerprint=self._projector_fingerprint,
         )
+
+    def _captured(self, target: TargetInfo) -> tuple[int, ...]:
+        layers = self.config.check_target(target)
+        if layers:
+            convention = self.config.aux_convention(target).value
+            log.info(
+                "aux layers", outputs_of=list(layers), convention=convention, target_layers=target.num_layers, family=target.model_type
+            )
+        return layers
 
     def missing(self) -> Mapping[str, tuple[int, ...]]:
         """See `DraftStrategy.missing`."""

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider.services.draft.heads.aux_layers import AUX_KEY, AuxConvention, AuxLayers
 from outrider.services.draft.heads.head_config import SERVE_ANOTHER, HeadConfig, flatten
 from outrider.services.draft.strategy import TargetInfo
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.config import CONFIG_FILE, ConfigReader, read_json
 
-DEFAULT_NUM_AUX = 3
-MIN_LAYERS_FOR_DEFAULT_AUX = 7
-AUX_KEY = "eagle_aux_hidden_state_layer_ids"
+__all__ = ["AUX_KEY", "Eagle3Config"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +26,7 @@ class Eagle3Config:
         borrows_lm_head: ``draft_vocab_size`` is null: the target's lm_head is used, whatever the file holds.
         target_hidden_size: Width of one aux feature, and of a borrowed embedding.
         final_hidden: The feature is the target's last hidden state instead of aux layers (``use_aux_hidden_state: false``).
-        num_aux: How many layers' outputs feed it.
-        aux_layer_ids: Which (outputs of layer i, ascending), or None for the default triple.
+        aux: The target's layers that feed it.
         fc_norm, input_norm, fc_bias: Whether the projector has these parts; None = as the file holds them.
         attention_bias: The projections of q, k and v must have biases; otherwise as the file holds them.
         norm_before_residual: The residual of the first layer is the normed feature, not the feature.
@@ -40,8 +38,7 @@ class Eagle3Config:
     borrows_lm_head: bool
     target_hidden_size: int
     final_hidden: bool
-    num_aux: int
-    aux_layer_ids: tuple[int, ...] | None
+    aux: AuxLayers
     fc_norm: bool | None
     input_norm: bool | None
     fc_bias: bool | None
@@ -64,10 +61,6 @@ class Eagle3Config:
         flat = flatten(raw, source)
         reader = ConfigReader(flat, source)
         layer = HeadConfig.parse(reader)
-        aux = _aux_layer_ids(reader)
-        num_aux = reader.positive("num_aux_hidden_states", len(aux) if aux else DEFAULT_NUM_AUX)
-        if aux is not None and len(aux) != num_aux:
-            raise reader.error("num_aux_hidden_states", f"is {num_aux}, but {AUX_KEY} names {len(aux)} layers")
         draft_vocab_size = reader.positive("draft_vocab_size", 0) or None
         if draft_vocab_size is not None and draft_vocab_size > layer.vocab_size:
             raise reader.error("draft_vocab_size", f"{draft_vocab_size} is above vocab_size {layer.vocab_size}")
@@ -81,8 +74,7 @@ class Eagle3Config:
             borrows_lm_head="draft_vocab_size" in raw and draft_vocab_size is None and target_hidden_size == layer.hidden_size,
             target_hidden_size=target_hidden_size,
             final_hidden=final_hidden,
-            num_aux=num_aux,
-            aux_layer_ids=aux,
+            aux=AuxLayers.parse(reader),
             fc_norm=_optional_flag(reader, "fc_norm", "use_aux_norm"),
             input_norm=_optional_flag(reader, "norm_before_fc"),
             fc_bias=_optional_flag(reader, "bias"),
@@ -91,16 +83,9 @@ class Eagle3Config:
             norm_output=reader.flag("norm_output", False),
         )
 
-    @property
-    def aux_convention(self) -> str:
-        """How the aux layers are counted, for the log: mixing the conventions up costs accept length silently."""
-        if self.final_hidden:
-            return "none: the last hidden state"
-        if self.aux_layer_ids is None:
-            return "default triple: outputs of 1, L//2 - 1, L - 4"
-        if self._counts_inputs(0):
-            return f"inputs of {list(self.aux_layer_ids)}"
-        return f"outputs of {list(self.aux_layer_ids)}; inputs of them if the last is the target's number of layers"
+    def aux_convention(self, target: TargetInfo) -> AuxConvention:
+        """Return how the file counts the aux layers of a target."""
+        return self.aux.convention(target, latent=self.layer.latent is not None)
 
     def check_target(self, target: TargetInfo) -> tuple[int, ...]:
         """Return the aux layers to capture of a target (their outputs); empty when the last hidden state is wanted.
@@ -118,48 +103,7 @@ class Eagle3Config:
             )
         if self.final_hidden:
             return ()
-        if self.aux_layer_ids is not None:
-            return _outputs(self.aux_layer_ids, target.num_layers, self._counts_inputs(target.num_layers))
-        if self.num_aux != DEFAULT_NUM_AUX:
-            raise CheckpointError(
-                f"The head reads {self.num_aux} layers without naming them: add {AUX_KEY} to its config.json.", field=AUX_KEY
-            )
-        if target.num_layers < MIN_LAYERS_FOR_DEFAULT_AUX:
-            raise CheckpointError(
-                f"The default aux layers need a target of at least {MIN_LAYERS_FOR_DEFAULT_AUX} layers, this one has {target.num_layers}: "
-                f"name them by {AUX_KEY} in the head's config.json.",
-                field=AUX_KEY,
-            )
-        # Outputs of these layers are the inputs of 2, L // 2 and L - 3, which is how the official code counts.
-        return (1, target.num_layers // 2 - 1, target.num_layers - 4)
-
-    def _counts_inputs(self, num_layers: int) -> bool:
-        """Whether the ids name inputs of layers instead of outputs.
-
-        They do where the last is the number of layers, an output that does not exist (heads for gpt-oss), and in heads with latent
-        attention (Kimi-K2) unless they begin with 1, as SGLang reads them.
-        """
-        ids = self.aux_layer_ids or (0,)
-        return (ids[0] > 0 and ids[-1] == num_layers) or (self.layer.latent is not None and ids[0] != 1)
-
-
-def _outputs(layer_ids: tuple[int, ...], num_layers: int, counts_inputs: bool) -> tuple[int, ...]:
-    outputs = tuple(layer - 1 for layer in layer_ids) if counts_inputs else layer_ids
-    if outputs[0] < 0 or outputs[-1] >= num_layers:
-        raise CheckpointError(
-            f"The head reads layers {list(layer_ids)}, the target has {num_layers}: {SERVE_ANOTHER}; or correct {AUX_KEY}.", field=AUX_KEY
-        )
-    return outputs
-
-
-def _aux_layer_ids(reader: ConfigReader) -> tuple[int, ...] | None:
-    value = reader.raw.get(AUX_KEY)
-    if value is None:
-        return None
-    valid = isinstance(value, list) and value and all(isinstance(layer, int) and not isinstance(layer, bool) for layer in value)
-    if not valid or value != sorted(set(value)) or value[0] < 0:
-        raise reader.error(AUX_KEY, f"must list layers in ascending order, not {value!r}")
-    return tuple(value)
+        return self.aux.outputs(target, self.aux_convention(target))
 
 
 def _optional_flag(reader: ConfigReader, *names: str) -> bool | None:

@@ -73,13 +73,13 @@ def _rename(name: str) -> str:
 
 def _projector_shapes(config: Eagle3Config, stored: Mapping[str, str], ignored: dict[str, str]) -> dict[str, Shape]:
     """Return the shapes of what turns the target's states into features; parts that the configuration switches off are ignored."""
-    hidden, features = config.layer.hidden_size, config.num_aux * config.target_hidden_size
+    hidden, features = config.layer.hidden_size, config.aux.count * config.target_hidden_size
     if config.final_hidden:
         unused = [name for name in stored if name.startswith(("fc.", "fc_norm.", "input_norm."))]
         ignored |= dict.fromkeys(unused, "config.json says use_aux_hidden_state: false")
         return {}
     shapes: dict[str, Shape] = {"fc.weight": (hidden, features)}
-    fc_norms = {f"fc_norm.{index}.weight": (config.target_hidden_size,) for index in range(config.num_aux)}
+    fc_norms = {f"fc_norm.{index}.weight": (config.target_hidden_size,) for index in range(config.aux.count)}
     parts: list[tuple[str, bool | None, dict[str, Shape]]] = [
         ("fc_norm", config.fc_norm, fc_norms),  # type: ignore[list-item]
         ("norm_before_fc", config.input_norm, {"input_norm.weight": (features,)}),

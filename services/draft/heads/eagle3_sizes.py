@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from outrider.services.draft.heads.aux_layers import NUM_AUX_KEY
 from outrider.services.draft.heads.eagle3_config import Eagle3Config
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.loader import CheckpointReader
@@ -40,10 +41,10 @@ def check_sizes(reader: CheckpointReader, config: Eagle3Config, actual: Mapping[
             )
     if config.final_hidden:  # fc is not used
         return
-    inputs, found = config.num_aux * config.target_hidden_size, size("fc.weight", 1, 2)
+    inputs, found = config.aux.count * config.target_hidden_size, size("fc.weight", 1, 2)
     if found not in (None, inputs):
         raise CheckpointError(
-            f"{reader.path}: {actual['fc.weight']} takes {found} inputs, but config.json says {config.num_aux} aux layers of "
-            f"{config.target_hidden_size}, which is {inputs}; correct eagle_aux_hidden_state_layer_ids or target_hidden_size.",
-            field=actual["fc.weight"],
+            f"{reader.path}: {actual['fc.weight']} takes {found} inputs, but config.json says {config.aux.count} aux layers of "
+            f"{config.target_hidden_size}, which is {inputs}; correct num_aux_hidden_states, eagle_aux_hidden_state_layer_ids or target_hidden_size.",
+            field=actual["fc.weight"] if config.aux.contradicted is None else NUM_AUX_KEY,
         )

@@ -98,7 +98,12 @@ def _load_eagle(path: Path, device: torch.device, dtype: torch.dtype, token_map:
 
 def _load_eagle3(path: Path, device: torch.device, dtype: torch.dtype, token_map: torch.Tensor | None) -> RecurrentHead:
     head, keys = Eagle3Head.load(path, device, dtype, token_map)
-    _log(head, keys, aux_layers=head.config.aux_convention, rope_theta=head.config.layer.rope.theta)
+    _log(
+        head,
+        keys,
+        aux_layers="none: the last hidden state" if head.config.final_hidden else head.config.aux.says,
+        rope_theta=head.config.layer.rope.theta,
+    )
     return head
 
 
