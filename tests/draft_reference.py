@@ -74,11 +74,37 @@ class PlainEagle3:
 
 
 @dataclass(frozen=True)
-class Node:
-    """A candidate: the tokens from the root's child to itself, and its cumulative score."""
+class Candidate:
+    """A scored continuation: the tokens from the root's child to itself, its parent's candidate index (-1: the root), cumulative score."""
 
     path: tuple[int, ...]
+    parent: int
     score: float
+
+
+@dataclass(frozen=True)
+class PlainTree:
+    """A tree as it goes to verification.
+
+    Attributes:
+        tokens, parents: Of the nodes in order, the root first (parent -1).
+        scores: Path → cumulative score, without the root.
+        margin: The smallest difference in score that decided which nodes there are or their order.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    scores: dict[tuple[int, ...], float]
+    margin: float
+
+    def accepted(self, wanted: Callable[[tuple[int, ...]], int]) -> list[int]:
+        """Return the nodes that verification accepts, in order; `wanted` is the target's token after a path."""
+        number = {(): 0} | {path: node for node, path in enumerate(self.scores, 1)}
+        path: tuple[int, ...] = ()
+        nodes: list[int] = []
+        while (path := (*path, wanted(path))) in number:
+            nodes.append(number[path])
+        return nodes
 
 
 def reference_tree(
@@ -89,8 +115,12 @@ def reference_tree(
     topk: int,
     max_nodes: int,
     perturb: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
-) -> tuple[dict[tuple[int, ...], float], float]:
-    """Grow one tree.
+) -> PlainTree:
+    """Grow one tree as EAGLE-2 is described.
+
+    The topk best children of the root are candidates and the first beam. At every further step the topk best children of each beam node,
+    in the order of the beam, become candidates, and the topk best of these the next beam. Of all candidates the best ``max_nodes - 1``
+    stay, in the order in which they became candidates. Whatever is ranked is ranked by score, the earlier candidate first of equals.
 
     Args:
         head: The head.
@@ -98,43 +128,44 @@ def reference_tree(
         features: ``[len(tokens) - 1, hidden]``.
         steps, topk, max_nodes: SGLang's meaning: levels, branching, nodes with the root.
         perturb: Maps (log-probs over the draft vocabulary, absolute index of the token) to the vector that picks and scores.
-
-    Returns:
-        Path → cumulative score of the kept nodes, and the smallest difference in score that decided anything.
     """
     length = len(tokens)
     stable = [(tokens[t + 1], features[t], t) for t in range(length - 1)]
+    states: dict[tuple[int, ...], torch.Tensor] = {}
+    candidates: list[Candidate] = []
     margins = [math.inf]
 
-    def children(path: tuple[int, ...], state: torch.Tensor, score: float) -> list[tuple[Node, torch.Tensor]]:
-        values = head.logprobs(state)
+    def rank(scores: Sequence[float], count: int, *, ordered: bool = True) -> list[int]:
+        """Return the indices of the `count` best scores, best first."""
+        order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
+        for above in range(0 if ordered else count - 1, min(count, len(order) - 1)):
+            margins.append(scores[order[above]] - scores[order[above + 1]])
+        return order[:count]
+
+    def expand(index: int) -> list[int]:
+        """Score the children of a candidate (-1: of the root) and return their candidate indices."""
+        path = candidates[index].path if index >= 0 else ()
+        # The whole path again from nothing: stable rows, then each ancestor with the state before it as its feature.
+        rows = [*stable, *((token, states[path[:i]], length - 1 + i) for i, token in enumerate(path))]
+        states[path] = head.last_state(rows)
+        values = head.logprobs(states[path])
         if perturb is not None:
             values = perturb(values, length + len(path))
-        ranked = sorted(range(len(values)), key=lambda i: -float(values[i]))
-        if topk < len(ranked):
-            margins.append(float(values[ranked[topk - 1]] - values[ranked[topk]]))
-        return [(Node((*path, head.target_id(i)), score + float(values[i])), state) for i in ranked[:topk]]
+        known: list[float] = values.tolist()
+        score = candidates[index].score if index >= 0 else 0.0
+        first = len(candidates)
+        candidates.extend(Candidate((*path, head.target_id(i)), index, score + known[i]) for i in rank(known, topk))
+        return list(range(first, len(candidates)))
 
-    states: dict[tuple[int, ...], torch.Tensor] = {(): head.last_state(stable)}
-    everything: list[Node] = []
-    level = [node for node, _ in children((), states[()], 0.0)]
-    everything += level
-    beam = sorted(level, key=lambda node: -node.score)[:topk]
-    for depth in range(1, steps):
-        candidates: list[Node] = []
-        for node in beam:
-            # The whole path again from nothing: stable rows, then each ancestor with the state before it as its feature.
-            rows = list(stable)
-            for i, token in enumerate(node.path):
-                rows.append((token, states[node.path[:i]], length - 1 + i))
-            states[node.path] = head.last_state(rows)
-            candidates += [child for child, _ in children(node.path, states[node.path], node.score)]
-        everything += candidates
-        ranked = sorted(candidates, key=lambda node: -node.score)
-        if len(ranked) > topk and depth < steps - 1:
-            margins.append(ranked[topk - 1].score - ranked[topk].score)
-        beam = ranked[:topk]
-    ranked = sorted(everything, key=lambda node: -node.score)
-    if len(ranked) > max_nodes - 1 > 0:
-        margins.append(ranked[max_nodes - 2].score - ranked[max_nodes - 1].score)
-    return {node.path: node.score for node in ranked[: max_nodes - 1]}, min(margins)
+    level = expand(-1)
+    for step in range(1, steps):
+        beam = rank([candidates[i].score for i in level], topk) if step > 1 else list(range(len(level)))
+        level = [child for i in beam for child in expand(level[i])]
+    kept = sorted(rank([candidate.score for candidate in candidates], max_nodes - 1, ordered=False)) if max_nodes > 1 else []
+    node = {-1: 0} | {index: position for position, index in enumerate(kept, 1)}
+    return PlainTree(
+        tokens=[tokens[-1], *(candidates[index].path[-1] for index in kept)],
+        parents=[-1, *(node[candidates[index].parent] for index in kept)],
+        scores={candidates[index].path: candidates[index].score for index in kept},
+        margin=min(margins),
+    )

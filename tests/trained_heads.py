@@ -177,9 +177,9 @@ def plain_accept_length(
         features = head.project(target.states(torch.tensor([text]), aux)[0][0].to(head.dtype))
         length = len(start) + 1  # the first token comes from the prefill
         while length < len(start) + count:
-            tree, _ = reference_tree(head, text[:length], features[: length - 1], *shape)  # type: ignore[arg-type]
+            tree = reference_tree(head, text[:length], features[: length - 1], *shape)  # type: ignore[arg-type]
             accepted = 0
-            while tuple(text[length : length + accepted + 1]) in tree:
+            while tuple(text[length : length + accepted + 1]) in tree.scores:
                 accepted += 1
             length += accepted + 1
             tokens_out += accepted + 1

@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
-from draft_reference import PlainEagle3, reference_tree
+from draft_reference import PlainEagle3, PlainTree, reference_tree
+from safetensors.torch import load_file, save_file
 from toys import make_toy_eagle3, make_toy_target, read_target_tensor
 
 from outrider.kernels.philox import gumbel_noise
+from outrider.kernels.verify import verify_tree
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.session import Ask, PeerId, Verdict
@@ -89,8 +92,28 @@ def paths_of(trees: DraftBatch, row: int) -> dict[tuple[int, ...], float]:
     return dict(zip(paths[1:], scores[1:], strict=True))
 
 
+def assert_same_tree(trees: DraftBatch, row: int, expected: PlainTree) -> None:
+    """Assert that tokens, parents and order of all nodes are equal, scores nearly, and what verification would accept, node by node."""
+    count = int(trees.num_nodes[row])
+    assert trees.tokens[row, :count].tolist() == expected.tokens
+    assert trees.parents[row, :count].tolist() == expected.parents
+    got = paths_of(trees, row)
+    assert list(got) == list(expected.scores)
+    assert all(got[path] == pytest.approx(expected.scores[path], rel=1e-4, abs=2e-4) for path in got)
+    for seed in range(8):
+        random = Random(seed)
+        follows = {path: random.choice([*(child[-1] for child in got if child[:-1] == path), 0]) for path in ((), *got)}
+        chosen = torch.zeros(1, trees.tokens.shape[1], dtype=torch.int64)
+        chosen[0, :count] = torch.tensor(list(follows.values()))
+        one = slice(row, row + 1)
+        verified = verify_tree(trees.tokens[one], trees.parents[one], trees.num_nodes[one], chosen)
+        accepted = expected.accepted(lambda path, follows=follows: follows[path])  # type: ignore[misc]
+        assert verified.path[0, : 1 + int(verified.num_accepted)].tolist() == [0, *accepted]
+
+
 @pytest.mark.parametrize(
-    ("steps", "topk", "nodes"), [(1, 1, 2), (4, 1, 5), (1, 5, 6), (2, 3, 8), (4, 3, 12), (5, 4, 16), (6, 8, 40), (5, 2, 60), (4, 16, 20)]
+    ("steps", "topk", "nodes"),
+    [(1, 1, 2), (3, 1, 4), (4, 1, 5), (1, 5, 6), (2, 3, 8), (4, 3, 12), (5, 4, 16), (5, 8, 32), (6, 8, 60), (5, 2, 60), (4, 16, 20)],
 )
 def test_trees_equal_an_independent_implementation(pair: tuple[Path, Path], plain: PlainEagle3, steps: int, topk: int, nodes: int) -> None:
     engine = make_engine(pair)
@@ -101,16 +124,33 @@ def test_trees_equal_an_independent_implementation(pair: tuple[Path, Path], plai
     assert [asked.fence.session_id for asked in proposal.asked] == list(cases)
     compared = 0
     for row, (tokens, features) in enumerate(cases.values()):
-        expected, margin = reference_tree(plain, tokens, features.double(), steps, topk, nodes)
-        if margin < CLOSE:
+        expected = reference_tree(plain, tokens, features.double(), steps, topk, nodes)
+        if expected.margin < CLOSE:
             continue
         compared += 1
-        got = paths_of(proposal.trees, row)
-        assert got.keys() == expected.keys()
-        assert max(abs(got[path] - expected[path]) for path in got) < 1e-4
+        assert_same_tree(proposal.trees, row, expected)
     assert compared >= 2
     engine.drop_peer(PEER)
     engine.check()
+
+
+@pytest.mark.parametrize(("steps", "topk", "nodes"), [(3, 1, 4), (5, 4, 16), (6, 8, 60)])
+def test_equal_scores_are_ordered_by_index(pair: tuple[Path, Path], tmp_path: Path, steps: int, topk: int, nodes: int) -> None:
+    """A head without an opinion: all scores of a level are one number."""
+    folder = tmp_path / "head"
+    folder.mkdir()
+    weights = load_file(str(pair[1] / "model.safetensors"))
+    weights["lm_head.weight"].zero_()
+    save_file(weights, str(folder / "model.safetensors"))
+    (folder / "config.json").write_text((pair[1] / "config.json").read_text())
+    tokens, features = sequence(1, 7)
+    engine = make_engine((pair[0], folder))
+    follow(engine, 1, tokens, features, DraftShape(steps, topk, nodes))
+    (proposal,) = engine.step().proposals
+    plain = PlainEagle3(folder, read_target_tensor(pair[0], "model.embed_tokens.weight"), torch.float64)
+    expected = reference_tree(plain, tokens, features.double(), steps, topk, nodes)
+    assert expected.margin == 0 or topk == 1
+    assert_same_tree(proposal.trees, 0, expected)
 
 
 def test_shapes_may_differ_within_a_batch(pair: tuple[Path, Path]) -> None:
@@ -187,11 +227,11 @@ def test_children_are_picked_with_the_noise_of_the_target(pair: tuple[Path, Path
             noise = gumbel_noise(seed, torch.tensor([index]), torch.zeros(1, dtype=torch.int32), ids)[0]
             return torch.log_softmax(values / temperature + noise.double(), 0)
 
-        expected, margin = reference_tree(plain, tokens, features.double(), 4, topk, 4 * topk, perturb)
+        expected = reference_tree(plain, tokens, features.double(), 4, topk, 4 * topk, perturb)
         (proposal,) = engine.step().proposals
-        if margin > CLOSE:
+        if expected.margin > CLOSE:
             compared += 1
-            assert paths_of(proposal.trees, 0).keys() == expected.keys()
+            assert list(paths_of(proposal.trees, 0)) == list(expected.scores)
     assert compared >= 2
 
 
@@ -210,9 +250,9 @@ def test_prompts_beyond_the_context_table_draft_as_any_other(pair: tuple[Path, P
     engine = make_engine(pair)
     follow(engine, 1, tokens, features, DraftShape(3, 2, 6))
     (proposal,) = engine.step().proposals
-    expected, margin = reference_tree(plain, tokens, features.double(), 3, 2, 6)
-    assert margin > CLOSE, "choose another seed"
-    assert paths_of(proposal.trees, 0).keys() == expected.keys()
+    expected = reference_tree(plain, tokens, features.double(), 3, 2, 6)
+    assert expected.margin > CLOSE, "choose another seed"
+    assert_same_tree(proposal.trees, 0, expected)
 
 
 def test_vocabularies_smaller_than_topk_work(tmp_path: Path) -> None:
