@@ -1,0 +1,42 @@
+"""synthetic_acceptance on the host; the contract is in the package's docstring."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.kernels.philox.reference import gumbel_noise
+
+NOISE_CHOICE = 1 << 20
+"""A choice index that no request has, so that acceptance is independent of the sampled tokens."""
+
+
+def synthetic_acceptance(
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    depths: torch.Tensor,
+    num_nodes: torch.Tensor,
+    ancestors: torch.Tensor,
+    chosen: torch.Tensor,
+    positions: torch.Tensor,
+    seeds: torch.Tensor,
+    thresholds: torch.Tensor,
+    vocab_size: int,
+) -> torch.Tensor:
+    """See `outrider.kernels.synthetic_acceptance`."""
+    noise = gumbel_noise(seeds, positions, torch.full_like(num_nodes, NOISE_CHOICE), 1)  # [bs, 1]
+    drawn = (noise < thresholds.to(noise.device)).sum(dim=1).tolist()
+    out = chosen.clone()
+    for row, count in enumerate(num_nodes.tolist()):
+        row_tokens, row_parents, row_depths = (field[row, :count].tolist() for field in (tokens, parents, depths))
+        accepted = min(drawn[row], max(row_depths))
+        end = row_depths.index(accepted)
+        words = ancestors[row, end].tolist()
+        for node in range(1, count):
+            if words[node // 32] >> (node % 32) & 1:
+                out[row, row_parents[node]] = row_tokens[node]
+        children = {token for token, parent in zip(row_tokens, row_parents, strict=True) if parent == end}
+        bonus = int(chosen[row, end])
+        while bonus in children:
+            bonus = (bonus + 1) % vocab_size
+        out[row, end] = bonus
+    return out

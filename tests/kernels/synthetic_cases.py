@@ -1,0 +1,65 @@
+"""synthetic_acceptance: the body of a test that runs interpreted on a CPU and compiled on a GPU."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import torch
+from guards import Guards, reference_version, triton_version
+
+from outrider.kernels.synthetic_acceptance import synthetic_acceptance
+from outrider.kernels.verify import verify_tree
+
+VOCAB = 97
+
+
+def random_trees(bs: int, columns: int, rng: random.Random) -> tuple[torch.Tensor, ...]:
+    """Return tokens, parents, depths, num_nodes and ancestors of random trees whose siblings differ; row 0 is a chain."""
+    words = max(1, -(-columns // 32))
+    tokens = torch.zeros(bs, columns, dtype=torch.int32)
+    parents = torch.full((bs, columns), -1, dtype=torch.int32)
+    depths = torch.zeros(bs, columns, dtype=torch.int32)
+    counts = [columns if row < 2 else rng.randint(1, columns) for row in range(bs)]
+    masks = torch.zeros(bs, columns, words, dtype=torch.int64)
+    for row, count in enumerate(counts):
+        used: dict[int, set[int]] = {}
+        bits = [1]
+        for node in range(1, count):
+            parent = node - 1 if row == 0 else rng.randrange(node)
+            token = rng.choice([value for value in range(VOCAB) if value not in used.setdefault(parent, set())])
+            used[parent].add(token)
+            tokens[row, node], parents[row, node], depths[row, node] = token, parent, depths[row, parent] + 1
+            bits.append(bits[parent] | 1 << node)
+        for node, mask in enumerate(bits):
+            for word in range(words):
+                masks[row, node, word] = mask >> 32 * word & 0xFFFFFFFF
+    ancestors = torch.where(masks >= 1 << 31, masks - (1 << 32), masks).to(torch.int32)
+    return tokens, parents, depths, torch.tensor(counts, dtype=torch.int32), ancestors
+
+
+def check_synthetic_acceptance(device: str, bs: int, columns: int, guards: Guards) -> None:
+    """Both versions agree, and the walk accepts as many drafts as the noise and the tree say, then a token that no child carries."""
+    rng = random.Random(bs * 1000 + columns)
+    trees = [field.to(device) for field in random_trees(bs, columns, rng)]
+    generator = torch.Generator().manual_seed(columns)
+    # A child of each node among the chosen ones: the bonus token has to dodge it.
+    chosen = torch.randint(0, VOCAB, (bs, columns), generator=generator)
+    for row in range(bs):
+        for node in range(1, int(trees[3][row])):
+            chosen[row, trees[1][row, node]] = trees[0][row, node]
+    positions = torch.arange(bs) * 7 + 5
+    seeds = torch.randint(-(2**63), 2**63 - 1, (bs,), generator=generator)
+    thresholds = torch.tensor([math.inf, -math.log(-math.log(0.5)), -math.log(-math.log(0.25)), -math.inf])
+    rest = [tensor.to(device) for tensor in (chosen, positions, seeds, thresholds)]
+    with reference_version():
+        expected = synthetic_acceptance(*trees, *rest, VOCAB)
+    guarded = [guards.put(tensor) for tensor in (*trees, *rest)]
+    with triton_version(guards):
+        planted = synthetic_acceptance(*guarded, VOCAB)  # type: ignore[call-arg]
+    assert torch.equal(planted, expected)
+    walked = verify_tree(trees[0], trees[1], trees[3], planted)
+    for row in range(bs):
+        deepest = int(trees[2][row, : int(trees[3][row])].max())
+        assert min(1, deepest) <= int(walked.num_accepted[row]) <= min(3, deepest)
+        assert 0 <= int(walked.emitted[row, int(walked.num_accepted[row])]) < VOCAB

@@ -1,0 +1,10 @@
+"""synthetic_acceptance: the Triton version, interpreted, equals the reference and stays within its buffers."""
+
+import pytest
+from guards import Guards
+from synthetic_cases import check_synthetic_acceptance
+
+
+@pytest.mark.parametrize(("bs", "columns"), [(1, 1), (4, 2), (3, 6), (5, 33), (2, 70)])
+def test_synthetic_acceptance_equals_the_reference(bs: int, columns: int) -> None:
+    check_synthetic_acceptance("cpu", bs, columns, Guards())
