@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -19,6 +20,7 @@ from outrider.services.target.runner import ModelRunner
 from outrider.services.target.scheduler import Scheduler, SchedulerLimits
 from outrider.services.target.servicer import SERVICE_NAME, Serving, TargetServicer, register
 from outrider.services.target.settings import Memory, TargetSettings, plan_pages
+from outrider.services.target.synthetic import SyntheticAcceptance
 from outrider.services.target.warmup import check_parity, run_through
 from outrider.shared.attn.create import create_backend
 from outrider.shared.base.errors import ConfigurationError
@@ -114,20 +116,38 @@ async def _drain(settings: TargetSettings, set_serving: Callable[[bool], Awaitab
     _log.info("drained", unfinished=target.engine.num_live)
 
 
-class Target:
-    """Everything of one serving process but the gRPC server: model, pool, drafter, engine and its thread."""
+@dataclass(frozen=True, slots=True)
+class StandIn:
+    """A model without a checkpoint (`shared.nn.dummy`), and how many drafts its rounds accept; None leaves that to the model."""
 
-    def __init__(self, settings: TargetSettings, make_drafter: DrafterFactory | None = None) -> None:
+    decoder: Decoder
+    synthetic: SyntheticAcceptance | None = None
+
+
+class Target:
+    """Everything of one serving process but the gRPC server: model, pool, drafter, engine and its thread.
+
+    Args:
+        settings: Resolved.
+        make_drafter: See `run`.
+        stand_in: Instead of the model that `settings.model` names; `outrider bench` alone has one.
+    """
+
+    def __init__(self, settings: TargetSettings, make_drafter: DrafterFactory | None = None, stand_in: StandIn | None = None) -> None:
         device = settings.torch_device()
         if device.type == "cpu":
             torch.set_num_threads(settings.cpu_threads())
         _use_device(device)
-        decoder = Decoder.load(settings.model, device, settings.torch_dtype(), progress=_progress_logger(settings.model))
+        if stand_in is not None:
+            decoder = stand_in.decoder
+        else:
+            decoder = Decoder.load(settings.model, device, settings.torch_dtype(), progress=_progress_logger(settings.model))
         config = decoder.config
         drafts = make_drafter is not None or settings.draft_address() is not None
         num_pages = _num_pages(settings, decoder, drafts)
         pool = decoder.make_pool(num_pages, settings.page_size)
-        runner = ModelRunner(decoder, pool, create_backend(settings.attention_backend, device))
+        synthetic = stand_in.synthetic if stand_in is not None else None
+        runner = ModelRunner(decoder, pool, create_backend(settings.attention_backend, device), synthetic=synthetic)
         scheduler = Scheduler(
             pool.allocator,
             settings.page_size,
@@ -138,7 +158,8 @@ class Target:
         limits = EngineLimits(config.vocab_size, settings.max_model_len or config.max_position_embeddings, frozenset(config.eos_token_ids))
         self.drafter = make_drafter(decoder) if make_drafter else _make_drafter(settings, decoder)
         self.engine = TargetEngine(runner, scheduler, self.drafter, limits)
-        check_parity(runner, self.engine.controller)
+        if stand_in is None:  # random weights have near-ties everywhere
+            check_parity(runner, self.engine.controller)
         self._thread = EngineThread(self.engine, on_start=lambda: _use_device(device))
         self.engine.wake = self._thread.wake
         self._thread.start()

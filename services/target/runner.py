@@ -12,9 +12,10 @@ import torch
 
 from outrider.kernels.kv_compact import kv_compact
 from outrider.kernels.verify import choose_tokens, verify_tree
-from outrider.services.target.sampling import SamplingBatches
+from outrider.services.target.sampling import SamplingBatches, signed_seed
 from outrider.services.target.scheduler import PrefillChunk
 from outrider.services.target.sequence import Sequence
+from outrider.services.target.synthetic import SyntheticAcceptance
 from outrider.shared.attn.base import AttentionBackend, AttentionBatch, build_batch
 from outrider.shared.kv.pages import PageLease
 from outrider.shared.kv.pool import KVPool
@@ -41,10 +42,18 @@ class RoundOutcome:
 
 
 class ModelRunner:
-    """Runs the decoder over the pool. Engine thread only; everything under inference mode."""
+    """Runs the decoder over the pool. Engine thread only; everything under inference mode.
 
-    def __init__(self, decoder: Decoder, pool: KVPool, attention: AttentionBackend) -> None:
+    Args:
+        decoder, pool, attention: What runs.
+        synthetic: Decides how many drafts a round accepts instead of the model; measurements with random weights alone make one.
+    """
+
+    def __init__(
+        self, decoder: Decoder, pool: KVPool, attention: AttentionBackend, *, synthetic: SyntheticAcceptance | None = None
+    ) -> None:
         self.decoder = decoder
+        self._synthetic = synthetic
         self.pool = pool
         self.attention = attention
         self.device = pool.device
@@ -129,7 +138,7 @@ class ModelRunner:
         if width == 1:
             outcomes = [RoundOutcome([], [token]) for token in chosen.tolist()]
         else:
-            outcomes = self._walk(drafts, chosen, rows, attention_batch)
+            outcomes = self._walk(sequences, drafts, chosen, rows, attention_batch)
         if not capture:
             return outcomes, [None] * len(sequences)
         return outcomes, self._store_round_features(output, sequences, outcomes, counts)
@@ -152,12 +161,18 @@ class ModelRunner:
         self.attention.plan(batch)
         return self.decoder.forward(tokens, positions, self.attention, self.pool, self._aux_layer_ids if capture else ())
 
-    def _walk(self, drafts: DraftBatch, chosen: torch.Tensor, rows: torch.Tensor | None, batch: AttentionBatch) -> list[RoundOutcome]:
+    def _walk(
+        self, sequences: Seq[Sequence], drafts: DraftBatch, chosen: torch.Tensor, rows: torch.Tensor | None, batch: AttentionBatch
+    ) -> list[RoundOutcome]:
         bs, width = drafts.tokens.shape
         if rows is not None:
             padded = torch.full((bs * width,), FAILED_TOKEN, dtype=chosen.dtype, device=self.device)
             chosen = padded.index_copy_(0, rows, chosen)
-        verified = verify_tree(drafts.tokens, drafts.parents, drafts.num_nodes, chosen.view(bs, width))
+        chosen = chosen.view(bs, width)
+        if self._synthetic is not None:
+            seeds = self._int64([signed_seed(sequence.request.sampling.seed) for sequence in sequences])
+            chosen = self._synthetic(chosen, drafts, self._int64([sequence.committed_len for sequence in sequences]), seeds)
+        verified = verify_tree(drafts.tokens, drafts.parents, drafts.num_nodes, chosen)
         outcomes = []
         host = torch.cat((verified.num_accepted[:, None], verified.path, verified.emitted), dim=1).tolist()
         moved = False

@@ -43,12 +43,13 @@ class SamplingBatches:
             top_k=column([row.top_k for row in params], torch.int32),
             top_p=column([row.top_p for row in params], torch.float32),
             min_p=column([row.min_p for row in params], torch.float32),
-            seeds=column([_signed(row.seed) for row in params], torch.int64),
+            seeds=column([signed_seed(row.seed) for row in params], torch.int64),
             choices=column([row.choice_index for row in params], torch.int32),
             all_greedy=all(row.temperature == 0 for row in params),
             any_filter=any(row.temperature > 0 and (row.top_k > 0 or row.top_p < 1 or row.min_p > 0) for row in params),
         )
 
 
-def _signed(seed: int) -> int:
+def signed_seed(seed: int) -> int:
+    """Return the int64 with the bit pattern of a 64-bit seed."""
     return seed - (1 << 64) if seed >= 1 << 63 else seed
