@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from contextlib import AbstractContextManager
 
 import torch
@@ -50,3 +51,17 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """Make the tensor's GPU current: Triton launches on the current one, which need not be the tensor's."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+@functools.cache
+def _overlaps(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def dependent(tensor: torch.Tensor) -> dict[str, bool]:
+    """Return the launch options of a kernel that may start while the one before it ends (programmatic dependent launch, Hopper on).
+
+    Such a kernel takes ``PDL: tl.constexpr``, calls ``gdc_wait`` before it touches memory, always, as whoever follows it relies on that,
+    and ``gdc_launch_dependents`` just before its final stores: a trigger any earlier takes registers from what still runs.
+    """
+    return {"PDL": True, "launch_pdl": True} if _overlaps(tensor.device) else {"PDL": False}
