@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import toy_mtp
 import transformers
-from safetensors.torch import load_file, save_file
+from torch import nn
 
 from outrider.shared.attn.base import build_batch
 from outrider.shared.attn.create import create_backend
@@ -44,13 +45,14 @@ GPT_OSS: dict[str, Any] = {
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": WINDOW}),
+    "mistral-narrow": ("Mistral", {"sliding_window": 4}),  # trees are deeper than the window
     "mistral-full": ("Mistral", {"sliding_window": None, "head_dim": 24}),
     "qwen2": ("Qwen2", {}),
     "qwen2-tied-yarn": ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}),
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
     "qwen3": ("Qwen3", {"head_dim": 24}),
     "qwen3-bias": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
-    "mimo": ("Qwen2", {}),
+    "mimo": ("", {}),  # transformers has none: see PlainMimo
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
     "qwen3-moe": (
         "Qwen3Moe",
@@ -61,6 +63,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "head_dim": 16, "norm_topk_prob": True},
     ),
     "gpt-oss": ("GptOss", GPT_OSS),
+    "gpt-oss-narrow": ("GptOss", {**GPT_OSS, "sliding_window": 3}),
     "deepseek-v2-lite": ("DeepseekV2", {**DEEPSEEK, "q_lora_rank": None, "topk_method": "greedy", "n_shared_experts": 2}),
     "deepseek-v2": (
         "DeepseekV2",
@@ -76,9 +79,33 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+class PlainMimo(nn.Module):
+    """The reference MiMo of `toy_mtp` with random weights, called as the models of `transformers` are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(11)
+            self.model = toy_mtp.Model(LAYERS, 1, VOCAB).requires_grad_(False)
+            for parameter in self.model.parameters():
+                noise = torch.randn_like(parameter) * 0.2
+                parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
+
+    def forward(self, tokens: torch.Tensor, **_: object) -> SimpleNamespace:
+        """Return the logits ``[rows, length, vocab]``."""
+        return SimpleNamespace(logits=self.model.lm_head(self.model.hidden(tokens)))
+
+    def save_pretrained(self, path: Path) -> None:
+        """Save as published, naming code as MiMo-7B does."""
+        code = {"AutoConfig": "configuration_mimo.MiMoConfig", "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"}
+        toy_mtp.save(self.model, path, auto_map=code, eos_token_id=None)
+
+
 @functools.cache
 def reference(case: str) -> Any:
-    """Return a random transformers model; norms, biases, sinks and routing biases are random too."""
+    """Return a random transformers model (MiMo: ours); norms, biases, sinks and routing biases are random too."""
+    if case == "mimo":
+        return PlainMimo()
     name, overrides = CASES[case]
     settings: dict[str, Any] = {
         "vocab_size": VOCAB,
@@ -113,36 +140,13 @@ def reference(case: str) -> Any:
 def save(case: str, folder: Path) -> Path:
     """Save a case's checkpoint into `folder` once, and return its path."""
     path = folder / case
-    if path.is_dir():
-        return path
-    reference(case).save_pretrained(path)
-    if case == "mimo":
-        _dress_as_mimo(path)
+    if not path.is_dir():
+        reference(case).save_pretrained(path)
     return path
 
 
-def _dress_as_mimo(path: Path) -> None:
-    """Turn a Qwen2 checkpoint into MiMo's: its names in config.json, its code named in auto_map, its MTP layer in the file."""
-    config = json.loads((path / "config.json").read_text())
-    config |= {
-        "architectures": ["MiMoForCausalLM"],
-        "model_type": "mimo",
-        "attention_bias": True,
-        "num_nextn_predict_layers": 1,
-        "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig", "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"},
-    }
-    (path / "config.json").write_text(json.dumps(config))
-    tensors = load_file(path / "model.safetensors")
-    layer = {name.replace("layers.0", "mtp_layers.0"): tensor.clone() for name, tensor in tensors.items() if "layers.0" in name}
-    hidden = config["hidden_size"]
-    layer |= {"model.mtp_layers.0.input_proj.weight": torch.ones(hidden, 2 * hidden)}
-    norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
-    layer |= {f"model.mtp_layers.0.{name}.weight": torch.ones(hidden) for name in norms}
-    save_file(tensors | layer, path / "model.safetensors")
-
-
 def reference_logits(case: str, tokens: Sequence[int]) -> torch.Tensor:
-    """Return ``[len(tokens), vocab]`` of transformers' model."""
+    """Return ``[len(tokens), vocab]`` of the reference."""
     with torch.no_grad():
         logits: torch.Tensor = reference(case)(torch.tensor([list(tokens)]), use_cache=False).logits[0]
     return logits

@@ -1,7 +1,8 @@
 """A tiny MiMo with chained MTP layers: trained in seconds, saved as published, and drafted from in the plainest form.
 
 Whole sequences, no cache, no batch of different lengths, no masks but the causal one; shares no code with the service. Written after the
-DeepSeek-V3 report (arXiv 2412.19437, section 2.2) and the tensor names of MiMo-7B.
+reports of MiMo (arXiv 2505.07608: a decoder as Qwen2's, with q/k/v biases, RMSNorm, SwiGLU, grouped queries and rotary positions) and
+DeepSeek-V3 (arXiv 2412.19437, section 2.2: MTP), and the tensor names of MiMo-7B. `transformers` has no MiMo: this is its reference.
 """
 
 from __future__ import annotations
@@ -104,13 +105,13 @@ class MtpLayer(Layer):
 class Model(nn.Module):
     """Names of the parameters are those of the checkpoint, but for the prefix ``model.``."""
 
-    def __init__(self, layers: int, mtp_layers: int) -> None:
+    def __init__(self, layers: int, mtp_layers: int, vocab_size: int = VOCAB) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(VOCAB, HIDDEN)
+        self.embed_tokens = nn.Embedding(vocab_size, HIDDEN)
         self.layers = nn.ModuleList(Layer() for _ in range(layers))
         self.norm = Norm()
         self.mtp_layers = nn.ModuleList(MtpLayer() for _ in range(mtp_layers))
-        self.lm_head = nn.Linear(HIDDEN, VOCAB, bias=False)
+        self.lm_head = nn.Linear(HIDDEN, vocab_size, bias=False)
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """Return the last hidden states after the final norm, ``[rows, length, hidden]``."""
@@ -191,7 +192,7 @@ def save(model: Model, path: Path, **config: object) -> Path:
     values: dict[str, object] = {
         "architectures": ["MiMoForCausalLM"],
         "model_type": "mimo",
-        "vocab_size": VOCAB,
+        "vocab_size": model.lm_head.out_features,
         "hidden_size": HIDDEN,
         "intermediate_size": INNER,
         "num_hidden_layers": len(model.layers),
