@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.kernels.kv_compact import kv_compact
 from outrider.kernels.verify import choose_tokens, verify_tree
 from outrider.services.target.sampling import SamplingBatches, signed_seed
 from outrider.services.target.scheduler import PrefillChunk
@@ -60,7 +59,6 @@ class ModelRunner:
         self._sampling = SamplingBatches(pool.device)
         self._projector: FeatureProjector | None = None
         self._aux_layer_ids: tuple[int, ...] = ()
-        self._kv_planes = [*pool.k_planes, *pool.v_planes]
 
     @property
     def captures(self) -> bool:
@@ -153,9 +151,7 @@ class ModelRunner:
     def scrub(self, sequence: Sequence) -> None:
         """Zero the pages of a sequence whose values are not numbers, so that no later owner can read them by accident."""
         if sequence.lease is not None:
-            pages = self._int64(sequence.lease.pages)
-            for plane in self.pool.planes():
-                plane[pages] = 0
+            self.pool.scrub(self._int64(sequence.lease.pages))
 
     def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, capture: bool) -> DecoderOutput:
         self.attention.plan(batch)
@@ -181,7 +177,7 @@ class ModelRunner:
             moved = moved or any(node != index for index, node in enumerate(accepted, 1))
             outcomes.append(RoundOutcome(accepted, row[1 + width : 2 + width + row[0]]))
         if moved:  # A first-child path already sits where it belongs.
-            kv_compact(self._kv_planes, batch.page_table, batch.prefix_lens, verified.path, verified.num_accepted)
+            self.pool.compact(batch.page_table, batch.prefix_lens, verified.path, verified.num_accepted)
         return outcomes
 
     def _store_prefill_features(self, output: DecoderOutput, chunks: Seq[PrefillChunk], slots: torch.Tensor) -> None:

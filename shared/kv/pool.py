@@ -7,6 +7,7 @@ from math import prod
 
 import torch
 
+from outrider.kernels.kv_compact import kv_compact
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.kv.pages import PageAllocator, PageLease
 
@@ -104,6 +105,15 @@ class KVPool:
         """Return every plane, K and V of all layers and then features: what `kv_compact` moves."""
         planes = [plane for layer in self._storage.unbind(0) for plane in layer.unbind(0)]
         return planes if self.features is None else [*planes, self.features]
+
+    def compact(self, page_table: torch.Tensor, cached_lens: torch.Tensor, path: torch.Tensor, num_accepted: torch.Tensor) -> None:
+        """Move the accepted nodes' K and V to the committed slots of every layer, as `kv_compact` says; feature rows stay."""
+        kv_compact([*self.k_planes, *self.v_planes], page_table, cached_lens, path, num_accepted)
+
+    def scrub(self, pages: torch.Tensor) -> None:
+        """Zero ``pages [n] int64`` in every plane, so that no later owner can read by accident what is not a number."""
+        for plane in self.planes():
+            plane[pages] = 0
 
     def slot_views(self, first_slot: int, count: int) -> tuple[torch.Tensor, ...]:
         """View `count` consecutive slots in all layers: K of layer 0, its V, K of layer 1 …, each ``[1, kv_heads, count, head_dim]``.
