@@ -115,8 +115,8 @@ def check_aux_layers(pair: Pair) -> Iterator[Finding]:
     else:
         yield Finding.warning(
             AUX_KEY,
-            f"{list(aux.ids or ())}: {convention.value} (target {family}, {pair.target_config.num_layers} layers): outputs of {captured} are "
-            "captured",
+            f"{list(aux.ids or ())}: {convention.value} (target {family}, {pair.target_config.num_layers} layers): outputs of {captured} "
+            "are captured",
             "--probe measures the ids one lower and one higher too.",
         )
 

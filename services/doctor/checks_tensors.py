@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from outrider.services.doctor.finding import Finding
-from outrider.services.doctor.pair import Pair, expected_of
-from outrider.services.doctor.statistics import NEAR_ZERO, TensorStatistics, describe
+from outrider.services.doctor.judge_tensors import DOWNLOAD, Examined, judge, named
+from outrider.services.doctor.pair import ANYTHING, Pair, expected_of
+from outrider.services.doctor.statistics import describe
 from outrider.services.doctor.vocabulary_map import D2tMeaning, d2t_meaning
 from outrider.shared.nn.config import ModelConfig
 from outrider.shared.nn.loader import CheckpointReader
 from outrider.shared.spec.algorithm import Algorithm
 
-MAX_NAMED = 4
 MAX_SAMPLED = 2000
 """Tensors of a model that are looked at."""
-NORM_ENDING = "norm.weight"
 EMBEDDING_ENDING = "embed_tokens.weight"
 PACKED = (torch.uint8,)
 """Types of expected tensors that are no floating-point numbers: MXFP4 blocks and scales."""
-TRAINED = "Check that this is a trained export."
-DOWNLOAD = "Download the checkpoint again, or take another export of it."
-UNTRAINED_SHARE = 0.8
-"""Share of the projections that look initialised, from which on a head counts as untrained."""
 
 
 def check_target_tensors(pair: Pair) -> Iterator[Finding]:
@@ -35,7 +29,9 @@ def check_target_tensors(pair: Pair) -> Iterator[Finding]:
         names = _compare(reader, config)
         yield from _types(reader, names)
         yield Finding.ok("tensors", f"{len(names)} in {len(reader.files)} file{'s' if len(reader.files) > 1 else ''}, all as expected")
-        yield from _judge(_statistics(reader, names, whole=False), "the target", sampled=True)
+        yield from judge(
+            _statistics(reader, names, whole=False), "the target", sampled=True, norms_about_one=ANYTHING not in config.ignored
+        )
 
 
 def check_draft_tensors(pair: Pair) -> Iterator[Finding]:
@@ -46,14 +42,15 @@ def check_draft_tensors(pair: Pair) -> Iterator[Finding]:
         with CheckpointReader(choice.require_folder()) as reader:
             names = _compare(reader, config)
             yield Finding.ok("tensors", f"{len(names)}, all as expected")
-            yield from _judge(_statistics(reader, names, whole=False), "the draft model", sampled=True)
+            about_one = ANYTHING not in config.ignored
+            yield from judge(_statistics(reader, names, whole=False), "the draft model", sampled=True, norms_about_one=about_one)
     if choice.algorithm is Algorithm.MTP:
         count = len(pair.mtp.layers)
         yield Finding.ok("tensors", f"{count} MTP layer{'s' if count > 1 else ''} of {choice.require_folder().name}, all as expected")
     if choice.algorithm is not Algorithm.EAGLE:
         return
     with CheckpointReader(choice.require_folder()) as reader:
-        yield from _judge(_statistics(reader, list(reader.names), whole=True), "the head", sampled=False)
+        yield from judge(_statistics(reader, list(reader.names), whole=True), "the head", sampled=False)
         yield from _file_format(reader)
     # Last: it raises the one error that serving would, and the statistics above may tell why.
     missing = ", ".join(pair.head.missing())
@@ -113,18 +110,6 @@ def check_embedding(pair: Pair) -> Iterator[Finding]:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Examined:
-    """A tensor's name and what was found out about it."""
-
-    name: str
-    statistics: TensorStatistics
-
-    @property
-    def is_norm(self) -> bool:
-        return self.name.endswith(NORM_ENDING) or "norm." in self.name
-
-
 def _compare(reader: CheckpointReader, config: ModelConfig) -> list[str]:
     """Return the names of a model's tensors, all that must be there; raises for those that must not, or are missing or misshaped."""
     expected = expected_of(reader, config)
@@ -137,40 +122,16 @@ def _types(reader: CheckpointReader, names: Sequence[str]) -> Iterator[Finding]:
     if wrong:
         yield Finding.refused(
             wrong[0],
-            f"{_named(wrong)} of a type that is not fp32, fp16 or bf16: {reader.tensors[wrong[0]].dtype}",
+            f"{named(wrong)} of a type that is not fp32, fp16 or bf16: {reader.tensors[wrong[0]].dtype}",
             "Use a bf16 checkpoint.",
         )
 
 
-def _statistics(reader: CheckpointReader, names: Sequence[str], *, whole: bool) -> list[_Examined]:
+def _statistics(reader: CheckpointReader, names: Sequence[str], *, whole: bool) -> list[Examined]:
     floating = [name for name in names if reader.tensors[name].dtype.is_floating_point and reader.tensors[name].shape]
     if not whole:  # tens of thousands of experts look alike; the target is read in full when it is loaded
         floating = floating[:: 1 + len(floating) // MAX_SAMPLED]
-    return [_Examined(name, describe(_file(reader, name), whole=whole)) for name in floating]
-
-
-def _judge(examined: Sequence[_Examined], whose: str, *, sampled: bool) -> Iterator[Finding]:
-    broken = [one.name for one in examined if not one.statistics.finite]
-    if broken:
-        yield Finding.refused(broken[0], f"{_named(broken)} with NaN or infinite numbers", DOWNLOAD)
-    weights = [one for one in examined if one.statistics.finite and not one.is_norm and one.statistics.columns]
-    flat = [one.name for one in weights if one.statistics.std < NEAR_ZERO and not one.name.endswith(".bias")]
-    if flat:
-        yield Finding.warning(flat[0], f"{_named(flat)} with a standard deviation under {NEAR_ZERO:g}: never filled", DOWNLOAD)
-    norms = [one for one in examined if one.statistics.finite and one.is_norm]
-    if norms and all(one.statistics.constant and one.statistics.mean == 1.0 for one in norms):
-        yield Finding.warning(norms[0].name, f"all {len(norms)} norm weights of {whose} are exactly 1, as before training", TRAINED)
-    random = [(one.name, look) for one in weights if (look := one.statistics.looks_initialised)]
-    if random and len(random) >= UNTRAINED_SHARE * len(weights):
-        name, look = random[0]
-        yield Finding.warning(
-            name,
-            f"{len(random)} of {len(weights)} projections of {whose} look like a fresh initialisation, e.g. {name}: {look}, rows all alike",
-            f"{TRAINED} --probe measures it: an untrained head has accept length 1.0.",
-        )
-    if not broken and not flat:
-        seen = f"a sample of {len(examined)} tensors" if sampled else f"every number of {len(examined)} tensors"
-        yield Finding.ok("weights", f"{seen} of {whose} is finite")
+    return [Examined(name, describe(_file(reader, name), whole=whole)) for name in floating]
 
 
 def _file_format(reader: CheckpointReader) -> Iterator[Finding]:
@@ -187,8 +148,3 @@ def _file(reader: CheckpointReader, name: str) -> torch.Tensor:
     """Return a stored tensor that shares the file's memory."""
     file = next(file for file in reader.files if name in file.tensors)
     return file.read(name)
-
-
-def _named(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({', '.join(names[:MAX_NAMED])}{more})"

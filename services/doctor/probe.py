@@ -116,7 +116,11 @@ def judge_probe(measured: Sequence[Measured]) -> Iterator[Finding]:
             f'Write "eagle_config": {{"{AUX_KEY}": {list(best.aux_layer_ids)}}} into the head\'s config.json.',
         )
     elif others:
-        yield Finding.ok(AUX_KEY, "; ".join(f"{one.variant}: {one.accept_length:.2f}" for one in others) + ": as configured is right")
+        runs = ", ".join(f"{one.accept_length:.2f} with {one.variant}" for one in others)
+        yield Finding.ok(
+            AUX_KEY,
+            f"measured accept length {first.accept_length:.2f} as configured, {runs}: no other is more than {BETTER - 1:.0%} better",
+        )
 
 
 def probe_numbers(measured: Sequence[Measured]) -> dict[str, Any]:

@@ -12,8 +12,13 @@ SPREAD = 16
 """Pieces that a sample is taken in."""
 NEAR_ZERO = 1e-6
 SIGMAS = 5.0
+UNIFORM = 1.2
+SLACK = 0.02
+"""Relative deviation that the formulas for independent numbers may be off by at small sizes."""
 MIN_NUMBERS = 4096
 """Fewer say nothing about a distribution."""
+ENOUGH_NUMBERS = 1 << 15
+"""From here on a trained matrix shows, alone, that it is no draw of independent numbers: smaller ones may hide it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +30,11 @@ class TensorStatistics:
         finite: Whether all of them are.
         mean, std: Of them.
         kurtosis: Excess; 0 for a normal distribution, -1.2 for a uniform one; trained weights have more, some far more.
-        row_spread: Relative deviation of rows' norms: 1/sqrt(2 columns) for independent numbers, more in trained weights; 0 for vectors.
-        columns: Length of a row.
+        row_spread, column_spread: Deviation of the norms of rows and of columns, and
+        mean_spread: of the means of columns, each in units of what independent numbers of this kurtosis have: 1 for them, more in trained
+            weights, whose rows and columns differ in size; 0 for vectors.
+        rows, columns: That were looked at, and their length; 0 for vectors.
+        negative: Share of negative numbers.
         constant: All numbers are the first one.
     """
 
@@ -36,7 +44,11 @@ class TensorStatistics:
     std: float
     kurtosis: float
     row_spread: float
+    column_spread: float
+    mean_spread: float
+    rows: int
     columns: int
+    negative: float
     constant: bool
 
     @property
@@ -44,16 +56,23 @@ class TensorStatistics:
         """Name of the distribution that all numbers seem to be drawn from independently; empty if they do not."""
         if self.numbers < MIN_NUMBERS or not self.finite or self.constant or not self.columns:
             return ""
-        independent = 1 / math.sqrt(2 * self.columns)
-        rows = self.numbers // self.columns
-        if self.row_spread > independent * (1 + SIGMAS / math.sqrt(2 * max(rows, 2))) + 1e-3:
+        spreads = ((self.row_spread, self.rows), (self.column_spread, self.columns), (self.mean_spread, self.columns))
+        if any(abs(spread - 1) > SIGMAS / math.sqrt(2 * max(count, 2)) + SLACK for spread, count in spreads):
             return ""
         if abs(self.mean) > SIGMAS * self.std / math.sqrt(self.numbers):
             return ""
         tolerance = SIGMAS * math.sqrt(24 / self.numbers) + 0.01
         if abs(self.kurtosis) < tolerance:
             return f"normal, std {self.std:.3g}"
-        return f"uniform, ±{self.std * math.sqrt(3):.3g}" if abs(self.kurtosis + 1.2) < tolerance else ""
+        if abs(self.kurtosis + UNIFORM) < tolerance:
+            return f"uniform, ±{self.std * math.sqrt(3):.3g}"
+        # A normal distribution that was cut off, as some libraries draw it.
+        return f"truncated normal, std {self.std:.3g}" if -UNIFORM < self.kurtosis < 0 else ""
+
+    @property
+    def telling(self) -> bool:
+        """Whether the look of this tensor alone says something."""
+        return self.numbers >= ENOUGH_NUMBERS
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -83,17 +102,29 @@ def describe(tensor: torch.Tensor, *, whole: bool) -> TensorStatistics:
         tensor: Floating point, on the host.
         whole: Look at every number for NaN; otherwise at the sample's only (so that a large target is not read in full).
     """
-    taken = sample(tensor) if whole else sample(tensor, SAMPLE >> 6)
+    taken = sample(tensor) if whole else sample(tensor, SAMPLE >> 4)
     numbers, columns = taken.numel(), taken.shape[-1] if taken.dim() > 1 else 0
     finite = is_finite(tensor if whole else taken)
     if not numbers or not finite:
-        return TensorStatistics(numbers, finite, math.nan, math.nan, math.nan, 0.0, columns, False)
+        return TensorStatistics(numbers, finite, math.nan, math.nan, math.nan, 0.0, 0.0, 0.0, 0, columns, 0.0, False)
     centred = (taken - taken.mean()).double()
     variance = float(centred.square().mean())
     kurtosis = float(centred.pow(4).mean()) / variance**2 - 3 if variance > 0 else 0.0
-    spread = 0.0
-    if columns:
-        norms = taken.norm(dim=-1)
-        spread = float(norms.std(unbiased=False) / norms.mean().clamp_min(1e-30))
+    rows, spreads = (numbers // columns, _spreads(taken, math.sqrt(variance), kurtosis)) if columns else (0, (0.0, 0.0, 0.0))
     constant = bool((taken == taken.reshape(-1)[0]).all())
-    return TensorStatistics(numbers, finite, float(taken.mean()), math.sqrt(variance), kurtosis, spread, columns, constant)
+    negative = float((taken < 0).float().mean())
+    mean, std = float(taken.mean()), math.sqrt(variance)
+    return TensorStatistics(numbers, finite, mean, std, kurtosis, *spreads, rows, columns, negative, constant)
+
+
+def _spreads(taken: torch.Tensor, std: float, kurtosis: float) -> tuple[float, float, float]:
+    """Return the row, column and mean spread of ``[rows, columns]``, see `TensorStatistics`."""
+    rows, columns = taken.shape
+    squares = max(kurtosis + 2, NEAR_ZERO)  # variance of a squared number over its squared mean
+
+    def of_norms(norms: torch.Tensor, length: int) -> float:
+        relative = float(norms.std(unbiased=False) / norms.mean().clamp_min(1e-30))
+        return relative / math.sqrt(squares / (4 * length))
+
+    means = float(taken.mean(dim=0).std(unbiased=False)) / max(std / math.sqrt(rows), 1e-30)
+    return of_norms(taken.norm(dim=1), columns), of_norms(taken.norm(dim=0), rows), means

@@ -247,7 +247,10 @@ def test_a_probe_measures_and_keeps_the_right_aux_layers(planted_pair: tuple[Pat
     assert configured["accept_length"] > 2
     assert configured["tokens"] == 4 * 24
     assert others[1]["accept_length"] < configured["accept_length"] / 1.2
-    assert "as configured is right" in lines(report, "eagle_aux_hidden_state_layer_ids", "ok")[-1]
+    line = lines(report, "eagle_aux_hidden_state_layer_ids", "ok")[-1]
+    for run in (configured, *others):
+        assert f"{run['accept_length']:.2f} {'as configured' if run is configured else 'with ' + run['variant']}" in line
+    assert "no other is more than 3% better" in line
 
 
 def test_a_probe_names_the_aux_layers_that_are_better(planted_pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -110,9 +110,7 @@ class Eagle3Head:
         layers = self.config.check_target(target)
         if layers:
             convention = self.config.aux_convention(target).value
-            log.info(
-                "aux layers", outputs_of=list(layers), convention=convention, target_layers=target.num_layers, family=target.model_type
-            )
+            log.info("aux layers", outputs_of=list(layers), convention=convention, layers=target.num_layers, family=target.model_type)
         return layers
 
     def missing(self) -> Mapping[str, tuple[int, ...]]:

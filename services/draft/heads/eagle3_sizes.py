@@ -45,6 +45,7 @@ def check_sizes(reader: CheckpointReader, config: Eagle3Config, actual: Mapping[
     if found not in (None, inputs):
         raise CheckpointError(
             f"{reader.path}: {actual['fc.weight']} takes {found} inputs, but config.json says {config.aux.count} aux layers of "
-            f"{config.target_hidden_size}, which is {inputs}; correct num_aux_hidden_states, eagle_aux_hidden_state_layer_ids or target_hidden_size.",
+            f"{config.target_hidden_size}, which is {inputs}; correct num_aux_hidden_states, eagle_aux_hidden_state_layer_ids or "
+            "target_hidden_size.",
             field=actual["fc.weight"] if config.aux.contradicted is None else NUM_AUX_KEY,
         )

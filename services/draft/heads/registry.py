@@ -98,12 +98,8 @@ def _load_eagle(path: Path, device: torch.device, dtype: torch.dtype, token_map:
 
 def _load_eagle3(path: Path, device: torch.device, dtype: torch.dtype, token_map: torch.Tensor | None) -> RecurrentHead:
     head, keys = Eagle3Head.load(path, device, dtype, token_map)
-    _log(
-        head,
-        keys,
-        aux_layers="none: the last hidden state" if head.config.final_hidden else head.config.aux.says,
-        rope_theta=head.config.layer.rope.theta,
-    )
+    aux = "none: the last hidden state" if head.config.final_hidden else head.config.aux.says
+    _log(head, keys, aux_layers=aux, rope_theta=head.config.layer.rope.theta)
     return head
 
 
