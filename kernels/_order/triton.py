@@ -6,14 +6,39 @@ import triton
 import triton.language as tl
 
 NO_KEY = tl.constexpr(-(1 << 63))  # below every key of a number
+NO_SHORT_KEY = tl.constexpr(-(1 << 31))  # below every short key
+_SHORT_INDEX = tl.constexpr(4095)  # the largest index within a block that a short key holds
+
+
+@triton.jit
+def ordered_bits(values):
+    """Return int32 whose order is that of fp32 values; -0 and +0 count as equal."""
+    bits = (values + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def rank_key(values, index):
     """Return int64 keys whose descending order is (fp32 value descending, index ascending)."""
-    bits = (values + 0.0).to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+    return (ordered_bits(values).to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+
+
+@triton.jit
+def short_key(values, place):
+    """Return int32 keys in the same order, of fp32 values that were bf16 and of places below 4096 within a block.
+
+    Half as wide, hence twice as quick to compare, and the hardware finds the maximum of a warp in one instruction.
+    """
+    return ((ordered_bits(values) >> 16) << 12) | (_SHORT_INDEX - place)
+
+
+@triton.jit
+def lengthen_key(short, first):
+    """Return the `rank_key` of what a short key was made from, `first` being the index of the block's first place."""
+    upper = short >> 12
+    ordered = (upper << 16) | tl.where(upper < 0, 0xFFFF, 0)
+    place = _SHORT_INDEX - (short & _SHORT_INDEX)
+    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - (first + place)).to(tl.int64)
 
 
 @triton.jit
@@ -38,4 +63,28 @@ def best_keys(keys, k, BLOCK: tl.constexpr):
         top = tl.max(keys, 0)
         best = tl.where(place == i, top, best)
         keys = tl.where(keys == top, NO_KEY, keys)
+    return best
+
+
+@triton.jit
+def best_short_keys(keys, k, BLOCK: tl.constexpr):
+    """Return what `best_keys` does, of short keys."""
+    place = tl.arange(0, BLOCK)
+    best = tl.full((BLOCK,), NO_SHORT_KEY, tl.int32)
+    for i in range(k):
+        top = tl.max(keys, 0)
+        best = tl.where(place == i, top, best)
+        keys = tl.where(keys == top, NO_SHORT_KEY, keys)
+    return best
+
+
+@triton.jit
+def best_keys_of_rows(keys, k, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return what `best_keys` does for every row of ``keys [ROWS, n]``: ``[ROWS, BLOCK]``."""
+    place = tl.arange(0, BLOCK)
+    best = tl.full((ROWS, BLOCK), NO_KEY, tl.int64)
+    for i in range(k):
+        top = tl.max(keys, 1)
+        best = tl.where((place == i)[None, :], top[:, None], best)
+        keys = tl.where(keys == top[:, None], NO_KEY, keys)
     return best

@@ -1,4 +1,4 @@
-"""topk_expand: the best children of every beam row, and the best rows of the next beam."""
+"""topk_expand: the best children of every beam row, and the best rows of the next beam; `expand_level` is both, and the bookkeeping."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import torch
 from outrider.kernels._dispatch import use_triton
 from outrider.kernels._launch import expect
 from outrider.kernels.topk_expand import reference
-from outrider.kernels.topk_expand.types import Expansion, Noise
+from outrider.kernels.topk_expand.types import Beam, Candidates, Expansion, Noise, num_candidates
 
-__all__ = ["Expansion", "select_beam", "topk_expand"]
+__all__ = ["Beam", "Candidates", "Expansion", "Noise", "expand_level", "num_candidates", "select_beam", "topk_expand"]
 
 
 def topk_expand(
@@ -86,3 +86,53 @@ def select_beam(scores: torch.Tensor, topk: int) -> torch.Tensor:
 
         return compiled.select_beam(scores, topk)
     return reference.select_beam(scores, topk)
+
+
+def expand_level(
+    logits: torch.Tensor,
+    beam: Beam | None,
+    level: int,
+    topk: int,
+    candidates: Candidates,
+    *,
+    words: int,
+    last: bool,
+    d2t: torch.Tensor | None = None,
+    noise: Noise | None = None,
+) -> Beam | None:
+    """Score the children of a level's rows by `topk_expand`, note them as candidates, and make the next beam as `select_beam` picks it.
+
+    Args:
+        logits: ``[rows, V]`` fp32/bf16/fp16: of the roots, ``[bs, V]``, at level 0, else of the beam's rows, ``[bs * topk, V]``.
+        beam: The rows of this level; None at level 0.
+        level: 0 for the children of the roots.
+        topk: Children per row and width of the beam, 1..V.
+        candidates: Where the children go: the columns ``candidates.level(level, topk)`` are written.
+        words: Mask words of a row of the next beam.
+        last: No beam is wanted.
+        d2t: As in `topk_expand`.
+        noise: One entry per **sequence**, its positions those of the tokens behind the roots (a level adds its number); None = greedy.
+
+    Returns:
+        The next beam, or None.
+
+    Raises:
+        ValueError: A tensor's shape or dtype is wrong; the message names it.
+    """
+    bs, columns = candidates.scores.shape
+    rows, vocab = bs if level == 0 else bs * topk, logits.shape[1]
+    expect("logits", logits, (rows, vocab))
+    if not 1 <= topk <= vocab:
+        raise ValueError(f"topk is {topk}, expected 1..{vocab} (the draft vocabulary)")
+    if candidates.level(level, topk).stop > columns:
+        raise ValueError(f"candidates has {columns} columns, level {level} takes those up to {candidates.level(level, topk).stop}")
+    if (beam is None) != (level == 0):
+        raise ValueError("beam is for the levels from 1, and they need it")
+    if noise is not None:
+        expect("noise.temperature", noise.temperature, (bs,), torch.float32)
+        expect("noise.positions", noise.positions, (bs,))
+    if use_triton(logits):
+        from outrider.kernels.topk_expand import triton as compiled
+
+        return compiled.expand_level(logits, beam, level, topk, candidates, words, last, d2t, noise)
+    return reference.expand_level(logits, beam, level, topk, candidates, words, last, d2t, noise)

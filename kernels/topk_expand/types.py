@@ -13,7 +13,7 @@ class Noise(NamedTuple):
     Attributes:
         temperature: ``[rows] fp32``; 0 = no noise in this row.
         seeds: ``[rows] int64``.
-        positions: ``[rows] int64``, of the child's token.
+        positions: ``[rows]`` int64 or int32, of the child's token.
         choices: ``[rows] int32``.
     """
 
@@ -35,3 +35,48 @@ class Expansion(NamedTuple):
     token_ids: torch.Tensor
     scores: torch.Tensor
     logprobs: torch.Tensor
+
+
+class Candidates(NamedTuple):
+    """Every candidate that a tree's levels score, in level order: ``topk`` of the root, then ``topk * topk`` of each later level.
+
+    Attributes:
+        scores: ``[bs, C] fp32``, cumulative.
+        tokens: ``[bs, C] int32``, target ids.
+        parents: ``[bs, C] int32``, candidate index of the parent, -1 = the root.
+        logprobs: ``[bs, C] fp32``, the draft's own.
+    """
+
+    scores: torch.Tensor
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    logprobs: torch.Tensor
+
+    def level(self, level: int, topk: int) -> slice:
+        """Return the columns that the children of level `level` (0: of the root) take."""
+        first = 0 if level == 0 else topk + (level - 1) * topk * topk
+        return slice(first, first + (topk if level == 0 else topk * topk))
+
+
+def num_candidates(depth: int, topk: int) -> int:
+    """Return how many candidates a tree of `depth` levels scores."""
+    return topk + (depth - 1) * topk * topk
+
+
+class Beam(NamedTuple):
+    """The rows of the level that runs next, ``bs * topk``, those of a sequence after one another, best first.
+
+    Attributes:
+        tokens: ``[rows] int32``, target ids.
+        scores: ``[rows] fp32``, cumulative.
+        parents: ``[rows] int32``, the row of the level before (of the roots, for level 1) that each is a child of.
+        candidates: ``[rows] int32``, which candidate of its sequence each is.
+        ancestors: ``[rows, words] int32``, which scratch columns each sees: beam row j of level i (from 1) has column
+            ``(i - 1) * topk + j``; its own and its ancestors'.
+    """
+
+    tokens: torch.Tensor
+    scores: torch.Tensor
+    parents: torch.Tensor
+    candidates: torch.Tensor
+    ancestors: torch.Tensor

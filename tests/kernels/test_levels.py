@@ -1,0 +1,15 @@
+"""expand_level: the Triton version, interpreted, equals the reference and stays within its buffers."""
+
+import pytest
+import torch
+from guards import Guards
+from level_cases import check_expand_level
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("bs", "vocab", "topk", "depth"), [(1, 40, 3, 4), (3, 2100, 4, 3), (2, 64, 1, 5), (2, 30, 9, 5), (1, 8, 8, 1)])
+@pytest.mark.parametrize(("coupled", "mapped"), [(False, False), (True, True)])
+def test_expand_level_equals_the_reference(
+    dtype: torch.dtype, bs: int, vocab: int, topk: int, depth: int, coupled: bool, mapped: bool
+) -> None:
+    check_expand_level("cpu", dtype, bs, vocab, topk, depth, coupled=coupled, mapped=mapped, guards=Guards())
