@@ -45,6 +45,11 @@ class AttentionBatch:
 class AttentionBackend(Protocol):
     """One attention implementation. `plan` is called once per forward pass, before its layers call `run`."""
 
+    @property
+    def batch(self) -> AttentionBatch | None:
+        """What was planned last: with tensor parallelism the forward pass sends it to the other processes."""
+        ...
+
     def plan(self, batch: AttentionBatch) -> None:
         """Prepare for one forward pass: everything that does not depend on the layer is computed here."""
         ...

@@ -59,6 +59,11 @@ class TorchAttention:
         self._pool: KVPool | None = None
         self._plan: _Plan | None = None
 
+    @property
+    def batch(self) -> AttentionBatch | None:
+        """See `AttentionBackend.batch`."""
+        return self._batch
+
     def plan(self, batch: AttentionBatch) -> None:
         """Take the batch of a step; the rest is made at its first layer, when the pool is known."""
         self._batch = batch

@@ -16,6 +16,11 @@ class KernelAttention:
     def __init__(self) -> None:
         self._batch: AttentionBatch | None = None
 
+    @property
+    def batch(self) -> AttentionBatch | None:
+        """See `AttentionBackend.batch`."""
+        return self._batch
+
     def plan(self, batch: AttentionBatch) -> None:
         """Keep the batch; the kernels read its tensors."""
         self._batch = batch

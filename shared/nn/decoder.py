@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import filter as match_names
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch.nn import functional
 
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.base.errors import CheckpointError, ConfigurationError
-from outrider.shared.kv.pool import KVPool
+from outrider.shared.kv.pool import KVPool, token_bytes
 from outrider.shared.nn.config import ModelConfig
 from outrider.shared.nn.fp8 import Fp8Source, expect_scales
 from outrider.shared.nn.generic.layout import GenericConfig
@@ -115,18 +116,9 @@ class Decoder:
 
     @classmethod
     def _load(cls, path: Path | str, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: Progress | None) -> Decoder:
-        with CheckpointReader(path, device=device, dtype=dtype, progress=progress) as reader:
-            expected = _expected(config)
-            source: TensorSource = reader
-            if config.weight_block:
-                expect_scales(expected, reader.tensors, config.weight_block)
-                source = Fp8Source(reader, reader.tensors, config.weight_block, dtype)
-            reader.check(expected.shapes, ignored=config.ignored, dtypes=expected.dtypes)
-            _log_ignored(path, config, [name for name in reader.names if name not in expected.shapes])
-            with torch.inference_mode():
-                parts = _load_parts(source, config)
-            fingerprint = hashlib.sha256(f"{config.fingerprint} {reader.fingerprint}".encode()).hexdigest()
-        return cls(config, parts.embedding, parts.layers, parts.norm, parts.lm_head, fingerprint)
+        with checked_source(path, config, device, dtype, progress) as checkpoint, torch.inference_mode():
+            parts = _load_parts(checkpoint.source, config)
+        return cls(config, parts.embedding, parts.layers, parts.norm, parts.lm_head, checkpoint.fingerprint)
 
     @property
     def weight_bytes(self) -> int:
@@ -141,6 +133,12 @@ class Decoder:
             num_pages, page_size, config.num_layers, config.num_kv_heads, config.head_dim, self.dtype, self.device, feature_size,
             latent=config.latent is not None,
         )  # fmt: skip
+
+    def token_bytes(self, feature_size: int = 0) -> int:
+        """Return the bytes that a token takes in this process's part of the pool, with a feature row of that width."""
+        config = self.config
+        latent = config.latent is not None
+        return token_bytes(config.num_layers, config.num_kv_heads, config.head_dim, self.dtype, feature_size, latent=latent)
 
     def weight(self, name: str) -> torch.Tensor:
         """Return a weight that a draft may borrow, by its name in the checkpoint: the embedding or the output head.
@@ -190,6 +188,39 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, vocab] fp32`` for hidden rows ``[rows, hidden_size]`` after the final norm."""
         return self._head(hidden).float()
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedSource:
+    """An open checkpoint whose headers are what the configuration needs.
+
+    Attributes:
+        source: Of its tensors, widened where they are stored in FP8.
+        fingerprint: Of configuration and weights.
+    """
+
+    source: TensorSource
+    fingerprint: str
+
+
+@contextmanager
+def checked_source(
+    path: Path | str, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: Progress | None = None
+) -> Iterator[CheckedSource]:
+    """Open a checkpoint of one of our own families and check its headers; the arguments are those of `Decoder.load`.
+
+    Raises:
+        CheckpointError: As `Decoder.load`.
+    """
+    with CheckpointReader(path, device=device, dtype=dtype, progress=progress) as reader:
+        expected = _expected(config)
+        source: TensorSource = reader
+        if config.weight_block:
+            expect_scales(expected, reader.tensors, config.weight_block)
+            source = Fp8Source(reader, reader.tensors, config.weight_block, dtype)
+        reader.check(expected.shapes, ignored=config.ignored, dtypes=expected.dtypes)
+        _log_ignored(path, config, [name for name in reader.names if name not in expected.shapes])
+        yield CheckedSource(source, hashlib.sha256(f"{config.fingerprint} {reader.fingerprint}".encode()).hexdigest())
 
 
 def _open_generic(path: Path | str, config: GenericConfig, device: torch.device, dtype: torch.dtype, progress: Progress | None) -> Decoder:
