@@ -1,0 +1,107 @@
+"""CUDA graphs by key: the first call of a key records it, later ones replay it. Without CUDA the same code simply runs.
+
+A graph replays fixed addresses. So a recorded function reads its inputs from tensors that never move, takes every host number that
+shapes its work from its key, waits for nothing, and returns tensors that the next replay overwrites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+WARM_UP_RUNS = 2
+"""Eager runs before a capture: Triton compiles, cuBLAS makes its workspaces, caches of addresses fill."""
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    graph: torch.cuda.CUDAGraph
+    result: Any
+
+
+class GraphCache:
+    """Graphs of one device. They share one memory pool, so they must be replayed on one stream, one after the other.
+
+    What `run` returns is valid until the next `run` or `capture` of *any* key of this cache: another graph may keep its intermediate
+    values at the same addresses. What must outlive that is copied, within the function, to a tensor made outside of it.
+
+    Args:
+        device: Where the functions run.
+        enabled: False runs every function eagerly on CUDA too.
+    """
+
+    def __init__(self, device: torch.device | str, enabled: bool = True) -> None:
+        self._device = torch.device(device)
+        self.enabled = enabled and self._device.type == "cuda"
+        self._recorded: dict[Hashable, _Recorded] = {}
+        self._pool: Any = None
+        self._memory_bytes = 0
+
+    @property
+    def keys(self) -> tuple[Hashable, ...]:
+        """What is recorded, oldest first."""
+        return tuple(self._recorded)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Device memory that the recordings took, the graphs' own structures included as far as the allocator saw them."""
+        return self._memory_bytes
+
+    def holds(self, key: Hashable) -> bool:
+        """Whether `run` with this key would not have to record; always true where nothing is recorded."""
+        return not self.enabled or key in self._recorded
+
+    def capture(self, key: Hashable, record: Callable[[], Any]) -> None:
+        """Record `key` unless it is recorded already; nothing happens on a CPU.
+
+        `record` runs `WARM_UP_RUNS` times for real. Call this while the static inputs hold idle rows (lengths 0, slots -1), so that
+        those runs store nothing that anybody reads. Waits for the device.
+        """
+        if self.holds(key):
+            return
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+            free_before, _total = torch.cuda.mem_get_info()
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UP_RUNS):
+                    record()
+            torch.cuda.current_stream().wait_stream(side)
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may use the device meanwhile: only this one must not.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                result = record()
+            torch.cuda.synchronize()
+            free_after, _total = torch.cuda.mem_get_info()
+        self._recorded[key] = _Recorded(graph, result)
+        self._memory_bytes += max(0, free_before - free_after)
+
+    def run(self, key: Hashable, record: Callable[[], Result]) -> Result:
+        """Run `record`: eagerly, or by replaying what was recorded under `key` (recorded now if it is new, see `capture`).
+
+        Returns:
+            What `record` returned: of a graph, the tensors made while it was recorded.
+        """
+        if not self.enabled:
+            return record()
+        self.capture(key, record)
+        recorded = self._recorded[key]
+        recorded.graph.replay()
+        result: Result = recorded.result
+        return result
+
+    def clear(self) -> None:
+        """Forget all graphs and give their memory back, e.g. because a tensor that they hold was replaced."""
+        if self._recorded:
+            torch.cuda.synchronize(self._device)
+        self._recorded.clear()
+        self._pool = None
+        self._memory_bytes = 0

@@ -1,0 +1,161 @@
+"""The seam between an engine that keeps its rounds on the device and a drafter that lives there too.
+
+In the steady state nothing of a round passes through the host: the engine enqueues round n + 1 (the draft's extend and growth, the
+verify pass, the walk) before it has read round n back. What one round leaves for the next is a `RoundState`: tensors that never move, so
+that CUDA graphs may hold them. The host learns of every round one round late.
+
+A composition of rows and a shape last from `DeviceDrafter.enter` to `DeviceRounds.leave`. In between, for every round, in this order:
+`reserve` (host), then `draft` (enqueued, or part of a graph that is replayed). `committed` follows when that round was read back, usually
+after the next `reserve` and `draft`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from outrider.shared.spec.tree import DraftBatch, DraftShape
+
+
+@dataclass(frozen=True, slots=True)
+class RoundState:
+    """A batch between two rounds, on the device. `bs` is a bucket: rows past the sequences, and rows that ended, are idle.
+
+    R, the columns, is at least depth + 1 of every shape that is drafted with this state. A row that is idle has count 0 and root token 0;
+    whoever reads the state must neither store nor move anything for it, and whatever is computed for it is ignored.
+
+    Attributes:
+        committed_lens: ``[bs] int32``; chosen tokens of the sequence, those of the last round included; the root is the last of them. Any
+            value ≥ 1 where the row is idle.
+        tokens: ``[bs, R] int32``; what the last round chose: the accepted drafts, then the bonus token, padded with 0. The root is the one
+            at column ``counts - 1``.
+        counts: ``[bs] int32``; how many of `tokens` (and rows of `features`) hold: 1…R, or 0 where the row is idle.
+        features: ``[bs, R, feature_size]``, in the dtype of the pool; row i < counts is the target's feature of position
+            ``committed_len - 1 - counts + i``, which pairs with ``tokens[i]`` (the token at index ``committed_len - counts + i``). Rows
+            from `counts` on hold anything, NaN included. A drafter that wants no features sees a width of 0.
+        temperature: ``[bs] fp32``; 0 = greedy.
+        seeds: ``[bs] int64``, the bit pattern of the request's seed.
+        choices: ``[bs] int32``; index among the n choices of the request.
+    """
+
+    committed_lens: torch.Tensor
+    tokens: torch.Tensor
+    counts: torch.Tensor
+    features: torch.Tensor
+    temperature: torch.Tensor
+    seeds: torch.Tensor
+    choices: torch.Tensor
+
+    @staticmethod
+    def idle(bs: int, columns: int, feature_size: int, dtype: torch.dtype, device: torch.device | str) -> RoundState:
+        """Make a state of idle rows; its tensors may be written outside inference mode too."""
+        with torch.inference_mode(False):
+            return RoundState(
+                committed_lens=torch.ones(bs, dtype=torch.int32, device=device),
+                tokens=torch.zeros((bs, columns), dtype=torch.int32, device=device),
+                counts=torch.zeros(bs, dtype=torch.int32, device=device),
+                features=torch.zeros((bs, columns, feature_size), dtype=dtype, device=device),
+                temperature=torch.zeros(bs, dtype=torch.float32, device=device),
+                seeds=torch.zeros(bs, dtype=torch.int64, device=device),
+                choices=torch.zeros(bs, dtype=torch.int32, device=device),
+            )
+
+    @property
+    def bs(self) -> int:
+        """Rows, idle ones included."""
+        return self.committed_lens.shape[0]
+
+    @property
+    def columns(self) -> int:
+        """R: the most tokens that a round may choose."""
+        return self.tokens.shape[1]
+
+    def roots(self) -> torch.Tensor:
+        """Return the last committed token of every row, ``[bs] int32``; 0 where the row is idle. Enqueued, no host."""
+        last = (self.counts.to(torch.int64) - 1).clamp_(min=0)
+        return self.tokens.gather(1, last[:, None])[:, 0]
+
+
+class DeviceRounds(Protocol):
+    """One composition of rows with one shape, between `enter` and `leave`. Engine thread only.
+
+    Attributes:
+        key: What the recorded work depends on beside the state's and the shape's sizes: addresses and widths of the drafter's static tensors
+            (e.g. its page table's bucket). Two rounds objects with the same key and the same state may share a graph; it may change in
+            `reserve`, and the engine then records another graph.
+    """
+
+    key: Hashable
+
+    def reserve(self, committed_upper: Sequence[int]) -> bool:
+        """Make room on the host for one more round.
+
+        Args:
+            committed_upper: One per session: no larger than this is `committed_lens` when the round that is enqueued next starts. The round
+                extends ≤ R rows and grows a tree behind them. Values do not shrink from call to call except for retired rows (then 0).
+
+        Returns:
+            False when there is no room: the engine then drains, leaves and goes the host's way. A grown page table is copied to its static
+            place in stream order, so that the round that runs meanwhile still sees the old one.
+        """
+        ...
+
+    def draft(self, state: RoundState) -> DraftBatch:
+        """Enqueue one round of drafting: extend by the `counts` rows of `state`, grow, build the trees.
+
+        Only enqueues (so that it can be captured): no host synchronisation, no branch on contents, the static tensors of this object and of
+        `state` are read and the drafter's own pool is written. Reads `state`, never writes it. On a CPU it runs at once, by the same code.
+        Whenever the engine captures, all rows of the state are idle and nothing may be stored that anybody reads.
+
+        Returns:
+            ``[state.bs, N]`` trees with N = the shape's `max_nodes`, node 0 the root; idle rows have ``num_nodes`` 1. `logprobs` may be None.
+        """
+        ...
+
+    def committed(self, tokens_per_row: Sequence[Sequence[int]]) -> None:
+        """Learn on the host what a round chose, when it has been read back: ≤ R tokens for each session, in the order of `enter`.
+
+        Empty for a retired row. A round may be running meanwhile. Tokens after a stop are not told: such a row is retired.
+        """
+        ...
+
+    def retire(self, rows: Sequence[int]) -> None:
+        """Let rows go idle: their sequences ended, and `Drafter.close` of their sessions follows.
+
+        Rows keep their places. From the next enqueued round on their count is 0; one that is enqueued already may still write to their pages,
+        which the stream orders before anything that a next owner of the pages enqueues, so they may be freed at once.
+        """
+        ...
+
+    def leave(self) -> None:
+        """End the rounds, after every enqueued one was read back and told by `committed`.
+
+        The sessions of rows that were not retired are then as if every commit had come the host's way: what `committed` told last is pending
+        with its features (those of the state, which may be reused right after this call, so they are copied in stream order). A batch that
+        was entered and left without a round is as it was before.
+        """
+        ...
+
+
+class DeviceDrafter(Protocol):
+    """What a `Drafter` with `device_resident` = True offers beside the seam of the host. Engine thread only."""
+
+    def enter(self, session_ids: Sequence[int], shape: DraftShape, state: RoundState) -> DeviceRounds | None:
+        """Start rounds on the device for these sessions; session i is row i of `state`, further rows are idle.
+
+        The engine has filled `committed_lens`, `temperature`, `seeds` and `choices`, and made every row idle. This call makes the drafter's
+        static tensors ready and fills `tokens`, `counts` and `features` of the sessions' rows from the commits that are pending (at least
+        the root's), in stream order. The session has been told every commit before.
+
+        Returns:
+            The rounds; or None when it cannot be now (a session is unknown or lacks features, more rows are pending than R, no room):
+            `state` then still holds idle rows only, the engine goes the host's way for this round, and may ask again at the next.
+        """
+        ...
+
+    def rounds_for_capture(self, shape: DraftShape, state: RoundState) -> DeviceRounds:
+        """Return rounds without sessions: all rows are idle, to record the graphs of this shape and batch before anybody is served."""
+        ...
