@@ -1,0 +1,96 @@
+"""round_plan in Triton: one program per sequence; the contract is in the package's docstring."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from outrider.kernels import _launch
+from outrider.kernels.round_plan.types import RoundPlan
+
+
+@triton.jit
+def _plan(
+    committed_lens, counts, tokens, max_nodes, page_table, table_stride,
+    out_tokens, out_features, extend_slots, level_slots, positions, lens, root_tokens, out_nodes, bs, rows,
+    DEPTH: tl.constexpr, TOPK: tl.constexpr, PAGE_SIZE: tl.constexpr, LEAD: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    if PDL:
+        gdc_wait()
+    sequence = tl.program_id(0)
+    count = tl.load(counts + sequence)
+    busy = count > 0
+    stable = tl.where(busy, tl.load(committed_lens + sequence) - 1 + LEAD, 0)
+    table = page_table + sequence.to(tl.int64) * table_stride
+    column = tl.arange(0, BLOCK_R)
+    source = column - (rows - count)
+    inside = column < rows
+    fresh = inside & (source >= 0)
+    index = stable - rows + column
+    row = sequence * rows + column
+    token = tl.load(tokens + sequence * rows + source, mask=fresh, other=0)
+    page = tl.load(table + index // PAGE_SIZE, mask=fresh, other=0).to(tl.int64)
+    scratch = tl.arange(0, BLOCK_L)
+    behind = stable + scratch
+    drafted = scratch < (DEPTH - 1) * TOPK
+    scratch_page = tl.load(table + behind // PAGE_SIZE, mask=drafted & busy, other=0).to(tl.int64)
+    nodes = tl.where(busy, tl.load(max_nodes + sequence), 1)
+    if PDL:
+        gdc_launch_dependents()
+    tl.store(out_tokens + row, token, mask=inside)
+    tl.store(out_features + row, sequence * rows + tl.maximum(source, 0), mask=inside)
+    tl.store(extend_slots + row, tl.where(fresh, page * PAGE_SIZE + index % PAGE_SIZE, -1), mask=inside)
+    tl.store(positions + row, tl.maximum(index, 0), mask=inside)
+    tl.store(root_tokens + sequence, tl.sum(tl.where(column == rows - 1, token, 0), 0))
+    tl.store(out_nodes + sequence, nodes)
+    level = scratch // TOPK  # less one
+    at = (level * bs + sequence) * TOPK + scratch % TOPK
+    tl.store(level_slots + at, tl.where(busy, scratch_page * PAGE_SIZE + behind % PAGE_SIZE, -1), mask=drafted)
+    tl.store(positions + bs * rows + at, tl.maximum(stable + level, 0), mask=drafted)
+    step = tl.arange(0, BLOCK_D)  # lens: before the extension, then by level from 0
+    length = tl.where(step == 0, stable - count, stable + tl.where(busy, (step - 1) * TOPK, 0))
+    tl.store(lens + step * bs + sequence, length, mask=step <= DEPTH)
+
+
+def round_plan(
+    committed_lens: torch.Tensor,
+    counts: torch.Tensor,
+    tokens: torch.Tensor,
+    max_nodes: torch.Tensor,
+    page_table: torch.Tensor,
+    depth: int,
+    topk: int,
+    page_size: int,
+    lead: int,
+) -> RoundPlan:
+    """See `outrider.kernels.round_plan.round_plan`."""
+    bs, rows = tokens.shape
+    device = tokens.device
+    scratch = (depth - 1) * topk
+
+    def integers(*shape: int) -> torch.Tensor:
+        return _launch.empty(shape, torch.int32, device)
+
+    plan = RoundPlan(
+        tokens=integers(bs * rows),
+        features=integers(bs * rows),
+        extend_slots=_launch.empty((bs * rows,), torch.int64, device),
+        level_slots=_launch.empty((depth - 1, bs * topk), torch.int64, device),
+        positions=integers(bs * rows + bs * scratch),
+        lens=integers(1 + depth, bs),
+        root_tokens=integers(bs),
+        max_nodes=integers(bs),
+    )
+    if bs:
+        with _launch.on_device_of(tokens):
+            _plan[(bs,)](
+                committed_lens.contiguous(), counts.contiguous(), tokens.contiguous(), max_nodes.contiguous(), page_table,
+                page_table.stride(0), plan.tokens, plan.features, plan.extend_slots, plan.level_slots, plan.positions, plan.lens,
+                plan.root_tokens, plan.max_nodes, bs, rows, DEPTH=depth, TOPK=topk, PAGE_SIZE=page_size, LEAD=lead,
+                BLOCK_R=_launch.next_power_of_2(rows), BLOCK_L=_launch.next_power_of_2(scratch),
+                BLOCK_D=_launch.next_power_of_2(1 + depth), num_warps=1, **_launch.dependent(tokens),
+            )  # fmt: skip
+    return plan
