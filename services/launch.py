@@ -18,7 +18,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider.services.option_checks import check_values
+from outrider.services.option_checks import DEFAULT_MAX_SESSIONS, check_values
 from outrider.services.supervisor import ChildSpec, Echo, Supervisor
 from outrider.shared.base.errors import CancelledError, ConfigurationError, UnavailableError
 from outrider.shared.spec.algorithm import Algorithm, check_given
@@ -60,6 +60,7 @@ class StackOptions:
         draft: Folder of the draft head or draft model, or None.
         algorithm: How to draft. AUTO without a draft serves without speculation.
         token_map: File of the token ids to draft; None = all of them.
+        ngram_corpus: File of further texts for n-grams.
         device, dtype: As the services take them.
         num_steps, topk, num_draft_tokens: Tree shape when a request names none.
         max_steps, max_topk, max_nodes: Caps of the shape that a request may name.
@@ -67,7 +68,7 @@ class StackOptions:
         skip_tokenizer: Token ids only.
         transport: AUTO takes the draft into the target's process on a machine with one GPU, else a process of its own.
         kv_tokens: Size of the KV caches in tokens, of target and draft alike, for several stacks on one GPU.
-        max_running_requests: Sequences that the target works on at once.
+        max_running_requests: Sequences that the target works on at once, and that the draft follows if they are more than its default.
         mem_fraction_static: Share of the GPU's memory for the target's weights and KV cache.
     """
 
@@ -75,6 +76,7 @@ class StackOptions:
     draft: Path | None = DEMO_DRAFT
     algorithm: Algorithm = Algorithm.AUTO
     token_map: Path | None = None
+    ngram_corpus: Path | None = None
     device: str = "auto"
     dtype: str = "auto"
     num_steps: int | None = None
@@ -124,20 +126,24 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
     caps = {"max-steps": options.max_steps, "max-topk": options.max_topk, "max-nodes": options.max_nodes}
     placement = {"device": options.device, "dtype": options.dtype, "log-level": options.log_level, "kv-tokens": options.kv_tokens}
     algorithm = {"speculative-algorithm": None if options.algorithm is Algorithm.AUTO else options.algorithm.value}
-    token_map = {"speculative-token-map": options.token_map}
+    texts = {"speculative-token-map": options.token_map, "ngram-corpus": options.ngram_corpus}
     capacity = {"max-running-requests": options.max_running_requests, "mem-fraction-static": options.mem_fraction_static}
 
     gateway = {"host": options.host, "port": options.port, "grpc-port": options.port + 1, "target": target_address}
     gateway |= {"tokenizer": None if options.skip_tokenizer else options.target, "log-level": options.log_level}
     drafter = draft_address or (f"{INPROC}{options.draft or ''}" if options.speculates else "none")
     target = {"listen": target_address, "model": options.target, "draft": drafter} | algorithm | shape | caps | placement | capacity
-    children = [_child("gateway", gateway), _child("target", target | (token_map if options.speculates and inproc else {}))]
+    children = [_child("gateway", gateway), _child("target", target | (texts if options.speculates and inproc else {}))]
     if draft_address:
-        draft = (
-            {"listen": draft_address, "draft": options.draft, "target-weights": options.target} | algorithm | token_map | caps | placement
-        )
+        draft = {"listen": draft_address, "draft": options.draft, "target-weights": options.target} | algorithm | texts | caps | placement
+        draft["max-sessions"] = _sessions(options.max_running_requests)
         children.append(_child("draft", draft, DRAFT_DRAIN_S))
     return StackPlan(tuple(children), f"http://{_reachable(options.host)}:{options.port}", target_address, draft_address)
+
+
+def _sessions(running: int | None) -> int | None:
+    """Return how many sequences the draft must follow for so many running ones; None = its default."""
+    return running if running is not None and running > DEFAULT_MAX_SESSIONS else None
 
 
 def _reachable(host: str) -> str:
@@ -177,6 +183,11 @@ def check_options(options: StackOptions) -> None:
             "PyTorch is not installed here, and target and draft need it: pip install 'outrider[engine]'.", field="torch"
         )
     _check_model_folder(options.target, "--target")
+    if options.algorithm is Algorithm.NONE and options.draft is not None:
+        raise ConfigurationError(
+            f"--speculative-algorithm NONE decodes without a draft, and --draft {options.draft} names one; leave one of the two out.",
+            field="--speculative-algorithm",
+        )
     if options.speculates or options.algorithm is Algorithm.STANDALONE:
         check_given(options.algorithm, options.draft, options.target)
     if options.draft is not None:
@@ -330,13 +341,15 @@ def serve_target(settings: TargetSettings) -> int:
             "draft": folder or None,
             "speculative_algorithm": settings.speculative_algorithm.value,
             "speculative_token_map": settings.speculative_token_map,
+            "ngram_corpus": settings.ngram_corpus,
             "target_weights": settings.model,
+            "max_sessions": settings.max_running_requests,
             **caps,
         }
     )
     draft.check()
-    plain = settings.model_copy(update={"draft": "none", "speculative_token_map": None})
-    return app.run(plain, lambda decoder: drafter_beside(decoder, draft))
+    plain = settings.model_copy(update={"draft": "none", "speculative_token_map": None, "ngram_corpus": None})
+    return app.run(plain, lambda decoder, kv_tokens: drafter_beside(decoder, draft.sized(kv_tokens)))
 
 
 def serve_draft(settings: DraftSettings) -> int:

@@ -12,6 +12,10 @@ import torch
 
 from outrider.services.doctor.finding import Finding
 from outrider.services.doctor.pair import Pair, expected_of
+from outrider.services.target.memory import Memory, working_bytes
+from outrider.services.target.memory import plan_memory as plan_memory_of_target
+from outrider.services.target.settings import TargetSettings
+from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.kv.pool import token_bytes
 from outrider.shared.nn.config import ModelConfig
 from outrider.shared.nn.loader import CheckpointReader
@@ -37,6 +41,8 @@ class MemoryPlan:
         draft_kv_per_token: Keys and values of the draft.
         context: Tokens of the target's full context.
         minimum: Weights, workspace and one text of `SMALLEST_CONTEXT` tokens (or the context, if that is shorter).
+        kv_tokens: What the target's cache holds by its defaults (`--mem-fraction-static` and all); 0 where the pair does not fit.
+        reserve: Of a GPU: kept for graphs, activations and logits by the target's defaults.
         full_context: The same with one text of the full context.
         available: Free on the device; total is what there is.
     """
@@ -48,6 +54,8 @@ class MemoryPlan:
     context: int
     minimum: int
     full_context: int
+    kv_tokens: int
+    reserve: int
     available: int
     total: int
 
@@ -70,6 +78,16 @@ def plan_memory(pair: Pair) -> MemoryPlan:
     workspace = int(weights * WORKSPACE)
     context = config.max_position_embeddings
     available, total = device_memory(pair.device)
+    settings = TargetSettings.load({"model": pair.target})
+    reserve = working_bytes(settings, config, pair.dtype) if pair.device.type == "cuda" else 0
+    memory = None
+    if pair.device.type == "cuda":
+        memory = Memory(total=total, free=available - weights, weights=target_weights, draft=draft_weights)
+    try:
+        planned = plan_memory_of_target(settings, target_kv + draft_kv, context, memory, reserve)
+        kv_tokens = planned.pages * planned.page_size
+    except ConfigurationError:
+        kv_tokens = 0
     return MemoryPlan(
         target_weights=target_weights,
         draft_weights=draft_weights,
@@ -78,6 +96,8 @@ def plan_memory(pair: Pair) -> MemoryPlan:
         context=context,
         minimum=weights + workspace + _pages(min(context, SMALLEST_CONTEXT) + MAX_NODES) * (target_kv + draft_kv),
         full_context=weights + workspace + _pages(context + MAX_NODES) * (target_kv + draft_kv),
+        kv_tokens=kv_tokens,
+        reserve=reserve,
         available=available,
         total=total,
     )
@@ -100,7 +120,7 @@ def check_memory(pair: Pair) -> Iterator[Finding]:
     elif plan.full_context > plan.available:
         yield Finding.warning("max_model_len", numbers, "Serve with a lower --max-model-len, or on a larger device.")
     else:
-        yield Finding.ok("device", numbers)
+        yield Finding.ok("device", f"{numbers}; by default the cache holds {plan.kv_tokens} tokens")
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:

@@ -81,6 +81,12 @@ class DraftSettings(ServiceSettings):
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigurationError("device: cuda was asked for and torch sees no GPU here; use --device cpu.", field="device")
 
+    def sized(self, kv_tokens: int) -> DraftSettings:
+        """Return the settings with a cache of so many tokens (and at least one largest tree), unless they name its size."""
+        if self.kv_tokens is not None:
+            return self
+        return self.model_copy(update={"kv_tokens": max(kv_tokens, self.max_topk * self.max_steps + self.page_size)})
+
     def max_shape(self) -> DraftShape:
         """Return the largest tree that may be asked for."""
         return DraftShape(self.max_steps, self.max_topk, self.max_nodes)

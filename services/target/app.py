@@ -16,17 +16,16 @@ from outrider.services.target.draft_client.remote import RemoteDrafter
 from outrider.services.target.drafter import NoDrafter
 from outrider.services.target.engine import TargetEngine
 from outrider.services.target.limits import EngineLimits
+from outrider.services.target.memory import Memory, MemoryPlan, draft_tokens, plan_memory, working_bytes
 from outrider.services.target.runner import ModelRunner
 from outrider.services.target.scheduler import Scheduler, SchedulerLimits
 from outrider.services.target.servicer import SERVICE_NAME, Serving, TargetServicer, register
-from outrider.services.target.settings import Memory, TargetSettings, plan_pages
+from outrider.services.target.settings import TargetSettings
 from outrider.services.target.synthetic import SyntheticAcceptance
 from outrider.services.target.warmup import check_parity, run_through
 from outrider.shared.attn.create import create_backend
-from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.base.lifecycle import watch_stop_signals
 from outrider.shared.engine.loop import EngineThread
-from outrider.shared.kv.pool import token_bytes
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.tokenizer_file import tokenizer_fingerprint
 from outrider.shared.obs.logging import configure_logging, get_logger
@@ -37,7 +36,8 @@ POLL_S = 0.02
 
 _log = get_logger("outrider.target")
 
-DrafterFactory = Callable[[Decoder], Drafter]
+DrafterFactory = Callable[[Decoder, int], Drafter]
+"""Makes a drafter for a model; the number is how many tokens its cache shall hold."""
 Result = TypeVar("Result")
 
 
@@ -144,8 +144,12 @@ class Target:
             decoder = Decoder.load(settings.model, device, settings.torch_dtype(), progress=_progress_logger(settings.model))
         config = decoder.config
         drafts = make_drafter is not None or settings.draft_address() is not None
-        num_pages = _num_pages(settings, decoder, drafts)
-        pool = decoder.make_pool(num_pages, settings.page_size)
+        plan = _plan(settings, decoder, drafts)
+        free = _free_bytes(device)
+        self.drafter = make_drafter(decoder, draft_tokens(settings, plan)) if make_drafter else _make_drafter(settings, decoder)
+        plan = _plan(settings, decoder, drafts, free - _free_bytes(device))
+        _log.info("memory", **plan.numbers())
+        pool = decoder.make_pool(plan.pages, settings.page_size)
         synthetic = stand_in.synthetic if stand_in is not None else None
         runner = ModelRunner(decoder, pool, create_backend(settings.attention_backend, device), synthetic=synthetic)
         scheduler = Scheduler(
@@ -156,7 +160,6 @@ class Target:
             ),
         )
         limits = EngineLimits(config.vocab_size, settings.max_model_len or config.max_position_embeddings, frozenset(config.eos_token_ids))
-        self.drafter = make_drafter(decoder) if make_drafter else _make_drafter(settings, decoder)
         self.engine = TargetEngine(runner, scheduler, self.drafter, limits)
         if stand_in is None:  # random weights have near-ties everywhere
             check_parity(runner, self.engine.controller)
@@ -171,7 +174,7 @@ class Target:
             max_running_requests=settings.max_running_requests,
             describe_draft=self._describe_draft,
         )
-        _log.info("engine started", pages=num_pages, page_size=settings.page_size, device=str(device), dtype=str(decoder.dtype))
+        _log.info("engine started", pages=plan.pages, page_size=settings.page_size, device=str(device), dtype=str(decoder.dtype))
 
     async def wait_for_draft(self, timeout_s: float) -> None:
         """Give the draft time to come up, then go on without it.
@@ -214,25 +217,25 @@ def _make_drafter(settings: TargetSettings, decoder: Decoder) -> Drafter:
     return RemoteDrafter(address, identity, decoder.weight, decoder.device, fault_deadline_s=settings.draft_fault_deadline_s)
 
 
-def _num_pages(settings: TargetSettings, decoder: Decoder, drafts: bool) -> int:
+def _plan(settings: TargetSettings, decoder: Decoder, drafts: bool, draft_bytes: int = 0) -> MemoryPlan:
+    """Share out the memory that there is now; `draft_bytes` of it went to the draft."""
     config, device = decoder.config, decoder.device
     feature_size = config.hidden_size if drafts else 0  # as wide as a row is for every head there is
-    latent = config.latent is not None
-    per_token = token_bytes(config.num_layers, config.num_kv_heads, config.head_dim, decoder.dtype, feature_size, latent=latent)
+    per_token = decoder.token_bytes(feature_size)
     memory = None
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        memory = Memory(total=total, free=free)
+        memory = Memory(total=total, free=free, weights=decoder.weight_bytes, draft=draft_bytes)
     max_model_len = settings.max_model_len or config.max_position_embeddings
-    pages = plan_pages(settings, per_token, max_model_len, memory)
-    smallest = -(-(settings.max_nodes + 2) // settings.page_size)
-    if pages < smallest:
-        raise ConfigurationError(
-            f"kv_tokens: {pages * settings.page_size} tokens hold no sequence with a tree of {settings.max_nodes} nodes; "
-            f"at least {smallest * settings.page_size} are needed.",
-            field="kv_tokens",
-        )
-    return pages
+    return plan_memory(settings, per_token, max_model_len, memory, working_bytes(settings, config, decoder.dtype))
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Return the free memory of a GPU, what torch merely keeps given back; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def _progress_logger(model: Path) -> Callable[[int, int], None]:

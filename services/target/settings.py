@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
@@ -16,9 +15,6 @@ from outrider.shared.base.settings import ServiceSettings, settings_config
 from outrider.shared.rpc.address import check_address, check_listen_address
 from outrider.shared.spec.algorithm import Algorithm
 from outrider.shared.spec.tree import DraftShape
-
-CPU_KV_TOKENS = 64 * 1024
-CPU_KV_BYTES = 1 << 30
 
 
 class Device(Enum):
@@ -128,40 +124,3 @@ class TargetSettings(ServiceSettings):
     def torch_dtype(self) -> torch.dtype | None:
         """Return the dtype, or None for the device's default."""
         return None if self.dtype is Dtype.AUTO else getattr(torch, self.dtype.value)
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """A device's memory in bytes, weights loaded."""
-
-    total: int
-    free: int
-
-
-def plan_pages(settings: TargetSettings, bytes_per_token: int, max_model_len: int, memory: Memory | None) -> int:
-    """Return how many pages the pool gets; pure, so that it is tested without a GPU.
-
-    Args:
-        settings: `kv_tokens`, `mem_fraction_static`, `page_size`.
-        bytes_per_token: Of all planes, feature rows included.
-        max_model_len: The pool holds at least one such sequence if memory allows.
-        memory: Of the GPU; None on a CPU.
-
-    Raises:
-        ConfigurationError: Not even one page fits.
-    """
-    if settings.kv_tokens is not None:
-        tokens = settings.kv_tokens
-    elif memory is None:
-        tokens = min(max(CPU_KV_TOKENS, 2 * max_model_len), CPU_KV_BYTES // bytes_per_token)
-    else:
-        static = int(memory.total * settings.mem_fraction_static) - (memory.total - memory.free)
-        tokens = static // bytes_per_token
-    pages = -(-tokens // settings.page_size) if settings.kv_tokens is not None else tokens // settings.page_size
-    if pages < 1:
-        raise ConfigurationError(
-            f"mem_fraction_static: no memory is left for the KV cache ({bytes_per_token * settings.page_size} bytes per page). "
-            "Raise --mem-fraction-static or free memory of the GPU.",
-            field="mem_fraction_static",
-        )
-    return pages

@@ -9,7 +9,7 @@ import pytest
 from outrider.common.v1 import common_pb2
 from outrider.services.target.convert import request_from_proto
 from outrider.services.target.request import SamplingParams, SpeculationLimits, SpeculationMode
-from outrider.services.target.settings import Memory, TargetSettings, plan_pages
+from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.errors import ConfigurationError, InvalidRequestError
 from outrider.shared.spec.tree import DraftShape
 from outrider.target.v1 import target_pb2
@@ -105,13 +105,3 @@ def test_settings_check_what_concerns_several_fields() -> None:
     assert TargetSettings.load({"model": "m", "draft": "grpc://h:1"}).draft_address() == "h:1"
     assert TargetSettings.load({"model": "m", "draft": "unix:/a"}).draft_address() == "unix:/a"
     assert TargetSettings.load({"model": "m"}).draft_address() is None
-
-
-def test_pages_follow_from_memory() -> None:
-    settings = TargetSettings.load({"model": "m", "page_size": 16, "mem_fraction_static": 0.5})
-    assert plan_pages(settings, 100, 2048, None) == 64 * 1024 // 16
-    assert plan_pages(settings, 1 << 20, 2048, None) == 1024 // 16, "at most 1 GiB on a CPU"
-    assert plan_pages(settings, 1000, 2048, Memory(total=1_000_000, free=900_000)) == 400 // 16
-    with pytest.raises(ConfigurationError):
-        plan_pages(settings, 1000, 2048, Memory(total=1_000_000, free=500_000))
-    assert plan_pages(TargetSettings.load({"model": "m", "kv_tokens": 100}), 1, 10, None) == 7

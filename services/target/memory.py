@@ -1,0 +1,174 @@
+"""How a GPU's memory is shared out: weights, draft, what a step works with, and the K/V cache gets the rest. Pure, so that it is tested
+without a GPU.
+
+    |-- elsewhere --|-- weights --|-- draft --|---------- K/V cache ----------|-- reserve: graphs, activations, logits --|-- unused --|
+    |----------------------- at most mem_fraction_static of the total --------|
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from outrider.services.target.settings import TargetSettings
+from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.nn.config import ModelConfig
+
+CPU_KV_TOKENS = 64 * 1024
+CPU_KV_BYTES = 1 << 30
+GIB = 1 << 30
+
+GRAPHS_BYTES = GIB // 2
+"""CUDA graphs of the decode steps, cuBLAS workspaces, compiled kernels."""
+ALLOCATOR_SLACK = 1.25
+"""On activations and logits: what the caching allocator rounds up and keeps in pieces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A GPU's memory in bytes, with everything loaded that the K/V cache shares it with.
+
+    Attributes:
+        total: Of the device.
+        free: Now, as the driver says.
+        weights: That the target's weights took.
+        draft: That the draft in this process took, its own cache included.
+    """
+
+    total: int
+    free: int
+    weights: int = 0
+    draft: int = 0
+
+    @property
+    def elsewhere(self) -> int:
+        """Used by neither: other processes, and the CUDA context."""
+        return self.total - self.free - self.weights - self.draft
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Who gets how many bytes, in the order of the module's picture.
+
+    Attributes:
+        memory: The parts that are there already; None on a CPU, where nothing else is counted.
+        reserve: Kept free for what a step works with.
+        bytes_per_token: Of the K/V cache, feature rows included.
+        page_size, pages: Of the K/V cache.
+    """
+
+    memory: Memory | None
+    reserve: int
+    bytes_per_token: int
+    page_size: int
+    pages: int
+
+    @property
+    def kv(self) -> int:
+        """Bytes of the K/V cache."""
+        return self.pages * self.page_size * self.bytes_per_token
+
+    def numbers(self) -> Mapping[str, float | int]:
+        """Return every part in GiB, for the log and for doctor."""
+        tokens = {"kv_tokens": self.pages * self.page_size, "kv_bytes_per_token": self.bytes_per_token}
+        memory = self.memory
+        if memory is None:
+            return {"kv_gib": _gib(self.kv), **tokens}
+        parts = {"elsewhere": memory.elsewhere, "weights": memory.weights, "draft": memory.draft, "kv": self.kv, "reserve": self.reserve}
+        unused = memory.free - self.kv - self.reserve
+        return {**{f"{name}_gib": _gib(size) for name, size in (*parts.items(), ("unused", unused), ("total", memory.total))}, **tokens}
+
+
+def plan_memory(settings: TargetSettings, bytes_per_token: int, max_model_len: int, memory: Memory | None, reserve: int = 0) -> MemoryPlan:
+    """Size the K/V cache.
+
+    Args:
+        settings: `kv_tokens`, `mem_fraction_static`, `page_size`, `max_nodes`.
+        bytes_per_token: Of all planes, feature rows included.
+        max_model_len: The pool of a CPU holds at least two such sequences if its bound allows.
+        memory: Of the GPU; None on a CPU.
+        reserve: `working_bytes`.
+
+    Raises:
+        ConfigurationError: The cache would hold no sequence with the largest tree, or `kv_tokens` does not fit; says what would do.
+    """
+    page = bytes_per_token * settings.page_size
+    smallest = -(-(settings.max_nodes + 2) // settings.page_size)  # pages of one sequence with its largest tree
+    if settings.kv_tokens is not None:
+        pages = -(-settings.kv_tokens // settings.page_size)
+        if memory is not None and pages * page > memory.free - reserve:
+            raise _too_many_tokens(settings, memory, reserve, bytes_per_token)
+        if pages < smallest:
+            raise ConfigurationError(
+                f"kv_tokens: {pages * settings.page_size} tokens hold no sequence with a tree of {settings.max_nodes} nodes; "
+                f"at least {smallest * settings.page_size} are needed.",
+                field="kv_tokens",
+            )
+    elif memory is None:
+        pages = min(max(CPU_KV_TOKENS, 2 * max_model_len), CPU_KV_BYTES // bytes_per_token) // settings.page_size
+    else:
+        used = memory.elsewhere + memory.weights + memory.draft
+        allowed = int(memory.total * settings.mem_fraction_static) - used
+        pages = max(0, min(allowed, memory.free - reserve)) // page
+        if pages < smallest:
+            raise _too_little_memory(settings, memory, reserve, smallest * page)
+    return MemoryPlan(memory, reserve, bytes_per_token, settings.page_size, max(pages, 1))
+
+
+def working_bytes(settings: TargetSettings, config: ModelConfig, dtype: torch.dtype) -> int:
+    """Return what a step needs beside weights and caches: CUDA graphs, activations of the widest step, logits of verified rows.
+
+    Args:
+        settings: `prefill_chunk`, `max_running_requests`, `num_draft_tokens`.
+        config: Of the target.
+        dtype: Of activations.
+    """
+    verified = settings.max_running_requests * settings.num_draft_tokens
+    rows = max(settings.prefill_chunk, verified)
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    widest = max(3 * config.intermediate_size, 2 * heads) + 6 * config.hidden_size  # residual, norms, captured layers; one layer's own
+    logits = verified * config.vocab_size * (dtype.itemsize + torch.float32.itemsize)
+    return GRAPHS_BYTES + int(ALLOCATOR_SLACK * (rows * widest * dtype.itemsize + logits))
+
+
+def draft_tokens(settings: TargetSettings, plan: MemoryPlan) -> int:
+    """Return how many tokens the cache of a draft in this process shall hold: the target's, and every sequence's tree while it grows.
+
+    Args:
+        settings: `max_running_requests`, `max_steps`, `max_topk`.
+        plan: Made before the draft is loaded.
+    """
+    return plan.pages * plan.page_size + settings.max_running_requests * (settings.max_steps * settings.max_topk + plan.page_size)
+
+
+def _too_many_tokens(settings: TargetSettings, memory: Memory, reserve: int, bytes_per_token: int) -> ConfigurationError:
+    most = max(0, memory.free - reserve) // (bytes_per_token * settings.page_size) * settings.page_size
+    return ConfigurationError(
+        f"kv_tokens: {settings.kv_tokens} tokens need {_gib(settings.kv_tokens or 0, bytes_per_token)} GiB; of {_gib(memory.free)} GiB "
+        f"that are free {_gib(reserve)} are kept for graphs and activations, so that at most {most} tokens fit. Lower --kv-tokens.",
+        field="kv_tokens",
+    )
+
+
+def _too_little_memory(settings: TargetSettings, memory: Memory, reserve: int, minimum: int) -> ConfigurationError:
+    used = memory.elsewhere + memory.weights + memory.draft
+    parts = (
+        f"the GPU has {_gib(memory.total)} GiB, of which the weights take {_gib(memory.weights)}, the draft {_gib(memory.draft)} and "
+        f"others {_gib(memory.elsewhere)}; {_gib(reserve)} are kept for graphs and activations"
+    )
+    if used + minimum + reserve <= memory.total:
+        fraction = -(-100 * (used + minimum) // memory.total) / 100
+        advice = f"Raise --mem-fraction-static from {settings.mem_fraction_static:g} to at least {fraction:g}"
+    else:
+        advice = "Free memory of the GPU, serve on a larger one or with a smaller --dtype, or lower --max-running-requests"
+    return ConfigurationError(
+        f"mem_fraction_static: no room is left for the K/V cache: {parts}, and one sequence with its largest tree needs "
+        f"{minimum / (1 << 20):.1f} MiB. {advice}.",
+        field="mem_fraction_static",
+    )
+
+
+def _gib(size: int, times: int = 1) -> float:
+    return round(size * times / GIB, 2)
