@@ -83,9 +83,9 @@ class DeviceRounds(Protocol):
     """One composition of rows with one shape, between `enter` and `leave`. Engine thread only.
 
     Attributes:
-        key: What the recorded work depends on beside the state's and the shape's sizes: addresses and widths of the drafter's static tensors
-            (e.g. its page table's bucket). Two rounds objects with the same key and the same state may share a graph; it may change in
-            `reserve`, and the engine then records another graph.
+        key: What the recorded work depends on beside the state's and the shape's sizes: addresses and widths of the drafter's static
+            tensors (e.g. its page table's bucket), and what a graph has fixed of the sampling (e.g. whether any row is warm). Two rounds
+            objects with the same key and the same state may share a graph; it may change in `reserve`, and the engine then records another.
     """
 
     key: Hashable
@@ -111,7 +111,8 @@ class DeviceRounds(Protocol):
         Whenever the engine captures, all rows of the state are idle and nothing may be stored that anybody reads.
 
         Returns:
-            ``[state.bs, N]`` trees with N = the shape's `max_nodes`, node 0 the root; idle rows have ``num_nodes`` 1. `logprobs` may be None.
+            ``[state.bs, N]`` trees with N = the shape's `max_nodes`, node 0 the root; idle rows have ``num_nodes`` 1. `logprobs` may be
+            None.
         """
         ...
 
@@ -125,17 +126,17 @@ class DeviceRounds(Protocol):
     def retire(self, rows: Sequence[int]) -> None:
         """Let rows go idle: their sequences ended, and `Drafter.close` of their sessions follows.
 
-        Rows keep their places. From the next enqueued round on their count is 0; one that is enqueued already may still write to their pages,
-        which the stream orders before anything that a next owner of the pages enqueues, so they may be freed at once.
+        Rows keep their places. From the next enqueued round on their count is 0; one that is enqueued already may still write to their
+        pages, which the stream orders before anything that a next owner of the pages enqueues, so they may be freed at once.
         """
         ...
 
     def leave(self) -> None:
         """End the rounds, after every enqueued one was read back and told by `committed`.
 
-        The sessions of rows that were not retired are then as if every commit had come the host's way: what `committed` told last is pending
-        with its features (those of the state, which may be reused right after this call, so they are copied in stream order). A batch that
-        was entered and left without a round is as it was before.
+        The sessions of rows that were not retired are then as if every commit had come the host's way: what `committed` told last is
+        pending with its features (those of the state, which may be reused right after this call, so they are copied in stream order). A
+        batch that was entered and left without a round is as it was before.
         """
         ...
 
