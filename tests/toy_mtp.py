@@ -141,10 +141,10 @@ class Model(nn.Module):
         return tokens[len(prompt) :]
 
     @torch.no_grad()
-    def draft(self, tokens: Sequence[int], depth: int) -> tuple[list[int], list[float]]:
+    def draft(self, tokens: Sequence[int], depth: int, path: Sequence[int] = ()) -> tuple[list[int], list[float]]:
         """Return a chain of `depth` tokens that the MTP layers expect after `tokens`, and the log-prob of each.
 
-        The last of `tokens` has no feature yet.
+        The last of `tokens` has no feature yet. The first tokens of the chain are those of `path`, whatever the layers expect.
         """
         known = list(tokens)
         states = self.hidden(torch.tensor([known]))[:, :-1]  # rows 0 … C - 2
@@ -159,9 +159,9 @@ class Model(nn.Module):
                 inputs, behind = torch.cat([inputs, states[:, -1:]], 1), used
             row_tokens = torch.tensor([[*known, *chain][behind : behind + inputs.shape[1]]])
             states = self.mtp_layers[index].join(self.embed_tokens(row_tokens), inputs, torch.arange(inputs.shape[1]))
-            best = torch.log_softmax(self.lm_head(states[0, -1]), -1).max(-1)
-            chain.append(int(best.indices))
-            logprobs.append(float(best.values))
+            known_logprobs = torch.log_softmax(self.lm_head(states[0, -1]), -1)
+            chain.append(path[level] if level < len(path) else int(known_logprobs.argmax()))
+            logprobs.append(float(known_logprobs[chain[-1]]))
         return chain, logprobs
 
 

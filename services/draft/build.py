@@ -68,7 +68,7 @@ def build_engine(settings: DraftSettings, device: torch.device, dtype: torch.dty
         lease_s=settings.lease_s,
         evict_idle_s=settings.evict_idle_s,
         row_source=info.row_source,
-        inherits=info.inherits,
+        rewind=info.rewind,
     )
     metrics = DraftMetrics()
     engine = DraftEngine(strategy, limits, metrics)

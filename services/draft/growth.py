@@ -23,19 +23,36 @@ LevelPass = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class Stage:
     """The part of a model that runs a level; a model that runs all levels alike has one.
 
-    A stage keeps K/V of its own. Its rows see the stable rows of that K/V and their ancestors of the same stage.
+    A stage keeps K/V of its own. Its rows see the stable rows of that K/V and their ancestors, of whatever level. A stage that takes over
+    at a level from 2 therefore runs the levels before first, on the states that the stage before made of their parents.
 
     Attributes:
-        first_level: The first level (from 1) that it runs.
         behind: Stable rows that its K/V has less than the sequence's: the row of position t of the MTP module after `behind` others takes
-            the token t + 1 + `behind`.
+            the token t + 1 + `behind`. Stages that lag 2 or more take over at level `behind`, from the one that lags one less.
     """
 
-    first_level: int = 1
     behind: int = 0
 
 
 ONE_STAGE = Stage()
+
+
+@dataclass(frozen=True, slots=True)
+class PassKey:
+    """One pass over the rows of a level (from 1) by a stage."""
+
+    level: int
+    stage: Stage
+
+
+def passes_of(model: GrowingModel, levels: int) -> list[list[PassKey]]:
+    """Return the passes of each level from 1, the last of which is the level's own; those before are what its stage has missed."""
+    passes: list[list[PassKey]] = []
+    for level in range(1, levels + 1):
+        stage = model.stage(level)
+        takes_over = level > 1 and stage != passes[-1][-1].stage
+        passes.append([PassKey(run, stage) for run in range(1 if takes_over else level, level + 1)])
+    return passes
 
 
 class GrowingModel(Protocol):
@@ -55,8 +72,10 @@ class GrowingModel(Protocol):
         """Return which part runs a level, from 1."""
         ...
 
-    def level_passes(self, positions: torch.Tensor, attention: AttentionBackend, pool: KVPool) -> Sequence[LevelPass]:
-        """Return the pass of each level from 1, for rows at ``positions [levels, rows]``."""
+    def level_passes(
+        self, positions: torch.Tensor, stages: Sequence[Stage], attention: AttentionBackend, pool: KVPool
+    ) -> Sequence[LevelPass]:
+        """Return the passes by the named stages, for rows at ``positions [passes, rows]``."""
         ...
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
@@ -76,7 +95,9 @@ class HeadGrowth:
         """See `GrowingModel.stage`."""
         return ONE_STAGE
 
-    def level_passes(self, positions: torch.Tensor, attention: AttentionBackend, pool: KVPool) -> Sequence[LevelPass]:
+    def level_passes(
+        self, positions: torch.Tensor, stages: Sequence[Stage], attention: AttentionBackend, pool: KVPool
+    ) -> Sequence[LevelPass]:
         """See `GrowingModel.level_passes`."""
         rotations = split_rotation(self._head.rotation(positions.view(-1)), positions.shape[0])
         return [partial(self._head.forward, rotation=rotation, attention=attention, pool=pool) for rotation in rotations]

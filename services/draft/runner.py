@@ -87,6 +87,7 @@ class PagedStrategy(ABC):
             topk=shapes[0].topk,
             max_nodes=[shape.max_nodes for shape in shapes],
             coupling=self._coupling(sessions),
+            stage_states=self._stage_states(sessions),
         )
         return self._grower.grow(batch)
 
@@ -105,6 +106,10 @@ class PagedStrategy(ABC):
     def _root_state(self, session: Session) -> torch.Tensor | None:
         """Return the state that level 0 starts from, ``[hidden]``."""
         return session.last_state
+
+    def _stage_states(self, sessions: Sequence[Session]) -> torch.Tensor | None:
+        """Return `GrowBatch.stage_states`, which only models of more than two stages need."""
+        return None
 
     def _coupling(self, sessions: Sequence[Session]) -> Coupling | None:
         if all(session.temperature <= 0 for session in sessions):

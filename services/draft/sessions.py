@@ -43,7 +43,7 @@ class SessionLimits:
         lease_s: A peer silent for so long loses its sessions.
         evict_idle_s: When the table is full, the least recently used session may go if nobody used it for so long.
         row_source: What the strategy's rows are made of.
-        inherits: Whether a reopened session may keep the strategy's rows of the common prefix.
+        rewind: Rows, besides the last, of the common prefix that a reopened session computes again.
     """
 
     max_sessions: int
@@ -54,7 +54,7 @@ class SessionLimits:
     lease_s: float = 10.0
     evict_idle_s: float = 1.0
     row_source: RowSource = RowSource.FEATURES
-    inherits: bool = True
+    rewind: int = 0
 
 
 class SessionTable:
@@ -117,7 +117,7 @@ class SessionTable:
             row_source=self.limits.row_source,
         )
         if known is not None:
-            _inherit(session, known, keep_rows=self.limits.inherits)
+            _inherit(session, known, self.limits.rewind)
         self._sessions[peer, fence.session_id] = session
         for base, rows in self._early.take(peer, fence.session_id, fence.epoch):
             answer = self.add_features(peer, fence.session_id, fence.epoch, base, rows, now)
@@ -287,14 +287,12 @@ class SessionTable:
         self._release(session)
 
 
-def _inherit(session: Session, known: Session, keep_rows: bool) -> None:
+def _inherit(session: Session, known: Session, rewind: int) -> None:
     """Hand the pages of `known` to its successor and keep the cached rows that both share.
 
-    The last shared row is computed again: growing a tree needs what the strategy made of it.
+    The last shared row, and `rewind` rows before it, are computed again: growing a tree needs what the strategy made of them.
     """
     session.lease, known.lease = known.lease, None
-    if not keep_rows:
-        return
     shared = 0
     for mine, theirs in zip(session.tokens, known.tokens, strict=False):
         if mine != theirs:
@@ -302,5 +300,5 @@ def _inherit(session: Session, known: Session, keep_rows: bool) -> None:
         shared += 1
     # A row of a feature was made of the token behind it too.
     valid = shared - 1 if session.row_source is RowSource.FEATURES else shared
-    session.cached_rows = max(0, min(known.cached_rows, valid, session.num_rows - 1))
+    session.cached_rows = max(0, min(known.cached_rows, valid, session.num_rows - 1) - rewind)
     session.features = FeatureQueue(session.cached_rows)

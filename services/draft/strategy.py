@@ -58,7 +58,7 @@ class StrategyInfo:
         max_len: Tokens of a session that it can follow.
         row_source: What the rows of its KV are made of.
         hidden_size: Of its model; 0 without one.
-        inherits: Whether the rows of a session's common prefix stay valid when it is opened again.
+        rewind: Rows, besides the last, of a session's common prefix that are computed again when it is opened again.
     """
 
     algorithm: str
@@ -69,7 +69,7 @@ class StrategyInfo:
     max_len: int
     row_source: RowSource = RowSource.FEATURES
     hidden_size: int = 0
-    inherits: bool = True
+    rewind: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import Commit, SequenceOpen
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
-from outrider.shared.spec.tree import DraftShape
+from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 torch.set_num_threads(1)
 COUNT = 24
@@ -161,20 +161,97 @@ def largest_error(model: Model, folder: Path, length: int) -> float:
     return float((proposal.trees.logprobs[0, 1:] - torch.tensor(logprobs)).abs().max())
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-def test_log_probs_of_a_chain_are_the_references(tmp_path: Path, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random layers that look at positions: an error of one position shows."""
+def sharp_model(layers: int) -> Model:
+    """Random layers that look at positions: an error of one position, or a row that is not seen, shows."""
     torch.manual_seed(layers)
     model = Model(1, layers)
     for name, parameter in model.named_parameters():
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             parameter.data *= 4
+    return model
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 4, 5])
+def test_log_probs_of_a_chain_are_the_references(tmp_path: Path, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = sharp_model(layers)
     folder = save(model, tmp_path)
-    for length in (2, 3, 4, 13):
+    for length in (2, 3, 4, 5, 13):
         assert largest_error(model, folder, length) < 1e-4
     passes = MtpModel.level_passes
     monkeypatch.setattr(MtpModel, "level_passes", lambda model, positions, *rest: passes(model, positions + 1, *rest))
     assert largest_error(model, folder, 13) > 1e-3
+
+
+class Session:
+    """One sequence followed by an engine of its own, with the features that the target would send."""
+
+    def __init__(self, model: Model, folder: Path) -> None:
+        settings = DraftSettings.load({"target_weights": folder, "device": "cpu", "kv_tokens": 2048, "page_size": 4})
+        self._model = model
+        self._engine = build_engine(settings, torch.device("cpu"), torch.float32)
+        self._peer, self._epoch = PeerId(1), 0
+
+    def open(self, tokens: list[int], parts: int) -> int:
+        """Open (again), send all features but those held, some at a time, and return from which row on."""
+        self._epoch += 1
+        fence = Fence(1, self._epoch, len(tokens), extend_prefix_hash(FNV_OFFSET, tokens))
+        held = self._engine.open(self._peer, SequenceOpen(fence, tokens, 0, 0.0)).have_len
+        features = self._model.hidden(torch.tensor([tokens]))[0].detach()
+        for base in range(held, len(tokens) - 1, parts):
+            self._engine.add_features(self._peer, 1, self._epoch, base, features[base : min(base + parts, len(tokens) - 1)])
+            self._engine.step()
+        return held
+
+    def tree(self, tokens: list[int], shape: DraftShape) -> DraftBatch:
+        """Ask for a tree behind all tokens."""
+        fence = Fence(1, self._epoch, len(tokens), extend_prefix_hash(FNV_OFFSET, tokens))
+        self._engine.commit(self._peer, Commit(fence, len(tokens), (), None), Ask(1, shape, 0.0))
+        (proposal,) = self._engine.step().proposals
+        return proposal.trees
+
+
+def largest_tree_error(model: Model, tokens: list[int], trees: DraftBatch) -> float:
+    """Return how far the log-prob of any node is from what the reference says of its path."""
+    assert trees.logprobs is not None
+    paths: list[list[int]] = [[]]
+    worst = 0.0
+    for node in range(1, int(trees.num_nodes[0])):
+        paths.append([*paths[int(trees.parents[0, node])], int(trees.tokens[0, node])])
+        _, expected = model.draft(tokens, len(paths[node]), paths[node])
+        worst = max(worst, abs(expected[-1] - float(trees.logprobs[0, node])))
+    return worst
+
+
+@pytest.mark.parametrize("layers", [2, 3, 4])
+def test_every_node_of_a_tree_sees_its_whole_path_in_every_layer(tmp_path: Path, layers: int) -> None:
+    model = sharp_model(layers)
+    folder = save(model, tmp_path)
+    for length in (2, 3, 4, 11):
+        session = Session(model, folder)
+        tokens = sample_text(1, length, torch.Generator().manual_seed(length))[0].tolist()
+        session.open(tokens, parts=3)
+        trees = session.tree(tokens, DraftShape(6, 3, 30))
+        assert int(trees.depths[0].max()) >= 4
+        assert largest_tree_error(model, tokens, trees) < 1e-4
+
+
+@pytest.mark.parametrize("parts", [1, 2, 16])
+@pytest.mark.parametrize("layers", [1, 2, 3, 4])
+def test_a_reopened_session_keeps_the_rows_of_the_common_prefix(tmp_path: Path, layers: int, parts: int) -> None:
+    """Cut back, then gone on with otherwise: rows of the second text only, in every layer."""
+    model = sharp_model(layers)
+    session = Session(model, save(model, tmp_path))
+    text, other = sample_text(2, 24, torch.Generator().manual_seed(1)).tolist()
+    session.open(text, parts=5)
+    session.tree(text, DraftShape(4, 2, 9))  # scratch rows that must leave no trace
+    for shared, length in ((17, 20), (20, 20), (3, 24), (24, 24)):
+        tokens = [*text[:shared], *other[shared:length]]
+        held = session.open(tokens, parts)
+        assert held == max(0, shared - 1 - (shared == length) - (layers - 1)) or shared == 24
+        assert held > 0 or shared == 3
+        trees = session.tree(tokens, DraftShape(5, 2, 12))
+        assert largest_tree_error(model, tokens, trees) < 1e-4
+        text = tokens + text[len(tokens) :]
 
 
 def save_broken(folder: Path, to: Path, weights: dict[str, torch.Tensor]) -> Path:

@@ -5,8 +5,8 @@ after the final norm), and predicts the token t + 2 + m. Each layer has K/V of i
 layer m has C - 1 - m rows. Level i of a tree is run by layer i: its rows complete the sequence of that layer by the drafted token. Levels
 beyond the last layer repeat it, its own state taking the place of the one before, as models with one MTP layer are served.
 
-With two layers that is the published computation. From the third layer on, a row of a tree does not see the rows between the stable
-ones and itself (layer m has m - 1 of them), whose tokens are drafted as well: they would have to be computed once for every path.
+From the third layer on, there are rows between the stable ones and the row of a tree's node (layer m has m - 1 of them), whose tokens are
+drafted as well: those of the node's ancestors. When layer m takes over at level m, it runs the levels before too; see `growth.Stage`.
 """
 
 from __future__ import annotations
@@ -89,15 +89,16 @@ class MtpModel:
 
     def stage(self, level: int) -> Stage:
         """See `GrowingModel.stage`."""
-        behind = min(level, self.depth - 1)
-        return Stage(first_level=max(1, behind), behind=behind)
+        return Stage(behind=min(level, self.depth - 1))
 
-    def level_passes(self, positions: torch.Tensor, attention: AttentionBackend, pool: KVPool) -> Sequence[LevelPass]:
+    def level_passes(
+        self, positions: torch.Tensor, stages: Sequence[Stage], attention: AttentionBackend, pool: KVPool
+    ) -> Sequence[LevelPass]:
         """See `GrowingModel.level_passes`."""
         rotations = split_rotation(self._rope(positions.view(-1)), positions.shape[0])
         return [
-            partial(self._run, self.stage(level).behind, rotation=rotation, positions=rows, attention=attention, pool=pool)
-            for level, (rotation, rows) in enumerate(zip(rotations, positions, strict=True), 1)
+            partial(self._run, stage.behind, rotation=rotation, positions=rows, attention=attention, pool=pool)
+            for stage, rotation, rows in zip(stages, rotations, positions, strict=True)
         ]
 
     def run(
@@ -149,8 +150,8 @@ class MtpStrategy(PagedStrategy):
             feature_size=config.hidden_size,
             max_len=longest_session(pool, max_shape),
             hidden_size=config.hidden_size,
-            # Later layers go on from the states of the rows before, which a reopened session has not.
-            inherits=model.depth == 1,
+            # Layer m goes on from what the layer before made of the row m - 1 before its own, which a reopened session has not.
+            rewind=model.depth - 1,
         )
         super().__init__(info, model, pool, attention)
         self._model = model
@@ -181,24 +182,23 @@ class MtpStrategy(PagedStrategy):
 
     @torch.inference_mode()
     def extend(self, sessions: Sequence[Session], max_rows: int) -> None:
-        """See `DraftStrategy.extend`. ``last_state [layers, hidden]`` holds the state of each layer's last row."""
+        """See `DraftStrategy.extend`. ``last_state [layers, hidden]`` holds the state of the last row of each layer that has rows."""
         chunks = take_chunks(sessions, max_rows)
         if not chunks:
             return
         model = self._model
         before = [chunk.session.last_state for chunk in chunks]
-        after = [torch.zeros(model.depth, self.info.hidden_size, device=model.device, dtype=model.dtype) for _ in chunks]
+        after: list[list[torch.Tensor]] = [[] for _ in chunks]
         parts = list(take_features(chunks, model.device, model.dtype).split_with_sizes([chunk.count for chunk in chunks]))
         for layer in range(model.depth):
             if layer:
-                parts = [_inputs(outputs, states, chunk.start, layer) for outputs, states, chunk in zip(parts, before, chunks, strict=True)]
+                parts = [_inputs(outputs, states, layer) for outputs, states in zip(parts, before, strict=True)]
             parts = self._run_layer(layer, chunks, parts)
             for states, outputs in zip(after, parts, strict=True):
-                if outputs.shape[0]:
-                    states[layer] = outputs[-1]
+                states += outputs[-1:].unbind(0)
         for chunk, states in zip(chunks, after, strict=True):
             chunk.session.cached_rows += chunk.count
-            chunk.session.last_state = states
+            chunk.session.last_state = torch.stack(states)
 
     def _run_layer(self, layer: int, chunks: Sequence[RowChunk], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run a layer over its new rows of each chunk, ``inputs[i] [rows, hidden]``; the last of them is ``chunk.stop - 1 - layer``."""
@@ -225,16 +225,23 @@ class MtpStrategy(PagedStrategy):
     def _root_state(self, session: Session) -> torch.Tensor | None:
         return None if session.last_state is None else session.last_state[0]
 
+    def _stage_states(self, sessions: Sequence[Session]) -> torch.Tensor | None:
+        depth = self._model.depth
+        if depth <= 2:
+            return None
+        states = [session.last_state for session in sessions if session.last_state is not None]
+        # A layer without rows has no row of a tree that would go on from its state.
+        return torch.stack([functional.pad(rows, (0, 0, 0, depth - rows.shape[0])) for rows in states])
 
-def _inputs(outputs: torch.Tensor, before: torch.Tensor | None, start: int, layer: int) -> torch.Tensor:
+
+def _inputs(outputs: torch.Tensor, before: torch.Tensor | None, layer: int) -> torch.Tensor:
     """Return what `layer` takes for its new rows: what the layer before made of all its rows up to the last but one.
 
     Args:
         outputs: ``[rows, hidden]`` of the layer before; its last row waits for a token that is not known yet.
-        before: ``[layers, hidden]``, states of the last rows of the time before, or None at the first time.
-        start: First new row of layer 0.
+        before: ``[layers, hidden]``, states of the last rows of the time before, of the layers that had any; None at the first time.
         layer: From 1.
     """
-    if start >= layer and before is not None:
+    if before is not None and before.shape[0] >= layer:
         return torch.cat([before[layer - 1 : layer], outputs[:-1]])
     return outputs[:-1]

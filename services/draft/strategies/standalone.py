@@ -45,7 +45,9 @@ class DecoderGrowth:
         """See `GrowingModel.stage`."""
         return ONE_STAGE
 
-    def level_passes(self, positions: torch.Tensor, attention: AttentionBackend, pool: KVPool) -> Sequence[LevelPass]:
+    def level_passes(
+        self, positions: torch.Tensor, stages: Sequence[Stage], attention: AttentionBackend, pool: KVPool
+    ) -> Sequence[LevelPass]:
         """See `GrowingModel.level_passes`."""
 
         def level(rows: torch.Tensor) -> LevelPass:
