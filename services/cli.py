@@ -66,6 +66,10 @@ TokenMap = Annotated[
     Path | None,
     typer.Option("--speculative-token-map", help="FR-Spec: file of the token ids to draft (.pt, .safetensors, .json).", metavar="FILE"),
 ]
+NgramCorpus = Annotated[
+    Path | None,
+    typer.Option("--ngram-corpus", help="NGRAM: further texts, .json or .jsonl of token ids or texts, or a text a line.", metavar="FILE"),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …")]
 Dtype = Annotated[str, typer.Option(help="auto (bf16 on CUDA, fp32 on CPU), float32, bfloat16, float16.")]
 NumSteps = Annotated[int | None, typer.Option("--num-steps", "--speculative-num-steps", help="Depth of drafting.", show_default="5")]
@@ -106,6 +110,7 @@ def up(
     draft: DraftDir = None,
     algorithm: SpeculativeAlgorithm = Algorithm.AUTO,
     token_map: TokenMap = None,
+    ngram_corpus: NgramCorpus = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     num_steps: NumSteps = None,
@@ -133,6 +138,7 @@ def up(
         draft=_draft_folder(target, draft, algorithm),
         algorithm=algorithm,
         token_map=token_map,
+        ngram_corpus=ngram_corpus,
         device=device,
         dtype=dtype,
         num_steps=num_steps,

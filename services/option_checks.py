@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.spec.algorithm import TOKEN_MAP_SUFFIXES, Algorithm
 
 if TYPE_CHECKING:
     from outrider.services.launch import StackOptions
@@ -18,6 +19,10 @@ MAX_PORT = 65535
 DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+DEFAULT_NUM_STEPS, DEFAULT_TOPK, DEFAULT_NUM_DRAFT_TOKENS = 5, 4, 16
+DEFAULT_MAX_STEPS, DEFAULT_MAX_TOPK, DEFAULT_MAX_NODES = 16, 16, 128
+DEFAULT_MAX_SESSIONS = 64
+"""The services' own defaults, known here without importing them; a test compares."""
 # NVIDIA's driver, the same under WSL, and ROCm's, whose GPUs torch calls cuda too.
 GPU_DEVICES = ("nvidia[0-9]*", "dxg", "kfd")
 
@@ -44,21 +49,63 @@ def check_values(options: StackOptions, devices: Path = Path("/dev")) -> None:
     for flag, text, allowed in (("--dtype", options.dtype, DTYPES), ("--log-level", options.log_level, LOG_LEVELS)):
         if text not in allowed:
             raise _wrong(flag, text, f"one of {', '.join(allowed)}")
-    for flag, value, cap_flag, cap in (
-        ("--num-steps", options.num_steps, "--speculative-max-steps", options.max_steps),
-        ("--topk", options.topk, "--speculative-max-topk", options.max_topk),
-        ("--num-draft-tokens", options.num_draft_tokens, "--speculative-max-nodes", options.max_nodes),
-    ):
-        for name, number in ((flag, value), (cap_flag, cap)):
-            if number is not None and number < 1:
-                raise _wrong(name, number, "at least 1", "; --draft none serves without speculation")
-        if value is not None and cap is not None and value > cap:
-            raise ConfigurationError(f"{flag} {value} is above {cap_flag} {cap}; raise the cap or lower the default.", field=flag)
+    _check_shape(options)
+    _check_files(options)
     for flag, number in (("--max-running-requests", options.max_running_requests), ("--kv-tokens", options.kv_tokens)):
         if number is not None and number < 1:
             raise _wrong(flag, number, "at least 1")
     if options.mem_fraction_static is not None and not 0 < options.mem_fraction_static < 1:
         raise _wrong("--mem-fraction-static", options.mem_fraction_static, "between 0 and 1, both excluded")
+
+
+def _check_shape(options: StackOptions) -> None:
+    """Compare the default tree with its caps, the services' own defaults where a flag was not given."""
+    for flag, value, default, cap_flag, cap, default_cap in (
+        ("--num-steps", options.num_steps, DEFAULT_NUM_STEPS, "--speculative-max-steps", options.max_steps, DEFAULT_MAX_STEPS),
+        ("--topk", options.topk, DEFAULT_TOPK, "--speculative-max-topk", options.max_topk, DEFAULT_MAX_TOPK),
+        (
+            *("--num-draft-tokens", options.num_draft_tokens, DEFAULT_NUM_DRAFT_TOKENS),
+            *("--speculative-max-nodes", options.max_nodes, DEFAULT_MAX_NODES),
+        ),
+    ):
+        for name, number in ((flag, value), (cap_flag, cap)):
+            if number is not None and number < 1:
+                raise _wrong(name, number, "at least 1", "; --draft none serves without speculation")
+        asked, most = (default if value is None else value), (default_cap if cap is None else cap)
+        if asked > most:
+            raise ConfigurationError(
+                f"{_said(flag, asked, value)} is above {_said(cap_flag, most, cap)}; raise the cap or lower the default.", field=flag
+            )
+    num_steps = options.num_steps or DEFAULT_NUM_STEPS
+    if options.topk == 1 and options.num_draft_tokens is not None and options.num_draft_tokens > num_steps + 1:
+        raise ConfigurationError(
+            f"--num-draft-tokens {options.num_draft_tokens}: with --topk 1 drafts are a chain of num_steps + 1 = {num_steps + 1} nodes; "
+            "lower it, or raise --num-steps or --topk.",
+            field="--num-draft-tokens",
+        )
+
+
+def _check_files(options: StackOptions) -> None:
+    """Refuse a token map or a corpus that is not there, or that nothing would read."""
+    for flag, path in (("--speculative-token-map", options.token_map), ("--ngram-corpus", options.ngram_corpus)):
+        if path is not None and not path.is_file():
+            raise ConfigurationError(f"{flag} {path}: there is no such file.", field=flag)
+    if options.token_map is not None and options.token_map.suffix not in TOKEN_MAP_SUFFIXES:
+        raise _wrong("--speculative-token-map", options.token_map, f"a file of {', '.join(TOKEN_MAP_SUFFIXES)}")
+    if options.token_map is not None and (options.algorithm is Algorithm.NGRAM or not options.speculates):
+        why = "n-grams have no vocabulary of their own" if options.algorithm is Algorithm.NGRAM else "nothing drafts"
+        raise ConfigurationError(
+            f"--speculative-token-map: {why}; leave it out, or give a --draft that it restricts.", field="--speculative-token-map"
+        )
+    if options.ngram_corpus is not None and options.algorithm is not Algorithm.NGRAM:
+        raise ConfigurationError(
+            f"--ngram-corpus {options.ngram_corpus} is read by NGRAM only; ask for --speculative-algorithm NGRAM, or leave it out.",
+            field="--ngram-corpus",
+        )
+
+
+def _said(flag: str, value: int, given: int | None) -> str:
+    return f"{flag} {value}" + (" (the default)" if given is None else "")
 
 
 def _wrong(flag: str, value: object, allowed: str, hint: str = "") -> ConfigurationError:

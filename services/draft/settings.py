@@ -74,6 +74,11 @@ class DraftSettings(ServiceSettings):
         """
         check_listen_address(self.listen, "listen", allow_remote=self.insecure)
         check_given(self.speculative_algorithm, self.draft, self.target_weights)
+        if self.ngram_corpus is not None and self.speculative_algorithm is not Algorithm.NGRAM:
+            raise ConfigurationError(
+                f"ngram_corpus: {self.ngram_corpus} is read by NGRAM only; ask for --speculative-algorithm NGRAM, or leave it out.",
+                field="ngram_corpus",
+            )
         if self.ngram_min_match > self.ngram_max_match:
             raise ConfigurationError(
                 f"ngram_min_match = {self.ngram_min_match} is above ngram_max_match = {self.ngram_max_match}.", field="ngram_min_match"

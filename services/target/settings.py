@@ -51,6 +51,7 @@ class TargetSettings(ServiceSettings):
         Algorithm.AUTO, description="As for the draft; NONE decodes without one, auto is what the draft says it is."
     )
     speculative_token_map: Path | None = Field(None, description="With a draft in this process: the token ids to draft (FR-Spec).")
+    ngram_corpus: Path | None = Field(None, description="With n-grams in this process: further texts, as for `outrider serve draft`.")
     num_steps: int = Field(5, ge=1, description="Depth of a draft tree when a request names none.")
     topk: int = Field(4, ge=1, description="Branching per level when a request names none.")
     num_draft_tokens: int = Field(16, ge=1, description="Nodes verified per round, the root included, when a request names none.")
@@ -87,10 +88,21 @@ class TargetSettings(ServiceSettings):
         ):
             if value > cap:
                 raise ConfigurationError(f"{name} = {value} is above {cap_name} = {cap}; raise the cap or lower the default.", field=name)
+        # Not for the default: a chain takes of it what it needs.
+        if self.topk == 1 and self.num_draft_tokens > self.num_steps + 1 and "num_draft_tokens" in self.model_fields_set:
+            raise ConfigurationError(
+                f"num_draft_tokens = {self.num_draft_tokens}: with topk 1 drafts are a chain of num_steps + 1 = {self.num_steps + 1} "
+                "nodes; lower it, or raise num_steps or topk.",
+                field="num_draft_tokens",
+            )
         if self.speculative_token_map is not None and not self.draft.startswith("inproc:"):
             raise ConfigurationError(
                 "speculative_token_map: the draft runs apart and cuts its own lm_head; give the flag to `outrider serve draft`.",
                 field="speculative_token_map",
+            )
+        if self.ngram_corpus is not None and not self.draft.startswith("inproc:"):
+            raise ConfigurationError(
+                "ngram_corpus: the draft runs apart and reads its own; give the flag to `outrider serve draft`.", field="ngram_corpus"
             )
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigurationError("device: cuda was asked for and torch sees no GPU here; use --device cpu.", field="device")

@@ -8,6 +8,8 @@ from pathlib import Path
 from outrider.shared.base.errors import ConfigurationError
 
 FIELD = "speculative_algorithm"
+TOKEN_MAP_SUFFIXES = (".pt", ".pth", ".bin", ".safetensors", ".json")
+"""Of the files that `speculative_token_map` may name."""
 
 
 class Algorithm(Enum):

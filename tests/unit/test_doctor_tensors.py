@@ -42,7 +42,8 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:  # type: ignore[no-untyped-call]
-            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}
+            names = opened.keys()
+            tensors |= {name: opened.get_tensor(name) for name in names}
     return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
 
 

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from outrider.services import launch
+from outrider.services.draft.settings import DraftSettings
 from outrider.services.launch import StackOptions, StackPlan, Transport, check_options, plan_stack, wants_inproc
+from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.spec.algorithm import Algorithm
 
 RUNTIME = Path("/run/x")
 
@@ -62,6 +65,38 @@ def test_capacity_goes_to_the_services_that_know_it() -> None:
         assert "--max-running-requests" not in lines[service]
         assert "--mem-fraction-static" not in lines[service]
     assert "--kv-tokens" not in lines["gateway"]
+
+
+def test_more_running_requests_than_a_draft_follows_raise_its_sessions() -> None:
+    few, many = (command_lines(plan_stack(StackOptions(max_running_requests=n), RUNTIME, inproc=False)) for n in (64, 65))
+    assert "--max-sessions" not in few["draft"]
+    assert "--max-sessions 65" in many["draft"]
+
+
+@pytest.mark.parametrize("inproc", [False, True])
+def test_a_corpus_goes_to_the_process_that_drafts(inproc: bool) -> None:
+    options = StackOptions(target=Path("/m/t"), draft=None, algorithm=Algorithm.NGRAM, ngram_corpus=Path("/m/texts.jsonl"))
+    lines = command_lines(plan_stack(options, RUNTIME, inproc=inproc))
+    assert [name for name, line in lines.items() if "--ngram-corpus /m/texts.jsonl" in line] == ["target" if inproc else "draft"]
+
+
+def test_a_draft_that_is_asked_for_and_away_is_refused_by_both_flags(pair: tuple[Path, Path]) -> None:
+    with pytest.raises(ConfigurationError, match=r"--speculative-algorithm NONE .*--draft .* names one") as caught:
+        check_options(StackOptions(target=pair[0], draft=pair[1], algorithm=Algorithm.NONE, port=launch.free_port()))
+    assert caught.value.field == "--speculative-algorithm"
+    check_options(StackOptions(target=pair[0], draft=None, algorithm=Algorithm.NONE, port=launch.free_port()))
+
+
+def test_the_draft_in_the_targets_process_gets_its_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made: list[DraftSettings] = []
+    monkeypatch.setattr("outrider.services.target.app.run", lambda settings, make: made.append(make) or 0)
+    monkeypatch.setattr("outrider.services.draft.inproc.drafter_beside", lambda decoder, draft: made.append(draft))
+    values = {"model": "/m", "draft": "inproc:", "speculative_algorithm": "NGRAM", "ngram_corpus": tmp_path / "c.txt", "kv_tokens": 8192}
+    assert launch.serve_target(TargetSettings.load({**values, "max_running_requests": 70, "device": "cpu"})) == 0
+    make = made.pop()
+    make(None, 8192)  # type: ignore[operator]
+    (draft,) = made
+    assert (draft.ngram_corpus, draft.kv_tokens, draft.max_sessions) == (tmp_path / "c.txt", 8192, 70)
 
 
 def test_in_process_plan_has_no_draft_process() -> None:

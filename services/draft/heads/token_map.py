@@ -14,6 +14,7 @@ import torch
 
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.tensor_file import open_tensor_file
+from outrider.shared.spec.algorithm import TOKEN_MAP_SUFFIXES
 
 FIELD = "speculative_token_map"
 
@@ -77,9 +78,5 @@ def _read_safetensors(path: Path) -> object:
 
 
 READERS: Mapping[str, Callable[[Path], object]] = {
-    ".pt": _read_pickled,
-    ".pth": _read_pickled,
-    ".bin": _read_pickled,
-    ".safetensors": _read_safetensors,
-    ".json": _read_json,
+    suffix: {".safetensors": _read_safetensors, ".json": _read_json}.get(suffix, _read_pickled) for suffix in TOKEN_MAP_SUFFIXES
 }
