@@ -19,6 +19,7 @@ def round_plan(
     max_nodes: torch.Tensor,
     page_table: torch.Tensor,
     *,
+    rows: int,
     depth: int,
     topk: int,
     page_size: int,
@@ -29,9 +30,10 @@ def round_plan(
     Args:
         committed_lens: ``[bs] int32``, committed tokens, the root included.
         counts: ``[bs] int32``, how many of them are fresh: 0 (an idle sequence: it touches no memory) or 1..R.
-        tokens: ``[bs, R] int32``, the fresh tokens, the root last; columns from ``counts[b]`` on are ignored.
+        tokens: ``[bs, columns] int32``, the fresh tokens, the root last; columns from ``counts[b]`` on are ignored.
         max_nodes: ``[bs] int32``, of each tree.
         page_table: ``[bs, max_pages] int32``, holding every row up to the last level's.
+        rows: R, the rows that extend a sequence, at most `columns`.
         depth, topk: Of the trees.
         page_size: Tokens of a page.
         lead: Stable rows less ``committed_lens - 1``: 0 where a row pairs a token with the feature before it, 1 where rows are tokens.
@@ -50,8 +52,10 @@ def round_plan(
     expect("page_table", page_table, (bs, None), torch.int32)
     if depth < 1 or topk < 1:
         raise ValueError(f"depth is {depth} and topk {topk}, expected at least 1")
+    if not 1 <= rows <= tokens.shape[1]:
+        raise ValueError(f"rows is {rows}, expected 1..{tokens.shape[1]} (the columns of tokens)")
     if use_triton(tokens):
         from outrider.kernels.round_plan import triton as compiled
 
-        return compiled.round_plan(committed_lens, counts, tokens, max_nodes, page_table, depth, topk, page_size, lead)
-    return reference.round_plan(committed_lens, counts, tokens, max_nodes, page_table, depth, topk, page_size, lead)
+        return compiled.round_plan(committed_lens, counts, tokens, max_nodes, page_table, rows, depth, topk, page_size, lead)
+    return reference.round_plan(committed_lens, counts, tokens, max_nodes, page_table, rows, depth, topk, page_size, lead)

@@ -13,13 +13,14 @@ def round_plan(
     tokens: torch.Tensor,
     max_nodes: torch.Tensor,
     page_table: torch.Tensor,
+    rows: int,
     depth: int,
     topk: int,
     page_size: int,
     lead: int,
 ) -> RoundPlan:
     """See `outrider.kernels.round_plan.round_plan`."""
-    bs, rows = tokens.shape
+    bs, columns = tokens.shape
     device = tokens.device
     busy = counts > 0
     count = counts.to(torch.int64)[:, None]
@@ -35,7 +36,7 @@ def round_plan(
     lens = [stable - count[:, 0], *(stable + level * topk * busy for level in range(depth))]
     return RoundPlan(
         tokens=torch.where(fresh, tokens.gather(1, source.clamp(min=0)), 0).view(-1),
-        features=(source.clamp(min=0) + torch.arange(bs, device=device)[:, None] * rows).view(-1).to(torch.int32),
+        features=(source.clamp(min=0) + torch.arange(bs, device=device)[:, None] * columns).view(-1).to(torch.int32),
         extend_slots=_slots(page_table, torch.where(fresh, index, -1), page_size).view(-1),
         level_slots=_slots(page_table, torch.where(busy[:, None], behind, -1), page_size)
         .view(bs, depth - 1, topk)

@@ -14,7 +14,7 @@ from outrider.kernels.round_plan.types import RoundPlan
 @triton.jit
 def _plan(
     committed_lens, counts, tokens, max_nodes, page_table, table_stride,
-    out_tokens, out_features, extend_slots, level_slots, positions, lens, root_tokens, out_nodes, bs, rows,
+    out_tokens, out_features, extend_slots, level_slots, positions, lens, root_tokens, out_nodes, bs, rows, columns,
     DEPTH: tl.constexpr, TOPK: tl.constexpr, PAGE_SIZE: tl.constexpr, LEAD: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
@@ -31,7 +31,7 @@ def _plan(
     fresh = inside & (source >= 0)
     index = stable - rows + column
     row = sequence * rows + column
-    token = tl.load(tokens + sequence * rows + source, mask=fresh, other=0)
+    token = tl.load(tokens + sequence * columns + source, mask=fresh, other=0)
     page = tl.load(table + index // PAGE_SIZE, mask=fresh, other=0).to(tl.int64)
     scratch = tl.arange(0, BLOCK_L)
     behind = stable + scratch
@@ -41,7 +41,7 @@ def _plan(
     if PDL:
         gdc_launch_dependents()
     tl.store(out_tokens + row, token, mask=inside)
-    tl.store(out_features + row, sequence * rows + tl.maximum(source, 0), mask=inside)
+    tl.store(out_features + row, sequence * columns + tl.maximum(source, 0), mask=inside)
     tl.store(extend_slots + row, tl.where(fresh, page * PAGE_SIZE + index % PAGE_SIZE, -1), mask=inside)
     tl.store(positions + row, tl.maximum(index, 0), mask=inside)
     tl.store(root_tokens + sequence, tl.sum(tl.where(column == rows - 1, token, 0), 0))
@@ -61,13 +61,14 @@ def round_plan(
     tokens: torch.Tensor,
     max_nodes: torch.Tensor,
     page_table: torch.Tensor,
+    rows: int,
     depth: int,
     topk: int,
     page_size: int,
     lead: int,
 ) -> RoundPlan:
     """See `outrider.kernels.round_plan.round_plan`."""
-    bs, rows = tokens.shape
+    bs, columns = tokens.shape
     device = tokens.device
     scratch = (depth - 1) * topk
 
@@ -89,7 +90,7 @@ def round_plan(
             _plan[(bs,)](
                 committed_lens.contiguous(), counts.contiguous(), tokens.contiguous(), max_nodes.contiguous(), page_table,
                 page_table.stride(0), plan.tokens, plan.features, plan.extend_slots, plan.level_slots, plan.positions, plan.lens,
-                plan.root_tokens, plan.max_nodes, bs, rows, DEPTH=depth, TOPK=topk, PAGE_SIZE=page_size, LEAD=lead,
+                plan.root_tokens, plan.max_nodes, bs, rows, columns, DEPTH=depth, TOPK=topk, PAGE_SIZE=page_size, LEAD=lead,
                 BLOCK_R=_launch.next_power_of_2(rows), BLOCK_L=_launch.next_power_of_2(scratch),
                 BLOCK_D=_launch.next_power_of_2(1 + depth), num_warps=1, **_launch.dependent(tokens),
             )  # fmt: skip

@@ -15,7 +15,7 @@ class RoundPlan(NamedTuple):
 
     Attributes:
         tokens: ``[bs * R] int32`` of the rows that extend; padding 0.
-        features: ``[bs * R] int32``, which row of the round's ``[bs * R]`` features each takes; padding the sequence's first.
+        features: ``[bs * R] int32``, which of the ``[bs * columns]`` fresh rows each is; padding the sequence's first.
         extend_slots: ``[bs * R] int64``; padding -1.
         level_slots: ``[depth - 1, bs * topk] int64``; -1 in idle sequences.
         positions: ``[bs * R + (depth - 1) * bs * topk] int32``, of all these rows in that order; padding 0 or above.

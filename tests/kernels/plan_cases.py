@@ -13,12 +13,13 @@ def check_round_plan(device: str, bs: int, rows: int, depth: int, topk: int, pag
     generator = torch.Generator().manual_seed(bs * 100 + rows * 10 + depth)
     counts = torch.tensor([rows, 0, 1, max(1, rows - 1), 2])[torch.arange(bs) % 5].clamp(max=rows).to(torch.int32)
     committed = (torch.randint(0, 40, (bs,), generator=generator) + counts + 1).to(torch.int32)
-    tokens = torch.randint(0, 1000, (bs, rows), generator=generator, dtype=torch.int32)
+    columns = rows + bs % 3
+    tokens = torch.randint(0, 1000, (bs, columns), generator=generator, dtype=torch.int32)
     pages = -(-(int(committed.max()) + depth * topk + 1) // page_size)
     table = torch.randperm(bs * pages, generator=generator).view(bs, pages).to(torch.int32)
     nodes = torch.arange(bs, dtype=torch.int32) + 3
     arguments = [tensor.to(device) for tensor in (committed, counts, tokens, nodes, table)]
-    sizes = {"depth": depth, "topk": topk, "page_size": page_size, "lead": lead}
+    sizes = {"rows": rows, "depth": depth, "topk": topk, "page_size": page_size, "lead": lead}
     with reference_version():
         expected = round_plan(*arguments, **sizes)
     with triton_version(guards):
@@ -38,7 +39,7 @@ def check_round_plan(device: str, bs: int, rows: int, depth: int, topk: int, pag
         assert slots[rows - count :] == [slot(b, stable - count + i) for i in range(count)]
         assert expected.tokens[extended].tolist()[rows - count :] == tokens[b, :count].tolist()
         assert expected.positions[extended].tolist()[rows - count :] == [stable - count + i for i in range(count)]
-        assert [row - b * rows for row in expected.features[extended].tolist()[rows - count :]] == list(range(count))
+        assert [row - b * columns for row in expected.features[extended].tolist()[rows - count :]] == list(range(count))
         assert expected.max_nodes[b] == (nodes[b] if count else 1)
         if count:
             assert expected.root_tokens[b] == tokens[b, count - 1]
