@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import toy_mtp
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from outrider.shared.attn.base import build_batch
@@ -143,6 +145,29 @@ def save(case: str, folder: Path) -> Path:
     if not path.is_dir():
         reference(case).save_pretrained(path)
     return path
+
+
+def store_fp8(path: Path, source: Path, block: tuple[int, int], keep: Sequence[str] = ()) -> dict[str, torch.Tensor]:
+    """Write the layers of `source` in FP8 as DeepSeek-V3 is released, and return the tensors that the file stands for.
+
+    Names with a part of `keep` stay as they are.
+    """
+    tensors = load_file(source / "model.safetensors")
+    meant = dict(tensors)
+    for name, tensor in list(tensors.items()):
+        if tensor.dim() == 2 and ".layers." in name and not any(part in name for part in ("mlp.gate.weight", *keep)):
+            rows, columns = (-(-size // step) for size, step in zip(tensor.shape, block, strict=True))
+            scales = torch.rand(rows, columns, generator=torch.Generator().manual_seed(len(name))) / 100 + 0.001
+            spread = torch.kron(scales, torch.ones(block))[: tensor.shape[0], : tensor.shape[1]]
+            tensors[name] = (tensor / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = scales
+            meant[name] = tensors[name].float() * spread
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block)}
+    (path / "config.json").write_text(json.dumps(config))
+    return meant
 
 
 def reference_logits(case: str, tokens: Sequence[int]) -> torch.Tensor:

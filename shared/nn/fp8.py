@@ -68,18 +68,22 @@ class Fp8Source:
         self, parts: Sequence[tuple[str, Shape]], *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
     ) -> torch.Tensor:
         """See `TensorSource.take_rows`."""
-        if not any(self._stored[name].dtype == STORED for name, _ in parts):
+        if not any(self._narrow(name) for name, _ in parts):
             return self._source.take_rows(parts, dtype=dtype, to=to)
         out: torch.Tensor | None = None
         position, rows = 0, sum(shape[0] for _, shape in parts)
         for name, shape in parts:
-            part = self._widened(name, shape) if self._stored[name].dtype == STORED else self._source.take(name, shape, to=to)
+            part = self._widened(name, shape) if self._narrow(name) else self._source.take(name, shape, to=to)
             if out is None:
                 out = torch.empty((rows, *shape[1:]), dtype=to or self._dtype, device=part.device)
             out[position : position + shape[0]] = part
             position += shape[0]
         assert out is not None
         return out
+
+    def _narrow(self, name: str) -> bool:
+        info = self._stored.get(name)  # what is missing is the other source's to name
+        return info is not None and info.dtype == STORED
 
     def _widened(self, name: str, shape: Shape) -> torch.Tensor:
         """Return ``shape`` in fp32: the stored matrix times its scales."""

@@ -1,4 +1,4 @@
-"""The MTP layer of a DeepSeek-V3 checkpoint: log-probs equal transformers' layer behind the published joint, and the output law holds."""
+"""The MTP layers of a DeepSeek-V3 checkpoint: log-probs equal transformers' layers behind the published joint, and the output law holds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import Commit, SequenceOpen
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
-from outrider.shared.spec.tree import DraftShape
+from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 torch.set_num_threads(1)
 VOCAB, HIDDEN, LAYERS = family_models.VOCAB, 64, family_models.LAYERS
@@ -31,51 +31,71 @@ PREFIX = f"model.layers.{LAYERS}."
 PEER = PeerId(1)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random DeepSeek-V3 whose MTP layer repeats its last layer behind a joint of its own."""
-    path = family_models.save("deepseek-v3", tmp_path_factory.mktemp("deepseek"))
+def prefix_of(layer: int) -> str:
+    return f"model.layers.{LAYERS + layer}."
+
+
+def add_layers(path: Path, count: int) -> Path:
+    """Give a random DeepSeek-V3 MTP layers: they repeat its last layers behind joints of their own."""
     tensors = load_file(str(path / "model.safetensors"))
-    last = f"model.layers.{LAYERS - 1}."
-    layer = {name.replace(last, PREFIX): tensor.clone() for name, tensor in tensors.items() if name.startswith(last)}
     generator = torch.Generator().manual_seed(3)
-    layer[f"{PREFIX}eh_proj.weight"] = torch.randn(HIDDEN, 2 * HIDDEN, generator=generator) * 0.2
-    for name in ("enorm", "hnorm", "shared_head.norm"):
-        layer[f"{PREFIX}{name}.weight"] = 1 + 0.2 * torch.randn(HIDDEN, generator=generator)
-    layer[f"{PREFIX}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    layer[f"{PREFIX}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-    save_file(tensors | layer, str(path / "model.safetensors"))
-    config = json.loads((path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    added: dict[str, torch.Tensor] = {}
+    for index in range(count):
+        model_layer, prefix = f"model.layers.{LAYERS - 1 - index}.", prefix_of(index)
+        added |= {name.replace(model_layer, prefix): tensor.clone() for name, tensor in tensors.items() if name.startswith(model_layer)}
+        added[f"{prefix}eh_proj.weight"] = torch.randn(HIDDEN, 2 * HIDDEN, generator=generator) * 0.2
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            added[f"{prefix}{name}.weight"] = 1 + 0.2 * torch.randn(HIDDEN, generator=generator)
+        added[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        added[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors | added, str(path / "model.safetensors"))
+    config = json.loads((path / "config.json").read_text()) | {"num_nextn_predict_layers": count}
     (path / "config.json").write_text(json.dumps(config))
     return path
 
 
-def reference_logprobs(folder: Path, tokens: list[int], extra: int) -> torch.Tensor:
-    """Return log-probs ``[1 + extra, vocab]``: after the committed tokens, and after each of the last `extra` given ones.
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Number of MTP layers → checkpoint."""
+    return {count: add_layers(family_models.save("deepseek-v3", tmp_path_factory.mktemp(f"deepseek{count}")), count) for count in (1, 2, 3)}
 
-    The tokens before those `extra` are committed; rows of the others take the layer's own state for a feature.
-    """
+
+@pytest.fixture(scope="module")
+def folder(folders: dict[int, Path]) -> Path:
+    return folders[1]
+
+
+def reference_logprobs(folder: Path, layers: int, tokens: list[int], path: list[int]) -> list[float]:
+    """Return the log-prob of each token of `path` after the committed `tokens`, by whole passes over the whole text."""
     model = family_models.reference("deepseek-v3")
     weights = load_file(str(folder / "model.safetensors"))
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
         scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + model.config.rms_norm_eps)
-        return scaled * weights[f"{PREFIX}{name}.weight"]
+        return scaled * weights[name]
 
-    committed = len(tokens) - extra
+    def run(layer: int, tokens: list[int], states: torch.Tensor) -> torch.Tensor:
+        prefix, rows = prefix_of(layer), len(tokens)
+        embedded = model.model.embed_tokens(torch.tensor(tokens))
+        joined = torch.cat([norm(embedded, f"{prefix}enorm.weight"), norm(states, f"{prefix}hnorm.weight")], -1)
+        joined = (joined @ weights[f"{prefix}eh_proj.weight"].T)[None]
+        positions = torch.arange(rows)[None]
+        mask = torch.full((rows, rows), float("-inf")).triu(1)[None, None]
+        angles = model.model.rotary_emb(joined, positions)
+        block = model.model.layers[LAYERS - 1 - layer]
+        out = block(joined, attention_mask=mask, position_ids=positions, position_embeddings=angles)
+        return norm((out[0] if isinstance(out, tuple) else out).view(rows, -1), f"{prefix}shared_head.norm.weight")
+
+    logprobs = []
     with torch.no_grad():
-        features = model.model(torch.tensor([tokens[:committed]])).last_hidden_state[0, :-1]  # after the final norm
-        for _ in range(extra + 1):
-            rows = features.shape[0]
-            embedded = model.model.embed_tokens(torch.tensor(tokens[1 : 1 + rows]))
-            joined = torch.cat([norm(embedded, "enorm"), norm(features, "hnorm")], -1) @ weights[f"{PREFIX}eh_proj.weight"].T
-            positions = torch.arange(rows)[None]
-            mask = torch.full((rows, rows), float("-inf")).triu(1)[None, None]
-            angles = model.model.rotary_emb(joined[None], positions)
-            out = model.model.layers[-1](joined[None], attention_mask=mask, position_ids=positions, position_embeddings=angles)
-            states = norm((out[0] if isinstance(out, tuple) else out).view(rows, -1), "shared_head.norm")
-            features = torch.cat([features, states[-1:]])
-        return torch.log_softmax(model.lm_head(states[-1 - extra :]), -1)
+        inputs = states = model.model(torch.tensor([tokens])).last_hidden_state[0, :-1]  # after the final norm
+        for level, token in enumerate(path):
+            # The next layer takes the states of the one before; the last one, once more, its own last state one position further.
+            inputs = states if level < layers else torch.cat([inputs, states[-1:]])
+            first = 1 + min(level, layers - 1)
+            states = run(min(level, layers - 1), [*tokens, *path][first : first + inputs.shape[0]], inputs)
+            logprobs.append(float(torch.log_softmax(model.lm_head(states[-1]), -1)[token]))
+    return logprobs
 
 
 def make_engine(folder: Path) -> DraftEngine:
@@ -83,23 +103,58 @@ def make_engine(folder: Path) -> DraftEngine:
     return build_engine(settings, torch.device("cpu"), torch.float32)
 
 
-@pytest.mark.parametrize("length", [2, 3, 12])
-def test_log_probs_are_those_of_the_published_computation(folder: Path, length: int) -> None:
+def drafted(folder: Path, tokens: list[int], features: torch.Tensor, shape: DraftShape) -> DraftBatch:
+    """Return the tree of an engine of its own, behind all tokens."""
+    engine = make_engine(folder)
+    fence = Fence(1, 1, len(tokens), extend_prefix_hash(FNV_OFFSET, tokens))
+    engine.open(PEER, SequenceOpen(fence, tokens, 0, 0.0))
+    engine.add_features(PEER, 1, 1, 0, features[: len(tokens) - 1])
+    engine.commit(PEER, Commit(fence, len(tokens), (), None), Ask(1, shape, 0.0))
+    (proposal,) = engine.step().proposals
+    return proposal.trees
+
+
+def case(length: int) -> tuple[list[int], torch.Tensor]:
+    """Return random tokens and the target's last hidden states."""
     rng = random.Random(length)
     tokens = [rng.randrange(VOCAB) for _ in range(length)]
-    features = family_models.reference("deepseek-v3").model(torch.tensor([tokens])).last_hidden_state[0].detach()
-    engine = make_engine(folder)
-    fence = Fence(1, 1, length, extend_prefix_hash(FNV_OFFSET, tokens))
-    engine.open(PEER, SequenceOpen(fence, tokens, 0, 0.0))
-    engine.add_features(PEER, 1, 1, 0, features[: length - 1])
-    engine.commit(PEER, Commit(fence, length, (), None), Ask(1, DraftShape(3, 1, 4), 0.0))
-    (proposal,) = engine.step().proposals
-    chain = proposal.trees.tokens[0, 1:].tolist()
-    expected = reference_logprobs(folder, [*tokens, *chain[:2]], 2)
-    assert proposal.trees.logprobs is not None
-    for level, token in enumerate(chain):
-        assert float(expected[level, token]) == pytest.approx(float(proposal.trees.logprobs[0, 1 + level]), abs=1e-4)
-        assert int(expected[level].argmax()) == token
+    return tokens, family_models.reference("deepseek-v3").model(torch.tensor([tokens])).last_hidden_state[0].detach()
+
+
+@pytest.mark.parametrize("shape", [DraftShape(4, 1, 5), DraftShape(4, 3, 14)])
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("length", [2, 3, 12])
+def test_log_probs_are_those_of_the_published_computation(folders: dict[int, Path], length: int, layers: int, shape: DraftShape) -> None:
+    tokens, features = case(length)
+    trees = drafted(folders[layers], tokens, features, shape)
+    assert trees.logprobs is not None
+    paths: list[list[int]] = [[]]
+    for node in range(1, int(trees.num_nodes[0])):
+        paths.append([*paths[int(trees.parents[0, node])], int(trees.tokens[0, node])])
+        expected = reference_logprobs(folders[layers], layers, tokens, paths[node])[-1]
+        assert float(trees.logprobs[0, node]) == pytest.approx(expected, abs=2e-4)
+    assert len(paths) == shape.max_nodes
+
+
+def test_fp8_layers_draft_as_the_matrices_that_they_stand_for(folders: dict[int, Path], tmp_path: Path) -> None:
+    """As DeepSeek-V3 is released: the MTP layer in blocks of e4m3, its joint and norms wide."""
+    meant = family_models.store_fp8(tmp_path / "fp8", folders[2], (16, 24), keep=("eh_proj", "embed_tokens", "shared_head"))
+    (tmp_path / "wide").mkdir()
+    (tmp_path / "wide" / "config.json").write_text((folders[2] / "config.json").read_text())
+    save_file(meant, str(tmp_path / "wide" / "model.safetensors"))
+    stored = load_file(str(tmp_path / "fp8" / "model.safetensors"))
+    assert stored[f"{PREFIX}self_attn.o_proj.weight"].dtype is torch.float8_e4m3fn
+    tokens, features = case(12)
+    got, want = (drafted(tmp_path / name, tokens, features, DraftShape(4, 3, 14)) for name in ("fp8", "wide"))
+    assert torch.equal(got.tokens, want.tokens)
+    assert torch.equal(got.parents, want.parents)
+    assert got.logprobs is not None
+    torch.testing.assert_close(got.logprobs, want.logprobs, atol=1e-5, rtol=1e-5)
+    scale = f"{PREFIX}self_attn.o_proj.weight_scale_inv"
+    save_file({name: tensor for name, tensor in stored.items() if name != scale}, str(tmp_path / "fp8" / "model.safetensors"))
+    with pytest.raises(CheckpointError) as caught:
+        make_engine(tmp_path / "fp8")
+    assert caught.value.field == scale
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +162,10 @@ def target(folder: Path) -> Decoder:
     return load_toy(folder)
 
 
+@pytest.mark.parametrize("layers", [1, 2, 3])
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=4)])
-def test_output_is_that_of_plain_decoding(target: Decoder, folder: Path, sampling: SamplingParams) -> None:
-    settings = DraftSettings.load({"target_weights": folder, "kv_tokens": 4096, "speculative_algorithm": "NEXTN"})
+def test_output_is_that_of_plain_decoding(target: Decoder, folders: dict[int, Path], sampling: SamplingParams, layers: int) -> None:
+    settings = DraftSettings.load({"target_weights": folders[layers], "kv_tokens": 4096, "speculative_algorithm": "NEXTN"})
     harness = make_harness(target, drafter_beside(target, settings))
     prompts = [[5], [3, 1, 4, 1, 5, 9, 2, 6], list(range(30))]
     for index, prompt in enumerate(prompts):

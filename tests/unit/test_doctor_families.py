@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from family_models import CASES, save
-from test_family_files import pack_mxfp4, store_fp8
+from family_models import CASES, save, store_fp8
+from test_family_files import pack_mxfp4
 from toy_mtp import Model
 from toy_mtp import save as save_mtp
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_models import CASES, VOCAB, Sequences, assert_near, reference, save
+from family_models import CASES, VOCAB, Sequences, assert_near, reference, save, store_fp8
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -202,26 +202,6 @@ def test_mxfp4_blocks_must_be_bytes(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="of a type that is not uint8") as caught:
         Decoder.load(tmp_path / "packed")
     assert caught.value.field == name
-
-
-def store_fp8(path: Path, source: Path, block: tuple[int, int]) -> dict[str, torch.Tensor]:
-    """Write the layers of `source` in FP8 as DeepSeek-V3 is released, and return the tensors that the file stands for."""
-    tensors = load_file(source / "model.safetensors")
-    meant = dict(tensors)
-    for name, tensor in list(tensors.items()):
-        if tensor.dim() == 2 and ".layers." in name and not name.endswith("mlp.gate.weight"):
-            rows, columns = (-(-size // step) for size, step in zip(tensor.shape, block, strict=True))
-            scales = torch.rand(rows, columns, generator=torch.Generator().manual_seed(len(name))) / 100 + 0.001
-            spread = torch.kron(scales, torch.ones(block))[: tensor.shape[0], : tensor.shape[1]]
-            tensors[name] = (tensor / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
-            tensors[f"{name}_scale_inv"] = scales
-            meant[name] = tensors[name].float() * spread
-    path.mkdir()
-    save_file(tensors, path / "model.safetensors")
-    config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block)}
-    (path / "config.json").write_text(json.dumps(config))
-    return meant
 
 
 @pytest.mark.parametrize("case", ["deepseek-v3", "qwen3", "qwen3-moe"])

@@ -21,9 +21,10 @@ from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.config import CONFIG_FILE, ConfigReader, ModelConfig, read_json
+from outrider.shared.nn.fp8 import Fp8Source
 from outrider.shared.nn.layers import DecoderLayer, Linear, RMSNorm
 from outrider.shared.nn.load import load_layer
-from outrider.shared.nn.loader import CheckpointReader
+from outrider.shared.nn.loader import CheckpointReader, TensorSource
 from outrider.shared.nn.rope import Rotation
 
 COUNT = "num_nextn_predict_layers"
@@ -137,7 +138,10 @@ class MtpWeights:
         with CheckpointReader(path, device=device, dtype=dtype) as reader:
             dialect, numbers = _find_layers(path, reader)
             with torch.inference_mode():
-                layers = [_load(reader, config, dialect, f"{dialect.layers}{number}.", index) for index, number in enumerate(numbers)]
+                source: TensorSource = reader
+                if config.weight_block:
+                    source = Fp8Source(reader, reader.tensors, config.weight_block, dtype)
+                layers = [_load(source, config, dialect, f"{dialect.layers}{number}.", index) for index, number in enumerate(numbers)]
             prefixes = tuple(f"{dialect.layers}{number}." for number in numbers)
             others = [name for name in reader.names if not name.startswith(prefixes)]
             copies = [f"{prefix}{name}" for prefix in prefixes for name in dialect.ignored]
@@ -162,17 +166,17 @@ def _find_layers(path: Path, reader: CheckpointReader) -> tuple[MtpDialect, list
     raise CheckpointError(f"{path} holds no MTP layers (model.mtp_layers.*, or eh_proj behind the last layer).", field=COUNT)
 
 
-def _load(reader: CheckpointReader, config: ModelConfig, dialect: MtpDialect, prefix: str, index: int) -> MtpLayer:
+def _load(source: TensorSource, config: ModelConfig, dialect: MtpDialect, prefix: str, index: int) -> MtpLayer:
     hidden = config.hidden_size
 
     def norm(name: str) -> RMSNorm:
-        return RMSNorm(reader.take(f"{prefix}{name}.weight", (hidden,)), config.rms_norm_eps)
+        return RMSNorm(source.take(f"{prefix}{name}.weight", (hidden,)), config.rms_norm_eps)
 
     return MtpLayer(
         dialect,
         norm(dialect.hidden_norm),
         norm(dialect.token_norm),
-        Linear(reader.take(f"{prefix}{dialect.projection}.weight", (hidden, 2 * hidden))),
-        load_layer(reader, config, prefix, index, like=config.num_layers - 1),
+        Linear(source.take(f"{prefix}{dialect.projection}.weight", (hidden, 2 * hidden))),
+        load_layer(source, config, prefix, index, like=config.num_layers - 1),
         norm(dialect.final_norm),
     )
