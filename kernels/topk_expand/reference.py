@@ -49,6 +49,8 @@ def expand_level(
     """See `outrider.kernels.topk_expand.expand_level`."""
     bs, device = candidates.scores.shape[0], logits.device
     width = logits.shape[0] // bs
+    if noise is not None and not bool((noise.temperature > 0).any()):
+        noise = None
     if noise is not None:
         temperature, seeds, positions, choices = (part.repeat_interleave(width) for part in noise)
         noise = Noise(temperature, seeds, positions.to(torch.int64) + level, choices)

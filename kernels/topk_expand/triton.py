@@ -52,6 +52,17 @@ def _log_sum_exp(tops, sums):
     return top + tl.log(tl.where(nothing, 1.0, tl.sum(sums * tl.exp(tops - base[:, None]), 1)))
 
 
+@triton.jit
+def _best_of_plain(values, place, inside, first, topk, SHORT: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return the best keys of a block of logits whose first index is `first`."""
+    if SHORT:
+        short = best_short_keys(tl.where(inside, short_key(values, place), NO_SHORT_KEY), topk, BLOCK_K)
+        best = tl.where(short == NO_SHORT_KEY, NO_KEY, lengthen_key(short, first))
+    else:
+        best = best_keys(tl.where(inside, rank_key(values, first + place), NO_KEY), topk, BLOCK_K)
+    return best
+
+
 @triton.jit(do_not_specialize=["width", "level"])
 def _expand_split(
     logits, row_stride, d2t, temperature, seeds, positions, choices, keys, shares, vocab, splits, topk, width, level,
@@ -65,7 +76,8 @@ def _expand_split(
     draft_id = split * BLOCK + place
     inside = draft_id < vocab
     plain = tl.load(logits + row * row_stride + draft_id, mask=inside, other=-float("inf")).to(tl.float32)
-    value = plain
+    top, total = _max_and_sum(plain)
+    noisy_top, noisy_total = top, total
     if NOISE:
         entry = row // width
         heat = tl.load(temperature + entry)
@@ -76,15 +88,12 @@ def _expand_split(
             position = tl.load(positions + entry).to(tl.int64) + level
             noise = gumbel(tl.load(seeds + entry), position, tl.load(choices + entry), token)
             value = tl.div_rn(plain, tl.zeros_like(plain) + heat) + noise
-    top, total = _max_and_sum(plain)
-    noisy_top, noisy_total = top, total
-    if NOISE:
-        noisy_top, noisy_total = _max_and_sum(value)
-    if SHORT:
-        short = best_short_keys(tl.where(inside, short_key(value, place), NO_SHORT_KEY), topk, BLOCK_K)
-        best = tl.where(short == NO_SHORT_KEY, NO_KEY, lengthen_key(short, split * BLOCK))
+            noisy_top, noisy_total = _max_and_sum(value)
+            best = best_keys(tl.where(inside, rank_key(value, draft_id), NO_KEY), topk, BLOCK_K)
+        else:
+            best = _best_of_plain(plain, place, inside, split * BLOCK, topk, SHORT, BLOCK_K)
     else:
-        best = best_keys(tl.where(inside, rank_key(value, draft_id), NO_KEY), topk, BLOCK_K)
+        best = _best_of_plain(plain, place, inside, split * BLOCK, topk, SHORT, BLOCK_K)
     if PDL:
         gdc_launch_dependents()
     share = shares + (row * splits + split) * 4
@@ -233,7 +242,7 @@ def _split(logits: torch.Tensor, topk: int, width: int, level: int, d2t: torch.T
     heat, seeds, positions, choices = (part.contiguous() for part in noise) if noise is not None else (logits,) * 4
     _expand_split[(rows, splits)](
         logits, logits.stride(0), logits if d2t is None else d2t, heat, seeds, positions, choices, keys, shares, vocab, splits, topk,
-        width, level, NOISE=noise is not None, HAS_D2T=d2t is not None, SHORT=logits.dtype is torch.bfloat16 and noise is None,
+        width, level, NOISE=noise is not None, HAS_D2T=d2t is not None, SHORT=logits.dtype is torch.bfloat16,
         BLOCK=block, BLOCK_K=_launch.next_power_of_2(topk), num_warps=max(1, min(8, block // 256)), **_launch.dependent(logits),
     )  # fmt: skip
     return _Parts(keys, shares)

@@ -13,7 +13,13 @@ __all__ = ["DraftTreeTensors", "tree_build"]
 
 
 def tree_build(
-    scores: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, root_tokens: torch.Tensor, max_nodes: torch.Tensor, num_columns: int
+    scores: torch.Tensor,
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    root_tokens: torch.Tensor,
+    max_nodes: torch.Tensor,
+    num_columns: int,
+    logprobs: torch.Tensor | None = None,
 ) -> DraftTreeTensors:
     """Keep each sequence's best ``max_nodes - 1`` candidates by (score descending, index ascending), order them by index, prepend the root.
 
@@ -27,6 +33,7 @@ def tree_build(
         root_tokens: ``[bs] int32``.
         max_nodes: ``[bs] int32``, nodes of each tree, the root included, 1..num_columns (a larger value counts as num_columns).
         num_columns: N, the width of the result.
+        logprobs: ``[bs, C] fp32`` of every candidate, to be handed on with the nodes; or None.
 
     Returns:
         The trees.
@@ -40,10 +47,12 @@ def tree_build(
     expect("parents", parents, (bs, candidates), torch.int32)
     expect("root_tokens", root_tokens, (bs,), torch.int32)
     expect("max_nodes", max_nodes, (bs,), torch.int32)
+    if logprobs is not None:
+        expect("logprobs", logprobs, (bs, candidates), torch.float32)
     if num_columns < 1:
         raise ValueError(f"num_columns is {num_columns}, expected at least 1 (the root)")
     if use_triton(scores):
         from outrider.kernels.tree_build import triton as compiled
 
-        return compiled.tree_build(scores, tokens, parents, root_tokens, max_nodes, num_columns)
-    return reference.tree_build(scores, tokens, parents, root_tokens, max_nodes, num_columns)
+        return compiled.tree_build(scores, tokens, parents, root_tokens, max_nodes, num_columns, logprobs)
+    return reference.tree_build(scores, tokens, parents, root_tokens, max_nodes, num_columns, logprobs)

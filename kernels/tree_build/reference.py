@@ -13,7 +13,13 @@ WORD_BITS = 32
 
 
 def tree_build(
-    scores: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, root_tokens: torch.Tensor, max_nodes: torch.Tensor, num_columns: int
+    scores: torch.Tensor,
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    root_tokens: torch.Tensor,
+    max_nodes: torch.Tensor,
+    num_columns: int,
+    logprobs: torch.Tensor | None,
 ) -> DraftTreeTensors:
     """See `outrider.kernels.tree_build.tree_build`."""
     words = -(-num_columns // WORD_BITS)
@@ -26,13 +32,18 @@ def tree_build(
         return torch.tensor(padded, dtype=torch.int32, device=scores.device).view(-1, num_columns)
 
     masks = [[_word(mask, word) for mask in row for word in range(words)] + [0] * words * (num_columns - len(row)) for *_, row in rows]
+    candidates = column([row[3] for row in rows], -1)
+    drafted = None
+    if logprobs is not None:
+        drafted = torch.where(candidates >= 0, logprobs.gather(1, candidates.clamp(min=0).to(torch.int64)), 0.0)
     return DraftTreeTensors(
         tokens=column([row[0] for row in rows], 0),
         parents=column([row[1] for row in rows], -1),
         depths=column([row[2] for row in rows], 0),
         num_nodes=torch.tensor([len(row[0]) for row in rows], dtype=torch.int32, device=scores.device),
         ancestors=torch.tensor(masks, dtype=torch.int32, device=scores.device).view(-1, num_columns, words),
-        candidates=column([row[3] for row in rows], -1),
+        candidates=candidates,
+        logprobs=drafted,
     )
 
 

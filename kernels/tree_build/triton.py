@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
 from outrider.kernels._order.triton import NO_KEY, rank_key
@@ -19,10 +20,12 @@ _WORD_BITS = 32
 
 @triton.jit
 def _build(
-    scores, score_stride, tokens, token_stride, parents, parent_stride, root_tokens, max_nodes,
-    numbers, out_tokens, out_parents, out_depths, out_num_nodes, out_ancestors, out_candidates, total, columns, words,
-    BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr
+    scores, score_stride, tokens, token_stride, parents, parent_stride, logprobs, logprob_stride, root_tokens, max_nodes,
+    numbers, out_tokens, out_parents, out_depths, out_num_nodes, out_ancestors, out_candidates, out_logprobs, total, columns, words,
+    LOGPROBS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     candidate = tl.arange(0, BLOCK_C)
     inside = candidate < total
@@ -43,6 +46,8 @@ def _build(
     tl.store(out_tokens + at, tl.where(node == 0, tl.load(root_tokens + row), 0), mask=column)
     tl.store(out_parents + at, tl.full((BLOCK_N,), -1, tl.int32), mask=column)
     tl.store(out_candidates + at, tl.full((BLOCK_N,), -1, tl.int32), mask=column)
+    if LOGPROBS:
+        tl.store(out_logprobs + at, tl.zeros((BLOCK_N,), tl.float32), mask=column)
     tl.debug_barrier()
     token = tl.load(tokens + row * token_stride + candidate, mask=kept, other=0)
     above = tl.load(parents + row * parent_stride + candidate, mask=kept, other=-1)
@@ -50,6 +55,9 @@ def _build(
     tl.store(out_tokens + row * columns + number, token, mask=kept)
     tl.store(out_parents + row * columns + number, parent, mask=kept)
     tl.store(out_candidates + row * columns + number, candidate, mask=kept)
+    if LOGPROBS:
+        logprob = tl.load(logprobs + row * logprob_stride + candidate, mask=kept, other=0.0)
+        tl.store(out_logprobs + row * columns + number, logprob, mask=kept)
     tl.debug_barrier()
     # Walk from every node to the root at once, collecting bits and steps.
     num_nodes = tl.maximum(budget, 0) + 1
@@ -64,18 +72,27 @@ def _build(
         here = climbing[:, None] & ((climber // 32)[:, None] == word[None, :])
         bits |= tl.where(here, (tl.full((BLOCK_N,), 1, tl.int32) << (climber & 31))[:, None], 0)
         climber = tl.load(out_parents + row * columns + climber, mask=climbing, other=-1)
+    if PDL:
+        gdc_launch_dependents()
     tl.store(out_depths + at, tl.maximum(depth, 0), mask=column)
     tl.store(out_ancestors + at[:, None] * words + word[None, :], bits, mask=column[:, None] & (word < words)[None, :])
 
 
 def tree_build(
-    scores: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, root_tokens: torch.Tensor, max_nodes: torch.Tensor, num_columns: int
+    scores: torch.Tensor,
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    root_tokens: torch.Tensor,
+    max_nodes: torch.Tensor,
+    num_columns: int,
+    logprobs: torch.Tensor | None,
 ) -> DraftTreeTensors:
     """See `outrider.kernels.tree_build.tree_build`."""
     bs, total = scores.shape
     device = scores.device
     words = _launch.ceil_div(num_columns, _WORD_BITS)
-    scores, tokens, parents = (table if table.stride(1) == 1 else table.contiguous() for table in (scores, tokens, parents))
+    given = scores if logprobs is None else logprobs
+    scores, tokens, parents, given = (table if table.stride(1) == 1 else table.contiguous() for table in (scores, tokens, parents, given))
 
     def integers(*shape: int) -> torch.Tensor:
         return _launch.empty(shape, torch.int32, device)
@@ -87,14 +104,16 @@ def tree_build(
         num_nodes=integers(bs),
         ancestors=integers(bs, num_columns, words),
         candidates=integers(bs, num_columns),
+        logprobs=None if logprobs is None else _launch.empty((bs, num_columns), torch.float32, device),
     )
     if bs:
         block = _launch.next_power_of_2(total)
         with _launch.on_device_of(scores):
             _build[(bs,)](
-                scores, scores.stride(0), tokens, tokens.stride(0), parents, parents.stride(0), root_tokens.contiguous(),
-                max_nodes.contiguous(), integers(bs, total), tree.tokens, tree.parents, tree.depths, tree.num_nodes, tree.ancestors,
-                tree.candidates, total, num_columns, words, BLOCK_C=block, BLOCK_N=_launch.next_power_of_2(num_columns),
-                BLOCK_W=_launch.next_power_of_2(words), num_warps=8 if block > 1024 else 4,
+                scores, scores.stride(0), tokens, tokens.stride(0), parents, parents.stride(0), given, given.stride(0),
+                root_tokens.contiguous(), max_nodes.contiguous(), integers(bs, total), tree.tokens, tree.parents, tree.depths,
+                tree.num_nodes, tree.ancestors, tree.candidates, given if tree.logprobs is None else tree.logprobs, total, num_columns,
+                words, LOGPROBS=logprobs is not None, BLOCK_C=block, BLOCK_N=_launch.next_power_of_2(num_columns),
+                BLOCK_W=_launch.next_power_of_2(words), num_warps=8 if block > 1024 else 4, **_launch.dependent(scores),
             )  # fmt: skip
     return tree

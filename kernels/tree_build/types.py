@@ -19,6 +19,7 @@ class DraftTreeTensors:
         ancestors: ``[bs, N, words] int32``, words = ceil(N / 32); bit j of word w of a node says that node 32 w + j is the node itself or
             one of its ancestors; padding 0.
         candidates: ``[bs, N] int32``, which candidate a node was; -1 for the root and padding.
+        logprobs: ``[bs, N] fp32``, of the nodes; 0 for the root and padding. None where none were given.
     """
 
     tokens: torch.Tensor
@@ -27,3 +28,4 @@ class DraftTreeTensors:
     num_nodes: torch.Tensor
     ancestors: torch.Tensor
     candidates: torch.Tensor
+    logprobs: torch.Tensor | None = None

@@ -37,14 +37,20 @@ def check_tree_build(device: str, bs: int, depth: int, topk: int, columns: int, 
     max_nodes = torch.tensor([columns, 1, columns // 2 + 1, columns + 9, 2], dtype=torch.int32)[:bs]
     scores[-1, topk:] = torch.tensor([-torch.inf, torch.nan])[torch.arange(scores.shape[1] - topk) % 2]
     root_tokens = torch.arange(bs, dtype=torch.int32) + 7
+    logprobs = (torch.arange(scores.numel(), dtype=torch.float32) + 1).view(scores.shape).to(device) if topk % 2 else None
     arguments = [tensor.to(device) for tensor in (scores, tokens, parents, root_tokens, max_nodes)]
     with reference_version():
-        expected = tree_build(*arguments, columns)
+        expected = tree_build(*arguments, columns, logprobs)
     guarded = [guards.put(tensor) for tensor in arguments]
     with triton_version(guards):
-        actual = tree_build(*guarded, columns)
+        actual = tree_build(*guarded, columns, None if logprobs is None else guards.put(logprobs))
+    assert (expected.logprobs is None) == (actual.logprobs is None) == (logprobs is None)
+    if expected.logprobs is not None:
+        assert torch.equal(expected.logprobs > 0, expected.candidates >= 0)
     for field in fields(DraftTreeTensors):
         have, want = getattr(actual, field.name), getattr(expected, field.name)
+        if want is None:
+            continue
         assert have.dtype == want.dtype, field.name
         assert have.tolist() == want.tolist(), field.name
 
