@@ -15,6 +15,8 @@ from outrider.kernels.synthetic_acceptance import synthetic_acceptance
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.spec.tree import DraftBatch
 
+MAX_LEVELS = 16
+
 
 class SyntheticAcceptance:
     """Rewrites the chosen tokens of a verified batch on the device, so that the walk accepts a drawn number of drafts.
@@ -31,31 +33,24 @@ class SyntheticAcceptance:
     """
 
     def __init__(self, rates: Sequence[float], vocab_size: int, device: torch.device | str) -> None:
-        if not rates or not all(0.0 <= rate <= 1.0 for rate in rates):
-            raise ConfigurationError(f"acceptance rates must lie between 0 and 1, not {list(rates)}.", field="--accept-rates")
-        self.rates = tuple(rates)
         self._vocab_size = vocab_size
-        self._survival = tuple(math.prod(self.rates[: depth + 1]) for depth in range(len(self.rates)))
-        self._thresholds = torch.tensor([_gumbel_quantile(share) for share in self._survival], dtype=torch.float32, device=device)
+        self._thresholds = torch.empty(MAX_LEVELS, dtype=torch.float32, device=device)
+        self.set_rates(rates)
 
-    @classmethod
-    def of_mean(cls, accept_length: float, vocab_size: int, device: torch.device | str) -> SyntheticAcceptance:
-        """Make the distribution of least variance with this mean: ``floor`` or ``ceil`` of it, as vLLM's simulation has it.
-
-        Args:
-            accept_length: Mean tokens per round, the bonus token counted; at least 1. Trees that are not deep enough accept less.
-            vocab_size, device: Of the target.
+    def set_rates(self, rates: Sequence[float]) -> None:
+        """Change the distribution; the tensor stays where it is, so that recorded graphs follow.
 
         Raises:
-            ConfigurationError: It is below 1.
+            ConfigurationError: As the constructor.
         """
-        if not accept_length >= 1.0 or math.isinf(accept_length):
+        if not 0 < len(rates) <= MAX_LEVELS or not all(0.0 <= rate <= 1.0 for rate in rates):
             raise ConfigurationError(
-                f"an accept length counts the bonus token and is at least 1, not {accept_length}.", field="--accept-length"
+                f"acceptance rates are 1 to {MAX_LEVELS} numbers between 0 and 1, not {list(rates)}.", field="--accept-rates"
             )
-        whole = int(accept_length - 1)
-        part = round(accept_length - 1 - whole, 9)
-        return cls([1.0] * whole + [part] if part or not whole else [1.0] * whole, vocab_size, device)
+        self.rates = tuple(rates)
+        self._survival = tuple(math.prod(self.rates[: depth + 1]) for depth in range(len(self.rates)))
+        shares = (*self._survival, *[0.0] * (MAX_LEVELS - len(self.rates)))
+        self._thresholds.copy_(torch.tensor([_gumbel_quantile(share) for share in shares]))
 
     def mean(self, depth: int) -> float:
         """Return the mean accept length in trees of this depth, the bonus token counted."""
@@ -88,6 +83,25 @@ class SyntheticAcceptance:
             self._thresholds,
             self._vocab_size,
         )
+
+
+def rates_of_mean(accept_length: float) -> list[float]:
+    """Return the rates of the distribution of least variance with this mean: ``floor`` or ``ceil`` of it, as vLLM's simulation has it.
+
+    Args:
+        accept_length: Mean tokens per round, the bonus token counted; at least 1. Trees that are not deep enough accept less.
+
+    Raises:
+        ConfigurationError: It is below 1, or beyond `MAX_LEVELS`.
+    """
+    if not 1.0 <= accept_length <= MAX_LEVELS + 1:
+        raise ConfigurationError(
+            f"an accept length counts the bonus token and lies between 1 and {MAX_LEVELS + 1}, not {accept_length}.",
+            field="--accept-length",
+        )
+    whole = int(accept_length - 1)
+    part = round(accept_length - 1 - whole, 9)
+    return [1.0] * whole + ([part] if part or not whole else [])
 
 
 def _gumbel_quantile(share: float) -> float:
