@@ -11,9 +11,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -145,8 +146,24 @@ class Client:
                 ignore_eos=True,
             ),
         )
+        return self._collect(self.stub.Chat(request, timeout=100), on_tokens)
+
+    def complete(self, tokens: Sequence[int], *, mode: int = common_pb2.SPECULATION_MODE_AUTO, max_tokens: int = 96) -> Result:
+        """Continue token ids, with traces."""
+        request = gateway_pb2.CompleteRequest(
+            token_ids=gateway_pb2.TokenIds(ids=tokens),
+            options=gateway_pb2.GenerationOptions(
+                max_tokens=max_tokens,
+                sampling=common_pb2.SamplingOptions(temperature=0.0),
+                speculation=common_pb2.SpeculationOptions(mode=mode, trace=True),
+                ignore_eos=True,
+            ),
+        )
+        return self._collect(self.stub.Complete(request, timeout=100))
+
+    def _collect(self, replies: Iterable[Any], on_tokens: Callable[[int], None] = lambda count: None) -> Result:
         result = Result()
-        for reply in self.stub.Chat(request, timeout=100):
+        for reply in replies:
             if reply.HasField("finished"):
                 result.finished = reply.finished
             else:
@@ -200,8 +217,8 @@ class Stack:
 
 
 @contextlib.contextmanager
-def supervised(*arguments: str, device: str = "cpu") -> Iterator[Stack]:
-    """`outrider up` on the embedded pair, until it drafts."""
+def supervised(*arguments: str, device: str = "cpu", until: Callable[[Stack], object] | None = None) -> Iterator[Stack]:
+    """`outrider up`, on the embedded pair unless `arguments` say otherwise, until it drafts for a chat (or `until` returns)."""
     folder = Path(tempfile.mkdtemp(prefix="outrider-"))
     port = free_port()
     up = Process("up", "--device", device, "--port", str(port), *arguments, log=folder / "up.log")
@@ -213,7 +230,10 @@ def supervised(*arguments: str, device: str = "cpu") -> Iterator[Stack]:
         with contextlib.suppress(ProcessLookupError):  # in process
             draft_address = child_argument(child_pid(up.popen.pid, "draft"), "--listen")
         stack = Stack([up], grpc_address=grpc_address, target_address=target_address, draft_address=draft_address, http_port=port)
-        stack.wait_drafting(START_TIMEOUT_S)
+        if until is not None:
+            until(stack)
+        else:
+            stack.wait_drafting(START_TIMEOUT_S)
         yield stack
     except BaseException:
         print(up.output[-8000:])
