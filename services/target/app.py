@@ -15,7 +15,7 @@ from outrider.services.target.draft_client.link import TargetIdentity
 from outrider.services.target.draft_client.remote import RemoteDrafter
 from outrider.services.target.drafter import NoDrafter
 from outrider.services.target.engine import TargetEngine
-from outrider.services.target.limits import EngineLimits
+from outrider.services.target.limits import EngineLimits, longest_text
 from outrider.services.target.memory import Memory, MemoryPlan, draft_tokens, plan_memory, working_bytes
 from outrider.services.target.runner import ModelRunner
 from outrider.services.target.scheduler import Scheduler, SchedulerLimits
@@ -159,7 +159,7 @@ class Target:
                 settings.max_running_requests, settings.max_queued_requests, settings.max_queued_prompt_tokens, settings.prefill_chunk
             ),
         )
-        limits = EngineLimits(config.vocab_size, settings.max_model_len or config.max_position_embeddings, frozenset(config.eos_token_ids))
+        limits = EngineLimits(config.vocab_size, longest_text(config, settings.max_model_len), frozenset(config.eos_token_ids))
         self.engine = TargetEngine(runner, scheduler, self.drafter, limits)
         if stand_in is None:  # random weights have near-ties everywhere
             check_parity(runner, self.engine.controller)
@@ -213,7 +213,7 @@ def _make_drafter(settings: TargetSettings, decoder: Decoder) -> Drafter:
     address = settings.draft_address()
     if address is None:
         return NoDrafter(decoder.device)
-    identity = TargetIdentity.of(decoder, tokenizer_fingerprint(settings.model))
+    identity = TargetIdentity.of(decoder, tokenizer_fingerprint(settings.model), settings.speculative_algorithm)
     return RemoteDrafter(address, identity, decoder.weight, decoder.device, fault_deadline_s=settings.draft_fault_deadline_s)
 
 
@@ -226,8 +226,8 @@ def _plan(settings: TargetSettings, decoder: Decoder, drafts: bool, draft_bytes:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         memory = Memory(total=total, free=free, weights=decoder.weight_bytes, draft=draft_bytes)
-    max_model_len = settings.max_model_len or config.max_position_embeddings
-    return plan_memory(settings, per_token, max_model_len, memory, working_bytes(settings, config, decoder.dtype))
+    longest = longest_text(config, settings.max_model_len)
+    return plan_memory(settings, per_token, longest, memory, working_bytes(settings, config, decoder.dtype))
 
 
 def _free_bytes(device: torch.device) -> int:

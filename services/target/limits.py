@@ -5,7 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.services.target.sequence import Sequence
-from outrider.shared.base.errors import InvalidRequestError
+from outrider.shared.base.errors import ConfigurationError, InvalidRequestError
+from outrider.shared.nn.config import ModelConfig
+
+
+def longest_text(config: ModelConfig, max_model_len: int | None) -> int:
+    """Return how many tokens a prompt and its answer may have: `max_model_len`, or what the model was trained for.
+
+    Raises:
+        ConfigurationError: The model looks its positions up in a table, which ends before `max_model_len`.
+    """
+    table = config.max_positions
+    if max_model_len is None:
+        return config.max_position_embeddings if table is None else min(config.max_position_embeddings, table)
+    if table is not None and max_model_len > table:
+        raise ConfigurationError(
+            f"--max-model-len {max_model_len}: {config.architecture} has learned positions for {table} tokens, and none behind; serve it "
+            f"with --max-model-len {table} or less, or leave the option out.",
+            field="max_model_len",
+        )
+    return max_model_len
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,11 @@ class ModelConfig:
     weight_block: Block | None
     ignored: Mapping[str, str]
 
+    @property
+    def max_positions(self) -> int | None:
+        """Rows of a learned position table, which no text may exceed; None: positions are rotated."""
+        return None
+
     @classmethod
     def from_dir(cls, path: Path | str) -> ModelConfig:
         """Read ``config.json`` (and ``generation_config.json``) of a Hugging Face model folder.

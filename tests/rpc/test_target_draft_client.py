@@ -19,6 +19,7 @@ from outrider.services.target.draft_client.remote import RemoteDrafter
 from outrider.services.target.drafter import NoDrafter
 from outrider.services.target.request import SpeculationMode
 from outrider.shared.nn.decoder import Decoder
+from outrider.shared.spec.algorithm import Algorithm
 from outrider.shared.spec.drafter import DrafterState
 
 torch.set_num_threads(1)
@@ -316,6 +317,34 @@ def test_a_head_that_does_not_fit_is_refused(decoder: Decoder, drafter: RemoteDr
         harness.run()
         check_done(harness, plain)
     finally:
+        server.stop(0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said", "fits"),
+    [("EAGLE3", "EAGLE3", True), ("NEXTN", "MTP", True), ("auto", "NGRAM", True), ("EAGLE", "EAGLE3", False), ("STANDALONE", "", False)],
+)
+def test_a_draft_of_another_algorithm_is_refused(
+    decoder: Decoder, address: str, plain: list[int], asked: str, said: str, fits: bool
+) -> None:
+    fake = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size)
+    fake.ack.algorithm = said
+    server = fake.serve(address)
+    identity = TargetIdentity.of(decoder, algorithm=Algorithm(asked))
+    drafter = RemoteDrafter(address, identity, decoder.weight, decoder.device)
+    try:
+        if fits:
+            connected(drafter)
+            return
+        wait_for(lambda: drafter.refusal() is not None)
+        refusal = drafter.refusal()
+        assert refusal is not None
+        assert refusal.field == "speculative_algorithm"
+        assert asked in refusal.message
+        assert (said or "unknown kind") in refusal.message
+        assert drafter.state() is not DrafterState.ON
+    finally:
+        drafter.shutdown()
         server.stop(0)
 
 

@@ -13,7 +13,10 @@ from family_models import Sequences, assert_near
 from generic_models import CASES, LAYERS, REFUSED, VOCAB, WINDOW, WINDOWED, make, reference, reference_logits, save
 from safetensors.torch import load_file, save_file
 
-from outrider.shared.base.errors import CheckpointError
+from outrider.services.target.app import Target
+from outrider.services.target.limits import longest_text
+from outrider.services.target.settings import TargetSettings
+from outrider.shared.base.errors import CheckpointError, ConfigurationError
 from outrider.shared.nn.config import ConfigReader, ModelConfig
 from outrider.shared.nn.decoder import EMBEDDING, LM_HEAD, Decoder
 from outrider.shared.nn.generic.config import read_config
@@ -211,6 +214,29 @@ def test_learned_positions_end_with_their_table(folder: Path) -> None:
     sequences.run([0], [text[:-1]])
     logits, _ = sequences.run([size - 1], [[text[-1], 5, 6]])
     assert_near(logits[:1], reference_logits("gpt2", text)[-1:])
+
+
+def test_no_text_is_longer_than_a_table_of_positions(folder: Path) -> None:
+    table, rotated = (ModelConfig.from_dir(save(case, folder)) for case in ("gpt2", "phi"))
+    assert (table.max_positions, rotated.max_positions) == (128, None)
+    assert longest_text(table, None) == longest_text(table, 128) == 128
+    assert longest_text(table, 40) == 40
+    assert longest_text(rotated, None) == 128
+    assert longest_text(rotated, 300) == 300
+    with pytest.raises(ConfigurationError, match=r"learned positions for 128 tokens.*--max-model-len 128 or less") as caught:
+        longest_text(table, 129)
+    assert caught.value.field == "max_model_len"
+
+
+def test_a_target_is_not_started_beyond_the_table(folder: Path) -> None:
+    options = {"model": save("gpt2", folder), "device": "cpu", "threads": 1, "kv_tokens": 512}
+    with pytest.raises(ConfigurationError, match="--max-model-len 4096"):
+        Target(TargetSettings.load(options | {"max_model_len": 4096}))
+    target = Target(TargetSettings.load(options))
+    try:
+        assert target.engine.limits.max_model_len == 128
+    finally:
+        target.shutdown()
 
 
 def test_sinks_and_windows_of_a_model_of_transformers_are_honoured(tmp_path: Path) -> None:

@@ -21,12 +21,13 @@ import torch
 
 from outrider.draft.v1 import draft_pb2, draft_pb2_grpc
 from outrider.services.target.breaker import Breaker
-from outrider.shared.base.errors import OutriderError, ProtocolError
+from outrider.shared.base.errors import ConfigurationError, OutriderError, ProtocolError
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.features import FeatureProjector
 from outrider.shared.rpc.client import connect
 from outrider.shared.rpc.interceptors import error_from_rpc
 from outrider.shared.rpc.tensors import join_tensors, split_tensor, wire_dtype
+from outrider.shared.spec.algorithm import FIELD, Algorithm
 from outrider.shared.spec.drafter import FeatureSpec
 
 PROTOCOL_VERSION = 1
@@ -46,7 +47,10 @@ Weight = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class TargetIdentity:
-    """What a target says of itself in Hello. `target_id` is unique per process."""
+    """What a target says of itself in Hello. `target_id` is unique per process.
+
+    `algorithm` is what it was told that the draft is, and compared with what the draft says; AUTO takes any.
+    """
 
     target_id: str
     fingerprint: str
@@ -56,13 +60,14 @@ class TargetIdentity:
     feature_dtype: torch.dtype
     model_type: str = ""
     tokenizer: str = ""
+    algorithm: Algorithm = Algorithm.AUTO
 
     @classmethod
-    def of(cls, decoder: Decoder, tokenizer: str = "") -> TargetIdentity:
+    def of(cls, decoder: Decoder, tokenizer: str = "", algorithm: Algorithm = Algorithm.AUTO) -> TargetIdentity:
         """Describe a loaded model; `tokenizer` is the `tokenizer_fingerprint` of its folder."""
         config = decoder.config
         sizes = (config.vocab_size, config.hidden_size, config.num_layers)
-        return cls(uuid.uuid4().hex, decoder.fingerprint, *sizes, decoder.dtype, config.model_type, tokenizer)
+        return cls(uuid.uuid4().hex, decoder.fingerprint, *sizes, decoder.dtype, config.model_type, tokenizer, algorithm)
 
 
 class Connection:
@@ -114,6 +119,21 @@ class LinkEvent:
 
     connection: Connection
     reply: draft_pb2.SessionReply | None = None
+
+
+def _check_algorithm(asked: Algorithm, found: str) -> None:
+    """Refuse a draft that drafts otherwise than this target was told.
+
+    Raises:
+        ConfigurationError: names both.
+    """
+    wanted = Algorithm.MTP if asked is Algorithm.NEXTN else asked
+    if wanted is not Algorithm.AUTO and wanted.value != found:
+        raise ConfigurationError(
+            f"speculative_algorithm is {asked.value} here, and the draft is {found or 'of an unknown kind'}: start the draft with "
+            f"--speculative-algorithm {asked.value}, or leave the option of the target out.",
+            field=FIELD,
+        )
 
 
 class DraftLink:
@@ -229,6 +249,7 @@ class DraftLink:
                     f"the draft speaks protocol version {ack.protocol_version}, this target {PROTOCOL_VERSION}; run the same release.",
                     field="protocol_version",
                 )
+            _check_algorithm(identity.algorithm, ack.algorithm)
             connection.spec = self._feature_spec(stub, ack)
             if ack.missing_tensors:
                 self._send_weights(stub, ack.missing_tensors)

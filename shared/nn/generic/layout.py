@@ -45,3 +45,8 @@ class GenericConfig(ModelConfig):
     """
 
     layout: GenericLayout
+
+    @property
+    def max_positions(self) -> int | None:
+        """See `ModelConfig.max_positions`."""
+        return self.layout.max_positions
