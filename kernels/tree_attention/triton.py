@@ -14,8 +14,11 @@ import functools
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
+from outrider.kernels._late import launch_late, prefetch, prefetch_arguments
+from outrider.kernels.ahead import Prefetch
 
 _LOG2E = 1.4426950408889634
 _MAX_SPLITS = 32
@@ -96,11 +99,18 @@ def _first_column(ancestors, row, words, window):
 @triton.jit
 def _attention(
     q, k_plane, v_plane, page_table, prefix_lens, kv_lens, query_start, ancestors, row_positions, sinks, out, partial, stats,
-    q_row, q_head, out_row, table_stride, words, window, scale, softcap, rows, splits,
+    next_weight, next_stride, next_count, next_size, q_row, q_head, out_row, table_stride, words, window, scale, softcap, rows, splits,
     WIDEN: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, TREE: tl.constexpr,
     WINDOW: tl.constexpr, POSITIONS: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+    SPLIT: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr, THREADS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
+    if PREFETCH:
+        index = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+        programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+        prefetch(next_weight, next_stride, next_count, next_size, index, programs, THREADS)
+    if PDL:
+        gdc_wait()
     kv_head, sequence, split = tl.program_id(1), tl.program_id(2) // splits, tl.program_id(2) % splits
     start = tl.load(query_start + sequence)
     q_len = tl.load(query_start + sequence + 1) - start
@@ -160,6 +170,8 @@ def _attention(
             query, top, total, acc, shared_end, end, table, k_head, v_head, row, position, first_column, prefix_len, ancestors,
             words, window, scale, softcap, WIDEN, KV_HEADS * DIM, PAGE_SIZE, DIM, True, TREE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D
         )  # fmt: skip
+        if PDL:
+            gdc_launch_dependents()
         if SPLIT:
             place = (split * rows + row) * (KV_HEADS * GROUP) + head
             tl.store(partial + place[:, None] * DIM + d[None, :], acc, mask=element)
@@ -175,8 +187,10 @@ def _attention(
 @triton.jit
 def _merge(
     query_start, partial, stats, sinks, out, rows, splits, HEADS: tl.constexpr, DIM: tl.constexpr, SINKS: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
+    PDL: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
     local, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(query_start + sequence)
     if local < tl.load(query_start + sequence + 1) - start:
@@ -191,6 +205,8 @@ def _merge(
             total += tl.exp2(tl.load(sinks + head) * 1.4426950408889634 - tl.where(top == -float("inf"), 0.0, top))
         parts = tl.load(partial + place[:, None] * DIM + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0)
         result = tl.sum(parts * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+        if PDL:
+            gdc_launch_dependents()
         tl.store(out + ((start + local).to(tl.int64) * HEADS + head) * DIM + d, result.to(out.dtype.element_ty), mask=d < DIM)
 
 
@@ -201,9 +217,11 @@ def _wanted_programs(device: torch.device) -> int:
 
 
 def _splits(programs: int, blocks: int, device: torch.device) -> int:
-    """Return into how many parts to split the `blocks` of the longest sequence: a power of two, so that few variants are compiled."""
-    useful = min(_wanted_programs(device) // max(1, programs), blocks, _MAX_SPLITS)
-    return 1 << max(0, useful.bit_length() - 1)
+    """Return into how many parts to split the `blocks` of the longest sequence: a power of two, so that few variants are compiled.
+
+    The parts are shared out on the device by the real lengths; a program without a share stops at once.
+    """
+    return _launch.next_power_of_2(min(_wanted_programs(device) // max(1, programs), blocks, _MAX_SPLITS))
 
 
 def tree_attention(
@@ -224,6 +242,7 @@ def tree_attention(
     max_kv_len: int,
     window: int,
     softcap: float,
+    following: Prefetch | None,
 ) -> None:
     """See `outrider.kernels.tree_attention.tree_attention`; writes `out`."""
     bs = page_table.shape[0]
@@ -246,6 +265,9 @@ def tree_attention(
     rows = q.shape[0]
     starts = query_start.contiguous()
     logits = starts if sinks is None else sinks.contiguous()
+    late = launch_late(q)
+    next_weight, next_stride, next_count, next_size, ahead = prefetch_arguments(following, out, late)
+    warps = 8 if wide else 4
     partial = stats = out
     if splits > 1:
         partial = _launch.empty((splits, rows, heads, dim), torch.float32, q.device)
@@ -253,17 +275,16 @@ def tree_attention(
     with _launch.on_device_of(q):
         _attention[(blocks_m, kv_heads, bs * splits)](
             q, k_plane, v_plane, page_table.contiguous(), prefix_lens.contiguous(), kv_lens.contiguous(), starts, masks,
-            row_positions.contiguous() if row_positions is not None else starts, logits, out, partial, stats, q.stride(0), q.stride(1),
-            heads * dim,
-            page_table.shape[1], masks.shape[1] if tree else 0, window,
+            row_positions.contiguous() if row_positions is not None else starts, logits, out, partial, stats, next_weight, next_stride,
+            next_count, next_size, q.stride(0), q.stride(1), heads * dim, page_table.shape[1], masks.shape[1] if tree else 0, window,
             scale / softcap if softcap > 0 else scale * _LOG2E, softcap * _LOG2E, rows, splits,
             WIDEN=not isinstance(_attention, triton.JITFunction), GROUP=group, KV_HEADS=kv_heads, DIM=dim, PAGE_SIZE=page_size, TREE=tree,
             WINDOW=window > 0, POSITIONS=row_positions is not None, SINKS=sinks is not None, SOFTCAP=softcap > 0,
-            SPLIT=splits > 1, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=8 if wide else 4,
-            num_stages=1 if wide else 2,
+            SPLIT=splits > 1, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, PREFETCH=ahead,
+            THREADS=32 * warps, num_warps=warps, num_stages=1 if wide else 2, **late,
         )  # fmt: skip
         if splits > 1:
             _merge[(max_query_len, heads, bs)](
                 starts, partial, stats, logits, out, rows, splits, HEADS=heads, DIM=dim, SINKS=sinks is not None, BLOCK_S=splits,
-                BLOCK_D=block_d, num_warps=1,
+                BLOCK_D=block_d, num_warps=1, **late,
             )  # fmt: skip

@@ -1,0 +1,21 @@
+"""silu_mul in plain torch; the contract is in the package's docstring."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from outrider.kernels.stream import Stream
+
+
+def silu_mul(parts: torch.Tensor, stream: Stream | None, bias: torch.Tensor | None, gelu: bool, dtype: torch.dtype) -> torch.Tensor:
+    """See `outrider.kernels.silu_mul.silu_mul`."""
+    total = parts.sum(0) if parts.dim() == 3 else parts.float()
+    inverse = None if stream is None else stream.inverse_rms()
+    if inverse is not None:
+        total = total * inverse
+    if bias is not None:
+        total = total + bias.float()
+    gate, up = total.chunk(2, dim=-1)
+    gate = functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)
+    return (gate * up).to(dtype)

@@ -1,0 +1,126 @@
+"""skinny_gemm: few rows times a large matrix, bound by reading the matrix; what follows in a decoder layer is fused."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.kernels._dispatch import use_triton
+from outrider.kernels._launch import expect, expect_contiguous
+from outrider.kernels.add_norm import add_sums
+from outrider.kernels.ahead import Prefetch
+from outrider.kernels.silu_mul import silu_mul
+from outrider.kernels.skinny_gemm import reference
+from outrider.kernels.skinny_gemm.table import choose_tile
+from outrider.kernels.skinny_gemm.types import Epilogue, Method, Tile
+from outrider.kernels.stream import Stream
+
+__all__ = ["MAX_ROWS", "Epilogue", "Method", "Tile", "choose_tile", "project", "project_add", "project_gated"]
+
+MAX_ROWS = 64
+"""Rows up to which these ops read a matrix faster than a library does."""
+
+
+def project(x: torch.Tensor, weight: torch.Tensor, *, tile: Tile | None = None, following: Prefetch | None = None) -> torch.Tensor:
+    """Return ``x @ weight.T``, or the parts of it that the next kernel has to add.
+
+    Args:
+        x: ``[rows, in]`` fp32/bf16/fp16, at most `MAX_ROWS` rows; rows may be strided.
+        weight: ``[out, in]``, contiguous, x's dtype.
+        tile: How; the measured one for this shape unless given.
+        following: Weights to bring into L2 meanwhile.
+
+    Returns:
+        ``[rows, out]`` in x's dtype, or ``[splits, rows, out] fp32`` whose sum it is: what `add_sums`, `rope_store` and `silu_mul` take.
+
+    Raises:
+        ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+    """
+    _check(x, weight)
+    if not use_triton(x):
+        return reference.project(x, weight)
+    from outrider.kernels.skinny_gemm import triton as compiled
+
+    tile = tile or choose_tile(Epilogue.PLAIN, x, weight)
+    if tile.method is Method.LIBRARY:
+        return torch.nn.functional.linear(x, weight)
+    return compiled.project(x, weight, tile, following)
+
+
+def project_add(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    *,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    tile: Tile | None = None,
+    following: Prefetch | None = None,
+) -> Stream:
+    """Return the residual stream after ``residual + x @ weight.T + bias``, prepared for the norm that reads it next.
+
+    Args:
+        x: As in `project`.
+        weight: ``[width, in]``.
+        residual: ``[rows, width]``; rows may be strided.
+        norm_weight: ``[width]``, of the next norm.
+        eps: Of that norm.
+        bias: ``[width]`` or None.
+        out: ``[rows, width]``, where the sum is written (rows may be strided, so that it can be a slice of captured states); allocated if
+            None. Not `residual`.
+        tile, following: As in `project`.
+    """
+    _check(x, weight)
+    rows, width = residual.shape
+    expect("weight", weight, (width, None))
+    expect("residual", residual, (x.shape[0], width), x.dtype)
+    expect("norm_weight", norm_weight, (width,))
+    if out is not None:
+        expect("out", out, (rows, width), x.dtype)
+    if use_triton(x):
+        from outrider.kernels.skinny_gemm import triton as compiled
+
+        tile = tile or choose_tile(Epilogue.ADD, x, weight)
+        if tile.splits == 1 and tile.method is not Method.LIBRARY:
+            return compiled.project_add(x, weight, bias, residual, norm_weight, eps, out, tile, following)
+    parts = project(x, weight, tile=tile, following=following)
+    return add_sums(parts, residual, norm_weight, eps, bias=bias, out=out, following=following.then() if following else None)
+
+
+def project_gated(
+    stream: Stream,
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    gelu: bool = False,
+    tile: Tile | None = None,
+    following: Prefetch | None = None,
+) -> torch.Tensor:
+    """Return ``act(gate) * up`` of ``norm(stream) @ weight.T + bias``: ``[rows, intermediate]``.
+
+    Args:
+        stream: At most `MAX_ROWS` rows.
+        weight: ``[2 * intermediate, width]``, gate first.
+        bias: ``[2 * intermediate]`` or None.
+        gelu: The activation is gelu (tanh form) instead of silu.
+        tile, following: As in `project`.
+    """
+    x = stream.scaled
+    _check(x, weight)
+    if weight.shape[0] % 2:
+        raise ValueError(f"weight has {weight.shape[0]} rows; gate and up need an even number")
+    if use_triton(x):
+        from outrider.kernels.skinny_gemm import triton as compiled
+
+        tile = tile or choose_tile(Epilogue.GATED, x, weight)
+        if tile.method is not Method.LIBRARY:
+            return compiled.project_gated(stream, weight, bias, gelu, tile, following)
+    return silu_mul(project(x, weight, tile=tile), stream, bias=bias, gelu=gelu, following=following)
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
+    expect("weight", weight, (None, x.shape[1]), x.dtype)
+    expect_contiguous("weight", weight)
+    if x.shape[0] > MAX_ROWS:
+        raise ValueError(f"x has {x.shape[0]} rows, at most {MAX_ROWS} are supported")

@@ -1,0 +1,11 @@
+"""skinny_gemm in plain torch; the contract is in the package's docstring."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+
+def project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """See `outrider.kernels.skinny_gemm.project`."""
+    return functional.linear(x, weight)

@@ -1,0 +1,48 @@
+"""The data of skinny_gemm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Method(Enum):
+    """How a product is computed."""
+
+    DOT = "dot"
+    """Tensor cores, the rows padded to 16, 32 or 64."""
+    SUM = "sum"
+    """Multiply and add, a whole row of the weight at once: 1 to 4 rows."""
+    LIBRARY = "library"
+    """torch's (cuBLAS)."""
+
+
+class Epilogue(Enum):
+    """What becomes of a product; a table has tiles for each."""
+
+    PLAIN = 0
+    ADD = 1
+    GATED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One way to compute a product.
+
+    Attributes:
+        method: See `Method`.
+        block_n: Rows of the weight that a program takes (of each of the two halves, if gated).
+        block_k: Columns that it takes at a time (DOT).
+        splits: Programs that share the columns; their sums are added by the next kernel, in order (DOT, not gated).
+        warps, stages: Of a program.
+    """
+
+    method: Method
+    block_n: int = 64
+    block_k: int = 128
+    splits: int = 1
+    warps: int = 4
+    stages: int = 4
+
+
+LIBRARY = Tile(Method.LIBRARY)

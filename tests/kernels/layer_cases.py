@@ -1,0 +1,176 @@
+"""The ops of a fused decoder layer: bodies of tests that run interpreted on a CPU and compiled on a GPU."""
+
+from __future__ import annotations
+
+import torch
+from guards import Guards, reference_version, triton_version
+
+from outrider.kernels.add_norm import add_sums, embed_rows, normalise, rms_norm
+from outrider.kernels.rope_store import rope_angles, rope_store
+from outrider.kernels.silu_mul import silu_mul
+from outrider.kernels.skinny_gemm import Tile, project, project_add, project_gated
+from outrider.kernels.stream import Stream
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+EPS = 1e-5
+
+
+class Maker:
+    """Random tensors of one dtype on one device, guarded."""
+
+    def __init__(self, device: str, dtype: torch.dtype, guards: Guards, seed: int = 0) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self.device, self.dtype, self.guards = device, dtype, guards
+
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:
+        values = torch.randn(*shape, generator=self._generator) * scale + shift
+        return self.guards.put(values.to(self.device, dtype or self.dtype))
+
+    def stream(self, rows: int, width: int, parts: int) -> Stream:
+        """A stream whose sums are split unevenly."""
+        residual = self(rows, width, scale=3.0)
+        shares = torch.rand(parts, rows, generator=self._generator).softmax(0).to(self.device)
+        sums = self.guards.put(residual.float().square().sum(-1) * shares)
+        return Stream(residual, self.guards.put(residual * self(width, shift=1.0)), sums, EPS)
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    """Compare by the tolerance of a dtype, relative to the size of the values."""
+    bound = TOLERANCE[dtype]
+    assert not bool(expected.isnan().any())
+    torch.testing.assert_close(actual.float(), expected.float(), atol=bound * max(1.0, float(expected.float().abs().max())), rtol=bound)
+
+
+def same_stream(actual: Stream, expected: Stream, dtype: torch.dtype) -> None:
+    close(actual.residual, expected.residual, dtype)
+    with reference_version():
+        close(normalise(actual), normalise(expected), dtype)
+
+
+def check_project(device: str, dtype: torch.dtype, rows: int, out: int, columns: int, tile: Tile | None, guards: Guards) -> None:
+    make = Maker(device, dtype, guards, rows + out)
+    x, weight = make(rows, columns + 8)[:, :columns], make(out, columns, scale=columns**-0.5)
+    with reference_version():
+        expected = project(x, weight)
+    with triton_version(guards):
+        parts = project(x, weight, tile=tile)
+    assert tile is None or parts.dim() == (3 if tile.splits > 1 else 2)
+    close(parts.sum(0) if parts.dim() == 3 else parts, expected, dtype)
+
+
+def check_project_add(
+    device: str, dtype: torch.dtype, rows: int, width: int, columns: int, tile: Tile | None, guards: Guards, *, bias: bool = False
+) -> None:
+    make = Maker(device, dtype, guards, rows + width)
+    x, weight, norm_weight = make(rows, columns), make(width, columns, scale=columns**-0.5), make(width, shift=1.0)
+    residual, offset = make(rows, 2 * width)[:, width:], make(width) if bias else None
+    captured = make(rows, 3 * width)
+    before = captured.clone()
+    with reference_version():
+        expected = project_add(x, weight, residual, norm_weight, EPS, bias=offset)
+    with triton_version(guards):
+        stream = project_add(x, weight, residual, norm_weight, EPS, bias=offset, out=captured[:, width : 2 * width], tile=tile)
+    same_stream(stream, expected, dtype)
+    assert stream.residual.data_ptr() == captured[:, width:].data_ptr()
+    before[:, width : 2 * width] = captured[:, width : 2 * width]
+    assert bool((captured == before).all())
+
+
+def check_project_gated(
+    device: str, dtype: torch.dtype, rows: int, size: int, width: int, tile: Tile | None, guards: Guards, *, bias: bool, gelu: bool,
+    normed: bool = True,
+) -> None:  # fmt: skip
+    make = Maker(device, dtype, guards, rows + size)
+    stream = make.stream(rows, width, 5)
+    if not normed:
+        stream = Stream(stream.residual, stream.scaled, None, EPS)
+    weight, offset = make(2 * size, width, scale=width**-0.5), make(2 * size) if bias else None
+    with reference_version():
+        expected = project_gated(stream, weight, bias=offset, gelu=gelu)
+    with triton_version(guards):
+        actual = project_gated(stream, weight, bias=offset, gelu=gelu, tile=tile)
+    close(actual, expected, dtype)
+
+
+def check_add_sums(device: str, dtype: torch.dtype, rows: int, width: int, splits: int, guards: Guards, *, bias: bool) -> None:
+    make = Maker(device, dtype, guards, rows + width)
+    parts = make(splits, rows, width, dtype=torch.float32) if splits > 1 else make(rows, width)
+    residual, norm_weight, offset = make(rows, width + 3)[:, :width], make(width, shift=1.0), make(width) if bias else None
+    with reference_version():
+        expected = add_sums(parts, residual, norm_weight, EPS, bias=offset)
+    with triton_version(guards):
+        stream = add_sums(parts, residual, norm_weight, EPS, bias=offset)
+        normed = normalise(stream)
+    same_stream(stream, expected, dtype)
+    with reference_version():
+        close(normed, normalise(expected), dtype)
+
+
+def check_embed_rows(device: str, dtype: torch.dtype, rows: int, width: int, guards: Guards) -> None:
+    make = Maker(device, dtype, guards, rows)
+    table, norm_weight = make(50, width), make(width, shift=1.0)
+    tokens = guards.put(torch.randint(0, 50, (rows,), dtype=torch.int32).to(device))
+    with reference_version():
+        expected = embed_rows(tokens, table, norm_weight, EPS)
+    with triton_version(guards):
+        stream = embed_rows(tokens, table, norm_weight, EPS)
+    assert torch.equal(stream.residual, expected.residual)
+    same_stream(stream, expected, dtype)
+
+
+def check_rms_norm(device: str, dtype: torch.dtype, rows: int, width: int, guards: Guards) -> None:
+    make = Maker(device, dtype, guards, rows)
+    x, weight, pair = make(rows, width + 5)[:, 5:], make(width, shift=1.0), make(rows, 2 * width)
+    before = pair.clone()
+    with reference_version():
+        expected = rms_norm(x, weight, EPS)
+    with triton_version(guards):
+        assert rms_norm(x, weight, EPS, out=pair[:, width:]).data_ptr() == pair[:, width:].data_ptr()
+        close(rms_norm(x, weight, EPS), expected, dtype)
+    close(pair[:, width:], expected, dtype)
+    assert torch.equal(pair[:, :width], before[:, :width])
+
+
+def check_silu_mul(device: str, dtype: torch.dtype, rows: int, size: int, splits: int, guards: Guards, *, bias: bool, normed: bool) -> None:
+    make = Maker(device, dtype, guards, rows + size)
+    parts = make(splits, rows, 2 * size, dtype=torch.float32) if splits > 1 else make(rows, 2 * size)
+    stream = make.stream(rows, 24, 3) if normed or splits > 1 else None
+    if stream is not None and not normed:
+        stream = Stream(stream.residual, stream.scaled, None, EPS)
+    offset = make(2 * size) if bias else None
+    for gelu in (False, True):
+        with reference_version():
+            expected = silu_mul(parts, stream, bias=offset, gelu=gelu)
+        with triton_version(guards):
+            actual = silu_mul(parts, stream, bias=offset, gelu=gelu)
+        close(actual, expected, dtype)
+
+
+def check_rope_store(
+    device: str, dtype: torch.dtype, rows: int, heads: int, kv_heads: int, dim: int, splits: int, guards: Guards, *, bias: bool = False,
+    head_norm: bool = False, normed: bool = True,
+) -> None:  # fmt: skip
+    make = Maker(device, dtype, guards, rows + heads)
+    columns = (heads + 2 * kv_heads) * dim
+    parts = make(splits, rows, columns, dtype=torch.float32) if splits > 1 else make(rows, columns)
+    stream, offset = make.stream(rows, 40, 3) if normed else None, make(columns) if bias else None
+    weights = make(heads + kv_heads, dim, shift=1.0) if head_norm else None
+    positions = guards.put(torch.randint(0, 100_000, (rows,)).to(device))
+    frequencies = guards.put((1e4 ** -(torch.arange(dim) % (dim // 2) * 2 / dim)).to(device))
+    planes = [make(-(-rows // 3) + 2, 3, kv_heads, dim) for _ in range(2)]
+    slots = torch.randperm(planes[0].shape[0] * 3)[:rows]
+    slots[::5] = -1
+    slots = guards.put(slots.to(device))
+    expected_planes = [plane.clone() for plane in planes]
+    options = {"stream": stream, "bias": offset, "head_norm": weights, "head_eps": EPS}
+    with reference_version():
+        angles = rope_angles(positions, frequencies, 1.25, dtype)
+        expected = rope_store(parts, *angles, *expected_planes, slots, **options)
+    with triton_version(guards):
+        compiled_angles = rope_angles(positions, frequencies, 1.25, dtype)
+        actual = rope_store(parts, *angles, *planes, slots, **options)
+    for actual_angle, angle in zip(compiled_angles, angles, strict=True):
+        torch.testing.assert_close(actual_angle.float(), angle.float(), atol=2e-5 if dtype is torch.float32 else 1e-2, rtol=0)
+    close(actual, expected, dtype)
+    for plane, expected_plane in zip(planes, expected_planes, strict=True):
+        close(plane, expected_plane, dtype)

@@ -1,0 +1,104 @@
+"""The ops of a fused decoder layer: their Triton versions, interpreted, equal the references and stay within their buffers."""
+
+import pytest
+import torch
+from guards import Guards
+from layer_cases import (
+    check_add_sums,
+    check_embed_rows,
+    check_project,
+    check_project_add,
+    check_project_gated,
+    check_rms_norm,
+    check_rope_store,
+    check_silu_mul,
+)
+
+from outrider.kernels.skinny_gemm import Epilogue, Method, Tile, choose_tile, project
+from outrider.kernels.skinny_gemm.table import guess_tile
+
+DOT = Tile(Method.DOT, 32, 32)
+SPLIT = Tile(Method.DOT, 32, 16, splits=3)
+SUM = Tile(Method.SUM, 4)
+LIBRARY = Tile(Method.LIBRARY)
+PROJECTIONS = [
+    (1, 64, 64, DOT),
+    (5, 70, 50, DOT),
+    (33, 96, 100, SPLIT),
+    (64, 40, 96, SPLIT),
+    (1, 7, 40, SUM),
+    (3, 8, 64, SUM),
+    (2, 9, 30, LIBRARY),
+    (4, 50, 70, None),
+]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "out", "columns", "tile"), PROJECTIONS)
+def test_projections_of_any_size(dtype: torch.dtype, rows: int, out: int, columns: int, tile: Tile | None) -> None:
+    check_project("cpu", dtype, rows, out, columns, tile, Guards())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "width", "columns", "tile"), [(1, 64, 96, DOT), (17, 50, 70, DOT), (6, 50, 70, SPLIT), (2, 30, 64, SUM), (3, 20, 30, LIBRARY)]
+)
+def test_products_added_to_the_residual(dtype: torch.dtype, rows: int, width: int, columns: int, tile: Tile, bias: bool) -> None:
+    check_project_add("cpu", dtype, rows, width, columns, tile, Guards(), bias=bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("bias", "gelu", "normed"), [(False, False, True), (True, True, True), (False, False, False)])
+@pytest.mark.parametrize(("rows", "size", "width", "tile"), [(1, 64, 96, DOT), (17, 50, 70, DOT), (2, 30, 64, SUM), (3, 20, 30, LIBRARY)])
+def test_gated_products(dtype: torch.dtype, rows: int, size: int, width: int, tile: Tile, bias: bool, gelu: bool, normed: bool) -> None:
+    check_project_gated("cpu", dtype, rows, size, width, tile, Guards(), bias=bias, gelu=gelu, normed=normed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "width", "splits", "bias"), [(1, 64, 4, False), (7, 600, 1, True), (3, 1100, 2, True), (70, 40, 1, False)]
+)
+def test_partial_sums_are_added_and_normed(dtype: torch.dtype, rows: int, width: int, splits: int, bias: bool) -> None:
+    check_add_sums("cpu", dtype, rows, width, splits, Guards(), bias=bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (6, 700), (66, 20)])
+def test_embeddings_and_norms(dtype: torch.dtype, rows: int, width: int) -> None:
+    check_embed_rows("cpu", dtype, rows, width, Guards())
+    check_rms_norm("cpu", dtype, rows, width, Guards())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size", "splits"), [(1, 64, 2), (5, 1100, 1), (2, 40, 3)])
+@pytest.mark.parametrize(("bias", "normed"), [(False, False), (True, True)])
+def test_gated_activations(dtype: torch.dtype, rows: int, size: int, splits: int, bias: bool, normed: bool) -> None:
+    check_silu_mul("cpu", dtype, rows, size, splits, Guards(), bias=bias, normed=normed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "heads", "kv_heads", "dim", "splits"), [(1, 4, 2, 16, 2), (7, 6, 1, 24, 1), (70, 2, 2, 8, 1)])
+@pytest.mark.parametrize(("bias", "head_norm", "normed"), [(False, False, True), (True, True, True), (False, True, False)])
+def test_rotation_and_store(
+    dtype: torch.dtype, rows: int, heads: int, kv_heads: int, dim: int, splits: int, bias: bool, head_norm: bool, normed: bool
+) -> None:
+    check_rope_store("cpu", dtype, rows, heads, kv_heads, dim, splits, Guards(), bias=bias, head_norm=head_norm, normed=normed)
+
+
+def test_more_rows_than_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="65 rows"):
+        project(torch.zeros(65, 16), torch.zeros(8, 16))
+
+
+@pytest.mark.parametrize("epilogue", list(Epilogue))
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 64])
+def test_guessed_tiles_fit_their_epilogue(epilogue: Epilogue, rows: int) -> None:
+    for out, columns in [(6144, 4096), (4096, 14336), (32000, 4096), (96, 64), (57344, 8192)]:
+        tile = guess_tile(epilogue, out, columns, rows)
+        assert tile.splits == 1 or epilogue is not Epilogue.GATED
+        assert tile.method is Method.DOT or rows <= 4
+        assert choose_tile(
+            epilogue, torch.empty(rows, columns, dtype=torch.bfloat16, device="meta"), torch.empty(out, columns, device="meta")
+        )
