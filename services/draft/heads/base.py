@@ -56,7 +56,13 @@ class RecurrentHead(Protocol):
         ...
 
     def forward(
-        self, tokens: torch.Tensor, features: torch.Tensor, rotation: Rotation, attention: AttentionBackend, pool: KVPool
+        self,
+        tokens: torch.Tensor,
+        features: torch.Tensor,
+        rotation: Rotation,
+        attention: AttentionBackend,
+        pool: KVPool,
+        source: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the head over rows; writes their K/V.
 
@@ -66,6 +72,7 @@ class RecurrentHead(Protocol):
             rotation: Of the rows' positions.
             attention: Planned for these rows.
             pool: The head's KV.
+            source: ``[rows] int32``, which of `features` each row takes, however many there are; None: each its own.
 
         Returns:
             States ``[rows, hidden_size]``: what `logits` reads and what serves as the next feature.

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from outrider.kernels.head_input import Residual, head_input
 from outrider.services.draft.heads.eagle3_config import Eagle3Config
 from outrider.services.draft.heads.eagle3_keys import layer_norm_name, resolve, take_projector, take_vocabulary
 from outrider.services.draft.heads.keys import HeadKeys
@@ -126,12 +127,24 @@ class Eagle3Head:
         return self._rope(positions)
 
     def forward(
-        self, tokens: torch.Tensor, features: torch.Tensor, rotation: Rotation, attention: AttentionBackend, pool: KVPool
+        self,
+        tokens: torch.Tensor,
+        features: torch.Tensor,
+        rotation: Rotation,
+        attention: AttentionBackend,
+        pool: KVPool,
+        source: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `RecurrentHead.forward`."""
-        normed = self._hidden_norm(features)
-        pair = torch.cat([self._embedding_norm(self._tables.embed(tokens)), normed], dim=-1)  # [rows, 2 * hidden]
-        residual = normed if self.config.norm_before_residual else features
+        if features.is_cuda:
+            kind = Residual.NORMED_FEATURE if self.config.norm_before_residual else Residual.FEATURE
+            norms = self._embedding_norm.weight, self._hidden_norm.weight
+            pair, residual = head_input(tokens, self._tables.embedding, features, source, *norms, self._hidden_norm.eps, kind)
+        else:
+            features = features if source is None else features.index_select(0, source)
+            normed = self._hidden_norm(features)
+            pair = torch.cat([self._embedding_norm(self._tables.embed(tokens)), normed], dim=-1)  # [rows, 2 * hidden]
+            residual = normed if self.config.norm_before_residual else features
         hidden = self._attention(pair, residual, rotation, attention, pool)
         hidden = self._mlp(self._post_attention_norm(hidden), hidden)
         for layer in self._layers:

@@ -79,10 +79,15 @@ class TokenTables:
             self._lm_head = self._gathered(tensor)
         del self._missing[name]
 
+    @property
+    def embedding(self) -> torch.Tensor:
+        """The embedding, ``[vocab_size, hidden_size]``; nothing of it is missing any more."""
+        assert self._embedding is not None, "the embedding is missing; lend() it first"
+        return self._embedding
+
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, hidden_size]`` for ``tokens [rows]``."""
-        assert self._embedding is not None, "the embedding is missing; lend() it first"
-        return functional.embedding(tokens, self._embedding)
+        return functional.embedding(tokens, self.embedding)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, vocabulary.size]`` for ``states [rows, hidden_size]``."""
