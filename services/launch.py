@@ -209,7 +209,8 @@ def check_options(options: StackOptions) -> None:
 def _check_model_folder(folder: Path, flag: str, hint: str = "") -> None:
     if not folder.is_dir():
         raise ConfigurationError(f"{flag} {folder}: there is no such folder{hint}.", field=flag)
-    if not (folder / "config.json").exists():
+    # Draft heads of Mistral's come with params.json.
+    if not any((folder / name).exists() for name in (("config.json", "params.json") if flag == "--draft" else ("config.json",))):
         message = f"{flag} {folder} has no config.json; give a model folder in Hugging Face layout, downloaded in full{hint}."
         raise ConfigurationError(message, field=flag)
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):

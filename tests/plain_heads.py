@@ -35,7 +35,8 @@ class PlainHead:
         self.dtype = embedding.dtype
         self.embedding = weights.get("embed_tokens.weight", embedding)
         self.head = weights.get("lm_head.weight", lm_head)
-        self.is_eagle3 = "norm.weight" in weights
+        self.is_eagle3 = "layers.0.hidden_norm.weight" in weights
+        self.is_mistral = not self.is_eagle3 and "norm.weight" in weights
         self.num_heads, self.kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         self.head_dim = config["head_dim"]
         self.ids = torch.arange(self.head.shape[0])
@@ -89,6 +90,8 @@ class PlainHead:
         if not self.is_eagle3:
             x = self._linear(torch.cat([embedded, features], -1), "fc")
             residual = x
+            if self.is_mistral:
+                x = self._norm(x, "layers.0.input_layernorm.weight")
         else:
             normed = self._norm(features, "layers.0.hidden_norm.weight")
             x = torch.cat([self._norm(embedded, "layers.0.input_layernorm.weight"), normed], -1)
@@ -103,7 +106,7 @@ class PlainHead:
             prefix = f"layers.{layer}.mlp."
             inner = silu(self._linear(x, f"{prefix}gate_proj")) * self._linear(x, f"{prefix}up_proj")
             residual = residual + self._linear(inner, f"{prefix}down_proj")
-        return self._norm(residual, "norm.weight") if self.config.get("norm_output") else residual
+        return self._norm(residual, "norm.weight") if self.config.get("norm_output") or self.is_mistral else residual
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return logits over the draft vocabulary."""
@@ -132,7 +135,10 @@ class PlainHead:
         if f"{prefix}kv_b_proj.weight" in self.w:
             return self._attend_latent(prefix, x, positions, visible)
         q, k, v = (self._linear(x, f"{prefix}{part}_proj").unflatten(-1, (-1, self.head_dim)).transpose(-3, -2) for part in "qkv")
-        q, k = self._rotate(q, positions), self._rotate(k, positions)
+        if f"{prefix}q_norm.weight" in self.w:
+            q, k = self._norm(q, f"{prefix}q_norm.weight"), self._norm(k, f"{prefix}k_norm.weight")
+        turn = self._rotate_pairs if self.config.get("turns_pairs") else self._rotate
+        q, k = turn(q, positions), turn(k, positions)
         k, v = (part.repeat_interleave(self.num_heads // self.kv_heads, -3) for part in (k, v))
         scores = (q @ k.transpose(-1, -2) / self.head_dim**0.5).masked_fill(~visible, float("-inf"))
         return self._linear((scores.softmax(-1) @ v).transpose(-3, -2).flatten(-2), f"{prefix}o_proj")

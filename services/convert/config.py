@@ -10,11 +10,14 @@ import torch
 
 from outrider.services.draft.heads.eagle3_config import AUX_KEY, Eagle3Config
 from outrider.services.draft.heads.head_config import HeadConfig, flatten
+from outrider.services.draft.heads.hot_vocab import HOT_IDS, HOT_SIZE
 from outrider.services.draft.heads.registry import HeadKind
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.config import ConfigReader, RopeKind
 
 ARCHITECTURES = {HeadKind.EAGLE: "LlamaForCausalLMEagle", HeadKind.EAGLE3: "LlamaForCausalLMEagle3"}
+MISTRAL_ARCHITECTURE = "MistralForCausalLMEagle"
+"""Of heads whose first layer has its norm, and whose stack ends with one."""
 OFFICIAL_ARCHITECTURE = "LlamaForCausalLM"
 EAGLE_SECTION_KEYS = (AUX_KEY, "use_aux_hidden_state")
 """What other servers look for inside ``eagle_config``."""
@@ -36,7 +39,8 @@ def outrider_config(raw: Mapping[str, Any], source: Path, kind: HeadKind, tensor
     config = {key: value for key, value in flat.items() if key not in (*WRAPPER_KEYS, *EAGLE_SECTION_KEYS)}
     config |= {"num_hidden_layers": layer.num_layers, "intermediate_size": layer.intermediate_size}
     if layer.latent is None:  # else the model_type says how the layers attend, and the sizes have names of their own
-        config |= {"architectures": [ARCHITECTURES[kind]], "model_type": "llama"}
+        is_mistral = kind is HeadKind.EAGLE and "norm.weight" in tensors
+        config |= {"architectures": [MISTRAL_ARCHITECTURE if is_mistral else ARCHITECTURES[kind]], "model_type": "llama"}
         config |= {"head_dim": layer.head_dim, "num_key_value_heads": layer.num_kv_heads}
     section = {key: flat[key] for key in EAGLE_SECTION_KEYS if key in flat}
     if section:
@@ -62,6 +66,11 @@ def eagle_config(raw: Mapping[str, Any], source: Path, kind: HeadKind, tensors: 
         raise _unsayable("rope_scaling", f"{layer.rope.kind.value} is none of {', '.join(rope.value for rope in OFFICIAL_ROPES)}")
     if layer.sliding_window is not None:
         raise _unsayable("sliding_window", f"a window of {layer.sliding_window}")
+    head_norm = next((name for name in tensors if name.endswith(("q_norm.weight", "k_norm.weight"))), None)
+    foreign = head_norm or ("norm.weight" if kind is HeadKind.EAGLE and "norm.weight" in tensors else None)
+    foreign = foreign or (HOT_IDS if HOT_IDS in tensors else None)
+    if foreign is not None:
+        raise _unsayable(foreign, "a tensor that it has no place for")
     config: dict[str, Any] = {
         "architectures": [OFFICIAL_ARCHITECTURE],
         "model_type": "llama",
@@ -116,6 +125,8 @@ def _check_official_eagle3(raw: Mapping[str, Any], source: Path, tensors: Mappin
 
 def _draft_vocabulary(raw: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return ``draft_vocab_size`` as the tensors have it; null stays null, which means the target's lm_head."""
+    if HOT_IDS in tensors and "d2t" not in tensors:
+        return {HOT_SIZE: tensors[HOT_IDS].shape[0]}
     if "d2t" in tensors:
         return {"draft_vocab_size": tensors["d2t"].shape[0]}
     if "lm_head.weight" in tensors:

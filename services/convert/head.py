@@ -21,10 +21,11 @@ from outrider.services.doctor.vocabulary_map import D2tMeaning, d2t_meaning
 from outrider.services.draft.heads.eagle import EagleHead
 from outrider.services.draft.heads.eagle3_config import Eagle3Config
 from outrider.services.draft.heads.eagle3_keys import resolve
-from outrider.services.draft.heads.keys import FIRST_LAYER, HeadKeys
+from outrider.services.draft.heads.keys import FIRST_LAYER, HeadKeys, read_scale
+from outrider.services.draft.heads.mistral_format import config_file, read_config
 from outrider.services.draft.heads.registry import HeadKind, head_kind, load_head
 from outrider.shared.base.errors import CheckpointError, ConfigurationError
-from outrider.shared.nn.config import CONFIG_FILE, read_json
+from outrider.shared.nn.config import CONFIG_FILE
 from outrider.shared.nn.loader import CheckpointReader
 
 HOST = torch.device("cpu")
@@ -89,7 +90,7 @@ def convert_head(source: Path, destination: Path, layout: Layout) -> Converted:
     notes = [f"left out {name}: {reason}" for name, reason in stored.ignored.items()]
     if "d2t" in stored.tensors:
         notes += _settle_vocabulary(source, stored)
-    config = CONFIGS[layout](stored.raw, source / CONFIG_FILE, kind, stored.tensors)
+    config = CONFIGS[layout](stored.raw, config_file(source), kind, stored.tensors)
     tensors = {_spell(name, kind, layout): tensor.contiguous() for name, tensor in stored.tensors.items()}
     _write(destination, config, tensors)
     return Converted(kind.value, len(tensors), tuple(notes))
@@ -99,9 +100,14 @@ def _read(source: Path, kind: HeadKind) -> _Source:
     with CheckpointReader(source) as reader:
         keys = _READERS[kind](source, reader)
         files = {name: file for file in reader.files for name in file.tensors}
-        # Copies: a converted head must not hang on the mapping of its source.
-        tensors = {name: files[actual].read(actual).clone() for name, actual in keys.actual.items()}
-    return _Source(kind, tensors, keys.ignored, read_json(source / CONFIG_FILE))
+        tensors: dict[str, torch.Tensor] = {}
+        for name, actual in keys.actual.items():
+            scale = read_scale(reader, keys.scales[name]) if name in keys.scales else None
+            # Copies: a converted head must not hang on the mapping of its source.
+            tensors[name] = keys.adapt(name, files[actual].read(actual).clone(), scale)
+            if scale is not None:
+                tensors[name] = tensors[name].to(torch.bfloat16)
+    return _Source(kind, tensors, keys.ignored, read_config(source))
 
 
 def _eagle_keys(source: Path, reader: CheckpointReader) -> HeadKeys:

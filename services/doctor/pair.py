@@ -12,11 +12,12 @@ import torch
 from outrider.services.draft.algorithm import Choice, check_head, choose
 from outrider.services.draft.heads.base import RecurrentHead
 from outrider.services.draft.heads.head_config import HeadConfig, flatten
+from outrider.services.draft.heads.mistral_format import config_file, read_config
 from outrider.services.draft.heads.registry import load_head
 from outrider.services.draft.heads.token_map import read_token_map
 from outrider.services.draft.strategies.mtp_layers import MtpWeights
 from outrider.services.draft.strategy import TargetInfo
-from outrider.shared.nn.config import CONFIG_FILE, ConfigReader, ModelConfig, read_json
+from outrider.shared.nn.config import ConfigReader, ModelConfig
 from outrider.shared.nn.decoder import expected_tensors
 from outrider.shared.nn.fp8 import expect_scales
 from outrider.shared.nn.loader import CheckpointReader, ExpectedTensors
@@ -78,12 +79,12 @@ class Pair:
     @cached_property
     def draft_raw(self) -> Mapping[str, Any]:
         """The draft's config.json as it is."""
-        return read_json(self.choice.require_folder() / CONFIG_FILE)
+        return read_config(self.choice.require_folder())
 
     @cached_property
     def head_reader(self) -> ConfigReader:
         """The head's config.json, its sections merged."""
-        source = self.choice.require_folder() / CONFIG_FILE
+        source = config_file(self.choice.require_folder())
         return ConfigReader(flatten(self.draft_raw, source), source)
 
     @cached_property

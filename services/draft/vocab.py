@@ -76,6 +76,11 @@ class DraftVocabulary:
             )
         return cls(ids.shape[0], target_size, ids - torch.arange(ids.shape[0], device=ids.device))
 
+    @classmethod
+    def in_order(cls, token_ids: torch.Tensor, target_size: int) -> DraftVocabulary:
+        """Return the vocabulary of a head whose lm_head has a row for each of ``token_ids [size]``, distinct target ids, in that order."""
+        return cls(token_ids.shape[0], target_size, token_ids - torch.arange(token_ids.shape[0], device=token_ids.device))
+
     def target_ids(self, device: torch.device) -> torch.Tensor:
         """Return the target id of every draft id, ``[size] int64``."""
         ids = torch.arange(self.size, device=device)

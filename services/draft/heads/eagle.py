@@ -5,6 +5,8 @@ Source: arXiv 2401.15077 and 2406.16858 and their official code. The feature is 
     h0 = fc([embed(token) ; feature])                    embedding first
     h1 = h0 + Attention(h0);   h = h1 + MLP(post_attention_layernorm(h1))        layer 0 has no input_layernorm, later ones do
     logits = the target's lm_head(h), no norm before it;   next feature = h
+
+In Mistral's own heads layer 0 has its norm too, and h is normed at the end (`mistral_format`).
 """
 
 from __future__ import annotations
@@ -14,15 +16,18 @@ from pathlib import Path
 
 import torch
 
+from outrider.kernels.head_input import head_input
 from outrider.services.draft.heads.eagle_config import EagleConfig
+from outrider.services.draft.heads.hot_vocab import HOT_IDS, take_hot_ids
 from outrider.services.draft.heads.keys import HeadKeys, canonical_names, layer_shapes
+from outrider.services.draft.heads.mistral_format import is_native
 from outrider.services.draft.heads.tables import TokenTables
 from outrider.services.draft.strategy import TargetInfo
 from outrider.services.draft.vocab import DraftVocabulary
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.kv.pool import KVPool
-from outrider.shared.nn.layers import DecoderLayer
+from outrider.shared.nn.layers import DecoderLayer, RMSNorm
 from outrider.shared.nn.loader import CheckpointReader, Shape
 from outrider.shared.nn.rope import RotaryEmbedding, Rotation
 from outrider.shared.spec.drafter import FeatureSpec
@@ -50,6 +55,7 @@ class EagleHead:
         self.vocabulary = vocabulary
         self._rope = RotaryEmbedding(layer.rope, layer.rotary_dim, self.device, self.dtype)
         self._fc = keys.take_linear(reader, ["fc"])
+        self._first_norm = _optional_norm(keys, reader, "layers.0.input_layernorm.weight", layer.rms_norm_eps)
         self._first_attention = keys.take_attention(reader, layer, 0)
         self._first_post_norm = keys.take_norm(reader, "layers.0.post_attention_layernorm.weight", layer.rms_norm_eps)
         self._first_mlp = keys.take_mlp(reader, layer, 0)
@@ -62,6 +68,7 @@ class EagleHead:
             )
             for index in range(1, layer.num_layers)
         ]
+        self._norm = _optional_norm(keys, reader, "norm.weight", layer.rms_norm_eps)
         self._tables = TokenTables(
             layer, reader, vocabulary, keys.take_if_there(reader, "embed_tokens.weight"), None, target_hidden_size=layer.hidden_size
         )
@@ -80,10 +87,11 @@ class EagleHead:
         Raises:
             CheckpointError: naming the key or tensor, and the fix.
         """
-        config = EagleConfig.from_dir(path)
-        vocabulary = DraftVocabulary.from_token_map(token_map, config.layer.vocab_size)
         with CheckpointReader(path, device=device, dtype=dtype) as reader:
+            config = EagleConfig.from_dir(path, native=is_native(reader.names))
             keys = _resolve(reader, config)
+            size = config.layer.vocab_size
+            vocabulary = DraftVocabulary.from_token_map(take_hot_ids(reader, keys, token_map, config.hot_vocab_size, size), size)
             head = cls(config, reader, keys, vocabulary)
             reader.finish(ignored=list(keys.ignored))
         return head, keys
@@ -107,19 +115,35 @@ class EagleHead:
         return self._rope(positions)
 
     def forward(
-        self, tokens: torch.Tensor, features: torch.Tensor, rotation: Rotation, attention: AttentionBackend, pool: KVPool
+        self,
+        tokens: torch.Tensor,
+        features: torch.Tensor,
+        rotation: Rotation,
+        attention: AttentionBackend,
+        pool: KVPool,
+        source: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `RecurrentHead.forward`."""
-        mixed = self._fc(torch.cat([self._tables.embed(tokens), features], dim=-1))  # [rows, hidden]
-        hidden = self._first_attention(mixed, mixed, rotation, attention, pool)
+        if features.is_cuda:
+            pair, _ = head_input(tokens, self._tables.embedding, features, source, None, None, 0.0)
+        else:
+            features = features if source is None else features.index_select(0, source)
+            pair = torch.cat([self._tables.embed(tokens), features], dim=-1)  # [rows, 2 * hidden]
+        mixed = self._fc(pair)  # [rows, hidden]
+        entering = mixed if self._first_norm is None else self._first_norm(mixed)
+        hidden = self._first_attention(entering, mixed, rotation, attention, pool)
         hidden = self._first_mlp(self._first_post_norm(hidden), hidden)
         for layer in self._layers:
             hidden = layer(hidden, rotation, attention, pool)
-        return hidden
+        return hidden if self._norm is None else self._norm(hidden)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """See `RecurrentHead.logits`."""
         return self._tables.logits(states)
+
+
+def _optional_norm(keys: HeadKeys, reader: CheckpointReader, name: str, eps: float) -> RMSNorm | None:
+    return keys.take_norm(reader, name, eps) if name in keys else None
 
 
 def _resolve(reader: CheckpointReader, config: EagleConfig) -> HeadKeys:
@@ -139,8 +163,12 @@ def _resolve(reader: CheckpointReader, config: EagleConfig) -> HeadKeys:
         ignored["fc.bias"] = 'config.json says "bias": false'
     for index in range(layer.num_layers):
         shapes |= layer_shapes(layer, index, hidden, stored, qkv_bias=config.qkv_bias)
-        if index:
+        if index or config.is_mistral:
             shapes[f"layers.{index}.input_layernorm.weight"] = (hidden,)
     if "embed_tokens.weight" in stored:
         shapes["embed_tokens.weight"] = (layer.vocab_size, hidden)
-    return HeadKeys.settle(reader, stored, shapes, ignored)
+    if config.is_mistral:
+        shapes["norm.weight"] = (hidden,)
+    if HOT_IDS in stored:
+        shapes[HOT_IDS] = reader.tensors[stored[HOT_IDS]].shape[:1] or (1,)
+    return HeadKeys.settle(reader, stored, shapes, ignored, (HOT_IDS,), layer.head_dim)

@@ -9,9 +9,10 @@ from typing import Any
 
 from outrider.services.draft.heads.aux_layers import AUX_KEY, AuxConvention, AuxLayers
 from outrider.services.draft.heads.head_config import SERVE_ANOTHER, HeadConfig, flatten
+from outrider.services.draft.heads.mistral_format import config_file, read_config
 from outrider.services.draft.strategy import TargetInfo
 from outrider.shared.base.errors import CheckpointError
-from outrider.shared.nn.config import CONFIG_FILE, ConfigReader, read_json
+from outrider.shared.nn.config import CONFIG_FILE, ConfigReader
 
 __all__ = ["AUX_KEY", "Eagle3Config"]
 
@@ -23,6 +24,7 @@ class Eagle3Config:
     Attributes:
         layer: Its decoder layers; ``layer.vocab_size`` is the target's vocabulary.
         draft_vocab_size: Rows of its lm_head, or None when the file does not say.
+        hot_vocab_size: FR-Spec: how many frequent tokens it drafts, named by ``hot_token_id`` or a token map; None for all.
         borrows_lm_head: ``draft_vocab_size`` is null: the target's lm_head is used, whatever the file holds.
         target_hidden_size: Width of one aux feature, and of a borrowed embedding.
         final_hidden: The feature is the target's last hidden state instead of aux layers (``use_aux_hidden_state: false``).
@@ -35,6 +37,7 @@ class Eagle3Config:
 
     layer: HeadConfig
     draft_vocab_size: int | None
+    hot_vocab_size: int | None
     borrows_lm_head: bool
     target_hidden_size: int
     final_hidden: bool
@@ -48,12 +51,12 @@ class Eagle3Config:
 
     @classmethod
     def from_dir(cls, path: Path) -> Eagle3Config:
-        """Read ``config.json``.
+        """Read a folder's configuration.
 
         Raises:
             CheckpointError: something is missing or not supported; `field` names the key.
         """
-        return cls.parse(read_json(path / CONFIG_FILE), path / CONFIG_FILE)
+        return cls.parse(read_config(path), config_file(path))
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], source: Path | str = CONFIG_FILE) -> Eagle3Config:
@@ -71,6 +74,7 @@ class Eagle3Config:
         return cls(
             layer=layer,
             draft_vocab_size=draft_vocab_size,
+            hot_vocab_size=reader.positive("hot_vocab_size", 0) or None,
             borrows_lm_head="draft_vocab_size" in raw and draft_vocab_size is None and target_hidden_size == layer.hidden_size,
             target_hidden_size=target_hidden_size,
             final_hidden=final_hidden,

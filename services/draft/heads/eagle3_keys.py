@@ -12,13 +12,14 @@ import torch
 
 from outrider.services.draft.heads.eagle3_config import Eagle3Config
 from outrider.services.draft.heads.eagle3_sizes import check_sizes
+from outrider.services.draft.heads.hot_vocab import HOT_IDS, take_hot_ids
 from outrider.services.draft.heads.keys import HeadKeys, canonical_names, layer_shapes
 from outrider.services.draft.vocab import DraftVocabulary
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.loader import CheckpointReader, Shape
 
 LEGACY_FC_NORMS = ("aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight")
-INTEGERS = ("d2t", "t2d")
+INTEGERS = ("d2t", "t2d", HOT_IDS)
 
 
 def resolve(reader: CheckpointReader, config: Eagle3Config) -> HeadKeys:
@@ -34,11 +35,11 @@ def resolve(reader: CheckpointReader, config: Eagle3Config) -> HeadKeys:
     for index in range(config.layer.num_layers):
         shapes |= _layer_shapes(config, index, stored, ignored)
     shapes |= _vocabulary_shapes(reader, config, stored, ignored)
-    return HeadKeys.settle(reader, stored, shapes, ignored, INTEGERS)
+    return HeadKeys.settle(reader, stored, shapes, ignored, INTEGERS, config.layer.head_dim)
 
 
 def take_vocabulary(reader: CheckpointReader, keys: HeadKeys, config: Eagle3Config, token_map: torch.Tensor | None) -> DraftVocabulary:
-    """Read ``d2t`` (and compare ``t2d``), or return what a token map leaves of the full vocabulary.
+    """Read ``d2t`` (and compare ``t2d``), or return what ``hot_token_id`` or a token map leaves of the full vocabulary.
 
     Raises:
         CheckpointError: the tensors contradict each other, or there is a token map and a draft vocabulary.
@@ -46,7 +47,10 @@ def take_vocabulary(reader: CheckpointReader, keys: HeadKeys, config: Eagle3Conf
     size = config.layer.vocab_size
     t2d = keys.take_stored(reader, "t2d") if "t2d" in keys else None
     if "d2t" not in keys:
-        return DraftVocabulary.from_token_map(token_map, size)
+        ids = take_hot_ids(reader, keys, token_map, config.hot_vocab_size, size)
+        own_rows = "lm_head.weight" in keys and keys.shapes["lm_head.weight"][0] != size
+        # The rows of an lm_head that was cut to the frequent tokens stay in their order.
+        return DraftVocabulary.in_order(ids, size) if own_rows and ids is not None else DraftVocabulary.from_token_map(ids, size)
     if token_map is not None:
         raise CheckpointError(
             f"{reader.path}: the head has a draft vocabulary of its own (d2t); leave --speculative-token-map out.",
@@ -118,8 +122,11 @@ def _vocabulary_shapes(
         shapes["t2d"] = (vocab,)
     draft_vocab = config.draft_vocab_size
     if draft_vocab is None:
-        draft_vocab = _rows(reader, stored["d2t"]) if "d2t" in stored else vocab
-    if draft_vocab < vocab or "d2t" in stored:
+        named = next((stored[name] for name in ("d2t", HOT_IDS) if name in stored), None)
+        draft_vocab = config.hot_vocab_size or (_rows(reader, named) if named is not None else vocab)
+    if HOT_IDS in stored and "d2t" not in stored:
+        shapes[HOT_IDS] = (draft_vocab,)
+    elif (draft_vocab < vocab and config.hot_vocab_size is None) or "d2t" in stored:
         shapes["d2t"] = (draft_vocab,)
     if "lm_head.weight" in stored:
         if config.borrows_lm_head and "d2t" not in stored:

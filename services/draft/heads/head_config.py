@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider.services.draft.heads.mistral_format import from_params
 from outrider.services.draft.strategy import TargetInfo
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.config import Activation, ConfigReader, RopeConfig, parse_rope
@@ -16,7 +17,19 @@ from outrider.shared.nn.traits import LatentConfig
 
 LAYER_SECTION = "transformer_layer_config"
 EAGLE_SECTION = "eagle_config"
-MODEL_TYPES = ("llama", "llama4_text", "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "speculator_model", "eagle", "eagle3")
+MODEL_TYPES = (
+    "llama",
+    "llama4_text",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "gpt_oss",
+    "speculator_model",
+    "eagle",
+    "eagle3",
+)
 """What the heads of these families call themselves; the layers of all of them are Llama's."""
 LATENT_MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 """The attention of these keeps a latent instead of K and V; the rest of their layers is Llama's too."""
@@ -72,6 +85,8 @@ class HeadConfig:
             raise reader.error("model_type", f"{model_type!r} is not that of a known draft head; known: {known}")
         if raw.get("auto_map") and "speculators_model_type" not in raw:
             raise reader.error("auto_map", "asks to run code from the folder, which is never done; export the head without it")
+        if raw.get("swap_h_and_emb"):
+            raise reader.error("swap_h_and_emb", "true is not supported: the first layer reads the embedding first; export the head so")
         if raw.get("quantization_config"):
             raise reader.error("quantization_config", "quantised heads are not supported; use a bf16, fp16 or fp32 checkpoint")
         hidden_size = reader.positive("hidden_size")
@@ -110,8 +125,9 @@ def flatten(raw: Mapping[str, Any], source: Path | str) -> dict[str, Any]:
     """Merge the dialects into one flat object: nested layer config < top level < eagle_config; null counts as absent.
 
     Raises:
-        CheckpointError: a section is no object.
+        CheckpointError: a section is no object, or `from_params` cannot say a key of Mistral's.
     """
+    raw = from_params(raw, source)
     sections: dict[str, Mapping[str, Any]] = {}
     for key in (LAYER_SECTION, EAGLE_SECTION):
         section = raw.get(key)

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 
+from outrider.services.draft.heads import mistral_format
 from outrider.services.draft.heads.base import RecurrentHead
 from outrider.services.draft.heads.eagle import EagleHead
 from outrider.services.draft.heads.eagle3 import Eagle3Head
 from outrider.services.draft.heads.keys import HeadKeys
+from outrider.services.draft.heads.mistral_format import config_file, read_config
 from outrider.shared.base.errors import CheckpointError
-from outrider.shared.nn.config import CONFIG_FILE, read_json
 from outrider.shared.nn.loader import CheckpointReader
 from outrider.shared.obs.logging import get_logger
 
@@ -29,17 +30,20 @@ class HeadKind(Enum):
     EAGLE3 = "EAGLE3"
 
 
+FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "GptOss")
+"""Of the targets that heads are named for; their layers are Llama's, whatever the target's are."""
 ARCHITECTURES: Mapping[str, HeadKind] = {
-    "LlamaForCausalLMEagle": HeadKind.EAGLE,
-    "EagleLlamaForCausalLM": HeadKind.EAGLE,
-    "Qwen2ForCausalLMEagle": HeadKind.EAGLE,
-    "LlamaForCausalLMEagle3": HeadKind.EAGLE3,
-    "Eagle3LlamaForCausalLM": HeadKind.EAGLE3,
+    **{name: HeadKind.EAGLE for one in FAMILIES for name in (f"{one}ForCausalLMEagle", f"Eagle{one}ForCausalLM")},
+    **{name: HeadKind.EAGLE3 for one in FAMILIES for name in (f"{one}ForCausalLMEagle3", f"Eagle3{one}ForCausalLM")},
+    "Eagle3Qwen2_5vlForCausalLM": HeadKind.EAGLE3,
+    "Eagle3Qwen3vlForCausalLM": HeadKind.EAGLE3,
+    "Eagle3MiniMaxM2ForCausalLM": HeadKind.EAGLE3,
     "Eagle3Speculator": HeadKind.EAGLE3,
     "Eagle3DraftModel": HeadKind.EAGLE3,
     "Eagle3DeepseekV2ForCausalLM": HeadKind.EAGLE3,
+    "Eagle3DeepseekV3ForCausalLM": HeadKind.EAGLE3,
 }
-PLAIN_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM")
+PLAIN_ARCHITECTURES = tuple(f"{one}ForCausalLM" for one in FAMILIES)
 """What the official heads call themselves, and plain models too: their tensors decide."""
 
 FUSION = "fc.weight"
@@ -52,7 +56,7 @@ def head_kind(path: Path) -> HeadKind | None:
     Raises:
         CheckpointError: the folder holds neither; `field` names the key or file.
     """
-    raw = read_json(path / CONFIG_FILE)
+    raw = read_config(path)
     architecture = str((raw.get("architectures") or PLAIN_ARCHITECTURES)[0])
     kind = ARCHITECTURES.get(architecture)
     if kind is not None:
@@ -60,11 +64,11 @@ def head_kind(path: Path) -> HeadKind | None:
     if architecture not in PLAIN_ARCHITECTURES:
         known = ", ".join((*ARCHITECTURES, *PLAIN_ARCHITECTURES))
         raise CheckpointError(
-            f"{path / CONFIG_FILE}: architectures: {architecture!r} is not a known draft head; known: {known}.", field="architectures"
+            f"{config_file(path)}: architectures: {architecture!r} is not a known draft head; known: {known}.", field="architectures"
         )
     with CheckpointReader(path) as reader:
         names = [name.removeprefix("model.") for name in reader.names]
-    if FUSION not in names:
+    if FUSION not in names and mistral_format.FUSION not in names:
         return None
     return HeadKind.EAGLE3 if any(name.endswith(EAGLE3_ONLY) for name in names) else HeadKind.EAGLE
 
