@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -174,6 +175,12 @@ def train(layers: int, mtp_layers: int, steps: int, seed: int = 0) -> Model:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Model(layers, mtp_layers)
+    fit(model, steps, seed)
+    return model
+
+
+def fit(model: Any, steps: int, seed: int = 0) -> None:
+    """Train a model that has a `loss` on the toy language."""
     generator = torch.Generator().manual_seed(seed)
     optimiser = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 4e-3, total_steps=steps)
@@ -183,7 +190,6 @@ def train(layers: int, mtp_layers: int, steps: int, seed: int = 0) -> Model:
         loss.backward()
         optimiser.step()
         schedule.step()
-    return model
 
 
 def save(model: Model, path: Path, **config: object) -> Path:
@@ -214,7 +220,7 @@ def save(model: Model, path: Path, **config: object) -> Path:
     return path
 
 
-def reference_accept_length(model: Model, prompt: Sequence[int], count: int, depth: int) -> tuple[int, int]:
+def reference_accept_length(model: Any, prompt: Sequence[int], count: int, depth: int) -> tuple[int, int]:
     """Return (tokens, rounds) of greedy speculative decoding with chains, the first token given by the prompt's own pass."""
     truth = [*prompt, *model.greedy(prompt, count + depth + 1)]
     stop, length, rounds, emitted = len(prompt) + count, len(prompt) + 1, 0, 0

@@ -9,6 +9,8 @@ from pathlib import Path
 import family_models
 import pytest
 import torch
+import toy_deepseek
+import toy_mtp
 from safetensors.torch import load_file, save_file
 from target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
 
@@ -155,6 +157,51 @@ def test_fp8_layers_draft_as_the_matrices_that_they_stand_for(folders: dict[int,
     with pytest.raises(CheckpointError) as caught:
         make_engine(tmp_path / "fp8")
     assert caught.value.field == scale
+
+
+@pytest.fixture(scope="module")
+def trained() -> toy_deepseek.Model:
+    """A model of two layers with two MTP layers, trained together."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = toy_deepseek.Model(mtp_layers=2)
+    toy_mtp.fit(model, steps=130)
+    return model
+
+
+def trained_tokens_per_round(folder: Path, shape: tuple[int, int, int], prompts: list[list[int]], expected: list[list[int]]) -> float:
+    """Decode all prompts at once, check each, and return the tokens of a round."""
+    target = load_toy(folder)
+    settings = DraftSettings.load({"target_weights": folder, "kv_tokens": 4096, "page_size": 4, "speculative_algorithm": "MTP"})
+    harness = make_harness(target, drafter_beside(target, settings), prefill_chunk=16)
+    for index, prompt in enumerate(prompts):
+        harness.submit(prompt, len(expected[index]), request_id=str(index), shape=shape)
+    harness.run()
+    for index, prompt in enumerate(prompts):
+        assert_same_tokens(target, prompt, expected[index], harness.sink.tokens[str(index)])
+    stats = [harness.sink.finished[str(index)].speculation for index in range(len(prompts))]
+    return sum(len(tokens) - 1 for tokens in expected) / sum(one.rounds for one in stats)
+
+
+def test_trained_layers_are_accepted_as_those_of_a_plain_reference(trained: toy_deepseek.Model, tmp_path: Path) -> None:
+    folder = toy_deepseek.save(trained, tmp_path / "deepseek")
+    texts = toy_mtp.sample_text(6, 40, torch.Generator().manual_seed(5)).tolist()
+    prompts = [text[:length] for text, length in zip(texts, (2, 3, 9, 16, 25, 40), strict=True)]
+    expected = [trained.greedy(prompt, 24) for prompt in prompts]
+    for depth in (1, 2, 4):
+        counts = [toy_mtp.reference_accept_length(trained, prompt, 24, depth) for prompt in prompts]
+        reference = sum(tokens for tokens, _ in counts) / sum(rounds for _, rounds in counts)
+        found = trained_tokens_per_round(folder, (depth, 1, depth + 1), prompts, expected)
+        print(f"depth {depth}: {found:.3f} tokens a round, the reference {reference:.3f}")
+        assert abs(found - reference) <= 0.02 * reference
+        assert found >= (2.0 if depth > 1 else 1.6)
+    assert trained_tokens_per_round(folder, (4, 3, 12), prompts, expected) >= reference
+    # The halves of a joint swapped show in the accept length.
+    tensors = load_file(str(folder / "model.safetensors"))
+    joint = f"model.layers.{trained.layers}.eh_proj.weight"
+    tensors[joint] = tensors[joint].roll(toy_deepseek.HIDDEN, dims=1)
+    save_file(tensors, str(folder / "model.safetensors"))
+    assert trained_tokens_per_round(folder, (4, 1, 5), prompts, expected) < 0.9 * reference
 
 
 @pytest.fixture(scope="module")
