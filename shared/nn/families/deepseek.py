@@ -16,13 +16,13 @@ def _v2(reader: ConfigReader, num_layers: int) -> Traits:
     method = reader.text("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise reader.error("topk_method", f"{method!r} is not supported; supported: greedy, group_limited_greedy")
-    if reader.flag("norm_topk_prob", False):
-        raise reader.error("norm_topk_prob", "must be false for deepseek_v2, as in every release")
-    limited = method == "group_limited_greedy"
+    limited, top_k = method == "group_limited_greedy", reader.positive("num_experts_per_tok")
+    # DeepSeek's own code (modeling_deepseek.py of V2) either normalises or scales; transformers does not read the key.
+    normalise = reader.flag("norm_topk_prob", False) and top_k > 1
     routing = Routing(
-        top_k=reader.positive("num_experts_per_tok"),
-        normalise=False,
-        scale=reader.number("routed_scaling_factor", 1.0),
+        top_k=top_k,
+        normalise=normalise,
+        scale=1.0 if normalise else reader.number("routed_scaling_factor", 1.0),
         groups=reader.positive("n_group") if limited else 1,
         kept_groups=reader.positive("topk_group") if limited else 1,
     )
