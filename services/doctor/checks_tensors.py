@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from outrider.services.doctor.finding import Finding
+from outrider.services.doctor.generic_tensors import check_generic
 from outrider.services.doctor.judge_tensors import DOWNLOAD, Examined, judge, named
 from outrider.services.doctor.pair import ANYTHING, Pair, expected_of
 from outrider.services.doctor.statistics import describe
@@ -27,8 +28,10 @@ def check_target_tensors(pair: Pair) -> Iterator[Finding]:
     config = pair.target_config
     with CheckpointReader(pair.target) as reader:
         names = _compare(reader, config)
-        yield from _types(reader, names)
-        yield Finding.ok("tensors", f"{len(names)} in {len(reader.files)} file{'s' if len(reader.files) > 1 else ''}, all as expected")
+        faults = [*(check_generic(reader, pair.target) if ANYTHING in config.ignored else ()), *_types(reader, names)]
+        yield from faults
+        if not faults:
+            yield Finding.ok("tensors", f"{len(names)} in {len(reader.files)} file{'s' if len(reader.files) > 1 else ''}, all as expected")
         yield from judge(
             _statistics(reader, names, whole=False), "the target", sampled=True, norms_about_one=ANYTHING not in config.ignored
         )
@@ -41,7 +44,10 @@ def check_draft_tensors(pair: Pair) -> Iterator[Finding]:
         config = pair.draft_model
         with CheckpointReader(choice.require_folder()) as reader:
             names = _compare(reader, config)
-            yield Finding.ok("tensors", f"{len(names)}, all as expected")
+            faults = list(check_generic(reader, choice.require_folder())) if ANYTHING in config.ignored else []
+            yield from faults
+            if not faults:
+                yield Finding.ok("tensors", f"{len(names)}, all as expected")
             about_one = ANYTHING not in config.ignored
             yield from judge(_statistics(reader, names, whole=False), "the draft model", sampled=True, norms_about_one=about_one)
     if choice.algorithm is Algorithm.MTP:

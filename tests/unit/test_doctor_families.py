@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import generic_models
 import pytest
 import torch
 from family_models import CASES, save, store_fp8
+from safetensors.torch import load_file, save_file
 from test_family_files import pack_mxfp4
 from toy_mtp import Model
 from toy_mtp import save as save_mtp
 
 from outrider.services.doctor.examine import examine
 from outrider.services.doctor.finding import Report, Severity
+from outrider.services.doctor.generic_tensors import saved_shapes
 from outrider.services.doctor.memory import plan_memory
 from outrider.services.doctor.pair import Pair
 from outrider.services.doctor.probe import run_probe
@@ -89,3 +92,29 @@ def test_mtp_layers_are_examined_measured_and_probed(tmp_path: Path) -> None:
 def test_a_model_without_mtp_layers_is_refused_for_mtp(folder: Path) -> None:
     report = examine(pair_of(save("llama", folder), algorithm=Algorithm.MTP))
     assert any("holds no MTP layers" in message for message in refused(report))
+
+
+@pytest.mark.parametrize("case", ["olmoe", "granite-moe", "glm4-moe", "qwen2-moe", "gemma2", "gpt2"])
+def test_what_transformers_saves_is_known_tensor_by_tensor(folder: Path, case: str) -> None:
+    """Experts too, which it keeps in one tensor per layer and files hold one by one."""
+    path = generic_models.save(case, folder)
+    stored = load_file(path / "model.safetensors")
+    assert dict(saved_shapes(path)) == {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    assert refused(examine(pair_of(path))) == []
+
+
+@pytest.mark.parametrize("case", ["olmoe", "gemma2"])
+def test_a_damaged_file_of_such_a_model_is_refused_by_the_tensor(case: str, folder: Path, tmp_path: Path) -> None:
+    path = generic_models.save(case, folder)
+    stored = load_file(path / "model.safetensors")
+    name = next(name for name in stored if name.endswith("down_proj.weight"))
+    changes = {"missing": {}, "misshaped": {name: stored[name][:-1].contiguous()}, "renamed": {f"older.{name}": stored[name]}}
+    for what, change in changes.items():
+        copy = tmp_path / what
+        copy.mkdir()
+        (copy / "config.json").write_text((path / "config.json").read_text())
+        save_file({key: tensor for key, tensor in stored.items() if key != name} | change, copy / "model.safetensors")
+        report = examine(pair_of(copy))
+        (finding,) = [one for one in report.findings if one.field == name]
+        assert finding.severity is (Severity.WARNING if what == "renamed" else Severity.REFUSED)
+        assert "not there by the name" in finding.message if what == "renamed" else what in finding.message

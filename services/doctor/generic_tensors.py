@@ -1,0 +1,56 @@
+"""Compares the files of a model that `transformers` computes with what that library would save, experts one by one included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from outrider.services.doctor.finding import Finding
+from outrider.services.doctor.judge_tensors import DOWNLOAD, named
+from outrider.shared.nn.config import CONFIG_FILE, read_json
+from outrider.shared.nn.config_reader import ConfigReader
+from outrider.shared.nn.loader import CheckpointReader, Shape
+
+
+def check_generic(reader: CheckpointReader, folder: Path) -> Iterator[Finding]:
+    """Name tensors that are missing or misshaped.
+
+    Names that the file has beside those are no fault: `transformers` renames what older releases saved. Where there are any, what seems
+    missing may be called otherwise, and is warned about only; loading decides.
+    """
+    expected = saved_shapes(folder)
+    stored = {name: info.shape for name, info in reader.tensors.items()}
+    misshaped = [name for name, shape in expected.items() if name in stored and stored[name] != shape]
+    if misshaped:
+        first = misshaped[0]
+        yield Finding.refused(first, f"{named(misshaped)} misshaped: {list(stored[first])}, must be {list(expected[first])}", DOWNLOAD)
+    missing = [name for name in expected if name not in stored]
+    others = [name for name in stored if name not in expected]
+    if missing and others:
+        yield Finding.warning(
+            missing[0],
+            f"{named(missing)} not there by the name that transformers saves, but {named(others)} with other names",
+            "If these are names of an older release, transformers renames them; otherwise loading refuses the file by name.",
+        )
+    elif missing:
+        yield Finding.refused(missing[0], f"{named(missing)} missing", DOWNLOAD)
+
+
+def saved_shapes(folder: Path) -> Mapping[str, Shape]:
+    """Return name → shape of what `transformers` saves for a folder's configuration; the model is made on the meta device."""
+    import torch
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import revert_weight_conversion
+
+    from outrider.shared.nn.generic.weights import find_class
+
+    model_class: Any
+    model_class, settings = find_class(ConfigReader(read_json(folder / CONFIG_FILE), folder / CONFIG_FILE))
+    with torch.device("meta"):
+        model = model_class._from_config(settings)
+    tied = set(model.all_tied_weights_keys)
+    # It keeps the experts of a layer in one tensor, and files have one each: what save_pretrained does about it.
+    model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
+    tensors = revert_weight_conversion(model, {name: tensor for name, tensor in model.state_dict().items() if name not in tied})
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
