@@ -11,6 +11,8 @@ import torch
 
 from outrider.kernels.philox import gumbel_noise
 from outrider.kernels.verify.filters import filter_logits
+from outrider.services.target.bucketed_verify import Buckets
+from outrider.services.target.device_loop import OverlapPlan
 from outrider.services.target.engine import TargetEngine
 from outrider.services.target.limits import EngineLimits
 from outrider.services.target.request import (
@@ -28,6 +30,7 @@ from outrider.services.target.runner import ModelRunner
 from outrider.services.target.scheduler import Scheduler, SchedulerLimits
 from outrider.shared.attn.base import build_batch
 from outrider.shared.attn.create import create_backend
+from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import (
     Drafter,
@@ -263,13 +266,17 @@ def make_harness(
     page_size: int = 16,
     max_model_len: int = 4096,
     eos: Sequence[int] = (),
+    overlap: OverlapPlan | None = None,
+    buckets: Buckets | None = None,
+    graphs: GraphCache | None = None,
     **limits: int,
 ) -> Harness:
-    """Build an engine without a thread."""
+    """Build an engine without a thread; with `overlap` its rounds stay on the device, with `buckets` verify passes are padded."""
     pool = decoder.make_pool(num_pages, page_size)
-    runner = ModelRunner(decoder, pool, create_backend("auto", decoder.device))
+    runner = ModelRunner(decoder, pool, create_backend("auto", decoder.device), buckets=buckets, graphs=graphs)
     scheduler = Scheduler(pool.allocator, page_size, SchedulerLimits(**limits))
-    engine = TargetEngine(runner, scheduler, drafter, EngineLimits(decoder.config.vocab_size, max_model_len, frozenset(eos)))
+    engine_limits = EngineLimits(decoder.config.vocab_size, max_model_len, frozenset(eos))
+    engine = TargetEngine(runner, scheduler, drafter, engine_limits, overlap=overlap)
     return Harness(engine, scheduler, runner, Collector())
 
 

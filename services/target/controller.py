@@ -25,6 +25,12 @@ ADVANTAGE = 1.02
 WAIT_SHARE = 0.75
 P99_MULTIPLE = 2.0
 UNMEASURED_WAIT_S = 0.1
+COMMON_DEPTHS = (1, 2, 3, 5, 8, 12, 16)
+"""Depths that batches on the device may have beside the one asked for: each is a graph of its own."""
+ROUNDS_PER_CHOICE = 8
+"""A batch on the device keeps its depth for so many rounds: changing it drains the device."""
+KEPT_ADVANTAGE = 1.03
+"""How much faster another depth must look to change to it."""
 ANSWERS_TO_JUDGE = 8
 """The first proposals, cold on both sides, are waited for whatever they seem to be worth."""
 
@@ -57,6 +63,18 @@ class _Shadow:
         return True
 
 
+class _Common:
+    """The depth that all rows of one batch size have on the device, and when it is looked at again."""
+
+    __slots__ = ("depth", "probe_gap", "rounds_left", "since_drafted")
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.rounds_left = 0
+        self.probe_gap = FIRST_PROBE_GAP
+        self.since_drafted = 0
+
+
 @dataclass(frozen=True, slots=True)
 class RowBound:
     """One auto row: its memory, the largest shape it allows, and how deep a tree could still be used up."""
@@ -78,13 +96,17 @@ class ExecutedRow:
 
 @dataclass(frozen=True, slots=True)
 class ExecutedStep:
-    """Timings of a finished decode step. `wait_s` is how long the step stood still for the proposal; None without a proposal."""
+    """Timings of a finished decode step. `wait_s` is how long the step stood still for the proposal; None without a proposal.
+
+    A round that stayed on the device has `round_s` alone: from the round before to this one, drafting and all.
+    """
 
     rows: Sequence[ExecutedRow]
     depth: int
     wait_s: float | None
     verify_s: float
     overhead_s: float
+    round_s: float | None = None
 
 
 class SpeculationController:
@@ -94,6 +116,7 @@ class SpeculationController:
         self.costs = StepCosts()
         self.acceptance = Acceptance()
         self._shadows: dict[int, _Shadow] = {}
+        self._commons: dict[int, _Common] = {}
         self._draft_rate: float | None = None
         self._probe_gap = FIRST_PROBE_GAP
         self._since_probe = 0
@@ -103,6 +126,7 @@ class SpeculationController:
         self.acceptance = Acceptance()
         self._draft_rate = None
         self._probe_gap, self._since_probe = FIRST_PROBE_GAP, 0
+        self._commons.clear()
 
     def new_row(self) -> RowState:
         """Return the memory of a new request."""
@@ -127,23 +151,69 @@ class SpeculationController:
         self._add_probe(rows, depths, chosen)
         return [_shape(row.bound, depth) if depth else NO_DRAFT for row, depth in zip(rows, chosen, strict=True)]
 
+    def choose_common(self, rows: Sequence[RowBound]) -> DraftShape:
+        """Pick one shape for a batch whose rounds stay on the device; all rows have the same bound and the controller.
+
+        The choice stands for some rounds. Plain rounds now and then keep the plain cost honest, and drafting is probed after growing gaps.
+        """
+        batch_size, bound = len(rows), rows[0].bound
+        common = self._commons.setdefault(batch_size, _Common())
+        if common.rounds_left == 0:
+            common.depth = self._common_depth(rows, common)
+            common.rounds_left = ROUNDS_PER_CHOICE
+        common.rounds_left -= 1
+        depth = min(common.depth, bound.depth)
+        return _shape(bound, depth) if depth else NO_DRAFT
+
+    def _common_depth(self, rows: Sequence[RowBound], common: _Common) -> int:
+        batch_size, bound = len(rows), rows[0].bound
+        costs = self.costs
+        if costs.plain_round(batch_size) is None or self._shadow(batch_size).due():
+            return 0
+        expected = [row.state.acceptance.expected_tokens(bound.depth) for row in rows]
+
+        def rate(depth: int) -> float:
+            tokens = sum(tokens_at[depth] for tokens_at in expected)
+            return tokens / costs.round(batch_size, batch_size * _nodes(bound, depth), depth)
+
+        allowed = self._largest_step(batch_size)
+        depths = [depth for depth in {*COMMON_DEPTHS, bound.depth} if depth <= bound.depth and batch_size * _nodes(bound, depth) <= allowed]
+        best = max(depths, key=rate, default=0)
+        if common.depth in depths and rate(best) < KEPT_ADVANTAGE * rate(common.depth):
+            best = common.depth
+        if best and rate(best) > ADVANTAGE * rate(0):
+            common.probe_gap, common.since_drafted = FIRST_PROBE_GAP, 0
+            return best
+        common.since_drafted += 1
+        if depths and common.since_drafted >= common.probe_gap:
+            common.since_drafted = 0
+            common.probe_gap = min(2 * common.probe_gap, LAST_PROBE_GAP)
+            return min(PROBE_DEPTH, max(depths))
+        return 0
+
     def observe(self, step: ExecutedStep) -> None:
         """Learn from a finished step."""
         batch_size = len(step.rows)
         nodes = sum(row.num_nodes for row in step.rows)
-        self.costs.observe_verify(batch_size, nodes, step.verify_s)
-        self.costs.observe_overhead(step.overhead_s)
-        if step.wait_s is not None:
-            self.costs.observe_draft(step.depth, step.wait_s)
+        if step.round_s is not None:
+            self.costs.observe_round(batch_size, nodes, step.depth, step.round_s)
+            plain = self.costs.plain_round(batch_size)
+            seconds = step.round_s
+        else:
+            self.costs.observe_verify(batch_size, nodes, step.verify_s)
+            self.costs.observe_overhead(step.overhead_s)
+            if step.wait_s is not None:
+                self.costs.observe_draft(step.depth, step.wait_s)
+            plain = self.costs.plain_step(batch_size)
+            plain = None if plain is None else plain + step.overhead_s
+            seconds = (step.wait_s or 0.0) + step.verify_s + step.overhead_s
         if nodes == batch_size:
             self._shadow(batch_size).since_plain = 0
         else:
             self._shadow(batch_size).since_plain += 1
-            plain = self.costs.plain_step(batch_size)
             if plain is not None:
                 tokens = batch_size + sum(row.accepted for row in step.rows)
-                seconds = (step.wait_s or 0.0) + step.verify_s + step.overhead_s
-                ratio = tokens / batch_size * (plain + step.overhead_s) / seconds
+                ratio = tokens / batch_size * plain / seconds
                 self._draft_rate = ratio if self._draft_rate is None else self._draft_rate + 0.1 * (ratio - self._draft_rate)
         for row in step.rows:
             if row.num_nodes > 1 and row.offered_depth:

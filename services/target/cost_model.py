@@ -20,13 +20,15 @@ WAITS_KEPT = 128
 class StepCosts:
     """Seconds of verifying by (batch size, rows), of waiting for a proposal by depth, and of everything else.
 
-    Moving averages over what was executed; shapes never executed are interpolated from their neighbours.
+    Moving averages over what was executed; shapes never executed are interpolated from their neighbours. Rounds that stay on the device
+    have no parts that could be timed: they are learnt whole, by (batch size, rows, depth), and where one is known it counts.
     """
 
     def __init__(self) -> None:
         self._plain: dict[int, float] = {}
         self._verify: dict[int, dict[int, float]] = {}
         self._draft: dict[int, float] = {}
+        self._rounds: dict[tuple[int, int, int], float] = {}
         self._overhead = 0.0
         self._waits: deque[float] = deque(maxlen=WAITS_KEPT)
         self._wait_p99: float | None = None
@@ -38,6 +40,11 @@ class StepCosts:
             return
         by_rows = self._verify.setdefault(_bucket(batch_size), {})
         by_rows[rows] = _blend(by_rows.get(rows), seconds)
+
+    def observe_round(self, batch_size: int, rows: int, depth: int, seconds: float) -> None:
+        """Learn from one round on the device: how long after the round before it was read."""
+        key = (batch_size, rows, depth)
+        self._rounds[key] = _blend(self._rounds.get(key), seconds)
 
     def observe_draft(self, depth: int, seconds: float) -> None:
         """Learn how long a proposal of `depth` levels kept the step waiting."""
@@ -80,7 +87,28 @@ class StepCosts:
 
     def most_rows(self, batch_size: int) -> int:
         """Return the rows of the largest pass measured at about this batch size; at least those of a plain step."""
-        return max(self._verify.get(_bucket(batch_size), {}), default=batch_size)
+        on_device = (rows for known, rows, _depth in self._rounds if _bucket(known) == _bucket(batch_size))
+        return max(*self._verify.get(_bucket(batch_size), {}), *on_device, batch_size, 1)
+
+    def plain_round(self, batch_size: int) -> float | None:
+        """Seconds of a plain round on the device at this batch size, or at the nearest one measured; None before the first."""
+        known = [size for size, rows, _depth in self._rounds if size == rows]
+        if not known:
+            return None
+        nearest = min(known, key=lambda size: abs(size - batch_size))
+        return self._rounds[nearest, nearest, 0]
+
+    def round(self, batch_size: int, rows: int, depth: int) -> float:
+        """Estimate a round on the device: as measured, or the plain one and what the parts cost more that were timed apart."""
+        measured = self._rounds.get((batch_size, rows, depth))
+        if measured is not None:
+            return measured
+        plain = self.plain_round(batch_size)
+        if plain is None:
+            return self.step(batch_size, rows, depth)
+        if self.plain_step(batch_size) is None:
+            return plain * (1.0 + UNSEEN_ROW_COST * (rows - batch_size) / batch_size)
+        return plain + self.draft(depth) + self.verify(batch_size, rows) - self.verify(batch_size, batch_size)
 
     def step(self, batch_size: int, rows: int, depth: int) -> float:
         """Estimate a whole step: waiting for a proposal, verifying, and the rest."""

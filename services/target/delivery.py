@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from outrider.services.target.controller import SpeculationController
 from outrider.services.target.follower import Follower
@@ -16,7 +17,10 @@ from outrider.shared.base.errors import OutriderError
 
 
 class Delivery:
-    """Collects the events of a step and hands them over at once. Every exit of a sequence passes here and frees its pages."""
+    """Collects the events of a step and hands them over at once. Every exit of a sequence passes here and frees its pages.
+
+    `before_end` is called first with every sequence that ends.
+    """
 
     def __init__(self, scheduler: Scheduler, follower: Follower, metrics: TargetMetrics, controller: SpeculationController) -> None:
         self._scheduler = scheduler
@@ -26,6 +30,7 @@ class Delivery:
         self._events: dict[int, tuple[EventSink, list[Event]]] = {}
         self.generated_tokens = 0
         self.totals = SpeculationStats()
+        self.before_end: Callable[[Sequence], None] = lambda sequence: None
 
     def start_counting(self, metrics: TargetMetrics) -> None:
         """Start all counters over."""
@@ -96,6 +101,7 @@ class Delivery:
         self._put(sequence, event)
 
     def _end(self, sequence: Sequence, now: float) -> None:
+        self.before_end(sequence)
         self._follower.unfollow(sequence)
         self._scheduler.release(sequence, now)
         self.totals.merge(sequence.stats)

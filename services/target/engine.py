@@ -16,12 +16,14 @@ from dataclasses import dataclass
 
 from outrider.services.target.controller import SpeculationController
 from outrider.services.target.delivery import Delivery
+from outrider.services.target.device_loop import DeviceLoop, OverlapPlan
 from outrider.services.target.follower import Follower
 from outrider.services.target.limits import EngineLimits
 from outrider.services.target.metrics import TargetMetrics
 from outrider.services.target.proposals import Proposal, Proposals
 from outrider.services.target.request import EventSink, GenerationRequest, SpeculationMode
-from outrider.services.target.rounds import RoundTimes, advance, executed_step, round_trace
+from outrider.services.target.round_runner import RoundRunner
+from outrider.services.target.rounds import RoundCounter, RoundTimes, advance, executed_step, round_trace
 from outrider.services.target.runner import FAILED_TOKEN, ModelRunner
 from outrider.services.target.scheduler import PrefillChunk, Scheduler
 from outrider.services.target.sequence import Sequence, SequenceStatus
@@ -32,6 +34,7 @@ from outrider.shared.base.errors import (
     OutriderError,
     UnavailableError,
 )
+from outrider.shared.spec.device import DeviceDrafter
 from outrider.shared.spec.drafter import Commit, Drafter, DrafterState, RoundResult
 from outrider.shared.spec.tree import DraftBatch
 
@@ -73,7 +76,13 @@ class EngineStats:
 
 
 class TargetEngine:
-    """One model, its pool, and every live request. `submit`, `cancel`, `pause`, `resume` and `stats` may be called from any thread."""
+    """One model, its pool, and every live request. `submit`, `cancel`, `pause`, `resume` and `stats` may be called from any thread.
+
+    Args:
+        runner, scheduler, drafter, limits, metrics, controller: Its parts.
+        wake: Makes the engine's thread look for work.
+        overlap: How rounds are kept on the device; None takes every round by way of the host.
+    """
 
     def __init__(
         self,
@@ -85,6 +94,7 @@ class TargetEngine:
         metrics: TargetMetrics | None = None,
         controller: SpeculationController | None = None,
         wake: Callable[[], None] = lambda: None,
+        overlap: OverlapPlan | None = None,
     ) -> None:
         self.limits = limits
         self.metrics = metrics or TargetMetrics()
@@ -102,7 +112,8 @@ class TargetEngine:
         self._session_ids = itertools.count(1)
         self._live: dict[int, Sequence] = {}
         self._next_check: float | None = None
-        self._round = 0
+        self._counter = RoundCounter()
+        self._loop = None if overlap is None else self._make_loop(overlap)
 
     # ---- any thread
 
@@ -162,7 +173,7 @@ class TargetEngine:
             pages_held=scheduler.allocator.num_pages - scheduler.allocator.free_pages,
             draft_state=self._drafter.state(),
             generated_tokens=self._delivery.generated_tokens,
-            rounds=self._round,
+            rounds=self._counter.value,
             speculation=self._delivery.totals,
             speedup_estimate=self.controller.speedup_estimate,
         )
@@ -178,13 +189,16 @@ class TargetEngine:
         self.metrics = TargetMetrics()
         self._delivery.start_counting(self.metrics)
         self._proposals.start_counting(self.metrics)
-        self._round = 0
+        if self._loop is not None:
+            self._loop.start_counting(self.metrics)
+        self._counter.value = 0
 
     # ---- engine thread
 
     def has_work(self) -> bool:
         """See `Steppable.has_work`."""
-        return bool(self._inbox) or self._delivery.pending or self._scheduler.has_work()
+        rounds_on_their_way = self._loop is not None and self._loop.active
+        return bool(self._inbox) or self._delivery.pending or rounds_on_their_way or self._scheduler.has_work()
 
     def next_wakeup(self) -> float | None:
         """See `Steppable.next_wakeup`: the earliest deadline."""
@@ -194,11 +208,16 @@ class TargetEngine:
         """One step of every request that can advance."""
         started = time.monotonic()
         self._receive(started)
+        if self._loop is not None and self._loop.active and self._loop.step():
+            return
         self._follower.refresh()
         plan = self._scheduler.schedule(started)
         self._follower.follow(plan)
+        if self._loop is not None and self._loop.enter(plan):
+            self._delivery.flush()
+            return
         times = RoundTimes(started)
-        proposal = self._proposals.announce(plan.decodes, self._round) if self._drafts else None
+        proposal = self._proposals.announce(plan.decodes, self._counter.value) if self._drafts else None
         times.announced = time.monotonic()
         self._delivery.flush()
         self._prefill(plan.prefills)
@@ -212,12 +231,34 @@ class TargetEngine:
         """See `Steppable.step_failed`: requests in the batch fail, queued ones go on."""
         for sequence in list(self._scheduler.active):
             self._fail(sequence, OutriderError(f"The engine failed on this request: {error}", code=ErrorCode.INTERNAL))
+        if self._loop is not None:
+            self._loop.abandon()
 
     def check_idle(self) -> None:
         """Assert that nothing leaked: every page is free when no request is live."""
         self._scheduler.check()
         if not self._live:
             assert self._scheduler.allocator.held_pages == 0
+
+    def _make_loop(self, overlap: OverlapPlan) -> DeviceLoop:
+        drafter = self._drafter if isinstance(self._drafter, DeviceDrafter) and self._drafter.device_resident else None
+        rounds = RoundRunner(self._runner, self._runner.graphs, drafter, overlap.columns)
+        loop = DeviceLoop(
+            rounds,
+            overlap.batch_sizes,
+            drafter=self._drafter,
+            follower=self._follower,
+            scheduler=self._scheduler,
+            delivery=self._delivery,
+            proposals=self._proposals,
+            controller=self.controller,
+            metrics=self.metrics,
+            poisoned=self._poisoned,
+            forget=self._forget,
+            counter=self._counter,
+        )
+        self._delivery.before_end = loop.retire
+        return loop
 
     def _receive(self, now: float) -> None:
         while self._inbox:
@@ -302,13 +343,13 @@ class TargetEngine:
             sequence.stats.record(num_nodes[index], len(outcome.accepted), step.num_cut)
             trace = None
             if sequence.request.speculation.trace:
-                trace = round_trace(drafts, index, num_nodes[index], base_len, self._round, outcome, step.kept, times)
+                trace = round_trace(drafts, index, num_nodes[index], base_len, self._counter.value, outcome, step.kept, times)
             if self._delivery.tokens(sequence, step, trace):
                 self._forget(sequence)
             else:
                 commits.append(self._follower.commit(sequence, base_len, step.kept, features[index]))
         self._commit(commits)
-        self._round += 1
+        self._counter.value += 1
         times.committed = time.monotonic()
         executed = executed_step(decodes, outcomes, num_nodes, drafts, proposal.depth if proposal else 0, times)
         if self._drafts:
@@ -322,7 +363,7 @@ class TargetEngine:
     def _commit(self, commits: Seq[Commit | None]) -> None:
         followed = [commit for commit in commits if commit is not None]
         if followed:
-            self._drafter.commit(RoundResult(self._round, followed))
+            self._drafter.commit(RoundResult(self._counter.value, followed))
 
     def _poisoned(self, sequence: Sequence) -> None:
         self._runner.scrub(sequence)

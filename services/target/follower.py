@@ -24,6 +24,7 @@ class Follower:
         self._scheduler = scheduler
         self._offered: FeatureSpec | None = None
         self._spec: FeatureSpec | None = None
+        self._lost: set[int] = set()
         self.num_resyncs = 0
         self.misfit: OutriderError | None = None
 
@@ -60,12 +61,19 @@ class Follower:
         for sequence in plan.admitted:
             if sequence.wants_drafts and self._spec is not None:
                 self._open(sequence)
-        lost = self._drafter.wants_reopen()
-        if lost:
+        self._hear()
+        if self._lost:
+            lost, self._lost = self._lost, set()
             by_id = {sequence.session_id: sequence for sequence in self._scheduler.active}
-            for session_id in lost:
+            for session_id in sorted(lost):
                 if session_id in by_id and by_id[session_id].drafted:
                     self._reopen(by_id[session_id])
+
+    @property
+    def settled(self) -> bool:
+        """Whether `refresh` and `follow` would find nothing new: the drafter's spec is adopted, and it lost no sequence."""
+        self._hear()
+        return not self._lost and self._drafter.feature_spec() is self._offered
 
     def obstacle(self, sequence: Sequence) -> str:
         """Return why a sequence cannot be drafted for now, or an empty string."""
@@ -106,6 +114,20 @@ class Follower:
         if sequence.drafted:
             sequence.drafted = False
             self._drafter.close([sequence.session_id])
+
+    def catch_up(self, sequence: Sequence, base_len: int) -> Commit | None:
+        """Return one commit of everything since `base_len`, with the stored feature rows, for a drafter that was told nothing of it."""
+        if not sequence.drafted or sequence.committed_len == base_len:
+            return None
+        features = None
+        if self._wants_features:
+            if not sequence.has_features:
+                return None
+            features = self._runner.read_features(sequence, base_len - 1, sequence.committed_len - 1)
+        return Commit(sequence.fence(), base_len, sequence.tokens[base_len:], features)
+
+    def _hear(self) -> None:
+        self._lost.update(self._drafter.wants_reopen())
 
     @property
     def _wants_features(self) -> bool:

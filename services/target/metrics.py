@@ -61,6 +61,7 @@ class TargetMetrics:
         )
         self._draft_s = histogram("draft_seconds", "How long a step stood still for its proposal.", STEP_BUCKETS_S)
         self._verify_s = histogram("verify_seconds", "Verify pass of a step, its sampling and compaction included.", STEP_BUCKETS_S)
+        self._round_s = histogram("device_round_seconds", "Rounds that stayed on the device, drafting included.", STEP_BUCKETS_S)
         self._speedup = gauge("estimated_speedup", "Drafting steps' tokens per second over plain ones'.")
         self._state = gauge("speculation_state", "1 for the state that speculation is in.", ("reason",))
         self._fallbacks = counter("draft_fallback", "Rounds that wanted draft nodes and got none, by reason.", ("reason",))
@@ -101,6 +102,15 @@ class TargetMetrics:
             return
         self._draft_s.observe(step.wait_s)
         self._rpc_s.observe(times.proposed - times.announced)
+        self._count_drafts(step)
+
+    def observe_device_round(self, step: ExecutedStep) -> None:
+        """Count a round that stayed on the device: drafting and verifying are one piece of work there."""
+        self._round_s.observe(step.round_s or 0.0)
+        if step.wait_s is not None:
+            self._count_drafts(step)
+
+    def _count_drafts(self, step: ExecutedStep) -> None:
         for row in step.rows:
             if row.num_nodes > 1:
                 self._drafts.inc()

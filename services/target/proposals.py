@@ -74,6 +74,28 @@ class Proposals:
             return root_trees(roots, self._device)
         return scatter_trees(drafts, proposal.rows, roots)
 
+    def common_shape(self, decodes: Seq[Sequence]) -> DraftShape | None:
+        """Return the one shape with which these sequences can stay on the device, `NO_DRAFT` for plain decoding; None if there is none.
+
+        Counts, as `announce` does, why sequences that want drafts get none.
+        """
+        if any(sequence.request.speculation.trace for sequence in decodes):
+            return None
+        wanting = [sequence for sequence in decodes if sequence.wants_drafts]
+        obstacles = [self._follower.obstacle(sequence) for sequence in wanting]
+        if all(obstacles):
+            for sequence, reason in zip(wanting, obstacles, strict=True):
+                sequence.stats.fell_back(reason)
+                self._metrics.fell_back(reason)
+            return NO_DRAFT
+        shapes = {sequence.request.speculation.shape for sequence in wanting}
+        if any(obstacles) or len(wanting) < len(decodes) or len(shapes) > 1 or not self._drafter.device_resident:
+            return None
+        auto = [sequence for sequence in wanting if sequence.controller_row is not None]
+        if not auto:
+            return shapes.pop()
+        return self._controller.choose_common([self._bound(sequence) for sequence in auto]) if len(auto) == len(decodes) else None
+
     def _shapes(self, decodes: Seq[Sequence]) -> list[DraftShape]:
         shapes = [NO_DRAFT] * len(decodes)
         auto: list[int] = []

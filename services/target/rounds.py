@@ -13,6 +13,13 @@ from outrider.shared.spec.tree import DraftBatch
 
 
 @dataclass(slots=True)
+class RoundCounter:
+    """Decode steps so far."""
+
+    value: int = 0
+
+
+@dataclass(slots=True)
 class RoundTimes:
     """`time.monotonic()` at the seams of one step."""
 

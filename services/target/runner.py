@@ -10,12 +10,15 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.kernels.verify import choose_tokens, verify_tree
+from outrider.kernels.verify import verify_tree
+from outrider.services.target.bucketed_verify import BucketedVerify, Buckets
 from outrider.services.target.sampling import SamplingBatches, signed_seed
 from outrider.services.target.scheduler import PrefillChunk
 from outrider.services.target.sequence import Sequence
 from outrider.services.target.synthetic import SyntheticAcceptance
+from outrider.services.target.verify_step import StepModel
 from outrider.shared.attn.base import AttentionBackend, AttentionBatch, build_batch
+from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.kv.pages import PageLease
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.decoder import Decoder, DecoderOutput
@@ -46,16 +49,29 @@ class ModelRunner:
     Args:
         decoder, pool, attention: What runs.
         synthetic: Decides how many drafts a round accepts instead of the model; measurements with random weights alone make one.
+        graphs: Where passes are recorded; none are by default.
+        buckets: Sizes that `verify` pads its batches to, so that they can be recorded; None runs every batch as it is, without padding.
+        max_depth: The deepest tree that any request may ask for.
     """
 
     def __init__(
-        self, decoder: Decoder, pool: KVPool, attention: AttentionBackend, *, synthetic: SyntheticAcceptance | None = None
+        self,
+        decoder: Decoder,
+        pool: KVPool,
+        attention: AttentionBackend,
+        *,
+        synthetic: SyntheticAcceptance | None = None,
+        graphs: GraphCache | None = None,
+        buckets: Buckets | None = None,
+        max_depth: int = 16,
     ) -> None:
         self.decoder = decoder
         self._synthetic = synthetic
         self.pool = pool
         self.attention = attention
         self.device = pool.device
+        self.graphs = graphs or GraphCache(pool.device, enabled=False)
+        self._bucketed = None if buckets is None else BucketedVerify(self.step_model, self.graphs, buckets, max_depth)
         self._sampling = SamplingBatches(pool.device)
         self._projector: FeatureProjector | None = None
         self._aux_layer_ids: tuple[int, ...] = ()
@@ -71,6 +87,7 @@ class ModelRunner:
         Raises:
             CheckpointError: The spec does not fit this model; nothing is captured then.
         """
+        self.graphs.clear()  # they hold the projector and the feature plane
         self._projector = None
         self._aux_layer_ids = ()
         if spec is None or spec.feature_size == 0:
@@ -81,6 +98,10 @@ class ModelRunner:
         )
         self._aux_layer_ids = tuple(spec.aux_layer_ids)
         self.pool.resize_features(spec.feature_size)
+
+    def step_model(self, capture: bool) -> StepModel:
+        """Return what `verify_step` runs with; `capture` computes feature rows."""
+        return StepModel(self.decoder, self.pool, self.attention, self._projector if capture else None, self._synthetic)
 
     @torch.inference_mode()
     def prefill(self, chunks: Seq[PrefillChunk]) -> list[int]:
@@ -106,9 +127,9 @@ class ModelRunner:
             return []
         ends = [end for end, keep in zip(_ends(counts), last, strict=True) if keep]
         finished = [chunk.sequence for chunk in chunks if chunk.is_last]
-        logits = self.decoder.logits(output.hidden[self._int64([end - 1 for end in ends])])
+        hidden = output.hidden[self._int64([end - 1 for end in ends])]
         sampling = self._sampling.rows(finished, [1] * len(finished))
-        chosen = choose_tokens(logits, sampling, self._int64([sequence.committed_len for sequence in finished]))
+        chosen = self.decoder.choose(hidden, sampling, self._int64([sequence.committed_len for sequence in finished]))
         return [int(token) for token in chosen.tolist()]
 
     @torch.inference_mode()
@@ -120,19 +141,20 @@ class ModelRunner:
         Returns:
             The outcome of each sequence, and its new feature rows ``[k + 1, feature_size]`` or None.
         """
-        starts = [sequence.cached_len for sequence in sequences]
         width = drafts.tokens.shape[1]
         counts = [1] * len(sequences) if width == 1 else drafts.num_nodes.tolist()
+        capture = self.captures and any(sequence.has_features for sequence in sequences)
+        if self._bucketed is not None and self._bucketed.fits(counts):
+            return self._verify_bucketed(self._bucketed, sequences, drafts, capture)
+        starts = [sequence.cached_len for sequence in sequences]
         rows = None if min(counts) == width else self._valid_rows(counts, width)
         roots = self._int64([sequence.committed_len - 1 for sequence in sequences])
         tokens = _select(drafts.tokens.view(-1), rows).long()
         positions = _select((roots[:, None] + drafts.depths).view(-1), rows)
         ancestors = None if width == 1 else _select(drafts.ancestors.view(-1, drafts.ancestors.shape[2]), rows)
         attention_batch = build_batch(self.pool, _leases(sequences), starts, counts, ancestors=ancestors)
-        capture = self.captures and any(sequence.has_features for sequence in sequences)
         output = self._forward(tokens, positions, attention_batch, capture)
-
-        chosen = choose_tokens(self.decoder.logits(output.hidden), self._sampling.rows(sequences, counts), positions + 1)
+        chosen = self.decoder.choose(output.hidden, self._sampling.rows(sequences, counts), positions + 1)
         if width == 1:
             outcomes = [RoundOutcome([], [token]) for token in chosen.tolist()]
         else:
@@ -140,6 +162,12 @@ class ModelRunner:
         if not capture:
             return outcomes, [None] * len(sequences)
         return outcomes, self._store_round_features(output, sequences, outcomes, counts)
+
+    @torch.inference_mode()
+    def capture_verify(self, bs: int, nodes: int) -> None:
+        """Record the pass of one size before anybody is served."""
+        if self._bucketed is not None:
+            self._bucketed.capture(bs, nodes, self.captures)
 
     @torch.inference_mode()
     def read_features(self, sequence: Sequence, start: int, stop: int) -> torch.Tensor:
@@ -152,6 +180,18 @@ class ModelRunner:
         """Zero the pages of a sequence whose values are not numbers, so that no later owner can read them by accident."""
         if sequence.lease is not None:
             self.pool.scrub(self._int64(sequence.lease.pages))
+
+    def _verify_bucketed(
+        self, bucketed: BucketedVerify, sequences: Seq[Sequence], drafts: DraftBatch, capture: bool
+    ) -> tuple[list[RoundOutcome], list[torch.Tensor | None]]:
+        rows, features = bucketed.verify(sequences, drafts, capture)
+        outcomes = [RoundOutcome(row.path, row.emitted) for row in rows]
+        if features is None:
+            return outcomes, [None] * len(sequences)
+        return outcomes, [
+            features[index, : len(row.emitted)] if sequence.has_features else None
+            for index, (sequence, row) in enumerate(zip(sequences, rows, strict=True))
+        ]
 
     def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, capture: bool) -> DecoderOutput:
         self.attention.plan(batch)

@@ -144,6 +144,24 @@ class Scheduler:
         admitted = [] if retracted else self._admit(now, retracted)
         return StepPlan(admitted, retracted, self._chunks(), decodes)
 
+    def reserve_ahead(self, sequence: Sequence, committed_upper: int) -> bool:
+        """Grow a running sequence's lease for a round that starts at most at this committed_len; False when no page is free."""
+        assert sequence.lease is not None
+        missing = self._pages(committed_upper + sequence.node_bound) - len(sequence.lease.pages)
+        return missing <= 0 or sequence.lease.extend(missing)
+
+    def decoding(self) -> list[Sequence]:
+        """Return the sequences that would decode if a step were scheduled now, in its order."""
+        running = [one for one in self.active if one.status is SequenceStatus.RUNNING and one.paused_at is None]
+        return sorted(running, key=_queue_key)
+
+    def has_other_work(self) -> bool:
+        """Whether `schedule` would prefill or admit anything: what rounds that stay on the device must make way for."""
+        if any(sequence.status is SequenceStatus.PREFILLING and sequence.paused_at is None for sequence in self.active):
+            return True
+        first = next((sequence for sequence in self.waiting if sequence.paused_at is None), None)
+        return first is not None and self._admissible(first)
+
     def release(self, sequence: Sequence, now: float) -> None:
         """Drop a sequence that finished, failed or was cancelled, and give back its pages. Safe to call twice."""
         if sequence.status is SequenceStatus.ENDED:
@@ -178,7 +196,7 @@ class Scheduler:
         for sequence in sorted(self.active, key=_queue_key) if len(self.active) > 1 else list(self.active):
             if sequence.status is not SequenceStatus.RUNNING or sequence.paused_at is not None:
                 continue
-            while not self._reserve(sequence):
+            while not self.reserve_ahead(sequence, sequence.committed_len):
                 victim = self._victim()
                 self._retract(victim)
                 retracted.append(victim)
@@ -187,11 +205,6 @@ class Scheduler:
             else:
                 decodes.append(sequence)
         return [sequence for sequence in decodes if sequence.status is SequenceStatus.RUNNING]
-
-    def _reserve(self, sequence: Sequence) -> bool:
-        assert sequence.lease is not None
-        missing = self._pages(sequence.committed_len + sequence.node_bound) - len(sequence.lease.pages)
-        return missing <= 0 or sequence.lease.extend(missing)
 
     def _victim(self) -> Sequence:
         return max(self.active, key=lambda sequence: (sequence.paused_at is not None, _queue_key(sequence)))
@@ -227,13 +240,16 @@ class Scheduler:
         return admitted
 
     def _lease_for_admission(self, sequence: Sequence) -> PageLease | None:
+        if not self._admissible(sequence):
+            return None
+        return self.allocator.allocate(self._pages(sequence.committed_len + sequence.node_bound))
+
+    def _admissible(self, sequence: Sequence) -> bool:
         if len(self.active) >= self.limits.max_running:
-            return None
-        pages = self._pages(sequence.committed_len + sequence.node_bound)
+            return False
         # One spare page for each active sequence, or else it is retracted again a few steps later.
-        if self.active and pages + len(self.active) > self.allocator.free_pages:
-            return None
-        return self.allocator.allocate(pages)
+        pages = self._pages(sequence.committed_len + sequence.node_bound)
+        return pages + len(self.active) <= self.allocator.free_pages
 
     def _chunks(self) -> list[PrefillChunk]:
         chunks: list[PrefillChunk] = []

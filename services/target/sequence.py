@@ -132,9 +132,14 @@ class Sequence:
         return 0 if lease is None else len(lease.pages) * self.page_size
 
     @property
+    def end_len(self) -> int:
+        """The committed_len that it cannot go beyond."""
+        return self.prompt_len + self.request.max_new_tokens
+
+    @property
     def remaining(self) -> int:
         """Tokens that it may still emit."""
-        return self.prompt_len + self.request.max_new_tokens - len(self.tokens)
+        return self.end_len - len(self.tokens)
 
     @property
     def has_features(self) -> bool:

@@ -8,6 +8,7 @@ from math import prod
 import torch
 
 from outrider.kernels.kv_compact import kv_compact
+from outrider.kernels.kv_store import kv_store
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.kv.pages import PageAllocator, PageLease
 
@@ -169,6 +170,13 @@ class KVPool:
         """Write feature rows ``[n, feature_size]`` to slots ``[n] int64`` of the feature plane."""
         assert self.features is not None, "the pool has no feature plane; call resize_features first"
         self.features.view(-1, self.feature_size).index_copy_(0, slots, rows.to(self.dtype))
+
+    def store_some_features(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write feature rows like `store_features`; a slot of -1 stores nothing. Never waits for a GPU."""
+        assert self.features is not None, "the pool has no feature plane; call resize_features first"
+        plane = self.features[:, :, None]  # one head per token
+        rows = rows[:, None]
+        kv_store(rows, rows, plane, plane, slots)  # the kernel stores pairs: twice the same
 
     def read_features(self, lease: PageLease, start: int, stop: int) -> torch.Tensor:
         """Return the stored feature rows of token indices ``[start, stop)`` of one lease: a copy, ``[stop - start, feature_size]``."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
+from outrider.kernels.verify import SamplingTensors, choose_tokens
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.base.errors import CheckpointError, ConfigurationError
 from outrider.shared.kv.pool import KVPool, token_bytes
@@ -188,6 +189,10 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, vocab] fp32`` for hidden rows ``[rows, hidden_size]`` after the final norm."""
         return self._head(hidden).float()
+
+    def choose(self, hidden: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> torch.Tensor:
+        """Return `choose_tokens` of the rows' logits: ``[rows] int64``."""
+        return choose_tokens(self.logits(hidden), sampling, positions)
 
 
 @dataclass(frozen=True, slots=True)

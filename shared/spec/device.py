@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -141,6 +141,7 @@ class DeviceRounds(Protocol):
         ...
 
 
+@runtime_checkable
 class DeviceDrafter(Protocol):
     """What a `Drafter` with `device_resident` = True offers beside the seam of the host. Engine thread only."""
 

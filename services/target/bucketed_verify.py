@@ -1,0 +1,172 @@
+"""The verify pass of host-driven rounds through CUDA graphs: batches and trees are padded to a few sizes, each recorded once."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from outrider.services.target.batch_tables import BatchTables, SamplingMode
+from outrider.services.target.sequence import Sequence
+from outrider.services.target.verify_step import HostRow, StepModel, VerifiedStep, unpack, verify_step
+from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.spec.tree import DraftBatch, mask_words
+
+LEAST_CONTEXT = 1024
+"""Tokens that the narrowest page table covers: shorter contexts share its graph."""
+MAX_PADDING = 2.0
+FREE_ROWS = 64
+"""A pass of so few rows costs about as much as one of a single row: padding up to here is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """The sizes that batches and trees are padded to, ascending."""
+
+    batch_sizes: tuple[int, ...]
+    nodes: tuple[int, ...]
+
+    @classmethod
+    def make(cls, max_bs: int, max_nodes: int, usual_nodes: Seq[int] = ()) -> Buckets:
+        """Return powers of two up to the limits, and the sizes that are usual as they are."""
+        return cls(_powers(max_bs), tuple(sorted({*_powers(max_nodes), *(size for size in usual_nodes if size <= max_nodes)})))
+
+    def batch_size(self, count: int) -> int | None:
+        """Return the bucket of a batch, or None above the largest."""
+        return _bucket(self.batch_sizes, count)
+
+    def num_nodes(self, count: int) -> int | None:
+        """Return the bucket of a tree, or None above the largest."""
+        return _bucket(self.nodes, count)
+
+
+def table_pages(sequences: Seq[Sequence], page_size: int, nodes: int) -> int:
+    """Return the columns of a page table that holds these leases with room to grow: a power of two, so that few graphs serve all."""
+    most = max((len(sequence.lease.pages) for sequence in sequences if sequence.lease is not None), default=0)
+    least = -(-max(LEAST_CONTEXT, nodes) // page_size)
+    return 1 << (max(most, least) - 1).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    tables: BatchTables
+    drafts: DraftBatch
+
+
+class BucketedVerify:
+    """Runs `verify_step` on trees that the host handed over. Engine thread only; under inference mode.
+
+    Args:
+        model: Returns what runs, with or without feature rows.
+        graphs: Where the passes are recorded.
+        buckets: Sizes.
+        max_depth: The deepest tree that is cut nowhere.
+    """
+
+    def __init__(self, model: Callable[[bool], StepModel], graphs: GraphCache, buckets: Buckets, max_depth: int) -> None:
+        self._model = model
+        self._graphs = graphs
+        self._buckets = buckets
+        self._max_depth = max_depth
+        self._inputs: dict[tuple[int, int, int], _Inputs] = {}
+
+    def fits(self, counts: Seq[int]) -> bool:
+        """Whether trees of these sizes go through a graph without too much padding."""
+        bs, nodes = self._buckets.batch_size(len(counts)), self._buckets.num_nodes(max(counts))
+        return bs is not None and nodes is not None and bs * nodes <= max(FREE_ROWS, MAX_PADDING * sum(counts))
+
+    def verify(self, sequences: Seq[Sequence], drafts: DraftBatch, capture: bool) -> tuple[list[HostRow], torch.Tensor | None]:
+        """Verify one tree per sequence.
+
+        Returns:
+            What was accepted per sequence, and ``[bs, R, feature_size]`` feature rows of the accepted nodes, a copy, if they are captured.
+        """
+        bs, nodes = self._buckets.batch_size(len(sequences)), self._buckets.num_nodes(drafts.tokens.shape[1])
+        assert bs is not None
+        assert nodes is not None
+        tables = self._key(bs, nodes, sequences)
+        inputs = self._at(*tables)
+        mode = SamplingMode.of(sequences)
+        self._prepare(inputs, mode, capture)
+        inputs.tables.load(sequences)
+        _fill(inputs.drafts, drafts)
+        step = self._run(inputs, mode, capture)
+        rows = unpack(step.packed[: len(sequences)].tolist())
+        assert all(row is not None for row in rows), "a sequence that is verified has not ended"
+        features = None if step.features is None else step.features[: len(sequences)].clone()
+        return [row for row in rows if row is not None], features
+
+    def capture(self, bs: int, nodes: int, capture: bool) -> None:
+        """Record the pass of one size before it is needed, for greedy rows."""
+        self._prepare(self._at(*self._key(bs, nodes, ())), SamplingMode.GREEDY, capture)
+
+    def _key(self, bs: int, nodes: int, sequences: Seq[Sequence]) -> tuple[int, int, int]:
+        return bs, nodes, table_pages(sequences, self._model(False).pool.page_size, nodes)
+
+    def _at(self, bs: int, nodes: int, pages: int) -> _Inputs:
+        found = self._inputs.get((bs, nodes, pages))
+        if found is None:
+            pool = self._model(False).pool
+            found = _Inputs(BatchTables(bs, nodes, pages, pool.page_size, pool.device), _empty_trees(bs, nodes, pool.device))
+            self._inputs[bs, nodes, pages] = found
+        return found
+
+    def _prepare(self, inputs: _Inputs, mode: SamplingMode, capture: bool) -> None:
+        key = self._graph_key(inputs, mode, capture)
+        if not self._graphs.holds(key):
+            inputs.tables.make_idle()
+            self._graphs.capture(key, lambda: self._step(inputs, mode, capture))
+
+    def _run(self, inputs: _Inputs, mode: SamplingMode, capture: bool) -> VerifiedStep:
+        return self._graphs.run(self._graph_key(inputs, mode, capture), lambda: self._step(inputs, mode, capture))
+
+    def _step(self, inputs: _Inputs, mode: SamplingMode, capture: bool) -> VerifiedStep:
+        tables, nodes = inputs.tables, inputs.tables.nodes
+        live = tables.limits > 0
+        columns = min(nodes, self._max_depth + 1)
+        return verify_step(self._model(capture), tables, mode, tables.committed_lens, live, inputs.drafts, columns)
+
+    def _graph_key(self, inputs: _Inputs, mode: SamplingMode, capture: bool) -> tuple[object, ...]:
+        tables = inputs.tables
+        return ("verify", tables.bs, tables.nodes, tables.pages, mode, capture)
+
+
+def _fill(static: DraftBatch, drafts: DraftBatch) -> None:
+    """Copy trees to their static place. What lies behind a tree's nodes is never accepted, so old contents may stay there."""
+    bs, width, words = drafts.ancestors.shape
+    static.num_nodes[:bs].copy_(drafts.num_nodes)
+    static.tokens[:bs, :width].copy_(drafts.tokens)
+    if static.tokens.shape[1] == 1:
+        return
+    static.parents[:bs, :width].copy_(drafts.parents)
+    static.depths[:bs, :width].copy_(drafts.depths)
+    static.ancestors[:bs, :width, :words].copy_(drafts.ancestors)
+    if words < static.ancestors.shape[2]:
+        static.ancestors[:bs, :width, words:].zero_()
+
+
+def _empty_trees(bs: int, nodes: int, device: torch.device) -> DraftBatch:
+    with torch.inference_mode(False):
+        tokens = torch.zeros((bs, nodes), dtype=torch.int32, device=device)
+        ancestors = torch.zeros((bs, nodes, mask_words(nodes)), dtype=torch.int32, device=device)
+        ancestors[:, :, 0] = 1
+        return DraftBatch(
+            tokens=tokens,
+            parents=torch.full_like(tokens, -1),
+            depths=torch.zeros_like(tokens),
+            num_nodes=torch.ones(bs, dtype=torch.int32, device=device),
+            ancestors=ancestors,
+        )
+
+
+def _powers(limit: int) -> tuple[int, ...]:
+    """Return 1, 2, 4 … and the limit itself."""
+    return (*(1 << power for power in range((limit - 1).bit_length())), limit)
+
+
+def _bucket(sizes: Seq[int], count: int) -> int | None:
+    index = bisect_left(sizes, count)
+    return sizes[index] if index < len(sizes) else None

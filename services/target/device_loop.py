@@ -1,0 +1,223 @@
+"""Overlap scheduling: while the device runs one round, the host delivers the one before and prepares the one after.
+
+    device    | round n          | round n + 1      | round n + 2
+    host      launch n + 1 · wait for n · deliver n · launch n + 2 · wait for n + 1 …
+
+The loop is entered when every decoding sequence can have the same shape and the drafter (if there is drafting) lives on the device, and
+left when anything else must be done: prefill, another composition, another shape, no page left. What ends a sequence is seen one round
+late; the tokens of that round are dropped, so they are never emitted, billed or cached.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from outrider.services.target.controller import ExecutedRow, ExecutedStep, SpeculationController
+from outrider.services.target.delivery import Delivery
+from outrider.services.target.follower import Follower
+from outrider.services.target.metrics import TargetMetrics
+from outrider.services.target.proposals import Proposals
+from outrider.services.target.round_runner import FinishedRound, RoundRunner
+from outrider.services.target.rounds import RoundCounter, advance
+from outrider.services.target.runner import FAILED_TOKEN
+from outrider.services.target.scheduler import Scheduler, StepPlan
+from outrider.services.target.sequence import Sequence
+from outrider.services.target.verify_step import HostRow
+from outrider.shared.spec.drafter import Commit, Drafter, RoundResult
+from outrider.shared.spec.tree import NO_DRAFT
+
+_log = logging.getLogger("outrider.target")
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapPlan:
+    """Which rounds stay on the device.
+
+    Attributes:
+        batch_sizes: What batches are padded to, ascending; larger ones go the host's way.
+        columns: The most tokens of a round that drafts by the usual shape: its depth + 1.
+    """
+
+    batch_sizes: tuple[int, ...]
+    columns: int
+
+
+class DeviceLoop:
+    """The steady state of one engine. Engine thread only.
+
+    Args:
+        rounds: Enqueues and reads rounds.
+        batch_sizes: Ascending; larger batches go the host's way.
+        drafter, follower, scheduler, delivery, proposals, controller, metrics: The engine's.
+        poisoned: Fails a sequence whose logits are not numbers.
+        forget: Told of every sequence that ended.
+        counter: Of the engine's rounds.
+    """
+
+    def __init__(
+        self,
+        rounds: RoundRunner,
+        batch_sizes: Seq[int],
+        *,
+        drafter: Drafter,
+        follower: Follower,
+        scheduler: Scheduler,
+        delivery: Delivery,
+        proposals: Proposals,
+        controller: SpeculationController,
+        metrics: TargetMetrics,
+        poisoned: Callable[[Sequence], None],
+        forget: Callable[[Sequence], None],
+        counter: RoundCounter,
+    ) -> None:
+        self._rounds = rounds
+        self._batch_sizes = tuple(batch_sizes)
+        self._drafter = drafter
+        self._follower = follower
+        self._scheduler = scheduler
+        self._delivery = delivery
+        self._proposals = proposals
+        self._controller = controller
+        self._metrics = metrics
+        self._poisoned = poisoned
+        self._forget = forget
+        self._counter = counter
+        self._sequences: list[Sequence | None] = []
+        self._places: dict[int, int] = {}
+        self._entered_len: dict[int, int] = {}
+        self._shape = NO_DRAFT
+        self._bs = 0
+
+    @property
+    def active(self) -> bool:
+        """Whether rounds are kept on the device now."""
+        return self._rounds.active
+
+    def start_counting(self, metrics: TargetMetrics) -> None:
+        """Count into `metrics` from now on."""
+        self._metrics = metrics
+
+    def enter(self, plan: StepPlan) -> bool:
+        """Start with the sequences of a step, if they can stay on the device."""
+        decodes = plan.decodes
+        if plan.prefills or not decodes or len(decodes) > self._batch_sizes[-1]:
+            return False
+        shape = self._proposals.common_shape(decodes)
+        if shape is None:
+            return False
+        self._bs = self._bucket(len(decodes))
+        if not self._rounds.enter(decodes, self._bs, shape):
+            return False
+        self._sequences = list(decodes)
+        self._places = {sequence.session_id: row for row, sequence in enumerate(decodes)}
+        self._entered_len = {sequence.session_id: sequence.committed_len for sequence in decodes}
+        self._shape = shape
+        if not self._launch():
+            self._leave()
+            return False
+        return True
+
+    def step(self) -> bool:
+        """Launch the next round and finish the one before; False, with nothing left on its way, when the loop was left."""
+        if not (self._stays() and self._launch()):
+            self.drain()
+            return False
+        self._finish(self._rounds.read())
+        if not self._places:
+            self._leave()
+        return True
+
+    def drain(self) -> None:
+        """Finish what is on its way and go back to the host's way."""
+        while self._rounds.in_flight and self._places:
+            self._finish(self._rounds.read())
+        self._leave()
+
+    def abandon(self) -> None:
+        """Leave after a failure: results on their way are dropped, all sequences have ended."""
+        if self._rounds.active:
+            try:
+                self._leave()
+            except Exception:
+                _log.exception("the drafter could not end its rounds")
+
+    def retire(self, sequence: Sequence) -> None:
+        """Take out a sequence that is about to end; it may be one that is not here."""
+        row = self._places.pop(sequence.session_id, None)
+        if row is not None:
+            self._sequences[row] = None
+            self._rounds.retire(row)
+
+    def _stays(self) -> bool:
+        """Whether the next round can be one more of the same."""
+        if not self._places or not self._follower.settled or self._scheduler.has_other_work():
+            return False
+        decoding = self._scheduler.decoding()
+        if len(decoding) != len(self._places) or any(sequence.session_id not in self._places for sequence in decoding):
+            return False
+        return self._bucket(len(decoding)) == self._bs and self._proposals.common_shape(decoding) == self._shape
+
+    def _worth_another(self) -> bool:
+        """Whether some sequence is not certain to end with the rounds on their way: each brings at least one token."""
+        return any(sequence is not None and sequence.remaining > self._rounds.in_flight for sequence in self._sequences)
+
+    def _launch(self) -> bool:
+        """Enqueue a round behind those on their way, unless those end every sequence; False when there is no room."""
+        if not self._worth_another():
+            return True
+        most = (self._shape.depth + 1) * self._rounds.in_flight
+        upper = [0 if one is None else min(one.committed_len + most, one.end_len) for one in self._sequences]
+        for sequence, committed_upper in zip(self._sequences, upper, strict=True):
+            if sequence is not None and not self._scheduler.reserve_ahead(sequence, committed_upper):
+                return False
+        return self._rounds.launch(upper)
+
+    def _finish(self, finished: FinishedRound) -> None:
+        """Advance, deliver and learn from a round that was read."""
+        kept: list[list[int]] = [[] for _ in self._sequences]
+        executed: list[ExecutedRow] = []
+        before = list(self._sequences)
+        for row, (sequence, outcome) in enumerate(zip(before, finished.rows, strict=True)):
+            if sequence is None:
+                continue
+            assert outcome is not None, "a sequence that goes on was verified"
+            executed.append(ExecutedRow(sequence.controller_row, outcome.num_nodes, self._shape.depth, len(outcome.path)))
+            kept[row] = self._advance(sequence, outcome)
+        if self._places:
+            self._rounds.committed([tokens if self._sequences[row] is not None else [] for row, tokens in enumerate(kept)])
+        self._counter.value += 1
+        self._delivery.flush()
+        if executed:
+            step = ExecutedStep(executed, self._shape.depth, 0.0 if self._shape.drafts else None, 0.0, 0.0, finished.seconds)
+            self._controller.observe(step)
+            self._metrics.observe_device_round(step)
+
+    def _advance(self, sequence: Sequence, outcome: HostRow) -> list[int]:
+        if outcome.emitted[-1] == FAILED_TOKEN:
+            self._poisoned(sequence)
+            return []
+        had_features = sequence.has_features
+        step = advance(sequence, outcome.emitted)
+        if had_features:
+            sequence.feature_len += len(step.kept)
+        sequence.cached_len += len(step.kept)
+        sequence.stats.record(outcome.num_nodes, len(outcome.path), step.num_cut)
+        if self._delivery.tokens(sequence, step, None):
+            self._forget(sequence)
+        return step.kept
+
+    def _leave(self) -> None:
+        remaining = [sequence for sequence in self._sequences if sequence is not None]
+        self._rounds.leave()
+        if not self._shape.drafts:  # the drafter was told nothing of what was decoded plainly
+            commits = [self._follower.catch_up(sequence, self._entered_len[sequence.session_id]) for sequence in remaining]
+            told: list[Commit] = [commit for commit in commits if commit is not None]
+            if told:
+                self._drafter.commit(RoundResult(self._counter.value, told))
+        self._sequences, self._places, self._entered_len = [], {}, {}
+
+    def _bucket(self, count: int) -> int:
+        return next(size for size in self._batch_sizes if size >= count)

@@ -1,0 +1,265 @@
+"""Rounds that stay on the device: enqueues them one after the other, and reads each back when the next is on its way.
+
+A round is one piece of device work, recorded as a CUDA graph where there are graphs: idle what ended, draft, verify, walk, compact, store,
+and write the `RoundState` that the next round starts from. The host adds pages and takes rows out, in stream order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from outrider.services.target.batch_tables import BatchTables, SamplingMode
+from outrider.services.target.bucketed_verify import table_pages
+from outrider.services.target.runner import ModelRunner
+from outrider.services.target.sequence import Sequence
+from outrider.services.target.verify_step import HostRow, begin_round, end_round, root_batch, unpack, verify_step
+from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.spec.device import DeviceDrafter, DeviceRounds, RoundState
+from outrider.shared.spec.tree import DraftShape
+
+RESULTS_KEPT = 3
+"""Pinned places for results in turn; at most two rounds are on their way."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What is fixed from `enter` to `leave`."""
+
+    shape: DraftShape
+    mode: SamplingMode
+    capture: bool
+    state: RoundState
+    rounds: DeviceRounds | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Enqueued:
+    launched_at: float
+    result: torch.Tensor
+    copied: torch.cuda.Event | None
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRound:
+    """One round on the host: a row per sequence of `enter` (None: it was idle), and how long the device took for it."""
+
+    rows: list[HostRow | None]
+    seconds: float
+
+
+class RoundRunner:
+    """Engine thread only; under inference mode.
+
+    Args:
+        runner: The model.
+        graphs: Where rounds are recorded.
+        drafter: What drafts on the device, or None.
+        columns: R of drafting rounds; deeper shapes take more.
+    """
+
+    def __init__(self, runner: ModelRunner, graphs: GraphCache, drafter: DeviceDrafter | None, columns: int) -> None:
+        self._runner = runner
+        self._graphs = graphs
+        self._drafter = drafter
+        self._columns = columns
+        self._states: dict[tuple[int, int, int], RoundState] = {}
+        self._tables: dict[tuple[int, int, int], BatchTables] = {}
+        self._results: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._batch: _Batch | None = None
+        self._current: BatchTables | None = None
+        self._rows: list[Sequence | None] = []
+        self._enqueued: deque[_Enqueued] = deque()
+        self._turn = 0
+        self._last_read = 0.0
+
+    @property
+    def active(self) -> bool:
+        """Whether a batch was entered and not left."""
+        return self._batch is not None
+
+    @property
+    def in_flight(self) -> int:
+        """Rounds that were enqueued and not read."""
+        return len(self._enqueued)
+
+    @torch.inference_mode()
+    def enter(self, sequences: Seq[Sequence], bs: int, shape: DraftShape) -> bool:
+        """Load a batch, padded to `bs` rows; False when the drafter cannot take it now."""
+        assert self._batch is None
+        capture = self._runner.captures and any(sequence.has_features for sequence in sequences)
+        state = self._state(bs, shape)
+        tables = self._tables_for(bs, shape.max_nodes, table_pages(sequences, self._runner.pool.page_size, shape.max_nodes))
+        tables.load(sequences)
+        _load(state, tables)
+        rounds = None
+        if shape.drafts:
+            assert self._drafter is not None
+            rounds = self._drafter.enter([sequence.session_id for sequence in sequences], shape, state)
+            if rounds is None:
+                return False
+        else:
+            roots = torch.tensor([sequence.tokens[-1] for sequence in sequences], dtype=torch.int32)
+            state.tokens[: len(sequences), 0].copy_(roots)
+            state.counts[: len(sequences)].fill_(1)
+        self._batch = _Batch(shape, SamplingMode.of(sequences), capture, state, rounds)
+        self._current = tables
+        self._rows = list(sequences)
+        return True
+
+    @torch.inference_mode()
+    def launch(self, committed_upper: Seq[int]) -> bool:
+        """Enqueue one round; False when the drafter has no room for it.
+
+        Args:
+            committed_upper: For every row of `enter`, see `DeviceRounds.reserve`. The leases hold that and a tree.
+        """
+        batch = self._entered()
+        if batch.rounds is not None and not batch.rounds.reserve(committed_upper):
+            return False
+        self._renew_tables(batch)
+        key = self._key(batch)
+        if not self._graphs.holds(key):
+            self._capture(batch, key)
+        launched_at = time.monotonic()
+        packed = self._graphs.run(key, self._round)
+        self._enqueued.append(self._copy_back(packed, launched_at))
+        return True
+
+    def read(self) -> FinishedRound:
+        """Wait for the oldest round that was enqueued, and return what it chose."""
+        enqueued = self._enqueued.popleft()
+        if enqueued.copied is not None:
+            enqueued.copied.synchronize()
+        rows = unpack(enqueued.result[: len(self._rows)].tolist())
+        now = time.monotonic()
+        seconds = now - max(enqueued.launched_at, self._last_read)
+        self._last_read = now
+        return FinishedRound(rows, seconds)
+
+    def committed(self, tokens_per_row: Seq[Seq[int]]) -> None:
+        """Tell the drafter what a round that was read chose; empty for rows that ended."""
+        rounds = self._entered().rounds
+        if rounds is not None:
+            rounds.committed(tokens_per_row)
+
+    def retire(self, row: int) -> None:
+        """Let a row go idle from the next enqueued round on; its pages may be given away at once, as the stream keeps the order."""
+        rounds = self._entered().rounds
+        if self._rows[row] is not None:
+            self._rows[row] = None
+            if rounds is not None:
+                rounds.retire([row])
+
+    def leave(self) -> None:
+        """End the batch. Rounds that were not read are dropped: only those may be that have nothing to tell, all rows having ended."""
+        rounds = self._entered().rounds
+        self._enqueued.clear()
+        self._batch = None
+        self._rows = []
+        if rounds is not None:
+            with torch.inference_mode():
+                rounds.leave()
+
+    @torch.inference_mode()
+    def capture(self, bs: int, shape: DraftShape, capture: bool) -> None:
+        """Record the round of one size before it is needed, for greedy rows."""
+        state = self._state(bs, shape)
+        tables = self._tables_for(bs, shape.max_nodes, table_pages((), self._runner.pool.page_size, shape.max_nodes))
+        tables.make_idle()
+        _load(state, tables)
+        rounds = self._drafter.rounds_for_capture(shape, state) if shape.drafts and self._drafter else None
+        self._batch = _Batch(shape, SamplingMode.GREEDY, capture, state, rounds)
+        self._current = tables
+        try:
+            self._graphs.capture(self._key(self._batch), self._round)
+        finally:
+            self._batch = None
+
+    def _round(self) -> torch.Tensor:
+        """One round; all it touches stays where it is from round to round."""
+        batch, tables = self._entered(), self._current
+        assert tables is not None
+        live = begin_round(batch.state, tables)
+        drafts = root_batch(batch.state) if batch.rounds is None else batch.rounds.draft(batch.state)
+        model = self._runner.step_model(batch.capture)
+        step = verify_step(model, tables, batch.mode, batch.state.committed_lens, live, drafts, batch.state.columns)
+        end_round(batch.state, step)
+        return step.packed
+
+    def _key(self, batch: _Batch) -> tuple[object, ...]:
+        tables = self._current
+        assert tables is not None
+        drafter_key = None if batch.rounds is None else batch.rounds.key
+        return ("round", tables.bs, batch.state.columns, batch.shape, tables.pages, batch.mode, batch.capture, drafter_key)
+
+    def _capture(self, batch: _Batch, key: tuple[object, ...]) -> None:
+        """Record with idle rows, then go on with what the state held."""
+        state = batch.state
+        fields = (state.committed_lens, state.tokens, state.counts, state.features)
+        held = [field.clone() for field in fields]
+        state.counts.zero_()
+        self._graphs.capture(key, self._round)
+        for field, value in zip(fields, held, strict=True):
+            field.copy_(value)
+
+    def _renew_tables(self, batch: _Batch) -> None:
+        """Describe rows that ended and pages that were added; move to wider tables when a lease outgrew them."""
+        assert self._current is not None
+        remaining = [sequence for sequence in self._rows if sequence is not None]
+        tables = self._current
+        needed = table_pages(remaining, tables.page_size, tables.nodes)
+        if needed > tables.pages:
+            self._current = self._tables_for(tables.bs, tables.nodes, needed)
+            self._current.load(self._rows)
+        else:
+            tables.refresh(self._rows)
+
+    def _copy_back(self, packed: torch.Tensor, launched_at: float) -> _Enqueued:
+        if not packed.is_cuda:
+            return _Enqueued(launched_at, packed, None)
+        size = (packed.shape[0], packed.shape[1])
+        ring = self._results.get(size)
+        if ring is None:
+            ring = self._results[size] = [torch.empty(size, dtype=torch.int32, pin_memory=True) for _ in range(RESULTS_KEPT)]
+        self._turn = (self._turn + 1) % RESULTS_KEPT
+        ring[self._turn].copy_(packed, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        return _Enqueued(launched_at, ring[self._turn], copied)
+
+    def _state(self, bs: int, shape: DraftShape) -> RoundState:
+        pool = self._runner.pool
+        columns = max(self._columns, shape.depth + 1) if shape.drafts else 1
+        feature_size = pool.feature_size if shape.drafts else 0
+        key = (bs, columns, feature_size)
+        found = self._states.get(key)
+        if found is None:
+            found = self._states[key] = RoundState.idle(bs, columns, feature_size, pool.dtype, pool.device)
+        return found
+
+    def _tables_for(self, bs: int, nodes: int, pages: int) -> BatchTables:
+        found = self._tables.get((bs, nodes, pages))
+        if found is None:
+            pool = self._runner.pool
+            found = self._tables[bs, nodes, pages] = BatchTables(bs, nodes, pages, pool.page_size, pool.device)
+        return found
+
+    def _entered(self) -> _Batch:
+        assert self._batch is not None, "enter() comes first"
+        return self._batch
+
+
+def _load(state: RoundState, tables: BatchTables) -> None:
+    """Make every row idle and copy what the tables know of the sequences."""
+    state.counts.zero_()
+    state.tokens.zero_()
+    state.committed_lens.copy_(tables.committed_lens)
+    rows = tables.first_rows
+    state.temperature.copy_(rows.temperature)
+    state.seeds.copy_(rows.seeds)
+    state.choices.copy_(rows.choices)

@@ -1,0 +1,301 @@
+"""Rounds that stay on the device emit what rounds by way of the host emit: plain, chain and tree, in batches that change as they run."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from device_toys import AnswerDrafter
+from target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
+from toys import make_toy_target
+
+from outrider.services.target.bucketed_verify import Buckets
+from outrider.services.target.device_loop import OverlapPlan
+from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.request import FinishReason, SamplingParams, SpeculationMode
+from outrider.shared.base.errors import ErrorCode
+from outrider.shared.nn.decoder import Decoder
+from outrider.shared.spec.drafter import Drafter, FeatureSpec
+
+torch.set_num_threads(1)
+VOCAB = 64
+SHAPES = [(1, 1, 2), (5, 1, 6), (3, 2, 7), (5, 4, 21)]
+GREEDY = SamplingParams(temperature=0.0)
+SAMPLINGS = [
+    GREEDY,
+    SamplingParams(temperature=1.0, seed=11),
+    SamplingParams(temperature=0.7, top_k=5, seed=(1 << 64) - 3),
+    SamplingParams(temperature=1.3, top_p=0.8, min_p=0.05, seed=5, choice_index=2),
+]
+PROMPT = [5, 9, 2, 33, 7]
+OVERLAP = OverlapPlan(batch_sizes=(1, 2, 4), columns=6)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return load_toy(make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=3))
+
+
+def features_of(decoder: Decoder) -> FeatureSpec:
+    return FeatureSpec(aux_layer_ids=(1, 3, 4), feature_size=3 * decoder.config.hidden_size, fingerprint="raw")
+
+
+def looped(decoder: Decoder, drafter: Drafter, **options: object) -> Harness:
+    return make_harness(decoder, drafter, overlap=OVERLAP, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_plain_decoding(decoder: Decoder, sampling: SamplingParams) -> None:
+    plain = generate_plain(decoder, NoDrafter(), PROMPT, 60, sampling=sampling)
+    harness = looped(decoder, NoDrafter())
+    for index in range(3):
+        harness.submit(PROMPT, 60 - 7 * index, request_id=str(index), sampling=sampling)
+    harness.run()
+    for index in range(3):
+        assert_same_tokens(decoder, PROMPT, plain[: 60 - 7 * index], harness.sink.tokens[str(index)], sampling)
+        assert harness.sink.finished[str(index)].completion_tokens == 60 - 7 * index
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_drafted_alone(decoder: Decoder, shape: tuple[int, int, int], sampling: SamplingParams) -> None:
+    plain = generate_plain(decoder, NoDrafter(), PROMPT, 60, sampling=sampling)
+    drafter = AnswerDrafter([PROMPT + plain], VOCAB)
+    harness = looped(decoder, drafter)
+    harness.submit(PROMPT, 60, request_id="a", sampling=sampling, shape=shape)
+    harness.run()
+    assert_same_tokens(decoder, PROMPT, plain, harness.sink.tokens["a"], sampling)
+    stats = harness.engine.stats().speculation
+    assert drafter.rounds >= stats.rounds > 0, "every round stayed on the device"
+    assert stats.accepted_tokens > 0
+    assert sum((k + 1) * count for k, count in enumerate(stats.histogram)) == 60 - 1 + stats.tokens_cut
+
+
+def test_the_report_is_that_of_the_hosts_way(decoder: Decoder) -> None:
+    plain = generate_plain(decoder, NoDrafter(), PROMPT, 80)
+    reports = []
+    for overlap in (None, OVERLAP):
+        drafter = AnswerDrafter([PROMPT + plain], VOCAB)
+        harness = make_harness(decoder, drafter, overlap=overlap)
+        harness.submit(PROMPT, 80, request_id="a", shape=(5, 4, 21))
+        harness.run()
+        assert (drafter.rounds > 0) == (overlap is not None)
+        reports.append(harness.sink.finished["a"].speculation)
+        assert reports[-1].accepted_tokens > 0
+        assert harness.engine.stats().rounds == reports[-1].rounds
+    assert reports[0] == replace(reports[1], speedup_estimate=reports[0].speedup_estimate)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("captures", [False, True])
+def test_batches_that_change(decoder: Decoder, seed: int, captures: bool) -> None:
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.choice([1, 3, 17, 60]))] for _ in range(12)]
+    samplings = [rng.choice(SAMPLINGS) for _ in prompts]
+    lengths = [rng.randrange(1, 50) for _ in prompts]
+    plain = [
+        generate_plain(decoder, NoDrafter(), prompt, length, sampling=sampling)
+        for prompt, length, sampling in zip(prompts, lengths, samplings, strict=True)
+    ]
+    answers = [prompt + answer for prompt, answer in zip(prompts, plain, strict=True)]
+    drafter = AnswerDrafter(answers, VOCAB, 0.7, features_of(decoder) if captures else None)
+    drafter.refuse_every = 5
+    harness = looped(
+        decoder, drafter, max_running=rng.choice([1, 2, 4, 6]), prefill_chunk=32, page_size=rng.choice([1, 4, 16]), num_pages=700
+    )
+    shape = rng.choice(SHAPES)
+    handles: dict[int, int] = {}
+    paused: set[int] = set()
+    cancelled: set[int] = set()
+    waiting = list(range(len(prompts)))
+    while waiting or paused or harness.engine.has_work():
+        if waiting and rng.random() < 0.3:
+            index = waiting.pop(0)
+            mode = rng.choice([SpeculationMode.ON, SpeculationMode.ON, SpeculationMode.ON, SpeculationMode.AUTO, SpeculationMode.OFF])
+            handles[index] = harness.submit(
+                prompts[index],
+                lengths[index],
+                request_id=str(index),
+                sampling=samplings[index],
+                mode=mode,
+                shape=shape if rng.random() < 0.8 else rng.choice(SHAPES),
+                trace=rng.random() < 0.1,
+            )
+            if index % 6 == 5:
+                cancelled.add(index)
+        if handles and rng.random() < 0.1:
+            index = rng.choice(list(handles))
+            if index in paused:
+                paused.remove(index)
+                harness.engine.resume(handles[index])
+            else:
+                paused.add(index)
+                harness.engine.pause(handles[index])
+        if paused and not harness.engine.has_work():
+            for index in paused:
+                harness.engine.resume(handles[index])
+            paused.clear()
+        for index in list(cancelled):
+            if index in handles and rng.random() < 0.1:
+                harness.engine.cancel(handles[index])
+        if harness.engine.has_work():
+            harness.step()
+    harness.engine.check_idle()
+    assert not harness.sink.failed
+    for index, prompt in enumerate(prompts):
+        found = harness.sink.tokens.get(str(index), [])
+        finished = harness.sink.finished[str(index)]
+        if finished.reason is FinishReason.CANCELLED:
+            assert index in cancelled
+            assert found == plain[index][: len(found)]
+        else:
+            assert_same_tokens(decoder, prompt, plain[index], found, samplings[index])
+        assert finished.completion_tokens == len(found)
+    assert drafter.rounds > 0
+    assert not drafter.sequences, "every sequence was closed on the draft"
+
+
+def test_retraction(decoder: Decoder) -> None:
+    rng = random.Random(1)
+    prompts = [[rng.randrange(VOCAB) for _ in range(20)] for _ in range(4)]
+    sampling = SamplingParams(temperature=1.0, seed=3)
+    plain = [generate_plain(decoder, NoDrafter(), prompt, 60, sampling=sampling) for prompt in prompts]
+    drafter = AnswerDrafter([prompt + answer for prompt, answer in zip(prompts, plain, strict=True)], VOCAB, 0.7)
+    harness = looped(decoder, drafter, num_pages=24, page_size=8)
+    for index, prompt in enumerate(prompts):
+        harness.submit(prompt, 60, request_id=str(index), sampling=sampling, shape=(3, 2, 7))
+    harness.run()
+    assert harness.scheduler.num_retractions > 0, "the pool was meant to be too small"
+    assert drafter.rounds > 0
+    for index, prompt in enumerate(prompts):
+        assert_same_tokens(decoder, prompt, plain[index], harness.sink.tokens[str(index)], sampling)
+
+
+@pytest.mark.parametrize("shape", [None, (5, 1, 6), (5, 4, 21)])
+def test_stop_tokens_cut_inside_the_accepted_run(decoder: Decoder, shape: tuple[int, int, int] | None) -> None:
+    sampling = SamplingParams(temperature=1.0, seed=21)
+    plain = generate_plain(decoder, NoDrafter(), PROMPT, 40, sampling=sampling)
+    for stop in sorted(set(plain)):
+        expected = plain[: plain.index(stop) + 1]
+        drafter: Drafter = AnswerDrafter([PROMPT + plain], VOCAB, 1.0) if shape else NoDrafter()
+        harness = looped(decoder, drafter, eos=[stop])
+        harness.submit(PROMPT, 40, request_id="a", sampling=sampling, shape=shape)
+        harness.submit(PROMPT, 40, request_id="b", sampling=sampling, shape=shape, ignore_eos=True)
+        harness.run()
+        finished = harness.sink.finished["a"]
+        assert harness.sink.tokens["a"] == expected
+        assert (finished.reason, finished.matched_token) == (FinishReason.STOP, stop)
+        assert finished.completion_tokens == len(expected)
+        assert harness.sink.tokens["b"] == plain
+
+
+@pytest.mark.parametrize("steps", range(14))
+def test_cancel_at_every_step(decoder: Decoder, steps: int) -> None:
+    plain = generate_plain(decoder, NoDrafter(), PROMPT, 40)
+    harness = looped(decoder, AnswerDrafter([PROMPT + plain], VOCAB), prefill_chunk=3)
+    handle = harness.submit(PROMPT, 40, request_id="a", shape=(3, 2, 7))
+    harness.submit(PROMPT, 40, request_id="b", shape=(3, 2, 7))
+    for _ in range(steps):
+        if harness.engine.has_work():
+            harness.step()
+    harness.engine.cancel(handle, keep_tokens=2)
+    harness.run()
+    told = harness.sink.tokens.get("a", [])
+    assert told == plain[: len(told)]
+    assert harness.sink.finished["a"].completion_tokens == min(len(told), 2 if len(told) < 40 else 40)
+    assert harness.sink.tokens["b"] == plain
+
+
+def test_a_deadline_ends_one_request_only(decoder: Decoder) -> None:
+    plain = generate_plain(decoder, NoDrafter(), PROMPT, 60)
+    harness = looped(decoder, AnswerDrafter([PROMPT + plain], VOCAB, 0.2))
+    deadline = time.monotonic() + 3600
+    harness.submit(PROMPT, 60, request_id="late", shape=(3, 2, 7), deadline=deadline)
+    harness.submit(PROMPT, 60, request_id="b", shape=(3, 2, 7))
+    for _ in range(8):
+        harness.step()
+    harness.engine._expire(deadline)
+    harness.run()
+    assert harness.sink.failed["late"].error.code is ErrorCode.DEADLINE_EXCEEDED
+    assert len(harness.sink.tokens["late"]) < 60
+    assert harness.sink.tokens["b"] == plain
+
+
+def test_no_room_on_the_draft_goes_the_hosts_way(decoder: Decoder) -> None:
+    plain = generate_plain(decoder, NoDrafter(), PROMPT, 60)
+    for at in range(1, 8):
+        drafter = AnswerDrafter([PROMPT + plain], VOCAB, 0.5)
+        drafter.fail_reserve_at = at
+        harness = looped(decoder, drafter)
+        harness.submit(PROMPT, 60, request_id="a", shape=(3, 2, 7))
+        harness.run()
+        assert harness.sink.tokens["a"] == plain
+
+
+def test_a_sequence_that_is_not_a_number_fails_alone(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = generate_plain(decoder, NoDrafter(), PROMPT, 60)
+    victim = [1, 2, 3, 4]
+    doomed = generate_plain(decoder, NoDrafter(), victim, 60)
+    poison = next(token for token in doomed[10:] if token not in plain and token not in doomed[:10])
+    forward = decoder.forward
+
+    def poisoned(tokens: torch.Tensor, *arguments: object) -> object:
+        output = forward(tokens, *arguments)  # type: ignore[arg-type]
+        output.hidden[tokens == poison] = torch.nan
+        return output
+
+    monkeypatch.setattr(decoder, "forward", poisoned)
+    drafter = AnswerDrafter([PROMPT + plain, victim + doomed], VOCAB)
+    harness = looped(decoder, drafter)
+    harness.submit(victim, 60, request_id="bad", shape=(3, 2, 7))
+    harness.submit(PROMPT, 60, request_id="good", shape=(3, 2, 7))
+    harness.run()
+    assert harness.sink.failed["bad"].error.reason == "numerical_error"
+    told = harness.sink.tokens["bad"]
+    assert told == doomed[: len(told)]
+    assert harness.sink.tokens["good"] == plain
+    assert all(not plane.isnan().any() for plane in harness.runner.pool.planes())
+
+
+def test_feature_rows_are_those_of_the_hosts_way(decoder: Decoder) -> None:
+    plain = generate_plain(decoder, NoDrafter(), PROMPT, 50)
+    kept: list[torch.Tensor] = []
+    for overlap in (None, OVERLAP):
+        drafter = AnswerDrafter([PROMPT + plain], VOCAB, 0.6, features_of(decoder))
+        harness = make_harness(decoder, drafter, overlap=overlap)
+        harness.submit(PROMPT, 50, request_id="a", shape=(5, 4, 21))
+        rows: list[torch.Tensor] = []
+        while harness.engine.has_work():
+            harness.step()
+            rows = next((list(found) for found in drafter.rows.values()), rows)
+        assert harness.sink.tokens["a"] == plain
+        kept.append(torch.stack(rows[:40]))
+    assert torch.allclose(kept[0], kept[1], rtol=1e-3, atol=1e-4)
+
+
+def test_the_plain_loop_tells_the_drafter_what_was_decoded(decoder: Decoder) -> None:
+    plain = generate_plain(decoder, NoDrafter(), PROMPT, 90)
+    drafter = AnswerDrafter([PROMPT + plain], VOCAB, 0.9, features_of(decoder))
+    harness = looped(decoder, drafter)
+    harness.submit(PROMPT, 90, request_id="a", mode=SpeculationMode.AUTO, shape=(5, 1, 6))
+    harness.run()
+    assert harness.sink.tokens["a"] == plain
+    assert drafter.rounds > 0, "the controller tried drafts"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_padded_batches_of_the_hosts_way(decoder: Decoder, shape: tuple[int, int, int]) -> None:
+    prompts = [PROMPT, [1, 2, 3], [60] * 30]
+    plain = [generate_plain(decoder, NoDrafter(), prompt, 40) for prompt in prompts]
+    answers = [prompt + answer for prompt, answer in zip(prompts, plain, strict=True)]
+    drafter = AnswerDrafter(answers, VOCAB, 0.7, features_of(decoder))
+    harness = make_harness(decoder, drafter, buckets=Buckets.make(4, 32))
+    for index, prompt in enumerate(prompts):
+        harness.submit(prompt, 40, request_id=str(index), shape=shape, trace=True)
+    harness.run()
+    for index in range(len(prompts)):
+        assert harness.sink.tokens[str(index)] == plain[index]
+        assert harness.sink.finished[str(index)].speculation.accepted_tokens > 0
