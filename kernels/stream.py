@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+FEW_ROWS = 64
+"""Up to so many rows a product is bound by reading the matrix; norms are then spread over the GPU and left to the reader."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stream:

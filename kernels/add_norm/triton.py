@@ -13,9 +13,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from outrider.kernels import _launch
 from outrider.kernels._late import launch_late, prefetch, prefetch_arguments
 from outrider.kernels.ahead import Prefetch
-from outrider.kernels.stream import Stream
+from outrider.kernels.stream import FEW_ROWS, Stream
 
-_MANY_ROWS = 64
 _BLOCK = 512
 _PREFETCHERS = 64  # programs beside the rows' own that do nothing but prefetch
 
@@ -103,7 +102,7 @@ def _stream(
 ) -> Stream:  # fmt: skip
     rows, width = out.shape
     scaled = _launch.empty((rows, width), out.dtype, out.device)
-    whole = rows > _MANY_ROWS
+    whole = rows > FEW_ROWS
     sums = None if whole else _launch.empty((_launch.ceil_div(width, _block(width, whole)), rows), torch.float32, out.device)
     _launch_rows(source, tokens, parts, splits, bias, norm_weight, eps, out, scaled, sums, following)
     return Stream(out, scaled, sums, eps)

@@ -10,9 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from outrider.kernels import _launch
 from outrider.kernels._late import launch_late, prefetch, prefetch_arguments
 from outrider.kernels.ahead import Prefetch
-from outrider.kernels.stream import Stream
-
-_MANY_ROWS = 64
+from outrider.kernels.stream import FEW_ROWS, Stream
 
 
 @triton.jit
@@ -132,7 +130,7 @@ def rope_store(
     next_weight, next_stride, next_count, next_size, ahead = prefetch_arguments(following, q, late)
     sum_parts = 1 if sums is None else sums.shape[0]
     block_d = _launch.next_power_of_2(dim // 2)
-    many = rows > _MANY_ROWS
+    many = rows > FEW_ROWS
     block_h = max(1, min(_launch.next_power_of_2(heads + 2 * kv_heads), 1024 // block_d)) if many else 1
     warps = 4 if many else 1
     with _launch.on_device_of(parts):

@@ -12,19 +12,16 @@ from outrider.kernels.silu_mul import silu_mul
 from outrider.kernels.skinny_gemm import reference
 from outrider.kernels.skinny_gemm.table import choose_tile
 from outrider.kernels.skinny_gemm.types import Epilogue, Method, Tile
-from outrider.kernels.stream import Stream
+from outrider.kernels.stream import FEW_ROWS, Stream
 
-__all__ = ["MAX_ROWS", "Epilogue", "Method", "Tile", "choose_tile", "project", "project_add", "project_gated"]
-
-MAX_ROWS = 64
-"""Rows up to which these ops read a matrix faster than a library does."""
+__all__ = ["Epilogue", "Method", "Tile", "choose_tile", "project", "project_add", "project_gated"]
 
 
 def project(x: torch.Tensor, weight: torch.Tensor, *, tile: Tile | None = None, following: Prefetch | None = None) -> torch.Tensor:
     """Return ``x @ weight.T``, or the parts of it that the next kernel has to add.
 
     Args:
-        x: ``[rows, in]`` fp32/bf16/fp16, at most `MAX_ROWS` rows; rows may be strided.
+        x: ``[rows, in]`` fp32/bf16/fp16, at most `FEW_ROWS` rows; rows may be strided.
         weight: ``[out, in]``, contiguous, x's dtype.
         tile: How; the measured one for this shape unless given.
         following: Weights to bring into L2 meanwhile.
@@ -100,7 +97,7 @@ def project_gated(
     """Return ``act(gate) * up`` of ``norm(stream) @ weight.T + bias``: ``[rows, intermediate]``.
 
     Args:
-        stream: At most `MAX_ROWS` rows.
+        stream: At most `FEW_ROWS` rows.
         weight: ``[2 * intermediate, width]``, gate first.
         bias: ``[2 * intermediate]`` or None.
         gelu: The activation is gelu (tanh form) instead of silu.
@@ -122,5 +119,5 @@ def project_gated(
 def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
     expect("weight", weight, (None, x.shape[1]), x.dtype)
     expect_contiguous("weight", weight)
-    if x.shape[0] > MAX_ROWS:
-        raise ValueError(f"x has {x.shape[0]} rows, at most {MAX_ROWS} are supported")
+    if x.shape[0] > FEW_ROWS:
+        raise ValueError(f"x has {x.shape[0]} rows, at most {FEW_ROWS} are supported")

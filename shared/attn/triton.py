@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from outrider.kernels.ahead import Prefetch
 from outrider.kernels.kv_store import kv_store
 from outrider.kernels.tree_attention import tree_attention
 from outrider.shared.attn.base import AttentionBatch
+from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.kv.pool import KVPool
 
 
-class KernelAttention:
+class KernelAttention(StoredAttention):
     """`AttentionBackend` on `kernels.kv_store` and `kernels.tree_attention`. Never waits for the device."""
 
     def __init__(self) -> None:
@@ -38,15 +40,31 @@ class KernelAttention:
         softcap: float = 0.0,
     ) -> torch.Tensor:
         """See `AttentionBackend.run`."""
-        batch = self._batch
-        assert batch is not None, "plan() comes before run()"
-        k_plane = pool.k_planes[layer]
-        v_plane = k_plane if pool.latent else pool.v_planes[layer]
-        kv_store(k, v, k_plane, v_plane, batch.slots)  # of a latent, twice the same
+        k_plane, v_plane = _planes(pool, layer)
+        kv_store(k, v, k_plane, v_plane, self.slots)  # of a latent, twice the same
+        return self.attend(layer, q, pool, scale, window, sinks, softcap)
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """See `StoredAttention.slots`."""
+        return self._planned.slots
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        pool: KVPool,
+        scale: float,
+        window: int = 0,
+        sinks: torch.Tensor | None = None,
+        softcap: float = 0.0,
+        following: Prefetch | None = None,
+    ) -> torch.Tensor:
+        """See `StoredAttention.attend`."""
+        batch = self._planned
         out = tree_attention(
             q,
-            k_plane,
-            v_plane,
+            *_planes(pool, layer),
             batch.page_table,
             batch.prefix_lens,
             batch.kv_lens,
@@ -58,5 +76,16 @@ class KernelAttention:
             window=window,
             sinks=sinks,
             softcap=softcap,
+            following=following,
         )
         return out.flatten(1)
+
+    @property
+    def _planned(self) -> AttentionBatch:
+        assert self._batch is not None, "plan() comes before run()"
+        return self._batch
+
+
+def _planes(pool: KVPool, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the planes of K and V; of a latent pool twice the same."""
+    return pool.k_planes[layer], pool.k_planes[layer] if pool.latent else pool.v_planes[layer]

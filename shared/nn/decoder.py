@@ -15,10 +15,12 @@ from torch.nn import functional
 
 from outrider.kernels.verify import SamplingTensors, choose_tokens
 from outrider.shared.attn.base import AttentionBackend
+from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.base.errors import CheckpointError, ConfigurationError
 from outrider.shared.kv.pool import KVPool, token_bytes
 from outrider.shared.nn.config import ModelConfig
 from outrider.shared.nn.fp8 import Fp8Source, expect_scales
+from outrider.shared.nn.fused import FusedForward, can_fuse
 from outrider.shared.nn.generic.layout import GenericConfig
 from outrider.shared.nn.layers import DecoderLayer, Linear, RMSNorm
 from outrider.shared.nn.load import load_attention, load_layer, load_mlp
@@ -60,6 +62,7 @@ class Decoder:
         lm_head: ``[vocab, hidden]``; the same tensor as `embedding` when tied.
         layers, norm, rotary: The parts.
         fingerprint: Identifies configuration and weights.
+        fused: What runs in place of the layers' own operations, or None.
     """
 
     def __init__(
@@ -81,6 +84,9 @@ class Decoder:
         self._head = Linear(lm_head)
         self.rotary = RotaryEmbedding(config.rope, config.rotary_dim, self.device, self.dtype)
         self.fingerprint = fingerprint
+        self.fused: FusedForward | None = None
+        if can_fuse(self.layers, self.device, self.dtype):
+            self.fused = FusedForward(self.layers, embedding, norm, lm_head)
 
     @classmethod
     def load(
@@ -175,8 +181,10 @@ class Decoder:
             pool: Read up to the batch's prefix, written at its slots.
             aux_layer_ids: Layers whose outputs are captured, ascending.
         """
-        hidden = self.embed(tokens)
         rotation = self.rotary(positions)
+        if self.fused is not None and isinstance(attention, StoredAttention):
+            return DecoderOutput(*self.fused.forward(tokens, rotation, attention, pool, aux_layer_ids))
+        hidden = self.embed(tokens)
         aux: list[torch.Tensor] = []
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, rotation, attention, pool)
@@ -187,7 +195,9 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return ``[rows, vocab] fp32`` for hidden rows ``[rows, hidden_size]`` after the final norm."""
+        """Return ``[rows, vocab]`` for hidden rows ``[rows, hidden_size]`` after the final norm: fp32, or the weights' type if fused."""
+        if self.fused is not None:
+            return self.fused.logits(hidden)
         return self._head(hidden).float()
 
     def choose(self, hidden: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> torch.Tensor:

@@ -59,16 +59,16 @@ class HeadNorm:
         eps: As in `RMSNorm`.
     """
 
-    __slots__ = ("_shape", "_weight", "eps")
+    __slots__ = ("_shape", "eps", "weight")
 
     def __init__(self, q_weight: torch.Tensor, k_weight: torch.Tensor, num_heads: int, num_kv_heads: int, eps: float) -> None:
-        self._weight = torch.cat([q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1)])  # [heads + kv_heads, head_dim]
+        self.weight = torch.cat([q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1)])  # [heads + kv_heads, head_dim]
         self._shape = tuple(q_weight.shape)
         self.eps = eps
 
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, heads + kv_heads, head_dim]``, normed, as a new tensor."""
-        return functional.rms_norm(heads, self._shape, None, self.eps).mul_(self._weight)
+        return functional.rms_norm(heads, self._shape, None, self.eps).mul_(self.weight)
 
 
 class AttentionBlock(Protocol):

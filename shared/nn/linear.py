@@ -30,6 +30,12 @@ class Linear:
         self._packed_linear = torch.ops.mkldnn._linear_pointwise.default if can_pack(weight) else None
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS) if self._packed_linear else weight
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """``[out, in]``, for kernels that read it themselves; not to be had where it was re-laid."""
+        assert self._packed_linear is None, "a weight in oneDNN's layout has no rows"
+        return self._weight
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, out]`` for ``x [rows, in]``."""
         if self._packed_linear is not None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from outrider.kernels.rope_store import rope_angles
 from outrider.shared.nn.rope_config import RopeConfig, RopeKind
 
 
@@ -38,6 +39,8 @@ class RotaryEmbedding:
 
     def __call__(self, positions: torch.Tensor) -> Rotation:
         """Return the rotation of ``positions [rows]`` (any integer type)."""
+        if self._frequencies.is_cuda:
+            return Rotation(*rope_angles(positions, self._frequencies, self._factor, self._dtype))
         angles = (positions.to(torch.float32)[:, None] * self._frequencies)[:, None, :]  # [rows, 1, head_dim]
         cos, sin = angles.cos(), angles.sin() * self._sign
         if self._factor != 1.0:

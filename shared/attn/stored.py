@@ -1,0 +1,33 @@
+"""The seam of the fused decoder: attention to K/V that are in the pool already."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from outrider.kernels.ahead import Prefetch
+from outrider.shared.kv.pool import KVPool
+
+
+class StoredAttention(ABC):
+    """An `AttentionBackend` whose storing and attending can be called apart. A class to inherit: it is asked for at every pass."""
+
+    @property
+    @abstractmethod
+    def slots(self) -> torch.Tensor:
+        """Where the planned step's rows go, ``[rows] int64``."""
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        pool: KVPool,
+        scale: float,
+        window: int = 0,
+        sinks: torch.Tensor | None = None,
+        softcap: float = 0.0,
+        following: Prefetch | None = None,
+    ) -> torch.Tensor:
+        """Attend as `AttentionBackend.run` does, after K and V of the step's rows were stored; bring `following` into L2 meanwhile."""

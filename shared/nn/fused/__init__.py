@@ -1,0 +1,7 @@
+"""Decoder layers from fused kernels: what runs on a GPU in place of the layers' torch operations."""
+
+from outrider.shared.nn.fused.blocks import attention_block, mlp_block
+from outrider.shared.nn.fused.forward import FusedForward, can_fuse
+from outrider.shared.nn.fused.plan import Ahead
+
+__all__ = ["Ahead", "FusedForward", "attention_block", "can_fuse", "mlp_block"]

@@ -1,0 +1,85 @@
+"""The forward pass of a dense decoder of the Llama kind from fused kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional
+
+from outrider.kernels.add_norm import embed_rows, normalise
+from outrider.kernels.skinny_gemm import project
+from outrider.kernels.stream import FEW_ROWS
+from outrider.shared.attn.stored import StoredAttention
+from outrider.shared.kv.pool import KVPool
+from outrider.shared.nn.fused.blocks import Reduce, attention_block, mlp_block
+from outrider.shared.nn.fused.plan import Ahead, plan_ahead
+from outrider.shared.nn.layers import Attention, DecoderLayer, GatedMLP, RMSNorm
+from outrider.shared.nn.rope import Rotation
+
+
+def can_fuse(layers: Sequence[DecoderLayer], device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether these layers run from fused kernels: plain attention and MLP, on CUDA, in a type of fp32's range."""
+    plain = all(type(layer.attention) is Attention and type(layer.mlp) is GatedMLP for layer in layers)
+    return plain and device.type == "cuda" and dtype in (torch.bfloat16, torch.float32)
+
+
+class FusedForward:
+    """Runs decoder layers over the rows of a planned step; few rows by kernels of our own, more by the library's products.
+
+    Args:
+        layers: For which `can_fuse` holds.
+        embedding: ``[vocabulary, hidden]``.
+        norm: The final norm.
+        lm_head: ``[vocabulary, hidden]``.
+        ahead: How much is prefetched.
+        reduce: Applied to what o and down projections give, before it is added; None: nothing.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayer],
+        embedding: torch.Tensor,
+        norm: RMSNorm,
+        lm_head: torch.Tensor,
+        *,
+        ahead: Ahead | None = None,
+        reduce: Reduce | None = None,
+    ) -> None:
+        self._blocks: list[tuple[Attention, GatedMLP]] = []
+        self._norms: list[tuple[RMSNorm, RMSNorm]] = []  # of each layer: before its MLP, and after it
+        for index, layer in enumerate(layers):
+            assert isinstance(layer.attention, Attention)
+            assert isinstance(layer.mlp, GatedMLP)
+            self._blocks.append((layer.attention, layer.mlp))
+            after = layers[index + 1].input_norm if index + 1 < len(layers) else norm
+            self._norms.append((layer.post_attention_norm, after))
+        self._first_norm = layers[0].input_norm
+        self._embedding = embedding
+        self._lm_head = lm_head
+        matrices = [(attention.qkv.weight, attention.o.weight, mlp.gate_up.weight, mlp.down.weight) for attention, mlp in self._blocks]
+        self._ahead = plan_ahead(matrices, lm_head, ahead or Ahead())
+        self.reduce = reduce
+
+    def forward(
+        self, tokens: torch.Tensor, rotation: Rotation, attention: StoredAttention, pool: KVPool, aux_layer_ids: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the normed rows ``[rows, hidden]`` and the captured ones ``[rows, n_aux * hidden]``; see `Decoder.forward`."""
+        stream = embed_rows(tokens, self._embedding, self._first_norm.weight, self._first_norm.eps)
+        rows, hidden = stream.scaled.shape
+        aux = stream.scaled.new_empty((rows, len(aux_layer_ids) * hidden)) if aux_layer_ids else None
+        for index, (attend, mlp) in enumerate(self._blocks):
+            between, after = self._norms[index]
+            captured = None
+            if aux is not None and index in aux_layer_ids:
+                captured = aux.narrow(1, list(aux_layer_ids).index(index) * hidden, hidden)
+            stream = attention_block(attend, stream, rotation, attention, pool, between, reduce=self.reduce, ahead=self._ahead[index])
+            stream = mlp_block(mlp, stream, after, reduce=self.reduce, out=captured, ahead=self._ahead[index])
+        return normalise(stream), aux
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return ``[rows, vocabulary]`` in the weights' dtype."""
+        if hidden.shape[0] > FEW_ROWS:
+            return functional.linear(hidden, self._lm_head)
+        parts = project(hidden, self._lm_head)
+        return parts.sum(0) if parts.dim() == 3 else parts

@@ -1,0 +1,80 @@
+"""The fused decoder equals the layers' own operations in fp32, by its references and by its interpreted kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from family_models import Sequences, assert_near, save
+
+from outrider.kernels._dispatch import Backend, force_backend
+from outrider.shared.nn import linear
+from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.fused import FusedForward
+
+AUX = (0, 2, 3)
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp()
+
+
+def _pair(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Decoder, Decoder]:
+    """Load a decoder twice: as a CPU runs it, and as a GPU does."""
+    path = save(case, folder)
+    plain = Decoder.load(path)
+    monkeypatch.setattr(linear, "can_pack", lambda weight: False)
+    fused = Decoder.load(path)
+    fused.fused = FusedForward(fused.layers, fused.embedding, fused.norm, fused.lm_head)
+    return plain, fused
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral-narrow", "qwen2-tied-yarn", "qwen3", "qwen3-bias", "mimo"])
+@pytest.mark.parametrize("backend", list(Backend))
+def test_a_prompt_then_a_tree(case: str, backend: Backend, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, fused = _pair(case, folder, monkeypatch)
+    masks = torch.tensor([[0b1], [0b11], [0b101], [0b1011], [0b1]], dtype=torch.int32)
+    steps = [
+        ([0, 0], [list(range(9)), [5, 3, 8]], None, None),
+        ([9, 3], [[7, 1, 2, 3], [4]], [[9, 10, 10, 11], [3]], masks),
+    ]
+    reference, tested = Sequences(plain, 2), Sequences(fused, 2, backend="triton")
+    for starts, rows, positions, ancestors in steps:
+        want, want_aux = reference.run(starts, rows, positions, ancestors, AUX)
+        with force_backend(backend):
+            got, got_aux = tested.run(starts, rows, positions, ancestors, AUX)
+        assert_near(got, want)
+        assert want_aux is not None
+        assert got_aux is not None
+        assert_near(got_aux, want_aux)
+
+
+def test_more_rows_than_the_skinny_kernels_take(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, fused = _pair("llama", folder, monkeypatch)
+    rows = [[(7 * i) % 97 for i in range(70)]]
+    want, want_aux = Sequences(plain, 1).run([0], rows, aux=(1,))
+    got, got_aux = Sequences(fused, 1, backend="triton").run([0], rows, aux=(1,))
+    assert_near(got, want)
+    assert got_aux is not None
+    assert want_aux is not None
+    assert_near(got_aux, want_aux)
+
+
+def test_ranks_reduce_what_is_added(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensor parallelism: every product that is added to the residual passes through `reduce`, in layer order, without its bias."""
+    plain, fused = _pair("llama", folder, monkeypatch)
+    assert fused.fused is not None
+    seen: list[tuple[int, ...]] = []
+
+    def reduce(part: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(part.shape))
+        return part
+
+    fused.fused.reduce = reduce
+    want, _ = Sequences(plain, 1).run([0], [[1, 2, 3]])
+    with force_backend(Backend.TRITON):
+        got, _ = Sequences(fused, 1, backend="triton").run([0], [[1, 2, 3]])
+    assert_near(got, want)
+    assert seen == [(3, 64)] * 2 * len(plain.layers)
