@@ -15,6 +15,7 @@ from outrider.services.target.draft_client.link import TargetIdentity
 from outrider.services.target.draft_client.remote import RemoteDrafter
 from outrider.services.target.drafter import NoDrafter
 from outrider.services.target.engine import TargetEngine
+from outrider.services.target.graph_plan import plan_graphs, record_graphs
 from outrider.services.target.limits import EngineLimits, longest_text
 from outrider.services.target.memory import Memory, MemoryPlan, draft_tokens, plan_memory, working_bytes
 from outrider.services.target.runner import ModelRunner
@@ -24,7 +25,9 @@ from outrider.services.target.settings import TargetSettings
 from outrider.services.target.synthetic import SyntheticAcceptance
 from outrider.services.target.warmup import check_parity, run_through
 from outrider.shared.attn.create import create_backend
+from outrider.shared.attn.reference import TorchAttention
 from outrider.shared.base.lifecycle import watch_stop_signals
+from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.engine.loop import EngineThread
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.tokenizer_file import tokenizer_fingerprint
@@ -151,7 +154,17 @@ class Target:
         _log.info("memory", **plan.numbers())
         pool = decoder.make_pool(plan.pages, settings.page_size)
         synthetic = stand_in.synthetic if stand_in is not None else None
-        runner = ModelRunner(decoder, pool, create_backend(settings.attention_backend, device), synthetic=synthetic)
+        attention = create_backend(settings.attention_backend, device)
+        graph_plan = plan_graphs(settings, cuda=device.type == "cuda", waits=isinstance(attention, TorchAttention))
+        runner = ModelRunner(
+            decoder,
+            pool,
+            attention,
+            synthetic=synthetic,
+            graphs=GraphCache(device, graph_plan.graphs),
+            buckets=graph_plan.buckets,
+            max_depth=settings.max_steps,
+        )
         scheduler = Scheduler(
             pool.allocator,
             settings.page_size,
@@ -160,9 +173,10 @@ class Target:
             ),
         )
         limits = EngineLimits(config.vocab_size, longest_text(config, settings.max_model_len), frozenset(config.eos_token_ids))
-        self.engine = TargetEngine(runner, scheduler, self.drafter, limits)
+        self.engine = TargetEngine(runner, scheduler, self.drafter, limits, overlap=graph_plan.overlap)
         if stand_in is None:  # random weights have near-ties everywhere
             check_parity(runner, self.engine.controller)
+        record_graphs(self.engine, runner.graphs, graph_plan, to_console=not settings.log_json)
         self._thread = EngineThread(self.engine, on_start=lambda: _use_device(device))
         self.engine.wake = self._thread.wake
         self._thread.start()

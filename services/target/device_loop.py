@@ -27,7 +27,7 @@ from outrider.services.target.scheduler import Scheduler, StepPlan
 from outrider.services.target.sequence import Sequence
 from outrider.services.target.verify_step import HostRow
 from outrider.shared.spec.drafter import Commit, Drafter, RoundResult
-from outrider.shared.spec.tree import NO_DRAFT
+from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 _log = logging.getLogger("outrider.target")
 
@@ -99,6 +99,14 @@ class DeviceLoop:
     def start_counting(self, metrics: TargetMetrics) -> None:
         """Count into `metrics` from now on."""
         self._metrics = metrics
+
+    def takes(self, shape: DraftShape) -> bool:
+        """Whether rounds of this shape can stay on the device."""
+        return not shape.drafts or self._drafter.device_resident
+
+    def capture(self, bs: int, shape: DraftShape, capture: bool) -> None:
+        """Record the round of one size before anybody is served."""
+        self._rounds.capture(bs, shape, capture)
 
     def enter(self, plan: StepPlan) -> bool:
         """Start with the sequences of a step, if they can stay on the device."""

@@ -36,7 +36,7 @@ from outrider.shared.base.errors import (
 )
 from outrider.shared.spec.device import DeviceDrafter
 from outrider.shared.spec.drafter import Commit, Drafter, DrafterState, RoundResult
-from outrider.shared.spec.tree import DraftBatch
+from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 DRAIN_RETRY_AFTER_S = 5.0
 NO_DRAFT_REASON = "no_draft"
@@ -192,6 +192,17 @@ class TargetEngine:
         if self._loop is not None:
             self._loop.start_counting(self.metrics)
         self._counter.value = 0
+
+    def recordings(self, bs: int, shape: DraftShape) -> list[Callable[[], None]]:
+        """Return what records the passes of one size, see `record_graphs`. Call them before the engine's thread runs."""
+        self._follower.refresh()
+        runner = self._runner
+        if self._loop is None or not self._loop.takes(shape):
+            return [] if shape.drafts and not self._drafts else [lambda: runner.capture_verify(bs, shape.max_nodes)]
+        loop = self._loop
+        # Plain rounds store feature rows for sequences that are drafted at times, and none for others.
+        kinds = [runner.captures] if shape.drafts or not runner.captures else [True, False]
+        return [lambda capture=kind: loop.capture(bs, shape, capture) for kind in kinds]  # type: ignore[misc]
 
     # ---- engine thread
 

@@ -34,6 +34,14 @@ class Dtype(Enum):
     FLOAT16 = "float16"
 
 
+class OverlapSchedule(Enum):
+    """Whether rounds stay on the device, each launched before the one before is read; AUTO does so on a GPU."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
 class TargetSettings(ServiceSettings):
     """Settings of `outrider serve target`."""
 
@@ -65,6 +73,12 @@ class TargetSettings(ServiceSettings):
     kv_tokens: int | None = Field(None, ge=1, description="Size of the KV cache in tokens; by default what the memory allows.")
     mem_fraction_static: float = Field(0.85, gt=0, lt=1, description="Share of the GPU's memory for weights and KV cache.")
     max_model_len: int | None = Field(None, ge=2, description="Longest prompt + answer; by default what the model was trained for.")
+    cuda_graph_max_bs: int = Field(64, ge=1, description="Largest batch that CUDA graphs are recorded for; larger ones run without.")
+    disable_cuda_graph: bool = Field(False, description="Record no CUDA graphs; every step is launched kernel by kernel.")
+    overlap_schedule: OverlapSchedule = Field(
+        OverlapSchedule.AUTO, description="Launch a round before the last one is read: auto (on a GPU), on or off."
+    )
+    disable_overlap_schedule: bool = Field(False, description="The same as --overlap-schedule off.")
     prefill_chunk: int = Field(512, ge=1, description="Most prompt tokens per step.")
     threads: int | None = Field(None, ge=1, description="CPU threads of the model; by default half of the cores.")
     draft_wait_s: float = Field(20.0, ge=0, description="At start: wait this long for the draft before serving without it.")

@@ -6,9 +6,11 @@ shapes its work from its key, waits for nothing, and returns tensors that the ne
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from itertools import count
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -17,9 +19,32 @@ WARM_UP_RUNS = 2
 
 Result = TypeVar("Result")
 
+_log = logging.getLogger("outrider.engine")
+
+
+class GraphObserver(Protocol):
+    """Hears of every graph before it is recorded or replayed: with tensor parallelism the other ranks do the same with theirs."""
+
+    def recording(self, graph: int) -> None:
+        """What runs from now on is captured as graph number `graph`."""
+        ...
+
+    def recorded(self, graph: int) -> None:
+        """The capture is complete."""
+        ...
+
+    def replaying(self, graph: int) -> None:
+        """The graph is about to be launched."""
+        ...
+
+    def forgotten(self) -> None:
+        """All graphs are dropped."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
+    number: int
     graph: torch.cuda.CUDAGraph
     result: Any
 
@@ -33,12 +58,16 @@ class GraphCache:
     Args:
         device: Where the functions run.
         enabled: False runs every function eagerly on CUDA too.
+        observer: Hears of every graph, or None.
     """
 
-    def __init__(self, device: torch.device | str, enabled: bool = True) -> None:
+    def __init__(self, device: torch.device | str, enabled: bool = True, observer: GraphObserver | None = None) -> None:
         self._device = torch.device(device)
         self.enabled = enabled and self._device.type == "cuda"
+        self._observer = observer
+        self._numbers = count()
         self._recorded: dict[Hashable, _Recorded] = {}
+        self._eager: set[Hashable] = set()
         self._pool: Any = None
         self._memory_bytes = 0
 
@@ -54,13 +83,14 @@ class GraphCache:
 
     def holds(self, key: Hashable) -> bool:
         """Whether `run` with this key would not have to record; always true where nothing is recorded."""
-        return not self.enabled or key in self._recorded
+        return not self.enabled or key in self._recorded or key in self._eager
 
     def capture(self, key: Hashable, record: Callable[[], Any]) -> None:
         """Record `key` unless it is recorded already; nothing happens on a CPU.
 
         `record` runs `WARM_UP_RUNS` times for real. Call this while the static inputs hold idle rows (lengths 0, slots -1), so that
-        those runs store nothing that anybody reads. Waits for the device.
+        those runs store nothing that anybody reads. Waits for the device. What cannot be captured, because it asks the device something,
+        is logged and runs eagerly from then on.
         """
         if self.holds(key):
             return
@@ -75,13 +105,25 @@ class GraphCache:
             torch.cuda.current_stream().wait_stream(side)
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
-            graph = torch.cuda.CUDAGraph()
+            graph, number = torch.cuda.CUDAGraph(), next(self._numbers)
+            if self._observer is not None:
+                self._observer.recording(number)
             # Other threads may use the device meanwhile: only this one must not.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                result = record()
+            try:
+                with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                    result = record()
+            except RuntimeError as error:
+                if self._observer is not None:
+                    raise
+                _log.warning("no CUDA graph of %s, running it eagerly: %s", key, str(error).splitlines()[0])
+                self._eager.add(key)
+                torch.cuda.synchronize()
+                return
+            if self._observer is not None:
+                self._observer.recorded(number)
             torch.cuda.synchronize()
             free_after, _total = torch.cuda.mem_get_info()
-        self._recorded[key] = _Recorded(graph, result)
+        self._recorded[key] = _Recorded(number, graph, result)
         self._memory_bytes += max(0, free_before - free_after)
 
     def run(self, key: Hashable, record: Callable[[], Result]) -> Result:
@@ -93,7 +135,11 @@ class GraphCache:
         if not self.enabled:
             return record()
         self.capture(key, record)
-        recorded = self._recorded[key]
+        recorded = self._recorded.get(key)
+        if recorded is None:
+            return record()
+        if self._observer is not None:
+            self._observer.replaying(recorded.number)
         recorded.graph.replay()
         result: Result = recorded.result
         return result
@@ -102,6 +148,9 @@ class GraphCache:
         """Forget all graphs and give their memory back, e.g. because a tensor that they hold was replaced."""
         if self._recorded:
             torch.cuda.synchronize(self._device)
+            if self._observer is not None:
+                self._observer.forgotten()
         self._recorded.clear()
+        self._eager.clear()
         self._pool = None
         self._memory_bytes = 0

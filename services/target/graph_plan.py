@@ -1,0 +1,121 @@
+"""Which sizes CUDA graphs are recorded for, which rounds stay on the device, and the recording before anybody is served."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from outrider.services.target.bucketed_verify import Buckets
+from outrider.services.target.device_loop import OverlapPlan
+from outrider.services.target.engine import TargetEngine
+from outrider.services.target.settings import OverlapSchedule, TargetSettings
+from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.obs.logging import get_logger
+from outrider.shared.spec.tree import NO_DRAFT, DraftShape
+
+MOST_ROWS_AT_START = 512
+"""Larger passes are recorded when they are first met: they are rare, and their logits take memory."""
+
+_log = get_logger("outrider.target")
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPlan:
+    """What a target does with graphs.
+
+    Attributes:
+        graphs: Whether anything is recorded.
+        overlap: Which rounds stay on the device; None for none.
+        buckets: What passes of host-driven rounds are padded to; None runs them as they come.
+        shapes: The usual shapes of rounds.
+    """
+
+    graphs: bool
+    overlap: OverlapPlan | None
+    buckets: Buckets | None
+    shapes: tuple[DraftShape, ...]
+
+
+def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool) -> GraphPlan:
+    """Decide; pure, so that it is tested without a GPU.
+
+    Args:
+        settings: The target's.
+        cuda: Whether the model runs on a GPU.
+        waits: Whether the attention backend waits for the device, so that its passes can be neither recorded nor run ahead.
+    """
+    graphs = cuda and not waits and not settings.disable_cuda_graph
+    overlaps = {OverlapSchedule.AUTO: cuda and not waits, OverlapSchedule.ON: True, OverlapSchedule.OFF: False}
+    tree = settings.limits().default.bounded()
+    chain = DraftShape(tree.depth, 1, tree.depth + 1)
+    drafts = tuple(dict.fromkeys((tree, chain))) if tree.drafts else ()
+    max_bs = min(settings.cuda_graph_max_bs, settings.max_running_requests)
+    buckets = Buckets.make(max_bs, settings.max_nodes, [shape.max_nodes for shape in drafts])
+    overlap = OverlapPlan(buckets.batch_sizes, settings.num_steps + 1)
+    on = overlaps[settings.overlap_schedule] and not settings.disable_overlap_schedule
+    return GraphPlan(graphs, overlap if on else None, buckets if graphs else None, (NO_DRAFT, *drafts))
+
+
+def record_graphs(engine: TargetEngine, graphs: GraphCache, plan: GraphPlan, *, to_console: bool) -> None:
+    """Record the usual shapes at every batch size, the largest first: smaller ones then fit into the memory of larger ones.
+
+    Says how far it is, on the console or in the log, and what it took. Call before the engine's thread runs.
+    """
+    if not graphs.enabled:
+        return
+    started = time.monotonic()
+    work = list(_recordings(engine, plan))
+    with _progress(len(work), to_console) as progress:
+        for done, (description, record) in enumerate(work, 1):
+            record()
+            progress.tell(done, description)
+    mib = round(graphs.memory_bytes / 2**20)
+    _log.info("CUDA graphs recorded", graphs=len(graphs.keys), memory_mib=mib, seconds=round(time.monotonic() - started, 1))
+
+
+def _recordings(engine: TargetEngine, plan: GraphPlan) -> Iterator[tuple[str, Callable[[], None]]]:
+    assert plan.buckets is not None
+    for bs in reversed(plan.buckets.batch_sizes):
+        for shape in plan.shapes:
+            if bs * shape.max_nodes <= MOST_ROWS_AT_START:
+                for record in engine.recordings(bs, shape):
+                    yield f"batch {bs}, {shape.max_nodes} nodes", record
+
+
+class _Teller:
+    """Says in the log, at every quarter, how many recordings are done."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._total = total
+        self._progress = progress
+        self._task = None if progress is None else progress.add_task("CUDA graphs", total=total)
+        self._quarters = 0
+
+    def __enter__(self) -> _Teller:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def tell(self, done: int, description: str) -> None:
+        """Count one recording."""
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=done, description=f"CUDA graphs: {description}")
+        elif 4 * done // self._total > self._quarters:
+            self._quarters = 4 * done // self._total
+            _log.info("recording CUDA graphs", percent=25 * self._quarters)
+
+
+def _progress(total: int, to_console: bool) -> _Teller:
+    console = Console(stderr=True)
+    if not (to_console and console.is_terminal):
+        return _Teller(total, None)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return _Teller(total, Progress(*columns, console=console, transient=True))

@@ -1,0 +1,71 @@
+"""What a target records and which rounds it keeps on the device, decided from its settings alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.services.target.bucketed_verify import Buckets
+from outrider.services.target.graph_plan import plan_graphs
+from outrider.services.target.settings import TargetSettings
+from outrider.shared.spec.tree import NO_DRAFT, DraftShape
+
+
+def settings(**values: Any) -> TargetSettings:
+    return TargetSettings.load({"model": Path("model"), "device": "cpu", **values})
+
+
+def test_a_cpu_records_nothing_and_goes_the_hosts_way() -> None:
+    plan = plan_graphs(settings(), cuda=False, waits=True)
+    assert (plan.graphs, plan.overlap, plan.buckets) == (False, None, None)
+
+
+def test_the_device_loop_can_be_asked_for_on_a_cpu() -> None:
+    plan = plan_graphs(settings(overlap_schedule="on"), cuda=False, waits=True)
+    assert plan.overlap is not None
+    assert (plan.graphs, plan.buckets) == (False, None)
+
+
+def test_a_gpu_records_the_usual_shapes() -> None:
+    plan = plan_graphs(settings(max_running_requests=48, num_steps=5, topk=8, num_draft_tokens=32), cuda=True, waits=False)
+    assert plan.graphs
+    assert plan.overlap is not None
+    assert plan.overlap.batch_sizes == (1, 2, 4, 8, 16, 32, 48)
+    assert plan.overlap.columns == 6
+    assert plan.buckets is not None
+    assert plan.buckets.nodes == (1, 2, 4, 6, 8, 16, 32, 64, 128)
+    assert plan.shapes == (NO_DRAFT, DraftShape(5, 8, 32), DraftShape(5, 1, 6))
+
+
+@pytest.mark.parametrize(
+    ("values", "graphs", "overlaps"),
+    [
+        ({"disable_cuda_graph": True}, False, True),
+        ({"disable_overlap_schedule": True}, True, False),
+        ({"overlap_schedule": "off"}, True, False),
+        ({"overlap_schedule": "on", "disable_overlap_schedule": True}, True, False),
+    ],
+)
+def test_each_can_be_turned_off(values: dict[str, Any], graphs: bool, overlaps: bool) -> None:
+    plan = plan_graphs(settings(**values), cuda=True, waits=False)
+    assert (plan.graphs, plan.overlap is not None) == (graphs, overlaps)
+
+
+def test_a_backend_that_waits_for_the_device_is_not_recorded() -> None:
+    plan = plan_graphs(settings(), cuda=True, waits=True)
+    assert (plan.graphs, plan.overlap) == (False, None)
+
+
+def test_a_default_tree_that_is_a_chain_is_listed_once() -> None:
+    plan = plan_graphs(settings(num_steps=3, topk=1, num_draft_tokens=4), cuda=True, waits=False)
+    assert plan.shapes == (NO_DRAFT, DraftShape(3, 1, 4))
+
+
+def test_sizes_are_rounded_up_to_buckets() -> None:
+    buckets = Buckets.make(20, 128, [6, 32])
+    assert buckets.batch_sizes == (1, 2, 4, 8, 16, 20)
+    assert [buckets.batch_size(count) for count in (1, 3, 17, 20, 21)] == [1, 4, 20, 20, None]
+    assert [buckets.num_nodes(count) for count in (1, 5, 6, 7, 33, 129)] == [1, 6, 6, 8, 64, None]
+    assert Buckets.make(1, 1).batch_sizes == (1,)
