@@ -25,11 +25,11 @@ class RowChunk:
         return self.start + self.count
 
 
-def take_chunks(sessions: Sequence[Session], max_rows: int) -> list[RowChunk]:
-    """Share `max_rows` rows out among sessions, first come first served; sessions without new rows get no chunk."""
+def take_chunks(sessions: Sequence[Session], max_rows: int, keep: int = 0) -> list[RowChunk]:
+    """Share `max_rows` rows out among sessions, first come first served; of each, the last `keep` new rows are left for later."""
     chunks: list[RowChunk] = []
     for session in sessions:
-        count = min(session.extendable_rows, max_rows - sum(chunk.count for chunk in chunks))
+        count = min(session.extendable_rows - keep, max_rows - sum(chunk.count for chunk in chunks))
         if count > 0:
             chunks.append(RowChunk(session, session.cached_rows, count))
     return chunks

@@ -9,18 +9,21 @@ idle → extend what arrived   (prompts, while the target is still prefilling)
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from outrider.services.draft.device_rounds import SessionRounds
+from outrider.services.draft.host_rounds import pending_rows
 from outrider.services.draft.metrics import DraftMetrics
 from outrider.services.draft.session import Answer, Ask, PeerId, Reason, Session, Verdict
 from outrider.services.draft.sessions import SessionLimits, SessionTable
 from outrider.services.draft.strategy import DraftStrategy
+from outrider.shared.spec.device import RoundState
 from outrider.shared.spec.drafter import Commit, SequenceOpen
 from outrider.shared.spec.fence import Fence
-from outrider.shared.spec.tree import DraftBatch
+from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 EXTEND_ROWS = 512
 """Rows per forward pass over prompts: bounds memory, and how long other sessions wait."""
@@ -152,22 +155,57 @@ class DraftEngine:
     def _draft(self, ready: Sequence[Session]) -> Drafted:
         started = self._clock()
         kept, refusals = self._reserve(ready)
-        while any(session.extendable_rows for session in kept):
-            self.strategy.extend(kept, EXTEND_ROWS)
+        groups = list(self._groups(kept, started))
+        left = {
+            id(session): pending_rows(session.ask.shape) for group in groups if self._in_one_go(group) for session in group if session.ask
+        }
+        self._extend([session for session in kept if id(session) not in left])
+        self._extend([session for session in kept if id(session) in left], left)
         extended = self._clock()
-        proposals = tuple(self._propose(group) for group in self._groups(kept, started))
+        proposals = tuple(self._propose(group, in_one_go=id(group[0]) in left) for group in groups)
         self.metrics.extend_seconds.observe(extended - started)
         if proposals:
             self.metrics.propose_seconds.observe(self._clock() - extended)
         return Drafted(proposals, refusals)
 
-    def _propose(self, group: Sequence[Session]) -> Proposal:
+    def _in_one_go(self, group: Sequence[Session]) -> bool:
+        """Whether the last rows of these sessions are extended and their trees grown in one launch."""
+        rounds = self.strategy.rounds
+        if rounds is None or rounds.host is None:
+            return False
+        return all(session.ask is not None and session.ask.shape.drafts and session.extendable_rows > 0 for session in group)
+
+    def _extend(self, sessions: Sequence[Session], left: Mapping[int, int] | None = None) -> None:
+        """Take in the rows of sessions; where at most `left` rows (by id of a `Session`) wait, they go with the tree, and at least one."""
+        while behind := [session for session in sessions if session.extendable_rows > (left[id(session)] if left else 0)]:
+            self.strategy.extend(behind, EXTEND_ROWS, keep=1 if left else 0)
+
+    def _propose(self, group: Sequence[Session], in_one_go: bool) -> Proposal:
         asked = tuple(Asked(session.peer, session.fence, session.ask.round) for session in group if session.ask is not None)
-        trees = self.strategy.propose(group)
+        rounds = self.strategy.rounds
+        trees = rounds.host.draft(group) if in_one_go and rounds and rounds.host else self.strategy.propose(group)
         for session in group:
             session.ask = None
         self.metrics.trees.inc(len(group))
         return Proposal(asked, trees)
+
+    def enter(self, peer: PeerId, session_ids: Sequence[int], shape: DraftShape, state: RoundState) -> SessionRounds | None:
+        """Start rounds that stay on the device; see `DeviceDrafter.enter`. Rows beyond what a round takes in are extended at once."""
+        rounds = self.strategy.rounds
+        found = [self.sessions.get(peer, session_id) for session_id in session_ids]
+        sessions = [session for session in found if session is not None and self.sessions.complete(session) and session.extendable_rows > 0]
+        if rounds is None or not shape.drafts or not self.sessions.allows(shape) or len(sessions) < len(found):
+            return None
+        memory = rounds.memory
+        for session in sessions:
+            needed = memory.tokens_needed(session.committed_len, shape.bounded())
+            if memory.tables.width_for(needed) is None or not self.strategy.reserve(session):
+                return None
+            if session.lease is None or not memory.reserve(session.lease, needed):
+                return None
+        most = min(pending_rows(shape), state.columns)
+        self._extend(sessions, {id(session): most for session in sessions})
+        return SessionRounds.enter(memory, sessions, shape, state, self._clock)
 
     def _warm(self) -> tuple[Refusal, ...]:
         kept, refusals = self._reserve(self.sessions.extendable())

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from outrider.services.draft.build import build_engine
+from outrider.services.draft.device_rounds import SessionRounds
 from outrider.services.draft.engine import Asked, DraftEngine, Proposal
 from outrider.services.draft.session import Answer, Ask, PeerId, Reason, Verdict
 from outrider.services.draft.settings import DraftSettings
@@ -19,9 +20,10 @@ from outrider.services.draft.strategy import TargetInfo
 from outrider.services.draft.warmup import warm_up
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.obs.logging import get_logger
+from outrider.shared.spec.device import DeviceRounds, RoundState
 from outrider.shared.spec.drafter import Commit, DrafterState, FeatureSpec, ProposalRequest, ProposalRow, RoundResult, SequenceOpen
 from outrider.shared.spec.fence import Fence
-from outrider.shared.spec.tree import DraftBatch, mask_words
+from outrider.shared.spec.tree import DraftBatch, DraftShape, mask_words
 
 HOST_PEER = PeerId(1)
 WARMING = "warming"
@@ -59,9 +61,8 @@ class InprocDrafter:
         device: Where trees are returned.
     """
 
-    device_resident = False
-
     def __init__(self, engine: DraftEngine, spec: FeatureSpec, device: torch.device) -> None:
+        self.device_resident = engine.strategy.rounds is not None
         self._engine = engine
         self._spec = spec
         self._device = device
@@ -109,6 +110,20 @@ class InprocDrafter:
         trees = _merge(proposals, request.rows, self._device, self._reasons)
         return replace(trees, draft_ms=(time.monotonic() - started) * 1000)
 
+    def enter(self, session_ids: Sequence[int], shape: DraftShape, state: RoundState) -> DeviceRounds | None:
+        """See `DeviceDrafter.enter`."""
+        try:
+            return self._engine.enter(HOST_PEER, session_ids, shape, state)
+        except Exception:
+            self._fail(session_ids)
+            return None
+
+    def rounds_for_capture(self, shape: DraftShape, state: RoundState) -> DeviceRounds:
+        """See `DeviceDrafter.rounds_for_capture`."""
+        rounds = self._engine.strategy.rounds
+        assert rounds is not None, "asked of a drafter that is not device resident"
+        return SessionRounds(rounds.memory, (), shape, state, time.monotonic)
+
     def wants_reopen(self) -> Sequence[int]:
         """See `Drafter.wants_reopen`."""
         lost = sorted(self._lost)
@@ -138,15 +153,19 @@ class InprocDrafter:
         try:
             drafted = self._engine.step()
         except Exception:
-            log.exception("drafting failed", sessions_lost=self._engine.give_up())
-            for row in rows:
-                if self._engine.sessions.get(HOST_PEER, row.fence.session_id) is None:
-                    self._lost.add(row.fence.session_id)
-                    self._reasons[row.fence.session_id] = FAILED
+            self._fail([row.fence.session_id for row in rows])
             return ()
         for refusal in drafted.refusals:
             self._reasons[refusal.session_id] = "kv_full"
         return drafted.proposals
+
+    def _fail(self, session_ids: Sequence[int]) -> None:
+        """Log the exception in hand, and remember which sessions it cost."""
+        log.exception("drafting failed", sessions_lost=self._engine.give_up())
+        for session_id in session_ids:
+            if self._engine.sessions.get(HOST_PEER, session_id) is None:
+                self._lost.add(session_id)
+                self._reasons[session_id] = FAILED
 
     def _note(self, session_id: int, answer: Answer) -> None:
         """Remember why a sequence has no tree, and whether it must be opened again."""
@@ -164,11 +183,13 @@ class InprocDrafter:
 
 def _merge(proposals: Sequence[Proposal], rows: Sequence[ProposalRow], device: torch.device, reasons: dict[int, str]) -> DraftBatch:
     """Place the trees of all proposals at their rows; other rows get a tree of one node. Clears the reason of rows with a tree."""
-    position = {row.fence: index for index, row in enumerate(rows)}
-    placed = [(proposal, _targets(proposal.asked, position, device)) for proposal in proposals]
     for proposal in proposals:
         for asked in proposal.asked:
             reasons[asked.fence.session_id] = ""
+    if len(proposals) == 1 and [one.fence for one in proposals[0].asked] == [row.fence for row in rows]:
+        return proposals[0].trees
+    position = {row.fence: index for index, row in enumerate(rows)}
+    placed = [(proposal, _targets(proposal.asked, position, device)) for proposal in proposals]
     bs = len(rows)
     columns = max((proposal.trees.tokens.shape[1] for proposal, _ in placed), default=1)
     tokens = torch.zeros((bs, columns), dtype=torch.int32, device=device)

@@ -15,9 +15,12 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from outrider.services.draft.chunks import finish_chunks, leases_of, take_chunks, take_features
+from outrider.services.draft.draft_round import RoundDrafter
 from outrider.services.draft.expand import Coupling, GrowBatch, TreeGrower, scratch_rows
 from outrider.services.draft.growth import GrowingModel, HeadGrowth
 from outrider.services.draft.heads.base import RecurrentHead
+from outrider.services.draft.host_rounds import DraftRounds
+from outrider.services.draft.round_model import HeadRounds, RoundModel
 from outrider.services.draft.session import Session
 from outrider.services.draft.strategy import Pages, StrategyInfo, TargetInfo
 from outrider.shared.attn.base import AttentionBackend, build_batch
@@ -36,10 +39,24 @@ class PagedStrategy(ABC):
         model: What grows its trees.
         pool: The model's KV.
         attention: The model's attention backend.
+        round_model: The model as rounds in one go need it; None for one that has none.
+        dtype: Of the features that it takes.
     """
 
-    def __init__(self, info: StrategyInfo, model: GrowingModel, pool: KVPool, attention: AttentionBackend) -> None:
+    def __init__(
+        self,
+        info: StrategyInfo,
+        model: GrowingModel,
+        pool: KVPool,
+        attention: AttentionBackend,
+        round_model: RoundModel | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.info = info
+        self.rounds: DraftRounds | None = None
+        if round_model is not None:
+            drafter = RoundDrafter(round_model, attention, pool)
+            self.rounds = DraftRounds.make(drafter, pool, round_model.lead, info.feature_size, dtype)
         self._pool = pool
         self._attention = attention
         self._device = model.device
@@ -58,7 +75,7 @@ class PagedStrategy(ABC):
         """See `DraftStrategy.lend`."""
 
     @abstractmethod
-    def extend(self, sessions: Sequence[Session], max_rows: int) -> None:
+    def extend(self, sessions: Sequence[Session], max_rows: int, keep: int = 0) -> None:
         """See `DraftStrategy.extend`."""
 
     def reserve(self, session: Session) -> bool:
@@ -149,7 +166,7 @@ class HeadRunner(PagedStrategy):
             max_len=longest_session(pool, max_shape),
             hidden_size=head.hidden_size,
         )
-        super().__init__(info, HeadGrowth(head), pool, attention)
+        super().__init__(info, HeadGrowth(head), pool, attention, HeadRounds(head), head.dtype)
         self._head = head
 
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
@@ -165,9 +182,9 @@ class HeadRunner(PagedStrategy):
         self._head.lend(name, tensor)
 
     @torch.inference_mode()
-    def extend(self, sessions: Sequence[Session], max_rows: int) -> None:
+    def extend(self, sessions: Sequence[Session], max_rows: int, keep: int = 0) -> None:
         """See `DraftStrategy.extend`."""
-        chunks = take_chunks(sessions, max_rows)
+        chunks = take_chunks(sessions, max_rows, keep)
         if not chunks:
             return
         head = self._head

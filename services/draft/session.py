@@ -107,6 +107,8 @@ class Session:
     last_state: torch.Tensor | None = None
     """What the strategy computed for the last cached row; levels grow from it."""
     row_source: RowSource = RowSource.FEATURES
+    engaged: bool = False
+    """Its rounds stay on the device: nobody may take its memory, and only those rounds know all of its tokens."""
 
     @property
     def committed_len(self) -> int:

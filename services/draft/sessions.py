@@ -170,7 +170,7 @@ class SessionTable:
         session.prefix_hash = prefix_hash
         if commit.features is not None and commit.features.shape[0] and not session.features.add(commit.base_len - 1, commit.features):
             return self._resync(session, Reason.FEATURE_GAP)
-        if ask is not None and not self._allowed(ask.shape):
+        if ask is not None and not self.allows(ask.shape):
             session.ask = None
             return Answer(Verdict.REJECTED, Reason.SHAPE)
         session.ask = ask
@@ -211,7 +211,7 @@ class SessionTable:
 
     def ready(self) -> list[Session]:
         """Return the sessions that are asked for a tree and whose features are complete, longest waiting first."""
-        waiting = [session for session in self if session.ask is not None and self._complete(session)]
+        waiting = [session for session in self if session.ask is not None and self.complete(session)]
         return sorted(waiting, key=lambda session: session.ask.asked_s if session.ask else 0.0)
 
     def extendable(self) -> list[Session]:
@@ -224,7 +224,8 @@ class SessionTable:
 
     def evict_idle(self, now: float, keep: Collection[int] = ()) -> bool:
         """Forget the least recently used session if it was idle for `evict_idle_s`; `keep` holds ids of `Session` objects in use."""
-        idle = [s for s in self if id(s) not in keep and s.ask is None and now - s.last_used_s >= self.limits.evict_idle_s]
+        spared = [s for s in self if id(s) not in keep and s.ask is None and not s.engaged]
+        idle = [s for s in spared if now - s.last_used_s >= self.limits.evict_idle_s]
         if not idle:
             return False
         self._forget(min(idle, key=lambda session: session.last_used_s))
@@ -240,13 +241,15 @@ class SessionTable:
                 assert session.cached_rows == session.features.consumed <= session.features.contiguous
             assert extend_prefix_hash(FNV_OFFSET, session.tokens) == session.prefix_hash
 
-    def _complete(self, session: Session) -> bool:
+    def complete(self, session: Session) -> bool:
+        """Whether everything is here that a tree needs."""
         if session.row_source is not RowSource.FEATURES:
             return True
         # A tree grows from the row before the root, so one committed token is not enough.
         return session.num_rows > 0 and session.features.contiguous >= session.num_rows
 
-    def _allowed(self, shape: DraftShape) -> bool:
+    def allows(self, shape: DraftShape) -> bool:
+        """Whether trees may be as large."""
         most = self.limits.max_shape
         return 1 <= shape.max_nodes <= most.max_nodes and 0 <= shape.depth <= most.depth and 1 <= shape.topk <= most.topk
 

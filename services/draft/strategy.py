@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -16,6 +16,9 @@ from outrider.services.draft.session import RowSource, Session
 from outrider.shared.nn.config import ModelConfig
 from outrider.shared.spec.drafter import FeatureSpec
 from outrider.shared.spec.tree import DraftBatch
+
+if TYPE_CHECKING:
+    from outrider.services.draft.host_rounds import DraftRounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +85,15 @@ class Pages:
 
 
 class DraftStrategy(Protocol):
-    """One way of drafting. Called on the engine thread only, but for `info` and `feature_spec`, which never change."""
+    """One way of drafting. Called on the engine thread only, but for `info` and `feature_spec`, which never change.
+
+    Attributes:
+        info: What it is.
+        rounds: Its rounds in one go on the device; None where it has none.
+    """
 
     info: StrategyInfo
+    rounds: DraftRounds | None
 
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
         """Return what this target has to capture; without a target, what does not depend on it.
@@ -110,8 +119,8 @@ class DraftStrategy(Protocol):
         """Hold the memory that extending the session and growing its asked tree take; False when there is not enough now."""
         ...
 
-    def extend(self, sessions: Sequence[Session], max_rows: int) -> None:
-        """Take in new rows of reserved sessions, at most `max_rows` in all (a prompt takes several calls)."""
+    def extend(self, sessions: Sequence[Session], max_rows: int, keep: int = 0) -> None:
+        """Take in new rows of reserved sessions, at most `max_rows` in all (a prompt takes several calls), but not the last `keep`."""
         ...
 
     def propose(self, sessions: Sequence[Session]) -> DraftBatch:

@@ -181,9 +181,9 @@ class MtpStrategy(PagedStrategy):
         self._model.lend(name, tensor)
 
     @torch.inference_mode()
-    def extend(self, sessions: Sequence[Session], max_rows: int) -> None:
+    def extend(self, sessions: Sequence[Session], max_rows: int, keep: int = 0) -> None:
         """See `DraftStrategy.extend`. ``last_state [layers, hidden]`` holds the state of the last row of each layer that has rows."""
-        chunks = take_chunks(sessions, max_rows)
+        chunks = take_chunks(sessions, max_rows, keep)
         if not chunks:
             return
         model = self._model

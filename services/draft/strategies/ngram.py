@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from outrider.services.draft.host_rounds import DraftRounds
 from outrider.services.draft.session import PeerId, RowSource, Session
 from outrider.services.draft.strategies.host_tree import HostTree, pad_trees
 from outrider.services.draft.strategies.ngram_corpus import Corpus
@@ -48,6 +49,7 @@ class NgramStrategy:
     """
 
     def __init__(self, options: NgramOptions, vocab_size: int | None, corpus: Corpus | None, device: torch.device) -> None:
+        self.rounds: DraftRounds | None = None
         self._options = options
         self._corpus = corpus
         self._device = device
@@ -83,7 +85,7 @@ class NgramStrategy:
         """See `DraftStrategy.reserve`."""
         return True
 
-    def extend(self, sessions: Sequence[Session], max_rows: int) -> None:
+    def extend(self, sessions: Sequence[Session], max_rows: int, keep: int = 0) -> None:
         """See `DraftStrategy.extend`: there are no rows."""
 
     def propose(self, sessions: Sequence[Session]) -> DraftBatch:

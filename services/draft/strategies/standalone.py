@@ -12,6 +12,7 @@ import torch
 
 from outrider.services.draft.chunks import finish_chunks, leases_of, take_chunks
 from outrider.services.draft.growth import ONE_STAGE, LevelPass, Stage
+from outrider.services.draft.round_model import DecoderRounds
 from outrider.services.draft.runner import PagedStrategy, longest_session
 from outrider.services.draft.session import RowSource, Session
 from outrider.services.draft.strategy import StrategyInfo, TargetInfo
@@ -129,7 +130,8 @@ class StandaloneStrategy(PagedStrategy):
             row_source=RowSource.TOKENS,
             hidden_size=config.hidden_size,
         )
-        super().__init__(info, DecoderGrowth(decoder, drafted), pool, attention)
+        growth = DecoderGrowth(decoder, drafted)
+        super().__init__(info, growth, pool, attention, DecoderRounds(decoder, drafted, growth.logits), decoder.dtype)
         self._decoder = decoder
 
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
@@ -147,9 +149,9 @@ class StandaloneStrategy(PagedStrategy):
         raise CheckpointError(f"{name} is not wanted; a standalone draft borrows nothing.", field=name)
 
     @torch.inference_mode()
-    def extend(self, sessions: Sequence[Session], max_rows: int) -> None:
+    def extend(self, sessions: Sequence[Session], max_rows: int, keep: int = 0) -> None:
         """See `DraftStrategy.extend`."""
-        chunks = take_chunks(sessions, max_rows)
+        chunks = take_chunks(sessions, max_rows, keep)
         if not chunks:
             return
         tokens = [token for chunk in chunks for token in chunk.session.tokens[chunk.start : chunk.stop]]

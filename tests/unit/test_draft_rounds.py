@@ -1,0 +1,253 @@
+"""Rounds that stay on the device draft what the host's way drafts, in any mixture of the two, for heads and for draft models."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from round_rig import Rig, Stream, accepted, assert_same_trees
+from toy_heads import HIDDEN, VOCAB, base_config, eagle_tensors, write_head
+from toys import make_toy_eagle3, make_toy_target
+
+from outrider.services.draft.build import build_engine
+from outrider.services.draft.host_rounds import DraftRounds, HostRounds
+from outrider.services.draft.inproc import HOST_PEER, InprocDrafter
+from outrider.services.draft.settings import DraftSettings
+from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.spec.device import DeviceRounds, RoundState
+from outrider.shared.spec.tree import DraftShape
+
+CPU = torch.device("cpu")
+SHAPES = [DraftShape(5, 8, 32), DraftShape(3, 1, 4), DraftShape(1, 4, 3), DraftShape(4, 3, 9), DraftShape(2, 2, 40)]
+
+MakeRig = Callable[[], Rig]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("drafts")
+    target = make_toy_target(folder / "target", vocab_size=VOCAB, hidden_size=HIDDEN)
+    config = base_config() | {"bias": True}
+    return {
+        "target": target,
+        "EAGLE3": make_toy_eagle3(folder / "eagle3", target, draft_vocab_size=24),
+        "EAGLE": write_head(folder / "eagle", config, eagle_tensors()),
+        "STANDALONE": make_toy_target(folder / "small", vocab_size=VOCAB, hidden_size=24, num_layers=2, head_dim=8, seed=4),
+    }
+
+
+@pytest.fixture(params=["EAGLE3", "EAGLE", "STANDALONE"])
+def make_rig(request: pytest.FixtureRequest, folders: dict[str, Path]) -> MakeRig:
+    def make() -> Rig:
+        settings = DraftSettings.load(
+            {
+                "draft": folders[request.param],
+                "target_weights": folders["target"],
+                "speculative_algorithm": request.param,
+                "device": "cpu",
+                "kv_tokens": 4096,
+                "page_size": 4,
+            }
+        )
+        engine = build_engine(settings, CPU, torch.float32)
+        spec = engine.strategy.feature_spec(None)
+        drafter = InprocDrafter(engine, spec, CPU)
+        assert drafter.device_resident
+        return Rig(drafter, spec.feature_size, CPU)
+
+    return make
+
+
+def open_streams(*rigs: Rig) -> list[list[Stream]]:
+    """Open the same sequences in all rigs: greedy and sampled, short and longer than a round's rows."""
+    lengths, temperatures = (2, 9, 30, 4), (0.0, 0.8, 0.0, 1.3)
+    opened = []
+    for rig in rigs:
+        for session_id, (length, temperature) in enumerate(zip(lengths, temperatures, strict=True), 1):
+            rig.open(session_id, [(session_id * 7 + 3 * index) % VOCAB for index in range(length)], temperature)
+        opened.append(list(rig.streams))
+    return opened
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_any_mixture_of_rounds_drafts_the_same(make_rig: MakeRig, shape: DraftShape) -> None:
+    plain, mixed = make_rig(), make_rig()
+    streams, twins = open_streams(plain, mixed)
+    source = random.Random(shape.depth * 100 + shape.topk)
+    bs = len(streams) + 2  # two idle rows
+    for spell in range(4):
+        for _ in range(source.randrange(3)):
+            _host_round(plain, streams, mixed, twins, shape, source)
+        state = mixed.state(twins, bs, shape.depth + 1 + spell % 2)
+        rounds = mixed.drafter.enter([twin.session_id for twin in twins], shape, state)
+        assert rounds is not None
+        _device_rounds(plain, streams, mixed, twins, shape, source, rounds, state, count=source.randrange(4))
+        rounds.leave()
+        state.features.fill_(torch.nan)  # the engine may use it again at once
+    _host_round(plain, streams, mixed, twins, shape, source)
+    for rig in (plain, mixed):
+        rig.drafter.shutdown()
+
+
+def _host_round(plain: Rig, streams: list[Stream], mixed: Rig, twins: list[Stream], shape: DraftShape, source: random.Random) -> None:
+    want, have = plain.propose(streams, shape), mixed.propose(twins, shape)
+    for row, (stream, twin) in enumerate(zip(streams, twins, strict=True)):
+        assert_same_trees(have, row, want, row)
+        tokens = accepted(want, row, source.randrange(shape.depth + 1), source.randrange(VOCAB))
+        plain.commit(stream, tokens)
+        mixed.commit(twin, tokens)
+
+
+def _device_rounds(
+    plain: Rig,
+    streams: list[Stream],
+    mixed: Rig,
+    twins: list[Stream],
+    shape: DraftShape,
+    source: random.Random,
+    rounds: DeviceRounds,
+    state: RoundState,
+    count: int,
+) -> None:
+    """Run rounds on the device, telling each to the host one round late."""
+    untold: list[list[int]] | None = None
+    for _ in range(count):
+        assert rounds.reserve([len(twin.tokens) for twin in twins])
+        have = rounds.draft(state)
+        if untold is not None:
+            rounds.committed(untold)
+        want = plain.propose(streams, shape)
+        assert have.tokens.shape == (state.bs, shape.max_nodes)
+        assert have.num_nodes.tolist()[len(twins) :] == [1, 1]
+        untold = []
+        for row, (stream, twin) in enumerate(zip(streams, twins, strict=True)):
+            assert_same_trees(have, row, want, row)
+            tokens = accepted(want, row, source.randrange(shape.depth + 1), source.randrange(VOCAB))
+            plain.commit(stream, tokens)
+            mixed.advance(state, row, twin, tokens)
+            untold.append(tokens)
+    if untold is not None:
+        rounds.committed(untold)
+    for twin in twins:
+        twin.told = len(twin.tokens)
+
+
+def test_ended_sequences_leave_the_others_alone(make_rig: MakeRig) -> None:
+    shape = DraftShape(3, 4, 12)
+    plain, mixed = make_rig(), make_rig()
+    streams, twins = open_streams(plain, mixed)
+    state = mixed.state(twins, 4, 4)
+    rounds = mixed.drafter.enter([twin.session_id for twin in twins], shape, state)
+    assert rounds is not None
+    for ending in (1, 3, None):
+        assert rounds.reserve([0 if twin.ended else len(twin.tokens) for twin in twins])
+        have = rounds.draft(state)
+        live = [row for row, twin in enumerate(twins) if not twin.ended]
+        want = plain.propose([streams[row] for row in live], shape)
+        told: list[list[int]] = [[] for _ in twins]
+        for place, row in enumerate(live):
+            assert_same_trees(have, row, want, place)
+            told[row] = accepted(want, place, 2, 5 + row)
+            plain.commit(streams[row], told[row])
+            mixed.advance(state, row, twins[row], told[row])
+        assert [have.num_nodes[row] for row in range(4) if row not in live] == [1] * (4 - len(live))
+        rounds.committed(told)
+        if ending is not None:
+            mixed.end(state, rounds, ending, twins[ending])
+    rounds.leave()
+    live = [row for row, twin in enumerate(twins) if not twin.ended]
+    assert live == [0, 2]
+    have, want = mixed.propose([twins[row] for row in live], shape), plain.propose([streams[row] for row in live], shape)
+    for place in range(len(live)):
+        assert_same_trees(have, place, want, place)
+    for stream in streams:
+        plain.drafter.close([stream.session_id])
+    mixed.drafter.close([twins[row].session_id for row in live])
+    for rig in (plain, mixed):
+        rig.drafter.shutdown()
+
+
+def test_rounds_are_refused_where_the_host_must_go_first(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    streams = open_streams(rig)[0]
+    shape = DraftShape(3, 2, 6)
+    ids = [stream.session_id for stream in streams]
+    state = rig.state(streams, 4, 4)
+    enter = rig.drafter.enter
+    assert enter([*ids[:3], 99], shape, state) is None  # unknown
+    assert enter(ids, DraftShape(0, 1, 1), state) is None  # nothing to draft
+    assert enter(ids, DraftShape(40, 1, 4), state) is None  # above the limits
+    rig.propose(streams, shape)
+    assert enter(ids, shape, state) is None  # no row is fresh
+    assert state.counts.tolist() == [0] * 4
+    for stream in streams:
+        rig.commit(stream, [3])
+    rounds = enter(ids, shape, state)
+    assert rounds is not None
+    assert state.counts.tolist() == [1] * 4
+    assert not rounds.reserve([5000] * 4)  # the pool holds 4096 tokens
+    rounds.leave()
+    assert rig.propose(streams, shape).num_nodes.tolist() == [6] * 4
+    rig.drafter.shutdown()
+
+
+def test_sessions_within_rounds_are_not_evicted(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    streams = open_streams(rig)[0]
+    shape = DraftShape(3, 2, 6)
+    state = rig.state(streams[:2], 2, 4)
+    rounds = rig.drafter.enter([1, 2], shape, state)
+    assert rounds is not None
+    table = rig.drafter._engine.sessions
+    for _ in range(4):
+        table.evict_idle(1e12)
+    assert sorted(session.session_id for session in table) == [1, 2]
+    rounds.leave()
+    assert table.evict_idle(1e12)
+    assert table.get(HOST_PEER, 1) is None
+    rig.drafter.shutdown()
+
+
+def test_graphs_are_recorded_with_idle_rows_that_touch_no_memory(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    streams = open_streams(rig)[0]
+    shape = DraftShape(4, 3, 16)
+    pool = rig.drafter._engine.strategy._pool  # type: ignore[attr-defined]
+    before = [plane.clone() for plane in pool.planes()]
+    state = RoundState.idle(4, 5, rig.feature_size, torch.float32, CPU)
+    state.features.fill_(torch.nan)
+    idle = rig.drafter.rounds_for_capture(shape, state)
+    trees = idle.draft(state)
+    assert trees.num_nodes.tolist() == [1] * 4
+    assert trees.tokens[:, 0].tolist() == [0] * 4
+    assert all(torch.equal(plane, was) for plane, was in zip(pool.planes(), before, strict=True))
+    rounds = rig.drafter.enter([stream.session_id for stream in streams], shape, rig.state(streams, 4, 5))
+    assert rounds is not None
+    assert rounds.key == idle.key
+    rounds.leave()
+    rig.drafter.shutdown()
+
+
+def test_rounds_that_the_host_starts_draft_the_same(make_rig: MakeRig) -> None:
+    """In one go as on a GPU, beside extending and growing one after the other; with prompts longer than a round takes in."""
+    plain, rig = make_rig(), make_rig()
+    strategy = rig.drafter._engine.strategy
+    assert strategy.rounds is not None
+    assert strategy.rounds.host is None
+    host = HostRounds(strategy.rounds.memory, GraphCache(CPU), rig.feature_size, torch.float32)
+    strategy.rounds = DraftRounds(strategy.rounds.memory, host)
+    streams, twins = open_streams(plain, rig)
+    source = random.Random(2)
+    for shape in (*SHAPES, DraftShape(3, 2, 2), SHAPES[0]):
+        for _ in range(2):
+            _host_round(plain, streams, rig, twins, shape, source)
+    want, have = plain.propose(streams, SHAPES[3]), rig.propose(twins, SHAPES[3])
+    again = rig.propose(twins, SHAPES[3])  # nothing is fresh: it grows from the states that the round kept
+    for row in range(len(streams)):
+        assert_same_trees(have, row, want, row)
+        assert_same_trees(again, row, want, row)
+    for drafter in (plain.drafter, rig.drafter):
+        drafter.shutdown()
