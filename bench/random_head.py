@@ -8,9 +8,11 @@ from pathlib import Path
 import torch
 
 from outrider.bench.shapes import NamedShape
-from outrider.shared.nn.dummy import RandomTensors
+from outrider.shared.nn.dummy import SPREAD, RandomTensors
 
 LAYER = "midlayer."
+LOGIT_SPREAD = 6.0
+"""Standard deviation of the logits: as sure of its first guesses as a trained head, so that trees grow as deep."""
 
 
 @torch.inference_mode()
@@ -45,6 +47,7 @@ def write_random_head(folder: Path, shape: NamedShape, device: torch.device | st
     }
     source = RandomTensors(device, dtype)
     tensors = {name: source.take(name, size).cpu() for name, size in shapes.items()}
+    tensors["lm_head.weight"] *= LOGIT_SPREAD / (SPREAD * hidden**0.5)
     stride = config["vocab_size"] // draft_vocab
     tensors["d2t"] = torch.arange(draft_vocab) * (stride - 1)  # target id = stride * draft id
     save_file(tensors, str(folder / "model.safetensors"))

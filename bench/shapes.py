@@ -60,9 +60,10 @@ def _llama(
     }
 
 
-def _qwen3(*sizes: int, **more: Any) -> dict[str, Any]:
+def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
     family = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0}
-    return _llama(*sizes, vocab=151_936, **{**family, "max_position_embeddings": 40_960, **more})
+    more = {**family, "max_position_embeddings": 40_960, **more}
+    return _llama(hidden, intermediate, layers, heads, 8, 128, 151_936, **more)
 
 
 def _shape(name: str, target: dict[str, Any], draft_vocab: int = DRAFT_VOCAB, **head: Any) -> NamedShape:
@@ -78,8 +79,8 @@ SHAPES: Mapping[str, NamedShape] = {
         _shape("llama3.2-1b", _llama(2048, 8192, 16, 32, 8, 64, tie_word_embeddings=True, rope_scaling={**LLAMA3_ROPE, "factor": 32.0})),
         _shape("llama3.2-3b", _llama(3072, 8192, 28, 24, 8, 128, tie_word_embeddings=True, rope_scaling={**LLAMA3_ROPE, "factor": 32.0})),
         _shape("llama3.3-70b", _llama(8192, 28_672, 80, 64, 8, 128, rope_scaling={**LLAMA3_ROPE, "factor": 8.0})),
-        _shape("qwen3-8b", _qwen3(4096, 12_288, 36, 32, 8, 128)),
-        _shape("qwen3-1.7b", _qwen3(2048, 6144, 28, 16, 8, 128, tie_word_embeddings=True)),
+        _shape("qwen3-8b", _qwen3(4096, 12_288, 36, 32)),
+        _shape("qwen3-1.7b", _qwen3(2048, 6144, 28, 16, tie_word_embeddings=True)),
         _shape("tiny", _llama(64, 96, 8, 4, 2, 16, vocab=256, max_position_embeddings=1024), draft_vocab=128),
     )
 }

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from outrider.bench.cli import bench
 from outrider.services import launch
 from outrider.services.convert.cli import convert
 from outrider.services.doctor.cli import doctor
@@ -36,6 +37,7 @@ serve = typer.Typer(
 app.add_typer(serve, name="serve")
 app.command()(doctor)
 app.add_typer(convert, name="convert")
+app.add_typer(bench, name="bench")
 
 # The flags of a service come from its settings class, which is imported only once the service is known.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -340,34 +342,6 @@ def demo(
 
     _leave_on_terminate()
     raise typer.Exit(run_demo(prompt, device, tokens))
-
-
-@app.command()
-def bench(
-    prompts: Annotated[
-        Path | None, typer.Option(help="JSON lines with a `prompt` or `messages` field.", show_default="the embedded held-out prompts")
-    ] = None,
-    num_prompts: Annotated[int, typer.Option(help="How many of them.")] = 40,
-    tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 128,
-    target: TargetDir = None,
-    draft: DraftDir = None,
-    device: Device = "auto",
-    output: Annotated[Path, typer.Option(help="Folder for the JSON result.")] = Path("bench/results"),
-) -> None:
-    """Measure speculative against plain decoding, paired per prompt, on three processes over gRPC at batch 1."""
-    from outrider.bench.speculation import BenchOptions, run_bench
-
-    _leave_on_terminate()
-    options = BenchOptions(
-        prompts=prompts,
-        num_prompts=num_prompts,
-        tokens=tokens,
-        target=target or DEMO_TARGET,
-        draft=_draft_folder(target, draft),
-        device=device,
-        output=output,
-    )
-    raise typer.Exit(run_bench(options))
 
 
 def _leave_on_terminate() -> None:

@@ -1,0 +1,290 @@
+"""`outrider bench`: the flags of every benchmark. What measures is imported by the command that runs."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from outrider.services.launch import DEMO_DRAFT, DEMO_TARGET, StackOptions, Transport, free_port
+from outrider.shared.base.errors import ConfigurationError
+
+bench = typer.Typer(
+    help="Measure this machine and this build; every figure goes to JSON beside its floor.",
+    invoke_without_command=True,
+    rich_markup_mode=None,
+)
+
+RESULTS = Path("bench/results")
+BATCHES = "1,4,16,64"
+ROUNDS = "plain,chain3@2.4,chain5@2.6"
+
+Prompts = Annotated[
+    Path | None, typer.Option(help="JSON lines with a `prompt` or `messages` field.", show_default="the embedded held-out prompts")
+]
+NumPrompts = Annotated[int, typer.Option(help="How many of them.")]
+AnswerTokens = Annotated[int, typer.Option(help="Tokens per answer.")]
+TargetDir = Annotated[
+    Path | None,
+    typer.Option("--target", help="Model folder in Hugging Face layout.", show_default="the embedded demo model", metavar="DIR"),
+]
+DraftDir = Annotated[
+    str | None,
+    typer.Option(
+        "--draft",
+        "--speculative-draft-model-path",
+        help="Folder of the draft.",
+        show_default="the embedded head; none with another --target",
+        metavar="DIR|none",
+    ),
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …")]
+Dtype = Annotated[str, typer.Option(help="auto (bf16 on CUDA, fp32 on CPU), float32, bfloat16, float16.")]
+Output = Annotated[
+    Path | None, typer.Option(help="JSON file, or the folder for it.", show_default="bench/results/<benchmark>-<device>.json")
+]
+OutputFolder = Annotated[Path, typer.Option(help="Folder for the JSON result.")]
+Shape = Annotated[str, typer.Option(help="Named shape of random weights: llama3.1-8b, llama3.2-1b, qwen3-8b, tiny …")]
+
+
+@bench.callback()
+def bench_default(
+    context: typer.Context,
+    prompts: Prompts = None,
+    num_prompts: NumPrompts = 40,
+    tokens: AnswerTokens = 128,
+    target: TargetDir = None,
+    draft: DraftDir = None,
+    device: Device = "auto",
+    output: OutputFolder = RESULTS,
+) -> None:
+    """Measure this machine and this build. Without a command: `speculation`, with the flags below."""
+    if context.invoked_subcommand is None:
+        _speculation(prompts, num_prompts, tokens, target, draft, device, output)
+
+
+@bench.command()
+def speculation(
+    prompts: Prompts = None,
+    num_prompts: NumPrompts = 40,
+    tokens: AnswerTokens = 128,
+    target: TargetDir = None,
+    draft: DraftDir = None,
+    device: Device = "auto",
+    output: OutputFolder = RESULTS,
+) -> None:
+    """Speculative against plain decoding, paired per prompt, on three processes over gRPC at batch 1; real acceptance."""
+    _speculation(prompts, num_prompts, tokens, target, draft, device, output)
+
+
+def _speculation(
+    prompts: Path | None, num_prompts: int, tokens: int, target: Path | None, draft: str | None, device: str, output: Path
+) -> None:
+    from outrider.bench.speculation import BenchOptions, run_bench
+
+    _leave_on_terminate()
+    options = BenchOptions(prompts, num_prompts, tokens, target or DEMO_TARGET, _draft_folder(target, draft), device, output)
+    raise typer.Exit(run_bench(options))
+
+
+@bench.command()
+def latency(
+    shape: Shape = "llama3.1-8b",
+    rounds: Annotated[
+        str, typer.Option(help="Kinds of rounds: plain, chain5, or steps/topk/nodes such as 5/8/32; @3.5 is an accept length of its own.")
+    ] = ROUNDS,
+    batch: Annotated[str, typer.Option(help="Batch sizes.")] = BATCHES,
+    accept_length: Annotated[float, typer.Option(help="Synthetic accept length of rounds that name none, the bonus token counted.")] = 3.5,
+    prompt: Annotated[int, typer.Option(min=1, help="Prompt tokens, random.")] = 512,
+    new_tokens: Annotated[int, typer.Option(min=3, help="Tokens per answer.")] = 384,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs per row; the best counts.")] = 2,
+    prefill: Annotated[str, typer.Option(help="Prompt lengths whose prefill is measured; `none` for none.")] = "2048",
+    transport: Annotated[str, typer.Option(help="How the target reaches the draft: inproc, ipc, grpc (loopback) or unix.")] = "inproc",
+    draft_device: Annotated[str | None, typer.Option(help="Of a draft in a process of its own.", show_default="the target's")] = None,
+    profile: Annotated[bool, typer.Option(help="On a GPU: record kernels of some rounds for idle shares and a kernel table.")] = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    set_: Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE, a setting of `outrider serve target`; repeatable.")] = None,
+    output: Output = None,
+) -> None:
+    """Rounds and prefill of the engine in this process: random weights, synthetic acceptance, wall clock."""
+    from outrider.bench.engine_stack import EngineOptions, parse_settings
+    from outrider.bench.engine_stack import Transport as DraftTransport
+    from outrider.bench.latency import LatencyOptions, parse_shapes, run_latency
+    from outrider.bench.shapes import named_shape
+    from outrider.shared.obs.logging import configure_logging
+
+    _leave_on_terminate()
+    configure_logging("bench", "warning")
+    shapes = parse_shapes([text.strip() for text in rounds.split(",")], accept_length)
+    batches = _numbers(batch, "--batch")
+    prefills = [] if prefill == "none" else _numbers(prefill, "--prefill")
+    known = {kind.value: kind for kind in DraftTransport}
+    if transport not in known:
+        raise ConfigurationError(f"--transport {transport}: expected one of {', '.join(known)}.", field="--transport")
+    nodes = max((kind.tree.max_nodes for kind in shapes if kind.tree), default=1)
+    engine = EngineOptions(
+        shape=named_shape(shape),
+        device=device,
+        dtype=dtype,
+        drafts=any(kind.tree for kind in shapes),
+        transport=known[transport],
+        max_batch=max(batches),
+        max_len=max(prompt + new_tokens, *prefills, 1) + nodes + 1,
+        draft_device=draft_device,
+        settings=parse_settings(set_ or []),
+    )
+    raise typer.Exit(run_latency(LatencyOptions(engine, shapes, batches, prompt, new_tokens, repeats, prefills, profile, output)))
+
+
+@bench.command()
+def serve(
+    url: Annotated[str | None, typer.Option(help="REST address of a running gateway.", show_default="a stack is started")] = None,
+    grpc_address: Annotated[str | None, typer.Option("--grpc", help="gRPC address of a running gateway.", metavar="ADDRESS")] = None,
+    api: Annotated[str, typer.Option(help="Of a stack that is started here: rest or grpc.")] = "rest",
+    api_key: Annotated[str | None, typer.Option(help="Key to send, if the gateway wants one.")] = None,
+    request_rate: Annotated[float, typer.Option(help="Requests per second on average (Poisson).")] = 2.0,
+    duration: Annotated[float, typer.Option(help="Seconds during which requests arrive.")] = 30.0,
+    prompts: Prompts = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Random prompts of so many token ids.", show_default="the prompts of --prompts")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    speculation_mode: Annotated[str, typer.Option("--speculation", help="auto, on or off.")] = "auto",
+    first_token_limit: Annotated[
+        float | None, typer.Option(help="Goodput: first token within so many ms.", show_default="no limit")
+    ] = None,
+    per_token_limit: Annotated[float | None, typer.Option(help="Goodput: ms per token after the first.", show_default="no limit")] = None,
+    seed: Annotated[int, typer.Option(help="Of the arrivals.")] = 0,
+    target: TargetDir = None,
+    draft: DraftDir = None,
+    transport: Annotated[Transport, typer.Option(help="Of a stack that is started here: auto, grpc, inproc …")] = Transport.AUTO,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    output: Output = None,
+) -> None:
+    """What clients experience under an open-loop load: TTFT, ITL, e2e, goodput, accept length; over REST or gRPC."""
+    from outrider.bench.load import Load
+    from outrider.bench.serve import Api, ServeOptions, run_serve
+
+    _leave_on_terminate()
+    if url is not None and grpc_address is not None:
+        raise ConfigurationError("--url and --grpc name two endpoints; give one.", field="--url")
+    if not request_rate > 0 or not duration > 0:
+        raise ConfigurationError("--request-rate and --duration must be above 0.", field="--request-rate")
+    if speculation_mode not in ("auto", "on", "off"):
+        raise ConfigurationError(f"--speculation {speculation_mode}: expected auto, on or off.", field="--speculation")
+    if api not in (kind.value for kind in Api):
+        raise ConfigurationError(f"--api {api}: expected rest or grpc.", field="--api")
+    options = ServeOptions(
+        stack=StackOptions(
+            target=target or DEMO_TARGET,
+            draft=_draft_folder(target, draft),
+            device=device,
+            dtype=dtype,
+            port=free_port(),
+            transport=transport,
+        ),
+        url=url,
+        grpc=grpc_address,
+        api=Api(api),
+        api_key=api_key,
+        load=Load(request_rate, duration, seed),
+        prompts=prompts,
+        prompt_tokens=prompt_tokens,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        speculation={"mode": speculation_mode},
+        first_token_limit_ms=first_token_limit,
+        per_token_limit_ms=per_token_limit,
+        output=output,
+    )
+    raise typer.Exit(run_serve(options))
+
+
+@bench.command()
+def kernels(
+    shape: Shape = "llama3.1-8b",
+    only: Annotated[str, typer.Option(help="Kinds of cases, a pattern: linear, norm, attention, cache, choose, draft, forward.")] = "*",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    output: Output = None,
+) -> None:
+    """Each kernel, and the target's whole pass, against its floor in bytes or operations; on a CPU the references, for a test."""
+    from outrider.bench.kernels import KernelOptions, run_kernels
+    from outrider.bench.shapes import named_shape
+
+    where, how = _placement(device, dtype)
+    raise typer.Exit(run_kernels(KernelOptions(named_shape(shape), where, how, only, output)))
+
+
+@bench.command()
+def roofline(
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    small: Annotated[bool, typer.Option("--small", help="Sizes for a test.")] = False,
+    output: Output = None,
+) -> None:
+    """The machine's own ceilings: copies, reads, the matrix rate, launches, the bus."""
+    from outrider.bench.roofline import RooflineOptions, run_roofline
+
+    where, how = _placement(device, dtype)
+    raise typer.Exit(run_roofline(RooflineOptions(where, how, output, small)))
+
+
+@bench.command()
+def table(
+    results: Annotated[Path, typer.Option(help="Folder of JSON results.")] = RESULTS,
+    document: Annotated[
+        Path | None, typer.Option(help="Write it between the marks of this file, e.g. docs/performance.md.", show_default="standard output")
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit code 1 if the document differs.")] = False,
+) -> None:
+    """The table of docs/performance.md, from recorded results alone."""
+    from outrider.bench.performance_table import run_table
+
+    raise typer.Exit(run_table(results, document, check))
+
+
+def _placement(device: str, dtype: str) -> tuple[Any, Any]:
+    """Return the torch device and dtype that two flags mean here.
+
+    Raises:
+        ConfigurationError: One is unknown, or there is no such device.
+    """
+    import torch
+
+    try:
+        where = torch.device(device) if device != "auto" else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    except RuntimeError:
+        raise ConfigurationError(f"--device {device}: expected auto, cpu, cuda or cuda:N.", field="--device") from None
+    if where.type not in ("cpu", "cuda") or (where.type == "cuda" and not torch.cuda.is_available()):
+        raise ConfigurationError(f"--device {device}: torch sees no such device here; use --device cpu.", field="--device")
+    if dtype == "auto":
+        return where, torch.bfloat16 if where.type == "cuda" else torch.float32
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ConfigurationError(f"--dtype {dtype}: expected auto, float32, bfloat16 or float16.", field="--dtype")
+    return where, getattr(torch, dtype)
+
+
+def _numbers(text: str, flag: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise ConfigurationError(f"{flag} {text}: expected numbers above 0, separated by commas.", field=flag)
+    return [int(part) for part in parts]
+
+
+def _draft_folder(target: Path | None, draft: str | None) -> Path | None:
+    """The embedded head fits the embedded model only."""
+    if draft is None:
+        return DEMO_DRAFT if target is None else None
+    return None if draft == "none" else Path(draft)
+
+
+def _leave_on_terminate() -> None:
+    """Turn SIGTERM into an ordinary exit, so that what was started is stopped on the way out."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

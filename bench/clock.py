@@ -1,0 +1,119 @@
+"""Times of short work: CUDA events around replays of a graph on a GPU, the wall clock on a CPU. Medians after warm-up."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Work = Callable[[], object]
+
+SAMPLES = 15
+SAMPLE_S = 0.004
+"""A sample repeats the work until it takes about this long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of one repetition: median and percentiles over samples."""
+
+    median: float
+    p10: float
+    p90: float
+    samples: int
+
+
+def summarise(seconds: Sequence[float]) -> Times:
+    """Return the summary of measured seconds (at least one)."""
+    return Times(statistics.median(seconds), percentile(seconds, 10), percentile(seconds, 90), len(seconds))
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return a percentile by linear interpolation; the only value of one."""
+    ranked = sorted(values)
+    at = (len(ranked) - 1) * percent / 100
+    low = int(at)
+    high = min(low + 1, len(ranked) - 1)
+    return ranked[low] + (ranked[high] - ranked[low]) * (at - low)
+
+
+def measure(work: Work, device: torch.device, *, copies: int = 1, samples: int = SAMPLES, sample_s: float = SAMPLE_S) -> Times:
+    """Return how long `work` takes on the device.
+
+    Args:
+        work: Enqueues it; waits for nothing. On a GPU it is captured into a graph, so that launches of the host are not counted.
+        device: Where it runs.
+        copies: How many times the work is repeated within one call of `work` (over distinct data, so that caches do not serve it).
+        samples: How many times it is measured.
+        sample_s: How long a sample lasts at least.
+    """
+    if device.type != "cuda":
+        return _scaled(_measure_cpu(work, samples, sample_s), copies)
+    with torch.cuda.device(device):
+        return _scaled(_measure_graph(work, samples, sample_s), copies)
+
+
+def measure_eager(work: Work, device: torch.device, *, samples: int = SAMPLES, repeat: int = 100) -> Times:
+    """Return how long a call of `work` takes with its launch, back to back, `repeat` calls a sample."""
+    seconds = []
+    for _ in range(samples):
+        synchronise(device)
+        started = time.perf_counter()
+        for _ in range(repeat):
+            work()
+        synchronise(device)
+        seconds.append((time.perf_counter() - started) / repeat)
+    return summarise(seconds)
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for a GPU; nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _measure_cpu(work: Work, samples: int, sample_s: float) -> list[float]:
+    work()
+    started = time.perf_counter()
+    work()
+    repeat = max(1, int(sample_s / max(time.perf_counter() - started, 1e-9)))
+    seconds = []
+    for _ in range(samples):
+        started = time.perf_counter()
+        for _ in range(repeat):
+            work()
+        seconds.append((time.perf_counter() - started) / repeat)
+    return seconds
+
+
+def _measure_graph(work: Work, samples: int, sample_s: float) -> list[float]:
+    side: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+
+    def timed(repeat: int) -> float:
+        begin.record()
+        for _ in range(repeat):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / repeat / 1e3
+
+    repeat = max(2, min(2000, int(sample_s / max(timed(3), 1e-7))))
+    timed(repeat)
+    return [timed(repeat) for _ in range(samples)]
+
+
+def _scaled(seconds: Sequence[float], copies: int) -> Times:
+    return summarise([value / copies for value in seconds])

@@ -1,0 +1,312 @@
+"""An engine in this process, as `outrider serve target` builds it, over random weights: the model, its draft, and batches through both.
+
+This module alone of `bench` knows the services' insides; the others measure what it offers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.bench.random_head import write_random_head
+from outrider.bench.shapes import NamedShape
+from outrider.services.draft.inproc import drafter_beside
+from outrider.services.draft.settings import DraftSettings
+from outrider.services.launch import free_port, outrider_command
+from outrider.services.supervisor import ChildSpec, Supervisor
+from outrider.services.target.app import StandIn, Target
+from outrider.services.target.request import (
+    Event,
+    FailedEvent,
+    FinishedEvent,
+    GenerationRequest,
+    SamplingParams,
+    SpeculationMode,
+    TokensEvent,
+)
+from outrider.services.target.settings import TargetSettings
+from outrider.services.target.synthetic import SyntheticAcceptance, rates_of_mean
+from outrider.shared.base.errors import ConfigurationError, OutriderError, UnavailableError
+from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.dummy import random_decoder
+from outrider.shared.spec.drafter import DrafterState
+from outrider.shared.spec.tree import DraftShape
+
+MEMORY_FOLDER = Path("/dev/shm")
+DRAFT_START_S = 120.0
+ANSWER_S = 300.0
+NO_DRAFT = "none"
+
+
+class Transport(Enum):
+    """How the target reaches the draft."""
+
+    INPROC = "inproc"
+    IPC = "ipc"
+    GRPC = "grpc"
+    UNIX = "unix"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What to build.
+
+    Attributes:
+        shape: Of target and head.
+        device, dtype: Of the target, as the service takes them.
+        draft_device: Of the draft, where it runs apart.
+        drafts: Whether there is a draft at all.
+        transport: How it is reached.
+        max_batch: Sequences at once.
+        max_len: Longest prompt and answer.
+        settings: Further settings of the target by name, as text; they win.
+    """
+
+    shape: NamedShape
+    device: str
+    dtype: str
+    drafts: bool
+    transport: Transport
+    max_batch: int
+    max_len: int
+    draft_device: str | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one sequence of a batch got.
+
+    Attributes:
+        arrivals: Seconds after the batch was handed over, one per step that brought tokens.
+        tokens: Of the answer.
+        rounds: Verified after the prefill.
+        draft_rounds: Of these, with draft nodes.
+        accept_length: Tokens per round with draft nodes, the bonus token counted.
+        fallback: Why rounds went without, if any did.
+    """
+
+    arrivals: Sequence[float]
+    tokens: int
+    rounds: int
+    draft_rounds: int
+    accept_length: float
+    fallback: str
+
+
+class BenchEngine:
+    """A running engine. Make it by `running_engine`."""
+
+    def __init__(self, target: Target, decoder: Decoder, synthetic: SyntheticAcceptance) -> None:
+        self.decoder = decoder
+        self.synthetic = synthetic
+        self._target = target
+        self._limits = target.serving.limits
+        self._batches = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the target runs."""
+        return self.decoder.device
+
+    def set_accept_length(self, accept_length: float) -> str:
+        """Let rounds accept so many tokens on average from now on; returns the label of what is measured with it."""
+        self.synthetic.set_rates(rates_of_mean(accept_length))
+        return self.synthetic.describe()
+
+    def run_batch(self, prompts: Sequence[Sequence[int]], new_tokens: int, tree: DraftShape | None) -> tuple[float, list[Answer]]:
+        """Generate for all prompts at once, greedily, exactly `new_tokens` each.
+
+        Args:
+            prompts: Token ids.
+            new_tokens: Per prompt.
+            tree: Shape of every round, or None for plain decoding.
+
+        Returns:
+            Seconds from handing over the batch until its last token, and every sequence's answer.
+
+        Raises:
+            OutriderError: A request failed.
+            UnavailableError: The engine does not answer.
+        """
+        sink = _Sink(len(prompts))
+        engine = self._target.engine
+        mode = SpeculationMode.ON if tree else SpeculationMode.OFF
+        shape = tree or DraftShape(1, 1, 1)
+        self._batches += 1
+        wake, engine.wake = engine.wake, lambda: None  # the first step shall see the whole batch
+        try:
+            for index, prompt in enumerate(prompts):
+                request = GenerationRequest(
+                    request_id=str(index),
+                    prompt_ids=prompt,
+                    max_new_tokens=new_tokens,
+                    sampling=SamplingParams(temperature=0.0, seed=1000 * self._batches + index),
+                    speculation=self._limits.resolve(mode, depth=shape.depth, topk=shape.topk, max_nodes=shape.max_nodes),
+                    ignore_eos=True,
+                )
+                engine.submit(request, sink)
+        finally:
+            engine.wake = wake
+        sink.started = time.perf_counter()
+        engine.wake()
+        if not sink.done.wait(ANSWER_S):
+            raise UnavailableError(f"The engine did not answer within {ANSWER_S:.0f} s.")
+        if sink.error is not None:
+            raise sink.error
+        return sink.ended - sink.started, [sink.answer(str(index)) for index in range(len(prompts))]
+
+
+class _Sink:
+    """Notes when tokens arrive. Called on the engine's thread."""
+
+    def __init__(self, requests: int) -> None:
+        self.started = 0.0
+        self.ended = 0.0
+        self.done = threading.Event()
+        self.error: OutriderError | None = None
+        self._open = requests
+        self._arrivals: dict[str, list[float]] = {}
+        self._finished: dict[str, FinishedEvent] = {}
+
+    def deliver(self, events: Sequence[Event]) -> None:
+        """See `EventSink.deliver`."""
+        now = time.perf_counter()
+        for event in events:
+            if isinstance(event, TokensEvent):
+                self._arrivals.setdefault(event.request_id, []).append(now)
+                continue
+            self._open -= 1
+            if isinstance(event, FailedEvent):
+                self.error = event.error
+            else:
+                self._finished[event.request_id] = event
+        if not self._open:
+            self.ended = now
+            self.done.set()
+
+    def answer(self, request_id: str) -> Answer:
+        """Return what a finished request got."""
+        finished = self._finished[request_id]
+        report = finished.speculation
+        drafted = sum(report.accepted_histogram) if report.draft_tokens else 0
+        return Answer(
+            arrivals=[at - self.started for at in self._arrivals[request_id]],
+            tokens=finished.completion_tokens,
+            rounds=report.rounds,
+            draft_rounds=drafted,
+            accept_length=report.accept_length,
+            fallback=report.fallback_reason,
+        )
+
+
+@contextmanager
+def running_engine(options: EngineOptions) -> Iterator[BenchEngine]:
+    """Make the model, start its draft and its engine, and stop all on leaving.
+
+    Raises:
+        ConfigurationError: A setting is wrong, or the GPU's memory does not hold it.
+        UnavailableError: The draft did not come up.
+    """
+    log: deque[str] = deque(maxlen=30)
+    with ExitStack() as cleanup:
+        settings = _settings(options, NO_DRAFT)
+        settings.check()
+        device = settings.torch_device()
+        dtype = settings.torch_dtype() or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        decoder = random_decoder(options.shape.model_config(), device, dtype)
+        synthetic = SyntheticAcceptance(rates_of_mean(1.0), decoder.config.vocab_size, device)
+        make_drafter = None
+        if options.drafts:
+            head = _head_folder(cleanup, options.shape, device, dtype)
+            if options.transport is Transport.INPROC:
+                draft = _draft_settings(settings, head)
+
+                def make_drafter(model: Decoder, kv_tokens: int) -> Any:
+                    return drafter_beside(model, draft.sized(kv_tokens))
+            else:
+                settings = _settings(options, _start_draft(cleanup, options, settings, head, dtype, log))
+        target = Target(settings, make_drafter, StandIn(decoder, synthetic))
+        cleanup.callback(target.shutdown)
+        asyncio.run(target.wait_for_draft(DRAFT_START_S))
+        state = target.drafter.state()
+        if options.drafts and state is not DrafterState.ON:
+            raise UnavailableError(f"The draft is {state.value} after {DRAFT_START_S:.0f} s. It said:\n" + "\n".join(log))
+        yield BenchEngine(target, decoder, synthetic)
+
+
+def _settings(options: EngineOptions, draft: str) -> TargetSettings:
+    given: dict[str, Any] = {
+        "model": options.shape.name,
+        "device": options.device,
+        "dtype": options.dtype,
+        "max_running_requests": options.max_batch,
+        "max_model_len": options.max_len,
+        "prefill_chunk": 8192,
+        "draft": draft,
+        "draft_fault_deadline_s": 60.0,
+        "log_level": "warning",
+    }
+    return TargetSettings.load({**given, **options.settings})
+
+
+def _head_folder(cleanup: ExitStack, shape: NamedShape, device: torch.device, dtype: torch.dtype) -> Path:
+    folder = tempfile.mkdtemp(prefix="outrider-head-", dir=MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else None)
+    cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
+    return write_random_head(Path(folder), shape, device, dtype)
+
+
+def _draft_settings(settings: TargetSettings, head: Path) -> DraftSettings:
+    caps = {name: getattr(settings, name) for name in ("max_steps", "max_topk", "max_nodes", "page_size")}
+    return DraftSettings.load({"draft": head, "max_sessions": settings.max_running_requests, **caps})
+
+
+def _start_draft(
+    cleanup: ExitStack, options: EngineOptions, settings: TargetSettings, head: Path, dtype: torch.dtype, log: deque[str]
+) -> str:
+    """Start `outrider serve draft` and return the address that the target takes."""
+    runtime = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
+    port = free_port()
+    listen, address = {
+        Transport.GRPC: (f"127.0.0.1:{port}", f"grpc://127.0.0.1:{port}"),
+        Transport.UNIX: (f"unix:{runtime / 'draft.sock'}", f"unix:{runtime / 'draft.sock'}"),
+        Transport.IPC: (f"ipc://{runtime / 'draft.ipc'}", f"ipc://{runtime / 'draft.ipc'}"),
+    }[options.transport]
+    device = options.draft_device or str(settings.torch_device())
+    tokens = options.max_batch * (options.max_len + settings.max_steps * settings.max_topk + settings.page_size)
+    flags = {
+        "listen": listen,
+        "draft": head,
+        "device": device,
+        "dtype": str(dtype).removeprefix("torch."),
+        "kv-tokens": tokens,
+        "max-sessions": max(options.max_batch, 16),
+        "log-level": "warning",
+    }
+    command = (outrider_command(), "serve", "draft", *(part for name, value in flags.items() for part in (f"--{name}", str(value))))
+    cleanup.enter_context(Supervisor((ChildSpec("draft", command, 10.0),), lambda _name, line: log.append(line))).settle()
+    return address
+
+
+def parse_settings(pairs: Sequence[str]) -> dict[str, str]:
+    """Return ``name=value`` pairs as a dictionary.
+
+    Raises:
+        ConfigurationError: One has no ``=``.
+    """
+    wrong = [pair for pair in pairs if "=" not in pair]
+    if wrong:
+        raise ConfigurationError(f"--set {wrong[0]}: expected NAME=VALUE, a setting of `outrider serve target`.", field="--set")
+    return {name.strip().replace("-", "_"): value for name, _, value in (pair.partition("=") for pair in pairs)}

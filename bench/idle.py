@@ -1,0 +1,91 @@
+"""Where the GPU's time goes in the steady state, and how much of it is none: from the kernels' own times as the driver records them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+GAP_BETWEEN_NS = 8_000
+"""A longer gap lies between launches of the host; within a graph kernels follow each other in 1 to 3 µs."""
+EDGE = 0.25
+"""Share of the recording that is left out on each side: prefill, first and last rounds."""
+SHOWN_KERNELS = 40
+
+Interval = tuple[int, int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The middle of a recording.
+
+    Attributes:
+        span_ms: Its length.
+        idle: Share of it in which no kernel ran, the pauses between kernels of a graph included.
+        idle_between: Share of it in gaps that are longer than `GAP_BETWEEN_NS`: the GPU waited for the host.
+        longest_gap_us: Of these.
+        kernels: (name, launches, milliseconds, share of the span), the longest first.
+    """
+
+    span_ms: float
+    idle: float
+    idle_between: float
+    longest_gap_us: float
+    kernels: Sequence[tuple[str, int, float, float]]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it for the JSON, kernels as lists."""
+        return {
+            "span_ms": self.span_ms,
+            "gpu_idle": self.idle,
+            "gpu_idle_between": self.idle_between,
+            "longest_gap_us": self.longest_gap_us,
+            "kernels": [list(kernel) for kernel in self.kernels],
+        }
+
+
+def profiled(work: Callable[[], object]) -> Profile | None:
+    """Run `work` under the profiler; None if nothing was recorded. Recording makes launches slower, so no time is taken from here."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as recording:
+        work()
+        torch.cuda.synchronize()
+    results = recording.profiler.kineto_results if recording.profiler is not None else None
+    if results is None:
+        return None
+    events = [event for event in results.events() if event.device_type().name == "CUDA"]
+    return summarise_kernels([(event.start_ns(), event.start_ns() + event.duration_ns(), event.name()) for event in events])
+
+
+def summarise_kernels(intervals: Sequence[Interval]) -> Profile | None:
+    """Reduce (start, end, name) of kernels and copies, nanoseconds, to a profile of their middle; None if there are too few."""
+    if len(intervals) < 8:
+        return None
+    first, last = min(start for start, _, _ in intervals), max(end for _, end, _ in intervals)
+    begin, stop = first + (last - first) * EDGE, last - (last - first) * EDGE
+    middle = sorted(interval for interval in intervals if interval[0] >= begin and interval[1] <= stop)
+    if len(middle) < 2:
+        return None
+    busy_until, idle, between, longest = middle[0][0], 0, 0, 0
+    per_kernel: dict[str, tuple[int, int]] = {}
+    for start, end, name in middle:
+        gap = start - busy_until
+        if gap > 0:
+            idle += gap
+            longest = max(longest, gap)
+            between += gap if gap > GAP_BETWEEN_NS else 0
+        busy_until = max(busy_until, end)
+        launches, spent = per_kernel.get(name, (0, 0))
+        per_kernel[name] = (launches + 1, spent + end - start)
+    span = max(busy_until - middle[0][0], 1)
+    ranked = sorted(per_kernel.items(), key=lambda item: -item[1][1])[:SHOWN_KERNELS]
+    return Profile(
+        span_ms=round(span / 1e6, 3),
+        idle=round(idle / span, 4),
+        idle_between=round(between / span, 4),
+        longest_gap_us=round(longest / 1e3, 1),
+        kernels=[(name[:120], launches, round(spent / 1e6, 4), round(spent / span, 4)) for name, (launches, spent) in ranked],
+    )

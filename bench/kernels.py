@@ -1,0 +1,326 @@
+"""Each kernel against its floor: the bytes it must read or the operations it must do, at this machine's own rates.
+
+Every case works on as many distinct copies of its data as no cache holds, and is timed in a CUDA graph. `forward` is the target's whole
+pass. On a CPU the references run, in sizes for a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.bench.clock import Work as Call
+from outrider.bench.clock import measure
+from outrider.bench.floors import Work, forward_pass
+from outrider.bench.kernel_inputs import (
+    AttentionInputs,
+    ChainInputs,
+    Four,
+    Sizes,
+    attention_inputs,
+    chain_inputs,
+    copies_for,
+    paged,
+    sampling,
+    trees,
+)
+from outrider.bench.record import Result, Row, finish
+from outrider.bench.roofline import Ceilings, measure_ceilings
+from outrider.bench.shapes import NamedShape
+from outrider.kernels.kv_compact import kv_compact
+from outrider.kernels.kv_store import kv_store
+from outrider.kernels.philox import gumbel_noise
+from outrider.kernels.synthetic_acceptance import synthetic_acceptance
+from outrider.kernels.topk_expand import topk_expand
+from outrider.kernels.tree_attention import tree_attention
+from outrider.kernels.tree_build import tree_build
+from outrider.kernels.verify import SamplingTensors, choose_tokens, verify_tree
+from outrider.shared.attn.base import AttentionBackend
+from outrider.shared.attn.create import create_backend
+from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.kv.pool import KVPool
+from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.dummy import random_decoder
+from outrider.shared.nn.layers import Linear, RMSNorm
+
+
+@dataclass(frozen=True, slots=True)
+class KernelOptions:
+    """What to measure; the fields are the flags of `outrider bench kernels`."""
+
+    shape: NamedShape
+    device: torch.device
+    dtype: torch.dtype
+    only: str
+    output: Path | None
+
+    @property
+    def small(self) -> bool:
+        """Whether sizes are for a test."""
+        return self.device.type == "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One figure: a call that enqueues `copies` repetitions, and what one of them must do. No work: its launch is all there is."""
+
+    name: str
+    call: Call
+    work: Work | None
+    copies: int = 1
+
+
+def run_kernels(options: KernelOptions) -> int:
+    """Measure, print and save. Returns the exit code.
+
+    Raises:
+        ConfigurationError: No case is called so.
+    """
+    ceilings = measure_ceilings(options.device, options.dtype, options.small)
+    launch = measure(_launches(options.device), options.device, copies=LAUNCHES).median
+    rows = [_row(case, options, ceilings, launch) for case in cases(options)]
+    if not rows:
+        raise ConfigurationError(f"--only {options.only}: no case is called so; kinds: {', '.join(KINDS)}.", field="--only")
+    settings = {
+        "shape": options.shape.name,
+        "device": str(options.device),
+        "dtype": str(options.dtype).removeprefix("torch."),
+        "read_bandwidth_gbs": round(ceilings.read_bandwidth / 1e9, 1),
+        "matrix_rate_tflops": round(ceilings.matrix_rate / 1e12, 2),
+        "launch_us": round(launch * 1e6, 3),
+    }
+    return finish(Result("kernels", settings, rows), options.output, ("gbs", "tflops"))
+
+
+LAUNCHES = 64
+
+
+def _launches(device: torch.device) -> Call:
+    x = torch.zeros(32, device=device)
+
+    def work() -> None:
+        for _ in range(LAUNCHES):
+            x.add_(1.0)
+
+    return work
+
+
+def _row(case: Case, options: KernelOptions, ceilings: Ceilings, launch: float) -> Row:
+    times = measure(case.call, options.device, copies=case.copies)
+    if case.work is None:
+        return Row(case.name, times.median * 1e6, "us", launch * 1e6, "launch")
+    nbytes, flops = case.work.nbytes, case.work.flops
+    more = {
+        "gbs": round(nbytes / times.median / 1e9, 1),
+        "tflops": round(flops / times.median / 1e12, 3),
+        "p10": round(times.p10 * 1e6, 3),
+        "p90": round(times.p90 * 1e6, 3),
+    }
+    return Row(case.name, times.median * 1e6, "us", ceilings.seconds(nbytes, flops) * 1e6, ceilings.bound(nbytes, flops), more)
+
+
+def cases(options: KernelOptions) -> Iterator[Case]:
+    """Yield the cases that `only` names, one kind after the other: each makes its data when it is its turn."""
+    sizes = Sizes.of(options.shape.model_config(), options.shape.head, options.device, options.dtype, small=options.small)
+    for kind, make in KINDS.items():
+        if fnmatch(kind, options.only):
+            yield from make(sizes, options)
+
+
+def _linear(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+    for name, (out, width) in sizes.matrices().items():
+        nbytes = out * width * sizes.dtype.itemsize
+        copies = copies_for(nbytes, options.small)
+        layers = [Linear(sizes.random(out, width) * width**-0.5) for _ in range(copies)]
+        for rows in sizes.rows:
+            x = sizes.random(rows, width)
+            moved = nbytes + rows * (out + width) * sizes.dtype.itemsize
+            yield Case(
+                f"linear {name} {out}×{width}, {rows} rows",
+                _over(layers, partial(_apply, x)),
+                Work(moved, 2.0 * rows * out * width),
+                copies,
+            )
+
+
+def _apply(x: torch.Tensor, layer: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    return layer(x)
+
+
+def _norm(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+    norm = RMSNorm(sizes.random(sizes.hidden), 1e-5)
+    for rows in sizes.rows:
+        x = sizes.random(rows, sizes.hidden)
+        yield Case(f"rms_norm, {rows} rows", _over([norm] * 8, partial(_apply, x)), None, 8)
+
+
+def _attention(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+    for what, batch, rows, context, is_tree in sizes.attention_cases():
+        token = 2 * sizes.kv_heads * sizes.head_dim * sizes.dtype.itemsize
+        copies = copies_for(batch * context * token, options.small)
+        planes = [paged(sizes, batch, context + rows) for _ in range(copies)]
+        inputs = attention_inputs(sizes, batch, rows, context, is_tree=is_tree)
+        seen = context + (rows + 1) / 2
+        work = Work(batch * (context + rows) * token, 4.0 * sizes.heads * sizes.head_dim * batch * rows * seen)
+
+        call = _over(planes, partial(_attend, inputs))
+        yield Case(f"attention {what}, batch {batch}, context {context}", call, work, copies)
+
+
+def _attend(inputs: AttentionInputs, planes: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return tree_attention(*inputs.before(planes), **inputs.keywords)
+
+
+def _cache(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+    rows, batch = sizes.rows[-1], sizes.batches[-1]
+    k, v = sizes.random(rows, sizes.kv_heads, sizes.head_dim), sizes.random(rows, sizes.kv_heads, sizes.head_dim)
+    k_plane, v_plane = paged(sizes, 1, rows)
+    slots = torch.arange(rows, device=sizes.device)
+    yield Case(f"kv_store, {rows} rows", _over(range(8), lambda _index: kv_store(k, v, k_plane, v_plane, slots)), None, 8)
+    planes = [plane for _ in range(sizes.layers) for plane in paged(sizes, batch, 64)]
+    table = torch.arange(planes[0].shape[0], dtype=torch.int32, device=sizes.device).view(batch, -1)
+    cached = torch.full((batch,), 16, dtype=torch.int32, device=sizes.device)
+    path = torch.tensor([[0, 2, 5, 9]], dtype=torch.int32, device=sizes.device).expand(batch, -1).contiguous()
+    accepted = torch.full((batch,), 3, dtype=torch.int32, device=sizes.device)
+    moved = 2.0 * batch * 3 * len(planes) * sizes.kv_heads * sizes.head_dim * sizes.dtype.itemsize
+    yield Case(
+        f"kv_compact, {len(planes)} planes, batch {batch}", lambda: kv_compact(planes, table, cached, path, accepted), Work(moved, 0.0)
+    )
+
+
+def _choose(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+    for rows in sizes.rows:
+        logits = sizes.random(rows, sizes.vocab)
+        nbytes = logits.nbytes
+        copies = copies_for(nbytes, options.small)
+        many = [logits.clone() for _ in range(copies)]
+        positions = torch.arange(rows, device=sizes.device)
+        for name, heat in (("greedy", 0.0), ("sampled", 1.0)):
+            how = sampling(sizes, rows, heat)
+            call = _over(many, partial(_choose_by, how, positions))
+            yield Case(f"choose_tokens {name}, {rows} rows", call, Work(nbytes, 0.0), copies)
+    positions = torch.arange(4, device=sizes.device)
+    seeds, choices = torch.arange(4, device=sizes.device), torch.zeros(4, dtype=torch.int32, device=sizes.device)
+    yield Case("gumbel_noise, 4 rows", lambda: gumbel_noise(seeds, positions, choices, sizes.vocab), Work(4.0 * 4 * sizes.vocab, 0.0))
+
+
+def _choose_by(how: SamplingTensors, positions: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    return choose_tokens(logits, how, positions)
+
+
+def _draft(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+    for batch in sizes.batches:
+        rows = batch * sizes.topk
+        logits, scores = sizes.random(rows, sizes.draft_vocab), torch.zeros(rows, device=sizes.device)
+        copies = copies_for(logits.nbytes, options.small)
+        many = [logits.clone() for _ in range(copies)]
+        call = _over(many, partial(_expand, scores, sizes.topk))
+        yield Case(f"topk_expand, {rows} rows of {sizes.draft_vocab}", call, Work(logits.nbytes, 0.0), copies)
+        candidates = sizes.topk + (sizes.steps - 1) * sizes.topk**2
+        built = trees(sizes, batch, candidates)
+        nodes = torch.full((batch,), sizes.nodes, dtype=torch.int32, device=sizes.device)
+        yield Case(
+            f"tree_build {candidates} → {sizes.nodes}, batch {batch}",
+            partial(_build, built, nodes, sizes.nodes),
+            None,
+        )
+        inputs = chain_inputs(sizes, batch)
+        yield Case(
+            f"verify_tree {sizes.nodes} nodes, batch {batch}",
+            partial(verify_tree, inputs.tokens, inputs.parents, inputs.num_nodes, inputs.chosen),
+            None,
+        )
+        yield Case(
+            f"synthetic_acceptance {sizes.nodes} nodes, batch {batch}",
+            partial(_accept, inputs, sizes.vocab),
+            None,
+        )
+
+
+def _build(built: Four, max_nodes: torch.Tensor, columns: int) -> object:
+    return tree_build(*built, max_nodes, columns)
+
+
+def _accept(given: ChainInputs, vocab_size: int) -> torch.Tensor:
+    return synthetic_acceptance(
+        given.tokens,
+        given.parents,
+        given.depths,
+        given.num_nodes,
+        given.ancestors,
+        given.chosen,
+        given.positions,
+        given.seeds,
+        given.thresholds,
+        vocab_size,
+    )
+
+
+def _expand(scores: torch.Tensor, topk: int, logits: torch.Tensor) -> object:
+    return topk_expand(logits, scores, topk)
+
+
+def _forward(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+    """The target's pass and its logits: what decoding or verifying costs on the GPU, without drafts and without the host."""
+    config = options.shape.model_config()
+    decoder = random_decoder(config, options.device, options.dtype)
+    for batch, rows in sizes.forward_cases():
+        context = sizes.context
+        pool = decoder.make_pool(batch * -(-(context + rows) // sizes.page_size), sizes.page_size)
+        for plane in pool.planes():
+            plane.normal_()
+        attention = create_backend("auto", options.device)
+        attention.plan(sizes.planned(pool, batch, rows, context))
+        tokens = torch.randint(0, config.vocab_size, (batch * rows,), device=options.device)
+        positions = torch.full((batch * rows,), context, device=options.device)
+
+        greedy = sampling(sizes, batch * rows, 0.0)
+        step = _Step(decoder, attention, pool, tokens, positions, greedy)
+        yield Case(
+            f"forward {rows} rows, batch {batch}, context {context}",
+            step,
+            forward_pass(config, batch * rows, batch, context, decoder.dtype.itemsize),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One pass over planned rows and the choice of their tokens."""
+
+    decoder: Decoder
+    attention: AttentionBackend
+    pool: KVPool
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    how: SamplingTensors
+
+    def __call__(self) -> torch.Tensor:
+        output = self.decoder.forward(self.tokens, self.positions, self.attention, self.pool)
+        return choose_tokens(self.decoder.logits(output.hidden), self.how, self.positions)
+
+
+KINDS: dict[str, Callable[[Sizes, KernelOptions], Iterator[Case]]] = {
+    "linear": _linear,
+    "norm": _norm,
+    "attention": _attention,
+    "cache": _cache,
+    "choose": _choose,
+    "draft": _draft,
+    "forward": _forward,
+}
+
+
+def _over(many: Sequence[Any] | range, call: Callable[[Any], object]) -> Call:
+    """Return work that calls once per copy."""
+
+    def work() -> None:
+        for one in many:
+            call(one)
+
+    return work

@@ -1,0 +1,222 @@
+"""How long a decoding round takes, and a prefill: the engine in this process, random weights, batches of equal prompts.
+
+Milliseconds per round = (time for N tokens - time for 1 token) / rounds, by the wall clock from handing over the batch to its last token,
+best of `repeats`: the way the peers' figures in docs/performance.md were taken. Acceptance is synthetic and says so.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.bench.clock import percentile, summarise
+from outrider.bench.engine_stack import Answer, BenchEngine, EngineOptions, running_engine
+from outrider.bench.floors import Work, forward_pass, prefill, speculative_round
+from outrider.bench.idle import Profile, profiled
+from outrider.bench.record import Result, Row, finish
+from outrider.bench.roofline import Ceilings, measure_ceilings
+from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.spec.tree import DraftShape
+
+WARM_UP_TOKENS = 24
+PROFILED_ROUNDS = 24
+SHAPE_TEXT = re.compile(r"(\d+)/(\d+)/(\d+)(?:@(\d+(?:\.\d+)?))?")
+
+
+@dataclass(frozen=True, slots=True)
+class RoundShape:
+    """A kind of round to measure: plain (`tree` is None), or a tree with the accept length that rounds shall have."""
+
+    tree: DraftShape | None
+    accept_length: float
+
+    @property
+    def label(self) -> str:
+        """How the rows call it: plain, chain 5, tree 5/8/32."""
+        if self.tree is None:
+            return "plain"
+        return f"chain {self.tree.depth}" if self.tree.topk == 1 else f"tree {self.tree.depth}/{self.tree.topk}/{self.tree.max_nodes}"
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyOptions:
+    """What to measure; the fields are the flags of `outrider bench latency`."""
+
+    engine: EngineOptions
+    shapes: Sequence[RoundShape]
+    batches: Sequence[int]
+    prompt: int
+    new_tokens: int
+    repeats: int
+    prefills: Sequence[int]
+    profile: bool
+    output: Path | None
+
+
+def parse_shapes(texts: Sequence[str], accept_length: float) -> list[RoundShape]:
+    """Parse ``plain``, ``chain5`` and ``5/8/32`` (steps/topk/nodes), each with ``@2.4`` for an accept length of its own.
+
+    Raises:
+        ConfigurationError: Anything else.
+    """
+    shapes = []
+    for text in texts:
+        kind, _, own = text.partition("@")
+        if kind == "plain":
+            shapes.append(RoundShape(None, 1.0))
+            continue
+        if kind.startswith("chain") and kind[5:].isdigit() and int(kind[5:]) > 0:
+            steps = int(kind[5:])
+            text = f"{steps}/1/{steps + 1}" + (f"@{own}" if own else "")
+        found = SHAPE_TEXT.fullmatch(text)
+        if found is None or min(int(found[1]), int(found[2])) < 1 or int(found[3]) < 2:
+            raise ConfigurationError(f"--rounds {text}: expected plain, chain5 or steps/topk/nodes such as 5/8/32@3.5.", field="--rounds")
+        tree = DraftShape(int(found[1]), int(found[2]), int(found[3])).bounded()
+        shapes.append(RoundShape(tree, float(found[4] or accept_length)))
+    return shapes
+
+
+def run_latency(options: LatencyOptions) -> int:
+    """Measure, print and save. Returns the exit code."""
+    engine_options = options.engine
+    with running_engine(engine_options) as engine:
+        ceilings = measure_ceilings(engine.device, engine.decoder.dtype, small=engine.device.type == "cpu")
+        bench = Latency(engine, options, ceilings)
+        rows = [row for shape in options.shapes for row in bench.rounds(shape)]
+        rows += [bench.prefill(tokens) for tokens in options.prefills]
+    settings = {
+        "shape": engine_options.shape.name,
+        "device": str(engine.device),
+        "dtype": str(engine.decoder.dtype).removeprefix("torch."),
+        "weights": "random",
+        "transport": engine_options.transport.value if engine_options.drafts else "none",
+        "draft_device": engine_options.draft_device,
+        "prompt": options.prompt,
+        "new_tokens": options.new_tokens,
+        "repeats": options.repeats,
+        "read_bandwidth_gbs": round(ceilings.read_bandwidth / 1e9, 1),
+        "matrix_rate_tflops": round(ceilings.matrix_rate / 1e12, 2),
+        **engine_options.settings,
+    }
+    more = {"profiles": bench.profiles} if bench.profiles else {}
+    return finish(Result("latency", settings, rows, more), options.output, ("tok_s", "accept_length", "gap_p99_ms", "gpu_idle_between"))
+
+
+class Latency:
+    """Measures one engine.
+
+    Args:
+        engine: Running.
+        options: What to measure.
+        ceilings: Of this machine, for the floors.
+
+    Attributes:
+        profiles: Case → where the GPU's time goes, of what was profiled.
+    """
+
+    def __init__(self, engine: BenchEngine, options: LatencyOptions, ceilings: Ceilings) -> None:
+        self.profiles: dict[str, Any] = {}
+        self._engine = engine
+        self._options = options
+        self._ceilings = ceilings
+        self._random = random.Random(0)
+
+    def rounds(self, shape: RoundShape) -> list[Row]:
+        """Return a row per batch size."""
+        acceptance = self._engine.set_accept_length(shape.accept_length)
+        return [self._round(shape, batch, acceptance if shape.tree else "none") for batch in self._options.batches]
+
+    def prefill(self, tokens: int) -> Row:
+        """Return the row of a prompt of so many tokens: from handing it over to its first token."""
+        work = prefill(self._engine.decoder.config, tokens, self._itemsize)
+        seconds = []
+        for _ in range(self._options.repeats + 3):
+            taken, _answers = self._engine.run_batch(self._prompts(1, tokens), 1, None)
+            seconds.append(taken)
+        times = summarise(seconds[2:])
+        rate = work.flops / times.median
+        more = {
+            "tflops": round(rate / 1e12, 5),
+            "share_of_matrix_rate": round(rate / self._ceilings.matrix_rate, 6),
+            "repeats": times.samples,
+        }
+        return Row(
+            f"prefill {tokens}", times.median * 1e3, "ms", self._floor_ms([work]), self._ceilings.bound(work.nbytes, work.flops), more
+        )
+
+    def _round(self, shape: RoundShape, batch: int, acceptance: str) -> Row:
+        options, engine = self._options, self._engine
+        engine.run_batch(self._prompts(batch), min(WARM_UP_TOKENS, options.new_tokens), shape.tree)
+        first = min(engine.run_batch(self._prompts(batch), 1, shape.tree)[0] for _ in range(2))
+        total, answers = min(
+            (engine.run_batch(self._prompts(batch), options.new_tokens, shape.tree) for _ in range(options.repeats)), key=_taken
+        )
+        rounds = statistics.mean(answer.rounds for answer in answers)
+        decoded = sum(answer.tokens - 1 for answer in answers)
+        works = self._works(shape, batch)
+        gaps = _gaps(answers)
+        more: dict[str, Any] = {
+            "batch": batch,
+            "kind": shape.label,
+            "tok_s": round(decoded / (total - first), 1),
+            "tok_s_whole": round(batch * options.new_tokens / total, 1),
+            "accept_length": round(decoded / sum(answer.rounds for answer in answers), 4),
+            "acceptance": acceptance,
+            "rounds": round(rounds, 2),
+            "total_s": round(total, 4),
+            "first_token_s": round(first, 4),
+            "gap_p50_ms": round(percentile(gaps, 50) * 1e3, 4),
+            "gap_p90_ms": round(percentile(gaps, 90) * 1e3, 4),
+            "gap_p99_ms": round(percentile(gaps, 99) * 1e3, 4),
+        }
+        if shape.tree and (undrafted := sum(answer.rounds - answer.draft_rounds for answer in answers)):
+            more["rounds_without_draft"] = undrafted
+            more["fallback"] = next((answer.fallback for answer in answers if answer.fallback), "")
+        if profile := self._profile(shape, batch):
+            more |= {"gpu_idle": profile.idle, "gpu_idle_between": profile.idle_between}
+            self.profiles[f"{shape.label}, batch {batch}"] = profile.as_json()
+        bound = self._ceilings.bound(sum(work.nbytes for work in works), sum(work.flops for work in works))
+        return Row(f"round {shape.label}, batch {batch}", (total - first) / rounds * 1e3, "ms", self._floor_ms(works), bound, more)
+
+    def _profile(self, shape: RoundShape, batch: int) -> Profile | None:
+        """Profile some rounds in the middle of an answer; None where there is no GPU."""
+        if not self._options.profile or self._engine.device.type != "cuda":
+            return None
+        tokens = int(PROFILED_ROUNDS * shape.accept_length)
+        return profiled(lambda: self._engine.run_batch(self._prompts(batch), tokens, shape.tree))
+
+    def _works(self, shape: RoundShape, batch: int) -> list[Work]:
+        config, context = self._engine.decoder.config, self._options.prompt + self._options.new_tokens // 2
+        if shape.tree is None:
+            return [forward_pass(config, batch, batch, context, self._itemsize)]
+        tree, head = shape.tree, self._options.engine.shape.head
+        return speculative_round(config, head, batch, tree.depth, tree.topk, tree.max_nodes, context, self._itemsize)
+
+    def _floor_ms(self, works: Sequence[Work]) -> float:
+        return sum(self._ceilings.seconds(work.nbytes, work.flops) for work in works) * 1e3
+
+    def _prompts(self, batch: int, tokens: int | None = None) -> list[list[int]]:
+        vocab = self._engine.decoder.config.vocab_size
+        return [[self._random.randrange(vocab) for _ in range(tokens or self._options.prompt)] for _ in range(batch)]
+
+    @property
+    def _itemsize(self) -> int:
+        dtype: torch.dtype = self._engine.decoder.dtype
+        return dtype.itemsize
+
+
+def _taken(run: tuple[float, list[Answer]]) -> float:
+    return run[0]
+
+
+def _gaps(answers: Sequence[Answer]) -> list[float]:
+    """Return the seconds between deliveries, the wait for the first token and the gap that may hold others' prefills left out."""
+    gaps = [later - earlier for answer in answers for earlier, later in zip(answer.arrivals[1:], answer.arrivals[2:], strict=False)]
+    return gaps or [0.0]

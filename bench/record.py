@@ -1,0 +1,122 @@
+"""What every benchmark leaves: a table on the terminal, and a JSON file with the command, the machine and every figure beside its floor."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from outrider.bench.machine import describe_machine
+
+RESULTS = Path("bench/results")
+WIDTH = 160
+"""Columns of a table that goes to a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure.
+
+    Attributes:
+        case: What was measured, e.g. ``round chain 5, batch 4``; unique within a benchmark.
+        value: The figure, in `unit`.
+        unit: ``ms``, ``us``, ``tok/s``, ``GB/s``, ``TFLOP/s`` …
+        floor: The best that the machine could do, in the same unit: of a time the least, of a rate the most; None where there is none.
+        floor_of: What bounds it: ``bytes``, ``flops``, ``launch`` …
+        more: Further figures of the case (percentiles, accept length …) for the JSON; a few are shown.
+    """
+
+    case: str
+    value: float
+    unit: str
+    floor: float | None = None
+    floor_of: str = ""
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times the floor; at least about 1, for times and rates alike."""
+        if not self.floor or not self.value:
+            return None
+        return self.floor / self.value if "/s" in self.unit else self.value / self.floor
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the row with its ratio."""
+        plain = asdict(self)
+        more = plain.pop("more")
+        ratio = self.ratio
+        return {**plain, "ratio": None if ratio is None else round(ratio, 4), **more}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A benchmark that ran.
+
+    Attributes:
+        name: Of the benchmark; begins the file's name.
+        settings: What it ran with, resolved.
+        rows: Its figures.
+        more: Whatever else the JSON shall hold (a profile, single runs).
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    rows: Sequence[Row]
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def save(self, output: Path | None) -> Path:
+        """Write the JSON: to `output` if that ends in .json, else into it (or `bench/results`) under the benchmark's name and device."""
+        machine = describe_machine()
+        folder = output or RESULTS
+        path = folder if folder.suffix == ".json" else folder / f"{self.name}-{self.settings.get('device', 'cpu').split(':')[0]}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {
+            "benchmark": self.name,
+            "command": ["outrider", *sys.argv[1:]],
+            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "machine": machine,
+            "settings": dict(self.settings),
+            "rows": [row.as_json() for row in self.rows],
+            **self.more,
+        }
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        return path
+
+    def table(self, shown: Sequence[str] = ()) -> Table:
+        """Return the rows as a table; `shown` names the entries of `more` that get columns."""
+        table = Table(title=f"{self.name}: {self.settings.get('machine') or self.settings.get('device', '')}")
+        for name in ("case", "figure", "floor", "× floor", *shown):
+            table.add_column(name, justify="left" if name == "case" else "right", overflow="fold", no_wrap=name == "case")
+        for row in self.rows:
+            floor = "–" if row.floor is None else f"{_number(row.floor)} ({row.floor_of})" if row.floor_of else _number(row.floor)
+            ratio = "–" if row.ratio is None else f"{row.ratio:.2f}"
+            cells = (_cell(row.more.get(name)) for name in shown)
+            table.add_row(row.case, f"{_number(row.value)} {row.unit}", floor, ratio, *cells)
+        return table
+
+
+def finish(result: Result, output: Path | None, shown: Sequence[str] = ()) -> int:
+    """Print the table, write the file, say where it is. Returns the exit code."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=WIDTH)
+    console.print(result.table(shown))
+    console.print(f"wrote {result.save(output)}", soft_wrap=True)
+    return 0
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "–"
+    return _number(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)

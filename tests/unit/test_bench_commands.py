@@ -1,0 +1,127 @@
+"""`outrider bench`: every command runs on a CPU in a size for a test, and wrong flags are refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from outrider.services.cli import app
+from outrider.shared.base.errors import ConfigurationError
+
+RUNNER = CliRunner()
+LATENCY = ("--shape", "tiny", "--device", "cpu", "--prompt", "16", "--new-tokens", "12", "--repeats", "1")
+
+
+def run(*arguments: str) -> str:
+    result = RUNNER.invoke(app, ["bench", *arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def rows_of(path: Path) -> dict[str, dict[str, Any]]:
+    return {row["case"]: row for row in json.loads(path.read_text())["rows"]}
+
+
+@pytest.mark.parametrize("transport", ["inproc", "unix"])
+def test_latency_measures_rounds_and_prefill(tmp_path: Path, transport: str) -> None:
+    flags = ("--rounds", "plain,chain3@3,3/2/6@2", "--batch", "1,2", "--prefill", "24", "--transport", transport)
+    output = run("latency", *LATENCY, *flags, "--output", str(tmp_path / "l.json"))
+    assert "round tree 3/2/6, batch 2" in output
+    written = json.loads((tmp_path / "l.json").read_text())
+    assert written["settings"]["transport"] == transport
+    assert written["settings"]["weights"] == "random"
+    rows = rows_of(tmp_path / "l.json")
+    assert [row for row in rows if row.startswith("round")] == [
+        f"round {kind}, batch {batch}" for kind in ("plain", "chain 3", "tree 3/2/6") for batch in (1, 2)
+    ]
+    assert rows["round plain, batch 2"]["acceptance"] == "none"
+    assert rows["round plain, batch 2"]["rounds"] == 11
+    chain = rows["round chain 3, batch 1"]
+    assert chain["acceptance"] == "synthetic, per-position rates 1, 1"
+    assert chain["accept_length"] == pytest.approx(11 / 4), "three tokens a round, the last round cut"
+    assert chain["rounds"] == 4
+    assert all(row["ratio"] > 0 and row["floor"] > 0 for row in rows.values())
+    assert rows["prefill 24"]["tflops"] > 0
+    assert 0 < rows["prefill 24"]["share_of_matrix_rate"]
+    assert "rounds_without_draft" not in chain
+
+
+def test_kernels_run_against_their_floors(tmp_path: Path) -> None:
+    output = run("kernels", "--shape", "tiny", "--device", "cpu", "--output", str(tmp_path))
+    rows = rows_of(tmp_path / "kernels-cpu.json")
+    for kind in (
+        "linear qkv",
+        "rms_norm",
+        "attention verify",
+        "kv_compact",
+        "choose_tokens greedy",
+        "topk_expand",
+        "tree_build",
+        "forward 1 rows",
+    ):
+        assert any(case.startswith(kind) for case in rows), kind
+    assert all(row["ratio"] > 0 for row in rows.values())
+    assert "attention prefill" in output
+
+
+def test_kernels_can_be_picked(tmp_path: Path) -> None:
+    run("kernels", "--shape", "tiny", "--device", "cpu", "--only", "norm", "--output", str(tmp_path))
+    assert all(case.startswith("rms_norm") for case in rows_of(tmp_path / "kernels-cpu.json"))
+    with pytest.raises(ConfigurationError, match="kinds: linear, norm"):
+        run("kernels", "--shape", "tiny", "--device", "cpu", "--only", "nothing")
+
+
+def test_roofline_measures_the_machine(tmp_path: Path) -> None:
+    run("roofline", "--device", "cpu", "--small", "--output", str(tmp_path))
+    rows = rows_of(tmp_path / "roofline-cpu.json")
+    assert rows["device read"]["unit"] == "GB/s"
+    assert all(row["value"] > 0 for row in rows.values())
+
+
+def test_the_table_is_printed() -> None:
+    assert "| plain decode, batch 1, a step | ≤ 4.1 ms |" in run("table")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        (("latency", "--shape", "none"), "--shape"),
+        (("latency", "--rounds", "5/8"), "--rounds"),
+        (("latency", "--batch", "1,x"), "--batch"),
+        (("latency", "--prefill", "-3"), "--prefill"),
+        (("latency", "--transport", "pigeon"), "--transport"),
+        (("latency", "--set", "page_size"), "--set"),
+        (("latency", "--accept-length", "0.5", "--shape", "tiny", "--device", "cpu", "--rounds", "chain3"), "--accept-length"),
+        (("kernels", "--device", "tpu"), "--device"),
+        (("kernels", "--device", "cpu", "--dtype", "int8"), "--dtype"),
+        (("serve", "--url", "http://a", "--grpc", "b:1"), "--url"),
+        (("serve", "--request-rate", "0"), "--request-rate"),
+        (("serve", "--speculation", "maybe"), "--speculation"),
+        (("serve", "--api", "soap"), "--api"),
+    ],
+)
+def test_wrong_flags_are_refused_by_name(arguments: tuple[str, ...], field: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        run(*arguments)
+    assert refused.value.field == field
+
+
+def test_a_setting_of_the_target_can_be_given(tmp_path: Path) -> None:
+    run("latency", *LATENCY, "--rounds", "plain", "--batch", "1", "--prefill", "none", "--set", "page_size=4", "--output", str(tmp_path))
+    written = json.loads((tmp_path / "latency-cpu.json").read_text())
+    assert written["settings"]["page_size"] == "4"
+    assert written["settings"]["transport"] == "none"
+    with pytest.raises(ConfigurationError, match="page_size"):
+        run("latency", *LATENCY, "--rounds", "plain", "--set", "page_size=none")
+
+
+def test_bench_alone_is_the_speculation_benchmark() -> None:
+    for command in ((), ("speculation",)):
+        with pytest.raises(ConfigurationError, match="nothing to compare without a draft"):
+            run(*command, "--draft", "none")

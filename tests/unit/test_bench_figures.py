@@ -1,0 +1,213 @@
+"""The arithmetic behind every figure: floors, ratios, percentiles, idle shares, loads, and the table of recorded results."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.bench.clock import measure, percentile, summarise
+from outrider.bench.floors import draft_step, forward_pass, prefill, speculative_round, target_parameters
+from outrider.bench.idle import summarise_kernels
+from outrider.bench.latency import parse_shapes
+from outrider.bench.load import Experience, Load, summarise_load
+from outrider.bench.performance_table import BEGIN, END, GOALS, NOT_MEASURED, Results, run_table, table_lines
+from outrider.bench.record import Result, Row
+from outrider.bench.roofline import Ceilings
+from outrider.bench.shapes import named_shape
+from outrider.shared.base.errors import ConfigurationError
+
+LLAMA = named_shape("llama3.1-8b")
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_floor_of_the_8b_shape_is_the_measured_one() -> None:
+    config = LLAMA.model_config()
+    assert target_parameters(config) * 2 == pytest.approx(15.01e9, rel=1e-3)
+    assert draft_step(LLAMA.head, 1, 2).nbytes == pytest.approx(0.749e9, rel=1e-3)
+    step = forward_pass(config, rows=1, sequences=1, context=0, itemsize=2)
+    assert Ceilings(4.53e12, 8e14).seconds(step.nbytes, step.flops) * 1e3 == pytest.approx(3.31, abs=0.01)
+    cached = forward_pass(config, 1, 1, 1000, 2).nbytes - step.nbytes
+    assert cached == 1000 * 32 * 2 * 8 * 128 * 2
+
+
+def test_a_round_is_its_steps_and_its_verification() -> None:
+    config = LLAMA.model_config()
+    parts = speculative_round(config, LLAMA.head, batch=4, steps=5, topk=8, nodes=32, context=0, itemsize=2)
+    assert len(parts) == 7
+    assert sum(part.nbytes for part in parts) == pytest.approx(15.01e9 + 5 * 0.749e9 + 0.101e9, rel=1e-3)
+    assert parts[1].flops == 8 * parts[0].flops, "the extend has a row a sequence, a beam topk"
+
+
+def test_a_prefill_is_bound_by_arithmetic() -> None:
+    work = prefill(LLAMA.model_config(), 2048, 2)
+    assert work.flops == pytest.approx(2 * 6.98e9 * 2048 + 2 * 0.525e9 + 32 * 4 * 32 * 128 * 2048 * 2049 / 2, rel=0.01)
+    assert Ceilings(4.5e12, 8e14).bound(work.nbytes, work.flops) == "flops"
+    assert Ceilings(4.5e12, 8e14).bound(1e12, 0) == "bytes"
+
+
+def test_ratios_are_at_least_one_for_times_and_rates() -> None:
+    assert Row("a", 6.0, "ms", 3.0).ratio == 2.0
+    assert Row("a", 300.0, "GB/s", 600.0).ratio == 2.0
+    assert Row("a", 300.0, "GB/s").ratio is None
+    assert Row("a", 6.0, "ms", 3.0, "bytes", {"batch": 4}).as_json() == {
+        "case": "a", "value": 6.0, "unit": "ms", "floor": 3.0, "floor_of": "bytes", "ratio": 2.0, "batch": 4,
+    }  # fmt: skip
+
+
+def test_a_result_says_what_ran_where(tmp_path: Path) -> None:
+    path = Result("thing", {"device": "cpu"}, [Row("a", 1.0, "ms", 0.5)], {"profiles": {}}).save(tmp_path)
+    assert path == tmp_path / "thing-cpu.json"
+    written = json.loads(path.read_text())
+    assert written["command"][0] == "outrider"
+    assert written["machine"]["cores"] >= 1
+    assert written["rows"][0]["ratio"] == 2.0
+    assert "profiles" in written
+    assert Result("thing", {"device": "cuda:1"}, []).save(tmp_path / "x" / "own.json") == tmp_path / "x" / "own.json"
+
+
+def test_percentiles_interpolate() -> None:
+    assert percentile([4.0, 1.0, 3.0, 2.0], 50) == 2.5
+    assert percentile([1.0], 99) == 1.0
+    assert percentile([0.0, 10.0], 99) == pytest.approx(9.9)
+    assert summarise([3.0, 1.0, 2.0]).median == 2.0
+
+
+def test_work_is_timed_per_copy() -> None:
+    x = torch.zeros(1000)
+    calls: list[int] = []
+
+    def work() -> None:
+        calls.append(1)
+        x.add_(1.0)
+
+    once = measure(work, torch.device("cpu"), samples=3, sample_s=1e-4)
+    assert once.samples == 3
+    assert 0 < once.p10 <= once.median <= once.p90
+    assert len(calls) >= 5
+
+
+def test_idle_time_is_what_no_kernel_covers() -> None:
+    # Rounds of 100 µs: two kernels 1 µs apart, then 20 µs of nothing. One overlaps its successor.
+    rounds = [(start, [(0, 40_000, "a"), (41_000, 80_000, "b"), (60_000, 70_000, "c")]) for start in range(0, 4_000_000, 100_000)]
+    intervals = [(begin + start, begin + end, name) for begin, kernels in rounds for start, end, name in kernels]
+    profile = summarise_kernels(intervals)
+    assert profile is not None
+    assert profile.idle == pytest.approx(0.21, abs=0.015)
+    assert profile.idle_between == pytest.approx(0.20, abs=0.015)
+    assert profile.longest_gap_us == 20.0
+    assert profile.kernels[0][0] == "a"
+    assert profile.kernels[0][3] == pytest.approx(0.4, abs=0.02)
+    assert summarise_kernels(intervals[:3]) is None
+
+
+def test_kinds_of_rounds_are_parsed_or_refused() -> None:
+    plain, chain, tree = parse_shapes(["plain", "chain5@2.6", "5/8/32"], 3.5)
+    assert plain.tree is None
+    assert (chain.label, chain.accept_length) == ("chain 5", 2.6)
+    assert chain.tree is not None
+    assert chain.tree.max_nodes == 6
+    assert (tree.label, tree.accept_length) == ("tree 5/8/32", 3.5)
+    for wrong in ("chain", "5/8", "0/1/2", "5/1/1", "tree", "5/8/32@x", "chain0"):
+        with pytest.raises(ConfigurationError) as refused:
+            parse_shapes([wrong], 3.5)
+        assert refused.value.field == "--rounds"
+
+
+def test_arrivals_are_a_poisson_process_that_repeats_itself() -> None:
+    moments = Load(50.0, 40.0, seed=3).arrivals()
+    assert moments == Load(50.0, 40.0, seed=3).arrivals()
+    assert moments != Load(50.0, 40.0, seed=4).arrivals()
+    assert len(moments) == pytest.approx(2000, rel=0.1)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(moments)]
+    mean = sum(gaps) / len(gaps)
+    spread = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
+    assert spread == pytest.approx(mean, rel=0.1), "exponential gaps spread as much as they last"
+    assert len(Load(0.001, 1.0).arrivals()) == 1
+
+
+def test_a_load_is_summed_up() -> None:
+    answered = Experience(sent=0.0, chunks=[0.1, 0.2, 0.4], ended=0.4, tokens=7, accept_length=3.0, draft_tokens=9)
+    slow = Experience(sent=1.0, chunks=[2.0, 2.1], ended=2.1, tokens=3, accept_length=1.5, draft_tokens=4)
+    failed = Experience(sent=1.0, ended=2.5, error="no")
+    summary = summarise_load([answered, slow, failed], first_token_limit_ms=500.0, per_token_limit_ms=None)
+    assert (summary.requests, summary.failed, summary.errors) == (3, 1, ["no"])
+    assert summary.first_token[50] == pytest.approx(550)
+    assert summary.between[50] == pytest.approx(100)
+    assert summary.per_token[50] == pytest.approx(50)
+    assert summary.request_rate == pytest.approx(2 / 2.5)
+    assert summary.good_rate == pytest.approx(1 / 2.5)
+    assert summary.token_rate == pytest.approx(10 / 2.5)
+    assert summary.accept_length == pytest.approx((3.0 * 7 + 1.5 * 3) / 10)
+
+
+def record(folder: Path, name: str, benchmark: str, settings: dict[str, Any], rows: list[dict[str, Any]], date: str = "2026-01-01") -> None:
+    """Write one file of results."""
+    content = {"benchmark": benchmark, "command": ["outrider", "bench", benchmark], "date": date, "settings": settings, "rows": rows}
+    (folder / f"{name}.json").write_text(json.dumps(content))
+
+
+def latency_row(case: str, value: float, **more: Any) -> dict[str, Any]:
+    return {"case": case, "value": value, "unit": "ms", "floor": 3.3, "floor_of": "bytes", "ratio": value / 3.3, "batch": 1, **more}
+
+
+SETTINGS = {"shape": "llama3.1-8b", "prompt": 512, "new_tokens": 384, "device": "cuda", "transport": "inproc"}
+
+
+def line_of(folder: Path, what: str) -> str:
+    return next(line for line in table_lines(Results(folder), folder) if line.startswith(f"| {what} |"))
+
+
+def test_the_table_shows_the_latest_fitting_result(tmp_path: Path) -> None:
+    assert NOT_MEASURED in line_of(tmp_path, "round, chain of 5, batch 1")
+    record(tmp_path, "old", "latency", SETTINGS, [latency_row("round chain 5, batch 1", 6.6)], "2026-01-01")
+    record(tmp_path, "new", "latency", SETTINGS, [latency_row("round chain 5, batch 1", 5.2)], "2026-02-01")
+    record(tmp_path, "cpu", "latency", SETTINGS | {"device": "cpu"}, [latency_row("round chain 5, batch 1", 1.0)], "2026-03-01")
+    record(tmp_path, "other", "latency", SETTINGS | {"shape": "tiny"}, [latency_row("round chain 5, batch 1", 1.0)], "2026-03-01")
+    record(tmp_path, "remote", "latency", SETTINGS | {"transport": "grpc"}, [latency_row("round chain 5, batch 1", 1.0)], "2026-03-01")
+    line = line_of(tmp_path, "round, chain of 5, batch 1")
+    assert "**5.20 ms** |" in line
+    assert "3.30 ms (bytes) | 1.58 |" in line
+    assert line.endswith("| new |")
+    assert "- [new](../bench/results/new.json): `outrider bench latency`" in list(table_lines(Results(tmp_path), tmp_path))
+
+
+def test_the_table_says_what_was_missed_and_compares_with_the_same_call(tmp_path: Path) -> None:
+    rows = [
+        latency_row("round chain 3, batch 64", 10.0, tok_s=15_000.0),
+        latency_row("round tree 5/8/32, batch 1", 6.5, gpu_idle_between=0.02),
+    ]
+    record(tmp_path, "ours", "latency", SETTINGS, rows)
+    record(tmp_path, "grpc", "latency", SETTINGS | {"transport": "grpc"}, [latency_row("round tree 5/8/32, batch 1", 6.6)])
+    (tmp_path / "vllm.jsonl").write_text(
+        json.dumps({"case": "run", "config": "chain3", "bs": 64, "tok_s": 14_000.0, "ms_round": 11.0}) + "\n"
+    )
+    assert "**6.50 ms** (missed)" in line_of(tmp_path, "round, tree 5/8/32, batch 1")
+    against = line_of(tmp_path, "chain of 3, batch 64, tokens/s ÷ vLLM's")
+    assert "**1.071 × (15,000 tok/s)** |" in against
+    assert "vLLM 14,000 tok/s" in against
+    assert "**1.015 × (6.60 ms)** |" in line_of(tmp_path, "`grpc:` on loopback ÷ in process")
+    assert "**2.0 % (6.50 ms)** |" in line_of(tmp_path, "GPU idle between rounds, tree 5/8/32, batch 1")
+
+
+def test_the_table_is_written_between_its_marks(tmp_path: Path) -> None:
+    document = tmp_path / "doc.md"
+    document.write_text("no place")
+    with pytest.raises(ConfigurationError, match="no place"):
+        run_table(tmp_path, document, check=False)
+    document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    assert run_table(tmp_path, document, check=True) == 1
+    assert run_table(tmp_path, document, check=False) == 0
+    assert run_table(tmp_path, document, check=True) == 0
+    text = document.read_text()
+    assert text.startswith(f"before\n{BEGIN}\n\n| |")
+    assert text.endswith(f"{END}\nafter\n")
+    assert text.count("\n| ") == len(GOALS) + 2
+
+
+def test_the_documented_table_is_that_of_the_recorded_results() -> None:
+    assert run_table(ROOT / "bench" / "results", ROOT / "docs" / "performance.md", check=True) == 0
