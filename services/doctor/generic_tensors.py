@@ -43,7 +43,7 @@ def saved_shapes(folder: Path) -> Mapping[str, Shape]:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
 
-    from outrider.shared.nn.generic.weights import find_class
+    from outrider.shared.nn.generic.config import find_class
 
     model_class: Any
     model_class, settings = find_class(ConfigReader(read_json(folder / CONFIG_FILE), folder / CONFIG_FILE))

@@ -43,6 +43,6 @@ def take_hot_ids(
     if hot_size is not None and ids.shape[0] != hot_size:
         source = HOT_IDS if HOT_IDS in keys else "the token map"
         raise CheckpointError(f"{reader.path}: {HOT_SIZE} is {hot_size}, and {source} names {ids.shape[0]} tokens.", field=HOT_SIZE)
-    if HOT_IDS in keys and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size or ids.unique().shape != ids.shape):
+    if HOT_IDS in keys and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(set(ids.tolist())) != ids.shape[0]):
         raise CheckpointError(f"{reader.path}: {HOT_IDS} must hold distinct ids below {vocab_size}; export the head again.", field=HOT_IDS)
     return ids
