@@ -295,6 +295,18 @@ def child_pid(parent: int, service: str) -> int:
     raise ProcessLookupError(service)
 
 
+def child_pids(parent: int, word: str) -> list[int]:
+    """Return the living children of `parent` with `word` in their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                status = (entry / "stat").read_text().rpartition(")")[2].split()
+                if int(status[1]) == parent and status[0] != "Z" and word in (entry / "cmdline").read_text():
+                    found.append(int(entry.name))
+    return found
+
+
 def child_argument(pid: int, flag: str) -> str:
     """Return the value of a flag on a process's command line."""
     command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")

@@ -23,15 +23,18 @@ from outrider.services.target.scheduler import Scheduler, SchedulerLimits
 from outrider.services.target.servicer import SERVICE_NAME, Serving, TargetServicer, register
 from outrider.services.target.settings import TargetSettings
 from outrider.services.target.synthetic import SyntheticAcceptance
+from outrider.services.target.tp import Order, RankGroup, end_soon, run_rank, start_group
 from outrider.services.target.warmup import check_parity, run_through
 from outrider.shared.attn.create import create_backend
 from outrider.shared.attn.reference import TorchAttention
+from outrider.shared.base.errors import OutriderError
 from outrider.shared.base.lifecycle import watch_stop_signals
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.engine.loop import EngineThread
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.tokenizer_file import tokenizer_fingerprint
 from outrider.shared.obs.logging import configure_logging, get_logger
+from outrider.shared.parallel.lead import FailureHandler, graph_observer
 from outrider.shared.rpc.server import aio_server
 from outrider.shared.spec.drafter import Drafter, DrafterState
 
@@ -55,8 +58,11 @@ def run(settings: TargetSettings, make_drafter: DrafterFactory | None = None) ->
         OutriderError: The settings, the checkpoint or the pair of target and draft cannot be served; says what to change.
     """
     settings.check()
-    configure_logging("target", settings.log_level, settings.log_json)
+    ranks = settings.ranks()
+    configure_logging(f"target-{ranks.rank}" if ranks else "target", settings.log_level, settings.log_json)
     _log.info("settings", **settings.resolved())
+    if ranks is not None and ranks.rank > 0:
+        return run_rank(Order(settings), ranks)
     return asyncio.run(_serve(settings, make_drafter))
 
 
@@ -76,8 +82,16 @@ async def _serve(settings: TargetSettings, make_drafter: DrafterFactory | None) 
     server = aio_server(settings.listen, [(register, servicer)], [SERVICE_NAME])
     await server.start()
     target: Target | None = None
+    lost: list[OutriderError] = []
+    loop = asyncio.get_running_loop()
+
+    def rank_lost(error: OutriderError) -> None:
+        lost.append(error)
+        end_soon(error)
+        loop.call_soon_threadsafe(stop.set)
+
     try:
-        target = await _until(stop, asyncio.to_thread(Target, settings, make_drafter))
+        target = await _until(stop, asyncio.to_thread(Target, settings, make_drafter, on_rank_lost=rank_lost))
         if target is not None:
             await _until(stop, target.wait_for_draft(settings.draft_wait_s))
         if target is not None and not stop.is_set():
@@ -87,7 +101,10 @@ async def _serve(settings: TargetSettings, make_drafter: DrafterFactory | None) 
             await server.set_serving(True)
             _log.info("ready", listen=server.address, model=target.serving.model_id, draft=target.drafter.state().value)
             await stop.wait()
-            await _drain(settings, server.set_serving, target)
+            if not lost:
+                await _drain(settings, server.set_serving, target)
+        if lost:
+            raise lost[0]
         return 0
     finally:
         await server.stop(0.5)
@@ -134,15 +151,27 @@ class Target:
         settings: Resolved.
         make_drafter: See `run`.
         stand_in: Instead of the model that `settings.model` names; `outrider bench` alone has one.
+        on_rank_lost: With tensor parallelism, see `start_group`.
     """
 
-    def __init__(self, settings: TargetSettings, make_drafter: DrafterFactory | None = None, stand_in: StandIn | None = None) -> None:
+    def __init__(
+        self,
+        settings: TargetSettings,
+        make_drafter: DrafterFactory | None = None,
+        stand_in: StandIn | None = None,
+        on_rank_lost: FailureHandler = end_soon,
+    ) -> None:
         device = settings.torch_device()
         if device.type == "cpu":
             torch.set_num_threads(settings.cpu_threads())
         _use_device(device)
+        self._ranks: RankGroup | None = None
+        decoder: Decoder
         if stand_in is not None:
             decoder = stand_in.decoder
+        elif settings.tp > 1:
+            self._ranks = start_group(settings, on_rank_lost, _progress_logger(settings.model))
+            decoder = self._ranks.decoder
         else:
             decoder = Decoder.load(settings.model, device, settings.torch_dtype(), progress=_progress_logger(settings.model))
         config = decoder.config
@@ -161,7 +190,7 @@ class Target:
             pool,
             attention,
             synthetic=synthetic,
-            graphs=GraphCache(device, graph_plan.graphs),
+            graphs=GraphCache(device, graph_plan.graphs, graph_observer(decoder)),
             buckets=graph_plan.buckets,
             max_depth=settings.max_steps,
         )
@@ -206,9 +235,13 @@ class Target:
             _log.warning("serving without the draft until it answers", waited_s=timeout_s)
 
     def shutdown(self) -> None:
-        """Stop the engine thread, then the drafter's connection."""
-        self._thread.stop()
-        self.drafter.shutdown()
+        """Stop the engine thread, then the drafter's connection and the other ranks."""
+        try:
+            self._thread.stop()
+            self.drafter.shutdown()
+        finally:
+            if self._ranks is not None:
+                self._ranks.close()
 
     def _misfit(self) -> Exception | None:
         return self.drafter.refusal() if isinstance(self.drafter, RemoteDrafter) else None

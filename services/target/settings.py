@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from pydantic import Field
 from outrider.services.target.request import SpeculationLimits
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.base.settings import ServiceSettings, settings_config
+from outrider.shared.parallel.reduce import ReduceKind
 from outrider.shared.rpc.address import check_address, check_listen_address
 from outrider.shared.spec.algorithm import Algorithm
 from outrider.shared.spec.tree import DraftShape
@@ -53,6 +55,9 @@ class TargetSettings(ServiceSettings):
     served_model_id: str = Field("", description="Name of the model; by default the folder's.")
     device: str = Field("auto", pattern="^(auto|cpu|cuda(:[0-9]+)?)$", description="auto, cpu, cuda or cuda:N.")
     dtype: Dtype = Field(Dtype.AUTO, description="auto, float32, bfloat16 or float16.")
+    tp: int = Field(1, ge=1, le=64, description="Tensor parallelism: GPUs (processes, on a CPU) that share the model.")
+    tp_all_reduce: ReduceKind = Field(ReduceKind.AUTO, description="auto: one-shot sums where the GPUs reach each other; group: NCCL's.")
+    tp_timeout_s: float = Field(60.0, gt=0, description="A step that a rank does not join for so long ends the target.")
     attention_backend: str = Field("auto", description="auto, reference or triton.")
     draft: str = Field("none", description="The draft service: grpc://host:port, unix:/path, or none.")
     speculative_algorithm: Algorithm = Field(
@@ -121,6 +126,7 @@ class TargetSettings(ServiceSettings):
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigurationError("device: cuda was asked for and torch sees no GPU here; use --device cpu.", field="device")
         self.draft_address()
+        self._check_ranks()
 
     def draft_address(self) -> str | None:
         """Return the draft's address for gRPC, or None without a draft."""
@@ -137,16 +143,85 @@ class TargetSettings(ServiceSettings):
         shape = DraftShape(self.num_steps, self.topk, self.num_draft_tokens)
         return SpeculationLimits(shape, self.max_steps, self.max_topk, self.max_nodes)
 
+    def ranks(self) -> Ranks | None:
+        """Return what `torchrun` (or rank 0) says about the processes of one model; None when this process starts them itself.
+
+        Raises:
+            ConfigurationError: The environment's WORLD_SIZE is not `tp`, or a variable is no number.
+        """
+        if self.tp == 1 or "WORLD_SIZE" not in os.environ:
+            return None
+        ranks = Ranks(
+            rank=_environment_number("RANK"),
+            size=_environment_number("WORLD_SIZE"),
+            local_rank=_environment_number("LOCAL_RANK"),
+            local_size=_environment_number("LOCAL_WORLD_SIZE"),
+            host=os.environ.get("MASTER_ADDR", ""),
+            port=_environment_number("MASTER_PORT"),
+            agent_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        )
+        if ranks.size != self.tp:
+            raise ConfigurationError(
+                f"tp: the environment's WORLD_SIZE is {ranks.size}; start as many processes as --tp says ({self.tp}).", field="tp"
+            )
+        return ranks
+
     def torch_device(self) -> torch.device:
-        """Return the device that `device` means on this machine."""
-        if self.device != Device.AUTO.value:
-            return torch.device(self.device)
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        """Return the device that `device` means on this machine; ranks take consecutive GPUs from the one that is named, or the first."""
+        name = self.device
+        if name == Device.AUTO.value:
+            name = "cuda" if torch.cuda.is_available() else "cpu"
+        device = torch.device(name)
+        if self.tp == 1 or device.type == "cpu":
+            return device
+        ranks = self.ranks()
+        return torch.device("cuda", (device.index or 0) + (ranks.local_rank if ranks else 0))
 
     def cpu_threads(self) -> int:
         """Return how many threads a forward pass uses on the CPU; more than there are free cores makes every step wait for the slowest."""
-        return self.threads or max(1, (os.cpu_count() or 1) // 2)
+        return self.threads or max(1, (os.cpu_count() or 1) // 2 // self.tp)
 
     def torch_dtype(self) -> torch.dtype | None:
         """Return the dtype, or None for the device's default."""
         return None if self.dtype is Dtype.AUTO else getattr(torch, self.dtype.value)
+
+    def _check_ranks(self) -> None:
+        ranks, device = self.ranks(), self.torch_device()
+        if device.type == "cuda" and self.tp > 1:
+            last = (device.index or 0) + (0 if ranks else self.tp - 1)
+            if last >= torch.cuda.device_count():
+                raise ConfigurationError(
+                    f"tp: {self.tp} ranks need cuda:{last}, and this machine has {torch.cuda.device_count()} GPUs; lower --tp, or start "
+                    "the ranks on several hosts with torchrun.",
+                    field="tp",
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The processes that share a model, as `torchrun` describes them in the environment.
+
+    Attributes:
+        rank, size: This process, of how many.
+        local_rank, local_size: The same among those of this host.
+        host, port: Where the ranks meet; rank 0 runs on that host.
+        agent_store: Whether `torchrun` listens there already; else rank 0 does.
+        attempt: Tells a group that `torchrun` started again from the one before.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    host: str
+    port: int
+    agent_store: bool = False
+    attempt: str = "0"
+
+
+def _environment_number(variable: str) -> int:
+    value = os.environ.get(variable, "")
+    if not value.isdecimal():
+        raise ConfigurationError(f"{variable} in the environment must be a number, not {value!r}; torchrun sets it.", field=variable)
+    return int(value)

@@ -1,0 +1,159 @@
+"""One rank's decoder: its share of heads, MLPs and output head, with the sums over the ranks inside the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from outrider.kernels.verify import SamplingTensors, choose_tokens
+from outrider.shared.kv.pool import KVPool, token_bytes
+from outrider.shared.nn.config import ModelConfig
+from outrider.shared.nn.decoder import EMBEDDING, FINAL_NORM, LM_HEAD, Decoder, Progress, checked_source
+from outrider.shared.nn.layers import DecoderLayer, RMSNorm
+from outrider.shared.nn.load import load_layer
+from outrider.shared.nn.loader import TensorSource
+from outrider.shared.parallel.collectives import Collectives
+from outrider.shared.parallel.linear import parallelise
+from outrider.shared.parallel.reduce import Reduce
+from outrider.shared.parallel.shard import Shard, ShardedSource
+
+HeadReader = Callable[[], torch.Tensor]
+"""Reads the whole output head, ``[vocab, hidden]``, for a draft that borrows it."""
+
+
+class ShardedDecoder(Decoder):
+    """A `Decoder` of which this process holds a share; `config` is the whole model's.
+
+    `forward` must run on every rank at once: it sums over them. `columns` are this rank's part of the logits.
+
+    Args:
+        shard: Which share.
+        collectives: Of all ranks.
+        embedding: ``[vocab, hidden]``, whole.
+        layers: With this rank's sizes, summing over the ranks.
+        norm: The final one.
+        head: ``[vocabulary_rows, hidden]``, this rank's.
+        fingerprint: Of the whole model.
+        reduce: What the layers sum with.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        collectives: Collectives,
+        embedding: torch.Tensor,
+        layers: list[DecoderLayer],
+        norm: RMSNorm,
+        head: torch.Tensor,
+        fingerprint: str,
+        reduce: Reduce,
+    ) -> None:
+        super().__init__(shard.config, embedding, layers, norm, head, fingerprint)
+        if self.fused is not None:
+            self.fused.reduce = reduce
+        self.shard = shard
+        self.collectives = collectives
+        self._greedy: dict[int, SamplingTensors] = {}
+
+    def make_pool(self, num_pages: int, page_size: int, feature_size: int = 0) -> KVPool:
+        """Make this rank's part of a pool."""
+        local = self.shard.local
+        return KVPool(
+            num_pages, page_size, local.num_layers, local.num_kv_heads, local.head_dim, self.dtype, self.device, feature_size
+        )  # fmt: skip
+
+    def token_bytes(self, feature_size: int = 0) -> int:
+        """See `Decoder.token_bytes`."""
+        local = self.shard.local
+        return token_bytes(local.num_layers, local.num_kv_heads, local.head_dim, self.dtype, feature_size)
+
+    def columns(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return this rank's columns of the logits, ``[rows, vocabulary_rows]``; those behind the last id mean nothing."""
+        return Decoder.logits(self, hidden)
+
+    def sent_columns(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the same in the weights' type, whatever type this rank's product came in: ranks gather equal tensors."""
+        return self.columns(hidden).to(self.dtype).contiguous()
+
+    @torch.inference_mode()
+    def best(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the best of this rank's columns per row: ``[rows, 2] int32``, the bits of its fp32 value, and its id (-1: no numbers)."""
+        rows, first = hidden.shape[0], self.shard.rank * self.shard.vocabulary_rows
+        count = max(0, min(self.shard.vocabulary_rows, self.config.vocab_size - first))
+        if count == 0:  # padding alone
+            worst = torch.full((rows,), float("-inf"), device=self.device)
+            return torch.stack([worst.view(torch.int32), torch.full_like(worst, self.config.vocab_size, dtype=torch.int32)], dim=1)
+        columns = self.columns(hidden)[:, :count].contiguous()
+        ids = choose_tokens(columns, self._greedy_rows(rows), torch.zeros(rows, dtype=torch.int64, device=self.device))
+        values = columns.gather(1, ids.clamp(min=0)[:, None])[:, 0].float()
+        return torch.stack([values.view(torch.int32), torch.where(ids < 0, ids, ids + first).int()], dim=1)
+
+    def _greedy_rows(self, rows: int) -> SamplingTensors:
+        known = self._greedy.get(rows)
+        if known is None:
+            zeros = torch.zeros(rows, device=self.device)
+            ints = zeros.to(torch.int32)
+            known = self._greedy[rows] = SamplingTensors(
+                temperature=zeros, top_k=ints, top_p=zeros + 1, min_p=zeros, seeds=zeros.to(torch.int64), choices=ints,
+                all_greedy=True, any_filter=False,
+            )  # fmt: skip
+        return known
+
+
+def best_of(gathered: torch.Tensor) -> torch.Tensor:
+    """Return the token that `choose_tokens` takes greedily, ``[rows] int64``, from what every rank's `best` returned: ``[ranks, rows, 2]``.
+
+    Of equal values the lowest id wins; -1 where any rank saw what is no number.
+    """
+    values, ids = gathered[..., 0].contiguous().view(torch.float32), gathered[..., 1]
+    best = ids.masked_fill(values < values.amax(0), torch.iinfo(torch.int32).max).amin(0)
+    return best.masked_fill((ids < 0).any(0), -1).to(torch.int64)
+
+
+def load_rank(
+    kind: type[ShardedDecoder],
+    path: Path | str,
+    shard: Shard,
+    collectives: Collectives,
+    reduce: Reduce,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+) -> ShardedDecoder:
+    """Load a rank's share of a model folder; every tensor is read whole and cut on the device.
+
+    Raises:
+        CheckpointError: As `Decoder.load`.
+    """
+    with checked_source(path, shard.config, device, dtype, progress) as checkpoint:
+        return build_rank(kind, checkpoint.source, checkpoint.fingerprint, shard, collectives, reduce)
+
+
+@torch.inference_mode()
+def build_rank(
+    kind: type[ShardedDecoder], source: TensorSource, fingerprint: str, shard: Shard, collectives: Collectives, reduce: Reduce
+) -> ShardedDecoder:
+    """Make a rank's decoder from a source of whole tensors."""
+    config, local = shard.config, shard.local
+    table = (config.vocab_size, config.hidden_size)
+    parts = ShardedSource(source, shard)
+    embedding = source.take(EMBEDDING, table)
+    layers = [parallelise(load_layer(parts, local, f"model.layers.{index}.", index), reduce) for index in range(config.num_layers)]
+    norm = RMSNorm(source.take(FINAL_NORM, (config.hidden_size,)), config.rms_norm_eps)
+    tied = config.tie_word_embeddings
+    head = shard.output_head(embedding if tied else source.take(LM_HEAD, table))
+    if not tied:
+        head = head.clone()  # not a view: the rest of the table is let go
+    return kind(shard, collectives, embedding, layers, norm, head, fingerprint, reduce)
+
+
+def head_reader(path: Path | str, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> HeadReader:
+    """Return a reader of the whole output head of a model folder."""
+
+    def read() -> torch.Tensor:
+        with checked_source(path, config, device, dtype) as checkpoint, torch.inference_mode():
+            return checkpoint.source.take(LM_HEAD, (config.vocab_size, config.hidden_size))
+
+    return read

@@ -1,0 +1,120 @@
+"""A step's inputs as one buffer, so that one broadcast carries them: eight small tensors would cost eight latencies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider.shared.attn.base import AttentionBatch
+from outrider.shared.parallel.commands import Forward
+
+Part = tuple[tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What one forward pass reads beside weights and K/V.
+
+    Attributes:
+        tokens, positions: ``[rows]``, int32 or int64.
+        batch: Of its rows.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    batch: AttentionBatch
+
+    def command(self) -> Forward:
+        """Return what the other ranks must know before the buffer comes."""
+        batch = self.batch
+        bs, max_pages = batch.page_table.shape
+        return Forward(
+            rows=self.tokens.shape[0],
+            bs=bs,
+            max_pages=max_pages,
+            mask_words=0 if batch.ancestors is None else batch.ancestors.shape[1],
+            wide_tokens=int(self.tokens.dtype is torch.int64),
+            wide_positions=int(self.positions.dtype is torch.int64),
+            max_query_len=batch.max_query_len,
+            max_kv_len=batch.max_kv_len,
+        )
+
+    def pack(self) -> torch.Tensor:
+        """Return the inputs as one int32 vector, a single copy on the device."""
+        batch = self.batch
+        lengths = [batch.page_table, batch.prefix_lens, batch.kv_lens, batch.query_start]
+        masks = [] if batch.ancestors is None else [batch.ancestors]
+        return pack(_wide_first([batch.slots, self.tokens, self.positions]) + lengths + masks)
+
+    @classmethod
+    def unpack(cls, buffer: torch.Tensor, command: Forward) -> StepInputs:
+        """Return the inputs as views of a buffer of `packed_words`."""
+        parts = iter(unpack(buffer, _layout(command)))
+        named = {name: next(parts) for name in _order(command)}
+        return cls(
+            tokens=named["tokens"],
+            positions=named["positions"],
+            batch=AttentionBatch(
+                page_table=named["page_table"],
+                prefix_lens=named["prefix_lens"],
+                kv_lens=named["kv_lens"],
+                query_start=named["query_start"],
+                ancestors=named.get("ancestors"),
+                slots=named["slots"],
+                max_query_len=command.max_query_len,
+                max_kv_len=command.max_kv_len,
+            ),
+        )
+
+
+def packed_words(command: Forward) -> int:
+    """Return how many int32 words the buffer of a forward pass has."""
+    return words_of(_layout(command))
+
+
+def words_of(layout: Sequence[Part]) -> int:
+    """Return how many int32 words tensors of these shapes and types take."""
+    return sum(torch.Size(shape).numel() * (dtype.itemsize // 4) for shape, dtype in layout)
+
+
+def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return int32 and int64 tensors as one int32 vector; the int64 ones come first, so that they stay aligned."""
+    return torch.cat([tensor.contiguous().view(-1).view(torch.int32) for tensor in tensors])
+
+
+def unpack(buffer: torch.Tensor, layout: Sequence[Part]) -> list[torch.Tensor]:
+    """Return views of a packed vector."""
+    parts, position = [], 0
+    for shape, dtype in layout:
+        words = torch.Size(shape).numel() * (dtype.itemsize // 4)
+        parts.append(buffer[position : position + words].view(dtype).view(shape))
+        position += words
+    return parts
+
+
+def _wide_first(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+
+
+def _order(command: Forward) -> list[str]:
+    wide = {"slots": 1, "tokens": command.wide_tokens, "positions": command.wide_positions}
+    names = [*sorted(wide, key=lambda name: -wide[name]), "page_table", "prefix_lens", "kv_lens", "query_start"]
+    return [*names, "ancestors"] if command.mask_words else names
+
+
+def _layout(command: Forward) -> list[Part]:
+    rows, bs = command.rows, command.bs
+    int32, int64 = torch.int32, torch.int64
+    parts: dict[str, Part] = {
+        "slots": ((rows,), int64),
+        "tokens": ((rows,), int64 if command.wide_tokens else int32),
+        "positions": ((rows,), int64 if command.wide_positions else int32),
+        "page_table": ((bs, command.max_pages), int32),
+        "prefix_lens": ((bs,), int32),
+        "kv_lens": ((bs,), int32),
+        "query_start": ((bs + 1,), int32),
+        "ancestors": ((rows, command.mask_words), int32),
+    }
+    return [parts[name] for name in _order(command)]

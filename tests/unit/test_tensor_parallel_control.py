@@ -1,0 +1,214 @@
+"""What passes between the ranks: commands, packed inputs, and connections that notice a stranger, a death and a silence."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import fields
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.shared.attn.base import AttentionBatch
+from outrider.shared.base.errors import ConfigurationError, OutriderError, ProtocolError, UnavailableError
+from outrider.shared.parallel import commands
+from outrider.shared.parallel.channel import Connection, Report, ReportKind, accept_ranks, connect_rank
+from outrider.shared.parallel.commands import Forward, MakePool, Stop, decode, encode
+from outrider.shared.parallel.lead import Lead
+from outrider.shared.parallel.packing import StepInputs, packed_words
+
+KINDS = st.sampled_from(commands._KINDS)
+
+
+@given(KINDS, st.data())
+def test_commands_arrive_as_they_were_sent(kind: type[commands.Command], data: st.DataObject) -> None:
+    numbers = [data.draw(st.integers(-(1 << 63), (1 << 63) - 1)) for _ in fields(kind)]
+    command = kind(*numbers)
+    assert decode(encode(command)) == command
+
+
+@pytest.mark.parametrize("body", [b"", b"\xff", encode(MakePool(1, 2))[:-1], encode(Stop()) + b"x"])
+def test_bytes_that_are_no_command_are_refused(body: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode(body)
+
+
+@pytest.mark.parametrize("words", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("token_type", "position_type"), [(torch.int32, torch.int64), (torch.int64, torch.int32), (torch.int32, torch.int32)]
+)
+def test_a_steps_inputs_survive_packing(words: int, token_type: torch.dtype, position_type: torch.dtype) -> None:
+    rows, bs, pages = 5, 3, 7
+
+    def some(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.randint(-(1 << 30), 1 << 30, shape).to(dtype)
+
+    inputs = StepInputs(
+        tokens=some(rows, dtype=token_type),
+        positions=some(2 * rows, dtype=position_type)[::2],  # strided
+        batch=AttentionBatch(
+            page_table=some(bs, pages + 2)[:, :pages],
+            prefix_lens=some(bs),
+            kv_lens=some(bs),
+            query_start=some(bs + 1),
+            ancestors=some(rows, words) if words else None,
+            slots=some(rows, dtype=torch.int64) << 20,
+            max_query_len=4,
+            max_kv_len=99,
+        ),
+    )
+    command = inputs.command()
+    assert decode(encode(command)) == command
+    assert isinstance(command, Forward)
+    buffer = inputs.pack()
+    assert buffer.shape == (packed_words(command),)
+    found = StepInputs.unpack(buffer, command)
+    for name in ("tokens", "positions"):
+        assert torch.equal(getattr(found, name), getattr(inputs, name))
+        assert getattr(found, name).dtype is getattr(inputs, name).dtype
+    for field in fields(AttentionBatch):
+        got, want = getattr(found.batch, field.name), getattr(inputs.batch, field.name)
+        assert torch.equal(got, want) if isinstance(want, torch.Tensor) else got == want
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Connection, Connection]]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        far = Connection(socket.create_connection(server.getsockname()))
+        near = Connection(server.accept()[0])
+    yield near, far
+    near.close()
+    far.close()
+
+
+class Failures:
+    """Keeps the error that a lead reports."""
+
+    def __init__(self) -> None:
+        self.error: OutriderError | None = None
+        self.noticed = threading.Event()
+
+    def __call__(self, error: OutriderError) -> None:
+        self.error = error
+        self.noticed.set()
+
+
+def test_a_rank_that_is_gone_breaks_the_group_once_and_for_all(pair: tuple[Connection, Connection]) -> None:
+    near, far = pair
+    failures = Failures()
+    lead = Lead({1: near}, failures)
+    lead.send(MakePool(3, 16))
+    assert decode(far.receive() or b"") == MakePool(3, 16)
+    far.close()
+    assert failures.noticed.wait(5)
+    with pytest.raises(UnavailableError, match="rank 1 is lost"):
+        lead.send(MakePool(3, 16))
+    with pytest.raises(UnavailableError, match="rank 1 is lost"):
+        lead.wait_done(5)
+
+
+def test_what_a_rank_reports_is_what_the_caller_is_told(pair: tuple[Connection, Connection]) -> None:
+    near, far = pair
+    lead = Lead({1: near}, Failures())
+    far.report(Report(ReportKind.BEAT))
+    far.report(Report(ReportKind.DONE, "loaded"))
+    assert lead.wait_done(5) == {1: "loaded"}
+    far.report(Report(ReportKind.FAILED, "no memory"))
+    with pytest.raises(UnavailableError, match="rank 1 failed: no memory"):
+        lead.wait_done(5)
+
+
+def test_a_silent_rank_is_lost(pair: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.shared.parallel.lead.SILENCE_S", 0.2)
+    monkeypatch.setattr("outrider.shared.parallel.lead.BEAT_S", 0.05)
+    failures = Failures()
+    Lead({1: pair[0]}, failures)
+    assert failures.noticed.wait(5)
+    assert "silent" in str(failures.error)
+
+
+def test_an_error_on_rank_0_in_the_middle_of_a_command_breaks_the_group(pair: tuple[Connection, Connection]) -> None:
+    failures = Failures()
+    lead = Lead({1: pair[0]}, failures)
+
+    def work() -> None:
+        with lead.together(MakePool(1, 1)):
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(UnavailableError, match="rank 0 failed in MakePool: out of memory"):
+        work()
+    assert failures.error is not None
+
+
+def test_closing_is_no_failure(pair: tuple[Connection, Connection]) -> None:
+    failures = Failures()
+    lead = Lead({1: pair[0]}, failures)
+    lead.close()
+    assert decode(pair[1].receive() or b"") == Stop()
+    assert pair[1].receive() is None
+    assert failures.error is None
+
+
+def test_only_ranks_that_know_the_secret_are_accepted() -> None:
+    store = dist.HashStore()
+    accepted: dict[int, Connection] = {}
+    thread = threading.Thread(target=lambda: accepted.update(accept_ranks(store, "127.0.0.1", 3, 30)))
+    thread.start()
+    host, port, secret = bytes(store.get("outrider/control")).decode().split(" ")
+    for greeting in (b"guess 1", f"{secret} 0".encode(), f"{secret} 3".encode(), f"{secret} x".encode(), b"\xff\xfe"):
+        stranger = Connection(socket.create_connection((host, int(port))))
+        stranger.send(greeting)
+        assert stranger.receive() is None, "the connection is closed"
+        stranger.close()
+    ranks = [connect_rank(store, rank, 5) for rank in (2, 1)]
+    thread.join(30)
+    assert sorted(accepted) == [1, 2]
+    ranks[0].report(Report(ReportKind.DONE, "two"))
+    assert accepted[2].receive_report() == Report(ReportKind.DONE, "two")
+    for connection in [*ranks, *accepted.values()]:
+        connection.close()
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    with pytest.raises(UnavailableError, match=r"ranks \[1, 2\] did not come"):
+        accept_ranks(dist.HashStore(), "127.0.0.1", 3, 0.2)
+
+
+def test_an_address_of_another_host_is_refused_by_name() -> None:
+    with pytest.raises(ConfigurationError, match="MASTER_ADDR"):
+        accept_ranks(dist.HashStore(), "192.0.2.1", 2, 1)
+
+
+def test_a_frame_that_is_too_long_is_refused(pair: tuple[Connection, Connection]) -> None:
+    pair[1].socket.sendall(b"\xff\xff\xff\xff")
+    with pytest.raises(ProtocolError, match="4294967295"):
+        pair[0].receive()
+
+
+def test_a_process_ends_when_rank_0_is_gone() -> None:
+    """The rank's main thread waits for something that never comes."""
+    code = (
+        "import socket, sys, threading\n"
+        "from outrider.shared.parallel.channel import Connection, beat_until_gone\n"
+        "beat_until_gone(Connection(socket.create_connection(('127.0.0.1', int(sys.argv[1])))), 0.1)\n"
+        "threading.Event().wait()\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        rank = subprocess.Popen([sys.executable, "-c", code, str(server.getsockname()[1])])
+        try:
+            connection = Connection(server.accept()[0])
+            assert connection.receive_report() == Report(ReportKind.BEAT)
+            connection.close()
+            assert rank.wait(10) == 1
+        finally:
+            if rank.poll() is None:
+                os.kill(rank.pid, signal.SIGKILL)
+                rank.wait()
