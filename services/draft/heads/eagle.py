@@ -12,12 +12,15 @@ In Mistral's own heads layer 0 has its norm too, and h is normed at the end (`mi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
+from outrider.kernels.add_norm import normalise
 from outrider.kernels.head_input import head_input
 from outrider.services.draft.heads.eagle_config import EagleConfig
+from outrider.services.draft.heads.fused import FusedHead, fuse, runs_fused
 from outrider.services.draft.heads.hot_vocab import HOT_IDS, take_hot_ids
 from outrider.services.draft.heads.keys import HeadKeys, canonical_names, layer_shapes
 from outrider.services.draft.heads.mistral_format import is_native
@@ -25,6 +28,7 @@ from outrider.services.draft.heads.tables import TokenTables
 from outrider.services.draft.strategy import TargetInfo
 from outrider.services.draft.vocab import DraftVocabulary
 from outrider.shared.attn.base import AttentionBackend
+from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.layers import DecoderLayer, RMSNorm
@@ -131,6 +135,9 @@ class EagleHead:
             pair = torch.cat([self._tables.embed(tokens), features], dim=-1)  # [rows, 2 * hidden]
         mixed = self._fc(pair)  # [rows, hidden]
         entering = mixed if self._first_norm is None else self._first_norm(mixed)
+        if self._fused is not None and isinstance(attention, StoredAttention):
+            stream = self._fused.forward(entering, mixed, rotation, attention, pool)
+            return stream.residual if self._norm is None else normalise(stream)
         hidden = self._first_attention(entering, mixed, rotation, attention, pool)
         hidden = self._first_mlp(self._first_post_norm(hidden), hidden)
         for layer in self._layers:
@@ -139,7 +146,15 @@ class EagleHead:
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """See `RecurrentHead.logits`."""
-        return self._tables.logits(states)
+        return self._tables.logits(states) if self._fused is None else self._fused.logits(states)
+
+    @cached_property
+    def _fused(self) -> FusedHead | None:
+        """What runs the layers on a GPU; asked for when nothing is missing any more."""
+        if not runs_fused(self.device, self.dtype):
+            return None
+        last = self._first_post_norm if self._norm is None else self._norm
+        return fuse((self._first_attention, self._first_mlp), self._first_post_norm, self._layers, last, self._tables.lm_head)
 
 
 def _optional_norm(keys: HeadKeys, reader: CheckpointReader, name: str, eps: float) -> RMSNorm | None:

@@ -13,18 +13,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
+from outrider.kernels.add_norm import normalise, rms_norm
 from outrider.kernels.head_input import Residual, head_input
 from outrider.services.draft.heads.eagle3_config import Eagle3Config
 from outrider.services.draft.heads.eagle3_keys import layer_norm_name, resolve, take_projector, take_vocabulary
+from outrider.services.draft.heads.fused import FusedHead, fuse, runs_fused
 from outrider.services.draft.heads.keys import HeadKeys
 from outrider.services.draft.heads.tables import EMBEDDING, LM_HEAD, TokenTables
 from outrider.services.draft.strategy import TargetInfo
 from outrider.services.draft.vocab import DraftVocabulary
 from outrider.shared.attn.base import AttentionBackend
+from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.layers import DecoderLayer
 from outrider.shared.nn.loader import CheckpointReader
@@ -145,6 +149,9 @@ class Eagle3Head:
             normed = self._hidden_norm(features)
             pair = torch.cat([self._embedding_norm(self._tables.embed(tokens)), normed], dim=-1)  # [rows, 2 * hidden]
             residual = normed if self.config.norm_before_residual else features
+        if self._fused is not None and isinstance(attention, StoredAttention):
+            stream = self._fused.forward(pair, residual, rotation, attention, pool)
+            return normalise(stream) if self.config.norm_output else stream.residual
         hidden = self._attention(pair, residual, rotation, attention, pool)
         hidden = self._mlp(self._post_attention_norm(hidden), hidden)
         for layer in self._layers:
@@ -153,7 +160,16 @@ class Eagle3Head:
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """See `RecurrentHead.logits`."""
-        return self._tables.logits(states if self.config.norm_output else self._norm(states))
+        if self._fused is None:
+            return self._tables.logits(states if self.config.norm_output else self._norm(states))
+        return self._fused.logits(states if self.config.norm_output else rms_norm(states, self._norm.weight, self._norm.eps))
+
+    @cached_property
+    def _fused(self) -> FusedHead | None:
+        """What runs the layers on a GPU; asked for when nothing is missing any more."""
+        if not runs_fused(self.device, self.dtype):
+            return None
+        return fuse((self._attention, self._mlp), self._post_attention_norm, self._layers, self._norm, self._tables.lm_head)
 
 
 def _fingerprint(projector: Mapping[str, torch.Tensor], norm_eps: float) -> str:

@@ -85,14 +85,19 @@ class TokenTables:
         assert self._embedding is not None, "the embedding is missing; lend() it first"
         return self._embedding
 
+    @property
+    def lm_head(self) -> Linear:
+        """What makes logits of states; nothing of it is missing any more."""
+        assert self._lm_head is not None, "lm_head is missing; lend() it first"
+        return self._lm_head
+
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, hidden_size]`` for ``tokens [rows]``."""
         return functional.embedding(tokens, self.embedding)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, vocabulary.size]`` for ``states [rows, hidden_size]``."""
-        assert self._lm_head is not None, "lm_head is missing; lend() it first"
-        return self._lm_head(states)
+        return self.lm_head(states)
 
     def _gathered(self, full: torch.Tensor) -> Linear:
         """Keep the vocabulary's rows of ``[vocab_size, hidden_size]``."""
