@@ -94,7 +94,10 @@ def _speculation(
 def latency(
     shape: Shape = "llama3.1-8b",
     rounds: Annotated[
-        str, typer.Option(help="Kinds of rounds: plain, chain5, or steps/topk/nodes such as 5/8/32; @3.5 is an accept length of its own.")
+        str,
+        typer.Option(
+            help="Kinds of rounds: plain, chain5, or steps/topk/nodes such as 5/8/32; @3.5 and :1+16: its own accept length and batches."
+        ),
     ] = ROUNDS,
     batch: Annotated[str, typer.Option(help="Batch sizes.")] = BATCHES,
     accept_length: Annotated[float, typer.Option(help="Synthetic accept length of rounds that name none, the bonus token counted.")] = 3.5,
@@ -125,15 +128,16 @@ def latency(
     known = {kind.value: kind for kind in DraftTransport}
     if transport not in known:
         raise ConfigurationError(f"--transport {transport}: expected one of {', '.join(known)}.", field="--transport")
-    nodes = max((kind.tree.max_nodes for kind in shapes if kind.tree), default=1)
+    trees = [kind.tree for kind in shapes if kind.tree]
+    nodes = max((tree.max_nodes for tree in trees), default=1)
     engine = EngineOptions(
         shape=named_shape(shape),
         device=device,
         dtype=dtype,
-        drafts=any(kind.tree for kind in shapes),
         transport=known[transport],
-        max_batch=max(batches),
+        max_batch=max([*batches, *(size for kind in shapes for size in kind.batches)]),
         max_len=max(prompt + new_tokens, *prefills, 1) + nodes + 1,
+        trees=trees,
         draft_device=draft_device,
         settings=parse_settings(set_ or []),
     )
@@ -209,7 +213,9 @@ def serve(
 @bench.command()
 def kernels(
     shape: Shape = "llama3.1-8b",
-    only: Annotated[str, typer.Option(help="Kinds of cases, a pattern: linear, norm, attention, cache, choose, draft, forward.")] = "*",
+    only: Annotated[
+        str, typer.Option(help="Kinds of cases, a pattern: linear, norm, attention, cache, choose, draft, forward, propose.")
+    ] = "*",
     device: Device = "auto",
     dtype: Dtype = "auto",
     output: Output = None,
@@ -217,7 +223,9 @@ def kernels(
     """Each kernel, and the target's whole pass, against its floor in bytes or operations; on a CPU the references, for a test."""
     from outrider.bench.kernels import KernelOptions, run_kernels
     from outrider.bench.shapes import named_shape
+    from outrider.shared.obs.logging import configure_logging
 
+    configure_logging("bench", "warning")
     where, how = _placement(device, dtype)
     raise typer.Exit(run_kernels(KernelOptions(named_shape(shape), where, how, only, output)))
 

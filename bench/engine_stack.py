@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from outrider.bench.random_head import write_random_head
+from outrider.bench.random_head import memory_folder, write_random_head
 from outrider.bench.shapes import NamedShape
 from outrider.services.draft.inproc import drafter_beside
 from outrider.services.draft.settings import DraftSettings
@@ -44,7 +44,6 @@ from outrider.shared.nn.dummy import random_decoder
 from outrider.shared.spec.drafter import DrafterState
 from outrider.shared.spec.tree import DraftShape
 
-MEMORY_FOLDER = Path("/dev/shm")
 DRAFT_START_S = 120.0
 ANSWER_S = 300.0
 NO_DRAFT = "none"
@@ -67,22 +66,27 @@ class EngineOptions:
         shape: Of target and head.
         device, dtype: Of the target, as the service takes them.
         draft_device: Of the draft, where it runs apart.
-        drafts: Whether there is a draft at all.
         transport: How it is reached.
         max_batch: Sequences at once.
         max_len: Longest prompt and answer.
+        trees: Shapes that rounds will have.
         settings: Further settings of the target by name, as text; they win.
     """
 
     shape: NamedShape
     device: str
     dtype: str
-    drafts: bool
     transport: Transport
     max_batch: int
     max_len: int
+    trees: Sequence[DraftShape] = ()
     draft_device: str | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether there is a draft at all."""
+        return bool(self.trees)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,11 +263,14 @@ def _settings(options: EngineOptions, draft: str) -> TargetSettings:
         "draft_fault_deadline_s": 60.0,
         "log_level": "warning",
     }
+    if options.trees:
+        deepest, widest = max(tree.depth for tree in options.trees), max(tree.topk for tree in options.trees)
+        given |= {"num_steps": deepest, "topk": widest, "num_draft_tokens": max(tree.max_nodes for tree in options.trees)}
     return TargetSettings.load({**given, **options.settings})
 
 
 def _head_folder(cleanup: ExitStack, shape: NamedShape, device: torch.device, dtype: torch.dtype) -> Path:
-    folder = tempfile.mkdtemp(prefix="outrider-head-", dir=MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else None)
+    folder = tempfile.mkdtemp(prefix="outrider-head-", dir=memory_folder())
     cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
     return write_random_head(Path(folder), shape, device, dtype)
 

@@ -1,7 +1,7 @@
 """Each kernel against its floor: the bytes it must read or the operations it must do, at this machine's own rates.
 
 Every case works on as many distinct copies of its data as no cache holds, and is timed in a CUDA graph. `forward` is the target's whole
-pass. On a CPU the references run, in sizes for a test.
+pass, `propose` a whole round of drafting. On a CPU the references run, in sizes for a test.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 
 from outrider.bench.clock import Work as Call
 from outrider.bench.clock import measure
-from outrider.bench.floors import Work, forward_pass
+from outrider.bench.draft_stack import drafting_round
+from outrider.bench.floors import Work, draft_step, forward_pass
 from outrider.bench.kernel_inputs import (
     AttentionInputs,
     ChainInputs,
@@ -48,6 +49,7 @@ from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.dummy import random_decoder
 from outrider.shared.nn.layers import Linear, RMSNorm
+from outrider.shared.spec.tree import DraftShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ class Case:
     copies: int = 1
 
 
+@torch.inference_mode()
 def run_kernels(options: KernelOptions) -> int:
     """Measure, print and save. Returns the exit code.
 
@@ -289,6 +292,19 @@ def _forward(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
         )
 
 
+def _propose(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+    """A round of drafting as the engine enqueues it: extend by the last token, growth, tree."""
+    decoder = random_decoder(options.shape.model_config(), options.device, options.dtype)
+    chain, bush = DraftShape(sizes.steps, 1, sizes.steps + 1), DraftShape(sizes.steps, sizes.topk, sizes.nodes)
+    itemsize = decoder.dtype.itemsize
+    for tree in (chain, bush):
+        for batch in sizes.batches:
+            steps = [draft_step(options.shape.head, batch * (tree.topk if step else 1), itemsize) for step in range(tree.depth)]
+            with drafting_round(decoder, options.shape, tree, batch, sizes.context) as draft:
+                work = Work(sum(step.nbytes for step in steps), sum(step.flops for step in steps))
+                yield Case(f"propose {tree.depth}/{tree.topk}/{tree.max_nodes}, batch {batch}", draft, work)
+
+
 @dataclass(frozen=True, slots=True)
 class _Step:
     """One pass over planned rows and the choice of their tokens."""
@@ -313,6 +329,7 @@ KINDS: dict[str, Callable[[Sizes, KernelOptions], Iterator[Case]]] = {
     "choose": _choose,
     "draft": _draft,
     "forward": _forward,
+    "propose": _propose,
 }
 
 

@@ -32,10 +32,17 @@ SHAPE_TEXT = re.compile(r"(\d+)/(\d+)/(\d+)(?:@(\d+(?:\.\d+)?))?")
 
 @dataclass(frozen=True, slots=True)
 class RoundShape:
-    """A kind of round to measure: plain (`tree` is None), or a tree with the accept length that rounds shall have."""
+    """A kind of round to measure.
+
+    Attributes:
+        tree: Of every round; None is plain decoding.
+        accept_length: That rounds shall have on average.
+        batches: Sizes to measure it at; empty: those of the options.
+    """
 
     tree: DraftShape | None
     accept_length: float
+    batches: tuple[int, ...] = ()
 
     @property
     def label(self) -> str:
@@ -61,16 +68,20 @@ class LatencyOptions:
 
 
 def parse_shapes(texts: Sequence[str], accept_length: float) -> list[RoundShape]:
-    """Parse ``plain``, ``chain5`` and ``5/8/32`` (steps/topk/nodes), each with ``@2.4`` for an accept length of its own.
+    """Parse ``plain``, ``chain5`` and ``5/8/32`` (steps/topk/nodes), with ``@2.4`` for an accept length, ``:1+16`` for batches of its own.
 
     Raises:
         ConfigurationError: Anything else.
     """
     shapes = []
-    for text in texts:
+    for given in texts:
+        text, _, sizes = given.partition(":")
+        batches = tuple(int(size) for size in sizes.split("+") if size.isdigit())
+        if sizes and (not batches or min(batches) < 1 or "+".join(map(str, batches)) != sizes):
+            raise ConfigurationError(f"--rounds {given}: batch sizes are numbers such as :1+16.", field="--rounds")
         kind, _, own = text.partition("@")
         if kind == "plain":
-            shapes.append(RoundShape(None, 1.0))
+            shapes.append(RoundShape(None, 1.0, batches))
             continue
         if kind.startswith("chain") and kind[5:].isdigit() and int(kind[5:]) > 0:
             steps = int(kind[5:])
@@ -79,7 +90,7 @@ def parse_shapes(texts: Sequence[str], accept_length: float) -> list[RoundShape]
         if found is None or min(int(found[1]), int(found[2])) < 1 or int(found[3]) < 2:
             raise ConfigurationError(f"--rounds {text}: expected plain, chain5 or steps/topk/nodes such as 5/8/32@3.5.", field="--rounds")
         tree = DraftShape(int(found[1]), int(found[2]), int(found[3])).bounded()
-        shapes.append(RoundShape(tree, float(found[4] or accept_length)))
+        shapes.append(RoundShape(tree, float(found[4] or accept_length), batches))
     return shapes
 
 
@@ -131,7 +142,7 @@ class Latency:
     def rounds(self, shape: RoundShape) -> list[Row]:
         """Return a row per batch size."""
         acceptance = self._engine.set_accept_length(shape.accept_length)
-        return [self._round(shape, batch, acceptance if shape.tree else "none") for batch in self._options.batches]
+        return [self._round(shape, batch, acceptance if shape.tree else "none") for batch in shape.batches or self._options.batches]
 
     def prefill(self, tokens: int) -> Row:
         """Return the row of a prompt of so many tokens: from handing it over to its first token."""

@@ -15,6 +15,14 @@ LOGIT_SPREAD = 6.0
 """Standard deviation of the logits: as sure of its first guesses as a trained head, so that trees grow as deep."""
 
 
+MEMORY_FOLDER = Path("/dev/shm")
+
+
+def memory_folder() -> Path | None:
+    """Return a folder in memory, or None where there is none: Python's default then."""
+    return MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else None
+
+
 @torch.inference_mode()
 def write_random_head(folder: Path, shape: NamedShape, device: torch.device | str, dtype: torch.dtype) -> Path:
     """Write config.json and model.safetensors of a head for `shape`; the embedding is the target's.

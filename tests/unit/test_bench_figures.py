@@ -112,7 +112,9 @@ def test_kinds_of_rounds_are_parsed_or_refused() -> None:
     assert chain.tree is not None
     assert chain.tree.max_nodes == 6
     assert (tree.label, tree.accept_length) == ("tree 5/8/32", 3.5)
-    for wrong in ("chain", "5/8", "0/1/2", "5/1/1", "tree", "5/8/32@x", "chain0"):
+    assert parse_shapes(["plain:1+4", "5/8/32@3:2"], 3.5)[0].batches == (1, 4)
+    assert parse_shapes(["plain:1+4", "5/8/32@3:2"], 3.5)[1].batches == (2,)
+    for wrong in ("plain:0", "plain:1,2", "chain3:x", "chain", "5/8", "0/1/2", "5/1/1", "tree", "5/8/32@x", "chain0"):
         with pytest.raises(ConfigurationError) as refused:
             parse_shapes([wrong], 3.5)
         assert refused.value.field == "--rounds"
