@@ -9,7 +9,7 @@ import torch
 from target_harness import FakeDrafter, Node
 
 from outrider.shared.spec.device import RoundState
-from outrider.shared.spec.drafter import FeatureSpec, ProposalRequest, ProposalRow, RoundResult, SequenceOpen
+from outrider.shared.spec.drafter import FeatureSpec, ProposalRequest, ProposalRow, SequenceOpen
 from outrider.shared.spec.tree import DraftBatch, DraftShape, mask_words
 
 LONGEST = 1024
@@ -40,6 +40,38 @@ class Template:
         return cls(parents, depths, siblings)
 
 
+@dataclass(frozen=True, slots=True)
+class StaticTrees:
+    """What `AnswerRounds.draft` reads: tensors that stay where they are."""
+
+    truth: torch.Tensor
+    depths: torch.Tensor
+    parents: torch.Tensor
+    siblings: torch.Tensor
+    mains: torch.Tensor
+    ancestors: torch.Tensor
+
+    @classmethod
+    def make(cls, bs: int, shape: DraftShape, device: torch.device) -> StaticTrees:
+        template = Template.of(shape)
+        assert len(template.parents) == shape.max_nodes, "tests ask for shapes that their depth and topk fill"
+        words = mask_words(shape.max_nodes)
+        masks = [[0] * words for _ in template.parents]
+        for node, parent in enumerate(template.parents):
+            if parent >= 0:
+                masks[node] = list(masks[parent])
+            masks[node][node // 32] |= 1 << node % 32
+        signed = [[word - (1 << 32) if word >> 31 else word for word in mask] for mask in masks]
+        return cls(
+            truth=torch.zeros((bs, LONGEST), dtype=torch.int64, device=device),
+            depths=torch.tensor([template.depths] * bs, dtype=torch.int32, device=device),
+            parents=torch.tensor([template.parents] * bs, dtype=torch.int32, device=device),
+            siblings=torch.tensor(template.siblings, dtype=torch.int64, device=device),
+            mains=torch.tensor([main_sibling(depth, shape.topk) for depth in template.depths], dtype=torch.int64, device=device),
+            ancestors=torch.tensor([signed] * bs, dtype=torch.int32, device=device),
+        )
+
+
 def main_sibling(depth: int, topk: int) -> int:
     """Which sibling of a level carries the guess; not always the first, so that K/V has to move."""
     return depth * 7 % topk
@@ -67,7 +99,7 @@ class AnswerDrafter(FakeDrafter):
         self.accuracy = accuracy
         self.device = torch.device(device)
         self.consumed: dict[int, int] = {}
-        self.static: dict[int, torch.Tensor] = {}
+        self.static: dict[tuple[int, DraftShape], StaticTrees] = {}
         self.entered = 0
         self.rounds = 0
         self.refuse_every = 0
@@ -78,9 +110,6 @@ class AnswerDrafter(FakeDrafter):
         super().open(sequences)
         for sequence in sequences:
             self.consumed[sequence.fence.session_id] = len(sequence.token_ids)
-
-    def commit(self, result: RoundResult) -> None:
-        super().commit(result)
 
     def propose(self, request: ProposalRequest) -> DraftBatch:
         for row in request.rows:
@@ -98,7 +127,7 @@ class AnswerDrafter(FakeDrafter):
         self.entered += 1
         if self.refuse_every and self.entered % self.refuse_every == 0:
             return None
-        assert int(state.counts.sum()) == 0, "every row is idle at first"
+        assert not state.counts.any(), "every row is idle at first"
         pending = [len(self.sequences[session_id]) - self.consumed[session_id] for session_id in session_ids]
         assert all(count >= 0 for count in pending)
         if any(not 1 <= count <= state.columns for count in pending):
@@ -145,32 +174,16 @@ class AnswerRounds:
         self.told = [0] * len(session_ids)
         self.checked = state.tokens.device.type == "cpu"
         self.left = False
-        template = Template.of(shape)
-        words = mask_words(shape.max_nodes)
-        masks = [[0] * words for _ in template.parents]
-        for node, parent in enumerate(template.parents):
-            if parent >= 0:
-                masks[node] = list(masks[parent])
-            masks[node][node // 32] |= 1 << node % 32
-        device = state.tokens.device
-        bs = state.bs
         # One static set per batch size and shape, as graphs hold the addresses.
-        key = hash((bs, shape))
-        if key not in drafter.static:
-            drafter.static[key] = torch.zeros((bs, LONGEST), dtype=torch.int64, device=device)
-        self.truth = drafter.static[key]
-        rows = torch.zeros((bs, LONGEST), dtype=torch.int64)
+        if (state.bs, shape) not in drafter.static:
+            drafter.static[state.bs, shape] = StaticTrees.make(state.bs, shape, state.tokens.device)
+        self.static = drafter.static[state.bs, shape]
+        rows = torch.zeros((state.bs, LONGEST), dtype=torch.int64)
         for row, session_id in enumerate(session_ids):
             answer = drafter.truth(drafter.sequences[session_id])
             rows[row, : len(answer)] = torch.tensor(answer)
-        self.truth.copy_(rows)
-        signed = [[word - (1 << 32) if word >> 31 else word for word in mask] for mask in masks]
-        self.depths = torch.tensor([template.depths] * bs, dtype=torch.int32, device=device)
-        self.parents = torch.tensor([template.parents] * bs, dtype=torch.int32, device=device)
-        self.siblings = torch.tensor(template.siblings, dtype=torch.int64, device=device)
-        self.mains = torch.tensor([main_sibling(depth, shape.topk) for depth in template.depths], dtype=torch.int64, device=device)
-        self.ancestors = torch.tensor([signed] * bs, dtype=torch.int32, device=device)
-        self.nodes = len(template.parents)
+            self.told[row] = len(drafter.sequences[session_id]) - drafter.consumed[session_id]
+        self.static.truth.copy_(rows)
 
     def reserve(self, committed_upper: Sequence[int]) -> bool:
         assert len(committed_upper) == len(self.sessions)
@@ -184,17 +197,15 @@ class AnswerRounds:
     def draft(self, state: RoundState) -> DraftBatch:
         if self.checked:
             self._check(state)
+        static = self.static
         committed = state.committed_lens.to(torch.int64)[:, None]
-        depths = self.depths.to(torch.int64)
-        index = (committed + depths - 1).clamp(0, LONGEST - 1)
-        truth = self.truth.gather(1, index)
-        right = (self.siblings == self.mains) & ((7 * committed + 3 * depths) % 10 < 10 * self.drafter.accuracy)
-        tokens = torch.where(right, truth, (truth + 1 + self.siblings) % self.drafter.vocab_size).to(torch.int32)
+        depths = static.depths.to(torch.int64)
+        truth = static.truth.gather(1, (committed + depths - 1).clamp(0, LONGEST - 1))
+        right = (static.siblings == static.mains) & ((7 * committed + 3 * depths) % 10 < 10 * self.drafter.accuracy)
+        tokens = torch.where(right, truth, (truth + 1 + static.siblings) % self.drafter.vocab_size).to(torch.int32)
         tokens[:, 0] = state.roots()
-        missing = self.shape.max_nodes - self.nodes
-        num_nodes = torch.where(state.counts > 0, self.nodes, 1).to(torch.int32)
-        assert missing == 0, "tests ask for shapes that their depth and topk fill"
-        return DraftBatch(tokens, self.parents, self.depths, num_nodes, self.ancestors)
+        num_nodes = torch.where(state.counts > 0, tokens.shape[1], 1).to(torch.int32)
+        return DraftBatch(tokens, static.parents, static.depths, num_nodes, static.ancestors)
 
     def _check(self, state: RoundState) -> None:
         drafter = self.drafter
@@ -238,7 +249,7 @@ class AnswerRounds:
         if not self.checked:
             for row, session_id in enumerate(self.sessions):
                 if session_id is not None:
-                    self.drafter.consumed[session_id] = len(self.drafter.sequences[session_id]) - max(1, self.told[row])
+                    self.drafter.consumed[session_id] = len(self.drafter.sequences[session_id]) - self.told[row]
             return
         for row, session_id in enumerate(self.sessions):
             if session_id is None:

@@ -300,8 +300,9 @@ def top_two_gap(decoder: Decoder, tokens: Sequence[int], sampling: SamplingParam
     assert lease is not None
     attention = create_backend("auto", decoder.device)
     attention.plan(build_batch(pool, [lease], [0], [len(tokens)]))
-    output = decoder.forward(torch.tensor(tokens), torch.arange(len(tokens)), attention, pool)
-    scores = decoder.logits(output.hidden[-1:])
+    ids, positions = torch.tensor(tokens, device=decoder.device), torch.arange(len(tokens), device=decoder.device)
+    with torch.inference_mode():
+        scores = decoder.logits(decoder.forward(ids, positions, attention, pool).hidden[-1:]).float().cpu()
     if sampling.temperature > 0:
         row = {"top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32}
         filters = [torch.tensor([getattr(sampling, name)], dtype=dtype) for name, dtype in row.items()]

@@ -1,0 +1,110 @@
+"""Ten thousand rounds of the embedded pair on a GPU: requests come, go, stop and pause; nothing leaks and nothing grows."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from gpu_pair import TARGET, make_pair_drafter
+from target_harness import Harness, make_harness
+
+from outrider.services.target.bucketed_verify import Buckets
+from outrider.services.target.device_loop import OverlapPlan
+from outrider.services.target.request import SamplingParams, SpeculationMode
+from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.nn.decoder import Decoder
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(580)]
+ROUNDS = 10_000
+WARM = 3_000
+SAMPLINGS = [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=3), SamplingParams(temperature=0.8, top_p=0.9, seed=4)]
+
+
+class Crowd:
+    """Clients that submit, cancel and pause at random."""
+
+    def __init__(self, harness: Harness, vocab_size: int, seed: int) -> None:
+        self.harness = harness
+        self.rng = random.Random(seed)
+        self.vocab_size = vocab_size
+        self.handles: list[int] = []
+        self.submitted = 0
+        self.paused: set[int] = set()
+
+    def act(self) -> None:
+        rng, harness = self.rng, self.harness
+        if harness.engine.num_live < 10 and rng.random() < 0.1:
+            prompt = [rng.randrange(self.vocab_size) for _ in range(rng.choice([3, 30, 200]))]
+            mode = rng.choice([SpeculationMode.ON, SpeculationMode.ON, SpeculationMode.AUTO, SpeculationMode.OFF])
+            stop = [rng.randrange(self.vocab_size)]
+            sampling = rng.choice(SAMPLINGS)
+            name = str(self.submitted)
+            self.submitted += 1
+            self.handles.append(
+                harness.submit(prompt, rng.randrange(1, 200), request_id=name, mode=mode, sampling=sampling, stop=stop, shape=(5, 4, 16))
+            )
+        if self.handles and rng.random() < 0.01:
+            harness.engine.cancel(rng.choice(self.handles))
+        if self.handles and rng.random() < 0.01:
+            handle = rng.choice(self.handles)
+            if handle in self.paused:
+                self.paused.remove(handle)
+                harness.engine.resume(handle)
+            else:
+                self.paused.add(handle)
+                harness.engine.pause(handle)
+
+    def settle(self) -> None:
+        """Let everything end."""
+        for handle in self.paused:
+            self.harness.engine.resume(handle)
+        self.paused.clear()
+        self.handles.clear()
+        self.harness.run()
+        torch.cuda.synchronize()
+
+
+def test_ten_thousand_rounds() -> None:
+    decoder = Decoder.load(TARGET, "cuda", torch.bfloat16)
+    drafter = make_pair_drafter(decoder)
+    harness = make_harness(
+        decoder,
+        drafter,
+        overlap=OverlapPlan((1, 2, 4, 8), 6),
+        graphs=GraphCache(decoder.device),
+        buckets=Buckets.make(8, 16),
+        num_pages=160,
+        max_running=8,
+        max_queued=64,
+        prefill_chunk=128,
+    )
+    crowd = Crowd(harness, decoder.config.vocab_size, 0)
+
+    def rounds_until(total: int) -> int:
+        while harness.engine.stats().rounds < total:
+            crowd.act()
+            if harness.engine.has_work():
+                harness.engine.step()
+        crowd.settle()
+        harness.scheduler.check()
+        assert harness.scheduler.allocator.held_pages == 0
+        return torch.cuda.memory_allocated()
+
+    warm = rounds_until(WARM)
+    graphs_warm, bytes_warm = len(harness.runner.graphs.keys), harness.runner.graphs.memory_bytes
+    end = rounds_until(ROUNDS)
+    graphs_end, bytes_end = len(harness.runner.graphs.keys), harness.runner.graphs.memory_bytes
+    print(f"{crowd.submitted} requests, {harness.engine.stats().rounds} rounds, {harness.scheduler.num_retractions} retractions")
+    print(f"allocated {warm / 2**20:.1f} -> {end / 2**20:.1f} MiB, graphs {graphs_warm} -> {graphs_end}, {bytes_warm} -> {bytes_end} bytes")
+    assert not harness.sink.failed
+    assert len(harness.sink.finished) == crowd.submitted
+    new_graphs = graphs_end - graphs_warm
+    assert end - warm <= (1 << 20) * (1 + 4 * new_graphs), "what grew is what late graphs recorded"
+    assert new_graphs <= 12
+    stats = harness.engine.stats().speculation
+    identity = sum((accepted + 1) * count for accepted, count in enumerate(stats.histogram))
+    emitted = harness.engine.stats().generated_tokens
+    by_prefills = emitted - (identity - stats.tokens_cut)
+    assert 0 <= by_prefills <= crowd.submitted + harness.scheduler.num_retractions
+    drafter.shutdown()
