@@ -34,8 +34,8 @@ from outrider.shared.parallel.commands import (
 from outrider.shared.parallel.decoder import HeadReader, ShardedDecoder, best_of
 from outrider.shared.parallel.packing import StepInputs, pack
 
-SILENCE_S = 15.0
-"""A rank that has not said a word for so long is stopped or cut off: it beats every second."""
+SILENT_BEATS = 15
+"""A rank from which nothing came for so many beats is stopped or cut off."""
 POOL_TIMEOUT_S = 120.0
 NOTICE_S = 1.0
 
@@ -58,7 +58,7 @@ class Lead:
         self._connections = dict(connections)
         self._on_failure = on_failure
         self._done: dict[int, queue.Queue[str]] = {rank: queue.Queue() for rank in connections}
-        self._heard = dict.fromkeys(connections, time.monotonic())
+        self._silent = dict.fromkeys(connections, 0)
         self._lock = threading.Lock()
         self._noticed = threading.Event()
         self._closing = False
@@ -139,18 +139,20 @@ class Lead:
             if report is None:
                 self.fail(_lost(rank, "its connection ended"))
                 return
-            self._heard[rank] = time.monotonic()
+            self._silent[rank] = 0
             if report.kind is ReportKind.DONE:
                 self._done[rank].put(report.text)
             elif report.kind is ReportKind.FAILED:
                 self.fail(UnavailableError(f"tp: rank {rank} failed: {report.text}", reason="rank_failed"))
 
     def _watch(self) -> None:
+        """Count beats of this process, not seconds: while it stands still itself, nobody is to blame."""
         while self.failure is None and not self._closing:
             time.sleep(BEAT_S)
-            for rank, heard in self._heard.items():
-                if time.monotonic() - heard > SILENCE_S:
-                    self.fail(_lost(rank, f"it has been silent for {SILENCE_S:g} s"))
+            for rank in self._silent:
+                self._silent[rank] += 1
+                if self._silent[rank] > SILENT_BEATS:
+                    self.fail(_lost(rank, f"it has been silent for {SILENT_BEATS} beats"))
 
 
 class LeadDecoder(ShardedDecoder):

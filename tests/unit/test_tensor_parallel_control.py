@@ -127,7 +127,7 @@ def test_what_a_rank_reports_is_what_the_caller_is_told(pair: tuple[Connection, 
 
 
 def test_a_silent_rank_is_lost(pair: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.shared.parallel.lead.SILENCE_S", 0.2)
+    monkeypatch.setattr("outrider.shared.parallel.lead.SILENT_BEATS", 3)
     monkeypatch.setattr("outrider.shared.parallel.lead.BEAT_S", 0.05)
     failures = Failures()
     Lead({1: pair[0]}, failures)
