@@ -309,16 +309,17 @@ def _print_summary(reply: Any) -> None:
 def health(
     url: Url = "http://127.0.0.1:8000",
     grpc_address: Annotated[
-        str | None, typer.Option("--grpc", help="Ask this gRPC address (host:port or unix:/path) instead.", metavar="ADDRESS")
+        str | None,
+        typer.Option("--grpc", help="Ask the service at this address (host:port, unix:/path or ipc:///path) instead.", metavar="ADDRESS"),
     ] = None,
     service: Annotated[str, typer.Option(help="gRPC service name to ask for.")] = "",
 ) -> None:
     """Say whether a stack (or one gRPC service) can take requests; exit code 0 if so."""
     if grpc_address:
         from outrider.services.health_client import ServingProbe
-        from outrider.shared.rpc.address import check_address
+        from outrider.shared.rpc.address import grpc_address as calls_of
 
-        with ServingProbe(check_address(grpc_address, "--grpc"), service) as probe:
+        with ServingProbe(calls_of(grpc_address, "--grpc"), service) as probe:
             status = probe.status()
         typer.echo(f"{grpc_address} {service} {status}".replace("  ", " "))
         raise typer.Exit(0 if status == "SERVING" else 1)

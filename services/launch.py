@@ -48,6 +48,7 @@ class Transport(Enum):
 
     AUTO = "auto"
     GRPC = "grpc"
+    IPC = "ipc"
     INPROC = "inproc"
 
 
@@ -121,7 +122,8 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
         inproc: Whether the draft runs inside the target.
     """
     target_address = f"unix:{runtime_dir / 'target.sock'}"
-    draft_address = f"unix:{runtime_dir / 'draft.sock'}" if options.speculates and not inproc else None
+    scheme = "ipc://" if options.transport is Transport.IPC else "unix:"
+    draft_address = f"{scheme}{runtime_dir / 'draft.sock'}" if options.speculates and not inproc else None
     shape = {"num-steps": options.num_steps, "topk": options.topk, "num-draft-tokens": options.num_draft_tokens}
     caps = {"max-steps": options.max_steps, "max-topk": options.max_topk, "max-nodes": options.max_nodes}
     placement = {"device": options.device, "dtype": options.dtype, "log-level": options.log_level, "kv-tokens": options.kv_tokens}
@@ -221,7 +223,7 @@ def _check_model_folder(folder: Path, flag: str, hint: str = "") -> None:
 
 def wants_inproc(options: StackOptions) -> bool:
     """Decide whether the draft runs in the target's process: as asked; for AUTO n-grams always, a model on a machine with one GPU."""
-    if not options.speculates or options.transport is Transport.GRPC:
+    if not options.speculates or options.transport in (Transport.GRPC, Transport.IPC):
         return False
     if options.transport is Transport.INPROC or options.algorithm is Algorithm.NGRAM:
         return True
@@ -286,6 +288,7 @@ def running_stack(options: StackOptions, echo: Echo, progress: Progress, stopped
 def _wait_until_ready(plan: StackPlan, supervisor: Supervisor, progress: Progress, stopped: Callable[[], bool]) -> None:
     from outrider.services.health_client import DRAFT_SERVICE, TARGET_SERVICE, ServingProbe
     from outrider.services.rest import RestClient
+    from outrider.shared.rpc.address import grpc_address
 
     started = time.monotonic()
     with ExitStack() as cleanup:
@@ -293,7 +296,7 @@ def _wait_until_ready(plan: StackPlan, supervisor: Supervisor, progress: Progres
         target = cleanup.enter_context(ServingProbe(plan.target_address, TARGET_SERVICE))
         waiting: dict[str, Callable[[], bool]] = {}
         if plan.draft_address:
-            waiting["draft"] = cleanup.enter_context(ServingProbe(plan.draft_address, DRAFT_SERVICE)).serving
+            waiting["draft"] = cleanup.enter_context(ServingProbe(grpc_address(plan.draft_address, "draft"), DRAFT_SERVICE)).serving
         waiting["target"] = target.serving
         # Asked last: the gateway is ready when the target is.
         waiting["gateway"] = lambda: len(waiting) == 1 and gateway.status("/ready")[0] == 200

@@ -6,13 +6,16 @@ import torch
 
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import DraftEngine
+from outrider.services.draft.ipc import IpcServer
 from outrider.services.draft.loop import DraftLoop
+from outrider.services.draft.protocol import DraftProtocol
 from outrider.services.draft.servicer import SERVICE_NAME, DraftServicer, register
 from outrider.services.draft.settings import DraftSettings, plan_threads
 from outrider.services.draft.warmup import warm_up
 from outrider.shared.base.lifecycle import DrainStep, StopSignal, run_steps
 from outrider.shared.nn.tokenizer_file import tokenizer_fingerprint
 from outrider.shared.obs.logging import configure_logging, get_logger
+from outrider.shared.rpc.address import IpcAddress, grpc_address
 from outrider.shared.rpc.server import SyncServer, sync_server
 
 MAX_WORKERS = 64
@@ -42,7 +45,7 @@ def run(settings: DraftSettings) -> int:
 
 
 class DraftService:
-    """A draft that serves on one address. Use `start`, then `stop`.
+    """A draft that serves on one address, over gRPC, and over ``ipc:///path`` on a socket beside that too. Use `start`, then `stop`.
 
     Args:
         settings: Resolved.
@@ -59,10 +62,12 @@ class DraftService:
         if threads:
             torch.set_num_threads(threads)
         self.loop = DraftLoop(self.engine)
-        servicer = DraftServicer(self.loop, device, _tokenizer(settings))
+        protocol = DraftProtocol(self.loop, device, _tokenizer(settings))
+        ipc = IpcAddress.parse(settings.listen, "listen")
+        self._ipc = IpcServer(ipc.streams, protocol) if ipc else None
         self._server: SyncServer = sync_server(
-            settings.listen,
-            [(register, servicer)],
+            grpc_address(settings.listen, "listen"),
+            [(register, DraftServicer(protocol))],
             [SERVICE_NAME],
             max_workers=MAX_WORKERS,
         )
@@ -70,13 +75,15 @@ class DraftService:
     @property
     def address(self) -> str:
         """Where it listens, the port resolved."""
-        return self._server.address
+        return self._settings.listen if self._ipc else self._server.address
 
     def start(self) -> None:
         """Warm up, then accept streams."""
         if not self.engine.strategy.missing():
             warm_up(self.engine, self._settings.torch_device())
         self.loop.start()
+        if self._ipc:
+            self._ipc.start()
         self._server.start()
         self._server.set_serving(True)
 
@@ -86,10 +93,15 @@ class DraftService:
             [
                 DrainStep("not serving", lambda: self._server.set_serving(False)),
                 DrainStep("join the engine", self.loop.stop),
+                DrainStep("hang up on this host's targets", self._hang_up),
                 DrainStep("stop the server", lambda: self._server.stop(self._settings.drain_grace_s)),
             ]
         )
         log.info("stopped", clean=done)
+
+    def _hang_up(self) -> None:
+        if self._ipc:
+            self._ipc.stop()
 
 
 def _tokenizer(settings: DraftSettings) -> str:

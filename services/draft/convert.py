@@ -12,7 +12,7 @@ from outrider.services.draft.replies import NeedResync, Opened, Pong, Rejected, 
 from outrider.services.draft.session import Ask
 from outrider.services.draft.strategy import StrategyInfo, TargetInfo
 from outrider.shared.base.errors import ProtocolError
-from outrider.shared.rpc.tensors import decode_tensor, wire_dtype
+from outrider.shared.rpc.tensors import TensorReader, wire_dtype
 from outrider.shared.spec.drafter import Commit, FeatureSpec, SequenceOpen
 from outrider.shared.spec.fence import Fence
 from outrider.shared.spec.tree import DraftShape
@@ -92,20 +92,21 @@ def opening_from(message: draft_pb2.Open) -> SequenceOpen:
     return SequenceOpen(fence_from(message.fence), list(message.token_ids), message.seed, message.temperature, message.choice_index)
 
 
-def commits_from(frame: draft_pb2.TargetFrame, feature_size: int, received_s: float) -> Iterator[CommitMessage]:
+def commits_from(frame: draft_pb2.TargetFrame, feature_size: int, received_s: float, tensors: TensorReader) -> Iterator[CommitMessage]:
     """Convert a frame's commits. Their feature rows are views of one tensor.
 
     Args:
         frame: The frame.
         feature_size: Width of a feature row.
         received_s: When it arrived, monotonic.
+        tensors: Reads the rows of this carrier.
 
     Raises:
         ProtocolError: the feature tensor is malformed, or a commit points outside of it.
     """
     rows = None
     if frame.HasField("features"):
-        rows = decode_tensor(frame.features, name="frame.features", columns=feature_size)
+        rows = tensors.read(frame.features, "frame.features", feature_size)
     for message in frame.commits:
         features = None
         if message.num_feature_rows:

@@ -1,4 +1,8 @@
-"""What runs on the engine thread of the draft service: commands of the streams, then drafting. Streams never touch the engine otherwise."""
+"""What runs on the engine thread of the draft service: what its own streams sent, commands of other threads, then drafting.
+
+Streams of other threads (gRPC) never touch the engine: they submit commands. Streams of this host are `Source`s that the engine thread
+itself reads, because every thread that a message passes through costs more than the message.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,12 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import count
-from queue import SimpleQueue
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.replies import Rejected, Reply, frames_of
 from outrider.services.draft.session import PeerId
+from outrider.services.draft.wakeup import Source, SourceWakeUp
 from outrider.shared.base.errors import UnavailableError
 from outrider.shared.engine.loop import EngineThread
 from outrider.shared.obs.logging import get_logger
@@ -22,31 +26,29 @@ log = get_logger("outrider.draft")
 T = TypeVar("T")
 
 EXPIRY_PERIOD_S = 0.5
-MAX_UNSENT = 4096
-"""Replies waiting for a target that does not read; beyond them its stream is ended."""
 
-Outbox = SimpleQueue[Reply | Exception | None]
-"""Replies of one session stream, in order; an exception ends it with an error, None ends it."""
+
+class Outlet(Protocol):
+    """Where the replies to one target go. Called on the engine thread; never waits."""
+
+    def send(self, reply: Reply) -> None:
+        """Send a reply; a target that does not read is hung up on."""
+        ...
+
+    def end(self) -> None:
+        """End the stream."""
+        ...
 
 
 class Peer:
-    """One session stream: its outbox, and who is on the other end."""
+    """One session stream: who is on the other end, and where its replies go."""
 
-    def __init__(self, peer_id: PeerId, target_id: str) -> None:
+    def __init__(self, peer_id: PeerId, target_id: str, outlet: Outlet) -> None:
         self.id = peer_id
         self.target_id = target_id
-        self.outbox: Outbox = SimpleQueue()
-
-    def send(self, reply: Reply) -> None:
-        """Queue a reply."""
-        if self.outbox.qsize() < MAX_UNSENT:
-            self.outbox.put(reply)
-        else:
-            self.outbox.put(None)
-
-    def fail(self, error: Exception) -> None:
-        """End the stream with an error."""
-        self.outbox.put(error)
+        self._outlet = outlet
+        self.send = outlet.send
+        self.end = outlet.end
 
 
 class DraftLoop:
@@ -63,7 +65,8 @@ class DraftLoop:
         self._peer_numbers = count(1)
         self._expire_at_s = 0.0
         self._stopped = False
-        self._thread = EngineThread(self, name="draft-engine")
+        self._wake_up = SourceWakeUp()
+        self._thread = EngineThread(self, name="draft-engine", event=self._wake_up)
 
     def start(self) -> None:
         """Start the engine thread."""
@@ -74,8 +77,9 @@ class DraftLoop:
         self._stopped = True
         self._thread.stop()
         for peer in list(self._peers.values()):
-            peer.outbox.put(None)
+            peer.end()
             self.leave(peer)
+        self._wake_up.close()
 
     def submit(self, command: Callable[[], object]) -> None:
         """Have `command` run on the engine thread, in the order of submission. Any thread may call this."""
@@ -97,12 +101,20 @@ class DraftLoop:
         self.submit(run)
         return future.result(timeout_s)
 
-    def join(self, target_id: str) -> Peer:
+    def listen(self, source: Source) -> None:
+        """Read `source` on the engine thread from now on; called there."""
+        self._wake_up.add(source)
+
+    def unlisten(self, source: Source) -> None:
+        """Read `source` no more; called on the engine thread before it is closed, more than once if need be."""
+        self._wake_up.remove(source)
+
+    def join(self, target_id: str, outlet: Outlet) -> Peer:
         """Register a session stream; called on the engine thread. An older stream of the same target is ended."""
         for old in [peer for peer in self._peers.values() if peer.target_id == target_id]:
-            old.outbox.put(None)
+            old.end()
             self.leave(old)
-        peer = Peer(PeerId(next(self._peer_numbers)), target_id)
+        peer = Peer(PeerId(next(self._peer_numbers)), target_id, outlet)
         self._peers[peer.id] = peer
         self.engine.touch(peer.id)
         return peer
@@ -119,10 +131,11 @@ class DraftLoop:
 
     def has_work(self) -> bool:
         """See `Steppable.has_work`."""
-        return bool(self._commands) or time.monotonic() >= self._expire_at_s or self.engine.has_work()
+        return self._wake_up.ready() or bool(self._commands) or time.monotonic() >= self._expire_at_s or self.engine.has_work()
 
     def step(self) -> None:
         """See `Steppable.step`: what arrived, then trees for all who asked, or one chunk of a prompt."""
+        self._wake_up.read()
         while self._commands:
             self._commands.popleft()()
         if time.monotonic() >= self._expire_at_s:

@@ -11,7 +11,7 @@ from pydantic import Field
 from outrider.services.draft.algorithm import Algorithm, check_given
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.base.settings import ServiceSettings, settings_config
-from outrider.shared.rpc.address import check_listen_address
+from outrider.shared.rpc.address import check_listen_address, grpc_address
 from outrider.shared.spec.tree import DraftShape
 
 DEFAULT_KV_TOKENS = 64 * 1024
@@ -35,7 +35,9 @@ class DraftSettings(ServiceSettings):
 
     model_config = settings_config("draft")
 
-    listen: str = Field("127.0.0.1:7002", description="Address of the gRPC service: host:port or unix:/path.")
+    listen: str = Field(
+        "127.0.0.1:7002", description="Address of the service: host:port, unix:/path, or ipc:///path for a target of this host."
+    )
     insecure: bool = Field(False, description="Listen on addresses that other hosts reach, without authentication.")
     draft: Path | None = Field(None, description="Folder of the draft head or draft model; none for n-grams or the target's MTP layers.")
     target_weights: Path | None = Field(
@@ -72,7 +74,7 @@ class DraftSettings(ServiceSettings):
         Raises:
             ConfigurationError: names the field and the fix.
         """
-        check_listen_address(self.listen, "listen", allow_remote=self.insecure)
+        check_listen_address(grpc_address(self.listen, "listen"), "listen", allow_remote=self.insecure)
         check_given(self.speculative_algorithm, self.draft, self.target_weights)
         if self.ngram_corpus is not None and self.speculative_algorithm is not Algorithm.NGRAM:
             raise ConfigurationError(

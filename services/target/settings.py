@@ -14,7 +14,7 @@ from outrider.services.target.request import SpeculationLimits
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.base.settings import ServiceSettings, settings_config
 from outrider.shared.parallel.reduce import ReduceKind
-from outrider.shared.rpc.address import check_address, check_listen_address
+from outrider.shared.rpc.address import IpcAddress, check_address, check_listen_address
 from outrider.shared.spec.algorithm import Algorithm
 from outrider.shared.spec.tree import DraftShape
 
@@ -59,7 +59,7 @@ class TargetSettings(ServiceSettings):
     tp_all_reduce: ReduceKind = Field(ReduceKind.AUTO, description="auto: one-shot sums where the GPUs reach each other; group: NCCL's.")
     tp_timeout_s: float = Field(60.0, gt=0, description="A step that a rank does not join for so long ends the target.")
     attention_backend: str = Field("auto", description="auto, reference or triton.")
-    draft: str = Field("none", description="The draft service: grpc://host:port, unix:/path, or none.")
+    draft: str = Field("none", description="The draft service: grpc://host:port, unix:/path, ipc:///path on this host, or none.")
     speculative_algorithm: Algorithm = Field(
         Algorithm.AUTO, description="As for the draft; NONE decodes without one, auto is what the draft says it is."
     )
@@ -129,14 +129,18 @@ class TargetSettings(ServiceSettings):
         self._check_ranks()
 
     def draft_address(self) -> str | None:
-        """Return the draft's address for gRPC, or None without a draft."""
+        """Return the draft's address, or None without a draft."""
         if self.draft == "none" or self.speculative_algorithm is Algorithm.NONE:
             return None
         if self.draft.startswith("grpc://"):
             return check_address(self.draft.removeprefix("grpc://").rstrip("/"), "draft")
         if self.draft.startswith("unix:"):
             return check_address(self.draft, "draft")
-        raise ConfigurationError(f"draft: expected none, grpc://host:port or unix:/path, not {self.draft!r}.", field="draft")
+        if IpcAddress.parse(self.draft, "draft"):
+            return self.draft
+        raise ConfigurationError(
+            f"draft: expected none, grpc://host:port, unix:/path or ipc:///path, not {self.draft!r}.", field="draft"
+        )
 
     def limits(self) -> SpeculationLimits:
         """Return the default tree shape and its caps."""

@@ -35,6 +35,22 @@ class Steppable(Protocol):
         ...
 
 
+class WakeUp(Protocol):
+    """What the thread sleeps on: a `threading.Event`, or one that wakes for other things too."""
+
+    def set(self) -> None:
+        """End the present or the next `wait`. Any thread."""
+        ...
+
+    def clear(self) -> None:
+        """Undo `set`."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Sleep until `set`, at most `timeout` seconds; may return early."""
+        ...
+
+
 class EngineThread:
     """Runs one engine until `stop`. `wake` may be called from any thread, and is cheap.
 
@@ -42,12 +58,15 @@ class EngineThread:
         engine: What to run.
         name: The thread's name.
         on_start: Called first on the thread, e.g. to choose its CUDA device.
+        event: What it sleeps on when the engine has no work; an event of its own by default.
     """
 
-    def __init__(self, engine: Steppable, name: str = "engine", on_start: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, engine: Steppable, name: str = "engine", on_start: Callable[[], None] = lambda: None, event: WakeUp | None = None
+    ) -> None:
         self._engine = engine
         self._on_start = on_start
-        self._event = threading.Event()
+        self._event: WakeUp = event or threading.Event()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 

@@ -1,13 +1,62 @@
-"""Addresses: ``host:port`` or ``unix:/path``, and who may reach them."""
+"""Addresses: ``host:port`` or ``unix:/path``, ``ipc:///path`` between a target and a draft of one host, and who may reach them."""
 
 from __future__ import annotations
 
 import ipaddress
+from dataclasses import dataclass
 
 from outrider.shared.base.errors import ConfigurationError
 
 # sun_path holds 108 bytes with its terminating zero.
 MAX_UNIX_PATH_BYTES = 107
+IPC_SCHEME = "ipc://"
+IPC_SUFFIX = ".ipc"
+
+
+@dataclass(frozen=True, slots=True)
+class IpcAddress:
+    """``ipc:///path``: the streams between target and draft have a socket of their own, all else is gRPC on a unix socket beside it.
+
+    Attributes:
+        path: As given.
+    """
+
+    path: str
+
+    @property
+    def streams(self) -> str:
+        """Path of the socket of the streams."""
+        return self.path + IPC_SUFFIX
+
+    @property
+    def grpc(self) -> str:
+        """Address for gRPC: health, weights, information, and targets that speak gRPC."""
+        return f"unix:{self.path}"
+
+    @classmethod
+    def parse(cls, address: str, field: str) -> IpcAddress | None:
+        """Return what ``ipc:///path`` means; None if `address` is of another kind.
+
+        Raises:
+            ConfigurationError: the path is not absolute or too long; names `field`.
+        """
+        if not address.startswith("ipc:"):
+            return None
+        path = address.removeprefix(IPC_SCHEME)
+        if not path.startswith("/") or path.endswith("/"):
+            raise ConfigurationError(
+                f"{field}: the colocated transport needs an absolute path (ipc:///run/outrider/draft.sock), not {address!r}.", field=field
+            )
+        if len(path.encode()) > MAX_UNIX_PATH_BYTES - len(IPC_SUFFIX):
+            longest = MAX_UNIX_PATH_BYTES - len(IPC_SUFFIX)
+            raise ConfigurationError(f"{field}: the socket path is longer than {longest} bytes: {path}.", field=field)
+        return cls(path)
+
+
+def grpc_address(address: str, field: str) -> str:
+    """Return where the gRPC calls of an address go: ``unix:/path`` for ``ipc:///path``, else what `check_address` returns."""
+    ipc = IpcAddress.parse(address, field)
+    return check_address(address, field) if ipc is None else ipc.grpc
 
 
 def check_address(address: str, field: str) -> str:

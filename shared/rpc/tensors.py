@@ -7,8 +7,9 @@ the gateway must not import this module.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
+from typing import Protocol
 
 import torch
 
@@ -55,6 +56,45 @@ def encode_tensor(tensor: torch.Tensor) -> common_pb2.TensorData:
     return common_pb2.TensorData(shape=list(tensor.shape), dtype=wire_dtype(tensor.dtype), inline=tensor_bytes(tensor))
 
 
+class TensorWriter(Protocol):
+    """Puts rows into messages: inline, or into memory that the reader has mapped. Used by one thread at a time."""
+
+    def write(self, parts: Sequence[torch.Tensor]) -> common_pb2.TensorData:
+        """Return the message of ``[rows, columns]`` tensors of one dtype, one below the other. They may be changed afterwards."""
+        ...
+
+
+class TensorReader(Protocol):
+    """The other end of a `TensorWriter`. Used by one thread at a time."""
+
+    def read(self, data: common_pb2.TensorData, name: str, columns: int) -> torch.Tensor:
+        """Return the ``[rows, columns]`` tensor of a message as a fresh tensor.
+
+        Raises:
+            ProtocolError: it does not travel this way, or is malformed; names `name`.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of the memory that the writer shares."""
+        ...
+
+
+class InlineTensors:
+    """`TensorWriter` and `TensorReader` of messages that carry the bytes themselves."""
+
+    def write(self, parts: Sequence[torch.Tensor]) -> common_pb2.TensorData:
+        """See `TensorWriter.write`."""
+        return encode_tensor(parts[0] if len(parts) == 1 else torch.cat(list(parts)))
+
+    def read(self, data: common_pb2.TensorData, name: str, columns: int) -> torch.Tensor:
+        """See `TensorReader.read`; on the CPU."""
+        return decode_tensor(data, name=name, columns=columns)
+
+    def close(self) -> None:
+        """See `TensorReader.close`."""
+
+
 def decode_tensor(data: common_pb2.TensorData, *, name: str = "tensor", columns: int | None = None) -> torch.Tensor:
     """Return the tensor of an inline message as a fresh CPU tensor.
 
@@ -68,13 +108,21 @@ def decode_tensor(data: common_pb2.TensorData, *, name: str = "tensor", columns:
     """
     if data.WhichOneof("data") != "inline":
         raise ProtocolError(f"{name}: only inline tensors are accepted on this transport, not {data.WhichOneof('data')}.", field=name)
+    shape, dtype = read_shape(data, len(data.inline), name, columns)
+    return _from_bytes(bytearray(data.inline), shape, dtype)
+
+
+def read_shape(
+    data: common_pb2.TensorData, num_bytes: int, name: str = "tensor", columns: int | None = None
+) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return shape and dtype of a message whose data has `num_bytes`; errors as for `decode_tensor`."""
     dtype = torch_dtype(data.dtype, name)
     shape = _checked_shape(data.shape, name)
-    if len(data.inline) != prod(shape) * dtype.itemsize:
-        raise ProtocolError(f"{name}: {len(data.inline)} bytes do not fill shape {list(shape)} of {dtype}.", field=name)
+    if num_bytes != prod(shape) * dtype.itemsize:
+        raise ProtocolError(f"{name}: {num_bytes} bytes do not fill shape {list(shape)} of {dtype}.", field=name)
     if columns is not None and (len(shape) != 2 or shape[1] != columns):
         raise ProtocolError(f"{name}: expected shape [rows, {columns}], not {list(shape)}.", field=name)
-    return _from_bytes(bytearray(data.inline), shape, dtype)
+    return shape, dtype
 
 
 def split_tensor(name: str, tensor: torch.Tensor, max_chunk_bytes: int = MAX_CHUNK_BYTES) -> Iterator[common_pb2.TensorChunk]:

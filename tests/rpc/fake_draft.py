@@ -10,9 +10,11 @@ from typing import TypeVar
 
 import grpc
 import torch
+from ipc_bridge import IpcBridge
 
 from outrider.common.v1 import common_pb2
 from outrider.draft.v1 import draft_pb2, draft_pb2_grpc
+from outrider.shared.rpc.address import IpcAddress, grpc_address
 from outrider.shared.rpc.server import SyncServer, sync_server
 from outrider.shared.rpc.tensors import decode_tensor, split_tensor
 from outrider.shared.spec.fence import FNV_OFFSET, extend_prefix_hash
@@ -45,6 +47,19 @@ class Followed:
         return new
 
 
+@dataclass
+class Served:
+    """A fake that listens."""
+
+    server: SyncServer
+    bridge: IpcBridge | None
+
+    def stop(self, grace_s: float) -> None:
+        if self.bridge is not None:
+            self.bridge.stop()
+        self.server.stop(grace_s)
+
+
 class FakeDraft(draft_pb2_grpc.DraftServicer):
     """Follows sessions strictly (gaps, hashes and missing rows are recorded in `problems`) and answers by `plan`."""
 
@@ -75,11 +90,16 @@ class FakeDraft(draft_pb2_grpc.DraftServicer):
         self._lock = threading.Lock()
         self._outboxes: list[queue.SimpleQueue[draft_pb2.SessionReply | None]] = []
 
-    def serve(self, address: str) -> SyncServer:
-        server = sync_server(address, [(draft_pb2_grpc.add_DraftServicer_to_server, self)], ["outrider.draft.v1.Draft"])
+    def serve(self, address: str) -> Served:
+        """Listen on any address; `ipc:` has a socket of its own for the streams."""
+        ipc = IpcAddress.parse(address, "address")
+        bridge = IpcBridge(ipc.streams, self) if ipc else None
+        server = sync_server(
+            grpc_address(address, "address"), [(draft_pb2_grpc.add_DraftServicer_to_server, self)], ["outrider.draft.v1.Draft"]
+        )
         server.start()
         server.set_serving(True)
-        return server
+        return Served(server, bridge)
 
     def push(self, reply: draft_pb2.SessionReply) -> None:
         for outbox in self._outboxes:

@@ -13,6 +13,7 @@ from outrider.services.draft.app import DraftService
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.breaker import Breaker
 from outrider.services.target.draft_client.link import DraftLink, TargetIdentity
+from outrider.services.target.draft_client.remote import carrier_of
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.rpc.client import connect
 
@@ -26,11 +27,11 @@ def test_the_target_rebuilds_the_feature_spec(tmp_path: Path, normed: bool) -> N
     service = DraftService(DraftSettings.load(values))
     service.start()
     identity = TargetIdentity.of(Decoder.load(target_dir))
-    link = DraftLink(service.address, identity, lambda _name: torch.zeros(1), Breaker())
+    carriers = carrier_of(service.address, torch.device("cpu"))
+    link = DraftLink(service.address, identity, lambda _name: torch.zeros(1), Breaker(), carriers)
     try:
         link.start()
-        event = link.inbox.get(timeout=20)
-        spec = event.connection.spec
+        spec = link.changes.get(timeout=20).spec
         own = service.engine.strategy.feature_spec(None)
         assert spec is not None
         assert spec.aux_layer_ids == own.aux_layer_ids

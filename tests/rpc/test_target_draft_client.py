@@ -1,4 +1,4 @@
-"""The remote drafter against a scripted draft service over real gRPC: the protocol, and every way in which a draft can fail."""
+"""The remote drafter against a scripted draft, over gRPC and over sockets of one host: the protocol, and every way in which it can fail."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def plain(decoder: Decoder) -> list[int]:
     return generate_plain(decoder, NoDrafter(), PROMPT, 200)
 
 
-@pytest.fixture
-def address(tmp_path: Path) -> str:
-    return f"unix:{tmp_path}/draft.sock"
+@pytest.fixture(params=["unix:", "ipc://"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"{request.param}{tmp_path}/draft.sock"
 
 
 @pytest.fixture

@@ -8,19 +8,21 @@ the draft raises: the rows concerned get trees of one node and a reason.
 from __future__ import annotations
 
 import logging
-import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.breaker import Breaker, BreakerState
-from outrider.services.target.draft_client.link import Connection, DraftLink, LinkEvent, TargetIdentity, Weight
+from outrider.services.target.draft_client.connection import Carrier, Connection
+from outrider.services.target.draft_client.grpc_carrier import GrpcCarrier
+from outrider.services.target.draft_client.ipc_carrier import IpcCarrier
+from outrider.services.target.draft_client.link import DraftLink, TargetIdentity, Weight
 from outrider.services.target.draft_client.session import DraftSession
 from outrider.services.target.draft_client.trees import CheckedTree, check_tree, fence_from_proto, fence_to_proto, pad_trees, root_tree
 from outrider.shared.base.errors import OutriderError, ProtocolError
-from outrider.shared.rpc.tensors import encode_tensor
+from outrider.shared.rpc.address import IpcAddress
 from outrider.shared.spec.drafter import DrafterState, FeatureSpec, ProposalRequest, ProposalRow, RoundResult, SequenceOpen
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
@@ -37,7 +39,7 @@ _log = logging.getLogger("outrider.target.draft")
 
 
 class RemoteDrafter:
-    """`Drafter` over gRPC. `state`, `describe` and `refusal` may be called from any thread, the rest from the engine thread only."""
+    """`Drafter` of another process. `state`, `describe` and `refusal` may be called from any thread, the rest from the engine thread."""
 
     device_resident = False
 
@@ -48,7 +50,7 @@ class RemoteDrafter:
         self._device = device
         self._fault_deadline_s = fault_deadline_s
         self._breaker = Breaker()
-        self._link = DraftLink(address, identity, weight, self._breaker)
+        self._link = DraftLink(address, identity, weight, self._breaker, carrier_of(address, device))
         self._connection: Connection | None = None
         self._hello = draft_pb2.HelloAck()
         self._spec: FeatureSpec | None = None
@@ -211,11 +213,14 @@ class RemoteDrafter:
             if remaining <= 0:
                 self._missed(open_rows, patient)
                 return
-            try:
-                event = self._link.inbox.get(timeout=remaining)
-            except queue.Empty:
-                continue
-            self._handle(event)
+            connection = self._connection
+            if connection is None:
+                break
+            reply = connection.receive(remaining)
+            if reply is not None:
+                self._handle(connection, reply)
+            elif connection.ended.is_set():
+                self._connection_changed(connection)
         if any(session.tree is not None for _row, session in awaited):
             self._breaker.success()
 
@@ -224,7 +229,8 @@ class RemoteDrafter:
             return started + deadline_s
         if session.warm:
             return started + self._fault_deadline_s
-        return min(self._last_sign + self._fault_deadline_s, started + WARMING_PATIENCE * self._fault_deadline_s)
+        sign = max(self._last_sign, self._connection.last_sign_s if self._connection else 0.0)
+        return min(sign + self._fault_deadline_s, started + WARMING_PATIENCE * self._fault_deadline_s)
 
     def _missed(self, open_rows: list[tuple[ProposalRow, DraftSession]], patient: bool) -> None:
         """Some rows got no answer in time: a fault if they could wait, else a miss, unless the draft is still opening them."""
@@ -241,20 +247,20 @@ class RemoteDrafter:
     # ---- messages
 
     def _drain(self) -> None:
-        inbox = self._link.inbox
-        while not inbox.empty():
-            self._handle(inbox.get())
+        changes = self._link.changes
+        while not changes.empty():
+            self._connection_changed(changes.get())
+        connection = self._connection
+        while connection is not None and (reply := connection.receive(0.0)) is not None:
+            self._handle(connection, reply)
 
-    def _handle(self, event: LinkEvent) -> None:
-        if event.reply is None:
-            self._connection_changed(event.connection)
-        elif event.connection is self._connection:
-            self._last_sign = time.monotonic()
-            try:
-                self._reply(event.reply)
-            except ProtocolError as error:
-                _log.warning("the draft broke the protocol: %s", error.message)
-                event.connection.close()
+    def _handle(self, connection: Connection, reply: draft_pb2.SessionReply) -> None:
+        self._last_sign = time.monotonic()
+        try:
+            self._reply(reply)
+        except ProtocolError as error:
+            _log.warning("the draft broke the protocol: %s", error.message)
+            connection.close()
 
     def _connection_changed(self, connection: Connection) -> None:
         if connection.ended.is_set():
@@ -364,5 +370,15 @@ class RemoteDrafter:
 
 def _send_frame(connection: Connection, frame: draft_pb2.TargetFrame, features: list[torch.Tensor]) -> None:
     if features:
-        frame.features.CopyFrom(encode_tensor(features[0] if len(features) == 1 else torch.cat(features)))
+        frame.features.CopyFrom(connection.carrier.tensors.write(features))
     connection.send(draft_pb2.SessionRequest(frame=frame))
+
+
+def carrier_of(address: str, device: torch.device) -> Callable[[], Carrier]:
+    """Return what makes carriers to a draft's address."""
+    ipc = IpcAddress.parse(address, "draft")
+
+    def make() -> Carrier:
+        return GrpcCarrier(address) if ipc is None else IpcCarrier(ipc, device)
+
+    return make

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from outrider.draft.v1 import draft_pb2
-from outrider.services.target.draft_client.link import Connection
+from outrider.services.target.draft_client.connection import Connection
 from outrider.services.target.draft_client.trees import CheckedTree, fence_to_proto
-from outrider.shared.rpc.tensors import MAX_CHUNK_BYTES, encode_tensor
+from outrider.shared.rpc.tensors import MAX_CHUNK_BYTES
 from outrider.shared.spec.drafter import ProposalRow
 from outrider.shared.spec.fence import Fence
 
@@ -91,7 +91,7 @@ class DraftSession:
                 session_id=self.fence.session_id,
                 epoch=self.fence.epoch,
                 base=base + start,
-                features=encode_tensor(rows[start : start + per_chunk]),
+                features=connection.carrier.bulk_tensors.write([rows[start : start + per_chunk]]),
                 target_id=target_id,
             )
-            connection.send_bulk(message)
+            connection.carrier.send_bulk(message)

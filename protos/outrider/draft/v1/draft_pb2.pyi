@@ -763,6 +763,106 @@ class BulkReply(_message.Message):
 Global___BulkReply: _TypeAlias = BulkReply  # noqa: Y015
 
 @_typing.final
+class BulkHello(_message.Message):
+    """The colocated transport (ipc:///path): the same SessionRequest, SessionReply and BulkRequest in frames on two unix sockets, tensors in
+    mailboxes. A connection starts with Hello (the session stream) or BulkHello (the bulk stream of a target that has said Hello).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TARGET_ID_FIELD_NUMBER: _builtins.int
+    target_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        target_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["target_id", b"target_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BulkHello: _TypeAlias = BulkHello  # noqa: Y015
+
+@_typing.final
+class Mailbox(_message.Message):
+    """A mailbox that the target made. Its memory travels as a file descriptor beside the message, in the order of `mailboxes`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOTS_FIELD_NUMBER: _builtins.int
+    SLOT_BYTES_FIELD_NUMBER: _builtins.int
+    CUDA_HANDLE_FIELD_NUMBER: _builtins.int
+    slots: _builtins.int
+    slot_bytes: _builtins.int
+    cuda_handle: _builtins.bytes
+    """cudaIpcMemHandle_t of slots * slot_bytes of device memory; empty: the slots lie behind the counters in the shared memory."""
+    def __init__(
+        self,
+        *,
+        slots: _builtins.int = ...,
+        slot_bytes: _builtins.int = ...,
+        cuda_handle: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuda_handle", b"cuda_handle", "slot_bytes", b"slot_bytes", "slots", b"slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Mailbox: _TypeAlias = Mailbox  # noqa: Y015
+
+@_typing.final
+class MailboxOffer(_message.Message):
+    """Sent once, after HelloAck: one mailbox for the frames of the session stream, one for the bulk stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    BULK_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def session(self) -> Global___Mailbox: ...
+    @_builtins.property
+    def bulk(self) -> Global___Mailbox: ...
+    def __init__(
+        self,
+        *,
+        session: Global___Mailbox | None = ...,
+        bulk: Global___Mailbox | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "session", b"session"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MailboxOffer: _TypeAlias = MailboxOffer  # noqa: Y015
+
+@_typing.final
+class MailboxAck(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    accepted: _builtins.bool
+    """False: the draft cannot map these (the reason says why); the target offers others."""
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        accepted: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MailboxAck: _TypeAlias = MailboxAck  # noqa: Y015
+
+@_typing.final
 class GetInfoRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

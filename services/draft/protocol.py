@@ -1,0 +1,176 @@
+"""The draft protocol: what each message of a target does. Carriers (gRPC streams, sockets of this host) bring the messages."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from outrider.draft.v1 import draft_pb2
+from outrider.services.draft.convert import (
+    CommitMessage,
+    commits_from,
+    hello_ack,
+    opening_from,
+    target_info,
+)
+from outrider.services.draft.loop import DraftLoop, Outlet, Peer
+from outrider.services.draft.replies import NeedResync, Opened, Pong, Rejected
+from outrider.services.draft.session import Answer, Verdict
+from outrider.services.draft.strategy import TargetInfo
+from outrider.shared.base.errors import CheckpointError, ProtocolError
+from outrider.shared.obs.logging import get_logger
+from outrider.shared.rpc.tensors import TensorReader
+from outrider.shared.spec.drafter import SequenceOpen
+
+log = get_logger("outrider.draft")
+
+
+class DraftProtocol:
+    """Turns messages into commands for the engine. Its methods may be called from any thread, the engine's included if they say so.
+
+    Args:
+        loop: Runs the engine.
+        device: Where the engine computes.
+        tokenizer: `tokenizer_fingerprint` of what drafts, which every target must have; empty when its folder tells nothing.
+    """
+
+    def __init__(self, loop: DraftLoop, device: torch.device, tokenizer: str = "") -> None:
+        self.loop = loop
+        self.device = device
+        self._engine = loop.engine
+        self._tokenizer = tokenizer
+        # Fingerprints of the target that was asked to lend its tensors, and of the one that did.
+        self._asked_to_lend = ""
+        self._lender = ""
+
+    @property
+    def feature_size(self) -> int:
+        """Width of a feature row."""
+        return self._engine.strategy.info.feature_size
+
+    def welcome(self, hello: draft_pb2.Hello, outlet: Outlet) -> tuple[Peer, draft_pb2.HelloAck]:
+        """Answer the first message of a session stream; not on the engine thread.
+
+        Raises:
+            OutriderError: head and target do not fit; says why.
+        """
+        target = target_info(hello)
+        ack = self.loop.call(lambda: self._describe(target, hello.feature_dtype))
+        peer = self.loop.call(lambda: self.loop.join(target.target_id, outlet))
+        log.info("target joined", target_id=target.target_id, fingerprint=target.fingerprint[:16], missing=list(ack.missing_tensors))
+        return peer, ack
+
+    def leave(self, peer: Peer) -> None:
+        """Free what belongs to a session stream that has ended."""
+        self.loop.submit(lambda: self.loop.leave(peer))
+
+    def take(self, peer: Peer, request: draft_pb2.SessionRequest, tensors: TensorReader) -> None:
+        """Take a message of a session stream; also on the engine thread.
+
+        Raises:
+            ProtocolError: the message is malformed, or none that is sent here.
+        """
+        loop = self.loop
+        match request.WhichOneof("message"):
+            case "frame":
+                messages = list(commits_from(request.frame, self.feature_size, time.monotonic(), tensors))
+                loop.submit(lambda: self._commit(peer, messages))
+            case "open":
+                opening = opening_from(request.open)
+                loop.submit(lambda: self._open(peer, opening))
+            case "close":
+                session_id = request.close.session_id
+                loop.submit(lambda: self._engine.close(peer.id, session_id))
+            case "cancel":
+                round_number = request.cancel.round
+                loop.submit(lambda: self._engine.cancel(peer.id, round_number))
+            case "ping":
+                nonce = request.ping.nonce
+                loop.submit(lambda: self._pong(peer, nonce))
+            case other:
+                raise ProtocolError(f"Unexpected message {other or 'without content'} on a session stream.", field="message")
+
+    def take_bulk(self, request: draft_pb2.BulkRequest, tensors: TensorReader) -> draft_pb2.BulkReply:
+        """Take rows of a prompt or a resync; not on the engine thread. The reply says how many are held now."""
+        rows = tensors.read(request.features, "bulk.features", self.feature_size)
+        answer = self.loop.call(lambda: self._add_features(request, rows))
+        return draft_pb2.BulkReply(session_id=request.session_id, epoch=request.epoch, have_len=answer.have_len)
+
+    def lend(self, name: str, tensor: torch.Tensor) -> None:
+        """Take a tensor that the head borrows; on the engine thread."""
+        self._engine.strategy.lend(name, tensor)
+        self._lender = self._asked_to_lend
+
+    def info(self) -> draft_pb2.GetInfoReply:
+        """Describe the head, the pool and the metrics; on the engine thread."""
+        strategy, sessions = self._engine.strategy, self._engine.sessions
+        pages = strategy.pages()
+        limits = sessions.limits
+        return draft_pb2.GetInfoReply(
+            head=hello_ack(strategy.info, None, list(strategy.missing()), 0, limits.max_sessions, limits.max_shape),
+            sessions=len(sessions),
+            pages_total=pages.total,
+            pages_free=pages.free,
+            pages_held=pages.held,
+            device=str(self.device),
+            prometheus_text=self._engine.metrics.render(),
+        )
+
+    def _describe(self, target: TargetInfo, feature_dtype: int) -> draft_pb2.HelloAck:
+        """Check that head and target fit, and describe the head."""
+        strategy = self._engine.strategy
+        spec = strategy.feature_spec(target)
+        if self._tokenizer and target.tokenizer and self._tokenizer != target.tokenizer:
+            raise CheckpointError(
+                "The draft has another tokenizer than the target: tokens of their tokenizer.json have different ids. Serve the target that "
+                "this draft was made for, or another --draft; if only the draft's file is stale, remove it.",
+                field="tokenizer",
+            )
+        if self._lender and self._lender != target.fingerprint:
+            raise CheckpointError(
+                "This draft borrowed tensors of another target and serves that one only: start a second draft, or give this one "
+                "--target-weights.",
+                field="target_fingerprint",
+            )
+        missing = list(strategy.missing())
+        if missing:
+            self._asked_to_lend = target.fingerprint
+        limits = self._engine.sessions.limits
+        return hello_ack(strategy.info, spec, missing, feature_dtype, limits.max_sessions, limits.max_shape)
+
+    def _open(self, peer: Peer, opening: SequenceOpen) -> None:
+        session_id, epoch = opening.fence.session_id, opening.fence.epoch
+        answer = self._engine.open(peer.id, opening)
+        if answer.verdict is Verdict.ACCEPTED:
+            peer.send(Opened(session_id, epoch, answer.have_len))
+        else:
+            self._refuse(peer, session_id, epoch, answer)
+
+    def _commit(self, peer: Peer, messages: list[CommitMessage]) -> None:
+        for message in messages:
+            answer = self._engine.commit(peer.id, message.commit, message.ask)
+            self._refuse(peer, message.commit.fence.session_id, message.commit.fence.epoch, answer)
+
+    def _add_features(self, request: draft_pb2.BulkRequest, rows: torch.Tensor) -> Answer:
+        peer = self.loop.peer_of(request.target_id)
+        if peer is None:
+            return Answer(Verdict.DROPPED)
+        answer = self._engine.add_features(peer.id, request.session_id, request.epoch, request.base, rows)
+        self._refuse(peer, request.session_id, request.epoch, answer)
+        return answer
+
+    @staticmethod
+    def _refuse(peer: Peer, session_id: int, epoch: int, answer: Answer) -> None:
+        """Tell a target what it must do about a message that was not accepted; what was dropped needs nothing."""
+        reason = answer.reason.value
+        if answer.verdict is Verdict.RESYNC:
+            peer.send(NeedResync(session_id, epoch, reason))
+        elif answer.verdict is Verdict.REJECTED:
+            peer.send(Rejected(session_id, reason, answer.retry_after_ms))
+
+    def _pong(self, peer: Peer, nonce: int) -> None:
+        self._engine.touch(peer.id)
+        sessions = self._engine.sessions
+        load = len(sessions) / sessions.limits.max_sessions
+        peer.send(Pong(nonce, load))

@@ -1,0 +1,97 @@
+"""One life of the streams to a remote draft, whatever carries them: gRPC, or sockets of this host."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from outrider.common.v1 import common_pb2
+from outrider.draft.v1 import draft_pb2
+from outrider.shared.rpc.tensors import TensorWriter
+from outrider.shared.spec.drafter import FeatureSpec
+
+CONNECT_TIMEOUT_S = 0.25
+HANDSHAKE_TIMEOUT_S = 60.0
+
+
+class ConnectionLost(Exception):
+    """The draft is not there, or not any more."""
+
+
+class Carrier(Protocol):
+    """Carries the messages of one connection. The link's thread opens and follows it, the engine thread sends and receives.
+
+    Attributes:
+        ended: Set before anybody hears of the end.
+        tensors: Puts the rows of a frame into its message; for the engine thread.
+        bulk_tensors: The same for messages of the bulk stream.
+    """
+
+    ended: threading.Event
+    tensors: TensorWriter
+    bulk_tensors: TensorWriter
+
+    def hello(self, hello: draft_pb2.Hello) -> draft_pb2.HelloAck:
+        """Connect and shake hands.
+
+        Raises:
+            ConnectionLost: nobody is there, or they went away.
+            OutriderError: the draft refuses this target; says why.
+        """
+        ...
+
+    def get_tensor(self, name: str) -> Iterable[common_pb2.TensorChunk]:
+        """Return the chunks of one of the head's tensors; errors as for `hello`."""
+        ...
+
+    def put_tensors(self, chunks: Iterable[common_pb2.TensorChunk]) -> draft_pb2.PutTensorReply:
+        """Send tensors that the head borrows; errors as for `hello`."""
+        ...
+
+    def open_bulk(self, target_id: str) -> None:
+        """Open the bulk stream and what tensors travel in; errors as for `hello`."""
+        ...
+
+    def follow(self, on_pong: Callable[[draft_pb2.Pong], None]) -> None:
+        """Stay until the connection has ended; called on the link's thread once the connection is in use."""
+        ...
+
+    def send(self, message: draft_pb2.SessionRequest) -> None:
+        """Send on the session stream, without waiting; a connection that is lost ends later."""
+        ...
+
+    def send_bulk(self, message: draft_pb2.BulkRequest) -> None:
+        """Send on the bulk stream, without waiting."""
+        ...
+
+    def ping(self, message: draft_pb2.SessionRequest) -> None:
+        """Ask for a sign of life; called on the link's threads."""
+        ...
+
+    def receive(self, timeout_s: float) -> draft_pb2.SessionReply | None:
+        """Return the next reply; None if none comes in time or the connection has ended. For the engine thread."""
+        ...
+
+    def close(self) -> None:
+        """End both streams; any thread, more than once."""
+        ...
+
+    def release(self) -> None:
+        """Free what is held; on the link's thread, after `close`, when nobody sends any more."""
+        ...
+
+
+class Connection:
+    """A carrier and what was agreed over it."""
+
+    def __init__(self, carrier: Carrier) -> None:
+        self.hello: draft_pb2.HelloAck | None = None
+        self.spec: FeatureSpec | None = None
+        self.ended = carrier.ended
+        self.last_pong = 0
+        self.last_sign_s = 0.0
+        self.carrier = carrier
+        self.send = carrier.send
+        self.receive = carrier.receive
+        self.close = carrier.close

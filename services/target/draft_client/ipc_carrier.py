@@ -1,0 +1,196 @@
+"""The streams to a draft of this host: the engine thread itself writes to and reads from the session's socket.
+
+The bulk socket has threads of its own: one sends rows of prompts, the link's thread hears signs of life and the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+from google.protobuf.message import DecodeError
+
+from outrider.common.v1 import common_pb2
+from outrider.draft.v1 import draft_pb2
+from outrider.services.target.draft_client.connection import CONNECT_TIMEOUT_S, HANDSHAKE_TIMEOUT_S, ConnectionLost
+from outrider.services.target.draft_client.grpc_carrier import WeightCalls
+from outrider.shared.base.errors import ProtocolError
+from outrider.shared.obs.logging import get_logger
+from outrider.shared.rpc.address import IpcAddress
+from outrider.shared.rpc.client import connect as connect_grpc
+from outrider.shared.rpc.convert import error_from_proto
+from outrider.shared.rpc.ipc.cuda import CudaError
+from outrider.shared.rpc.ipc.frames import EndOfStream, FrameKind, FrameSocket
+from outrider.shared.rpc.ipc.handshake import Offered, offers
+from outrider.shared.rpc.ipc.sockets import connect
+from outrider.shared.rpc.tensors import InlineTensors, TensorWriter
+
+JOIN_S = 5.0
+STALL_S = 60.0
+"""A draft that reads no rows for so long is hung up on."""
+IDLE_S = 3600.0
+
+log = get_logger("outrider.target.draft")
+
+
+class IpcCarrier:
+    """`Carrier` over two unix sockets and mailboxes.
+
+    Args:
+        address: Of the draft.
+        device: Where the target's rows are.
+    """
+
+    def __init__(self, address: IpcAddress, device: torch.device) -> None:
+        self.ended = threading.Event()
+        self.tensors: TensorWriter = InlineTensors()
+        self.bulk_tensors: TensorWriter = InlineTensors()
+        self._address = address
+        self._device = device
+        self._channel = connect_grpc(address.grpc)
+        weights = WeightCalls(self._channel)
+        self.get_tensor, self.put_tensors = weights.get_tensor, weights.put_tensors
+        self._lock = threading.Lock()
+        self._sockets: list[FrameSocket] = []
+        self._offered: Offered | None = None
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._bulk_writer = threading.Thread(target=self._write_bulk, name="draft-bulk", daemon=True)
+
+    def hello(self, hello: draft_pb2.Hello) -> draft_pb2.HelloAck:
+        """See `Carrier.hello`."""
+        with _lost():
+            self._session = self._connect()
+            self._session.send(FrameKind.HELLO, hello.SerializeToString())
+            return draft_pb2.HelloAck.FromString(_answer(self._session, FrameKind.HELLO))
+
+    def open_bulk(self, target_id: str) -> None:
+        """See `Carrier.open_bulk`."""
+        with _lost():
+            self._offered = self._agree()
+            self.tensors, self.bulk_tensors = self._offered.session, self._offered.bulk
+            self._bulk = self._connect()
+            self._bulk.send(FrameKind.BULK_HELLO, draft_pb2.BulkHello(target_id=target_id).SerializeToString())
+        self._bulk_writer.start()
+
+    def follow(self, on_pong: Callable[[draft_pb2.Pong], None]) -> None:
+        """See `Carrier.follow`."""
+        with _lost():
+            while True:
+                received = self._bulk.receive(IDLE_S)
+                if received is not None:
+                    on_pong(draft_pb2.SessionReply.FromString(_checked(received, FrameKind.SESSION)).pong)
+
+    def send(self, message: draft_pb2.SessionRequest) -> None:
+        """See `Carrier.send`."""
+        try:
+            self._session.send(FrameKind.SESSION, message.SerializeToString())
+        except EndOfStream:
+            self.close()
+
+    def send_bulk(self, message: draft_pb2.BulkRequest) -> None:
+        """See `Carrier.send_bulk`."""
+        self._outbox.put(message.SerializeToString())
+
+    def ping(self, message: draft_pb2.SessionRequest) -> None:
+        """See `Carrier.ping`: over the bulk socket, whose thread always listens."""
+        try:
+            self._session.flush()
+            self._bulk.send(FrameKind.SESSION, message.SerializeToString())
+        except EndOfStream:
+            self.close()
+
+    def receive(self, timeout_s: float) -> draft_pb2.SessionReply | None:
+        """See `Carrier.receive`."""
+        try:
+            received = self._session.receive(timeout_s)
+            return None if received is None else draft_pb2.SessionReply.FromString(_checked(received, FrameKind.SESSION))
+        except EndOfStream:
+            self.close()
+        except (ProtocolError, DecodeError) as error:
+            log.warning("the draft broke the protocol", error=str(error))
+            self.close()
+        return None
+
+    def close(self) -> None:
+        """See `Carrier.close`."""
+        self.ended.set()
+        with self._lock:
+            sockets = list(self._sockets)
+        self._outbox.put(None)
+        for frames in sockets:
+            frames.close()
+
+    def release(self) -> None:
+        """See `Carrier.release`."""
+        if self._bulk_writer.is_alive():
+            self._bulk_writer.join(JOIN_S)
+        self._channel.close()
+        if self._offered is not None:
+            self._offered.close()
+
+    def _connect(self) -> FrameSocket:
+        frames = FrameSocket(connect(self._address.streams, CONNECT_TIMEOUT_S))
+        with self._lock:
+            self._sockets.append(frames)
+        if self.ended.is_set():
+            frames.close()
+        return frames
+
+    def _agree(self) -> Offered:
+        """Offer mailboxes until the draft takes one."""
+        reason = ""
+        for offer in offers(self._device):
+            try:
+                offered = offer()
+            except CudaError as error:
+                reason = error.message
+                log.warning("no mailbox on the GPU", reason=reason)
+                continue
+            self._session.send(FrameKind.MAILBOX, offered.offer.SerializeToString(), offered.files)
+            offered.sent()
+            ack = draft_pb2.MailboxAck.FromString(_answer(self._session, FrameKind.MAILBOX))
+            if ack.accepted:
+                return offered
+            reason = ack.reason
+            offered.close()
+            log.warning("the draft took no mailbox on the GPU; rows travel through host memory", reason=reason)
+        raise ProtocolError(f"the draft takes no mailbox: {reason}", field="mailbox")
+
+    def _write_bulk(self) -> None:
+        """Send rows of prompts; waits for a draft that is slow to read them."""
+        try:
+            while (payload := self._outbox.get()) is not None:
+                self._bulk.send(FrameKind.BULK, payload)
+                self._bulk.wait_sent(STALL_S)
+        except EndOfStream:
+            self.close()
+
+
+@contextlib.contextmanager
+def _lost() -> Iterator[None]:
+    """Turn the end of a socket into the end of the connection."""
+    try:
+        yield
+    except (EndOfStream, OSError) as error:
+        raise ConnectionLost(str(error)) from None
+    except DecodeError:
+        raise ProtocolError("a message of the draft does not parse", field="frame") from None
+
+
+def _answer(frames: FrameSocket, kind: FrameKind) -> bytes:
+    received = frames.receive(HANDSHAKE_TIMEOUT_S)
+    if received is None:
+        raise EndOfStream("no answer")
+    return _checked(received, kind)
+
+
+def _checked(received: tuple[FrameKind, bytes], kind: FrameKind) -> bytes:
+    """Return the message of a frame of this kind; an error of the draft is raised."""
+    if received[0] is FrameKind.ERROR:
+        raise error_from_proto(common_pb2.ErrorDetail.FromString(received[1]))
+    if received[0] is not kind:
+        raise ProtocolError(f"the draft sent a frame of kind {received[0].name} for {kind.name}", field="frame")
+    return received[1]

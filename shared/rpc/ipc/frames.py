@@ -1,0 +1,236 @@
+"""A unix socket cut into frames: a length and a kind, then the bytes of one message. Sending never waits, receiving waits a stated time."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from enum import IntEnum
+
+from outrider.shared.base.errors import ProtocolError
+
+HEADER = struct.Struct("<IB")
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+MAX_UNSENT_BYTES = 256 * 1024 * 1024
+"""What a peer may leave unread; beyond it counts as gone."""
+RECEIVE_BYTES = 256 * 1024
+MAX_FILES = 4
+FILE_SPACE = socket.CMSG_SPACE(MAX_FILES * array.array("i").itemsize)
+MANY_CORES = 8
+SPIN_S = 100e-6 if (os.cpu_count() or 1) >= MANY_CORES else 0.0
+"""How long a receiver asks again and again before it sleeps. A core that sleeps wakes late; with few cores the peer needs this one."""
+
+
+class FrameKind(IntEnum):
+    """What a frame holds."""
+
+    HELLO = 1
+    BULK_HELLO = 2
+    MAILBOX = 3
+    SESSION = 4
+    BULK = 5
+    ERROR = 6
+    """A `common.v1.ErrorDetail`; the sender hangs up after it."""
+
+
+class EndOfStream(ConnectionError):
+    """The peer has hung up or died, or this side has closed."""
+
+
+class FrameSocket:
+    """Frames on a connected socket. One thread at a time may receive; `send`, `flush` and `close` may be called from any.
+
+    Args:
+        connection: Non-blocking; owned from now on.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._buffer = memoryview(bytearray(RECEIVE_BYTES))
+        self._received = bytearray()
+        self._files: deque[int] = deque()
+        self._unsent: deque[memoryview] = deque()
+        self._unsent_bytes = 0
+        self._send_lock = threading.Lock()
+        self._receive_lock = threading.Lock()
+
+    def fileno(self) -> int:
+        """Return the descriptor, for `poll`; -1 once closed."""
+        return self._socket.fileno()
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether `flush` is to be called when the socket can be written to."""
+        return bool(self._unsent)
+
+    def send(self, kind: FrameKind, payload: bytes, files: Sequence[int] = ()) -> None:
+        """Send a frame without waiting; what the socket does not take now is kept for `flush`.
+
+        Args:
+            kind: What it holds.
+            payload: At most `MAX_FRAME_BYTES`.
+            files: Descriptors to hand over beside it; they stay open here.
+
+        Raises:
+            EndOfStream: the peer is gone, or has left too much unread.
+        """
+        if len(payload) > MAX_FRAME_BYTES:
+            raise ProtocolError(f"A message of {len(payload)} bytes exceeds the limit of {MAX_FRAME_BYTES}.", field="frame")
+        frame = memoryview(HEADER.pack(len(payload), kind) + payload)
+        with self._send_lock:
+            if files:
+                frame = self._send_files(frame, files)
+            if not self._unsent:
+                frame = self._send_some(frame)
+            if frame:
+                self._unsent.append(frame)
+                self._unsent_bytes += len(frame)
+                if self._unsent_bytes > MAX_UNSENT_BYTES:
+                    raise EndOfStream("the peer does not read")
+
+    def flush(self) -> None:
+        """Send what was kept, as far as the socket takes it.
+
+        Raises:
+            EndOfStream: the peer is gone.
+        """
+        with self._send_lock:
+            while self._unsent:
+                first = self._unsent[0]
+                rest = self._send_some(first)
+                self._unsent_bytes -= len(first) - len(rest)
+                if rest:
+                    self._unsent[0] = rest
+                    return
+                self._unsent.popleft()
+
+    def receive(self, timeout_s: float = 0.0) -> tuple[FrameKind, bytes] | None:
+        """Return the next frame; None if none is complete after `timeout_s`. Flushes meanwhile.
+
+        Raises:
+            EndOfStream: the stream has ended.
+            ProtocolError: the peer sends no frames of ours.
+        """
+        with self._receive_lock:
+            deadline = time.monotonic() + timeout_s if timeout_s else 0.0
+            spin_until = deadline - timeout_s + SPIN_S
+            while True:
+                frame = self._take()
+                if frame is not None:
+                    return frame
+                if self._read_some():
+                    continue
+                now = time.monotonic() if timeout_s else 0.0
+                if now >= deadline:
+                    return None
+                if now >= spin_until:
+                    self._sleep(deadline - now)
+
+    def wait_sent(self, timeout_s: float) -> None:
+        """Block until everything was sent.
+
+        Raises:
+            EndOfStream: the peer is gone, or did not read for `timeout_s`.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self._unsent:
+            self.flush()
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise EndOfStream("the peer does not read")
+            self._poll(select.POLLOUT, remaining)
+
+    def take_files(self, count: int) -> list[int]:
+        """Return descriptors that came with the frames so far; the caller closes them.
+
+        Raises:
+            ProtocolError: fewer came.
+        """
+        if len(self._files) < count:
+            raise ProtocolError(f"{count} descriptors were announced, {len(self._files)} came.", field="mailbox")
+        return [self._files.popleft() for _ in range(count)]
+
+    def close(self) -> None:
+        """Hang up; safe to call more than once. Who waits in `receive` gets `EndOfStream`."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        # No thread may be inside a call on the descriptor when its number becomes free for others.
+        with self._receive_lock, self._send_lock:
+            self._socket.close()
+            while self._files:
+                os.close(self._files.popleft())
+
+    def _take(self) -> tuple[FrameKind, bytes] | None:
+        if len(self._received) < HEADER.size:
+            return None
+        length, kind = HEADER.unpack_from(self._received)
+        if length > MAX_FRAME_BYTES:
+            raise ProtocolError(f"A frame of {length} bytes exceeds the limit of {MAX_FRAME_BYTES}.", field="frame")
+        end = HEADER.size + length
+        if len(self._received) < end:
+            return None
+        try:
+            known = FrameKind(kind)
+        except ValueError:
+            raise ProtocolError(f"A frame of unknown kind {kind}; run the same release on both sides.", field="frame") from None
+        payload = bytes(memoryview(self._received)[HEADER.size : end])
+        del self._received[:end]
+        return known, payload
+
+    def _read_some(self) -> bool:
+        """Read what is there; False if nothing is."""
+        try:
+            count, ancillary, _flags, _address = self._socket.recvmsg_into([self._buffer], FILE_SPACE, socket.MSG_CMSG_CLOEXEC)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError as error:
+            raise EndOfStream(str(error)) from None
+        for level, kind, content in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                files = array.array("i")
+                files.frombytes(content[: len(content) - len(content) % files.itemsize])
+                self._files.extend(files)
+        if not count:
+            raise EndOfStream("the peer has hung up")
+        self._received += self._buffer[:count]
+        return True
+
+    def _sleep(self, timeout_s: float) -> None:
+        if self._poll(select.POLLIN | (select.POLLOUT if self._unsent else 0), timeout_s) & select.POLLOUT:
+            self.flush()
+
+    def _poll(self, events: int, timeout_s: float) -> int:
+        """Sleep until one of `events` has come; returns which."""
+        poll = select.poll()
+        try:
+            poll.register(self._socket, events)
+        except ValueError:
+            raise EndOfStream("closed") from None
+        ready = poll.poll(timeout_s * 1000)
+        return ready[0][1] if ready else 0
+
+    def _send_some(self, frame: memoryview) -> memoryview:
+        """Return what the socket did not take."""
+        while frame:
+            try:
+                frame = frame[self._socket.send(frame, socket.MSG_NOSIGNAL) :]
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError as error:
+                raise EndOfStream(str(error)) from None
+        return frame
+
+    def _send_files(self, frame: memoryview, files: Sequence[int]) -> memoryview:
+        """Send the frame's beginning with the descriptors; only handshakes carry any, so that the socket has room."""
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
+        try:
+            return frame[self._socket.sendmsg([frame], ancillary, socket.MSG_NOSIGNAL) :]
+        except OSError as error:
+            raise EndOfStream(str(error)) from None

@@ -1,0 +1,70 @@
+"""Tensors through a mailbox of shared memory. What finds no free slot, or no room in one, travels inline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+from outrider.common.v1 import common_pb2
+from outrider.shared.base.errors import ProtocolError
+from outrider.shared.rpc.ipc.slots import SharedMemory, SlotReader, SlotWriter
+from outrider.shared.rpc.tensors import decode_tensor, encode_tensor, read_shape, wire_dtype
+
+
+class SharedTensorWriter:
+    """`TensorWriter` into shared memory; rows of a GPU are copied there (and waited for)."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory = memory
+        self._ledger = SlotWriter(memory)
+
+    def write(self, parts: Sequence[torch.Tensor]) -> common_pb2.TensorData:
+        """See `TensorWriter.write`."""
+        rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        dtype = parts[0].dtype
+        num_bytes = rows * columns * dtype.itemsize
+        slot = self._ledger.take() if 0 < num_bytes <= self._memory.layout.slot_bytes else None
+        if slot is None:
+            return encode_tensor(parts[0] if len(parts) == 1 else torch.cat(list(parts)))
+        there = torch.frombuffer(self._memory.slot(slot, num_bytes), dtype=dtype).view(rows, columns)
+        row = 0
+        for part in parts:
+            there[row : row + part.shape[0]].copy_(part)
+            row += part.shape[0]
+        where = common_pb2.SharedSlot(slot=slot, generation=self._ledger.publish(slot), num_bytes=num_bytes)
+        return common_pb2.TensorData(shape=(rows, columns), dtype=wire_dtype(dtype), shared_memory=where)
+
+
+class SharedTensorReader:
+    """`TensorReader` of shared memory.
+
+    Args:
+        memory: As the writer made it.
+        device: Where tensors are returned.
+    """
+
+    def __init__(self, memory: SharedMemory, device: torch.device) -> None:
+        self._memory = memory
+        self._ledger = SlotReader(memory)
+        self._device = device
+
+    def read(self, data: common_pb2.TensorData, name: str, columns: int) -> torch.Tensor:
+        """See `TensorReader.read`."""
+        if data.WhichOneof("data") != "shared_memory":
+            return decode_tensor(data, name=name, columns=columns).to(self._device)
+        where = data.shared_memory
+        shape, dtype = read_shape(data, where.num_bytes, name, columns)
+        self._ledger.check(where.slot, where.generation, where.num_bytes)
+        if not prod(shape):
+            raise ProtocolError(f"{name}: a slot without rows.", field=name)
+        there = torch.frombuffer(self._memory.slot(where.slot, where.num_bytes), dtype=dtype).view(shape)
+        rows = there.clone() if self._device.type == "cpu" else there.to(self._device)
+        if not self._ledger.holds(where.slot, where.generation):
+            raise ProtocolError(f"{name}: slot {where.slot} was written anew while it was read.", field=name)
+        self._ledger.release(where.slot, where.generation)
+        return rows
+
+    def close(self) -> None:
+        """See `TensorReader.close`; the mapping itself lasts as long as somebody refers to it."""

@@ -1,0 +1,133 @@
+"""Unix sockets that only this user's processes reach: a file of mode 0600 in a folder of ours, and the peer's credentials."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+import struct
+from pathlib import Path
+
+from outrider.shared.base.errors import ConfigurationError, ProtocolError
+from outrider.shared.obs.logging import get_logger
+
+# struct ucred: pid, uid, gid.
+CREDENTIALS = struct.Struct("iII")
+BACKLOG = 16
+BUFFER_BYTES = 4 * 1024 * 1024
+
+log = get_logger("outrider.rpc.ipc")
+
+
+class Listener:
+    """A listening socket; its file is removed by `close`.
+
+    Args:
+        path: Absolute. A file that a dead process left there is replaced.
+
+    Raises:
+        ConfigurationError: the folder is missing or others may write to it, the path is taken, or it is no socket.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        _check_folder(Path(path).parent)
+        _remove_stale(path)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.bind(path)
+            # Nobody can connect before `listen`, so the file's mode is never wider when it counts.
+            os.chmod(path, 0o600)
+            self._socket.listen(BACKLOG)
+        except OSError as error:
+            self._socket.close()
+            raise ConfigurationError(f"Cannot listen on {path}: {error.strerror}.", field="listen", reason="address_in_use") from None
+
+    def accept(self) -> socket.socket | None:
+        """Wait for a connection of a process of this user; None once the listener is closed. Others are hung up on."""
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError as error:
+                if error.errno in (errno.ECONNABORTED, errno.EMFILE, errno.ENFILE, errno.EINTR):
+                    continue
+                return None
+            if (uid := peer_uid(connection)) == os.geteuid():
+                return _tuned(connection)
+            log.warning("refused a process of another user", uid=uid, path=self.path)
+            connection.close()
+
+    def close(self) -> None:
+        """Stop listening and remove the file; safe to call more than once."""
+        with contextlib.suppress(OSError):
+            # Wakes a thread in `accept`, which closing alone does not.
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if self._socket.fileno() >= 0:
+            self._socket.close()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)
+
+
+def connect(path: str, timeout_s: float) -> socket.socket:
+    """Connect to a `Listener` of the same user.
+
+    Raises:
+        OSError: nobody listens there, or not within `timeout_s`.
+        ProtocolError: who listens belongs to another user.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(path)
+        if (uid := peer_uid(connection)) != os.geteuid():
+            raise ProtocolError(f"{path} belongs to a process of user {uid}, not of {os.geteuid()}: run both as one user.", field="draft")
+    except BaseException:
+        connection.close()
+        raise
+    return _tuned(connection)
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """Return the effective user of the process that connected (or listens), as the kernel knows it."""
+    _pid, uid, _gid = CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+    return int(uid)
+
+
+def _tuned(connection: socket.socket) -> socket.socket:
+    connection.setblocking(False)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+    return connection
+
+
+def _check_folder(folder: Path) -> None:
+    try:
+        status = folder.stat()
+    except OSError as error:
+        raise ConfigurationError(f"listen: {folder}: {error.strerror}; make the folder first (mkdir -m 700).", field="listen") from None
+    if status.st_uid not in (os.geteuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigurationError(
+            f"listen: other users may write to {folder}; put the socket into a folder of your own (mkdir -m 700).", field="listen"
+        )
+
+
+def _remove_stale(path: str) -> None:
+    """Remove the file of a listener that is gone."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigurationError(f"listen: {path} exists and is no socket; remove it or choose another path.", field="listen")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            return
+        except OSError:
+            pass
+    raise ConfigurationError(f"Cannot listen on {path}: another process does.", field="listen", reason="address_in_use")

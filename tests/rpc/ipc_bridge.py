@@ -1,0 +1,139 @@
+"""Serves a gRPC draft servicer's streams over ``ipc:///path``: scripted drafts and proxies work on both transports without a change."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from outrider.draft.v1 import draft_pb2
+from outrider.shared.rpc.ipc.frames import EndOfStream, FrameKind, FrameSocket
+from outrider.shared.rpc.ipc.handshake import acknowledge
+from outrider.shared.rpc.ipc.sockets import Listener
+from outrider.shared.rpc.tensors import TensorReader, encode_tensor
+
+TIMEOUT_S = 10.0
+
+
+class Streams(Protocol):
+    """What is served: `Session` and `Bulk` of a draft servicer. Parameters are positional."""
+
+    def Session(self, request_iterator: Iterator[Any], context: Any) -> Iterator[draft_pb2.SessionReply]: ...
+
+    def Bulk(self, request_iterator: Iterator[Any], context: Any) -> Iterator[draft_pb2.BulkReply]: ...
+
+
+class Context:
+    """What the streams use of a `grpc.ServicerContext`."""
+
+    def __init__(self) -> None:
+        self._callbacks: list[Callable[[], object]] = []
+
+    def add_callback(self, callback: Callable[[], object]) -> bool:
+        self._callbacks.append(callback)
+        return True
+
+    def end(self) -> None:
+        for callback in self._callbacks:
+            callback()
+
+
+class IpcBridge:
+    """Listens on `path` and feeds `streams`; pongs go to the bulk socket, as a draft sends them."""
+
+    def __init__(self, path: str, streams: Streams) -> None:
+        self._streams = streams
+        self._listener = Listener(path)
+        self._sockets: list[FrameSocket] = []
+        self._bulk: FrameSocket | None = None
+        self._reader: TensorReader | None = None
+        self._requests: queue.SimpleQueue[draft_pb2.SessionRequest | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def stop(self) -> None:
+        self._listener.close()
+        for frames in list(self._sockets):
+            frames.close()
+        for thread in list(self._threads):
+            thread.join(TIMEOUT_S)
+
+    def _accept(self) -> None:
+        while (connection := self._listener.accept()) is not None:
+            frames = FrameSocket(connection)
+            self._sockets.append(frames)
+            self._threads.append(threading.Thread(target=self._serve, args=(frames,), daemon=True))
+            self._threads[-1].start()
+
+    def _serve(self, frames: FrameSocket) -> None:
+        try:
+            received = frames.receive(TIMEOUT_S)
+            if received is None:
+                return
+            kind, payload = received
+            if kind is FrameKind.HELLO:
+                self._session(frames, draft_pb2.Hello.FromString(payload))
+            else:
+                self._bulk = frames
+                for _ in self._streams.Bulk(self._rows(frames), Context()):
+                    pass
+        except EndOfStream:
+            pass
+        finally:
+            for one in list(self._sockets):
+                one.close()
+
+    def _session(self, frames: FrameSocket, hello: draft_pb2.Hello) -> None:
+        requests = self._requests = queue.SimpleQueue()
+        requests.put(draft_pb2.SessionRequest(hello=hello))
+        context = Context()
+        replies = self._streams.Session(iter(requests.get, None), context)
+        frames.send(FrameKind.HELLO, next(replies).hello.SerializeToString())
+        received = frames.receive(TIMEOUT_S)
+        if received is None:
+            return
+        offer = draft_pb2.MailboxOffer.FromString(received[1])
+        answer, mapped = acknowledge(offer, frames.take_files(2), torch.device("cpu"))
+        frames.send(FrameKind.MAILBOX, answer.SerializeToString())
+        assert mapped is not None
+        self._reader = mapped.bulk
+        reader = threading.Thread(target=self._read, args=(frames, mapped.session, requests, context), daemon=True)
+        reader.start()
+        for reply in replies:
+            to = self._bulk if reply.HasField("pong") else frames
+            if to is not None:
+                to.send(FrameKind.SESSION, reply.SerializeToString())
+
+    def _read(self, frames: FrameSocket, tensors: TensorReader, requests: queue.SimpleQueue[Any], context: Context) -> None:
+        try:
+            while True:
+                received = frames.receive(TIMEOUT_S)
+                if received is not None:
+                    request = draft_pb2.SessionRequest.FromString(received[1])
+                    if request.frame.HasField("features"):
+                        _make_inline(request.frame.features, tensors)
+                    requests.put(request)
+        except EndOfStream:
+            requests.put(None)
+            context.end()
+
+    def _rows(self, frames: FrameSocket) -> Iterator[draft_pb2.BulkRequest]:
+        while True:
+            received = frames.receive(TIMEOUT_S)
+            if received is None:
+                continue
+            kind, payload = received
+            if kind is FrameKind.SESSION:
+                self._requests.put(draft_pb2.SessionRequest.FromString(payload))
+                continue
+            request = draft_pb2.BulkRequest.FromString(payload)
+            assert self._reader is not None
+            _make_inline(request.features, self._reader)
+            yield request
+
+
+def _make_inline(data: Any, tensors: TensorReader) -> None:
+    data.CopyFrom(encode_tensor(tensors.read(data, "rows", data.shape[1])))
