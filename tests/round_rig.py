@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from outrider.services.draft.inproc import InprocDrafter
+from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.spec.device import DeviceRounds, RoundState
 from outrider.shared.spec.drafter import Commit, ProposalRequest, ProposalRow, RoundResult, SequenceOpen
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
@@ -38,15 +40,19 @@ class Rig:
     Args:
         drafter: The drafter.
         feature_size: Width of the made-up features; 0: none.
-        device, dtype: Of the features.
+        device: Of the features.
+        vocab_size: Tokens are below.
+        graphs: Records the rounds on the device.
     """
 
     drafter: InprocDrafter
     feature_size: int
     device: torch.device
-    dtype: torch.dtype = torch.float32
+    vocab_size: int
+    graphs: GraphCache
     streams: list[Stream] = field(default_factory=list)
     _round: int = 0
+    _states: dict[tuple[int, int], RoundState] = field(default_factory=dict)
 
     def feature_rows(self, stream: Stream, begin: int, end: int) -> torch.Tensor | None:
         if not self.feature_size:
@@ -55,7 +61,7 @@ class Rig:
             torch.randn(self.feature_size, generator=torch.Generator().manual_seed(stream.session_id * 10_000 + position))
             for position in range(begin, end)
         ]
-        return torch.stack(rows).to(self.device, self.dtype)
+        return torch.stack(rows).to(self.device)
 
     def open(self, session_id: int, prompt: Sequence[int], temperature: float) -> Stream:
         """Follow a sequence from its prompt and the first token after it."""
@@ -83,14 +89,29 @@ class Rig:
         return self.drafter.propose(ProposalRequest(self._round, rows, None))
 
     def state(self, streams: Sequence[Stream], bs: int, columns: int) -> RoundState:
-        """Return what the engine fills before it enters."""
-        state = RoundState.idle(bs, columns, self.feature_size, self.dtype, self.device)
+        """Return what the engine fills before it enters: a state that never moves, all rows idle."""
+        if (bs, columns) not in self._states:
+            self._states[bs, columns] = RoundState.idle(bs, columns, self.feature_size, torch.float32, self.device)
+        state = self._states[bs, columns]
+        state.counts.zero_()
+        state.tokens.zero_()
         state.features.fill_(torch.nan)  # nobody may read what no row holds
         for row, stream in enumerate(streams):
             state.committed_lens[row] = len(stream.tokens)
             state.temperature[row] = stream.temperature
             state.seeds[row] = stream.seed
         return state
+
+    def enter(self, streams: Sequence[Stream], shape: DraftShape, state: RoundState) -> DeviceRounds:
+        """Start rounds, which must be possible, as the engine does: recorded while all rows are idle."""
+        self.record(self.drafter.rounds_for_capture(shape, state), shape, state)
+        rounds = self.drafter.enter([stream.session_id for stream in streams], shape, state)
+        assert rounds is not None
+        return rounds
+
+    def record(self, rounds: DeviceRounds, shape: DraftShape, state: RoundState) -> DraftBatch:
+        """Enqueue one round of drafting."""
+        return self.graphs.run((rounds.key, shape, state.bs, state.columns), lambda: rounds.draft(state))
 
     def advance(self, state: RoundState, row: int, stream: Stream, tokens: Sequence[int]) -> None:
         """Leave in the state what a round of the engine leaves: `tokens` were chosen."""
@@ -134,3 +155,74 @@ def assert_same_trees(have: DraftBatch, row: int, want: DraftBatch, wanted_row: 
     assert have.logprobs is not None
     assert want.logprobs is not None
     torch.testing.assert_close(have.logprobs[row, :nodes].cpu(), want.logprobs[wanted_row, :nodes].cpu(), atol=1e-3, rtol=1e-3)
+
+
+def open_streams(*rigs: Rig) -> list[list[Stream]]:
+    """Open the same sequences in all rigs: greedy and sampled, shorter and longer than a round's rows."""
+    lengths, temperatures = (2, 9, 30, 4), (0.0, 0.8, 0.0, 1.3)
+    for rig in rigs:
+        for session_id, (length, temperature) in enumerate(zip(lengths, temperatures, strict=True), 1):
+            rig.open(session_id, [(session_id * 7 + 3 * index) % rig.vocab_size for index in range(length)], temperature)
+    return [list(rig.streams) for rig in rigs]
+
+
+def host_round(plain: Rig, streams: list[Stream], mixed: Rig, twins: list[Stream], shape: DraftShape, source: random.Random) -> None:
+    """Draft once in both rigs the host's way, and commit the same choices."""
+    want, have = plain.propose(streams, shape), mixed.propose(twins, shape)
+    for row, (stream, twin) in enumerate(zip(streams, twins, strict=True)):
+        assert_same_trees(have, row, want, row)
+        tokens = accepted(want, row, source.randrange(shape.depth + 1), source.randrange(plain.vocab_size))
+        plain.commit(stream, tokens)
+        mixed.commit(twin, tokens)
+
+
+def device_rounds(
+    plain: Rig,
+    streams: list[Stream],
+    mixed: Rig,
+    twins: list[Stream],
+    shape: DraftShape,
+    source: random.Random,
+    *,
+    columns: int,
+    count: int,
+) -> None:
+    """Draft `count` times on the device, telling each round to the host one round late; the other rig goes the host's way."""
+    state = mixed.state(twins, len(twins) + 2, columns)  # two idle rows
+    rounds = mixed.enter(twins, shape, state)
+    untold: list[list[int]] | None = None
+    for _ in range(count):
+        assert rounds.reserve([len(twin.tokens) for twin in twins])
+        have = mixed.record(rounds, shape, state)
+        if untold is not None:
+            rounds.committed(untold)
+        want = plain.propose(streams, shape)
+        assert have.tokens.shape == (state.bs, shape.max_nodes)
+        assert have.num_nodes.tolist()[len(twins) :] == [1, 1]
+        untold = []
+        for row, (stream, twin) in enumerate(zip(streams, twins, strict=True)):
+            assert_same_trees(have, row, want, row)
+            tokens = accepted(want, row, source.randrange(shape.depth + 1), source.randrange(plain.vocab_size))
+            plain.commit(stream, tokens)
+            mixed.advance(state, row, twin, tokens)
+            untold.append(tokens)
+    if untold is not None:
+        rounds.committed(untold)
+    rounds.leave()
+    state.features.fill_(torch.nan)  # the engine may use it again at once
+    for twin in twins:
+        twin.told = len(twin.tokens)
+
+
+def check_mixture(plain: Rig, mixed: Rig, shape: DraftShape) -> None:
+    """Spells of rounds on the device between rounds of the host draft what the host's way alone drafts."""
+    streams, twins = open_streams(plain, mixed)
+    source = random.Random(shape.depth * 100 + shape.topk)
+    for spell in range(4):
+        for _ in range(source.randrange(3)):
+            host_round(plain, streams, mixed, twins, shape, source)
+        columns = shape.depth + 1 + spell % 2
+        device_rounds(plain, streams, mixed, twins, shape, source, columns=columns, count=source.randrange(4))
+    host_round(plain, streams, mixed, twins, shape, source)
+    for rig in (plain, mixed):
+        rig.drafter.shutdown()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from round_rig import Rig, Stream, accepted, assert_same_trees
+from round_rig import Rig, accepted, assert_same_trees, check_mixture, host_round, open_streams
 from toy_heads import HIDDEN, VOCAB, base_config, eagle_tensors, write_head
 from toys import make_toy_eagle3, make_toy_target
 
@@ -17,7 +17,7 @@ from outrider.services.draft.host_rounds import DraftRounds, HostRounds
 from outrider.services.draft.inproc import HOST_PEER, InprocDrafter
 from outrider.services.draft.settings import DraftSettings
 from outrider.shared.engine.graphs import GraphCache
-from outrider.shared.spec.device import DeviceRounds, RoundState
+from outrider.shared.spec.device import RoundState
 from outrider.shared.spec.tree import DraftShape
 
 CPU = torch.device("cpu")
@@ -56,83 +56,14 @@ def make_rig(request: pytest.FixtureRequest, folders: dict[str, Path]) -> MakeRi
         spec = engine.strategy.feature_spec(None)
         drafter = InprocDrafter(engine, spec, CPU)
         assert drafter.device_resident
-        return Rig(drafter, spec.feature_size, CPU)
+        return Rig(drafter, spec.feature_size, CPU, VOCAB, GraphCache(CPU))
 
     return make
 
 
-def open_streams(*rigs: Rig) -> list[list[Stream]]:
-    """Open the same sequences in all rigs: greedy and sampled, short and longer than a round's rows."""
-    lengths, temperatures = (2, 9, 30, 4), (0.0, 0.8, 0.0, 1.3)
-    opened = []
-    for rig in rigs:
-        for session_id, (length, temperature) in enumerate(zip(lengths, temperatures, strict=True), 1):
-            rig.open(session_id, [(session_id * 7 + 3 * index) % VOCAB for index in range(length)], temperature)
-        opened.append(list(rig.streams))
-    return opened
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_any_mixture_of_rounds_drafts_the_same(make_rig: MakeRig, shape: DraftShape) -> None:
-    plain, mixed = make_rig(), make_rig()
-    streams, twins = open_streams(plain, mixed)
-    source = random.Random(shape.depth * 100 + shape.topk)
-    bs = len(streams) + 2  # two idle rows
-    for spell in range(4):
-        for _ in range(source.randrange(3)):
-            _host_round(plain, streams, mixed, twins, shape, source)
-        state = mixed.state(twins, bs, shape.depth + 1 + spell % 2)
-        rounds = mixed.drafter.enter([twin.session_id for twin in twins], shape, state)
-        assert rounds is not None
-        _device_rounds(plain, streams, mixed, twins, shape, source, rounds, state, count=source.randrange(4))
-        rounds.leave()
-        state.features.fill_(torch.nan)  # the engine may use it again at once
-    _host_round(plain, streams, mixed, twins, shape, source)
-    for rig in (plain, mixed):
-        rig.drafter.shutdown()
-
-
-def _host_round(plain: Rig, streams: list[Stream], mixed: Rig, twins: list[Stream], shape: DraftShape, source: random.Random) -> None:
-    want, have = plain.propose(streams, shape), mixed.propose(twins, shape)
-    for row, (stream, twin) in enumerate(zip(streams, twins, strict=True)):
-        assert_same_trees(have, row, want, row)
-        tokens = accepted(want, row, source.randrange(shape.depth + 1), source.randrange(VOCAB))
-        plain.commit(stream, tokens)
-        mixed.commit(twin, tokens)
-
-
-def _device_rounds(
-    plain: Rig,
-    streams: list[Stream],
-    mixed: Rig,
-    twins: list[Stream],
-    shape: DraftShape,
-    source: random.Random,
-    rounds: DeviceRounds,
-    state: RoundState,
-    count: int,
-) -> None:
-    """Run rounds on the device, telling each to the host one round late."""
-    untold: list[list[int]] | None = None
-    for _ in range(count):
-        assert rounds.reserve([len(twin.tokens) for twin in twins])
-        have = rounds.draft(state)
-        if untold is not None:
-            rounds.committed(untold)
-        want = plain.propose(streams, shape)
-        assert have.tokens.shape == (state.bs, shape.max_nodes)
-        assert have.num_nodes.tolist()[len(twins) :] == [1, 1]
-        untold = []
-        for row, (stream, twin) in enumerate(zip(streams, twins, strict=True)):
-            assert_same_trees(have, row, want, row)
-            tokens = accepted(want, row, source.randrange(shape.depth + 1), source.randrange(VOCAB))
-            plain.commit(stream, tokens)
-            mixed.advance(state, row, twin, tokens)
-            untold.append(tokens)
-    if untold is not None:
-        rounds.committed(untold)
-    for twin in twins:
-        twin.told = len(twin.tokens)
+    check_mixture(make_rig(), make_rig(), shape)
 
 
 def test_ended_sequences_leave_the_others_alone(make_rig: MakeRig) -> None:
@@ -140,8 +71,7 @@ def test_ended_sequences_leave_the_others_alone(make_rig: MakeRig) -> None:
     plain, mixed = make_rig(), make_rig()
     streams, twins = open_streams(plain, mixed)
     state = mixed.state(twins, 4, 4)
-    rounds = mixed.drafter.enter([twin.session_id for twin in twins], shape, state)
-    assert rounds is not None
+    rounds = mixed.enter(twins, shape, state)
     for ending in (1, 3, None):
         assert rounds.reserve([0 if twin.ended else len(twin.tokens) for twin in twins])
         have = rounds.draft(state)
@@ -198,9 +128,7 @@ def test_sessions_within_rounds_are_not_evicted(make_rig: MakeRig) -> None:
     rig = make_rig()
     streams = open_streams(rig)[0]
     shape = DraftShape(3, 2, 6)
-    state = rig.state(streams[:2], 2, 4)
-    rounds = rig.drafter.enter([1, 2], shape, state)
-    assert rounds is not None
+    rounds = rig.enter(streams[:2], shape, rig.state(streams[:2], 2, 4))
     table = rig.drafter._engine.sessions
     for _ in range(4):
         table.evict_idle(1e12)
@@ -243,7 +171,7 @@ def test_rounds_that_the_host_starts_draft_the_same(make_rig: MakeRig) -> None:
     source = random.Random(2)
     for shape in (*SHAPES, DraftShape(3, 2, 2), SHAPES[0]):
         for _ in range(2):
-            _host_round(plain, streams, rig, twins, shape, source)
+            host_round(plain, streams, rig, twins, shape, source)
     want, have = plain.propose(streams, SHAPES[3]), rig.propose(twins, SHAPES[3])
     again = rig.propose(twins, SHAPES[3])  # nothing is fresh: it grows from the states that the round kept
     for row in range(len(streams)):
