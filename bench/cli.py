@@ -107,6 +107,7 @@ def latency(
     prefill: Annotated[str, typer.Option(help="Prompt lengths whose prefill is measured; `none` for none.")] = "2048",
     transport: Annotated[str, typer.Option(help="How the target reaches the draft: inproc, ipc, grpc (loopback) or unix.")] = "inproc",
     draft_device: Annotated[str | None, typer.Option(help="Of a draft in a process of its own.", show_default="the target's")] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism of the target.")] = 1,
     profile: Annotated[bool, typer.Option(help="On a GPU: record kernels of some rounds for idle shares and a kernel table.")] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -139,6 +140,7 @@ def latency(
         max_len=max(prompt + new_tokens, *prefills, 1) + nodes + 1,
         trees=trees,
         draft_device=draft_device,
+        tp=tp,
         settings=parse_settings(set_ or []),
     )
     raise typer.Exit(run_latency(LatencyOptions(engine, shapes, batches, prompt, new_tokens, repeats, prefills, profile, output)))

@@ -38,6 +38,7 @@ from outrider.services.target.request import (
 )
 from outrider.services.target.settings import TargetSettings
 from outrider.services.target.synthetic import SyntheticAcceptance, rates_of_mean
+from outrider.services.target.tp import start_group
 from outrider.shared.base.errors import ConfigurationError, OutriderError, UnavailableError
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.dummy import random_decoder
@@ -70,6 +71,7 @@ class EngineOptions:
         max_batch: Sequences at once.
         max_len: Longest prompt and answer.
         trees: Shapes that rounds will have.
+        tp: Ranks that share the target.
         settings: Further settings of the target by name, as text; they win.
     """
 
@@ -81,6 +83,7 @@ class EngineOptions:
     max_len: int
     trees: Sequence[DraftShape] = ()
     draft_device: str | None = None
+    tp: int = 1
     settings: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -122,7 +125,7 @@ class BenchEngine:
 
     @property
     def device(self) -> torch.device:
-        """Where the target runs."""
+        """Where the target runs; with several GPUs, the first of them."""
         return self.decoder.device
 
     def set_accept_length(self, accept_length: float) -> str:
@@ -230,7 +233,7 @@ def running_engine(options: EngineOptions) -> Iterator[BenchEngine]:
         settings.check()
         device = settings.torch_device()
         dtype = settings.torch_dtype() or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-        decoder = random_decoder(options.shape.model_config(), device, dtype)
+        decoder = _decoder(cleanup, options, settings, device, dtype)
         synthetic = SyntheticAcceptance(rates_of_mean(1.0), decoder.config.vocab_size, device)
         make_drafter = None
         if options.drafts:
@@ -251,6 +254,14 @@ def running_engine(options: EngineOptions) -> Iterator[BenchEngine]:
         yield BenchEngine(target, decoder, synthetic)
 
 
+def _decoder(cleanup: ExitStack, options: EngineOptions, settings: TargetSettings, device: torch.device, dtype: torch.dtype) -> Decoder:
+    if settings.tp == 1:
+        return random_decoder(options.shape.model_config(), device, dtype)
+    ranks = start_group(settings, random=options.shape.target)
+    cleanup.callback(ranks.close)
+    return ranks.decoder
+
+
 def _settings(options: EngineOptions, draft: str) -> TargetSettings:
     given: dict[str, Any] = {
         "model": options.shape.name,
@@ -259,6 +270,7 @@ def _settings(options: EngineOptions, draft: str) -> TargetSettings:
         "max_running_requests": options.max_batch,
         "max_model_len": options.max_len,
         "prefill_chunk": 8192,
+        "tp": options.tp,
         "draft": draft,
         "draft_fault_deadline_s": 60.0,
         "log_level": "warning",

@@ -21,8 +21,8 @@ class Work:
     def __add__(self, other: Work) -> Work:
         return Work(self.nbytes + other.nbytes, self.flops + other.flops)
 
-    def times(self, count: int) -> Work:
-        """Return the work of doing it `count` times, one after the other."""
+    def times(self, count: float) -> Work:
+        """Return the work of doing it `count` times, or of a share of it."""
         return Work(self.nbytes * count, self.flops * count)
 
 
@@ -79,8 +79,19 @@ def projection(head: Mapping[str, Any], rows: int, itemsize: int) -> Work:
 
 
 def speculative_round(
-    config: ModelConfig, head: Mapping[str, Any], batch: int, steps: int, topk: int, nodes: int, context: int, itemsize: int
+    config: ModelConfig,
+    head: Mapping[str, Any],
+    batch: int,
+    steps: int,
+    topk: int,
+    nodes: int,
+    context: int,
+    itemsize: int,
+    share: float = 1.0,
 ) -> list[Work]:
-    """Return the parts of a round that follow each other: draft steps (the extend is the first), the verify pass, the projection."""
+    """Return the parts of a round that follow each other: draft steps (the extend is the first), the verify pass, the projection.
+
+    `share` is what one of the target's ranks does of its pass.
+    """
     grown = [draft_step(head, batch * (1 if step == 0 else topk), itemsize) for step in range(steps)]
-    return [*grown, forward_pass(config, batch * nodes, batch, context, itemsize), projection(head, batch * nodes, itemsize)]
+    return [*grown, forward_pass(config, batch * nodes, batch, context, itemsize).times(share), projection(head, batch * nodes, itemsize)]

@@ -109,6 +109,7 @@ def run_latency(options: LatencyOptions) -> int:
         "weights": "random",
         "transport": engine_options.transport.value if engine_options.drafts else "none",
         "draft_device": engine_options.draft_device,
+        "tp": engine_options.tp if engine_options.tp > 1 else None,
         "prompt": options.prompt,
         "new_tokens": options.new_tokens,
         "repeats": options.repeats,
@@ -146,7 +147,7 @@ class Latency:
 
     def prefill(self, tokens: int) -> Row:
         """Return the row of a prompt of so many tokens: from handing it over to its first token."""
-        work = prefill(self._engine.decoder.config, tokens, self._itemsize)
+        work = prefill(self._engine.decoder.config, tokens, self._itemsize).times(1 / self._options.engine.tp)
         seconds = []
         for _ in range(self._options.repeats + 3):
             taken, _answers = self._engine.run_batch(self._prompts(1, tokens), 1, None)
@@ -205,10 +206,11 @@ class Latency:
 
     def _works(self, shape: RoundShape, batch: int) -> list[Work]:
         config, context = self._engine.decoder.config, self._options.prompt + self._options.new_tokens // 2
+        share = 1 / self._options.engine.tp
         if shape.tree is None:
-            return [forward_pass(config, batch, batch, context, self._itemsize)]
+            return [forward_pass(config, batch, batch, context, self._itemsize).times(share)]
         tree, head = shape.tree, self._options.engine.shape.head
-        return speculative_round(config, head, batch, tree.depth, tree.topk, tree.max_nodes, context, self._itemsize)
+        return speculative_round(config, head, batch, tree.depth, tree.topk, tree.max_nodes, context, self._itemsize, share)
 
     def _floor_ms(self, works: Sequence[Work]) -> float:
         return sum(self._ceilings.seconds(work.nbytes, work.flops) for work in works) * 1e3

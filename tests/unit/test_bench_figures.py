@@ -40,6 +40,8 @@ def test_a_round_is_its_steps_and_its_verification() -> None:
     parts = speculative_round(config, LLAMA.head, batch=4, steps=5, topk=8, nodes=32, context=0, itemsize=2)
     assert len(parts) == 7
     assert sum(part.nbytes for part in parts) == pytest.approx(15.01e9 + 5 * 0.749e9 + 0.101e9, rel=1e-3)
+    halved = speculative_round(config, LLAMA.head, 4, 5, 8, 32, 0, 2, share=0.5)
+    assert sum(part.nbytes for part in parts) - sum(part.nbytes for part in halved) == pytest.approx(15.01e9 / 2, rel=1e-3)
     assert parts[1].flops == 8 * parts[0].flops, "the extend has a row a sequence, a beam topk"
 
 
