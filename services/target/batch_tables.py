@@ -51,7 +51,7 @@ class BatchTables:
         limits: ``[bs] int32``; a round runs for a row while its committed_len is below this: where the sequence ends, or 0 (idle).
         committed_lens: ``[bs] int32``, as of `load`; 1 for idle rows.
         query_start: ``[bs + 1] int32``, multiples of `nodes`.
-        node_index: ``[nodes] int32``, counting up.
+        nothing, ones, no_parent: ``[bs] int32``, 0, 1 and -1.
     """
 
     def __init__(self, bs: int, nodes: int, pages: int, page_size: int, device: torch.device) -> None:
@@ -76,7 +76,8 @@ class BatchTables:
             else:
                 self._device_buffer = torch.from_numpy(self._host)
             self.query_start = torch.arange(0, rows + 1, nodes, dtype=torch.int32, device=device)
-            self.node_index = torch.arange(nodes, dtype=torch.int32, device=device)
+            self.nothing = torch.zeros(bs, dtype=torch.int32, device=device)
+            self.ones, self.no_parent = self.nothing + 1, self.nothing - 1
         host: dict[str, np.ndarray] = {}
         tensors: dict[str, torch.Tensor] = {}
         offset = 0

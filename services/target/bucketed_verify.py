@@ -124,10 +124,9 @@ class BucketedVerify:
         return self._graphs.run(self._graph_key(inputs, mode, capture), lambda: self._step(inputs, mode, capture))
 
     def _step(self, inputs: _Inputs, mode: SamplingMode, capture: bool) -> VerifiedStep:
-        tables, nodes = inputs.tables, inputs.tables.nodes
-        live = tables.limits > 0
-        columns = min(nodes, self._max_depth + 1)
-        return verify_step(self._model(capture), tables, mode, tables.committed_lens, live, inputs.drafts, columns)
+        tables = inputs.tables
+        columns = min(tables.nodes, self._max_depth + 1)
+        return verify_step(self._model(capture), tables, mode, tables.limits, tables.committed_lens, inputs.drafts, columns)
 
     def _graph_key(self, inputs: _Inputs, mode: SamplingMode, capture: bool) -> tuple[object, ...]:
         tables = inputs.tables

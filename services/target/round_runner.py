@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
+from outrider.kernels.verify_round import RoundTensors, begin_round
 from outrider.services.target.batch_tables import BatchTables, SamplingMode
 from outrider.services.target.bucketed_verify import table_pages
 from outrider.services.target.runner import ModelRunner
 from outrider.services.target.sequence import Sequence
-from outrider.services.target.verify_step import HostRow, begin_round, end_round, root_batch, unpack, verify_step
+from outrider.services.target.verify_step import HostRow, root_batch, unpack, verify_step
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.spec.device import DeviceDrafter, DeviceRounds, RoundState
 from outrider.shared.spec.tree import DraftShape
@@ -184,11 +185,14 @@ class RoundRunner:
         """One round; all it touches stays where it is from round to round."""
         batch, tables = self._entered(), self._current
         assert tables is not None
-        live = begin_round(batch.state, tables)
-        drafts = root_batch(batch.state) if batch.rounds is None else batch.rounds.draft(batch.state)
+        state = batch.state
+        round_state = RoundTensors(state.committed_lens, state.tokens, state.counts)
+        roots = begin_round(round_state, tables.limits)
+        drafts = root_batch(roots, tables) if batch.rounds is None else batch.rounds.draft(state)
         model = self._runner.step_model(batch.capture)
-        step = verify_step(model, tables, batch.mode, batch.state.committed_lens, live, drafts, batch.state.columns)
-        end_round(batch.state, step)
+        step = verify_step(model, tables, batch.mode, state.counts, state.committed_lens, drafts, state.columns, round_state)
+        if step.features is not None and batch.rounds is not None:
+            state.features[:, : step.features.shape[1]].copy_(step.features)
         return step.packed
 
     def _key(self, batch: _Batch) -> tuple[object, ...]:

@@ -1,0 +1,77 @@
+"""verify_round in plain torch; the contract is in the package's docstring."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+from outrider.kernels.verify_round.types import PlacedRows, RoundTensors, SettledRound
+
+
+def begin_round(state: RoundTensors, limits: torch.Tensor) -> torch.Tensor:
+    """See `outrider.kernels.verify_round.begin_round`."""
+    state.counts.mul_(state.committed_lens < limits)
+    last = (state.counts.long() - 1).clamp_(min=0)[:, None]
+    return torch.where(state.counts[:, None] > 0, state.tokens.gather(1, last), 0)
+
+
+def place_rows(
+    live: torch.Tensor,
+    committed_lens: torch.Tensor,
+    depths: torch.Tensor,
+    num_nodes: torch.Tensor,
+    page_table: torch.Tensor,
+    page_size: int,
+) -> PlacedRows:
+    """See `outrider.kernels.verify_round.place_rows`."""
+    cached = torch.where(live > 0, committed_lens - 1, 0)
+    node = torch.arange(depths.shape[1], dtype=torch.int32, device=depths.device)
+    real = (live[:, None] > 0) & (node < num_nodes[:, None])
+    positions = (cached[:, None] + depths).flatten().long()
+    slots = torch.where(real, _slots(page_table, cached[:, None] + node, page_size), -1)
+    return PlacedRows(cached, cached + num_nodes, positions, positions + 1, slots.flatten())
+
+
+def settle_round(
+    live: torch.Tensor,
+    cached_lens: torch.Tensor,
+    num_nodes: torch.Tensor,
+    num_accepted: torch.Tensor,
+    path: torch.Tensor,
+    emitted: torch.Tensor,
+    page_table: torch.Tensor,
+    page_size: int,
+    columns: int,
+    state: RoundTensors | None,
+) -> SettledRound:
+    """See `outrider.kernels.verify_round.settle_round`."""
+    bs, nodes = path.shape
+    accepted = torch.where(live > 0, num_accepted.clamp(max=columns - 1), -1)
+    column = torch.arange(columns, dtype=torch.int32, device=path.device)
+    on_path = column <= accepted[:, None]  # [bs, R]
+    walked = torch.where(on_path, _fit(path, columns), -1)
+    said = torch.where(on_path, _fit(emitted, columns), -1)
+    packed = torch.cat((accepted[:, None], num_nodes[:, None], walked, said), dim=1)
+    kept = min(nodes, columns)
+    first = torch.arange(0, bs * nodes, nodes, device=path.device)[:, None]
+    rows = first + walked[:, :kept].clamp(min=0)
+    slots = torch.where(on_path[:, :kept], _slots(page_table, cached_lens[:, None] + column[:kept], page_size), -1)
+    if state is not None:
+        bonus = said.gather(1, accepted.clamp(min=0).long()[:, None])[:, 0]
+        counts = torch.where(bonus >= 0, accepted + 1, 0)
+        state.tokens.copy_(torch.where(column < counts[:, None], said, 0))
+        state.committed_lens.add_(counts)
+        state.counts.copy_(counts)
+    return SettledRound(accepted, packed, rows.flatten(), slots.flatten())
+
+
+def _slots(page_table: torch.Tensor, index: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Return the slots of token indices ``[bs, n]``: ``[bs, n] int64``; an index behind the table gets some slot."""
+    pages = page_table.gather(1, (index // page_size).clamp(max=page_table.shape[1] - 1).long())
+    return pages.long() * page_size + index % page_size
+
+
+def _fit(tensor: torch.Tensor, columns: int) -> torch.Tensor:
+    """Cut ``[bs, n]`` to R columns, or pad it with -1."""
+    missing = columns - tensor.shape[1]
+    return pad(tensor, (0, missing), value=-1) if missing > 0 else tensor[:, :columns]

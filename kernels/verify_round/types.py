@@ -1,0 +1,58 @@
+"""The data of the work around a verify pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTensors:
+    """What one round leaves for the next.
+
+    Attributes:
+        committed_lens: ``[bs] int32``.
+        tokens: ``[bs, R] int32``, contiguous; what the last round chose, padded with 0.
+        counts: ``[bs] int32``; how many, 0 where the row is idle.
+    """
+
+    committed_lens: torch.Tensor
+    tokens: torch.Tensor
+    counts: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedRows:
+    """Where the nodes of a round are.
+
+    Attributes:
+        cached_lens: ``[bs] int32``; ``committed_len - 1``, 0 for idle rows.
+        kv_lens: ``[bs] int32``; ``cached_lens + num_nodes``.
+        positions: ``[bs * N] int64``; ``cached_lens + depth``.
+        next_positions: ``[bs * N] int64``, one more: the index of the token that is chosen after the node.
+        slots: ``[bs * N] int64``; -1 for padding and idle rows.
+    """
+
+    cached_lens: torch.Tensor
+    kv_lens: torch.Tensor
+    positions: torch.Tensor
+    next_positions: torch.Tensor
+    slots: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SettledRound:
+    """What a round comes to; C = min(N, R).
+
+    Attributes:
+        num_accepted: ``[bs] int32``, at most R - 1; -1 for idle rows.
+        packed: ``[bs, 2 + 2 R] int32``: num_accepted, num_nodes, path, emitted; path and emitted padded with -1.
+        feature_rows: ``[bs * C] int64``; row of the pass that holds column c of the path; behind the path, the row's root.
+        feature_slots: ``[bs * C] int64``; where the feature row of column c belongs, -1 behind the path and for idle rows.
+    """
+
+    num_accepted: torch.Tensor
+    packed: torch.Tensor
+    feature_rows: torch.Tensor
+    feature_slots: torch.Tensor

@@ -1,0 +1,32 @@
+"""verify_round compiled: equal to the references on a GPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
+
+from guards import Guards
+from round_cases import check_begin_round, check_place_rows, check_settle_round
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(("bs", "columns"), [(1, 1), (3, 6), (64, 17)])
+def test_begin_round(bs: int, columns: int) -> None:
+    check_begin_round("cuda", bs, columns, Guards())
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("bs", "nodes"), [(1, 1), (5, 6), (64, 33), (4, 128)])
+def test_place_rows(bs: int, nodes: int, page_size: int) -> None:
+    check_place_rows("cuda", bs, nodes, page_size, Guards())
+
+
+@pytest.mark.parametrize("with_state", [True, False])
+@pytest.mark.parametrize(("bs", "nodes", "columns"), [(1, 1, 1), (64, 6, 6), (16, 128, 17), (7, 2, 6), (4, 1, 6)])
+def test_settle_round(bs: int, nodes: int, columns: int, with_state: bool) -> None:
+    check_settle_round("cuda", bs, nodes, columns, 16, with_state, Guards())

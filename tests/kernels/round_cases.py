@@ -1,0 +1,126 @@
+"""verify_round: bodies of tests that run interpreted on a CPU and compiled on a GPU."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields
+
+import torch
+from guards import Guards, reference_version, triton_version
+
+from outrider.kernels.verify_round import PlacedRows, RoundTensors, SettledRound, begin_round, place_rows, settle_round
+
+
+def assert_equal(have: PlacedRows | SettledRound | RoundTensors, want: PlacedRows | SettledRound | RoundTensors) -> None:
+    for one in fields(want):
+        actual, expected = getattr(have, one.name), getattr(want, one.name)
+        assert actual.dtype is expected.dtype, one.name
+        assert torch.equal(actual, expected), one.name
+
+
+def random_state(bs: int, columns: int, rng: random.Random, device: str) -> RoundTensors:
+    counts = [rng.randint(0, columns) for _ in range(bs)]
+    tokens = [[rng.randrange(1, 99) if i < count else 0 for i in range(columns)] for count in counts]
+    lens = [rng.randint(columns + 1, 60) for _ in range(bs)]
+    return RoundTensors(*(torch.tensor(values, dtype=torch.int32, device=device) for values in (lens, tokens, counts)))
+
+
+def copied(state: RoundTensors, guards: Guards | None = None) -> RoundTensors:
+    put = guards.put if guards else torch.clone
+    return RoundTensors(put(state.committed_lens), put(state.tokens), put(state.counts))
+
+
+def check_begin_round(device: str, bs: int, columns: int, guards: Guards) -> None:
+    rng = random.Random(bs * 100 + columns)
+    state = random_state(bs, columns, rng, device)
+    limits = torch.tensor([rng.choice([0, 30, 61, 200]) for _ in range(bs)], dtype=torch.int32, device=device)
+    expected, actual = copied(state), copied(state, guards)
+    with reference_version():
+        roots = begin_round(expected, limits)
+    with triton_version(guards):
+        found = begin_round(actual, guards.put(limits))
+    assert torch.equal(found, roots)
+    assert_equal(actual, expected)
+    for row in range(bs):
+        count = int(state.counts[row]) if int(state.committed_lens[row]) < int(limits[row]) else 0
+        assert int(expected.counts[row]) == count
+        assert int(roots[row]) == (int(state.tokens[row, count - 1]) if count else 0)
+
+
+def check_place_rows(device: str, bs: int, nodes: int, page_size: int, guards: Guards) -> None:
+    rng = random.Random(bs * 1000 + nodes * 10 + page_size)
+    pages = (60 + nodes) // page_size + 2
+    live = [rng.choice([0, 1, 3]) for _ in range(bs)]
+    lens = [rng.randint(1, 60) for _ in range(bs)]
+    counts = [rng.randint(1, nodes) for _ in range(bs)]
+    depths = [[rng.randint(0, 9) for _ in range(nodes)] for _ in range(bs)]
+    table = [[rng.randrange(500) for _ in range(pages)] for _ in range(bs)]
+    arguments = [torch.tensor(values, dtype=torch.int32, device=device) for values in (live, lens, depths, counts, table)]
+    with reference_version():
+        expected = place_rows(*arguments, page_size)
+    guarded = [guards.put(tensor) for tensor in arguments]
+    with triton_version(guards):
+        actual = place_rows(*guarded, page_size)
+    assert_equal(actual, expected)
+    slots, positions = expected.slots.view(bs, nodes).tolist(), expected.positions.view(bs, nodes).tolist()
+    for row in range(bs):
+        cached = lens[row] - 1 if live[row] else 0
+        assert int(expected.kv_lens[row]) == cached + counts[row]
+        for node in range(nodes):
+            index = cached + node
+            there = table[row][index // page_size] * page_size + index % page_size
+            assert slots[row][node] == (there if live[row] and node < counts[row] else -1)
+            assert positions[row][node] == cached + depths[row][node]
+
+
+def check_settle_round(device: str, bs: int, nodes: int, columns: int, page_size: int, with_state: bool, guards: Guards) -> None:
+    rng = random.Random(bs * 1000 + nodes * 10 + columns)
+    pages = (60 + max(nodes, columns)) // page_size + 2
+    live = [rng.choice([0, 1, 1, 1]) for _ in range(bs)]
+    cached = [rng.randint(0, 59) if alive else 0 for alive in live]
+    counts = [rng.randint(1, nodes) for _ in range(bs)]
+    accepted = [rng.randint(0, count - 1) for count in counts]
+    path, emitted = [], []
+    for row in range(bs):
+        walked = [0, *sorted(rng.sample(range(1, nodes), accepted[row]))]
+        said = [rng.randrange(99) for _ in walked]
+        if rng.random() < 0.3:
+            said[-1] = -1  # no number
+        path.append(walked + [-1] * (nodes - len(walked)))
+        emitted.append(said + [-1] * (nodes - len(said)))
+    table = [[rng.randrange(500) for _ in range(pages)] for _ in range(bs)]
+    arguments = [
+        torch.tensor(values, dtype=torch.int32, device=device) for values in (live, cached, counts, accepted, path, emitted, table)
+    ]
+    state = random_state(bs, columns, rng, device)
+    expected_state, actual_state = copied(state), copied(state, guards)
+    with reference_version():
+        expected = settle_round(*arguments, page_size, columns, expected_state if with_state else None)
+    guarded = [guards.put(tensor) for tensor in arguments]
+    with triton_version(guards):
+        actual = settle_round(*guarded, page_size, columns, actual_state if with_state else None)
+    assert_equal(actual, expected)
+    assert_equal(actual_state, expected_state)
+    kept = min(nodes, columns)
+    rows, slots = expected.feature_rows.view(bs, kept).tolist(), expected.feature_slots.view(bs, kept).tolist()
+    for row in range(bs):
+        taken = min(accepted[row], columns - 1)
+        line = expected.packed[row].tolist()
+        assert line[:2] == [taken if live[row] else -1, counts[row]]
+        if not live[row]:
+            assert line[2:] == [-1] * (2 * columns)
+            assert set(slots[row]) == {-1}
+            assert not with_state or int(expected_state.counts[row]) == 0
+            continue
+        said = emitted[row][: taken + 1]
+        assert line[2 : 3 + taken] == path[row][: taken + 1]
+        assert line[2 + columns : 3 + columns + taken] == said
+        assert rows[row][: taken + 1] == [row * nodes + node for node in path[row][: taken + 1]]
+        assert all(slot == -1 for slot in slots[row][taken + 1 :])
+        index = cached[row] + taken
+        assert slots[row][taken] == table[row][index // page_size] * page_size + index % page_size
+        if with_state:
+            goes_on = said[-1] >= 0
+            assert int(expected_state.counts[row]) == (taken + 1 if goes_on else 0)
+            assert expected_state.tokens[row].tolist() == (said if goes_on else []) + [0] * (columns - (len(said) if goes_on else 0))
+            assert int(expected_state.committed_lens[row]) == int(state.committed_lens[row]) + (taken + 1 if goes_on else 0)

@@ -1,0 +1,22 @@
+"""verify_round: the Triton versions, interpreted, equal the references, do what they say, and stay within their buffers."""
+
+import pytest
+from guards import Guards
+from round_cases import check_begin_round, check_place_rows, check_settle_round
+
+
+@pytest.mark.parametrize(("bs", "columns"), [(1, 1), (3, 6), (9, 17)])
+def test_begin_round(bs: int, columns: int) -> None:
+    check_begin_round("cpu", bs, columns, Guards())
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize(("bs", "nodes"), [(1, 1), (5, 6), (4, 33)])
+def test_place_rows(bs: int, nodes: int, page_size: int) -> None:
+    check_place_rows("cpu", bs, nodes, page_size, Guards())
+
+
+@pytest.mark.parametrize("with_state", [True, False])
+@pytest.mark.parametrize(("bs", "nodes", "columns", "page_size"), [(1, 1, 1, 16), (6, 6, 6, 3), (5, 33, 7, 1), (7, 2, 6, 16), (4, 1, 6, 4)])
+def test_settle_round(bs: int, nodes: int, columns: int, page_size: int, with_state: bool) -> None:
+    check_settle_round("cpu", bs, nodes, columns, page_size, with_state, Guards())
