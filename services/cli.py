@@ -95,6 +95,9 @@ MaxRunningRequests = Annotated[int | None, typer.Option(help="Sequences that are
 MemFractionStatic = Annotated[
     float | None, typer.Option(help="Share of the GPU's memory for the target's weights and KV cache.", show_default="0.85")
 ]
+Tp = Annotated[
+    int | None, typer.Option("--tp", "--tensor-parallel-size", help="GPUs that share the target (processes, on a CPU).", show_default="1")
+]
 KvTokens = Annotated[
     int | None, typer.Option(help="Size of the KV caches of target and draft in tokens.", show_default="what the memory allows")
 ]
@@ -124,6 +127,7 @@ def up(
     max_running_requests: MaxRunningRequests = None,
     mem_fraction_static: MemFractionStatic = None,
     kv_tokens: KvTokens = None,
+    tp: Tp = None,
     host: Annotated[str, typer.Option(help="Where the gateway listens.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="REST port; gRPC takes the next one.")] = 8000,
     skip_tokenizer: Annotated[bool, typer.Option("--skip-tokenizer", help="Serve token ids only.")] = False,
@@ -152,6 +156,7 @@ def up(
         max_running_requests=max_running_requests,
         mem_fraction_static=mem_fraction_static,
         kv_tokens=kv_tokens,
+        tp=tp,
         host=host,
         port=port,
         skip_tokenizer=skip_tokenizer,

@@ -71,6 +71,7 @@ class StackOptions:
         kv_tokens: Size of the KV caches in tokens, of target and draft alike, for several stacks on one GPU.
         max_running_requests: Sequences that the target works on at once, and that the draft follows if they are more than its default.
         mem_fraction_static: Share of the GPU's memory for the target's weights and KV cache.
+        tp: GPUs (processes, on a CPU) that share the target. AUTO transport then takes the draft into the target's first process.
     """
 
     target: Path = DEMO_TARGET
@@ -94,6 +95,7 @@ class StackOptions:
     kv_tokens: int | None = None
     max_running_requests: int | None = None
     mem_fraction_static: float | None = None
+    tp: int | None = None
 
     @property
     def speculates(self) -> bool:
@@ -129,7 +131,7 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
     placement = {"device": options.device, "dtype": options.dtype, "log-level": options.log_level, "kv-tokens": options.kv_tokens}
     algorithm = {"speculative-algorithm": None if options.algorithm is Algorithm.AUTO else options.algorithm.value}
     texts = {"speculative-token-map": options.token_map, "ngram-corpus": options.ngram_corpus}
-    capacity = {"max-running-requests": options.max_running_requests, "mem-fraction-static": options.mem_fraction_static}
+    capacity = {"max-running-requests": options.max_running_requests, "mem-fraction-static": options.mem_fraction_static, "tp": options.tp}
 
     gateway = {"host": options.host, "port": options.port, "grpc-port": options.port + 1, "target": target_address}
     gateway |= {"tokenizer": None if options.skip_tokenizer else options.target, "log-level": options.log_level}
@@ -222,10 +224,12 @@ def _check_model_folder(folder: Path, flag: str, hint: str = "") -> None:
 
 
 def wants_inproc(options: StackOptions) -> bool:
-    """Decide whether the draft runs in the target's process: as asked; for AUTO n-grams always, a model on a machine with one GPU."""
+    """Decide whether the draft runs in the target's process: as asked; for AUTO n-grams always, a model with one GPU or with ``--tp``."""
     if not options.speculates or options.transport in (Transport.GRPC, Transport.IPC):
         return False
     if options.transport is Transport.INPROC or options.algorithm is Algorithm.NGRAM:
+        return True
+    if options.tp is not None and options.tp > 1:
         return True
     if options.device == "cpu" or not any(Path("/dev").glob("nvidia[0-9]*")):
         return False

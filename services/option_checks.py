@@ -51,7 +51,11 @@ def check_values(options: StackOptions, devices: Path = Path("/dev")) -> None:
             raise _wrong(flag, text, f"one of {', '.join(allowed)}")
     _check_shape(options)
     _check_files(options)
-    for flag, number in (("--max-running-requests", options.max_running_requests), ("--kv-tokens", options.kv_tokens)):
+    for flag, number in (
+        ("--max-running-requests", options.max_running_requests),
+        ("--kv-tokens", options.kv_tokens),
+        ("--tp", options.tp),
+    ):
         if number is not None and number < 1:
             raise _wrong(flag, number, "at least 1")
     if options.mem_fraction_static is not None and not 0 < options.mem_fraction_static < 1:

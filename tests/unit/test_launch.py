@@ -124,6 +124,8 @@ def test_transport_decides_where_the_draft_runs() -> None:
     assert wants_inproc(StackOptions(transport=Transport.INPROC))
     assert not wants_inproc(StackOptions(transport=Transport.INPROC, draft=None))
     assert not wants_inproc(StackOptions(device="cpu"))
+    assert wants_inproc(StackOptions(device="cpu", tp=2)), "beside rank 0"
+    assert not wants_inproc(StackOptions(device="cpu", tp=2, transport=Transport.GRPC))
 
 
 def test_a_complete_pair_is_accepted(pair: tuple[Path, Path]) -> None:

@@ -1,0 +1,184 @@
+"""A target over several GPUs: the numbers and tokens of one GPU, eager and in CUDA graphs; by one-shot sums and by NCCL's.
+
+Each case runs in a process of its own: a process joins one group in its life.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stack import PROMPTS, Process, child_pids, supervised
+from toys import make_toy_target
+
+from outrider.common.v1 import common_pb2
+from outrider.kernels.verify import SamplingTensors
+from outrider.services.target.settings import TargetSettings
+from outrider.services.target.tp import start_group
+from outrider.shared.attn.base import AttentionBatch, build_batch
+from outrider.shared.attn.create import create_backend
+from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.kv.pool import KVPool
+from outrider.shared.nn.decoder import Decoder
+from outrider.shared.parallel.lead import graph_observer
+
+pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(300)]
+
+SIZES = [2, 4] if torch.cuda.device_count() >= 4 else [2]
+PROMPT, NODES = 300, 24
+REPLAYS = 50
+
+
+def in_a_process(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a function of this module in a fresh process, and return what it returns."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
+        return executor.submit(work, *arguments).result()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tp")
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
+    return make_toy_target(path, vocab_size=1000, num_layers=6, seed=5, **sizes)
+
+
+class Session:
+    """A prompt, and then steps of some rows behind it, on one GPU or on several."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+        self.device = decoder.device
+        self.pool: KVPool = decoder.make_pool(64, 16)
+        self.attention = create_backend("auto", self.device)
+        self.lease = self.pool.lease(PROMPT + 2 * NODES)
+        assert self.lease is not None
+        numbers = torch.Generator().manual_seed(3)
+        self.tokens = torch.randint(0, decoder.config.vocab_size, (PROMPT + NODES,), generator=numbers).to(self.device)
+
+    def batch(self, start: int, rows: int) -> AttentionBatch:
+        assert self.lease is not None
+        return build_batch(self.pool, [self.lease], [start], [rows])
+
+    def run(self, start: int, rows: int, batch: AttentionBatch, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits and greedy tokens of rows from index `start` on."""
+        self.attention.plan(batch)
+        positions = torch.arange(start, start + rows, device=self.device)
+        output = self.decoder.forward(tokens, positions, self.attention, self.pool)
+        return self.decoder.logits(output.hidden).float(), self.decoder.choose(output.hidden, greedy(rows, self.device), positions + 1)
+
+
+def greedy(rows: int, device: torch.device) -> SamplingTensors:
+    zeros = torch.zeros(rows, device=device)
+    ints = zeros.int()
+    return SamplingTensors(zeros, ints, zeros + 1, zeros, zeros.long(), ints, all_greedy=True, any_filter=False)
+
+
+@torch.inference_mode()
+def relative_errors(folder: Path, size: int, dtype: str, reduce: str) -> tuple[list[float], list[float], int]:
+    """Return the errors of logits against one GPU's, how far greedy tokens are from the best logit, and replays that differ from eager."""
+    torch.cuda.set_device(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    settings = TargetSettings.load({"model": folder, "device": "cuda", "dtype": dtype, "tp": size, "tp_all_reduce": reduce})
+    group = start_group(settings)
+    try:
+        whole, spread = Session(Decoder.load(folder, "cuda:0", getattr(torch, dtype))), Session(group.decoder)
+        graphs = GraphCache(spread.device, observer=graph_observer(group.decoder))
+        errors, distances, differing = [], [], 0
+        for start, rows in ((0, PROMPT), (PROMPT, 1), (PROMPT, NODES)):
+            found = []
+            for session in (whole, spread):
+                tokens = session.tokens[start : start + rows].clone()
+                found.append(session.run(start, rows, session.batch(start, rows), tokens))
+            (want, _), (got, chosen) = found
+            errors.append(float((got - want).norm() / want.norm()))
+            distances.append(float((got.amax(-1) - got.gather(1, chosen[:, None])[:, 0]).max()))
+            if start == 0:
+                continue
+            batch, tokens = spread.batch(start, rows), spread.tokens[start : start + rows].clone()
+
+            def record(start: int = start, rows: int = rows, batch: AttentionBatch = batch, tokens: torch.Tensor = tokens) -> Any:
+                return spread.run(start, rows, batch, tokens)
+
+            for _ in range(REPLAYS):
+                logits, token_ids = graphs.run((start, rows), record)
+                differing += not (torch.allclose(logits, got, rtol=1e-2, atol=1e-2) and torch.equal(token_ids, chosen))
+            # Another prompt at the same addresses: the other ranks read what rank 0 has now.
+            tokens.copy_(tokens.flip(0))
+            logits, _ = graphs.run((start, rows), record)
+            eager, _ = spread.run(start, rows, spread.batch(start, rows), tokens)
+            differing += not torch.allclose(logits, eager, rtol=1e-2, atol=1e-2)
+        graphs.clear()
+        return errors, distances, differing
+    finally:
+        group.close()
+
+
+@pytest.mark.parametrize("reduce", ["auto", "group"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 3e-2)])
+@pytest.mark.parametrize("size", SIZES)
+def test_numbers_are_those_of_one_gpu_eager_and_in_graphs(folder: Path, size: int, dtype: str, tolerance: float, reduce: str) -> None:
+    errors, distances, differing = in_a_process(relative_errors, folder, size, dtype, reduce)
+    print(f"{size} GPUs, {dtype}, {reduce}: relative errors {errors}, greedy tokens below the best by {distances}")
+    assert max(errors) < tolerance
+    assert max(distances) <= (0 if dtype == "float32" else 0.1)
+    assert differing == 0
+
+
+@torch.inference_mode()
+def moved_rows(folder: Path, size: int) -> tuple[float, float]:
+    """Return the change of logits by a compaction on one GPU, and the difference of the spread decoder's from it afterwards."""
+    torch.cuda.set_device(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    group = start_group(TargetSettings.load({"model": folder, "device": "cuda", "dtype": "float32", "tp": size}))
+    try:
+        found = []
+        for session in (Session(Decoder.load(folder, "cuda:0", torch.float32)), Session(group.decoder)):
+            session.run(0, PROMPT + 4, session.batch(0, PROMPT + 4), session.tokens[: PROMPT + 4])
+            before, _ = session.run(PROMPT + 2, 1, session.batch(PROMPT + 2, 1), session.tokens[:1])
+            batch = session.batch(PROMPT, 4)
+            path = torch.tensor([[0, 3, -1, -1]], dtype=torch.int32, device=session.device)  # node 3 goes to the place of node 1
+            session.pool.compact(batch.page_table, batch.prefix_lens, path, torch.ones(1, dtype=torch.int32, device=session.device))
+            after, _ = session.run(PROMPT + 2, 1, session.batch(PROMPT + 2, 1), session.tokens[:1])
+            found.append((before, after))
+        return float((found[0][1] - found[0][0]).norm()), float((found[1][1] - found[0][1]).norm() / found[0][1].norm())
+    finally:
+        group.close()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_accepted_rows_move_on_every_rank(folder: Path, size: int) -> None:
+    change, error = in_a_process(moved_rows, folder, size)
+    assert change > 1e-3, "the compaction must matter"
+    assert error < 1e-4
+
+
+def test_the_embedded_pair_over_two_gpus_answers_as_over_one() -> None:
+    answers = []
+    for ranks in ("1", "2"):
+        with supervised("--dtype", "float32", "--tp", ranks, "--transport", "inproc", device="cuda") as stack:
+            for mode in (common_pb2.SPECULATION_MODE_OFF, common_pb2.SPECULATION_MODE_ON):
+                answers.append([stack.client.chat(prompt, mode=mode, max_tokens=64).token_ids for prompt in PROMPTS])
+            sampled = stack.client.chat(PROMPTS[0], temperature=0.8, seed=5, mode=common_pb2.SPECULATION_MODE_ON, max_tokens=64)
+            answers[-1].append(sampled.token_ids)
+            stack.assert_no_page_held()
+    assert answers[0] == answers[1][:-1] == answers[2]
+    assert answers[1] == answers[3]
+
+
+def test_a_killed_rank_ends_a_target_in_cuda_graphs(folder: Path, tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/t.sock"
+    process = Process("serve", "target", "--model", str(folder), "--tp", "2", "--listen", address, log=tmp_path / "log")
+    try:
+        process.wait_serving(address, "outrider.target.v1.Target")
+        os.kill(child_pids(process.popen.pid, "tp_worker")[0], signal.SIGKILL)
+        assert process.popen.wait(30) != 0
+        assert "rank 1 is lost" in process.output
+    finally:
+        process.stop()
