@@ -40,13 +40,13 @@ from outrider.services.target.settings import TargetSettings
 from outrider.services.target.synthetic import SyntheticAcceptance, rates_of_mean
 from outrider.services.target.tp import start_group
 from outrider.shared.base.errors import ConfigurationError, OutriderError, UnavailableError
-from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.decoder import Decoder, default_dtype
 from outrider.shared.nn.dummy import random_decoder
 from outrider.shared.spec.drafter import DrafterState
 from outrider.shared.spec.tree import DraftShape
 
 DRAFT_START_S = 120.0
-ANSWER_S = 300.0
+ANSWER_S = 120.0
 NO_DRAFT = "none"
 
 
@@ -230,9 +230,7 @@ def running_engine(options: EngineOptions) -> Iterator[BenchEngine]:
     log: deque[str] = deque(maxlen=30)
     with ExitStack() as cleanup:
         settings = _settings(options, NO_DRAFT)
-        settings.check()
-        device = settings.torch_device()
-        dtype = settings.torch_dtype() or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        device, dtype = placement(options)
         decoder = _decoder(cleanup, options, settings, device, dtype)
         synthetic = SyntheticAcceptance(rates_of_mean(1.0), decoder.config.vocab_size, device)
         make_drafter = None
@@ -252,6 +250,27 @@ def running_engine(options: EngineOptions) -> Iterator[BenchEngine]:
         if options.drafts and state is not DrafterState.ON:
             raise UnavailableError(f"The draft is {state.value} after {DRAFT_START_S:.0f} s. It said:\n" + "\n".join(log))
         yield BenchEngine(target, decoder, synthetic)
+
+
+def check_accept_length(accept_length: float) -> None:
+    """Refuse an accept length that no synthetic acceptance has.
+
+    Raises:
+        ConfigurationError: It is out of range.
+    """
+    rates_of_mean(accept_length)
+
+
+def placement(options: EngineOptions) -> tuple[torch.device, torch.dtype]:
+    """Return where the target computes, and in which type.
+
+    Raises:
+        ConfigurationError: A setting is wrong, or there is no such device.
+    """
+    settings = _settings(options, NO_DRAFT)
+    settings.check()
+    device = settings.torch_device()
+    return device, settings.torch_dtype() or default_dtype(device)
 
 
 def _decoder(cleanup: ExitStack, options: EngineOptions, settings: TargetSettings, device: torch.device, dtype: torch.dtype) -> Decoder:

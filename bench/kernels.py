@@ -6,6 +6,7 @@ pass, `propose` a whole round of drafting. On a CPU the references run, in sizes
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -44,7 +45,7 @@ from outrider.kernels.tree_build import tree_build
 from outrider.kernels.verify import SamplingTensors, choose_tokens, verify_tree
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.attn.create import create_backend
-from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.base.errors import ConfigurationError, OutriderError
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.dummy import random_decoder
@@ -87,8 +88,18 @@ def run_kernels(options: KernelOptions) -> int:
     """
     ceilings = measure_ceilings(options.device, options.dtype, options.small)
     launch = measure(_launches(options.device), options.device, copies=LAUNCHES).median
-    rows = [_row(case, options, ceilings, launch) for case in cases(options)]
-    if not rows:
+    rows: list[Row] = []
+    failed: dict[str, str] = {}
+    for kind, kind_cases in cases(options):
+        name = kind
+        try:
+            for case in kind_cases:
+                name = case.name
+                rows.append(_row(case, options, ceilings, launch))
+        except (OutriderError, RuntimeError) as error:  # e.g. a step that cannot be recorded; the other kinds still count
+            failed[name] = f"{type(error).__name__}: {error}"[:500]
+            print(f"{name} failed: {failed[name]}", file=sys.stderr)
+    if not rows and not failed:
         raise ConfigurationError(f"--only {options.only}: no case is called so; kinds: {', '.join(KINDS)}.", field="--only")
     settings = {
         "shape": options.shape.name,
@@ -98,7 +109,8 @@ def run_kernels(options: KernelOptions) -> int:
         "matrix_rate_tflops": round(ceilings.matrix_rate / 1e12, 2),
         "launch_us": round(launch * 1e6, 3),
     }
-    return finish(Result("kernels", settings, rows), options.output, ("gbs", "tflops"))
+    result = Result("kernels", settings, rows, {"failed": failed})
+    return finish(result, options.output, ("gbs", "tflops")) or int(bool(failed))
 
 
 LAUNCHES = 64
@@ -128,12 +140,12 @@ def _row(case: Case, options: KernelOptions, ceilings: Ceilings, launch: float) 
     return Row(case.name, times.median * 1e6, "us", ceilings.seconds(nbytes, flops) * 1e6, ceilings.bound(nbytes, flops), more)
 
 
-def cases(options: KernelOptions) -> Iterator[Case]:
-    """Yield the cases that `only` names, one kind after the other: each makes its data when it is its turn."""
+def cases(options: KernelOptions) -> Iterator[tuple[str, Iterator[Case]]]:
+    """Yield the kinds that `only` names with their cases, each of which makes its data when it is its turn."""
     sizes = Sizes.of(options.shape.model_config(), options.shape.head, options.device, options.dtype, small=options.small)
     for kind, make in KINDS.items():
         if fnmatch(kind, options.only):
-            yield from make(sizes, options)
+            yield kind, make(sizes, options)
 
 
 def _linear(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:

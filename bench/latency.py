@@ -9,20 +9,22 @@ from __future__ import annotations
 import random
 import re
 import statistics
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from outrider.bench.clock import percentile, summarise
-from outrider.bench.engine_stack import Answer, BenchEngine, EngineOptions, running_engine
+from outrider.bench.engine_stack import Answer, BenchEngine, EngineOptions, check_accept_length, placement, running_engine
 from outrider.bench.floors import Work, forward_pass, prefill, speculative_round
 from outrider.bench.idle import Profile, profiled
 from outrider.bench.record import Result, Row, finish
 from outrider.bench.roofline import Ceilings, measure_ceilings
-from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.base.errors import ConfigurationError, OutriderError
 from outrider.shared.spec.tree import DraftShape
 
 WARM_UP_TOKENS = 24
@@ -90,35 +92,51 @@ def parse_shapes(texts: Sequence[str], accept_length: float) -> list[RoundShape]
         if found is None or min(int(found[1]), int(found[2])) < 1 or int(found[3]) < 2:
             raise ConfigurationError(f"--rounds {text}: expected plain, chain5 or steps/topk/nodes such as 5/8/32@3.5.", field="--rounds")
         tree = DraftShape(int(found[1]), int(found[2]), int(found[3])).bounded()
-        shapes.append(RoundShape(tree, float(found[4] or accept_length), batches))
+        length = float(found[4] or accept_length)
+        check_accept_length(length)
+        shapes.append(RoundShape(tree, length, batches))
     return shapes
 
 
 def run_latency(options: LatencyOptions) -> int:
-    """Measure, print and save. Returns the exit code."""
-    engine_options = options.engine
-    with running_engine(engine_options) as engine:
-        ceilings = measure_ceilings(engine.device, engine.decoder.dtype, small=engine.device.type == "cpu")
-        bench = Latency(engine, options, ceilings)
-        rows = [row for shape in options.shapes for row in bench.rounds(shape)]
-        rows += [bench.prefill(tokens) for tokens in options.prefills]
-    settings = {
-        "shape": engine_options.shape.name,
-        "device": str(engine.device),
-        "dtype": str(engine.decoder.dtype).removeprefix("torch."),
+    """Measure, print and save; the file is there from the first row on. Returns the exit code, 1 if a case failed."""
+    device, dtype = placement(options.engine)
+    ceilings = measure_ceilings(device, dtype, small=device.type == "cpu")
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the engine shares out what is free
+    rows: list[Row] = []
+    failed: dict[str, str] = {}
+    profiles: dict[str, Any] = {}
+    result = Result("latency", _settings(options, device, dtype, ceilings), rows, {"profiles": profiles, "failed": failed})
+    with running_engine(options.engine) as engine:
+        bench = Latency(engine, options, ceilings, profiles)
+        for case, measured in bench.cases():
+            try:
+                rows.append(measured())
+            except (OutriderError, RuntimeError) as error:  # the other cases still count
+                failed[case] = f"{type(error).__name__}: {error}"[:500]
+                print(f"{case} failed: {failed[case]}", file=sys.stderr)
+            result.save(options.output)
+    return finish(result, options.output, ("tok_s", "accept_length", "gap_p99_ms", "gpu_idle_between")) or int(bool(failed))
+
+
+def _settings(options: LatencyOptions, device: torch.device, dtype: torch.dtype, ceilings: Ceilings) -> dict[str, Any]:
+    engine = options.engine
+    return {
+        "shape": engine.shape.name,
+        "device": str(device),
+        "dtype": str(dtype).removeprefix("torch."),
         "weights": "random",
-        "transport": engine_options.transport.value if engine_options.drafts else "none",
-        "draft_device": engine_options.draft_device,
-        "tp": engine_options.tp if engine_options.tp > 1 else None,
+        "transport": engine.transport.value if engine.drafts else "none",
+        "draft_device": engine.draft_device,
+        "tp": engine.tp if engine.tp > 1 else None,
         "prompt": options.prompt,
         "new_tokens": options.new_tokens,
         "repeats": options.repeats,
         "read_bandwidth_gbs": round(ceilings.read_bandwidth / 1e9, 1),
         "matrix_rate_tflops": round(ceilings.matrix_rate / 1e12, 2),
-        **engine_options.settings,
+        **engine.settings,
     }
-    more = {"profiles": bench.profiles} if bench.profiles else {}
-    return finish(Result("latency", settings, rows, more), options.output, ("tok_s", "accept_length", "gap_p99_ms", "gpu_idle_between"))
 
 
 class Latency:
@@ -128,22 +146,23 @@ class Latency:
         engine: Running.
         options: What to measure.
         ceilings: Of this machine, for the floors.
-
-    Attributes:
-        profiles: Case → where the GPU's time goes, of what was profiled.
+        profiles: Takes case → where the GPU's time goes, of what is profiled.
     """
 
-    def __init__(self, engine: BenchEngine, options: LatencyOptions, ceilings: Ceilings) -> None:
-        self.profiles: dict[str, Any] = {}
+    def __init__(self, engine: BenchEngine, options: LatencyOptions, ceilings: Ceilings, profiles: dict[str, Any]) -> None:
+        self._profiles = profiles
         self._engine = engine
         self._options = options
         self._ceilings = ceilings
         self._random = random.Random(0)
 
-    def rounds(self, shape: RoundShape) -> list[Row]:
-        """Return a row per batch size."""
-        acceptance = self._engine.set_accept_length(shape.accept_length)
-        return [self._round(shape, batch, acceptance if shape.tree else "none") for batch in shape.batches or self._options.batches]
+    def cases(self) -> Iterator[tuple[str, Callable[[], Row]]]:
+        """Yield every case's name and what measures it, in order."""
+        for shape in self._options.shapes:
+            for batch in shape.batches or self._options.batches:
+                yield f"round {shape.label}, batch {batch}", partial(self.round, shape, batch)
+        for tokens in self._options.prefills:
+            yield f"prefill {tokens}", partial(self.prefill, tokens)
 
     def prefill(self, tokens: int) -> Row:
         """Return the row of a prompt of so many tokens: from handing it over to its first token."""
@@ -163,8 +182,10 @@ class Latency:
             f"prefill {tokens}", times.median * 1e3, "ms", self._floor_ms([work]), self._ceilings.bound(work.nbytes, work.flops), more
         )
 
-    def _round(self, shape: RoundShape, batch: int, acceptance: str) -> Row:
+    def round(self, shape: RoundShape, batch: int) -> Row:
+        """Return the row of one kind of round at one batch size."""
         options, engine = self._options, self._engine
+        acceptance = engine.set_accept_length(shape.accept_length) if shape.tree else "none"
         engine.run_batch(self._prompts(batch), min(WARM_UP_TOKENS, options.new_tokens), shape.tree)
         first = min(engine.run_batch(self._prompts(batch), 1, shape.tree)[0] for _ in range(2))
         total, answers = min(
@@ -193,7 +214,7 @@ class Latency:
             more["fallback"] = next((answer.fallback for answer in answers if answer.fallback), "")
         if profile := self._profile(shape, batch):
             more |= {"gpu_idle": profile.idle, "gpu_idle_between": profile.idle_between}
-            self.profiles[f"{shape.label}, batch {batch}"] = profile.as_json()
+            self._profiles[f"{shape.label}, batch {batch}"] = profile.as_json()
         bound = self._ceilings.bound(sum(work.nbytes for work in works), sum(work.flops for work in works))
         return Row(f"round {shape.label}, batch {batch}", (total - first) / rounds * 1e3, "ms", self._floor_ms(works), bound, more)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -16,11 +17,12 @@ LOGIT_SPREAD = 6.0
 
 
 MEMORY_FOLDER = Path("/dev/shm")
+MEMORY_NEEDED = 4 << 30
 
 
 def memory_folder() -> Path | None:
-    """Return a folder in memory, or None where there is none: Python's default then."""
-    return MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else None
+    """Return a folder in memory with room for a head, or None where there is none (containers get 64 MiB): Python's default then."""
+    return MEMORY_FOLDER if MEMORY_FOLDER.is_dir() and shutil.disk_usage(MEMORY_FOLDER).free >= MEMORY_NEEDED else None
 
 
 @torch.inference_mode()
