@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
 
@@ -21,8 +22,10 @@ _UNITS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 @triton.jit
 def _compact(
     addresses, page_table, table_stride, cached_lens, path, path_stride, num_accepted, columns,
-    PAGE_SIZE: tl.constexpr, UNIT: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr
+    PAGE_SIZE: tl.constexpr, UNIT: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
     sequence, plane = tl.program_id(0), tl.program_id(1)
     base = tl.load(addresses + 2 * plane).to(tl.pointer_type(UNIT))
     width = tl.load(addresses + 2 * plane + 1)
@@ -41,6 +44,8 @@ def _compact(
         target_slot = target_page * PAGE_SIZE + target % PAGE_SIZE
         inside = moved[:, None] & (column < width)[None, :]
         rows = tl.load(base + source_slot[:, None] * width + column[None, :], mask=inside)
+        if PDL:
+            gdc_launch_dependents()
         tl.debug_barrier()  # every warp has loaded before any stores: a destination can be a later source
         tl.store(base + target_slot[:, None] * width + column[None, :], rows, mask=inside)
 
@@ -68,4 +73,5 @@ def kv_compact(
         _compact[grid](
             _addresses(sizes, unit, path.device), page_table.contiguous(), page_table.shape[1], cached_lens.contiguous(), path.contiguous(),
             columns, num_accepted.contiguous(), columns, PAGE_SIZE=page_size, UNIT=_UNITS[unit], NODES=nodes, BLOCK=block,
+            **_launch.dependent(path),
         )  # fmt: skip

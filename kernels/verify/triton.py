@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
 from outrider.kernels.philox.triton import gumbel
@@ -21,8 +22,10 @@ _BLOCK = 4096
 @triton.jit
 def _argmax_split(
     logits, row_stride, temperature, seeds, positions, choices, best, ids, poisoned, vocab, splits,
-    NOISE: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr
+    NOISE: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = split * BLOCK + tl.arange(0, BLOCK)
     score = tl.load(logits + row * row_stride + token, mask=token < vocab, other=-float("inf")).to(tl.float32)
@@ -35,14 +38,20 @@ def _argmax_split(
             score += gumbel(tl.load(seeds + row), tl.load(positions + row), tl.load(choices + row), token)
     score = tl.where(bad, -float("inf"), score)
     top = tl.max(score, 0)
+    first = tl.min(tl.where(score == top, token, vocab), 0)
+    spoiled = tl.max(bad.to(tl.int32), 0)
     out = row * splits + split
+    if PDL:
+        gdc_launch_dependents()
     tl.store(best + out, top)
-    tl.store(ids + out, tl.min(tl.where(score == top, token, vocab), 0))
-    tl.store(poisoned + out, tl.max(bad.to(tl.int32), 0))
+    tl.store(ids + out, first)
+    tl.store(poisoned + out, spoiled)
 
 
 @triton.jit
-def _argmax_merge(best, ids, poisoned, chosen, vocab, splits, BLOCK: tl.constexpr):
+def _argmax_merge(best, ids, poisoned, chosen, vocab, splits, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, BLOCK)
     inside = split < splits
@@ -51,6 +60,8 @@ def _argmax_merge(best, ids, poisoned, chosen, vocab, splits, BLOCK: tl.constexp
     bad = tl.max(tl.load(poisoned + row * splits + split, mask=inside, other=0), 0)
     top = tl.max(scores, 0)
     token = tl.min(tl.where(scores == top, tokens, vocab), 0)
+    if PDL:
+        gdc_launch_dependents()
     tl.store(chosen + row, tl.where((bad > 0) | (top == -float("inf")), -1, token).to(tl.int64))
 
 
@@ -73,14 +84,18 @@ def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: to
         _argmax_split[(rows, splits)](
             logits, logits.stride(0), sampling.temperature.contiguous(), sampling.seeds.contiguous(), positions.contiguous(),
             sampling.choices.contiguous(), best, ids, poisoned, vocab, splits, NOISE=not sampling.all_greedy, SCALED=filtered,
-            BLOCK=min(_BLOCK, _launch.next_power_of_2(vocab)), num_warps=8,
+            BLOCK=min(_BLOCK, _launch.next_power_of_2(vocab)), num_warps=8, **_launch.dependent(logits),
         )  # fmt: skip
-        _argmax_merge[(rows,)](best, ids, poisoned, chosen, vocab, splits, BLOCK=_launch.next_power_of_2(splits), num_warps=1)
+        _argmax_merge[(rows,)](
+            best, ids, poisoned, chosen, vocab, splits, BLOCK=_launch.next_power_of_2(splits), num_warps=1, **_launch.dependent(logits)
+        )  # fmt: skip
     return chosen
 
 
 @triton.jit
-def _walk(tokens, parents, num_nodes, chosen, path, num_accepted, emitted, columns, BLOCK: tl.constexpr):
+def _walk(tokens, parents, num_nodes, chosen, path, num_accepted, emitted, columns, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK)
     inside = node < columns
@@ -101,6 +116,8 @@ def _walk(tokens, parents, num_nodes, chosen, path, num_accepted, emitted, colum
         walked = tl.where(node == accepted, at, walked)
         said = tl.where(node == accepted, wanted, said)
         child = tl.min(tl.where(real & (node > at) & (parent == at) & (token == wanted), node, BLOCK), 0)
+    if PDL:
+        gdc_launch_dependents()
     tl.store(path + row * columns + node, walked, mask=inside)
     tl.store(emitted + row * columns + node, said, mask=inside)
     tl.store(num_accepted + row, accepted)
@@ -116,6 +133,6 @@ def verify_tree(tokens: torch.Tensor, parents: torch.Tensor, num_nodes: torch.Te
         with _launch.on_device_of(tokens):
             _walk[(bs,)](
                 tokens.contiguous(), parents.contiguous(), num_nodes.contiguous(), chosen.contiguous(), path, num_accepted, emitted,
-                columns, BLOCK=_launch.next_power_of_2(columns), num_warps=1,
+                columns, BLOCK=_launch.next_power_of_2(columns), num_warps=1, **_launch.dependent(tokens),
             )  # fmt: skip
     return VerifiedTree(path=path, num_accepted=num_accepted, emitted=emitted)
