@@ -79,7 +79,7 @@ class Result:
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {
             "benchmark": self.name,
-            "command": ["outrider", *sys.argv[1:]],
+            "command": ["outrider", *(Path(part).name if part.startswith("/") else part for part in sys.argv[1:])],
             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "machine": machine,
             "settings": dict(self.settings),

@@ -61,11 +61,12 @@ def test_ratios_are_at_least_one_for_times_and_rates() -> None:
     }  # fmt: skip
 
 
-def test_a_result_says_what_ran_where(tmp_path: Path) -> None:
+def test_a_result_says_what_ran_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/usr/bin/outrider", "bench", "thing", "--output", "/home/me/out.json"])
     path = Result("thing", {"device": "cpu"}, [Row("a", 1.0, "ms", 0.5)], {"profiles": {}}).save(tmp_path)
     assert path == tmp_path / "thing-cpu.json"
     written = json.loads(path.read_text())
-    assert written["command"][0] == "outrider"
+    assert written["command"] == ["outrider", "bench", "thing", "--output", "out.json"], "no path of the machine"
     assert written["machine"]["cores"] >= 1
     assert written["rows"][0]["ratio"] == 2.0
     assert "profiles" in written
