@@ -94,7 +94,9 @@ class HostRounds:
         return trees
 
     def record(self, bs: int, shape: DraftShape) -> None:
-        """Record the rounds of a batch before anybody is served; nothing happens without CUDA."""
+        """Record the rounds of a batch before anybody is served; nothing happens without CUDA, or for a shape without drafts."""
+        if not shape.drafts:
+            return
         shape = shape.bounded()
         size = RoundShape(bs, pending_rows(shape), shape.depth, shape.topk, _power_of_2(shape.max_nodes))
         width = self._memory.tables.width_for(1)

@@ -48,7 +48,7 @@ def drafter_beside(decoder: Decoder, settings: DraftSettings) -> InprocDrafter:
     spec = engine.strategy.feature_spec(target)
     for name in list(engine.strategy.missing()):
         engine.strategy.lend(name, decoder.weight(name))
-    warm_up(engine, decoder.device)
+    warm_up(engine, decoder.device, record=False)
     return InprocDrafter(engine, spec, decoder.device)
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from outrider.services.draft.engine import Proposal
 from outrider.services.draft.session import PeerId
 from outrider.shared.spec.fence import Fence
+from outrider.shared.spec.tree import DraftBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +74,7 @@ def frames_of(proposals: Sequence[Proposal], draft_ms: float) -> dict[PeerId, li
     """Return the frames to send, one per peer and round; the only place that waits for the device to hand over the trees."""
     frames: dict[tuple[PeerId, int], TreeFrame] = {}
     for proposal in proposals:
-        trees = proposal.trees
-        counts = trees.num_nodes.tolist()
-        tokens, parents = trees.tokens.tolist(), trees.parents.tolist()
-        logprobs = trees.logprobs.tolist() if trees.logprobs is not None else [[] for _ in counts]
+        counts, tokens, parents, logprobs = _on_host(proposal.trees)
         for b, asked in enumerate(proposal.asked):
             frame = frames.setdefault((asked.peer, asked.round), TreeFrame(asked.round, draft_ms, []))
             drafts = slice(1, counts[b])  # the root is not sent
@@ -83,3 +83,15 @@ def frames_of(proposals: Sequence[Proposal], draft_ms: float) -> dict[PeerId, li
     for (peer, _), frame in frames.items():
         by_peer.setdefault(peer, []).append(frame)
     return by_peer
+
+
+def _on_host(trees: DraftBatch) -> tuple[list[int], list[list[int]], list[list[int]], list[list[float]]]:
+    """Return num_nodes, tokens, parents and log-probs; from a GPU in one copy, as each waits for the device."""
+    parts = [trees.num_nodes[:, None], trees.tokens, trees.parents]
+    if trees.logprobs is not None:
+        parts.append(trees.logprobs.view(torch.int32))
+    if trees.tokens.is_cuda:
+        parts = list(torch.cat(parts, 1).cpu().split_with_sizes([part.shape[1] for part in parts], 1))
+    num_nodes, tokens, parents, *logprobs = parts
+    counts: list[int] = num_nodes[:, 0].tolist()
+    return counts, tokens.tolist(), parents.tolist(), logprobs[0].view(torch.float32).tolist() if logprobs else [[] for _ in counts]

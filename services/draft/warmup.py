@@ -21,8 +21,13 @@ COMPILED_BATCHES = (1, 2, 4, 8, 16)
 longer than a target waits."""
 
 
-def warm_up(engine: DraftEngine, device: torch.device) -> None:
+def warm_up(engine: DraftEngine, device: torch.device, *, record: bool = True) -> None:
     """Follow made-up sequences and grow trees of the default shapes, greedy and with noise; on a GPU in batches of several sizes.
+
+    Args:
+        engine: Follows nobody yet.
+        device: Where it computes.
+        record: Record the rounds that the host starts on a GPU; for a draft whose rounds do not stay on the device.
 
     Raises:
         CheckpointError: the draft's output is not finite: its weights are damaged, or its dtype is too narrow.
@@ -31,6 +36,15 @@ def warm_up(engine: DraftEngine, device: torch.device) -> None:
     for sessions in batches:
         for temperature in (1.0, 0.0) if device.type == "cuda" else (1.0,):
             _follow(engine, min(sessions, engine.sessions.limits.max_sessions), temperature)
+    rounds = engine.strategy.rounds
+    if record and rounds is not None and rounds.host is not None:
+        for sessions in batches:
+            for shape in SHAPES:
+                rounds.host.record(sessions, _fitting(shape, engine.sessions.limits.max_shape))
+
+
+def _fitting(shape: DraftShape, most: DraftShape) -> DraftShape:
+    return DraftShape(min(shape.depth, most.depth), min(shape.topk, most.topk), min(shape.max_nodes, most.max_nodes))
 
 
 def _follow(engine: DraftEngine, sessions: int, temperature: float) -> None:
@@ -42,8 +56,7 @@ def _follow(engine: DraftEngine, sessions: int, temperature: float) -> None:
         if info.feature_size:
             engine.add_features(WARM_UP_PEER, fence.session_id, 1, 0, torch.ones(PROMPT_LEN - 1, info.feature_size))
     for shape in SHAPES:
-        most = limits.max_shape
-        fitting = DraftShape(min(shape.depth, most.depth), min(shape.topk, most.topk), min(shape.max_nodes, most.max_nodes))
+        fitting = _fitting(shape, limits.max_shape)
         for fence in fences:
             engine.commit(WARM_UP_PEER, Commit(fence, len(tokens), (), None), Ask(0, fitting, asked_s=0.0))
         for proposal in engine.step().proposals:
