@@ -6,6 +6,7 @@ All of it lies in one buffer, so that one copy from the host loads it, in stream
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from enum import Enum
 
 import numpy as np
@@ -72,7 +73,7 @@ class BatchTables:
             if device.type == "cuda":
                 self._device_buffer = torch.zeros(len(self._host), dtype=torch.int32, device=device)
                 self._pinned = [torch.zeros(len(self._host), dtype=torch.int32, pin_memory=True) for _ in range(STAGES)]
-                self._copied = [torch.cuda.Event() for _ in range(STAGES)]
+                self._copied = [torch.cuda.Event() for _ in range(STAGES)]  # type: ignore[no-untyped-call]
             else:
                 self._device_buffer = torch.from_numpy(self._host)
             self.query_start = torch.arange(0, rows + 1, nodes, dtype=torch.int32, device=device)
@@ -108,24 +109,21 @@ class BatchTables:
 
     def sampling(self, mode: SamplingMode) -> SamplingTensors:
         """Return the parameters of all ``bs * nodes`` rows."""
-        rows = self._rows
-        return SamplingTensors(
-            rows.temperature,
-            rows.top_k,
-            rows.top_p,
-            rows.min_p,
-            rows.seeds,
-            rows.choices,
-            all_greedy=mode is SamplingMode.GREEDY,
-            any_filter=mode is SamplingMode.FILTERED,
-        )
+        return replace(self._rows, all_greedy=mode is SamplingMode.GREEDY, any_filter=mode is SamplingMode.FILTERED)
 
     @property
     def first_rows(self) -> SamplingTensors:
         """The parameters of each sequence once: views, ``[bs]`` each."""
         rows, step = self._rows, self.nodes
-        columns = (rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seeds, rows.choices)
-        return SamplingTensors(*(column[::step] for column in columns), all_greedy=False, any_filter=True)
+        return replace(
+            rows,
+            temperature=rows.temperature[::step],
+            top_k=rows.top_k[::step],
+            top_p=rows.top_p[::step],
+            min_p=rows.min_p[::step],
+            seeds=rows.seeds[::step],
+            choices=rows.choices[::step],
+        )
 
     def load(self, sequences: Seq[Sequence | None]) -> None:
         """Describe the sequences to the device; None is an idle row, and so are all rows behind them."""

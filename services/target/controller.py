@@ -29,6 +29,7 @@ COMMON_DEPTHS = (1, 2, 3, 5, 8, 12, 16)
 """Depths that batches on the device may have beside the one asked for: each is a graph of its own."""
 ROUNDS_PER_CHOICE = 8
 """A batch on the device keeps its depth for so many rounds: changing it drains the device."""
+PLAIN_ROUNDS_PER_CHOICE = 4
 KEPT_ADVANTAGE = 1.03
 """How much faster another depth must look to change to it."""
 ANSWERS_TO_JUDGE = 8
@@ -160,7 +161,7 @@ class SpeculationController:
         common = self._commons.setdefault(batch_size, _Common())
         if common.rounds_left == 0:
             common.depth = self._common_depth(rows, common)
-            common.rounds_left = ROUNDS_PER_CHOICE
+            common.rounds_left = ROUNDS_PER_CHOICE if common.depth else PLAIN_ROUNDS_PER_CHOICE
         common.rounds_left -= 1
         depth = min(common.depth, bound.depth)
         return _shape(bound, depth) if depth else NO_DRAFT
@@ -177,7 +178,8 @@ class SpeculationController:
             return tokens / costs.round(batch_size, batch_size * _nodes(bound, depth), depth)
 
         allowed = self._largest_step(batch_size)
-        depths = [depth for depth in {*COMMON_DEPTHS, bound.depth} if depth <= bound.depth and batch_size * _nodes(bound, depth) <= allowed]
+        known = sorted(depth for depth in {*COMMON_DEPTHS, bound.depth} if depth <= bound.depth)
+        depths = [depth for depth in known if batch_size * _nodes(bound, depth) <= allowed] or known[:1]
         best = max(depths, key=rate, default=0)
         if common.depth in depths and rate(best) < KEPT_ADVANTAGE * rate(common.depth):
             best = common.depth

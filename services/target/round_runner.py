@@ -232,7 +232,7 @@ class RoundRunner:
             ring = self._results[size] = [torch.empty(size, dtype=torch.int32, pin_memory=True) for _ in range(RESULTS_KEPT)]
         self._turn = (self._turn + 1) % RESULTS_KEPT
         ring[self._turn].copy_(packed, non_blocking=True)
-        copied = torch.cuda.Event()
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
         return _Enqueued(launched_at, ring[self._turn], copied)
 

@@ -97,7 +97,7 @@ class GraphCache:
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             free_before, _total = torch.cuda.mem_get_info()
-            side = torch.cuda.Stream()
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(WARM_UP_RUNS):
