@@ -16,11 +16,12 @@ from outrider.shared.parallel.collectives import Collectives, TorchCollectives
 
 ONE_SHOT_ROWS = 64
 """Above this NCCL's ring moves less over the links."""
+ONE_SHOT_DTYPES = (torch.float32, torch.bfloat16)
 
 _log = get_logger("outrider.parallel")
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
-"""Returns the sum over the ranks of a contiguous ``[rows, hidden]``, which may have been overwritten."""
+"""Returns the sum over the ranks of a contiguous tensor, which may have been overwritten."""
 
 
 class ReduceKind(Enum):
@@ -36,25 +37,23 @@ class OneShotReduce:
     Used from one stream at a time: consecutive sums share the memory.
 
     Args:
-        collectives: Of all ranks; what is too large for one shot goes through them.
-        hidden_size: Of a row.
-        dtype: fp32 or bf16.
+        collectives: Of all ranks; what is too large for one shot, or neither fp32 nor bf16, goes through them.
+        nbytes: What one shot takes at most.
     """
 
-    def __init__(self, collectives: TorchCollectives, hidden_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, collectives: TorchCollectives, nbytes: int) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
 
         self._collectives = collectives
         self._name = collectives.group.group_name
-        self._memory = symmetric_memory.empty(ONE_SHOT_ROWS * hidden_size, dtype=dtype, device=collectives.device)
+        self._memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=collectives.device)
         symmetric_memory.rendezvous(self._memory, collectives.group)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Reduce`."""
-        count = tensor.numel()
-        if count > self._memory.numel() or tensor.dtype is not self._memory.dtype:
+        if tensor.nbytes > self._memory.numel() or tensor.dtype not in ONE_SHOT_DTYPES:
             return self._collectives.all_reduce(tensor)
-        shared = self._memory[:count].view(tensor.shape)
+        shared = self._memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         summed: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(shared, tensor, "sum", self._name)
         return summed
 
@@ -70,7 +69,7 @@ def make_reduce(collectives: Collectives, hidden_size: int, dtype: torch.dtype, 
     """
     if not isinstance(collectives, TorchCollectives) or collectives.device.type != "cuda" or kind is ReduceKind.GROUP:
         return collectives.all_reduce
-    if not one_host or dtype not in (torch.float32, torch.bfloat16):
+    if not one_host or dtype not in ONE_SHOT_DTYPES:
         return collectives.all_reduce
     device = collectives.device
     first = (device.index or 0) - collectives.rank
@@ -80,7 +79,7 @@ def make_reduce(collectives: Collectives, hidden_size: int, dtype: torch.dtype, 
     one_shot: OneShotReduce | None = None
     if _agreed(reachable, device):
         try:
-            one_shot = OneShotReduce(collectives, hidden_size, dtype)
+            one_shot = OneShotReduce(collectives, ONE_SHOT_ROWS * hidden_size * dtype.itemsize)
         except RuntimeError as error:  # a driver or a sandbox that shares no memory between processes
             _log.warning("no symmetric memory; NCCL adds up", error=str(error).splitlines()[0])
     if _agreed(one_shot is not None, device) and one_shot is not None:
