@@ -14,8 +14,10 @@ from toys import make_toy_target
 
 from outrider.kernels.verify import SamplingTensors, choose_tokens
 from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.nn import linear
 from outrider.shared.nn.config import ModelConfig
 from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.fused import FusedForward
 from outrider.shared.parallel.decoder import ShardedDecoder, best_of
 from outrider.shared.parallel.shard import Shard
 
@@ -60,6 +62,19 @@ def test_the_ranks_together_compute_what_the_whole_decoder_does(case: str, size:
         assert aux is not None
         assert want_aux is not None
         assert_near(aux, want_aux)
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3-bias"])
+def test_the_fused_forward_pass_of_a_gpu_sums_over_the_ranks_too(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels' references stand in for them; biases of o are added once."""
+    path = save(case, folder)
+    want, _ = Sequences(Decoder.load(path), 1).run([0], [prompt(9)])
+    monkeypatch.setattr(linear, "can_pack", lambda weight: False)
+    ranks = load_ranks(path, 2)
+    for rank in ranks:
+        rank.fused = FusedForward(rank.layers, rank.embedding, rank.norm, rank.lm_head, reduce=rank.collectives.all_reduce)
+    parts = on_all(ranks, lambda decoder: Sequences(decoder, 1, backend="triton").run([0], [prompt(9)])[0])
+    assert_near(gathered(parts, want.shape[1]), want)
 
 
 def test_every_weight_is_held_once_but_what_is_replicated(folder: Path) -> None:
