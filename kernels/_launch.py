@@ -61,7 +61,11 @@ def _overlaps(device: torch.device) -> bool:
 def dependent(tensor: torch.Tensor) -> dict[str, bool]:
     """Return the launch options of a kernel that may start while the one before it ends (programmatic dependent launch, Hopper on).
 
-    Such a kernel takes ``PDL: tl.constexpr``, calls ``gdc_wait`` before it touches memory, always, as whoever follows it relies on that,
-    and ``gdc_launch_dependents`` just before its final stores: a trigger any earlier takes registers from what still runs.
+    Such a kernel takes ``PDL: tl.constexpr`` and keeps two rules:
+
+    1. ``gdc_wait`` comes before the first read of what the kernel before it wrote, and before every write. What older kernels wrote is
+       there already: every program waits, also one with nothing to do, so that a kernel is complete only after all kernels before it.
+    2. ``gdc_launch_dependents`` comes just before the final stores: a trigger any earlier takes registers and shared memory from programs
+       that still run (measured: slower).
     """
     return {"PDL": True, "launch_pdl": True} if _overlaps(tensor.device) else {"PDL": False}

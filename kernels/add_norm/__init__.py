@@ -7,7 +7,6 @@ import torch
 from outrider.kernels._dispatch import use_triton
 from outrider.kernels._launch import expect, expect_contiguous
 from outrider.kernels.add_norm import reference
-from outrider.kernels.ahead import Prefetch
 from outrider.kernels.stream import Stream
 
 __all__ = ["add_sums", "embed_rows", "normalise", "rms_norm"]
@@ -21,7 +20,6 @@ def add_sums(
     *,
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    following: Prefetch | None = None,
 ) -> Stream:
     """Return the residual stream after ``residual + sum of parts + bias``, prepared for the norm that reads it next.
 
@@ -34,7 +32,6 @@ def add_sums(
         eps: Of the norm.
         bias: ``[width]`` or None.
         out: ``[rows, width]``, where the sum goes; rows may be strided. Allocated if None.
-        following: Weights to bring into L2 meanwhile.
 
     Raises:
         ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
@@ -48,20 +45,17 @@ def add_sums(
     if use_triton(residual):
         from outrider.kernels.add_norm import triton as compiled
 
-        return compiled.add_sums(parts, residual, norm_weight, eps, bias, out, following)
+        return compiled.add_sums(parts, residual, norm_weight, eps, bias, out)
     return reference.add_sums(parts, residual, norm_weight, eps, bias, out)
 
 
-def embed_rows(
-    tokens: torch.Tensor, table: torch.Tensor, norm_weight: torch.Tensor, eps: float, *, following: Prefetch | None = None
-) -> Stream:
+def embed_rows(tokens: torch.Tensor, table: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> Stream:
     """Return the residual stream that starts with ``table[tokens]``.
 
     Args:
         tokens: ``[rows]``, int32 or int64.
         table: ``[vocabulary, width]``, contiguous.
         norm_weight, eps: Of the first layer's norm.
-        following: As in `add_sums`.
     """
     expect("tokens", tokens, (None,))
     expect("norm_weight", norm_weight, (table.shape[1],))
@@ -69,18 +63,18 @@ def embed_rows(
     if use_triton(table):
         from outrider.kernels.add_norm import triton as compiled
 
-        return compiled.embed_rows(tokens, table, norm_weight, eps, following)
+        return compiled.embed_rows(tokens, table, norm_weight, eps)
     return reference.embed_rows(tokens, table, norm_weight, eps)
 
 
-def normalise(stream: Stream, *, following: Prefetch | None = None) -> torch.Tensor:
+def normalise(stream: Stream) -> torch.Tensor:
     """Return the normed rows ``[rows, width]`` of a stream."""
     if stream.sums is None:
         return stream.scaled
     if use_triton(stream.scaled):
         from outrider.kernels.add_norm import triton as compiled
 
-        return compiled.normalise(stream, following)
+        return compiled.normalise(stream)
     return reference.normalise(stream)
 
 

@@ -11,26 +11,20 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
-from outrider.kernels._late import launch_late, prefetch, prefetch_arguments
-from outrider.kernels.ahead import Prefetch
 from outrider.kernels.stream import FEW_ROWS, Stream
 
 _BLOCK = 512
-_PREFETCHERS = 64  # programs beside the rows' own that do nothing but prefetch
 
 
 @triton.jit
 def _stream_rows(
-    parts, residual, tokens, bias, norm_weight, out, scaled, sums, next_weight, next_stride, next_count, next_size,
+    parts, residual, tokens, bias, norm_weight, out, scaled, sums,
     rows, width, residual_row, out_row, scaled_row, eps,
-    SPLITS: tl.constexpr, EMBED: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr, KEEP: tl.constexpr, PREFETCH: tl.constexpr,
-    PDL: tl.constexpr, THREADS: tl.constexpr, BLOCK: tl.constexpr
+    SPLITS: tl.constexpr, EMBED: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr, KEEP: tl.constexpr,
+    PDL: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    if PREFETCH:
-        prefetch(next_weight, next_stride, next_count, next_size, row.to(tl.int32) * tl.num_programs(0) + block,
-                 tl.num_programs(0) * tl.num_programs(1), THREADS)  # fmt: skip
     column = block * BLOCK + tl.arange(0, BLOCK)
     inside = (column < width) & (row < rows)
     norm = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
@@ -61,14 +55,11 @@ def _stream_rows(
 
 @triton.jit
 def _divide(
-    scaled, sums, out, next_weight, next_stride, next_count, next_size, rows, width, parts, eps,
-    PARTS: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr, THREADS: tl.constexpr, BLOCK: tl.constexpr
+    scaled, sums, out, rows, width, parts, eps,
+    PARTS: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    if PREFETCH:
-        prefetch(next_weight, next_stride, next_count, next_size, row.to(tl.int32) * tl.num_programs(0) + block,
-                 tl.num_programs(0) * tl.num_programs(1), THREADS)  # fmt: skip
     column, part = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PARTS)
     inside = column < width
     if PDL:
@@ -82,43 +73,42 @@ def _divide(
 
 def add_sums(
     parts: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, bias: torch.Tensor | None,
-    out: torch.Tensor | None, following: Prefetch | None,
+    out: torch.Tensor | None
 ) -> Stream:  # fmt: skip
     """See `outrider.kernels.add_norm.add_sums`."""
     total = _launch.empty(tuple(residual.shape), residual.dtype, residual.device) if out is None else out
     splits = parts.shape[0] if parts.dim() == 3 else 1
-    return _stream(residual, None, parts, splits, bias, norm_weight, eps, total, following)
+    return _stream(residual, None, parts, splits, bias, norm_weight, eps, total)
 
 
-def embed_rows(tokens: torch.Tensor, table: torch.Tensor, norm_weight: torch.Tensor, eps: float, following: Prefetch | None) -> Stream:
+def embed_rows(tokens: torch.Tensor, table: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> Stream:
     """See `outrider.kernels.add_norm.embed_rows`."""
     out = _launch.empty((tokens.shape[0], table.shape[1]), table.dtype, table.device)
-    return _stream(table, tokens.contiguous(), None, 0, None, norm_weight, eps, out, following)
+    return _stream(table, tokens.contiguous(), None, 0, None, norm_weight, eps, out)
 
 
 def _stream(
     source: torch.Tensor, tokens: torch.Tensor | None, parts: torch.Tensor | None, splits: int, bias: torch.Tensor | None,
-    norm_weight: torch.Tensor, eps: float, out: torch.Tensor, following: Prefetch | None,
+    norm_weight: torch.Tensor, eps: float, out: torch.Tensor
 ) -> Stream:  # fmt: skip
     rows, width = out.shape
     scaled = _launch.empty((rows, width), out.dtype, out.device)
     whole = rows > FEW_ROWS
     sums = None if whole else _launch.empty((_launch.ceil_div(width, _block(width, whole)), rows), torch.float32, out.device)
-    _launch_rows(source, tokens, parts, splits, bias, norm_weight, eps, out, scaled, sums, following)
+    _launch_rows(source, tokens, parts, splits, bias, norm_weight, eps, out, scaled, sums)
     return Stream(out, scaled, sums, eps)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None) -> torch.Tensor:
     """See `outrider.kernels.add_norm.rms_norm`."""
     normed = _launch.empty(tuple(x.shape), x.dtype, x.device) if out is None else out
-    _launch_rows(x, None, None, 0, None, weight, eps, None, normed, None, None)
+    _launch_rows(x, None, None, 0, None, weight, eps, None, normed, None)
     return normed
 
 
 def _launch_rows(
     source: torch.Tensor, tokens: torch.Tensor | None, parts: torch.Tensor | None, splits: int, bias: torch.Tensor | None,
     norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None, scaled: torch.Tensor, sums: torch.Tensor | None,
-    following: Prefetch | None,
 ) -> None:  # fmt: skip
     rows, width = scaled.shape
     if rows == 0:
@@ -127,34 +117,31 @@ def _launch_rows(
     block = _block(width, whole)
     blocks = _launch.ceil_div(width, block)
     warps = max(1, min(8, block // 256))
-    late = launch_late(scaled)
-    next_weight, next_stride, next_count, next_size, ahead = prefetch_arguments(following, norm_weight, late)
+    late = _launch.dependent(scaled)
     source = source if source.stride(1) == 1 else source.contiguous()
-    grid_rows = max(rows, _launch.ceil_div(_PREFETCHERS, blocks)) if ahead else rows
     with _launch.on_device_of(scaled):
-        _stream_rows[(blocks, grid_rows)](
+        _stream_rows[(blocks, rows)](
             source if parts is None else parts, source, norm_weight if tokens is None else tokens, norm_weight if bias is None else bias,
-            norm_weight, scaled if out is None else out, scaled, scaled if sums is None else sums, next_weight, next_stride, next_count,
-            next_size, rows, width, source.stride(0), 0 if out is None else out.stride(0), scaled.stride(0), eps,
-            SPLITS=splits, EMBED=tokens is not None, BIAS=bias is not None, WHOLE=whole, KEEP=out is not None, PREFETCH=ahead,
-            THREADS=32 * warps, BLOCK=block, num_warps=warps, **late,
+            norm_weight, scaled if out is None else out, scaled, scaled if sums is None else sums,
+            rows, width, source.stride(0), 0 if out is None else out.stride(0), scaled.stride(0), eps,
+            SPLITS=splits, EMBED=tokens is not None, BIAS=bias is not None, WHOLE=whole, KEEP=out is not None,
+            BLOCK=block, num_warps=warps, **late,
         )  # fmt: skip
 
 
-def normalise(stream: Stream, following: Prefetch | None) -> torch.Tensor:
+def normalise(stream: Stream) -> torch.Tensor:
     """See `outrider.kernels.add_norm.normalise`."""
     assert stream.sums is not None
     rows, width = stream.scaled.shape
     out = _launch.empty((rows, width), stream.scaled.dtype, stream.scaled.device)
     if rows == 0:
         return out
-    late = launch_late(out)
-    next_weight, next_stride, next_count, next_size, ahead = prefetch_arguments(following, out, late)
+    late = _launch.dependent(out)
     parts, block = stream.sums.shape[0], _block(width, False)
     with _launch.on_device_of(out):
         _divide[(_launch.ceil_div(width, block), rows)](
-            stream.scaled, stream.sums, out, next_weight, next_stride, next_count, next_size, rows, width, parts, stream.eps,
-            PARTS=_launch.next_power_of_2(parts), PREFETCH=ahead, THREADS=64, BLOCK=block, num_warps=2, **late,
+            stream.scaled, stream.sums, out, rows, width, parts, stream.eps,
+            PARTS=_launch.next_power_of_2(parts), BLOCK=block, num_warps=2, **late,
         )  # fmt: skip
     return out
 

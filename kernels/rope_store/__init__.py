@@ -6,7 +6,6 @@ import torch
 
 from outrider.kernels._dispatch import use_triton
 from outrider.kernels._launch import expect, expect_contiguous
-from outrider.kernels.ahead import Prefetch
 from outrider.kernels.rope_store import reference
 from outrider.kernels.stream import Stream
 
@@ -46,7 +45,6 @@ def rope_store(
     bias: torch.Tensor | None = None,
     head_norm: torch.Tensor | None = None,
     head_eps: float = 0.0,
-    following: Prefetch | None = None,
 ) -> torch.Tensor:
     """Return the rotated queries of a q-k-v product, and store its rotated keys and its values at their slots.
 
@@ -59,7 +57,6 @@ def rope_store(
         bias: ``[(heads + 2 * kv_heads) * dim]`` or None.
         head_norm: ``[heads + kv_heads, dim]``, weights of an RMSNorm over each head of q and k before the rotation (Qwen3), or None.
         head_eps: Of that norm.
-        following: Weights to bring into L2 meanwhile.
 
     Returns:
         ``[rows, heads, dim]`` in the planes' dtype.
@@ -86,4 +83,4 @@ def rope_store(
         from outrider.kernels.rope_store import triton as compiled
 
         version = compiled.rope_store
-    return version(parts, cos, sin, k_plane, v_plane, slots, stream, bias, head_norm, head_eps, following)
+    return version(parts, cos, sin, k_plane, v_plane, slots, stream, bias, head_norm, head_eps)

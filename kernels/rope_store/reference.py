@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from outrider.kernels.ahead import Prefetch
 from outrider.kernels.kv_store.reference import kv_store
 from outrider.kernels.stream import Stream
 
@@ -29,9 +28,8 @@ def rope_store(
     bias: torch.Tensor | None,
     head_norm: torch.Tensor | None,
     head_eps: float,
-    following: Prefetch | None,
 ) -> torch.Tensor:
-    """See `outrider.kernels.rope_store.rope_store`; there is nothing to prefetch here."""
+    """See `outrider.kernels.rope_store.rope_store`."""
     kv_heads, dim = k_plane.shape[2:]
     total = parts.sum(0) if parts.dim() == 3 else parts.float()
     inverse = None if stream is None else stream.inverse_rms()

@@ -8,8 +8,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
-from outrider.kernels._late import launch_late, prefetch, prefetch_arguments
-from outrider.kernels.ahead import Prefetch
 from outrider.kernels.stream import FEW_ROWS, Stream
 
 
@@ -30,19 +28,16 @@ def _angles(positions, frequencies, cos, sin, factor, DIM: tl.constexpr, PDL: tl
 
 @triton.jit
 def _rope_store(
-    parts, cos, sin, k_plane, v_plane, slots, sums, bias, head_norm, q, next_weight, next_stride, next_count, next_size,
+    parts, cos, sin, k_plane, v_plane, slots, sums, bias, head_norm, q,
     rows, width, sum_parts, eps, head_eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr, NORMED: tl.constexpr, SUM_PARTS: tl.constexpr,
-    BIAS: tl.constexpr, HEAD_NORM: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr, THREADS: tl.constexpr,
+    BIAS: tl.constexpr, HEAD_NORM: tl.constexpr, PDL: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     DIM: tl.constexpr = 2 * HALF
     ALL: tl.constexpr = HEADS + 2 * KV_HEADS
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    if PREFETCH:
-        prefetch(next_weight, next_stride, next_count, next_size, row.to(tl.int32) * tl.num_programs(0) + block,
-                 tl.num_programs(0) * tl.num_programs(1), THREADS)  # fmt: skip
     head, d = block * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     real = (d < HALF)[None, :]
     inside = (head < ALL)[:, None] & real
@@ -101,7 +96,7 @@ def rope_angles(positions: torch.Tensor, frequencies: torch.Tensor, factor: floa
         with _launch.on_device_of(frequencies):
             _angles[(rows,)](
                 positions.contiguous(), frequencies, cos, sin, factor, DIM=dim, BLOCK=_launch.next_power_of_2(dim), num_warps=1,
-                **launch_late(frequencies),
+                **_launch.dependent(frequencies),
             )  # fmt: skip
     return cos, sin
 
@@ -117,7 +112,6 @@ def rope_store(
     bias: torch.Tensor | None,
     head_norm: torch.Tensor | None,
     head_eps: float,
-    following: Prefetch | None,
 ) -> torch.Tensor:
     """See `outrider.kernels.rope_store.rope_store`."""
     kv_heads, dim = k_plane.shape[2:]
@@ -126,8 +120,7 @@ def rope_store(
     if rows == 0:
         return q
     sums = None if stream is None else stream.sums
-    late = launch_late(parts)
-    next_weight, next_stride, next_count, next_size, ahead = prefetch_arguments(following, q, late)
+    late = _launch.dependent(parts)
     sum_parts = 1 if sums is None else sums.shape[0]
     block_d = _launch.next_power_of_2(dim // 2)
     many = rows > FEW_ROWS
@@ -136,10 +129,10 @@ def rope_store(
     with _launch.on_device_of(parts):
         _rope_store[(_launch.ceil_div(heads + 2 * kv_heads, block_h), rows)](
             parts, cos.contiguous(), sin.contiguous(), k_plane, v_plane, slots.contiguous(), q if sums is None else sums,
-            q if bias is None else bias, q if head_norm is None else head_norm.contiguous(), q, next_weight, next_stride, next_count,
-            next_size, rows, 1 if stream is None else stream.scaled.shape[1], sum_parts, 0.0 if stream is None else stream.eps, head_eps,
+            q if bias is None else bias, q if head_norm is None else head_norm.contiguous(), q,
+            rows, 1 if stream is None else stream.scaled.shape[1], sum_parts, 0.0 if stream is None else stream.eps, head_eps,
             HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, SPLITS=parts.shape[0] if parts.dim() == 3 else 1, NORMED=sums is not None,
-            SUM_PARTS=_launch.next_power_of_2(sum_parts), BIAS=bias is not None, HEAD_NORM=head_norm is not None, PREFETCH=ahead,
-            THREADS=32 * warps, BLOCK_H=block_h, BLOCK_D=block_d, num_warps=warps, **late,
+            SUM_PARTS=_launch.next_power_of_2(sum_parts), BIAS=bias is not None, HEAD_NORM=head_norm is not None,
+            BLOCK_H=block_h, BLOCK_D=block_d, num_warps=warps, **late,
         )  # fmt: skip
     return q

@@ -6,7 +6,6 @@ import torch
 
 from outrider.kernels._dispatch import use_triton
 from outrider.kernels._launch import expect, expect_contiguous
-from outrider.kernels.ahead import Prefetch
 from outrider.kernels.silu_mul import reference
 from outrider.kernels.stream import Stream
 
@@ -19,7 +18,6 @@ def silu_mul(
     *,
     bias: torch.Tensor | None = None,
     gelu: bool = False,
-    following: Prefetch | None = None,
 ) -> torch.Tensor:
     """Return ``act(gate) * up``, ``[rows, intermediate]``, for ``gate, up = (sum of parts / rms + bias).chunk(2)``.
 
@@ -28,7 +26,6 @@ def silu_mul(
         stream: The rows of the product, whose division by the root mean square is still to be done; None: nothing is.
         bias: ``[2 * intermediate]`` or None.
         gelu: The activation is gelu (tanh form) instead of silu.
-        following: Weights to bring into L2 meanwhile.
 
     Raises:
         ValueError: A tensor's shape or layout is wrong; the message names it.
@@ -42,5 +39,5 @@ def silu_mul(
     if use_triton(parts):
         from outrider.kernels.silu_mul import triton as compiled
 
-        return compiled.silu_mul(parts, stream, bias, gelu, dtype, following)
+        return compiled.silu_mul(parts, stream, bias, gelu, dtype)
     return reference.silu_mul(parts, stream, bias, gelu, dtype)

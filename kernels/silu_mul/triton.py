@@ -8,8 +8,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
-from outrider.kernels._late import launch_late, prefetch, prefetch_arguments
-from outrider.kernels.ahead import Prefetch
 from outrider.kernels.stream import Stream
 
 _BLOCK = 1024
@@ -25,15 +23,12 @@ def gate(value, GELU: tl.constexpr):
 
 @triton.jit
 def _silu_mul(
-    parts, bias, sums, out, next_weight, next_stride, next_count, next_size, rows, size, width, sum_parts, eps,
+    parts, bias, sums, out, rows, size, width, sum_parts, eps,
     SPLITS: tl.constexpr, BIAS: tl.constexpr, NORMED: tl.constexpr, GELU: tl.constexpr, SUM_PARTS: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr, THREADS: tl.constexpr, BLOCK: tl.constexpr
+    PDL: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    if PREFETCH:
-        prefetch(next_weight, next_stride, next_count, next_size, row.to(tl.int32) * tl.num_programs(0) + block,
-                 tl.num_programs(0) * tl.num_programs(1), THREADS)  # fmt: skip
     column = block * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
     if PDL:
@@ -58,24 +53,21 @@ def _silu_mul(
     tl.store(out + row * size + column, result.to(out.dtype.element_ty), mask=inside)
 
 
-def silu_mul(
-    parts: torch.Tensor, stream: Stream | None, bias: torch.Tensor | None, gelu: bool, dtype: torch.dtype, following: Prefetch | None
-) -> torch.Tensor:
+def silu_mul(parts: torch.Tensor, stream: Stream | None, bias: torch.Tensor | None, gelu: bool, dtype: torch.dtype) -> torch.Tensor:
     """See `outrider.kernels.silu_mul.silu_mul`."""
     rows, size = parts.shape[-2], parts.shape[-1] // 2
     out = _launch.empty((rows, size), dtype, parts.device)
     if rows == 0:
         return out
     sums = None if stream is None else stream.sums
-    late = launch_late(parts)
-    next_weight, next_stride, next_count, next_size, ahead = prefetch_arguments(following, out, late)
+    late = _launch.dependent(parts)
     sum_parts = 1 if sums is None else sums.shape[0]
     block = min(_BLOCK, _launch.next_power_of_2(size))
     with _launch.on_device_of(parts):
         _silu_mul[(_launch.ceil_div(size, block), rows)](
-            parts, out if bias is None else bias, out if sums is None else sums, out, next_weight, next_stride, next_count, next_size,
+            parts, out if bias is None else bias, out if sums is None else sums, out,
             rows, size, 1 if stream is None else stream.scaled.shape[1], sum_parts, 0.0 if stream is None else stream.eps,
             SPLITS=parts.shape[0] if parts.dim() == 3 else 1, BIAS=bias is not None, NORMED=sums is not None, GELU=gelu,
-            SUM_PARTS=_launch.next_power_of_2(sum_parts), PREFETCH=ahead, THREADS=128, BLOCK=block, num_warps=4, **late,
+            SUM_PARTS=_launch.next_power_of_2(sum_parts), BLOCK=block, num_warps=4, **late,
         )  # fmt: skip
     return out

@@ -7,7 +7,6 @@ import torch
 from outrider.kernels._dispatch import use_triton
 from outrider.kernels._launch import expect, expect_contiguous
 from outrider.kernels.add_norm import add_sums
-from outrider.kernels.ahead import Prefetch
 from outrider.kernels.silu_mul import silu_mul
 from outrider.kernels.skinny_gemm import reference
 from outrider.kernels.skinny_gemm.table import choose_tile
@@ -17,14 +16,13 @@ from outrider.kernels.stream import FEW_ROWS, Stream
 __all__ = ["Epilogue", "Method", "Tile", "choose_tile", "project", "project_add", "project_gated"]
 
 
-def project(x: torch.Tensor, weight: torch.Tensor, *, tile: Tile | None = None, following: Prefetch | None = None) -> torch.Tensor:
+def project(x: torch.Tensor, weight: torch.Tensor, *, tile: Tile | None = None) -> torch.Tensor:
     """Return ``x @ weight.T``, or the parts of it that the next kernel has to add.
 
     Args:
         x: ``[rows, in]`` fp32/bf16/fp16, at most `FEW_ROWS` rows; rows may be strided.
         weight: ``[out, in]``, contiguous, x's dtype.
         tile: How; the measured one for this shape unless given.
-        following: Weights to bring into L2 meanwhile.
 
     Returns:
         ``[rows, out]`` in x's dtype, or ``[splits, rows, out] fp32`` whose sum it is: what `add_sums`, `rope_store` and `silu_mul` take.
@@ -40,7 +38,7 @@ def project(x: torch.Tensor, weight: torch.Tensor, *, tile: Tile | None = None, 
     tile = tile or choose_tile(Epilogue.PLAIN, x, weight)
     if tile.method is Method.LIBRARY:
         return torch.nn.functional.linear(x, weight)
-    return compiled.project(x, weight, tile, following)
+    return compiled.project(x, weight, tile)
 
 
 def project_add(
@@ -53,7 +51,6 @@ def project_add(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     tile: Tile | None = None,
-    following: Prefetch | None = None,
 ) -> Stream:
     """Return the residual stream after ``residual + x @ weight.T + bias``, prepared for the norm that reads it next.
 
@@ -66,7 +63,7 @@ def project_add(
         bias: ``[width]`` or None.
         out: ``[rows, width]``, where the sum is written (rows may be strided, so that it can be a slice of captured states); allocated if
             None. Not `residual`.
-        tile, following: As in `project`.
+        tile: As in `project`.
     """
     _check(x, weight)
     rows, width = residual.shape
@@ -80,9 +77,9 @@ def project_add(
 
         tile = tile or choose_tile(Epilogue.ADD, x, weight)
         if tile.splits == 1 and tile.method is not Method.LIBRARY:
-            return compiled.project_add(x, weight, bias, residual, norm_weight, eps, out, tile, following)
-    parts = project(x, weight, tile=tile, following=following)
-    return add_sums(parts, residual, norm_weight, eps, bias=bias, out=out, following=following.then() if following else None)
+            return compiled.project_add(x, weight, bias, residual, norm_weight, eps, out, tile)
+    parts = project(x, weight, tile=tile)
+    return add_sums(parts, residual, norm_weight, eps, bias=bias, out=out)
 
 
 def project_gated(
@@ -92,7 +89,6 @@ def project_gated(
     bias: torch.Tensor | None = None,
     gelu: bool = False,
     tile: Tile | None = None,
-    following: Prefetch | None = None,
 ) -> torch.Tensor:
     """Return ``act(gate) * up`` of ``norm(stream) @ weight.T + bias``: ``[rows, intermediate]``.
 
@@ -101,7 +97,7 @@ def project_gated(
         weight: ``[2 * intermediate, width]``, gate first.
         bias: ``[2 * intermediate]`` or None.
         gelu: The activation is gelu (tanh form) instead of silu.
-        tile, following: As in `project`.
+        tile: As in `project`.
     """
     x = stream.scaled
     _check(x, weight)
@@ -112,8 +108,8 @@ def project_gated(
 
         tile = tile or choose_tile(Epilogue.GATED, x, weight)
         if tile.method is not Method.LIBRARY:
-            return compiled.project_gated(stream, weight, bias, gelu, tile, following)
-    return silu_mul(project(x, weight, tile=tile), stream, bias=bias, gelu=gelu, following=following)
+            return compiled.project_gated(stream, weight, bias, gelu, tile)
+    return silu_mul(project(x, weight, tile=tile), stream, bias=bias, gelu=gelu)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor) -> None:

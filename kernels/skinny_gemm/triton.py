@@ -13,8 +13,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
-from outrider.kernels._late import launch_late, prefetch, prefetch_arguments
-from outrider.kernels.ahead import Prefetch
 from outrider.kernels.silu_mul.triton import gate
 from outrider.kernels.skinny_gemm.types import Epilogue, Method, Tile
 from outrider.kernels.stream import Stream
@@ -31,10 +29,10 @@ def _inverse_rms(sums, m, rows, parts, width, eps, PARTS: tl.constexpr):
 
 @triton.jit
 def _dot_tiles(
-    x, weight, out, bias, residual, norm_weight, scaled, sums, next_weight, next_stride, next_count, next_size,
+    x, weight, out, bias, residual, norm_weight, scaled, sums,
     rows, N, K, x_row, residual_row, out_row, steps, parts, eps,
     EPILOGUE: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr, NORMED: tl.constexpr, GELU: tl.constexpr, PARTS: tl.constexpr,
-    EVEN: tl.constexpr, WIDEN: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr, THREADS: tl.constexpr,
+    EVEN: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -69,9 +67,6 @@ def _dot_tiles(
             ups += BLOCK_K
         weights += BLOCK_K
         xs += BLOCK_K
-    if PREFETCH:
-        programs = tl.num_programs(0) * SPLIT
-        prefetch(next_weight, next_stride, next_count, next_size, split * tl.num_programs(0) + tile, programs, THREADS)
     element = real_n[:, None] & real_m[None, :]
     m64 = m.to(tl.int64)
     if EPILOGUE == 0:
@@ -107,10 +102,10 @@ def _dot_tiles(
 
 @triton.jit
 def _sum_rows(
-    x, weight, out, bias, residual, norm_weight, scaled, sums, next_weight, next_stride, next_count, next_size,
+    x, weight, out, bias, residual, norm_weight, scaled, sums,
     N, K, x_row, residual_row, out_row, parts, eps,
     ROWS: tl.constexpr, EPILOGUE: tl.constexpr, BIAS: tl.constexpr, NORMED: tl.constexpr, GELU: tl.constexpr, PARTS: tl.constexpr,
-    EVEN: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr, THREADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+    EVEN: tl.constexpr, PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     tile = tl.program_id(0)
     n, k = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
@@ -128,8 +123,6 @@ def _sum_rows(
             up_left = tl.load(ups, mask=real_n[:, None] & real_k[None, :], other=0.0, eviction_policy="evict_first")
     if PDL:
         gdc_wait()
-    if PREFETCH:
-        prefetch(next_weight, next_stride, next_count, next_size, tile, tl.num_programs(0), THREADS)
     for m in tl.static_range(ROWS):
         row = tl.load(x + m * x_row + k, mask=real_k, other=0.0).to(tl.float32)
         acc = tl.sum(left.to(tl.float32) * row[None, :], 1)
@@ -166,20 +159,20 @@ def _sum_rows(
             tl.store(out + m * N + n, result.to(out.dtype.element_ty), mask=real_n)
 
 
-def project(x: torch.Tensor, weight: torch.Tensor, tile: Tile, following: Prefetch | None) -> torch.Tensor:
+def project(x: torch.Tensor, weight: torch.Tensor, tile: Tile) -> torch.Tensor:
     """See `outrider.kernels.skinny_gemm.project`."""
     rows, out_features = x.shape[0], weight.shape[0]
     if tile.splits > 1:
         out = _launch.empty((tile.splits, rows, out_features), torch.float32, x.device)
     else:
         out = _launch.empty((rows, out_features), x.dtype, x.device)
-    _run(Epilogue.PLAIN, x, weight, tile, following, out=out, out_features=out_features)
+    _run(Epilogue.PLAIN, x, weight, tile, out=out, out_features=out_features)
     return out
 
 
 def project_add(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float,
-    out: torch.Tensor | None, tile: Tile, following: Prefetch | None,
+    out: torch.Tensor | None, tile: Tile,
 ) -> Stream:  # fmt: skip
     """See `outrider.kernels.skinny_gemm.project_add`; the tile has one split."""
     rows, width = residual.shape
@@ -187,26 +180,24 @@ def project_add(
     scaled = _launch.empty((rows, width), x.dtype, x.device)
     sums = _launch.empty((_launch.ceil_div(width, tile.block_n), rows), torch.float32, x.device)
     _run(
-        Epilogue.ADD, x, weight, tile, following, out=total, out_features=width, bias=bias, residual=residual, norm_weight=norm_weight,
+        Epilogue.ADD, x, weight, tile, out=total, out_features=width, bias=bias, residual=residual, norm_weight=norm_weight,
         scaled=scaled, sums=sums,
     )  # fmt: skip
     return Stream(total, scaled, sums, eps)
 
 
-def project_gated(
-    stream: Stream, weight: torch.Tensor, bias: torch.Tensor | None, gelu: bool, tile: Tile, following: Prefetch | None
-) -> torch.Tensor:
+def project_gated(stream: Stream, weight: torch.Tensor, bias: torch.Tensor | None, gelu: bool, tile: Tile) -> torch.Tensor:
     """See `outrider.kernels.skinny_gemm.project_gated`."""
     out = _launch.empty((stream.scaled.shape[0], weight.shape[0] // 2), stream.scaled.dtype, stream.scaled.device)
     _run(
-        Epilogue.GATED, stream.scaled, weight, tile, following, out=out, out_features=out.shape[1], bias=bias, sums=stream.sums,
+        Epilogue.GATED, stream.scaled, weight, tile, out=out, out_features=out.shape[1], bias=bias, sums=stream.sums,
         normed=stream.sums is not None, eps=stream.eps, gelu=gelu,
     )  # fmt: skip
     return out
 
 
 def _run(
-    epilogue: Epilogue, x: torch.Tensor, weight: torch.Tensor, tile: Tile, following: Prefetch | None, *, out: torch.Tensor,
+    epilogue: Epilogue, x: torch.Tensor, weight: torch.Tensor, tile: Tile, *, out: torch.Tensor,
     out_features: int, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None, norm_weight: torch.Tensor | None = None,
     scaled: torch.Tensor | None = None, sums: torch.Tensor | None = None, normed: bool = False, eps: float = 0.0, gelu: bool = False,
 ) -> None:  # fmt: skip
@@ -214,18 +205,17 @@ def _run(
     if rows == 0:
         return
     x = x if x.stride(1) == 1 else x.contiguous()
-    late = launch_late(x)
-    next_weight, next_stride, next_count, next_size, ahead = prefetch_arguments(following, weight, late)
+    late = _launch.dependent(x)
     parts = sums.shape[0] if normed and sums is not None else 1
     blocks = _launch.ceil_div(out_features, tile.block_n)
     arguments = (
         x, weight, out, weight if bias is None else bias, x if residual is None else residual, x if norm_weight is None else norm_weight,
-        x if scaled is None else scaled, x if sums is None else sums, next_weight, next_stride, next_count, next_size,
+        x if scaled is None else scaled, x if sums is None else sums,
     )  # fmt: skip
     residual_row = 0 if residual is None else residual.stride(0)
     flags = {
         "EPILOGUE": epilogue.value, "BIAS": bias is not None, "NORMED": normed, "GELU": gelu, "PARTS": _launch.next_power_of_2(parts),
-        "PREFETCH": ahead, "THREADS": 32 * tile.warps, "BLOCK_N": tile.block_n, "num_warps": tile.warps,
+        "BLOCK_N": tile.block_n, "num_warps": tile.warps,
     }  # fmt: skip
     with _launch.on_device_of(x):
         if tile.method is Method.SUM:

@@ -6,7 +6,6 @@ import torch
 
 from outrider.kernels._dispatch import use_triton
 from outrider.kernels._launch import expect, expect_contiguous
-from outrider.kernels.ahead import Prefetch
 from outrider.kernels.tree_attention import reference
 
 __all__ = ["tree_attention"]
@@ -30,7 +29,6 @@ def tree_attention(
     sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
     out: torch.Tensor | None = None,
-    following: Prefetch | None = None,
 ) -> torch.Tensor:
     """Attend from packed query rows to the K/V of their own sequence, accumulating in fp32.
 
@@ -56,7 +54,6 @@ def tree_attention(
         sinks: ``[heads] fp32``, a logit per head that takes part in the softmax and carries no value, or None.
         softcap: If above 0, scaled scores s become ``softcap * tanh(s / softcap)`` before the mask; sinks are not capped.
         out: ``[rows, heads, dim]``, contiguous, q's dtype; allocated if None. Rows that no sequence owns are not written.
-        following: Weights to bring into L2 meanwhile.
 
     Returns:
         `out`.
@@ -93,6 +90,5 @@ def tree_attention(
     version(
         q, k_plane, v_plane, page_table, prefix_lens, kv_lens, query_start, ancestors, row_positions, sinks, out,
         scale=scale, max_query_len=max_query_len, max_kv_len=max_kv_len, window=window, softcap=softcap,
-        following=following,
     )  # fmt: skip
     return out

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from outrider.kernels.ahead import Prefetch
-
 
 def tree_attention(
     q: torch.Tensor,
@@ -25,7 +23,6 @@ def tree_attention(
     max_kv_len: int,
     window: int,
     softcap: float,
-    following: Prefetch | None,
 ) -> None:
     """See `outrider.kernels.tree_attention.tree_attention`; writes `out`. One sequence after the other, scores and sums in fp32."""
     page_size, kv_heads, dim = k_plane.shape[1:]

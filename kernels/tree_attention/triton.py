@@ -17,8 +17,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
-from outrider.kernels._late import launch_late, prefetch, prefetch_arguments
-from outrider.kernels.ahead import Prefetch
 
 _LOG2E = 1.4426950408889634
 _MAX_SPLITS = 32
@@ -99,16 +97,12 @@ def _first_column(ancestors, row, words, window):
 @triton.jit
 def _attention(
     q, k_plane, v_plane, page_table, prefix_lens, kv_lens, query_start, ancestors, row_positions, sinks, out, partial, stats,
-    next_weight, next_stride, next_count, next_size, q_row, q_head, out_row, table_stride, words, window, scale, softcap, rows, splits,
+    q_row, q_head, out_row, table_stride, words, window, scale, softcap, rows, splits,
     WIDEN: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, TREE: tl.constexpr,
     WINDOW: tl.constexpr, POSITIONS: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
-    SPLIT: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr, THREADS: tl.constexpr,
+    SPLIT: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    if PREFETCH:
-        index = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
-        programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
-        prefetch(next_weight, next_stride, next_count, next_size, index, programs, THREADS)
     if PDL:
         gdc_wait()
     kv_head, sequence, split = tl.program_id(1), tl.program_id(2) // splits, tl.program_id(2) % splits
@@ -242,7 +236,6 @@ def tree_attention(
     max_kv_len: int,
     window: int,
     softcap: float,
-    following: Prefetch | None,
 ) -> None:
     """See `outrider.kernels.tree_attention.tree_attention`; writes `out`."""
     bs = page_table.shape[0]
@@ -265,8 +258,7 @@ def tree_attention(
     rows = q.shape[0]
     starts = query_start.contiguous()
     logits = starts if sinks is None else sinks.contiguous()
-    late = launch_late(q)
-    next_weight, next_stride, next_count, next_size, ahead = prefetch_arguments(following, out, late)
+    late = _launch.dependent(q)
     warps = 8 if wide else 4
     partial = stats = out
     if splits > 1:
@@ -275,13 +267,13 @@ def tree_attention(
     with _launch.on_device_of(q):
         _attention[(blocks_m, kv_heads, bs * splits)](
             q, k_plane, v_plane, page_table.contiguous(), prefix_lens.contiguous(), kv_lens.contiguous(), starts, masks,
-            row_positions.contiguous() if row_positions is not None else starts, logits, out, partial, stats, next_weight, next_stride,
-            next_count, next_size, q.stride(0), q.stride(1), heads * dim, page_table.shape[1], masks.shape[1] if tree else 0, window,
+            row_positions.contiguous() if row_positions is not None else starts, logits, out, partial, stats,
+            q.stride(0), q.stride(1), heads * dim, page_table.shape[1], masks.shape[1] if tree else 0, window,
             scale / softcap if softcap > 0 else scale * _LOG2E, softcap * _LOG2E, rows, splits,
             WIDEN=not isinstance(_attention, triton.JITFunction), GROUP=group, KV_HEADS=kv_heads, DIM=dim, PAGE_SIZE=page_size, TREE=tree,
             WINDOW=window > 0, POSITIONS=row_positions is not None, SINKS=sinks is not None, SOFTCAP=softcap > 0,
-            SPLIT=splits > 1, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, PREFETCH=ahead,
-            THREADS=32 * warps, num_warps=warps, num_stages=1 if wide else 2, **late,
+            SPLIT=splits > 1, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
+            num_warps=warps, num_stages=1 if wide else 2, **late,
         )  # fmt: skip
         if splits > 1:
             _merge[(max_query_len, heads, bs)](

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from outrider.kernels.ahead import Prefetch
 from outrider.shared.kv.pool import KVPool
 
 
@@ -28,6 +27,5 @@ class StoredAttention(ABC):
         window: int = 0,
         sinks: torch.Tensor | None = None,
         softcap: float = 0.0,
-        following: Prefetch | None = None,
     ) -> torch.Tensor:
-        """Attend as `AttentionBackend.run` does, after K and V of the step's rows were stored; bring `following` into L2 meanwhile."""
+        """Attend as `AttentionBackend.run` does, after K and V of the step's rows were stored."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from outrider.kernels.ahead import Prefetch
 from outrider.kernels.kv_store import kv_store
 from outrider.kernels.tree_attention import tree_attention
 from outrider.shared.attn.base import AttentionBatch
@@ -58,7 +57,6 @@ class KernelAttention(StoredAttention):
         window: int = 0,
         sinks: torch.Tensor | None = None,
         softcap: float = 0.0,
-        following: Prefetch | None = None,
     ) -> torch.Tensor:
         """See `StoredAttention.attend`."""
         batch = self._planned
@@ -76,7 +74,6 @@ class KernelAttention(StoredAttention):
             window=window,
             sinks=sinks,
             softcap=softcap,
-            following=following,
         )
         return out.flatten(1)
 

@@ -7,19 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.kernels.ahead import Prefetch
 from outrider.kernels.skinny_gemm import project
 from outrider.kernels.stream import FEW_ROWS, Stream
 from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.kv.pool import KVPool
-from outrider.shared.nn.fused import Ahead, attention_block, mlp_block
-from outrider.shared.nn.fused.plan import LayerAhead, plan_ahead
+from outrider.shared.nn.fused import attention_block, mlp_block
 from outrider.shared.nn.layers import Attention, AttentionBlock, DecoderLayer, GatedMLP, MLPBlock, RMSNorm
 from outrider.shared.nn.linear import Linear
 from outrider.shared.nn.rope import Rotation
-
-BEHIND_LOGITS_BYTES = 24 << 20
-"""What the product with lm_head brings into L2 of the next level's first matrix: half a dozen small kernels lie between the two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +37,7 @@ class FusedHead:
 
     def __init__(self, blocks: Sequence[FusedBlock], lm_head: Linear) -> None:
         self._blocks = blocks
-        matrices = [(b.attention.qkv.weight, b.attention.o.weight, b.mlp.gate_up.weight, b.mlp.down.weight) for b in blocks]
-        self._ahead: Sequence[LayerAhead] = plan_ahead(matrices, lm_head.weight, Ahead())
         self._lm_head = lm_head
-        self._first = Prefetch.of(matrices[0][0], BEHIND_LOGITS_BYTES)
 
     def forward(
         self, entering: torch.Tensor, residual: torch.Tensor, rotation: Rotation, attention: StoredAttention, pool: KVPool
@@ -58,16 +50,16 @@ class FusedHead:
             rotation, attention, pool: As in `RecurrentHead.forward`.
         """
         stream = Stream(residual, entering, None, 0.0)
-        for block, ahead in zip(self._blocks, self._ahead, strict=True):
-            stream = attention_block(block.attention, stream, rotation, attention, pool, block.between, ahead=ahead)
-            stream = mlp_block(block.mlp, stream, block.after, ahead=ahead)
+        for block in self._blocks:
+            stream = attention_block(block.attention, stream, rotation, attention, pool, block.between)
+            stream = mlp_block(block.mlp, stream, block.after)
         return stream
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, vocabulary]`` for normed ``states [rows, hidden]``."""
         if states.shape[0] > FEW_ROWS or self._lm_head.bias is not None:
             return self._lm_head(states)
-        parts = project(states, self._lm_head.weight, following=self._first)
+        parts = project(states, self._lm_head.weight)
         return parts.sum(0) if parts.dim() == 3 else parts
 
 

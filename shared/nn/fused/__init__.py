@@ -2,6 +2,5 @@
 
 from outrider.shared.nn.fused.blocks import attention_block, mlp_block
 from outrider.shared.nn.fused.forward import FusedForward, can_fuse
-from outrider.shared.nn.fused.plan import Ahead
 
-__all__ = ["Ahead", "FusedForward", "attention_block", "can_fuse", "mlp_block"]
+__all__ = ["FusedForward", "attention_block", "can_fuse", "mlp_block"]

@@ -8,7 +8,6 @@ import torch
 from torch.nn import functional
 
 from outrider.kernels.add_norm import add_sums
-from outrider.kernels.ahead import Prefetch
 from outrider.kernels.rope_store import rope_store
 from outrider.kernels.silu_mul import silu_mul
 from outrider.kernels.skinny_gemm import project, project_add, project_gated
@@ -16,13 +15,15 @@ from outrider.kernels.stream import FEW_ROWS, Stream
 from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.config import Activation
-from outrider.shared.nn.fused.plan import LayerAhead
 from outrider.shared.nn.layers import Attention, GatedMLP, RMSNorm
 from outrider.shared.nn.linear import Linear
 from outrider.shared.nn.rope import Rotation
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
-"""Sums ``[rows, hidden]`` over the ranks of tensor parallelism."""
+"""Sums ``[rows, hidden]``, or the parts of it ``[splits, rows, hidden]``, over the ranks of tensor parallelism."""
+
+REDUCED_PARTS_BYTES = 128 << 10
+"""Up to here it takes less time to sum each part of a product over the ranks than to add the parts up before, in two launches."""
 
 
 def attention_block(
@@ -34,21 +35,18 @@ def attention_block(
     following: RMSNorm,
     *,
     reduce: Reduce | None = None,
-    ahead: LayerAhead | None = None,
 ) -> Stream:
     """Return the residual stream after the attention of a layer, prepared for the norm `following`."""
     few = stream.scaled.shape[0] <= FEW_ROWS
     weight = block.qkv.weight
-    parts = project(stream.scaled, weight, following=ahead and ahead.qkv) if few else functional.linear(stream.scaled, weight)
+    parts = project(stream.scaled, weight) if few else functional.linear(stream.scaled, weight)
     norm = block.head_norm
     q = rope_store(
         parts, rotation.cos, rotation.sin, pool.k_planes[block.layer], pool.v_planes[block.layer], attention.slots, stream=stream,
-        bias=block.qkv.bias, head_norm=norm.weight if norm else None, head_eps=norm.eps if norm else 0.0, following=ahead and ahead.rope,
+        bias=block.qkv.bias, head_norm=norm.weight if norm else None, head_eps=norm.eps if norm else 0.0,
     )  # fmt: skip
-    attended = attention.attend(
-        block.layer, q, pool, block.scale, block.window, block.sinks, following=ahead.attention if ahead and few else None
-    )
-    return _add(attended, block.o, stream.residual, following, reduce, None, ahead.o if ahead and few else None)
+    attended = attention.attend(block.layer, q, pool, block.scale, block.window, block.sinks)
+    return _add(attended, block.o, stream.residual, following, reduce, None)
 
 
 def mlp_block(
@@ -58,16 +56,15 @@ def mlp_block(
     *,
     reduce: Reduce | None = None,
     out: torch.Tensor | None = None,
-    ahead: LayerAhead | None = None,
 ) -> Stream:
     """Return the residual stream after the MLP of a layer, prepared for the norm `following`; `out` is where the stream itself goes."""
     few = stream.scaled.shape[0] <= FEW_ROWS
     gelu = block.activation is Activation.GELU_TANH
     if few:
-        inner = project_gated(stream, block.gate_up.weight, bias=block.gate_up.bias, gelu=gelu, following=ahead and ahead.gate_up)
+        inner = project_gated(stream, block.gate_up.weight, bias=block.gate_up.bias, gelu=gelu)
     else:
         inner = silu_mul(functional.linear(stream.scaled, block.gate_up.weight), bias=block.gate_up.bias, gelu=gelu)
-    return _add(inner, block.down, stream.residual, following, reduce, out, ahead.down if ahead and few else None)
+    return _add(inner, block.down, stream.residual, following, reduce, out)
 
 
 def _add(
@@ -77,12 +74,12 @@ def _add(
     norm: RMSNorm,
     reduce: Reduce | None,
     out: torch.Tensor | None,
-    ahead: Prefetch | None,
 ) -> Stream:
     few = x.shape[0] <= FEW_ROWS
     if few and reduce is None:
-        return project_add(x, linear.weight, residual, norm.weight, norm.eps, bias=linear.bias, out=out, following=ahead)
-    parts = project(x, linear.weight, following=ahead) if few else functional.linear(x, linear.weight)
+        return project_add(x, linear.weight, residual, norm.weight, norm.eps, bias=linear.bias, out=out)
+    parts = project(x, linear.weight) if few else functional.linear(x, linear.weight)
     if reduce is not None:
-        parts = reduce(parts.sum(0).to(x.dtype) if parts.dim() == 3 else parts)
-    return add_sums(parts, residual, norm.weight, norm.eps, bias=linear.bias, out=out, following=ahead.then() if ahead else None)
+        whole = parts.dim() == 2 or parts.nbytes <= REDUCED_PARTS_BYTES
+        parts = reduce(parts if whole else parts.sum(0).to(x.dtype))
+    return add_sums(parts, residual, norm.weight, norm.eps, bias=linear.bias, out=out)

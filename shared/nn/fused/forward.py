@@ -13,7 +13,6 @@ from outrider.kernels.stream import FEW_ROWS
 from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.fused.blocks import Reduce, attention_block, mlp_block
-from outrider.shared.nn.fused.plan import Ahead, plan_ahead
 from outrider.shared.nn.layers import Attention, DecoderLayer, GatedMLP, RMSNorm
 from outrider.shared.nn.rope import Rotation
 
@@ -32,7 +31,6 @@ class FusedForward:
         embedding: ``[vocabulary, hidden]``.
         norm: The final norm.
         lm_head: ``[vocabulary, hidden]``.
-        ahead: How much is prefetched.
         reduce: Applied to what o and down projections give, before it is added; None: nothing.
     """
 
@@ -43,7 +41,6 @@ class FusedForward:
         norm: RMSNorm,
         lm_head: torch.Tensor,
         *,
-        ahead: Ahead | None = None,
         reduce: Reduce | None = None,
     ) -> None:
         self._blocks: list[tuple[Attention, GatedMLP]] = []
@@ -57,8 +54,6 @@ class FusedForward:
         self._first_norm = layers[0].input_norm
         self._embedding = embedding
         self._lm_head = lm_head
-        matrices = [(attention.qkv.weight, attention.o.weight, mlp.gate_up.weight, mlp.down.weight) for attention, mlp in self._blocks]
-        self._ahead = plan_ahead(matrices, lm_head, ahead or Ahead())
         self.reduce = reduce
 
     def forward(
@@ -73,8 +68,8 @@ class FusedForward:
             captured = None
             if aux is not None and index in aux_layer_ids:
                 captured = aux.narrow(1, list(aux_layer_ids).index(index) * hidden, hidden)
-            stream = attention_block(attend, stream, rotation, attention, pool, between, reduce=self.reduce, ahead=self._ahead[index])
-            stream = mlp_block(mlp, stream, after, reduce=self.reduce, out=captured, ahead=self._ahead[index])
+            stream = attention_block(attend, stream, rotation, attention, pool, between, reduce=self.reduce)
+            stream = mlp_block(mlp, stream, after, reduce=self.reduce, out=captured)
         return normalise(stream), aux
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
