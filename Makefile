@@ -28,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PYTEST := $(BIN)/python -m pytest -q
 STUBS := $(BIN)/python scripts/stubs.py
 
-.PHONY: demo test test-kernels test-gpu lint typecheck imports stubs stubs-check package-test test-compose bench setup dev links clean
+.PHONY: demo test test-kernels test-gpu test-multi-gpu lint typecheck imports stubs stubs-check package-test test-compose bench setup dev links clean
 
 demo: $(SERVE_STAMP)
 	$(BIN)/outrider demo
@@ -43,6 +43,10 @@ test-kernels: $(DEV_STAMP)
 # On a GPU host: kernels compiled, the embedded pair served with CUDA.
 test-gpu: $(DEV_STAMP)
 	$(PYTEST) -m gpu tests/gpu
+
+# On a host with two GPUs or more.
+test-multi-gpu: $(DEV_STAMP)
+	$(PYTEST) -m multi_gpu tests/gpu
 
 bench: $(SERVE_STAMP)
 	$(BIN)/outrider bench

@@ -57,7 +57,7 @@ class TargetSettings(ServiceSettings):
     dtype: Dtype = Field(Dtype.AUTO, description="auto, float32, bfloat16 or float16.")
     tp: int = Field(1, ge=1, le=64, description="Tensor parallelism: GPUs (processes, on a CPU) that share the model.")
     tp_all_reduce: ReduceKind = Field(ReduceKind.AUTO, description="auto: one-shot sums where the GPUs reach each other; group: NCCL's.")
-    tp_timeout_s: float = Field(60.0, gt=0, description="A step that a rank does not join for so long ends the target.")
+    tp_timeout_s: float = Field(120.0, gt=0, description="A step that a rank does not join for so long ends the target.")
     attention_backend: str = Field("auto", description="auto, reference or triton.")
     draft: str = Field("none", description="The draft service: grpc://host:port, unix:/path, ipc:///path on this host, or none.")
     speculative_algorithm: Algorithm = Field(
