@@ -1,0 +1,121 @@
+"""path_attention: each row attends to its own history in the order of its tokens, so that equal histories give equal bits.
+
+The same history lies in other slots when a row is a node of a tree, the row of a plain step or one of a prompt chunk. Here it is read by
+its logical index, in blocks that begin at index 0 and have a fixed size, and folded in that order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from outrider.kernels._dispatch import use_triton
+from outrider.kernels._launch import expect, expect_contiguous
+from outrider.kernels.path_attention import reference
+
+__all__ = ["RowPaths", "path_attention", "row_paths"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowPaths:
+    """Where the history of each row is. Token j of a row lies at index j of its sequence, or, from its prefix on, at index ``prefix +
+    columns[row, j - prefix]``.
+
+    Attributes:
+        sequences: ``[rows] int32``, the row of the page table.
+        prefix_lens: ``[rows] int32``.
+        lengths: ``[rows] int32``, tokens that the row sees, itself included.
+        columns: ``[rows, width] int32``; the nodes of the row's path, root first.
+    """
+
+    sequences: torch.Tensor
+    prefix_lens: torch.Tensor
+    lengths: torch.Tensor
+    columns: torch.Tensor
+
+
+def row_paths(
+    prefix_lens: torch.Tensor, kv_lens: torch.Tensor, query_start: torch.Tensor, ancestors: torch.Tensor | None, rows: int
+) -> RowPaths:
+    """Find the history of each row of a step; device work alone.
+
+    Args:
+        prefix_lens, kv_lens: ``[bs] int32``, as in `tree_attention`.
+        query_start: ``[bs + 1] int32``, likewise.
+        ancestors: ``[rows, words] int32`` masks, or None for causal rows.
+        rows: Of the step.
+    """
+    row = torch.arange(rows, dtype=torch.int32, device=query_start.device)
+    sequence = torch.searchsorted(query_start[1:].contiguous(), row, right=True).clamp(max=query_start.shape[0] - 2)
+    ends = kv_lens[sequence]
+    if ancestors is None:
+        lengths = (ends - query_start[sequence + 1] + row + 1).clamp(min=0).to(torch.int32)
+        return RowPaths(sequence.to(torch.int32), lengths, lengths, torch.zeros((rows, 1), dtype=torch.int32, device=row.device))
+    width = 32 * ancestors.shape[1]
+    shifts = torch.arange(32, dtype=torch.int32, device=row.device)
+    bits = ((ancestors[:, :, None] >> shifts) & 1).flatten(1)  # [rows, width]
+    prefix = torch.minimum(prefix_lens[sequence], ends)
+    column = torch.arange(width, dtype=torch.int32, device=row.device)
+    counts = torch.where(column < (ends - prefix)[:, None], bits, 0).cumsum(1, dtype=torch.int32)
+    # The k-th node of a path is the first column up to which k + 1 bits are set.
+    wanted = (column + 1).expand(rows, -1).contiguous()
+    columns = torch.searchsorted(counts, wanted).to(torch.int32)
+    return RowPaths(sequence.to(torch.int32), prefix, prefix + counts[:, -1], columns)
+
+
+def path_attention(
+    q: torch.Tensor,
+    k_plane: torch.Tensor,
+    v_plane: torch.Tensor,
+    page_table: torch.Tensor,
+    paths: RowPaths,
+    *,
+    scale: float,
+    max_kv_len: int,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """Attend from each row to its own history, accumulating in fp32.
+
+    Args:
+        q: ``[rows, heads, dim]`` fp32/bf16/fp16.
+        k_plane, v_plane: ``[pages, page_size, kv_heads, dim]``, contiguous; q's dtype or one that is widened to it as it is read (FP8).
+        page_table: ``[bs, max_pages] int32``.
+        paths: Of `row_paths`.
+        scale: Factor on the scores.
+        max_kv_len: Upper bound of the lengths, on the host.
+        window: If above 0, a row sees the last `window` tokens of its history.
+        sinks: ``[heads] fp32``, a logit per head that takes part in the softmax and carries no value, or None.
+        softcap: If above 0, scaled scores s become ``softcap * tanh(s / softcap)``; sinks are not capped.
+
+    Returns:
+        ``[rows, heads, dim]`` in q's dtype; zeros where a row sees nothing.
+
+    Raises:
+        ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+    """
+    rows, heads, dim = q.shape
+    expect("k_plane", k_plane, (None, None, None, dim))
+    expect("v_plane", v_plane, tuple(k_plane.shape), k_plane.dtype)
+    if heads % k_plane.shape[2]:
+        raise ValueError(f"q has {heads} heads, which is no multiple of the {k_plane.shape[2]} heads of k_plane")
+    expect_contiguous("k_plane", k_plane)
+    expect_contiguous("v_plane", v_plane)
+    expect("page_table", page_table, (None, None), torch.int32)
+    expect("paths.sequences", paths.sequences, (rows,), torch.int32)
+    expect("paths.prefix_lens", paths.prefix_lens, (rows,), torch.int32)
+    expect("paths.lengths", paths.lengths, (rows,), torch.int32)
+    expect("paths.columns", paths.columns, (rows, None), torch.int32)
+    if sinks is not None:
+        expect("sinks", sinks, (heads,), torch.float32)
+    version = reference.path_attention
+    if use_triton(q):
+        from outrider.kernels.path_attention import triton as compiled
+
+        version = compiled.path_attention
+    return version(
+        q, k_plane, v_plane, page_table, paths.sequences, paths.prefix_lens, paths.lengths, paths.columns, sinks,
+        scale=scale, max_kv_len=max_kv_len, window=window, softcap=softcap,
+    )  # fmt: skip

@@ -1,0 +1,73 @@
+"""Attention whose result for a row depends on the row's own history alone: on no other row, and on no slot."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.kernels.kv_store import kv_store
+from outrider.kernels.path_attention import RowPaths, path_attention, row_paths
+from outrider.shared.attn.base import AttentionBatch
+from outrider.shared.kv.pool import KVPool
+
+
+class DeterministicAttention:
+    """`AttentionBackend` on `kernels.path_attention`, with windows, sinks and caps. On a GPU it never waits for the device."""
+
+    def __init__(self) -> None:
+        self._batch: AttentionBatch | None = None
+        self._paths: RowPaths | None = None
+        self._slots: torch.Tensor | None = None
+
+    @property
+    def batch(self) -> AttentionBatch | None:
+        """See `AttentionBackend.batch`."""
+        return self._batch
+
+    def plan(self, batch: AttentionBatch) -> None:
+        """Find the history of every row."""
+        self._batch = batch
+        self._slots = batch.slots
+        self._paths = row_paths(batch.prefix_lens, batch.kv_lens, batch.query_start, batch.ancestors, batch.slots.shape[0])
+
+    def select(self, row: int) -> OneRow:
+        """Return a backend for one row of the planned step, whose layers run apart from those of the other rows."""
+        assert self._batch is not None, "plan() comes before select()"
+        assert self._paths is not None
+        rows = slice(row, row + 1)
+        paths = self._paths
+        one = RowPaths(paths.sequences[rows], paths.prefix_lens[rows], paths.lengths[rows], paths.columns[rows])
+        return OneRow(self._batch, one, self._batch.slots[rows])
+
+    def run(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pool: KVPool,
+        scale: float,
+        window: int = 0,
+        sinks: torch.Tensor | None = None,
+        softcap: float = 0.0,
+    ) -> torch.Tensor:
+        """See `AttentionBackend.run`."""
+        assert self._batch is not None, "plan() comes before run()"
+        assert self._paths is not None
+        assert self._slots is not None
+        k_plane = pool.k_planes[layer]
+        v_plane = k_plane if pool.latent else pool.v_planes[layer]
+        kv_store(k, v, k_plane, v_plane, self._slots)  # of a latent, twice the same
+        batch = self._batch
+        out = path_attention(
+            q, k_plane, v_plane, batch.page_table, self._paths, scale=scale, max_kv_len=batch.max_kv_len, window=window, sinks=sinks,
+            softcap=softcap,
+        )  # fmt: skip
+        return out.flatten(1)
+
+
+class OneRow(DeterministicAttention):
+    """The same for one row of a step that another one planned."""
+
+    def __init__(self, batch: AttentionBatch, paths: RowPaths, slots: torch.Tensor) -> None:
+        super().__init__()
+        self._batch, self._paths, self._slots = batch, paths, slots

@@ -1,0 +1,212 @@
+"""`--deterministic`: a token's logits have the same bits with speculation and without, alone and among others, in every chunking."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import family_models
+import generic_models
+import pytest
+import torch
+from target_harness import FakeDrafter, Harness, make_harness, oracle_plan, random_plan
+from toys import make_toy_target
+
+from outrider.kernels.verify import SamplingTensors
+from outrider.services.target.bucketed_verify import Buckets
+from outrider.services.target.device_loop import OverlapPlan
+from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.request import SamplingParams, SpeculationMode
+from outrider.shared.attn.base import build_batch
+from outrider.shared.attn.deterministic import DeterministicAttention
+from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.deterministic import BatchInvariant, deterministic
+from outrider.shared.spec.drafter import FeatureSpec
+
+VOCAB = 61  # odd sizes: the ends of rows are where a vector unit rounds otherwise
+PROMPT = [5, 9, 2, 33, 7, 1, 1, 60]
+NEW_TOKENS = 24
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toy_target(
+        tmp_path_factory.mktemp("target"), vocab_size=VOCAB, hidden_size=60, intermediate_size=90, head_dim=15 * 2, num_layers=6, seed=3
+    )
+
+
+def load(path: Path, dtype: torch.dtype) -> Decoder:
+    return deterministic(Decoder.load(path, "cpu", dtype))
+
+
+def harness_of(decoder: Decoder, drafter: FakeDrafter | NoDrafter, **options: object) -> Harness:
+    harness = make_harness(decoder, drafter, **options)  # type: ignore[arg-type]
+    harness.runner.attention = DeterministicAttention()
+    return harness
+
+
+@contextmanager
+def recorded(decoder: Decoder) -> Iterator[dict[int, list[torch.Tensor]]]:
+    """Collect the logits of every row that chose a token, by the index of the token."""
+    rows: dict[int, list[torch.Tensor]] = {}
+    choose = decoder.choose
+
+    def noting(hidden: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> torch.Tensor:
+        for position, row in zip(positions.tolist(), decoder.logits(hidden), strict=True):
+            rows.setdefault(position, []).append(row.clone())
+        return choose(hidden, sampling, positions)
+
+    with mock.patch.object(decoder, "choose", noting):
+        yield rows
+
+
+def plain(decoder: Decoder, sampling: SamplingParams | None = None) -> tuple[list[int], dict[int, torch.Tensor]]:
+    """Return tokens and logits of plain decoding, alone, the prompt in one chunk."""
+    harness = harness_of(decoder, NoDrafter())
+    harness.submit(PROMPT, NEW_TOKENS, request_id="plain", mode=SpeculationMode.OFF, sampling=sampling)
+    with recorded(decoder) as rows:
+        harness.run()
+    assert all(len(found) == 1 for found in rows.values())
+    return harness.sink.tokens["plain"], {position: found[0] for position, found in rows.items()}
+
+
+def assert_bits(expected: dict[int, torch.Tensor], rows: dict[int, list[torch.Tensor]]) -> None:
+    """Every token of the plain run was chosen from a row with exactly its bits."""
+    for position, logits in expected.items():
+        assert any(torch.equal(logits, row) for row in rows[position]), f"no row for token {position} has the bits of plain decoding"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5, 1, 6), (4, 3, 20)])
+def test_speculation_changes_no_bit(target_dir: Path, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    decoder = load(target_dir, dtype)
+    tokens, logits = plain(decoder)
+    harness = harness_of(decoder, FakeDrafter(oracle_plan([PROMPT + tokens], VOCAB, 0.7)))
+    harness.submit(PROMPT, NEW_TOKENS, request_id="spec", shape=shape)
+    with recorded(decoder) as rows:
+        harness.run()
+    assert harness.sink.tokens["spec"] == tokens
+    assert harness.sink.finished["spec"].speculation.accepted_tokens > 5
+    assert_bits(logits, rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+def test_neither_chunks_nor_other_requests_change_a_bit(target_dir: Path, dtype: torch.dtype, chunk: int) -> None:
+    decoder = load(target_dir, dtype)
+    tokens, logits = plain(decoder)
+    harness = harness_of(decoder, FakeDrafter(random_plan(VOCAB, seed=chunk)), prefill_chunk=chunk, page_size=3)
+    rng = random.Random(chunk)
+    for number in range(2):
+        harness.submit([rng.randrange(VOCAB) for _ in range(11)], 15, request_id=f"other{number}", shape=(3, 2, 6))
+    harness.submit(PROMPT, NEW_TOKENS, request_id="mine", shape=(4, 2, 9))
+    with recorded(decoder) as rows:
+        harness.run()
+    assert harness.sink.tokens["mine"] == tokens
+    assert_bits(logits, rows)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingParams(temperature=1.0, seed=3), SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seed=(1 << 64) - 5)],
+)
+def test_sampling_chooses_the_same_tokens(target_dir: Path, sampling: SamplingParams) -> None:
+    decoder = load(target_dir, torch.bfloat16)
+    tokens, logits = plain(decoder, sampling)
+    harness = harness_of(decoder, FakeDrafter(oracle_plan([PROMPT + tokens], VOCAB, 0.7)))
+    harness.submit(PROMPT, NEW_TOKENS, request_id="other", shape=(2, 3, 7), sampling=SamplingParams(temperature=1.5, top_p=0.7, seed=1))
+    harness.submit(PROMPT, NEW_TOKENS, request_id="spec", shape=(5, 4, 16), sampling=sampling)
+    with recorded(decoder) as rows:
+        harness.run()
+    assert harness.sink.tokens["spec"] == tokens
+    assert_bits(logits, rows)
+
+
+def test_padded_batches_and_rounds_on_the_device_change_no_bit(target_dir: Path) -> None:
+    """Idle rows and columns of a bucket are computed beside the real ones."""
+    decoder = load(target_dir, torch.float32)
+    tokens, logits = plain(decoder)
+    for overlap in (None, OverlapPlan((1, 2, 4), 6)):
+        harness = harness_of(decoder, NoDrafter(), buckets=Buckets.make(4, 16), overlap=overlap)
+        for name in ("a", "b", "c"):
+            harness.submit(PROMPT, NEW_TOKENS, request_id=name, mode=SpeculationMode.OFF)
+        with recorded(decoder) as rows:
+            harness.run()
+        assert [harness.sink.tokens[name] for name in ("a", "b", "c")] == [tokens] * 3
+        assert_bits(logits, rows)
+
+
+FAMILIES = ["mistral-narrow", "qwen3-bias", "qwen3-moe", "gpt-oss-narrow", "deepseek-v3"]
+GENERIC = sorted(generic_models.CASES)[:2]
+
+
+@pytest.mark.parametrize("case", [*FAMILIES, *GENERIC])
+def test_every_family_keeps_its_bits(tmp_path: Path, case: str) -> None:
+    """Experts, latents, windows, sinks, transformers' modules: one pass over a prompt, and the same tokens in several."""
+    models = generic_models if case in GENERIC else family_models
+    decoder = deterministic(Decoder.load(models.save(case, tmp_path), "cpu", torch.float32))
+    ids = [token % decoder.config.vocab_size for token in PROMPT]
+    whole = logits_in_chunks(decoder, ids, [len(ids)])
+    assert torch.equal(logits_in_chunks(decoder, ids, [1] * len(ids)), whole)
+    assert torch.equal(logits_in_chunks(decoder, ids, [3, 4, 1]), whole)
+
+
+def logits_in_chunks(decoder: Decoder, ids: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    pool = decoder.make_pool(8, 4)
+    lease = pool.lease(len(ids))
+    assert lease is not None
+    attention, logits, first = DeterministicAttention(), [], 0
+    for size in sizes:
+        attention.plan(build_batch(pool, [lease], [first], [size]))
+        index = torch.arange(first, first + size)
+        logits.append(decoder.logits(decoder.forward(torch.tensor(ids)[index], index, attention, pool).hidden))
+        first += size
+    return torch.cat(logits)
+
+
+def test_features_are_captured_row_by_row(target_dir: Path) -> None:
+    decoder = load(target_dir, torch.float32)
+    tokens, _ = plain(decoder)
+    spec = FeatureSpec(feature_size=3 * decoder.config.hidden_size, aux_layer_ids=(1, 2, 4))
+    drafter = FakeDrafter(oracle_plan([PROMPT + tokens], VOCAB, 0.8), spec)
+    harness = harness_of(decoder, drafter)
+    harness.runner.set_feature_spec(spec)
+    harness.submit(PROMPT, NEW_TOKENS, request_id="spec", shape=(4, 2, 9))
+    harness.run()
+    assert harness.sink.tokens["spec"] == tokens
+
+
+def invariant(path: Path, case: str) -> tuple[Decoder, Decoder]:
+    """Return an ordinary decoder and the one that a GPU runs, here on its kernels' references."""
+    with mock.patch("outrider.shared.nn.linear.can_pack", return_value=False):  # as on a GPU, where kernels read the weights' rows
+        decoder = Decoder.load(family_models.save(case, path), "cpu", torch.float32)
+    return decoder, BatchInvariant(decoder)
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral-narrow", "qwen2", "qwen3", "qwen3-bias"])
+def test_the_decoder_of_a_gpu_computes_the_same_model(tmp_path: Path, case: str) -> None:
+    decoder, batch_invariant = invariant(tmp_path, case)
+    expected = logits_in_chunks(deterministic(decoder), PROMPT, [8])
+    torch.testing.assert_close(logits_in_chunks(batch_invariant, PROMPT, [5, 1, 2]), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 21])
+def test_the_decoder_of_a_gpu_filters_rows_in_groups_of_one_size(tmp_path: Path, rows: int) -> None:
+    decoder, batch_invariant = invariant(tmp_path, "llama")
+    hidden = torch.randn(rows, decoder.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    column = torch.ones(rows)
+    sampling = SamplingTensors(column, column.int() * 40, column * 0.9, column * 0, column.long(), column.int() * 0, False, True)
+    positions = torch.arange(rows)
+    assert torch.equal(batch_invariant.choose(hidden, sampling, positions), deterministic(decoder).choose(hidden, sampling, positions))
+
+
+@pytest.mark.parametrize("case", ["mixtral", "deepseek-v2"])
+def test_a_gpu_refuses_what_has_no_invariant_kernels(tmp_path: Path, case: str) -> None:
+    with pytest.raises(ConfigurationError, match="layers of another kind") as caught:
+        invariant(tmp_path, case)
+    assert caught.value.field == "deterministic"
