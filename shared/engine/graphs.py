@@ -68,6 +68,7 @@ class GraphCache:
         self._numbers = count()
         self._recorded: dict[Hashable, _Recorded] = {}
         self._eager: set[Hashable] = set()
+        self._broken: list[torch.cuda.CUDAGraph] = []
         self._pool: Any = None
         self._memory_bytes = 0
 
@@ -117,6 +118,9 @@ class GraphCache:
                     raise
                 _log.warning("no CUDA graph of %s, running it eagerly: %s", key, str(error).splitlines()[0])
                 self._eager.add(key)
+                # The allocator may take the broken capture for one that goes on: it keeps its graph, and the next gets another pool.
+                self._broken.append(graph)
+                self._pool = None
                 torch.cuda.synchronize()
                 return
             if self._observer is not None:
