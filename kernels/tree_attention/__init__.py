@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from outrider.kernels._dispatch import use_triton
+from outrider.kernels._fp8 import FP8
 from outrider.kernels._launch import expect, expect_contiguous
 from outrider.kernels.tree_attention import reference
 
@@ -38,7 +39,8 @@ def tree_attention(
 
     Args:
         q: ``[rows, heads, dim]`` fp32/bf16/fp16; any strides with a dense last dimension.
-        k_plane, v_plane: ``[pages, page_size, kv_heads, dim]``, contiguous, q's dtype; heads is a multiple of kv_heads.
+        k_plane, v_plane: ``[pages, page_size, kv_heads, dim]``, contiguous, q's dtype or e4m3, which is widened as it is read; heads is a
+            multiple of kv_heads.
         page_table: ``[bs, max_pages] int32``, pages of each sequence in token order, at least ``ceil(kv_len / page_size)`` valid ones.
         prefix_lens: ``[bs] int32``.
         kv_lens: ``[bs] int32``, tokens in the cache, this step's included.
@@ -63,8 +65,8 @@ def tree_attention(
     """
     rows, heads, dim = q.shape
     bs = page_table.shape[0]
-    expect("k_plane", k_plane, (None, None, None, dim), q.dtype)
-    expect("v_plane", v_plane, tuple(k_plane.shape), q.dtype)
+    expect("k_plane", k_plane, (None, None, None, dim), None if k_plane.dtype is FP8 else q.dtype)
+    expect("v_plane", v_plane, tuple(k_plane.shape), k_plane.dtype)
     if heads % k_plane.shape[2]:
         raise ValueError(f"q has {heads} heads, which is no multiple of the {k_plane.shape[2]} heads of k_plane")
     expect("page_table", page_table, (bs, None), torch.int32)

@@ -4,6 +4,8 @@ One program handles a block of (row, head of the group) pairs of one sequence an
 group. Two loops: over the token indices that all its rows see (no mask but the end), then over the rest (the diagonal, or the tree's
 columns); both carry (maximum, sum, accumulator). Where a batch has too few blocks to fill the GPU, the token indices are split over
 programs, each leaves those three in memory, and a second launch merges them. The number of splits depends on host integers only.
+While the kernel before still runs, each program asks for its older K and V in L2: nobody but a step's own rows writes K and V, so lengths,
+tables and everything before those rows are there already (`_launch.dependent`, rule 1).
 WIDEN is set under the interpreter, whose dot takes the bits of a bf16 for an integer.
 """
 
@@ -17,9 +19,31 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
+from outrider.kernels.tree_attention.plan import choose_blocks
 
 _LOG2E = 1.4426950408889634
-_MAX_SPLITS = 32
+_TOKENS_AHEAD = tl.constexpr(512)  # asked for in L2 by a program at most; the rest of a long share follows while it works
+
+
+@triton.jit
+def _ask_for(
+    k_head, v_head, table, begin, end, BYTES: tl.constexpr, SLOT_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, STEP: tl.constexpr
+):
+    """Bring K and V of the token indices [begin, end) into L2, without waiting for them."""
+    for first in range(begin, end, STEP):
+        index = first + tl.arange(0, STEP)
+        inside = index < end
+        page = tl.load(table + index // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+        slot = (page * PAGE_SIZE + index % PAGE_SIZE) * SLOT_STRIDE
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $4;"
+            " @p cp.async.bulk.prefetch.L2.global [$2], $4; mov.u32 $0, 0; }",
+            "=r,l,l,r,r",
+            [k_head + slot, v_head + slot, inside.to(tl.int32), index * 0 + BYTES],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -37,15 +61,17 @@ def _attend(
         slot = (page * PAGE_SIZE + index % PAGE_SIZE) * SLOT_STRIDE
         k = tl.load(k_head + slot[None, :] + d[:, None], mask=inside[None, :] & (d < DIM)[:, None], other=0.0)
         v = tl.load(v_head + slot[:, None] + d[None, :], mask=inside[:, None] & (d < DIM)[None, :], other=0.0)
-        if WIDEN:
-            k, v = k.to(tl.float32), v.to(tl.float32)
+        k, v = k.to(query.dtype), v.to(query.dtype)  # planes may be FP8
         visible = inside[None, :] & (row >= 0)[:, None]
         if MASKED:
             if TREE:
                 column = index - prefix_len
-                has_bit = visible & (column < words * 32)[None, :]
-                word = tl.load(ancestors + row[:, None] * words + (column // 32)[None, :], mask=has_bit, other=0)
-                visible = has_bit & (((word >> (column % 32)[None, :]) & 1) != 0)
+                bits = tl.zeros((query.shape[0], BLOCK_N), tl.int32)
+                for nth in tl.static_range((BLOCK_N + 31) // 32 + 1):  # a block's columns lie in so many words at most
+                    place = (first - prefix_len) // 32 + nth
+                    word = tl.load(ancestors + row * words + place, mask=(row >= 0) & (place < words), other=0)
+                    bits += tl.where((column // 32 == place)[None, :], (word[:, None] >> (column % 32)[None, :]) & 1, 0)
+                visible = visible & (bits != 0)
                 if WINDOW:
                     visible = visible & (column[None, :] >= first_column[:, None])
             else:
@@ -100,15 +126,27 @@ def _attention(
     q_row, q_head, out_row, table_stride, words, window, scale, softcap, rows, splits,
     WIDEN: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, TREE: tl.constexpr,
     WINDOW: tl.constexpr, POSITIONS: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
-    SPLIT: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, AHEAD: tl.constexpr, BYTES: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
     kv_head, sequence, split = tl.program_id(1), tl.program_id(2) // splits, tl.program_id(2) % splits
     start = tl.load(query_start + sequence)
     q_len = tl.load(query_start + sequence + 1) - start
+    kv_len = tl.load(kv_lens + sequence)
+    table = page_table + sequence.to(tl.int64) * table_stride
+    k_head, v_head = k_plane + kv_head * DIM, v_plane + kv_head * DIM
     first_pair = tl.program_id(0) * BLOCK_M
+    prefix_len = kv_len
+    if TREE:
+        prefix_len = tl.minimum(tl.load(prefix_lens + sequence), kv_len)
+    if AHEAD and first_pair == 0 and q_len > 0:
+        old = prefix_len if TREE else kv_len - q_len
+        share = tl.cdiv(tl.cdiv(kv_len, splits), BLOCK_N) * BLOCK_N
+        old = tl.minimum(old, (split + 1) * share)
+        old = tl.minimum(old, split * share + _TOKENS_AHEAD)
+        _ask_for(k_head, v_head, table, split * share, old, BYTES, KV_HEADS * DIM, PAGE_SIZE, STEP)
+    if PDL:
+        gdc_wait()
     if first_pair < q_len * GROUP:
         pair = first_pair + tl.arange(0, BLOCK_M)
         local = pair // GROUP
@@ -120,13 +158,10 @@ def _attention(
         query = tl.load(q + row[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=element, other=0.0)
         if WIDEN:
             query = query.to(tl.float32)
-        kv_len = tl.load(kv_lens + sequence)
-        prefix_len = kv_len
         position = kv_len - q_len + local
         first_column = local * 0
         begin = 0
         if TREE:
-            prefix_len = tl.minimum(tl.load(prefix_lens + sequence), kv_len)
             shared_end = prefix_len
             end = kv_len
             if WINDOW:
@@ -154,8 +189,6 @@ def _attention(
         top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        table = page_table + sequence.to(tl.int64) * table_stride
-        k_head, v_head = k_plane + kv_head * DIM, v_plane + kv_head * DIM
         top, total, acc = _attend(
             query, top, total, acc, begin, shared_end, table, k_head, v_head, row, position, first_column, prefix_len, ancestors,
             words, window, scale, softcap, WIDEN, KV_HEADS * DIM, PAGE_SIZE, DIM, False, TREE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D
@@ -205,17 +238,9 @@ def _merge(
 
 
 @functools.cache
-def _wanted_programs(device: torch.device) -> int:
-    """Return how many programs fill the device; a small number under the interpreter, so that it meets split and unsplit batches."""
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
-
-
-def _splits(programs: int, blocks: int, device: torch.device) -> int:
-    """Return into how many parts to split the `blocks` of the longest sequence: a power of two, so that few variants are compiled.
-
-    The parts are shared out on the device by the real lengths; a program without a share stops at once.
-    """
-    return _launch.next_power_of_2(min(_wanted_programs(device) // max(1, programs), blocks, _MAX_SPLITS))
+def _processors(device: torch.device) -> int:
+    """Return the multiprocessors of a device; a small number under the interpreter, so that it meets split and unsplit batches."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 def tree_attention(
@@ -249,31 +274,27 @@ def tree_attention(
     tree = ancestors is not None
     masks = ancestors.contiguous() if ancestors is not None else query_start
     block_d = max(16, _launch.next_power_of_2(dim))
-    # A block of K and one of V lie in shared memory, the accumulator in registers: heads as wide as a latent leave room for few rows.
-    wide = block_d > 256
-    block_m = min(max(16, _launch.next_power_of_2(pairs)), 16 if wide else 64)
-    block_n = 16 if wide else 32 if q.dtype == torch.float32 else 64
-    blocks_m = _launch.ceil_div(pairs, block_m)
-    splits = _splits(blocks_m * kv_heads * bs, _launch.ceil_div(max_kv_len, block_n), q.device)
+    blocks = choose_blocks(bs, pairs, kv_heads, block_d, q.element_size(), max_kv_len, _processors(q.device))
+    splits, head_bytes = blocks.splits, dim * k_plane.element_size()
     rows = q.shape[0]
     starts = query_start.contiguous()
     logits = starts if sinks is None else sinks.contiguous()
     late = _launch.dependent(q)
-    warps = 8 if wide else 4
+    ahead = late["PDL"] and window == 0 and head_bytes % 16 == 0 and k_plane.data_ptr() % 16 == v_plane.data_ptr() % 16 == 0
     partial = stats = out
     if splits > 1:
         partial = _launch.empty((splits, rows, heads, dim), torch.float32, q.device)
         stats = _launch.empty((splits, rows, heads, 2), torch.float32, q.device)
     with _launch.on_device_of(q):
-        _attention[(blocks_m, kv_heads, bs * splits)](
+        _attention[(_launch.ceil_div(pairs, blocks.pairs), kv_heads, bs * splits)](
             q, k_plane, v_plane, page_table.contiguous(), prefix_lens.contiguous(), kv_lens.contiguous(), starts, masks,
             row_positions.contiguous() if row_positions is not None else starts, logits, out, partial, stats,
             q.stride(0), q.stride(1), heads * dim, page_table.shape[1], masks.shape[1] if tree else 0, window,
             scale / softcap if softcap > 0 else scale * _LOG2E, softcap * _LOG2E, rows, splits,
             WIDEN=not isinstance(_attention, triton.JITFunction), GROUP=group, KV_HEADS=kv_heads, DIM=dim, PAGE_SIZE=page_size, TREE=tree,
             WINDOW=window > 0, POSITIONS=row_positions is not None, SINKS=sinks is not None, SOFTCAP=softcap > 0,
-            SPLIT=splits > 1, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
-            num_warps=warps, num_stages=1 if wide else 2, **late,
+            SPLIT=splits > 1, AHEAD=ahead, BYTES=head_bytes, STEP=32 * blocks.warps, BLOCK_M=blocks.pairs, BLOCK_N=blocks.tokens,
+            BLOCK_D=block_d, num_warps=blocks.warps, num_stages=blocks.stages, **late,
         )  # fmt: skip
         if splits > 1:
             _merge[(max_query_len, heads, bs)](

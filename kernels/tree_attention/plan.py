@@ -1,0 +1,51 @@
+"""How an attention launch is cut into programs; from host integers only, so that a recorded graph holds for any lengths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.kernels._launch import ceil_div, next_power_of_2
+
+_MAX_SPLITS = 32
+_WIDE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Sizes of a launch.
+
+    Attributes:
+        pairs: (row, head of the group) pairs of a program.
+        tokens: Token indices that it takes at a time.
+        splits: Programs that share the token indices of a block of pairs; a power of two, so that few variants are compiled.
+        warps, stages: Of a program.
+    """
+
+    pairs: int
+    tokens: int
+    splits: int
+    warps: int
+    stages: int
+
+
+def choose_blocks(bs: int, pairs: int, kv_heads: int, block_d: int, itemsize: int, max_kv_len: int, processors: int) -> Blocks:
+    """Return the sizes of a launch.
+
+    The shares of a split are cut on the device by the real lengths; a program without one stops at once.
+
+    Args:
+        bs: Sequences.
+        pairs: The most (row, head of the group) pairs of any of them.
+        kv_heads: Of the planes.
+        block_d: Width of a head, padded.
+        itemsize: Bytes of an element.
+        max_kv_len: Upper bound of the token indices of a sequence.
+        processors: Multiprocessors of the device.
+    """
+    # A block of K and one of V lie in shared memory, the accumulator in registers: heads as wide as a latent leave room for few rows.
+    wide = block_d > _WIDE
+    block_pairs = min(max(16, next_power_of_2(pairs)), 16 if wide else 64)
+    tokens = 16 if wide else 32 if itemsize == 4 else 64
+    programs = ceil_div(pairs, block_pairs) * kv_heads * bs
+    splits = next_power_of_2(min(2 * processors // max(1, programs), ceil_div(max_kv_len, tokens), _MAX_SPLITS))
+    return Blocks(block_pairs, tokens, splits, 8 if wide else 4, 1 if wide else 2)
