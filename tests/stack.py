@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.common.v1 import common_pb2
 from outrider.gateway.v1 import gateway_pb2, gateway_pb2_grpc
+from outrider.shared.rpc import address as addresses
 from outrider.target.v1 import target_pb2, target_pb2_grpc
 
 ROOT = Path(__file__).parents[1]
@@ -175,7 +176,7 @@ class Client:
 
 
 class Stack:
-    """A running gateway, target and draft."""
+    """A running gateway, target and draft; `draft_address` is where the draft takes gRPC calls."""
 
     def __init__(self, processes: Sequence[Process], *, grpc_address: str, target_address: str, draft_address: str, http_port: int) -> None:
         self.processes = processes
@@ -228,7 +229,7 @@ def supervised(*arguments: str, device: str = "cpu", until: Callable[[Stack], ob
         target_address = child_argument(child_pid(up.popen.pid, "target"), "--listen")
         draft_address = ""
         with contextlib.suppress(ProcessLookupError):  # in process
-            draft_address = child_argument(child_pid(up.popen.pid, "draft"), "--listen")
+            draft_address = addresses.grpc_address(child_argument(child_pid(up.popen.pid, "draft"), "--listen"), "--listen")
         stack = Stack([up], grpc_address=grpc_address, target_address=target_address, draft_address=draft_address, http_port=port)
         if until is not None:
             until(stack)
@@ -244,12 +245,16 @@ def supervised(*arguments: str, device: str = "cpu", until: Callable[[Stack], ob
 
 @contextlib.contextmanager
 def separate(
-    *, head: Path = DEMO_HEAD, reach_draft: Callable[[str, str], contextlib.AbstractContextManager[object]] | None = None
+    *,
+    head: Path = DEMO_HEAD,
+    scheme: str = "unix:",
+    reach_draft: Callable[[str, str], contextlib.AbstractContextManager[object]] | None = None,
 ) -> Iterator[Stack]:
     """The three services one by one, unsupervised.
 
     Args:
         head: The draft's folder.
+        scheme: ``unix:`` (gRPC) or ``ipc://`` of the address where the target reaches the draft.
         reach_draft: Given (address to listen on, the draft's own address), puts something between target and draft.
     """
     folder = Path(tempfile.mkdtemp(prefix="outrider-"))
@@ -264,12 +269,11 @@ def separate(
             process.wait_serving(address)
             return process
 
-        draft = start(
-            "draft", draft_address, "--listen", draft_address, "--draft", str(head), "--target-weights", str(DEMO_TARGET), *device
-        )
-        reached = draft_address
+        reached = f"{scheme}{folder}/draft.sock"
+        weights = ("--draft", str(head), "--target-weights", str(DEMO_TARGET))
+        draft = start("draft", draft_address, "--listen", reached, *weights, *device)
         if reach_draft is not None:
-            reached = f"unix:{folder}/between.sock"
+            reached = f"{scheme}{folder}/between.sock"
             cleanup.enter_context(reach_draft(reached, draft_address))
         target = start("target", target_address, "--listen", target_address, "--model", str(DEMO_TARGET), "--draft", reached, *device)
         ports = ("--port", str(port), "--grpc-port", str(port + 1))

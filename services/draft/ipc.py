@@ -106,13 +106,17 @@ class IpcServer:
                 _kind, payload = _expect(frames, HANDSHAKE_TIMEOUT_S, FrameKind.MAILBOX)
                 files = frames.take_files(MAILBOX_FILES)
                 answer, mapped = acknowledge(draft_pb2.MailboxOffer.FromString(payload), files, self._protocol.device)
+                if mapped is not None:
+                    self._follow(hello.target_id, session, peer, mapped)  # before the target goes on
                 frames.send(FrameKind.MAILBOX, answer.SerializeToString())
                 log.info("mailbox", target_id=hello.target_id, accepted=answer.accepted, reason=answer.reason)
         except BaseException:
             self._protocol.leave(peer)
             raise
+
+    def _follow(self, target_id: str, session: IpcSession, peer: Peer, mapped: Mapped) -> None:
         with self._lock:
-            self._following[hello.target_id] = session, peer, mapped
+            self._following[target_id] = session, peer, mapped
         self._protocol.loop.call(lambda: session.begin(peer, mapped))
 
     def _bulk(self, frames: FrameSocket, target_id: str) -> None:

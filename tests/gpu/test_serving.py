@@ -14,7 +14,7 @@ from outrider.common.v1 import common_pb2
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 ON, OFF = common_pb2.SPECULATION_MODE_ON, common_pb2.SPECULATION_MODE_OFF
-TRANSPORTS = ["inproc", "grpc"]
+TRANSPORTS = ["inproc", "ipc", "grpc"]
 
 
 @pytest.fixture(scope="module", params=TRANSPORTS)

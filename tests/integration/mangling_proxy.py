@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from typing import Any
 
 import grpc
+from ipc_bridge import IpcBridge
 
 from outrider.draft.v1 import draft_pb2
+from outrider.shared.rpc.address import IpcAddress, grpc_address
 
 SERVICE = "/outrider.draft.v1.Draft/"
 Mangle = Callable[[draft_pb2.Tree, random.Random], list[draft_pb2.Tree]]
@@ -100,13 +103,17 @@ class ManglingProxy:
             options=[("grpc.max_receive_message_length", -1), ("grpc.http2.min_ping_interval_without_data_ms", 5000)],
         )
         self._server.add_generic_rpc_handlers((_Handlers(self),))
-        self._server.add_insecure_port(listen)
+        self._server.add_insecure_port(grpc_address(listen, "listen"))
+        ipc = IpcAddress.parse(listen, "listen")
+        self._bridge = IpcBridge(ipc.streams, _Streams(self)) if ipc else None
 
     def __enter__(self) -> ManglingProxy:
         self._server.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if self._bridge is not None:
+            self._bridge.stop()
         self._server.stop(None).wait()
         self._channel.close()
 
@@ -134,6 +141,21 @@ class ManglingProxy:
         del message.frame.trees[:]
         message.frame.trees.extend(trees)
         return message.SerializeToString()
+
+
+class _Streams:
+    """The streams of a proxy as `IpcBridge` serves them."""
+
+    def __init__(self, proxy: ManglingProxy) -> None:
+        self._proxy = proxy
+
+    def Session(self, requests: Iterator[draft_pb2.SessionRequest], context: Any) -> Iterator[draft_pb2.SessionReply]:
+        sent = (request.SerializeToString() for request in requests)
+        return map(draft_pb2.SessionReply.FromString, self._proxy.forward(SERVICE + "Session", sent, context))
+
+    def Bulk(self, requests: Iterator[draft_pb2.BulkRequest], context: Any) -> Iterator[draft_pb2.BulkReply]:
+        sent = (request.SerializeToString() for request in requests)
+        return map(draft_pb2.BulkReply.FromString, self._proxy.forward(SERVICE + "Bulk", sent, context))
 
 
 class _Handlers(grpc.GenericRpcHandler):

@@ -21,9 +21,9 @@ STREAMS = [(prompt, 0.0 if index % 2 == 0 else 1.0, 100 + index) for index, prom
 POINTS = [1, 20, 50, 80, 120, 160, 200, 250, 300, 350]
 
 
-@pytest.fixture(scope="module")
-def stack() -> Iterator[Stack]:
-    with supervised() as running:
+@pytest.fixture(scope="module", params=["grpc", "ipc"])
+def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
+    with supervised("--transport", request.param) as running:
         yield running
 
 

@@ -20,18 +20,24 @@ POINTS = [1, 20, 50, 80, 120, 160, 200, 250, 300, 340]
 KINDS = [list(GARBAGE)[index % len(GARBAGE)] for index in range(len(POINTS))]
 
 
+@pytest.fixture(scope="module", params=["unix:", "ipc://"])
+def scheme(request: pytest.FixtureRequest) -> str:
+    """How the target reaches the proxy."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def proxies() -> list[ManglingProxy]:
+def proxies(scheme: str) -> list[ManglingProxy]:
     return []
 
 
 @pytest.fixture(scope="module")
-def stack(proxies: list[ManglingProxy]) -> Iterator[Stack]:
+def stack(scheme: str, proxies: list[ManglingProxy]) -> Iterator[Stack]:
     def between(listen: str, upstream: str) -> ManglingProxy:
         proxies.append(ManglingProxy(listen, upstream))
         return proxies[0]
 
-    with separate(reach_draft=between) as running:
+    with separate(scheme=scheme, reach_draft=between) as running:
         running.wait_drafting(30)
         yield running
 

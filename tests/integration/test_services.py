@@ -23,9 +23,9 @@ from outrider.gateway.v1 import gateway_pb2
 ON, OFF = common_pb2.SPECULATION_MODE_ON, common_pb2.SPECULATION_MODE_OFF
 
 
-@pytest.fixture(scope="module")
-def stack() -> Iterator[Stack]:
-    with supervised() as running:
+@pytest.fixture(scope="module", params=["grpc", "ipc"])
+def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
+    with supervised("--transport", request.param) as running:
         yield running
 
 

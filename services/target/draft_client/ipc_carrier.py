@@ -55,7 +55,6 @@ class IpcCarrier:
         self.get_tensor, self.put_tensors = weights.get_tensor, weights.put_tensors
         self._lock = threading.Lock()
         self._sockets: list[FrameSocket] = []
-        self._offered: Offered | None = None
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._bulk_writer = threading.Thread(target=self._write_bulk, name="draft-bulk", daemon=True)
 
@@ -69,8 +68,8 @@ class IpcCarrier:
     def open_bulk(self, target_id: str) -> None:
         """See `Carrier.open_bulk`."""
         with _lost():
-            self._offered = self._agree()
-            self.tensors, self.bulk_tensors = self._offered.session, self._offered.bulk
+            offered = self._agree()
+            self.tensors, self.bulk_tensors = offered.session, offered.bulk
             self._bulk = self._connect()
             self._bulk.send(FrameKind.BULK_HELLO, draft_pb2.BulkHello(target_id=target_id).SerializeToString())
         self._bulk_writer.start()
@@ -128,8 +127,6 @@ class IpcCarrier:
         if self._bulk_writer.is_alive():
             self._bulk_writer.join(JOIN_S)
         self._channel.close()
-        if self._offered is not None:
-            self._offered.close()
 
     def _connect(self) -> FrameSocket:
         frames = FrameSocket(connect(self._address.streams, CONNECT_TIMEOUT_S))
@@ -155,7 +152,6 @@ class IpcCarrier:
             if ack.accepted:
                 return offered
             reason = ack.reason
-            offered.close()
             log.warning("the draft took no mailbox on the GPU; rows travel through host memory", reason=reason)
         raise ProtocolError(f"the draft takes no mailbox: {reason}", field="mailbox")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ class CudaError(UnavailableError):
 
 
 class DeviceMemory:
-    """Device memory of this process that others may map. Freed by `close`, after the peers have closed theirs or died."""
+    """Device memory of this process that others may map. Freed when nobody refers to it: a thread that writes to it must not lose it."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         pointer = ctypes.c_void_p()
@@ -41,6 +42,7 @@ class DeviceMemory:
             _call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
         self.pointer = int(pointer.value or 0)
         self._device = device
+        weakref.finalize(self, _free, self.pointer, device).atexit = False
 
     def handle(self) -> bytes:
         """Return what another process of this host needs to map it."""
@@ -48,13 +50,6 @@ class DeviceMemory:
         with torch.cuda.device(self._device):
             _call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(self.pointer))
         return bytes(memoryview(handle))
-
-    def close(self) -> None:
-        """Free it; safe to call more than once. Waits for the work of this device."""
-        if self.pointer:
-            with torch.cuda.device(self._device):
-                _call("cudaFree", ctypes.c_void_p(self.pointer))
-            self.pointer = 0
 
 
 class PeerMemory:
@@ -77,6 +72,11 @@ class PeerMemory:
             with torch.cuda.device(self._device):
                 _call("cudaIpcCloseMemHandle", ctypes.c_void_p(self.pointer))
             self.pointer = 0
+
+
+def _free(pointer: int, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        _call("cudaFree", ctypes.c_void_p(pointer))
 
 
 def copy_async(destination: int, source: int, num_bytes: int, device: torch.device) -> None:

@@ -63,6 +63,7 @@ class CudaTensorReader:
 
     def __init__(self, ledger: SharedMemory, memory: PeerMemory, device: torch.device, *, wait: bool) -> None:
         self._layout = ledger.layout
+        self._shared = ledger
         self._ledger = SlotReader(ledger)
         self._memory = memory
         self._device = device
@@ -92,6 +93,7 @@ class CudaTensorReader:
         for done, _slot, _generation in self._copying:
             done.synchronize()
         self._memory.close()
+        self._shared.close()
 
     def _release_copied(self) -> None:
         while self._copying and self._copying[0][0].query():  # type: ignore[no-untyped-call]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,13 +25,12 @@ BULK_LAYOUT = (8, MAX_CHUNK_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Mailboxes of the writing side. `files` go beside the offer, then `sent` closes them; `close` frees what the slots lie in."""
+    """Mailboxes of the writing side, freed when nobody refers to them. `files` go beside the offer, then `sent` closes them."""
 
     offer: draft_pb2.MailboxOffer
     files: Sequence[int]
     session: TensorWriter
     bulk: TensorWriter
-    close: Callable[[], None]
 
     def sent(self) -> None:
         """Close the descriptors, which the peer has now."""
@@ -48,43 +48,33 @@ class Mapped:
 
 def offers(device: torch.device) -> Sequence[Callable[[], Offered]]:
     """Return what a writer whose rows are on `device` offers, best first; a way may raise `CudaError`."""
-    shared = [lambda: _offer_shared()]
-    return shared if device.type == "cpu" else [lambda: _offer_cuda(device), *shared]
+    shared = functools.partial(_offer, _shared)
+    return [shared] if device.type == "cpu" else [functools.partial(_offer, functools.partial(_on_gpu, device=device)), shared]
 
 
-def _offer_shared() -> Offered:
+Made = tuple[draft_pb2.Mailbox, int, TensorWriter]
+"""A mailbox's description, its descriptor, and what writes to it."""
+
+
+def _offer(make: Callable[[tuple[int, int], contextlib.ExitStack], Made]) -> Offered:
     with contextlib.ExitStack() as made:
-        memories = [_create(made, Layout(*sizes)) for sizes in (SESSION_LAYOUT, BULK_LAYOUT)]
-        boxes = [_describe(memory) for memory, _file in memories]
-        writers = [SharedTensorWriter(memory) for memory, _file in memories]
+        (session, first, writer), (bulk, second, bulk_writer) = make(SESSION_LAYOUT, made), make(BULK_LAYOUT, made)
         made.pop_all()
-    offer = draft_pb2.MailboxOffer(session=boxes[0], bulk=boxes[1])
-    return Offered(offer, [file for _memory, file in memories], writers[0], writers[1], lambda: None)
+    return Offered(draft_pb2.MailboxOffer(session=session, bulk=bulk), (first, second), writer, bulk_writer)
 
 
-def _offer_cuda(device: torch.device) -> Offered:
-    with contextlib.ExitStack() as made:
-        boxes, files, writers, close = [], [], [], contextlib.ExitStack()
-        for sizes in (SESSION_LAYOUT, BULK_LAYOUT):
-            memory, file = _create(made, Layout(*sizes, slots_inside=False))
-            slots = DeviceMemory(memory.layout.slots * memory.layout.slot_bytes, device)
-            made.callback(slots.close)
-            boxes.append(_describe(memory, slots.handle()))
-            files.append(file)
-            writers.append(CudaTensorWriter(memory, slots, device))
-            close.callback(slots.close)
-        made.pop_all()
-    return Offered(draft_pb2.MailboxOffer(session=boxes[0], bulk=boxes[1]), files, writers[0], writers[1], close.close)
-
-
-def _create(made: contextlib.ExitStack, layout: Layout) -> tuple[SharedMemory, int]:
-    memory, file = SharedMemory.create(layout)
+def _shared(sizes: tuple[int, int], made: contextlib.ExitStack) -> Made:
+    memory, file = SharedMemory.create(Layout(*sizes))
     made.callback(os.close, file)
-    return memory, file
+    return draft_pb2.Mailbox(slots=sizes[0], slot_bytes=sizes[1]), file, SharedTensorWriter(memory)
 
 
-def _describe(memory: SharedMemory, handle: bytes = b"") -> draft_pb2.Mailbox:
-    return draft_pb2.Mailbox(slots=memory.layout.slots, slot_bytes=memory.layout.slot_bytes, cuda_handle=handle)
+def _on_gpu(sizes: tuple[int, int], made: contextlib.ExitStack, device: torch.device) -> Made:
+    ledger, file = SharedMemory.create(Layout(*sizes, slots_inside=False))
+    made.callback(os.close, file)
+    slots = DeviceMemory(sizes[0] * sizes[1], device)
+    box = draft_pb2.Mailbox(slots=sizes[0], slot_bytes=sizes[1], cuda_handle=slots.handle())
+    return box, file, CudaTensorWriter(ledger, slots, device)
 
 
 def accept(offer: draft_pb2.MailboxOffer, files: Sequence[int], device: torch.device) -> Mapped:

@@ -67,4 +67,5 @@ class SharedTensorReader:
         return rows
 
     def close(self) -> None:
-        """See `TensorReader.close`; the mapping itself lasts as long as somebody refers to it."""
+        """See `TensorReader.close`."""
+        self._memory.close()

@@ -82,6 +82,11 @@ class SharedMemory:
             raise ProtocolError("The mailbox is no sealed memory of the announced size.", field="mailbox")
         return cls(layout, file)
 
+    def close(self) -> None:
+        """Unmap it. Without this it is unmapped when nobody refers to it any more."""
+        self.bytes.release()
+        self._map.close()
+
     def counter(self, slot: int, which: int) -> int:
         """Return `WRITTEN` or `RELEASED` of a slot."""
         value: int = COUNTER.unpack_from(self.bytes, slot * ENTRY_BYTES + which)[0]

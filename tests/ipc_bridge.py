@@ -122,7 +122,10 @@ class IpcBridge:
 
     def _rows(self, frames: FrameSocket) -> Iterator[draft_pb2.BulkRequest]:
         while True:
-            received = frames.receive(TIMEOUT_S)
+            try:
+                received = frames.receive(TIMEOUT_S)
+            except EndOfStream:
+                return
             if received is None:
                 continue
             kind, payload = received

@@ -1,0 +1,322 @@
+"""The draft service on sockets of this host: rounds through mailboxes, several targets, some of which die or talk nonsense."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from draft_client import ScriptedTarget, commit_request, fence, open_request
+from toys import make_toy_eagle3, make_toy_target
+
+from outrider.common.v1 import common_pb2
+from outrider.draft.v1 import draft_pb2
+from outrider.services.draft.app import DraftService
+from outrider.services.draft.settings import DraftSettings
+from outrider.services.target.draft_client.connection import ConnectionLost
+from outrider.services.target.draft_client.ipc_carrier import IpcCarrier
+from outrider.shared.base.errors import OutriderError
+from outrider.shared.rpc.address import IpcAddress
+from outrider.shared.rpc.ipc.frames import HEADER, EndOfStream, FrameKind, FrameSocket
+from outrider.shared.rpc.ipc.sockets import connect
+
+VOCAB, HIDDEN, LAYERS = 64, 64, 8
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+TIMEOUT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    target = make_toy_target(folder / "target")
+    return target, make_toy_eagle3(folder / "head", target)
+
+
+@pytest.fixture
+def service(pair: tuple[Path, Path], tmp_path: Path) -> Iterator[DraftService]:
+    listen = f"ipc://{tmp_path}/draft.sock"
+    values = {"draft": pair[1], "target_weights": pair[0], "listen": listen, "device": "cpu", "lease_s": 600.0}
+    running = DraftService(DraftSettings.load(values))
+    running.start()
+    assert running.address == listen
+    yield running
+    running.stop()
+    running.engine.check()
+    assert running.engine.strategy.pages().held == 0
+    assert list(tmp_path.iterdir()) == [], "the sockets' files are gone"
+
+
+def address(service: DraftService) -> IpcAddress:
+    parsed = IpcAddress.parse(service.address, "listen")
+    assert parsed is not None
+    return parsed
+
+
+class IpcTarget:
+    """A target's carrier, driven by hand."""
+
+    def __init__(self, service: DraftService, target_id: str = "t1", **hello: object) -> None:
+        self.carrier = IpcCarrier(address(service), torch.device("cpu"))
+        self.pongs: list[int] = []
+        values = {"protocol_version": 1, "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_layers": LAYERS, "target_fingerprint": "f"}
+        self.hello = draft_pb2.Hello(target_id=target_id, **(values | hello))  # type: ignore[arg-type]
+        self._follower = threading.Thread(target=self._follow, daemon=True)
+
+    def start(self) -> IpcTarget:
+        self.carrier.hello(self.hello)
+        self.carrier.open_bulk(self.hello.target_id)
+        self._follower.start()
+        return self
+
+    def leave(self) -> None:
+        self.carrier.close()
+        if self._follower.is_alive():
+            self._follower.join(TIMEOUT_S)
+        self.carrier.release()
+
+    def expect(self, kind: str) -> draft_pb2.SessionReply:
+        reply = self.carrier.receive(TIMEOUT_S)
+        assert reply is not None
+        assert reply.WhichOneof("message") == kind, reply
+        return reply
+
+    def feed(self, session_id: int, count: int) -> None:
+        rows = torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(session_id))
+        message = draft_pb2.BulkRequest(session_id=session_id, epoch=1, base=0, target_id=self.hello.target_id)
+        message.features.CopyFrom(self.carrier.bulk_tensors.write([rows]))
+        assert message.features.HasField("shared_memory")
+        self.carrier.send_bulk(message)
+
+    def round(self, session_id: int, number: int, tokens: list[int], base_len: int) -> draft_pb2.DraftFrame:
+        rows = torch.randn(len(tokens) - base_len, HIDDEN, generator=torch.Generator().manual_seed(number))
+        request = commit_request(number, [(session_id, tokens, base_len)], None)
+        request.frame.commits[0].num_feature_rows = rows.shape[0]
+        request.frame.features.CopyFrom(self.carrier.tensors.write([rows]))
+        assert request.frame.features.HasField("shared_memory")
+        self.carrier.send(request)
+        return self.expect("frame").frame
+
+    def open(self, session_id: int) -> None:
+        self.carrier.send(open_request(session_id, PROMPT))
+        assert self.expect("open").open.session_id == session_id
+
+    def _follow(self) -> None:
+        try:
+            self.carrier.follow(lambda pong: self.pongs.append(pong.nonce))
+        except ConnectionLost:
+            self.carrier.close()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+
+
+def sessions(service: DraftService) -> int:
+    return service.loop.call(lambda: len(service.engine.sessions))
+
+
+def test_rounds_are_answered_through_mailboxes(service: DraftService) -> None:
+    target = IpcTarget(service).start()
+    target.open(7)
+    target.feed(7, len(PROMPT) - 1)
+    tokens = [*PROMPT, 8]
+    for number in range(20):  # more rounds than there are slots
+        frame = target.round(7, number, tokens, len(tokens) - 1)
+        assert frame.round == number
+        (tree,) = frame.trees
+        assert tree.fence == fence(7, 1, tokens)
+        assert len(tree.token_ids) == 7
+        tokens.append(number)
+    target.leave()
+    wait_for(lambda: sessions(service) == 0)
+
+
+def test_the_trees_are_those_of_grpc(service: DraftService) -> None:
+    rows = torch.randn(len(PROMPT), HIDDEN, generator=torch.Generator().manual_seed(7))
+    tokens = [*PROMPT, 8]
+    target = IpcTarget(service).start()
+    target.open(7)
+    message = draft_pb2.BulkRequest(session_id=7, epoch=1, base=0, target_id="t1")
+    message.features.CopyFrom(target.carrier.bulk_tensors.write([rows[:-1]]))
+    target.carrier.send_bulk(message)
+    request = commit_request(1, [(7, tokens, len(PROMPT))], None)
+    request.frame.commits[0].num_feature_rows = 1
+    request.frame.features.CopyFrom(target.carrier.tensors.write([rows[-1:]]))
+    target.carrier.send(request)
+    (here,) = target.expect("frame").frame.trees
+    target.leave()
+    with ScriptedTarget(address(service).grpc, "other") as other:
+        other.hello(VOCAB, HIDDEN, LAYERS)
+        other.send(open_request(7, PROMPT))
+        other.expect("open")
+        other.bulk(7, 1, 0, rows[:-1])
+        other.send(commit_request(1, [(7, tokens, len(PROMPT))], rows[-1:]))
+        (there,) = other.expect("frame").frame.trees
+    assert (here.fence, here.token_ids, here.parents) == (there.fence, there.token_ids, there.parents)
+
+
+def test_several_targets_share_a_draft(service: DraftService) -> None:
+    targets = [IpcTarget(service, f"t{index}").start() for index in range(3)]
+    for index, target in enumerate(targets):
+        target.open(index)
+        target.feed(index, len(PROMPT) - 1)
+        assert len(target.round(index, 1, [*PROMPT, 8], len(PROMPT)).trees) == 1
+    assert sessions(service) == 3
+    targets[0].leave()
+    wait_for(lambda: sessions(service) == 2)
+    assert len(targets[1].round(1, 2, [*PROMPT, 8, 9], len(PROMPT) + 1).trees) == 1
+    for target in targets[1:]:
+        target.leave()
+    wait_for(lambda: sessions(service) == 0)
+
+
+def test_a_target_that_connects_anew_ends_its_old_streams(service: DraftService) -> None:
+    old = IpcTarget(service).start()
+    old.open(7)
+    new = IpcTarget(service).start()
+    wait_for(lambda: old.carrier.ended.is_set())
+    wait_for(lambda: sessions(service) == 0)
+    new.open(8)
+    assert sessions(service) == 1
+    old.leave()
+    assert sessions(service) == 1
+    new.leave()
+
+
+def test_a_sign_of_life_comes_over_the_other_socket(service: DraftService) -> None:
+    target = IpcTarget(service).start()
+    target.carrier.ping(draft_pb2.SessionRequest(ping=draft_pb2.Ping(nonce=5)))
+    wait_for(lambda: target.pongs == [5])
+    assert target.carrier.receive(0.0) is None
+    target.leave()
+
+
+def test_a_stranger_that_hangs_up_leaves_nothing(service: DraftService) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        connect(address(service).streams, 1.0).close()
+    target = IpcTarget(service).start()
+    target.open(7)
+    target.leave()
+    del target
+    wait_for(lambda: sessions(service) == 0)
+    wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before)
+
+
+@pytest.mark.parametrize(
+    ("hello", "named"),
+    [({"protocol_version": 2}, "protocol_version"), ({"vocab_size": 63}, "vocab"), ({"hidden_size": 65}, "hidden")],
+)
+def test_a_target_that_does_not_fit_is_told_why(service: DraftService, hello: dict[str, object], named: str) -> None:
+    target = IpcTarget(service, **hello)
+    with pytest.raises(OutriderError) as error:
+        target.start()
+    assert named in f"{error.value.field} {error.value.message}"
+    target.leave()
+
+
+def shaken(service: DraftService) -> FrameSocket:
+    """Return a session stream after Hello, without mailboxes."""
+    frames = FrameSocket(connect(address(service).streams, 1.0))
+    frames.send(FrameKind.HELLO, IpcTarget(service).hello.SerializeToString())
+    assert frames.receive(TIMEOUT_S) is not None
+    return frames
+
+
+def told(frames: FrameSocket) -> common_pb2.ErrorDetail:
+    """Return the draft's last words, after which it must have hung up."""
+    received = frames.receive(TIMEOUT_S)
+    assert received is not None
+    assert received[0] is FrameKind.ERROR
+    with pytest.raises(EndOfStream):
+        frames.receive(TIMEOUT_S)
+    frames.close()
+    return common_pb2.ErrorDetail.FromString(received[1])
+
+
+def test_bytes_that_are_no_frames_are_hung_up_on(service: DraftService) -> None:
+    frames = FrameSocket(connect(address(service).streams, 1.0))
+    frames._socket.send(b"GET / HTTP/1.1\r\n\r\n")
+    assert "frame" in told(frames).message.lower()
+
+
+def test_a_hello_that_does_not_parse_is_hung_up_on(service: DraftService) -> None:
+    frames = FrameSocket(connect(address(service).streams, 1.0))
+    frames.send(FrameKind.HELLO, b"\xff\xff\xff")
+    assert "parse" in told(frames).message
+
+
+@pytest.mark.parametrize("kind", [FrameKind.SESSION, FrameKind.BULK, FrameKind.ERROR])
+def test_a_stream_that_does_not_begin_with_hello_is_hung_up_on(service: DraftService, kind: FrameKind) -> None:
+    frames = FrameSocket(connect(address(service).streams, 1.0))
+    frames.send(kind, b"")
+    assert "HELLO" in told(frames).message
+
+
+def test_a_bulk_stream_of_nobody_is_hung_up_on(service: DraftService) -> None:
+    frames = FrameSocket(connect(address(service).streams, 1.0))
+    frames.send(FrameKind.BULK_HELLO, draft_pb2.BulkHello(target_id="nobody").SerializeToString())
+    assert "has not said Hello" in told(frames).message
+
+
+@pytest.mark.parametrize(
+    "offer", [draft_pb2.MailboxOffer(), draft_pb2.MailboxOffer(session=draft_pb2.Mailbox(slots=1 << 30, slot_bytes=64))]
+)
+def test_a_mailbox_beyond_the_limits_is_refused(service: DraftService, offer: draft_pb2.MailboxOffer) -> None:
+    frames = shaken(service)
+    files = [os.memfd_create("x") for _ in range(2)]
+    frames.send(FrameKind.MAILBOX, offer.SerializeToString(), files)
+    assert "beyond the limits" in told(frames).message
+    for file in files:
+        os.close(file)
+
+
+def test_a_mailbox_without_its_descriptors_is_refused(service: DraftService) -> None:
+    frames = shaken(service)
+    frames.send(FrameKind.MAILBOX, draft_pb2.MailboxOffer().SerializeToString())
+    assert "descriptors" in told(frames).message
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"\xff\xff",
+        draft_pb2.SessionRequest().SerializeToString(),
+        draft_pb2.SessionRequest(hello=draft_pb2.Hello()).SerializeToString(),
+        commit_request(1, [(7, [*PROMPT, 8], len(PROMPT))], torch.zeros(1, HIDDEN + 1)).SerializeToString(),
+    ],
+    ids=["bytes", "empty", "hello", "width"],
+)
+def test_nonsense_on_a_session_stream_ends_it_and_frees_its_sessions(service: DraftService, payload: bytes) -> None:
+    target = IpcTarget(service).start()
+    target.open(7)
+    target.carrier._session.send(FrameKind.SESSION, payload)
+    wait_for(lambda: target.carrier.ended.is_set())
+    wait_for(lambda: sessions(service) == 0)
+    target.leave()
+    IpcTarget(service, "next").start().leave()
+
+
+def test_a_slot_that_was_not_written_ends_the_stream(service: DraftService) -> None:
+    target = IpcTarget(service).start()
+    target.open(7)
+    request = commit_request(1, [(7, [*PROMPT, 8], len(PROMPT))], None)
+    where = common_pb2.SharedSlot(slot=0, generation=1, num_bytes=HIDDEN * 4)
+    request.frame.features.CopyFrom(common_pb2.TensorData(shape=(1, HIDDEN), dtype=common_pb2.DATA_TYPE_FLOAT32, shared_memory=where))
+    target.carrier.send(request)
+    wait_for(lambda: target.carrier.ended.is_set())
+    target.leave()
+
+
+def test_a_frame_cut_off_in_the_middle_ends_with_its_target(service: DraftService) -> None:
+    target = IpcTarget(service).start()
+    target.open(7)
+    target.carrier._session._socket.send(HEADER.pack(1000, FrameKind.SESSION) + b"half")
+    target.leave()
+    wait_for(lambda: sessions(service) == 0)

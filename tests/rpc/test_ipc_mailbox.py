@@ -1,0 +1,226 @@
+"""Mailboxes in shared memory: rows arrive as they were, slots are used again only when released, and a lying peer costs itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.common.v1 import common_pb2
+from outrider.draft.v1 import draft_pb2
+from outrider.shared.base.errors import ProtocolError
+from outrider.shared.rpc.ipc.handshake import accept, acknowledge, offers
+from outrider.shared.rpc.ipc.mailbox import SharedTensorReader, SharedTensorWriter
+from outrider.shared.rpc.ipc.slots import RELEASED, WRITTEN, Layout, SharedMemory, SlotReader, SlotWriter
+from outrider.shared.rpc.tensors import InlineTensors
+
+CPU = torch.device("cpu")
+COLUMNS = 8
+Ends = tuple[SharedTensorWriter, SharedTensorReader, SharedMemory]
+
+
+def make_ends(slots: int = 3, rows: int = 4) -> Ends:
+    """Return both ends, mapped apart as two processes map them, and the reader's memory."""
+    layout = Layout(slots, rows * COLUMNS * 4)
+    written, file = SharedMemory.create(layout)
+    read = SharedMemory.attach(layout, file)
+    os.close(file)
+    return SharedTensorWriter(written), SharedTensorReader(read, CPU), read
+
+
+def rows(count: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(count, COLUMNS, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=st.lists(st.one_of(st.integers(1, 6), st.none()), max_size=60),
+    slots=st.integers(1, 4),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_rows_arrive_in_order_through_slots_or_inline(steps: list[int | None], slots: int, dtype: torch.dtype) -> None:
+    """A number writes so many rows, None reads one message; more than `slots` unread ones travel inline."""
+    writer, reader, _ = make_ends(slots)
+    waiting: deque[tuple[common_pb2.TensorData, torch.Tensor]] = deque()
+    unread_slots = 0
+    for step, count in enumerate(steps):
+        if count is not None:
+            sent = rows(count, step, dtype)
+            cut = count // 2
+            data = writer.write([sent] if not cut else [sent[:cut], sent[cut:]])
+            fits = count * COLUMNS * dtype.itemsize <= 4 * COLUMNS * 4 and unread_slots < slots
+            assert data.WhichOneof("data") == ("shared_memory" if fits else "inline")
+            unread_slots += fits
+            waiting.append((data, sent.clone()))
+            sent.zero_()
+        elif waiting:
+            data, expected = waiting.popleft()
+            unread_slots -= data.HasField("shared_memory")
+            got = reader.read(data, "rows", COLUMNS)
+            assert got.dtype == dtype
+            assert torch.equal(got, expected)
+
+
+def test_what_was_read_does_not_change_with_the_slot() -> None:
+    writer, reader, _ = make_ends(slots=1)
+    first = reader.read(writer.write([rows(2, 1)]), "rows", COLUMNS)
+    second = reader.read(writer.write([rows(2, 2)]), "rows", COLUMNS)
+    assert torch.equal(first, rows(2, 1))
+    assert torch.equal(second, rows(2, 2))
+
+
+def changed(data: common_pb2.TensorData, **fields: int) -> common_pb2.TensorData:
+    copy = common_pb2.TensorData()
+    copy.CopyFrom(data)
+    for name, value in fields.items():
+        setattr(copy.shared_memory, name, value)
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"slot": 3}, "slot"),
+        ({"slot": 1 << 31}, "slot"),
+        ({"generation": 0}, "generation"),
+        ({"generation": 2}, "generation"),
+        ({"generation": (1 << 64) - 1}, "generation"),
+        ({"num_bytes": 4}, "rows"),
+        ({"num_bytes": 1 << 40}, "rows"),
+    ],
+)
+def test_a_message_that_names_something_else_is_refused(fields: dict[str, int], named: str) -> None:
+    writer, reader, _ = make_ends()
+    data = writer.write([rows(2)])
+    with pytest.raises(ProtocolError) as error:
+        reader.read(changed(data, **fields), "rows", COLUMNS)
+    assert error.value.field == named
+    assert torch.equal(reader.read(data, "rows", COLUMNS), rows(2)), "the true message still counts"
+
+
+def test_more_rows_than_a_slot_holds_are_refused() -> None:
+    _, reader, memory = make_ends(rows=4)
+    memory.set_counter(0, WRITTEN, 1)
+    num_bytes = 5 * COLUMNS * 4
+    where = common_pb2.SharedSlot(slot=0, generation=1, num_bytes=num_bytes)
+    data = common_pb2.TensorData(shape=(5, COLUMNS), dtype=common_pb2.DATA_TYPE_FLOAT32, shared_memory=where)
+    with pytest.raises(ProtocolError, match="in a slot of"):
+        reader.read(data, "rows", COLUMNS)
+
+
+def test_a_message_is_read_once() -> None:
+    writer, reader, _ = make_ends()
+    data = writer.write([rows(2)])
+    reader.read(data, "rows", COLUMNS)
+    with pytest.raises(ProtocolError, match="generation 1"):
+        reader.read(data, "rows", COLUMNS)
+
+
+def test_other_widths_and_types_are_refused() -> None:
+    writer, reader, _ = make_ends()
+    with pytest.raises(ProtocolError, match=r"expected shape \[rows, 9\]"):
+        reader.read(writer.write([rows(2)]), "rows", COLUMNS + 1)
+    data = writer.write([rows(2)])
+    data.dtype = 77  # type: ignore[assignment]
+    with pytest.raises(ProtocolError, match="unknown data type"):
+        reader.read(data, "rows", COLUMNS)
+    with pytest.raises(ProtocolError, match="only inline tensors"):
+        InlineTensors().read(writer.write([rows(2)]), "rows", COLUMNS)
+
+
+@settings(max_examples=60, deadline=None)
+@given(nonsense=st.lists(st.tuples(st.integers(0, 2), st.sampled_from([WRITTEN, RELEASED]), st.integers(0, (1 << 64) - 1)), max_size=20))
+def test_nonsense_in_the_counters_breaks_neither_side(nonsense: list[tuple[int, int, int]]) -> None:
+    writer, reader, memory = make_ends()
+    for step, (slot, which, value) in enumerate(nonsense):
+        memory.set_counter(slot, which, value)
+        sent = rows(2, step)
+        data = writer.write([sent])
+        with contextlib.suppress(ProtocolError):
+            assert torch.equal(reader.read(data, "rows", COLUMNS), sent)
+
+
+def test_a_slot_that_is_written_while_it_is_read_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, reader, memory = make_ends()
+    data = writer.write([rows(2)])
+    clone = torch.Tensor.clone
+
+    def overtaken(tensor: torch.Tensor) -> torch.Tensor:
+        memory.set_counter(0, WRITTEN, 2)
+        return clone(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "clone", overtaken)
+    with pytest.raises(ProtocolError, match="written anew"):
+        reader.read(data, "rows", COLUMNS)
+
+
+def test_the_ledger_goes_round() -> None:
+    layout = Layout(2, 64, slots_inside=False)
+    memory, file = SharedMemory.create(layout)
+    os.close(file)
+    writer, reader = SlotWriter(memory), SlotReader(memory)
+    for generation in range(1, 5):
+        for slot in (0, 1):
+            assert writer.take() == slot
+            assert writer.publish(slot) == generation
+        assert writer.take() is None
+        for slot in (0, 1):
+            reader.check(slot, generation, 64)
+            reader.release(slot, generation)
+
+
+def test_memory_that_could_be_cut_or_has_another_size_is_refused() -> None:
+    layout = Layout(2, 4096)
+    file = os.memfd_create("plain")
+    os.ftruncate(file, layout.total_bytes)
+    with pytest.raises(ProtocolError, match="sealed memory"):
+        SharedMemory.attach(layout, file)
+    os.close(file)
+    _memory, file = SharedMemory.create(layout)
+    with pytest.raises(PermissionError):
+        os.ftruncate(file, 0)
+    with pytest.raises(ProtocolError, match="announced size"):
+        SharedMemory.attach(Layout(3, 4096), file)
+    os.close(file)
+    read, write = os.pipe()
+    with pytest.raises(ProtocolError):
+        SharedMemory.attach(layout, read)
+    os.close(read)
+    os.close(write)
+
+
+@pytest.mark.parametrize("layout", [Layout(0, 64), Layout(65, 64), Layout(1, 0), Layout(1, 1 << 40)])
+def test_sizes_beyond_the_limits_are_refused(layout: Layout) -> None:
+    with pytest.raises(ProtocolError, match="beyond the limits"):
+        layout.check()
+
+
+def test_an_offer_is_mapped_and_its_descriptors_closed() -> None:
+    (offer,) = offers(CPU)
+    offered = offer()
+    mapped = accept(offered.offer, [os.dup(file) for file in offered.files], CPU)
+    offered.sent()
+    for writer, reader in ((offered.session, mapped.session), (offered.bulk, mapped.bulk)):
+        data = writer.write([rows(3)])
+        assert data.HasField("shared_memory")
+        assert torch.equal(reader.read(data, "rows", COLUMNS), rows(3))
+
+
+def test_device_memory_is_refused_by_a_draft_on_the_cpu() -> None:
+    layout = Layout(1, 64, slots_inside=False)
+    files = []
+    for _ in range(2):
+        _memory, file = SharedMemory.create(layout)
+        files.append(file)
+    box = draft_pb2.Mailbox(slots=1, slot_bytes=64, cuda_handle=b"x" * 64)
+    answer, mapped = acknowledge(draft_pb2.MailboxOffer(session=box, bulk=box), files, CPU)
+    assert mapped is None
+    assert not answer.accepted
+    assert "CPU" in answer.reason
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(files[0])

@@ -1,0 +1,135 @@
+"""Who may connect, and what happens to socket files: other users are refused on both ends, a dead listener's file is replaced."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from outrider.shared.base.errors import ConfigurationError, ProtocolError
+from outrider.shared.rpc.address import IpcAddress, check_address, grpc_address
+from outrider.shared.rpc.ipc import sockets
+from outrider.shared.rpc.ipc.sockets import Listener, connect, peer_uid
+
+
+def test_only_the_owner_can_open_the_socket(tmp_path: Path) -> None:
+    listener = Listener(f"{tmp_path}/s")
+    try:
+        mode = os.lstat(f"{tmp_path}/s").st_mode
+        assert stat.S_ISSOCK(mode)
+        assert stat.S_IMODE(mode) == 0o600
+        with connect(f"{tmp_path}/s", 1.0) as client:
+            served = listener.accept()
+            assert served is not None
+            assert peer_uid(served) == os.geteuid() == peer_uid(client)
+            served.close()
+    finally:
+        listener.close()
+    assert not Path(f"{tmp_path}/s").exists()
+
+
+def test_a_process_of_another_user_is_hung_up_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    users = iter([os.geteuid() + 1, os.geteuid()])
+    listener = Listener(f"{tmp_path}/s")
+    clients = [socket.socket(socket.AF_UNIX) for _ in range(2)]
+    try:
+        for client in clients:
+            client.connect(f"{tmp_path}/s")
+        monkeypatch.setattr(sockets, "peer_uid", lambda connection: next(users))
+        served = listener.accept()
+        assert served is not None
+        clients[0].settimeout(5.0)
+        assert clients[0].recv(1) == b"", "the first was hung up on"
+        served.send(b"x")
+        assert clients[1].recv(1) == b"x", "the second was not"
+        served.close()
+    finally:
+        for client in clients:
+            client.close()
+        listener.close()
+
+
+def test_a_listener_of_another_user_is_not_talked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = Listener(f"{tmp_path}/s")
+    try:
+        monkeypatch.setattr(sockets, "peer_uid", lambda connection: os.geteuid() + 1)
+        with pytest.raises(ProtocolError, match="run both as one user"):
+            connect(f"{tmp_path}/s", 1.0)
+    finally:
+        listener.close()
+
+
+def test_the_file_of_a_dead_listener_is_replaced(tmp_path: Path) -> None:
+    dead = socket.socket(socket.AF_UNIX)
+    dead.bind(f"{tmp_path}/s")
+    dead.close()
+    listener = Listener(f"{tmp_path}/s")
+    connect(f"{tmp_path}/s", 1.0).close()
+    listener.close()
+
+
+def test_a_living_listener_is_not_replaced(tmp_path: Path) -> None:
+    listener = Listener(f"{tmp_path}/s")
+    with pytest.raises(ConfigurationError, match="another process does"):
+        Listener(f"{tmp_path}/s")
+    connect(f"{tmp_path}/s", 1.0).close()
+    listener.close()
+
+
+def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "s").write_text("mine")
+    with pytest.raises(ConfigurationError, match="is no socket"):
+        Listener(f"{tmp_path}/s")
+    assert (tmp_path / "s").read_text() == "mine"
+
+
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(ConfigurationError, match="mkdir -m 700"):
+        Listener(f"{folder}/s")
+    with pytest.raises(ConfigurationError, match="make the folder first"):
+        Listener(f"{tmp_path}/missing/s")
+
+
+def test_closing_ends_accept(tmp_path: Path) -> None:
+    listener = Listener(f"{tmp_path}/s")
+    answers: list[object] = []
+    thread = threading.Thread(target=lambda: answers.append(listener.accept()))
+    thread.start()
+    listener.close()
+    thread.join(5.0)
+    assert answers == [None]
+
+
+def test_addresses() -> None:
+    parsed = IpcAddress.parse("ipc:///run/x/draft.sock", "draft")
+    assert parsed is not None
+    assert (parsed.streams, parsed.grpc) == ("/run/x/draft.sock.ipc", "unix:/run/x/draft.sock")
+    assert IpcAddress.parse("unix:/run/x", "draft") is None
+    assert grpc_address("ipc:///run/x", "draft") == "unix:/run/x"
+    assert grpc_address("localhost:1", "draft") == "localhost:1"
+    longest = "ipc:///" + "x" * 102
+    assert IpcAddress.parse(longest, "draft") is not None
+
+
+@pytest.mark.parametrize("address", ["ipc://run/x", "ipc:///", "ipc:/run/x", "ipc:", "ipc:///run/"])
+def test_a_path_that_is_not_absolute_is_refused(address: str) -> None:
+    with pytest.raises(ConfigurationError, match="absolute path") as error:
+        IpcAddress.parse(address, "listen")
+    assert error.value.field == "listen"
+
+
+def test_a_path_too_long_for_a_socket_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="longer than 103 bytes"):
+        IpcAddress.parse("ipc:///" + "x" * 103, "listen")
+
+
+def test_only_a_draft_is_reached_by_ipc() -> None:
+    with pytest.raises(ConfigurationError):
+        check_address("ipc:///run/x", "target")
