@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from outrider.kernels._fp8 import movable
+
 
 def kv_compact(
     planes: Sequence[torch.Tensor], page_table: torch.Tensor, cached_lens: torch.Tensor, path: torch.Tensor, num_accepted: torch.Tensor
@@ -21,7 +23,7 @@ def kv_compact(
     source = _slots(page_table, rows, base + path[rows, columns], page_size)
     target = _slots(page_table, rows, base + columns, page_size)
     for plane in planes:
-        flat = plane.flatten(0, 1)
+        flat = movable(plane).flatten(0, 1)
         flat.index_copy_(0, target, flat.index_select(0, source))
 
 

@@ -16,7 +16,7 @@ def kv_store(k: torch.Tensor, v: torch.Tensor, k_plane: torch.Tensor, v_plane: t
 
     Args:
         k, v: ``[rows, kv_heads, dim]`` fp32/bf16/fp16; any strides with a dense last dimension (views of a fused QKV output).
-        k_plane, v_plane: ``[pages, page_size, kv_heads, dim]``, contiguous; rows are converted to their dtype.
+        k_plane, v_plane: ``[pages, page_size, kv_heads, dim]``, contiguous; rows are converted to their dtype, to e4m3 by saturation.
         slots: ``[rows] int64``; slot = page * page_size + offset, -1 = do not store this row. Slots >= 0 must be distinct.
 
     Raises:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from outrider.kernels._fp8 import convert, movable
+
 
 def kv_store(k: torch.Tensor, v: torch.Tensor, k_plane: torch.Tensor, v_plane: torch.Tensor, slots: torch.Tensor) -> None:
     """See `outrider.kernels.kv_store.kv_store`."""
     kept = slots >= 0
     if not bool(kept.all()):
         k, v, slots = k[kept], v[kept], slots[kept]
-    k_plane.flatten(0, 1).index_copy_(0, slots, k.to(k_plane.dtype))
-    v_plane.flatten(0, 1).index_copy_(0, slots, v.to(v_plane.dtype))
+    for plane, rows in ((k_plane, k), (v_plane, v)):
+        movable(plane).flatten(0, 1).index_copy_(0, slots, movable(convert(rows, plane.dtype)))

@@ -59,7 +59,7 @@ def rope_store(
         head_eps: Of that norm.
 
     Returns:
-        ``[rows, heads, dim]`` in the planes' dtype.
+        ``[rows, heads, dim]`` in the dtype of `cos`; the planes may be FP8.
 
     Raises:
         ValueError: A tensor's shape, dtype or layout is wrong; the message names it.

@@ -42,6 +42,6 @@ def rope_store(
     if head_norm is not None:
         rotated = functional.rms_norm(rotated, (dim,), None, head_eps) * head_norm.float()
     rotated = rotated * cos.float() + rotated.roll(dim // 2, -1) * sin.float()
-    rotated = rotated.to(k_plane.dtype)
-    kv_store(rotated[:, -kv_heads:], qkv[:, -kv_heads:].to(k_plane.dtype), k_plane, v_plane, slots)
+    rotated = rotated.to(cos.dtype)
+    kv_store(rotated[:, -kv_heads:], qkv[:, -kv_heads:].to(cos.dtype), k_plane, v_plane, slots)
     return rotated[:, :-kv_heads].contiguous()

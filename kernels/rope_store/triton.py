@@ -116,7 +116,7 @@ def rope_store(
     """See `outrider.kernels.rope_store.rope_store`."""
     kv_heads, dim = k_plane.shape[2:]
     rows, heads = parts.shape[-2], parts.shape[-1] // dim - 2 * kv_heads
-    q = _launch.empty((rows, heads, dim), k_plane.dtype, parts.device)
+    q = _launch.empty((rows, heads, dim), cos.dtype, parts.device)
     if rows == 0:
         return q
     sums = None if stream is None else stream.sums

@@ -25,7 +25,8 @@ class KVPool:
         page_size: Tokens per page, ≥ 1.
         layers: Layers that keep K/V.
         kv_heads, head_dim: Shape of one token's K (and V) in one layer.
-        dtype: Element type of all planes.
+        dtype: Element type of feature rows, and of K and V unless `kv_dtype` says another (FP8: half the memory, read by
+            `kernels.tree_attention` and `kernels.path_attention`).
         device: Where they live.
         feature_size: Width of a stored feature row; 0 makes no feature plane.
         latent: A layer keeps one latent plane instead of two: `k_planes` has it, `v_planes` is empty, and values are read from the keys.
@@ -46,6 +47,7 @@ class KVPool:
         feature_size: int = 0,
         *,
         latent: bool = False,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, not {page_size}")
@@ -54,11 +56,12 @@ class KVPool:
         self.kv_heads = kv_heads
         self.head_dim = head_dim
         self.dtype = dtype
+        self.kv_dtype = kv_dtype or dtype
         self.device = torch.device(device)
         self.latent = latent
         self.allocator = PageAllocator(num_pages)
         # [layers, 2, num_pages, page_size, kv_heads, head_dim]; one plane per layer with a latent
-        self._storage = self._allocate(layers, 1 if latent else 2, num_pages, page_size, kv_heads, head_dim)
+        self._storage = self._allocate(self.kv_dtype, layers, 1 if latent else 2, num_pages, page_size, kv_heads, head_dim)
         self.k_planes: list[torch.Tensor] = [layer[0] for layer in self._storage]  # each [num_pages, page_size, kv_heads, head_dim]
         self.v_planes: list[torch.Tensor] = [] if latent else [layer[1] for layer in self._storage]
         self.features: torch.Tensor | None = None  # [num_pages, page_size, feature_size]
@@ -82,21 +85,23 @@ class KVPool:
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in all planes."""
-        return token_bytes(self.num_layers, self.kv_heads, self.head_dim, self.dtype, self.feature_size, latent=self.latent)
+        return token_bytes(
+            self.num_layers, self.kv_heads, self.head_dim, self.dtype, self.feature_size, latent=self.latent, kv_dtype=self.kv_dtype
+        )
 
     def resize_features(self, feature_size: int) -> None:
         """Replace the feature plane by an empty one of that width (0: none). Rows stored so far are lost; the caller must know it."""
         self.features = None  # its memory is free before the next is taken
         if feature_size:
-            self.features = self._allocate(self.num_pages, self.page_size, feature_size)
+            self.features = self._allocate(self.dtype, self.num_pages, self.page_size, feature_size)
 
-    def _allocate(self, *shape: int) -> torch.Tensor:
+    def _allocate(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         """Return zeros that may be written outside inference mode too, wherever the pool is made."""
         try:
             with torch.inference_mode(False):
-                return torch.zeros(shape, dtype=self.dtype, device=self.device)
+                return torch.zeros(shape, dtype=dtype, device=self.device)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
-            size = prod(shape) * self.dtype.itemsize / 2**30
+            size = prod(shape) * dtype.itemsize / 2**30
             raise ConfigurationError(
                 f"the KV pool of {self.capacity_tokens} tokens needs {size:.1f} GiB on {self.device}, which are not free; lower kv_tokens.",
                 field="kv_tokens",
@@ -185,6 +190,15 @@ class KVPool:
         return self.features.view(-1, self.feature_size).index_select(0, slots)
 
 
-def token_bytes(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, feature_size: int = 0, *, latent: bool = False) -> int:
+def token_bytes(
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    feature_size: int = 0,
+    *,
+    latent: bool = False,
+    kv_dtype: torch.dtype | None = None,
+) -> int:
     """Return the bytes that one token takes in a pool of this shape, to size a pool before it is made."""
-    return ((1 if latent else 2) * layers * kv_heads * head_dim + feature_size) * dtype.itemsize
+    return (1 if latent else 2) * layers * kv_heads * head_dim * (kv_dtype or dtype).itemsize + feature_size * dtype.itemsize

@@ -63,7 +63,10 @@ class Decoder:
         layers, norm, rotary: The parts.
         fingerprint: Identifies configuration and weights.
         fused: What runs in place of the layers' own operations, or None.
+        kv_dtype: Of K and V in pools that are made for it; None: `dtype`.
     """
+
+    kv_dtype: torch.dtype | None = None
 
     def __init__(
         self,
@@ -138,14 +141,16 @@ class Decoder:
         config = self.config
         return KVPool(
             num_pages, page_size, config.num_layers, config.num_kv_heads, config.head_dim, self.dtype, self.device, feature_size,
-            latent=config.latent is not None,
+            latent=config.latent is not None, kv_dtype=self.kv_dtype,
         )  # fmt: skip
 
     def token_bytes(self, feature_size: int = 0) -> int:
         """Return the bytes that a token takes in this process's part of the pool, with a feature row of that width."""
         config = self.config
         latent = config.latent is not None
-        return token_bytes(config.num_layers, config.num_kv_heads, config.head_dim, self.dtype, feature_size, latent=latent)
+        return token_bytes(
+            config.num_layers, config.num_kv_heads, config.head_dim, self.dtype, feature_size, latent=latent, kv_dtype=self.kv_dtype
+        )  # fmt: skip
 
     def weight(self, name: str) -> torch.Tensor:
         """Return a weight that a draft may borrow, by its name in the checkpoint: the embedding or the output head.
