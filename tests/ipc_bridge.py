@@ -36,6 +36,9 @@ class Context:
         self._callbacks.append(callback)
         return True
 
+    def abort(self, code: object, details: str) -> None:
+        raise EndOfStream(details)
+
     def end(self) -> None:
         for callback in self._callbacks:
             callback()
