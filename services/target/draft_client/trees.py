@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from outrider.shared.base.errors import ProtocolError
 from outrider.shared.spec.fence import Fence
 from outrider.shared.spec.tree import MASK_WORD_BITS, DraftBatch, DraftShape, mask_words
 
-WORD = (1 << MASK_WORD_BITS) - 1
+WORD_BYTES = MASK_WORD_BITS // 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,26 +71,30 @@ def fence_to_proto(fence: Fence) -> draft_pb2.Fence:
 
 
 def pad_trees(trees: Sequence[CheckedTree], device: torch.device, draft_ms: float) -> DraftBatch:
-    """Return the trees as one batch, each padded to the largest."""
-    width = max(len(tree.tokens) for tree in trees)
+    """Return the trees as one batch, each padded to the largest. All fields go to the device in one copy."""
+    bs, width = len(trees), max(len(tree.tokens) for tree in trees)
     words = mask_words(width)
-
-    def column(rows: list[list[int]], fill: int) -> torch.Tensor:
-        return torch.tensor([row + [fill] * (width - len(row)) for row in rows], dtype=torch.int32, device=device)
-
-    masks = [[_words(mask, words) for mask in tree.masks] + [[0] * words] * (width - len(tree.masks)) for tree in trees]
+    packed = array("i")
+    for rows, fill in (([tree.tokens for tree in trees], 0), ([tree.parents for tree in trees], -1), ([tree.depths for tree in trees], 0)):
+        for row in rows:
+            packed.extend(row)
+            packed.extend([fill] * (width - len(row)))
+    packed.extend([len(tree.tokens) for tree in trees])
+    for tree in trees:
+        for mask in tree.masks:
+            packed.frombytes(mask.to_bytes(words * WORD_BYTES, "little"))
+        packed.extend([0] * (words * (width - len(tree.masks))))
+    for tree in trees:
+        packed.frombytes(array("f", tree.logprobs).tobytes())
+        packed.extend([0] * (width - len(tree.logprobs)))
+    nodes = bs * width
+    fields = torch.frombuffer(packed, dtype=torch.int32).to(device).split([nodes, nodes, nodes, bs, nodes * words, nodes])
     return DraftBatch(
-        tokens=column([tree.tokens for tree in trees], 0),
-        parents=column([tree.parents for tree in trees], -1),
-        depths=column([tree.depths for tree in trees], 0),
-        num_nodes=torch.tensor([len(tree.tokens) for tree in trees], dtype=torch.int32, device=device),
-        ancestors=torch.tensor(masks, dtype=torch.int32, device=device),
-        logprobs=torch.tensor([tree.logprobs + [0.0] * (width - len(tree.logprobs)) for tree in trees], dtype=torch.float32, device=device),
+        tokens=fields[0].view(bs, width),
+        parents=fields[1].view(bs, width),
+        depths=fields[2].view(bs, width),
+        num_nodes=fields[3],
+        ancestors=fields[4].view(bs, width, words),
+        logprobs=fields[5].view(torch.float32).view(bs, width),
         draft_ms=draft_ms,
     )
-
-
-def _words(mask: int, words: int) -> list[int]:
-    """Split a mask into signed 32-bit words, lowest first."""
-    split = [mask >> MASK_WORD_BITS * word & WORD for word in range(words)]
-    return [value - (1 << MASK_WORD_BITS) if value >> MASK_WORD_BITS - 1 else value for value in split]
