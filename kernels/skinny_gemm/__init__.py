@@ -7,21 +7,23 @@ import torch
 from outrider.kernels._dispatch import use_triton
 from outrider.kernels._launch import expect, expect_contiguous
 from outrider.kernels.add_norm import add_sums
+from outrider.kernels.rope_store import rope_store
 from outrider.kernels.silu_mul import silu_mul
 from outrider.kernels.skinny_gemm import reference
 from outrider.kernels.skinny_gemm.table import choose_tile
-from outrider.kernels.skinny_gemm.types import Epilogue, Method, Tile
+from outrider.kernels.skinny_gemm.types import Epilogue, Method, Rotary, Tile
 from outrider.kernels.stream import FEW_ROWS, Stream
 
-__all__ = ["Epilogue", "Method", "Tile", "choose_tile", "project", "project_add", "project_gated"]
+__all__ = ["Epilogue", "Method", "Rotary", "Tile", "choose_tile", "project", "project_add", "project_gated", "project_rotated"]
 
 
-def project(x: torch.Tensor, weight: torch.Tensor, *, tile: Tile | None = None) -> torch.Tensor:
+def project(x: torch.Tensor, weight: torch.Tensor, *, scales: torch.Tensor | None = None, tile: Tile | None = None) -> torch.Tensor:
     """Return ``x @ weight.T``, or the parts of it that the next kernel has to add.
 
     Args:
         x: ``[rows, in]`` fp32/bf16/fp16, at most `FEW_ROWS` rows; rows may be strided.
-        weight: ``[out, in]``, contiguous, x's dtype.
+        weight: ``[out, in]``, contiguous, x's dtype; e4m3 with `scales`.
+        scales: ``[out] fp32``, what each row of an FP8 weight is to be multiplied by, or None.
         tile: How; the measured one for this shape unless given.
 
     Returns:
@@ -30,15 +32,15 @@ def project(x: torch.Tensor, weight: torch.Tensor, *, tile: Tile | None = None) 
     Raises:
         ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
     """
-    _check(x, weight)
+    _check(x, weight, scales)
     if not use_triton(x):
-        return reference.project(x, weight)
+        return reference.project(x, weight, scales)
     from outrider.kernels.skinny_gemm import triton as compiled
 
     tile = tile or choose_tile(Epilogue.PLAIN, x, weight)
     if tile.method is Method.LIBRARY:
-        return torch.nn.functional.linear(x, weight)
-    return compiled.project(x, weight, tile)
+        return reference.project(x, weight, scales)
+    return compiled.project(x, weight, scales, tile)
 
 
 def project_add(
@@ -48,6 +50,7 @@ def project_add(
     norm_weight: torch.Tensor,
     eps: float,
     *,
+    scales: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     tile: Tile | None = None,
@@ -60,12 +63,13 @@ def project_add(
         residual: ``[rows, width]``; rows may be strided.
         norm_weight: ``[width]``, of the next norm.
         eps: Of that norm.
+        scales: As in `project`.
         bias: ``[width]`` or None.
         out: ``[rows, width]``, where the sum is written (rows may be strided, so that it can be a slice of captured states); allocated if
             None. Not `residual`.
         tile: As in `project`.
     """
-    _check(x, weight)
+    _check(x, weight, scales)
     rows, width = residual.shape
     expect("weight", weight, (width, None))
     expect("residual", residual, (x.shape[0], width), x.dtype)
@@ -77,8 +81,8 @@ def project_add(
 
         tile = tile or choose_tile(Epilogue.ADD, x, weight)
         if tile.splits == 1 and tile.method is not Method.LIBRARY:
-            return compiled.project_add(x, weight, bias, residual, norm_weight, eps, out, tile)
-    parts = project(x, weight, tile=tile)
+            return compiled.project_add(x, weight, scales, bias, residual, norm_weight, eps, out, tile)
+    parts = project(x, weight, scales=scales, tile=tile)
     return add_sums(parts, residual, norm_weight, eps, bias=bias, out=out)
 
 
@@ -86,6 +90,7 @@ def project_gated(
     stream: Stream,
     weight: torch.Tensor,
     *,
+    scales: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     gelu: bool = False,
     tile: Tile | None = None,
@@ -95,12 +100,13 @@ def project_gated(
     Args:
         stream: At most `FEW_ROWS` rows.
         weight: ``[2 * intermediate, width]``, gate first.
+        scales: As in `project`.
         bias: ``[2 * intermediate]`` or None.
         gelu: The activation is gelu (tanh form) instead of silu.
         tile: As in `project`.
     """
     x = stream.scaled
-    _check(x, weight)
+    _check(x, weight, scales)
     if weight.shape[0] % 2:
         raise ValueError(f"weight has {weight.shape[0]} rows; gate and up need an even number")
     if use_triton(x):
@@ -108,12 +114,57 @@ def project_gated(
 
         tile = tile or choose_tile(Epilogue.GATED, x, weight)
         if tile.method is not Method.LIBRARY:
-            return compiled.project_gated(stream, weight, bias, gelu, tile)
-    return silu_mul(project(x, weight, tile=tile), stream, bias=bias, gelu=gelu)
+            return compiled.project_gated(stream, weight, scales, bias, gelu, tile)
+    return silu_mul(project(x, weight, scales=scales, tile=tile), stream, bias=bias, gelu=gelu)
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
-    expect("weight", weight, (None, x.shape[1]), x.dtype)
+def project_rotated(
+    stream: Stream,
+    weight: torch.Tensor,
+    rotary: Rotary,
+    *,
+    scales: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """Return the rotated queries of ``norm(stream) @ weight.T + bias``; store its rotated keys and its values: `rope_store`, fused.
+
+    Args:
+        stream: At most `FEW_ROWS` rows.
+        weight: ``[(heads + 2 * kv_heads) * dim, width]``, rows q, k, v.
+        rotary: Angles, planes and slots.
+        scales: As in `project`.
+        bias: ``[(heads + 2 * kv_heads) * dim]`` or None.
+        tile: As in `project`.
+
+    Returns:
+        ``[rows, heads, dim]`` in the planes' dtype.
+    """
+    x = stream.scaled
+    _check(x, weight, scales)
+    kv_heads, dim = rotary.k_plane.shape[2:]
+    if weight.shape[0] % dim or weight.shape[0] // dim <= 2 * kv_heads:
+        raise ValueError(f"weight has {weight.shape[0]} rows; planes of {kv_heads} heads of {dim} need (heads + {2 * kv_heads}) * {dim}")
+    if use_triton(x):
+        from outrider.kernels.skinny_gemm import triton as compiled
+
+        tile = tile or choose_tile(Epilogue.ROTATED, x, weight)
+        if tile.splits == 1 and tile.method is not Method.LIBRARY:
+            expect("cos", rotary.cos, (x.shape[0], 1, dim))
+            expect("sin", rotary.sin, (x.shape[0], 1, dim))
+            expect("slots", rotary.slots, (x.shape[0],), torch.int64)
+            for name in ("cos", "sin", "k_plane", "v_plane", "slots"):
+                expect_contiguous(name, getattr(rotary, name))
+            return compiled.project_rotated(stream, weight, scales, bias, rotary, tile)
+    parts = project(x, weight, scales=scales, tile=tile)
+    return rope_store(parts, rotary.cos, rotary.sin, rotary.k_plane, rotary.v_plane, rotary.slots, stream=stream, bias=bias)
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None) -> None:
+    expect("weight", weight, (None, x.shape[1]), x.dtype if scales is None else torch.float8_e4m3fn)
     expect_contiguous("weight", weight)
+    if scales is not None:
+        expect("scales", scales, (weight.shape[0],), torch.float32)
+        expect_contiguous("scales", scales)
     if x.shape[0] > FEW_ROWS:
         raise ValueError(f"x has {x.shape[0]} rows, at most {FEW_ROWS} are supported")

@@ -6,6 +6,8 @@ import torch
 from torch.nn import functional
 
 
-def project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def project(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
     """See `outrider.kernels.skinny_gemm.project`."""
-    return functional.linear(x, weight)
+    if scales is None:
+        return functional.linear(x, weight)
+    return (functional.linear(x.float(), weight.float()) * scales).to(x.dtype)

@@ -12,12 +12,12 @@ from outrider.kernels._launch import next_power_of_2
 from outrider.kernels.skinny_gemm.types import Epilogue, Method, Tile
 
 _SUM_ROWS = 2
-_SUM_ELEMENTS = 32768
+_SUM_BYTES = 65536
 
 
 def choose_tile(epilogue: Epilogue, x: torch.Tensor, weight: torch.Tensor) -> Tile:
     """Return the measured tile of the nearest row count that was measured for this shape, else what `guess_tile` says."""
-    return _choose(epilogue, weight.shape[0], weight.shape[1], x.shape[0], x.element_size())
+    return _choose(epilogue, weight.shape[0], weight.shape[1], x.shape[0], weight.element_size())
 
 
 @functools.cache
@@ -40,18 +40,20 @@ def _measured() -> dict[tuple[Epilogue, int, int], dict[int, Tile]]:
 
 def guess_tile(epilogue: Epilogue, out_features: int, in_features: int, rows: int, itemsize: int = 2) -> Tile:
     """Return a tile for a shape that nobody measured: enough programs for about 132 multiprocessors, few enough to keep sums short."""
-    matrices = 2 if epilogue is Epilogue.GATED else 1
+    paired = epilogue in (Epilogue.GATED, Epilogue.ROTATED)
     if rows <= _SUM_ROWS:
-        block_n = max(1, min(8, _SUM_ELEMENTS // matrices * 2 // itemsize // next_power_of_2(in_features)))
-        return Tile(Method.SUM, block_n, splits=1, warps=8)
+        elements = _SUM_BYTES // max(2, itemsize) // next_power_of_2(in_features) // (2 if paired else 1)
+        return Tile(Method.SUM, max(1, min(4 if paired else 8, elements)), splits=1, warps=8)
     if itemsize > 2:
         return Tile(Method.DOT, 32, 32, 1, 4, 2)
     if epilogue is Epilogue.GATED:
-        return Tile(Method.DOT, 32 if rows <= 16 else 64, 128 if rows <= 16 else 64, 1, 4, 4)
+        return Tile(Method.DOT, 64, 128 if rows <= 16 else 64, 1, 4, 3 if rows <= 16 else 4)
+    if epilogue is Epilogue.ROTATED:
+        return Tile(Method.DOT, 32, 128, 1, 4, 5)
     blocks = -(-out_features // 64)
     if blocks >= 256:
         return Tile(Method.DOT, 128 if blocks >= 512 else 64, 128, 1, 4, 3)
     if rows <= 16 and epilogue is Epilogue.ADD:
-        return Tile(Method.DOT, 32, 128, 1, 4, 5)
+        return Tile(Method.DOT, 64, 128, 1, 4, 5)
     splits = 1 << max(0, (200 // blocks).bit_length() - 1)
     return Tile(Method.DOT, 64, 128, min(splits, 4), 4, 4)

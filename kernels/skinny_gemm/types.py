@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
+
 
 class Method(Enum):
     """How a product is computed."""
@@ -23,6 +25,24 @@ class Epilogue(Enum):
     PLAIN = 0
     ADD = 1
     GATED = 2
+    ROTATED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Where a q-k-v product goes: queries and keys rotated, keys and values into the paged planes.
+
+    Attributes:
+        cos, sin: ``[rows, 1, dim]`` of `rope_angles`.
+        k_plane, v_plane: ``[pages, page_size, kv_heads, dim]``, contiguous.
+        slots: ``[rows] int64``; -1: do not store this row. Slots >= 0 must be distinct.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    k_plane: torch.Tensor
+    v_plane: torch.Tensor
+    slots: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +51,9 @@ class Tile:
 
     Attributes:
         method: See `Method`.
-        block_n: Rows of the weight that a program takes (of each of the two halves, if gated).
+        block_n: Outputs that a program computes: rows of the weight, or pairs of them if gated or rotated.
         block_k: Columns that it takes at a time (DOT).
-        splits: Programs that share the columns; their sums are added by the next kernel, in order (DOT, not gated).
+        splits: Programs that share the columns; their sums are added by the next kernel, in order (DOT, of single rows).
         warps, stages: Of a program.
     """
 

@@ -20,6 +20,7 @@ from outrider.shared.base.errors import CheckpointError, ConfigurationError
 from outrider.shared.kv.pool import KVPool, token_bytes
 from outrider.shared.nn.config import ModelConfig
 from outrider.shared.nn.fp8 import Fp8Source, expect_scales
+from outrider.shared.nn.fp8_linear import quantize_layer
 from outrider.shared.nn.fused import FusedForward, can_fuse
 from outrider.shared.nn.generic.layout import GenericConfig
 from outrider.shared.nn.layers import DecoderLayer, Linear, RMSNorm
@@ -88,8 +89,28 @@ class Decoder:
         self.rotary = RotaryEmbedding(config.rope, config.rotary_dim, self.device, self.dtype)
         self.fingerprint = fingerprint
         self.fused: FusedForward | None = None
+        self._fuse()
+
+    def _fuse(self) -> None:
         if can_fuse(self.layers, self.device, self.dtype):
-            self.fused = FusedForward(self.layers, embedding, norm, lm_head)
+            self.fused = FusedForward(self.layers, self.embedding, self.norm, self.lm_head)
+
+    @torch.inference_mode()
+    def quantize_fp8(self) -> None:
+        """Keep the layers' projections in FP8 from now on, with a scale per output channel; embedding and output head stay as they are.
+
+        To be called before the first pass: recorded graphs would still read the old weights.
+
+        Raises:
+            ConfigurationError: Layers of another kind than dense ones with plain attention; fp32 weights on a CPU; a share of a model.
+        """
+        try:
+            for layer in self.layers:
+                quantize_layer(layer)
+        except TypeError as error:
+            raise ConfigurationError(f"quantization fp8: {error}. Serve this model without it.", field="quantization") from error
+        self.fingerprint = hashlib.sha256(f"{self.fingerprint} fp8".encode()).hexdigest()
+        self._fuse()
 
     @classmethod
     def load(

@@ -36,6 +36,20 @@ class Linear:
         assert self._packed_linear is None, "a weight in oneDNN's layout has no rows"
         return self._weight
 
+    @property
+    def packed(self) -> bool:
+        """Whether the weight was re-laid."""
+        return self._packed_linear is not None
+
+    @property
+    def scales(self) -> torch.Tensor | None:
+        """``[out] fp32``, what each row of the weight is to be multiplied by, or None."""
+        return None
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x @ weight.T``, ``[rows, out]``, without the bias; where `weight` is to be had."""
+        return functional.linear(x, self.weight)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, out]`` for ``x [rows, in]``."""
         if self._packed_linear is not None:

@@ -6,9 +6,10 @@ import torch
 from guards import Guards, reference_version, triton_version
 
 from outrider.kernels.add_norm import add_sums, embed_rows, normalise, rms_norm
+from outrider.kernels.quantize_rows import quantize_rows
 from outrider.kernels.rope_store import rope_angles, rope_store
 from outrider.kernels.silu_mul import silu_mul
-from outrider.kernels.skinny_gemm import Tile, project, project_add, project_gated
+from outrider.kernels.skinny_gemm import Rotary, Tile, project, project_add, project_gated, project_rotated
 from outrider.kernels.stream import Stream
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -34,6 +35,13 @@ class Maker:
         return Stream(residual, self.guards.put(residual * self(width, shift=1.0)), sums, EPS)
 
 
+def narrow(weight: torch.Tensor, guards: Guards) -> dict[str, torch.Tensor]:
+    """Return the arguments that pass a weight in FP8."""
+    with reference_version():
+        quantised, scales = quantize_rows(weight)
+    return {"weight": guards.put(quantised), "scales": guards.put(scales)}
+
+
 def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
     """Compare by the tolerance of a dtype, relative to the size of the values."""
     bound = TOLERANCE[dtype]
@@ -47,29 +55,42 @@ def same_stream(actual: Stream, expected: Stream, dtype: torch.dtype) -> None:
         close(normalise(actual), normalise(expected), dtype)
 
 
-def check_project(device: str, dtype: torch.dtype, rows: int, out: int, columns: int, tile: Tile | None, guards: Guards) -> None:
+def check_project(
+    device: str, dtype: torch.dtype, rows: int, out: int, columns: int, tile: Tile | None, guards: Guards, *, fp8: bool = False
+) -> None:
     make = Maker(device, dtype, guards, rows + out)
     x, weight = make(rows, columns + 8)[:, :columns], make(out, columns, scale=columns**-0.5)
+    given = narrow(weight, guards) if fp8 else {"weight": weight}
     with reference_version():
-        expected = project(x, weight)
+        expected = project(x, **given)
     with triton_version(guards):
-        parts = project(x, weight, tile=tile)
+        parts = project(x, **given, tile=tile)
     assert tile is None or parts.dim() == (3 if tile.splits > 1 else 2)
     close(parts.sum(0) if parts.dim() == 3 else parts, expected, dtype)
 
 
 def check_project_add(
-    device: str, dtype: torch.dtype, rows: int, width: int, columns: int, tile: Tile | None, guards: Guards, *, bias: bool = False
+    device: str,
+    dtype: torch.dtype,
+    rows: int,
+    width: int,
+    columns: int,
+    tile: Tile | None,
+    guards: Guards,
+    *,
+    bias: bool = False,
+    fp8: bool = False,
 ) -> None:
     make = Maker(device, dtype, guards, rows + width)
     x, weight, norm_weight = make(rows, columns), make(width, columns, scale=columns**-0.5), make(width, shift=1.0)
     residual, offset = make(rows, 2 * width)[:, width:], make(width) if bias else None
     captured = make(rows, 3 * width)
     before = captured.clone()
+    given = {**(narrow(weight, guards) if fp8 else {"weight": weight}), "residual": residual, "norm_weight": norm_weight, "eps": EPS}
     with reference_version():
-        expected = project_add(x, weight, residual, norm_weight, EPS, bias=offset)
+        expected = project_add(x, **given, bias=offset)
     with triton_version(guards):
-        stream = project_add(x, weight, residual, norm_weight, EPS, bias=offset, out=captured[:, width : 2 * width], tile=tile)
+        stream = project_add(x, **given, bias=offset, out=captured[:, width : 2 * width], tile=tile)
     same_stream(stream, expected, dtype)
     assert stream.residual.data_ptr() == captured[:, width:].data_ptr()
     before[:, width : 2 * width] = captured[:, width : 2 * width]
@@ -78,18 +99,63 @@ def check_project_add(
 
 def check_project_gated(
     device: str, dtype: torch.dtype, rows: int, size: int, width: int, tile: Tile | None, guards: Guards, *, bias: bool, gelu: bool,
-    normed: bool = True,
+    normed: bool = True, fp8: bool = False,
 ) -> None:  # fmt: skip
     make = Maker(device, dtype, guards, rows + size)
     stream = make.stream(rows, width, 5)
     if not normed:
         stream = Stream(stream.residual, stream.scaled, None, EPS)
     weight, offset = make(2 * size, width, scale=width**-0.5), make(2 * size) if bias else None
+    given = narrow(weight, guards) if fp8 else {"weight": weight}
     with reference_version():
-        expected = project_gated(stream, weight, bias=offset, gelu=gelu)
+        expected = project_gated(stream, **given, bias=offset, gelu=gelu)
     with triton_version(guards):
-        actual = project_gated(stream, weight, bias=offset, gelu=gelu, tile=tile)
+        actual = project_gated(stream, **given, bias=offset, gelu=gelu, tile=tile)
     close(actual, expected, dtype)
+
+
+def check_project_rotated(
+    device: str, dtype: torch.dtype, rows: int, heads: int, kv_heads: int, dim: int, width: int, tile: Tile | None, guards: Guards, *,
+    bias: bool = False, normed: bool = True, fp8: bool = False,
+) -> None:  # fmt: skip
+    make = Maker(device, dtype, guards, rows + heads)
+    stream = make.stream(rows, width, 5)
+    if not normed:
+        stream = Stream(stream.residual, stream.scaled, None, EPS)
+    columns = (heads + 2 * kv_heads) * dim
+    weight, offset = make(columns, width, scale=width**-0.5), make(columns) if bias else None
+    given = narrow(weight, guards) if fp8 else {"weight": weight}
+    angle = torch.rand(rows, 1, dim, generator=torch.Generator().manual_seed(rows)) * 6.0
+    cos, sin = (guards.put(turn.to(device, dtype)) for turn in (angle.cos(), angle.sin()))
+    planes = [make(-(-rows // 3) + 2, 3, kv_heads, dim) for _ in range(2)]
+    expected_planes = [plane.clone() for plane in planes]
+    slots = torch.randperm(planes[0].shape[0] * 3)[:rows]
+    slots[1::5] = -1
+    slots = guards.put(slots.to(device))
+    with reference_version():
+        expected = project_rotated(stream, rotary=Rotary(cos, sin, *expected_planes, slots), **given, bias=offset)
+    with triton_version(guards):
+        actual = project_rotated(stream, rotary=Rotary(cos, sin, *planes, slots), **given, bias=offset, tile=tile)
+    close(actual, expected, dtype)
+    for plane, expected_plane in zip(planes, expected_planes, strict=True):
+        close(plane, expected_plane, dtype)
+
+
+def check_quantize_rows(device: str, dtype: torch.dtype, rows: int, width: int, guards: Guards) -> None:
+    make = Maker(device, dtype, guards, rows)
+    x = make(rows, width + 3, scale=5.0)[:, :width]
+    x[rows // 2] = 0.0
+    with reference_version():
+        expected, expected_scales = quantize_rows(x)
+    with triton_version(guards):
+        actual, scales = quantize_rows(x)
+    torch.testing.assert_close(scales, expected_scales, rtol=1e-6, atol=0.0)
+    wanted, product = x.float(), actual.float() * scales[:, None]
+    carried = torch.frexp(expected.float())[0].abs() == 0.5  # rounded up to a power of two: the interpreter loses the carry, and truncates
+    judged = ~carried if device == "cpu" else torch.ones_like(carried)
+    assert bool(((product - wanted).abs()[judged] <= wanted.abs().amax() / 13).all())
+    step = expected.float().abs() / 8 + 2**-9  # a division that rounds otherwise may end on the next number
+    assert bool(((actual.float() - expected.float()).abs() <= step)[judged].all())
 
 
 def check_add_sums(device: str, dtype: torch.dtype, rows: int, width: int, splits: int, guards: Guards, *, bias: bool) -> None:

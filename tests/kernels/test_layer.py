@@ -9,6 +9,8 @@ from layer_cases import (
     check_project,
     check_project_add,
     check_project_gated,
+    check_project_rotated,
+    check_quantize_rows,
     check_rms_norm,
     check_rope_store,
     check_silu_mul,
@@ -85,6 +87,41 @@ def test_rotation_and_store(
     dtype: torch.dtype, rows: int, heads: int, kv_heads: int, dim: int, splits: int, bias: bool, head_norm: bool, normed: bool
 ) -> None:
     check_rope_store("cpu", dtype, rows, heads, kv_heads, dim, splits, Guards(), bias=bias, head_norm=head_norm, normed=normed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("bias", "normed"), [(False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("rows", "heads", "kv_heads", "dim", "width", "tile"),
+    [
+        (1, 4, 2, 16, 64, Tile(Method.SUM, 2)), (3, 2, 1, 24, 40, Tile(Method.SUM, 4)), (7, 4, 2, 16, 64, DOT), (33, 3, 1, 24, 50, DOT),
+        (4, 4, 2, 16, 64, SPLIT), (2, 4, 2, 16, 64, LIBRARY), (1, 2, 2, 32, 32, None), (5, 2, 2, 32, 32, None),
+    ],
+)  # fmt: skip
+def test_rotated_products(
+    dtype: torch.dtype, rows: int, heads: int, kv_heads: int, dim: int, width: int, tile: Tile | None, bias: bool, normed: bool
+) -> None:
+    check_project_rotated("cpu", dtype, rows, heads, kv_heads, dim, width, tile, Guards(), bias=bias, normed=normed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tile", [DOT, SUM])
+def test_weights_in_fp8(dtype: torch.dtype, tile: Tile) -> None:
+    check_project("cpu", dtype, 3, 40, 70, tile, Guards(), fp8=True)
+    check_project_add("cpu", dtype, 3, 40, 70, tile, Guards(), bias=True, fp8=True)
+    check_project_gated("cpu", dtype, 3, 40, 70, tile, Guards(), bias=True, gelu=False, fp8=True)
+    check_project_rotated("cpu", dtype, 3, 4, 1, 16, 70, tile, Guards(), bias=True, fp8=True)
+
+
+def test_parts_of_products_with_fp8() -> None:
+    check_project("cpu", torch.bfloat16, 5, 40, 70, SPLIT, Guards(), fp8=True)
+    check_project_add("cpu", torch.bfloat16, 5, 40, 70, SPLIT, Guards(), fp8=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 4500)])
+def test_rows_in_fp8(dtype: torch.dtype, rows: int, width: int) -> None:
+    check_quantize_rows("cpu", dtype, rows, width, Guards())
 
 
 def test_more_rows_than_fit_are_refused() -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.nn import functional
 
 from outrider.kernels.add_norm import add_sums
 from outrider.kernels.rope_store import rope_store
 from outrider.kernels.silu_mul import silu_mul
-from outrider.kernels.skinny_gemm import project, project_add, project_gated
+from outrider.kernels.skinny_gemm import Rotary, project, project_add, project_gated, project_rotated
 from outrider.kernels.stream import FEW_ROWS, Stream
 from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.kv.pool import KVPool
@@ -38,13 +37,17 @@ def attention_block(
 ) -> Stream:
     """Return the residual stream after the attention of a layer, prepared for the norm `following`."""
     few = stream.scaled.shape[0] <= FEW_ROWS
-    weight = block.qkv.weight
-    parts = project(stream.scaled, weight) if few else functional.linear(stream.scaled, weight)
-    norm = block.head_norm
-    q = rope_store(
-        parts, rotation.cos, rotation.sin, pool.k_planes[block.layer], pool.v_planes[block.layer], attention.slots, stream=stream,
-        bias=block.qkv.bias, head_norm=norm.weight if norm else None, head_eps=norm.eps if norm else 0.0,
-    )  # fmt: skip
+    qkv, norm = block.qkv, block.head_norm
+    k_plane, v_plane = pool.k_planes[block.layer], pool.v_planes[block.layer]
+    if few and norm is None:
+        rotary = Rotary(rotation.cos, rotation.sin, k_plane, v_plane, attention.slots)
+        q = project_rotated(stream, qkv.weight, rotary, scales=qkv.scales, bias=qkv.bias)
+    else:
+        parts = project(stream.scaled, qkv.weight, scales=qkv.scales) if few else qkv.product(stream.scaled)
+        q = rope_store(
+            parts, rotation.cos, rotation.sin, k_plane, v_plane, attention.slots, stream=stream, bias=qkv.bias,
+            head_norm=norm.weight if norm else None, head_eps=norm.eps if norm else 0.0,
+        )  # fmt: skip
     attended = attention.attend(block.layer, q, pool, block.scale, block.window, block.sinks)
     return _add(attended, block.o, stream.residual, following, reduce, None)
 
@@ -61,9 +64,9 @@ def mlp_block(
     few = stream.scaled.shape[0] <= FEW_ROWS
     gelu = block.activation is Activation.GELU_TANH
     if few:
-        inner = project_gated(stream, block.gate_up.weight, bias=block.gate_up.bias, gelu=gelu)
+        inner = project_gated(stream, block.gate_up.weight, scales=block.gate_up.scales, bias=block.gate_up.bias, gelu=gelu)
     else:
-        inner = silu_mul(functional.linear(stream.scaled, block.gate_up.weight), bias=block.gate_up.bias, gelu=gelu)
+        inner = silu_mul(block.gate_up.product(stream.scaled), bias=block.gate_up.bias, gelu=gelu)
     return _add(inner, block.down, stream.residual, following, reduce, out)
 
 
@@ -77,8 +80,8 @@ def _add(
 ) -> Stream:
     few = x.shape[0] <= FEW_ROWS
     if few and reduce is None:
-        return project_add(x, linear.weight, residual, norm.weight, norm.eps, bias=linear.bias, out=out)
-    parts = project(x, linear.weight) if few else functional.linear(x, linear.weight)
+        return project_add(x, linear.weight, residual, norm.weight, norm.eps, scales=linear.scales, bias=linear.bias, out=out)
+    parts = project(x, linear.weight, scales=linear.scales) if few else linear.product(x)
     if reduce is not None:
         whole = parts.dim() == 2 or parts.nbytes <= REDUCED_PARTS_BYTES
         parts = reduce(parts if whole else parts.sum(0).to(x.dtype))

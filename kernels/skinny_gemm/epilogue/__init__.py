@@ -1,0 +1,1 @@
+"""What follows a product, in the kernel that computes it."""

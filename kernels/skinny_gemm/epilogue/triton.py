@@ -1,0 +1,117 @@
+"""What follows a product, in Triton: the tail that both kinds of product kernels share."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from outrider.kernels.silu_mul.triton import gate
+
+
+@triton.jit
+def output_rows(n, EPILOGUE: tl.constexpr, HALF: tl.constexpr):
+    """Return the rows of the weight of outputs n; of pairs, that of the first: gates, or dimensions of the first half of a head."""
+    return (n // HALF) * (2 * HALF) + n % HALF if EPILOGUE == 3 else n
+
+
+@triton.jit
+def tile_rows(tile, second, EPILOGUE: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the rows of the weight of a tile of BLOCK_N outputs, and which outputs they are of; the two of a pair are neighbours."""
+    if EPILOGUE < 2:
+        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        row = n
+    else:
+        index = tl.arange(0, 2 * BLOCK_N)
+        n = tile * BLOCK_N + index // 2
+        row = output_rows(n, EPILOGUE, HALF) + index % 2 * second
+    return row.to(tl.int64), n
+
+
+@triton.jit
+def _inverse_rms(sums, m, rows, parts, width, eps, PARTS: tl.constexpr):
+    """Return 1 / sqrt(mean square + eps) of rows m ``[M]`` from their partial sums ``[parts, rows]``."""
+    part = tl.arange(0, PARTS)
+    inside = (part < parts)[:, None] & (m < rows)[None, :]
+    total = tl.sum(tl.load(sums + part[:, None] * rows + m[None, :], mask=inside, other=0.0), 0)
+    return tl.rsqrt(total / width + eps)
+
+
+@triton.jit
+def finish(
+    acc, m, tile, out, bias, scales, residual, norm_weight, scaled, sums, cos, sin, slots, k_plane, v_plane,
+    rows, N, K, second, residual_row, out_row, parts, eps,
+    EPILOGUE: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, NORMED: tl.constexpr, GELU: tl.constexpr, PARTS: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, TRIGGER: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Store what becomes of the products `acc` ``[rows of a tile, M] fp32`` with rows m.
+
+    TRIGGER: these are the program's last stores, and the next kernel is to be let in before them.
+    """
+    PAIRED: tl.constexpr = EPILOGUE >= 2
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    low = acc
+    high = acc
+    if PAIRED:
+        low, high = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N, 2, m.shape[0])), (0, 2, 1)))
+    real_n, real_m, m64 = n < N, m < rows, m.to(tl.int64)
+    element = real_n[:, None] & real_m[None, :]
+    place = output_rows(n, EPILOGUE, HALF)
+    if SCALED:
+        low *= tl.load(scales + place, mask=real_n, other=0.0)[:, None]
+        if PAIRED:
+            high *= tl.load(scales + second + place, mask=real_n, other=0.0)[:, None]
+    if NORMED:
+        inverse = _inverse_rms(sums, m, rows, parts, K, eps, PARTS)[None, :]
+        low *= inverse
+        if PAIRED:
+            high *= inverse
+    if BIAS:
+        low += tl.load(bias + place, mask=real_n, other=0.0).to(tl.float32)[:, None]
+        if PAIRED:
+            high += tl.load(bias + second + place, mask=real_n, other=0.0).to(tl.float32)[:, None]
+    if EPILOGUE == 0:
+        if TRIGGER:
+            gdc_launch_dependents()
+        tl.store(out + m64[None, :] * N + n[:, None], low.to(out.dtype.element_ty), mask=element)
+    if EPILOGUE == 1:
+        low += tl.load(residual + m64[None, :] * residual_row + n[:, None], mask=element, other=0.0).to(tl.float32)
+        total = low.to(out.dtype.element_ty)
+        kept = total.to(tl.float32)
+        norm = tl.load(norm_weight + n, mask=real_n, other=0.0).to(tl.float32)
+        square = tl.sum(tl.where(element, kept * kept, 0.0), 0)
+        if TRIGGER:
+            gdc_launch_dependents()
+        tl.store(out + m64[None, :] * out_row + n[:, None], total, mask=element)
+        tl.store(scaled + m64[None, :] * N + n[:, None], (kept * norm[:, None]).to(scaled.dtype.element_ty), mask=element)
+        tl.store(sums + tile * rows + m, square, mask=real_m)
+    if EPILOGUE == 2:
+        result = gate(low, GELU) * high
+        if TRIGGER:
+            gdc_launch_dependents()
+        tl.store(out + m64[None, :] * N + n[:, None], result.to(out.dtype.element_ty), mask=element)
+    if EPILOGUE == 3:
+        DIM: tl.constexpr = 2 * HALF
+        head = n // HALF
+        angle = m64[None, :] * DIM + (n % HALF)[:, None]
+        cos_low = tl.load(cos + angle, mask=element, other=0.0).to(tl.float32)
+        cos_high = tl.load(cos + angle + HALF, mask=element, other=0.0).to(tl.float32)
+        sin_low = tl.load(sin + angle, mask=element, other=0.0).to(tl.float32)  # negated
+        sin_high = tl.load(sin + angle + HALF, mask=element, other=0.0).to(tl.float32)
+        new_low = low * cos_low + high * sin_low
+        new_high = high * cos_high + low * sin_high
+        slot = tl.load(slots + m, mask=real_m, other=-1)
+        kept = element & (slot >= 0)[None, :]
+        is_query, is_value = (head < HEADS)[:, None], (head >= HEADS + KV_HEADS)[:, None]
+        is_key = (head >= HEADS)[:, None] & (head < HEADS + KV_HEADS)[:, None]
+        if TRIGGER:
+            gdc_launch_dependents()
+        query = out + m64[None, :] * (HEADS * DIM) + place[:, None]
+        tl.store(query, new_low.to(out.dtype.element_ty), mask=element & is_query)
+        tl.store(query + HALF, new_high.to(out.dtype.element_ty), mask=element & is_query)
+        key = k_plane + slot[None, :] * (KV_HEADS * DIM) + (place - HEADS * DIM)[:, None]
+        tl.store(key, new_low.to(k_plane.dtype.element_ty), mask=kept & is_key)
+        tl.store(key + HALF, new_high.to(k_plane.dtype.element_ty), mask=kept & is_key)
+        value = v_plane + slot[None, :] * (KV_HEADS * DIM) + (place - (HEADS + KV_HEADS) * DIM)[:, None]
+        tl.store(value, low.to(v_plane.dtype.element_ty), mask=kept & is_value)
+        tl.store(value + HALF, high.to(v_plane.dtype.element_ty), mask=kept & is_value)
