@@ -247,6 +247,32 @@ def roofline(
 
 
 @bench.command()
+def perplexity(
+    text: Annotated[Path, typer.Option(help="A text, or JSON lines with text, prompt, question or answer fields.", metavar="FILE")],
+    target: TargetDir = None,
+    quantization: Annotated[str, typer.Option(help="none or fp8, as for `outrider serve target`.")] = "none",
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto or fp8_e4m3, likewise.")] = "auto",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens that are counted at most.")] = 100_000,
+    window: Annotated[int, typer.Option(min=2, help="Tokens per pass; each is a context of its own.")] = 512,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    output: Output = None,
+) -> None:
+    """What FP8 costs in quality: perplexity on a text, as the model is and with what is asked for."""
+    from outrider.bench.perplexity import PerplexityOptions, run_perplexity
+    from outrider.shared.obs.logging import configure_logging
+
+    configure_logging("bench", "warning")
+    choices = (("--quantization", quantization, ("none", "fp8")), ("--kv-cache-dtype", kv_cache_dtype, ("auto", "fp8_e4m3")))
+    for flag, value, allowed in choices:
+        if value not in allowed:
+            raise ConfigurationError(f"{flag} {value}: expected {' or '.join(allowed)}.", field=flag)
+    where, how = _placement(device, dtype)
+    options = PerplexityOptions(text, target or DEMO_TARGET, where, how, quantization, kv_cache_dtype, tokens, window, output)
+    raise typer.Exit(run_perplexity(options))
+
+
+@bench.command()
 def table(
     results: Annotated[Path, typer.Option(help="Folder of JSON results.")] = RESULTS,
     document: Annotated[

@@ -18,6 +18,7 @@ from outrider.services.target.engine import TargetEngine
 from outrider.services.target.graph_plan import plan_graphs, record_graphs
 from outrider.services.target.limits import EngineLimits, longest_text
 from outrider.services.target.memory import Memory, MemoryPlan, draft_tokens, plan_memory, working_bytes
+from outrider.services.target.numerics import prepare_attention, prepare_decoder
 from outrider.services.target.runner import ModelRunner
 from outrider.services.target.scheduler import Scheduler, SchedulerLimits
 from outrider.services.target.servicer import SERVICE_NAME, Serving, TargetServicer, register
@@ -25,8 +26,7 @@ from outrider.services.target.settings import TargetSettings
 from outrider.services.target.synthetic import SyntheticAcceptance
 from outrider.services.target.tp import Order, RankGroup, end_soon, run_rank, start_group
 from outrider.services.target.warmup import check_parity, run_through
-from outrider.shared.attn.create import create_backend
-from outrider.shared.attn.reference import TorchAttention
+from outrider.shared.attn.create import waits_for_device
 from outrider.shared.base.errors import OutriderError
 from outrider.shared.base.lifecycle import watch_stop_signals
 from outrider.shared.engine.graphs import GraphCache
@@ -174,6 +174,7 @@ class Target:
             decoder = self._ranks.decoder
         else:
             decoder = Decoder.load(settings.model, device, settings.torch_dtype(), progress=_progress_logger(settings.model))
+        decoder = prepare_decoder(settings, decoder)
         config = decoder.config
         drafts = make_drafter is not None or settings.draft_address() is not None
         plan = _plan(settings, decoder, drafts)
@@ -183,8 +184,8 @@ class Target:
         _log.info("memory", **plan.numbers())
         pool = decoder.make_pool(plan.pages, settings.page_size)
         synthetic = stand_in.synthetic if stand_in is not None else None
-        attention = create_backend(settings.attention_backend, device)
-        graph_plan = plan_graphs(settings, cuda=device.type == "cuda", waits=isinstance(attention, TorchAttention))
+        attention = prepare_attention(settings, decoder)
+        graph_plan = plan_graphs(settings, cuda=device.type == "cuda", waits=waits_for_device(attention))
         runner = ModelRunner(
             decoder,
             pool,

@@ -44,6 +44,24 @@ class OverlapSchedule(Enum):
     OFF = "off"
 
 
+FLASHINFER = "flashinfer"
+"""The attention backend that the target alone has: it fits no draft on the device."""
+
+
+class Quantization(Enum):
+    """How the products of the layers are computed; NONE in the model's type."""
+
+    NONE = "none"
+    FP8 = "fp8"
+
+
+class KvCacheDtype(Enum):
+    """Type of K and V in the cache; AUTO is the model's."""
+
+    AUTO = "auto"
+    FP8_E4M3 = "fp8_e4m3"
+
+
 class TargetSettings(ServiceSettings):
     """Settings of `outrider serve target`."""
 
@@ -58,7 +76,16 @@ class TargetSettings(ServiceSettings):
     tp: int = Field(1, ge=1, le=64, description="Tensor parallelism: GPUs (processes, on a CPU) that share the model.")
     tp_all_reduce: ReduceKind = Field(ReduceKind.AUTO, description="auto: one-shot sums where the GPUs reach each other; group: NCCL's.")
     tp_timeout_s: float = Field(120.0, gt=0, description="A step that a rank does not join for so long ends the target.")
-    attention_backend: str = Field("auto", description="auto, reference or triton.")
+    attention_backend: str = Field(
+        "auto", description="auto, reference, triton or flashinfer (installed apart; waits for the GPU, so no graphs and no overlap)."
+    )
+    deterministic: bool = Field(
+        False, description="Compute a token's logits to the same bits with speculation or without, in every batch and chunking; slower."
+    )
+    quantization: Quantization = Field(Quantization.NONE, description="none, or fp8: layers' products from 8-bit weights and activations.")
+    kv_cache_dtype: KvCacheDtype = Field(KvCacheDtype.AUTO, description="auto (as the model), or fp8_e4m3: half the memory per token.")
+    enable_torch_compile: bool = Field(False, description="Compile norms and MLPs of models that run through transformers' modules.")
+    torch_compile_max_bs: int = Field(32, ge=1, description="With --enable-torch-compile: passes with more rows run uncompiled.")
     draft: str = Field("none", description="The draft service: grpc://host:port, unix:/path, ipc:///path on this host, or none.")
     speculative_algorithm: Algorithm = Field(
         Algorithm.AUTO, description="As for the draft; NONE decodes without one, auto is what the draft says it is."
@@ -126,6 +153,7 @@ class TargetSettings(ServiceSettings):
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigurationError("device: cuda was asked for and torch sees no GPU here; use --device cpu.", field="device")
         self.draft_address()
+        self._check_numerics()
         self._check_ranks()
 
     def draft_address(self) -> str | None:
@@ -138,9 +166,7 @@ class TargetSettings(ServiceSettings):
             return check_address(self.draft, "draft")
         if IpcAddress.parse(self.draft, "draft"):
             return self.draft
-        raise ConfigurationError(
-            f"draft: expected none, grpc://host:port, unix:/path or ipc:///path, not {self.draft!r}.", field="draft"
-        )
+        raise ConfigurationError(f"draft: expected none, grpc://host:port, unix:/path or ipc:///path, not {self.draft!r}.", field="draft")
 
     def limits(self) -> SpeculationLimits:
         """Return the default tree shape and its caps."""
@@ -189,6 +215,30 @@ class TargetSettings(ServiceSettings):
     def torch_dtype(self) -> torch.dtype | None:
         """Return the dtype, or None for the device's default."""
         return None if self.dtype is Dtype.AUTO else getattr(torch, self.dtype.value)
+
+    def _check_numerics(self) -> None:
+        apart = (
+            ("deterministic", self.deterministic),
+            ("quantization", self.quantization is not Quantization.NONE),
+            ("kv_cache_dtype", self.kv_cache_dtype is not KvCacheDtype.AUTO),
+            ("attention_backend", self.attention_backend == FLASHINFER),
+        )
+        for name, asked in apart:
+            if asked and self.tp > 1:
+                raise ConfigurationError(f"{name} is not there for --tp {self.tp}; leave it out, or use --tp 1.", field=name)
+        if self.deterministic and self.attention_backend != "auto":
+            raise ConfigurationError(
+                "deterministic brings its own attention; leave --attention-backend out, or --deterministic.", field="attention_backend"
+            )
+        if self.deterministic and self.quantization is not Quantization.NONE and self.torch_device().type == "cuda":
+            raise ConfigurationError(
+                "deterministic: FP8 products have no batch-invariant kernels on a GPU; leave --quantization out.", field="quantization"
+            )
+        if self.kv_cache_dtype is not KvCacheDtype.AUTO and self.attention_backend not in ("auto", "triton"):
+            raise ConfigurationError(
+                f"kv_cache_dtype: the attention backend {self.attention_backend} reads K and V in the model's type; use auto or triton.",
+                field="kv_cache_dtype",
+            )
 
     def _check_ranks(self) -> None:
         ranks, device = self.ranks(), self.torch_device()

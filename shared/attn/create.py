@@ -7,6 +7,7 @@ from enum import Enum
 import torch
 
 from outrider.shared.attn.base import AttentionBackend
+from outrider.shared.attn.flashinfer import FlashInferAttention
 from outrider.shared.attn.reference import TorchAttention
 from outrider.shared.attn.triton import KernelAttention
 from outrider.shared.base.errors import ConfigurationError
@@ -36,3 +37,8 @@ def create_backend(name: str | AttentionKind, device: torch.device | str) -> Att
     if kind is AttentionKind.REFERENCE:
         return TorchAttention()
     return KernelAttention()
+
+
+def waits_for_device(backend: AttentionBackend) -> bool:
+    """Whether planning asks the device for lengths: such a backend can be neither recorded into a graph nor run ahead."""
+    return isinstance(backend, TorchAttention | FlashInferAttention)

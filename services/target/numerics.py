@@ -1,0 +1,60 @@
+"""The settings that change how the model computes: deterministic sums, FP8, compiled modules, the attention backend."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.services.target.settings import FLASHINFER, KvCacheDtype, Quantization, TargetSettings
+from outrider.shared.attn.base import AttentionBackend
+from outrider.shared.attn.create import AttentionKind, create_backend
+from outrider.shared.attn.deterministic import DeterministicAttention
+from outrider.shared.attn.flashinfer import FlashInferAttention
+from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.deterministic import deterministic
+from outrider.shared.nn.quantized import quantize_fp8
+
+
+def prepare_decoder(settings: TargetSettings, decoder: Decoder) -> Decoder:
+    """Return the decoder that serves: the loaded one, changed as the settings ask.
+
+    Raises:
+        ConfigurationError: The model cannot be computed so; names the setting.
+    """
+    if settings.enable_torch_compile:
+        _compile(decoder, settings.torch_compile_max_bs)
+    if settings.quantization is Quantization.FP8:
+        quantize_fp8(decoder)
+    if settings.kv_cache_dtype is KvCacheDtype.FP8_E4M3:
+        _narrow_cache(decoder)
+    return deterministic(decoder) if settings.deterministic else decoder
+
+
+def prepare_attention(settings: TargetSettings, decoder: Decoder) -> AttentionBackend:
+    """Return the attention that fits the settings.
+
+    Raises:
+        ConfigurationError: There is no such backend, or it cannot run here.
+    """
+    if settings.deterministic:
+        return DeterministicAttention()
+    if settings.kv_cache_dtype is not KvCacheDtype.AUTO:
+        return create_backend(AttentionKind.TRITON, decoder.device)  # the one that widens K and V; its reference on a CPU
+    if settings.attention_backend == FLASHINFER:
+        return FlashInferAttention(decoder.device)
+    return create_backend(settings.attention_backend, decoder.device)
+
+
+def _compile(decoder: Decoder, max_rows: int) -> None:
+    # Only here: `transformers` comes with it, which nobody else needs.
+    from outrider.shared.nn.generic.compiled import compile_generic
+
+    compile_generic(decoder, max_rows)
+
+
+def _narrow_cache(decoder: Decoder) -> None:
+    if decoder.device.type == "cuda" and torch.cuda.get_device_capability(decoder.device) < (8, 9):
+        raise ConfigurationError(
+            "kv_cache_dtype: the GPU has no FP8 (compute capability 8.9 or higher has); leave --kv-cache-dtype out.", field="kv_cache_dtype"
+        )
+    decoder.kv_dtype = torch.float8_e4m3fn

@@ -1,0 +1,208 @@
+"""The target's settings that change how it computes: each one runs, and what cannot be together is refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import family_models
+import generic_models
+import pytest
+import torch
+from target_harness import FakeDrafter, Harness, make_harness, oracle_plan
+from toys import make_toy_target
+
+from outrider.bench.perplexity import cut_windows, perplexity, read_texts
+from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.numerics import prepare_attention, prepare_decoder
+from outrider.services.target.request import SpeculationMode
+from outrider.services.target.settings import TargetSettings
+from outrider.shared.attn.create import waits_for_device
+from outrider.shared.attn.deterministic import DeterministicAttention
+from outrider.shared.attn.triton import KernelAttention
+from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.linear import Linear
+from outrider.shared.nn.quantized import RoundedLinear, quantize_fp8, round_rows
+
+PROMPT = [3, 14, 15, 9, 26, 5]
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toy_target(tmp_path_factory.mktemp("target"), seed=5, planted=2.5)
+
+
+def settings_of(path: Path, **values: Any) -> TargetSettings:
+    settings = TargetSettings(model=path, device="cpu", **values)
+    settings.check()
+    return settings
+
+
+def serving(path: Path, drafter: NoDrafter | FakeDrafter | None = None, **values: Any) -> Harness:
+    """An engine as the target puts it together."""
+    settings = settings_of(path, **values)
+    decoder = prepare_decoder(settings, Decoder.load(path, "cpu"))
+    harness = make_harness(decoder, drafter or NoDrafter())
+    harness.runner.attention = prepare_attention(settings, decoder)
+    return harness
+
+
+def generate(harness: Harness, tokens: int = 20, **options: Any) -> list[int]:
+    harness.submit(PROMPT, tokens, request_id="r", **options)
+    harness.run()
+    assert "r" in harness.sink.finished
+    return harness.sink.tokens["r"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"deterministic": True},
+        {"quantization": "fp8"},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"deterministic": True, "kv_cache_dtype": "fp8_e4m3", "quantization": "fp8"},
+    ],
+)
+def test_every_option_serves_with_speculation_and_without(target_dir: Path, values: dict[str, Any]) -> None:
+    plain = generate(serving(target_dir, **values), mode=SpeculationMode.OFF)
+    assert plain[:3] == generate(serving(target_dir), mode=SpeculationMode.OFF)[:3], "a planted rule survives the rounding"
+    drafter = FakeDrafter(oracle_plan([PROMPT + plain], 64, 0.8))
+    assert generate(serving(target_dir, drafter, **values), shape=(4, 2, 9)) == plain
+
+
+def test_the_cache_takes_half_of_bf16_and_features_keep_their_type(target_dir: Path) -> None:
+    decoder = Decoder.load(target_dir, "cpu", torch.bfloat16)
+    whole = decoder.token_bytes(64)
+    decoder = prepare_decoder(settings_of(target_dir, kv_cache_dtype="fp8_e4m3"), decoder)
+    assert decoder.token_bytes(64) - 128 == (whole - 128) // 2
+    pool = decoder.make_pool(4, 16, 64)
+    assert pool.bytes_per_token == decoder.token_bytes(64)
+    assert {plane.dtype for plane in pool.k_planes + pool.v_planes} == {torch.float8_e4m3fn}
+    assert pool.features is not None
+    assert pool.features.dtype is torch.bfloat16
+    assert isinstance(prepare_attention(settings_of(target_dir, kv_cache_dtype="fp8_e4m3"), decoder), KernelAttention)
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"deterministic": True, "tp": 2}, "deterministic"),
+        ({"quantization": "fp8", "tp": 2}, "quantization"),
+        ({"kv_cache_dtype": "fp8_e4m3", "tp": 2}, "kv_cache_dtype"),
+        ({"attention_backend": "flashinfer", "tp": 2}, "attention_backend"),
+        ({"deterministic": True, "attention_backend": "reference"}, "attention_backend"),
+        ({"kv_cache_dtype": "fp8_e4m3", "attention_backend": "reference"}, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "fp8_e4m3", "attention_backend": "flashinfer"}, "kv_cache_dtype"),
+    ],
+)
+def test_what_cannot_be_together_is_refused(target_dir: Path, values: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        settings_of(target_dir, **values)
+    assert caught.value.field == field
+
+
+def test_flashinfer_needs_a_gpu(target_dir: Path) -> None:
+    with pytest.raises(ConfigurationError, match="CUDA alone"):
+        serving(target_dir, attention_backend="flashinfer")
+
+
+def test_the_backends_that_wait_for_the_device_are_known(target_dir: Path) -> None:
+    decoder = Decoder.load(target_dir, "cpu")
+    assert waits_for_device(prepare_attention(settings_of(target_dir), decoder))
+    assert not waits_for_device(prepare_attention(settings_of(target_dir, attention_backend="triton"), decoder))
+    assert not waits_for_device(DeterministicAttention())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounded_products_are_those_of_rounded_operands(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(24, 40, generator=generator), torch.randn(5, 40, generator=generator)
+    x[3] *= 1e4  # rows have scales of their own
+    x[4] = 0
+    bias, residual = torch.randn(24, generator=generator).to(dtype), torch.randn(5, 24, generator=generator).to(dtype)
+    weight, x = weight.to(dtype), x.to(dtype)
+    linear = RoundedLinear(Linear(weight.clone(), bias))
+    (rows, row_scale), (columns, column_scale) = round_rows(x), round_rows(weight)
+    assert rows.dtype is columns.dtype is torch.float8_e4m3fn
+    expected = (rows.float() * row_scale) @ (columns.float() * column_scale).t() + bias.float()
+    torch.testing.assert_close(linear(x).float(), expected, rtol=1e-2, atol=1e-4 if dtype is torch.float32 else 2e-2)
+    torch.testing.assert_close(linear.plus(residual, x), residual + linear(x))
+    torch.testing.assert_close(linear(x)[0].float(), (x @ weight.t())[0].float() + bias.float(), rtol=0.2, atol=0.5)
+    assert linear.nbytes == 24 * 40 + 24 * 4
+
+
+@pytest.mark.parametrize("case", ["mixtral", "deepseek-v2"])
+def test_quantization_refuses_other_layers(tmp_path: Path, case: str) -> None:
+    decoder = Decoder.load(family_models.save(case, tmp_path), "cpu")
+    with pytest.raises(ConfigurationError, match="another kind") as caught:
+        quantize_fp8(decoder)
+    assert caught.value.field == "quantization"
+
+
+GENERIC = sorted(generic_models.CASES)[0]
+
+
+def test_compiled_modules_compute_the_same(tmp_path: Path) -> None:
+    path = generic_models.save(GENERIC, tmp_path)
+    plain = perplexity(Decoder.load(path, "cpu"), [PROMPT, PROMPT[:3]])
+    decoder = Decoder.load(path, "cpu")
+    settings = settings_of(path, enable_torch_compile=True, torch_compile_max_bs=4)
+    compiled = []
+    real = torch.compile
+
+    def counting(run: Any, **options: Any) -> Any:
+        made = real(run, **options)
+
+        def called(*arguments: Any, **more: Any) -> Any:
+            compiled.append(arguments[0].shape[-2])
+            return made(*arguments, **more)
+
+        return called
+
+    with mock.patch.object(torch, "compile", counting):
+        decoder = prepare_decoder(settings, decoder)
+    assert perplexity(decoder, [PROMPT, PROMPT[:3]]) == pytest.approx(plain, rel=1e-4)
+    assert set(compiled) == {3}, "six rows are above the limit"
+
+
+def test_compilation_is_refused_where_it_does_nothing(target_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="decoder of its own") as caught:
+        serving(target_dir, enable_torch_compile=True)
+    assert caught.value.field == "enable_torch_compile"
+    path = generic_models.save(GENERIC, tmp_path)
+    with mock.patch.object(shutil, "which", return_value=None), pytest.raises(ConfigurationError, match=r"C\+\+ compiler"):
+        serving(path, enable_torch_compile=True)
+
+
+def test_perplexity_is_that_of_transformers(tmp_path: Path) -> None:
+    path = family_models.save("llama", tmp_path)
+    tokens = [*PROMPT, 1, 2, 3, 40, 50, 60]
+    logits = family_models.reference_logits("llama", tokens)[:-1]
+    expected = torch.nn.functional.cross_entropy(logits.float(), torch.tensor(tokens[1:])).exp()
+    assert perplexity(Decoder.load(path, "cpu"), [tokens]) == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_fp8_costs_little_perplexity(target_dir: Path) -> None:
+    """On text that the model itself finds likely; random text would measure noise."""
+    answers = [generate(serving(target_dir), 60, mode=SpeculationMode.OFF)]
+    plain = perplexity(Decoder.load(target_dir, "cpu"), answers)
+    for values in ({"quantization": "fp8"}, {"kv_cache_dtype": "fp8_e4m3"}):
+        decoder = prepare_decoder(settings_of(target_dir, **values), Decoder.load(target_dir, "cpu"))
+        found = perplexity(decoder, answers)
+        assert found != plain, "something was rounded"
+        assert found == pytest.approx(plain, rel=0.05)
+
+
+def test_texts_are_cut_into_windows(tmp_path: Path) -> None:
+    assert list(cut_windows([[1, 2, 3, 4, 5], [6], [7, 8, 9]], 2, 4)) == [[1, 2], [3, 4], [7, 8]]
+    assert list(cut_windows([[1, 2, 3, 4, 5]], 8, 3)) == [[1, 2, 3, 4]]
+    file = tmp_path / "texts.jsonl"
+    file.write_text(json.dumps({"question": "a?", "answer": "b."}) + "\n" + json.dumps({"text": "c"}))
+    assert list(read_texts(file)) == ["a?\nb.", "c"]
+    file.write_text("{}")
+    with pytest.raises(ConfigurationError, match="line 1"):
+        list(read_texts(file))
