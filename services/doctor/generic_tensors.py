@@ -9,7 +9,7 @@ from typing import Any
 from outrider.services.doctor.finding import Finding
 from outrider.services.doctor.judge_tensors import DOWNLOAD, named
 from outrider.shared.nn.config import CONFIG_FILE, read_json
-from outrider.shared.nn.config_reader import ConfigReader
+from outrider.shared.nn.config_reader import ConfigReader, faults_of
 from outrider.shared.nn.loader import CheckpointReader, Shape
 
 
@@ -46,11 +46,12 @@ def saved_shapes(folder: Path) -> Mapping[str, Shape]:
     from outrider.shared.nn.generic.config import find_class
 
     model_class: Any
-    model_class, settings = find_class(ConfigReader(read_json(folder / CONFIG_FILE), folder / CONFIG_FILE))
-    with torch.device("meta"):
-        model = model_class._from_config(settings)
-    tied = set(model.all_tied_weights_keys)
-    # It keeps the experts of a layer in one tensor, and files have one each: what save_pretrained does about it.
-    model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
-    tensors = revert_weight_conversion(model, {name: tensor for name, tensor in model.state_dict().items() if name not in tied})
+    with faults_of(folder / CONFIG_FILE):
+        model_class, settings = find_class(ConfigReader(read_json(folder / CONFIG_FILE), folder / CONFIG_FILE))
+        with torch.device("meta"):
+            model = model_class._from_config(settings)
+        tied = set(model.all_tied_weights_keys)
+        # It keeps the experts of a layer in one tensor, and files have one each: what save_pretrained does about it.
+        model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
+        tensors = revert_weight_conversion(model, {name: tensor for name, tensor in model.state_dict().items() if name not in tied})
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

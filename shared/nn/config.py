@@ -10,7 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from outrider.shared.nn.config_reader import ConfigReader, read_json
+from outrider.shared.nn.config_reader import ConfigReader, faults_of, read_json
 from outrider.shared.nn.families.registry import MODEL_TYPES, Family, check_architecture, find_family
 from outrider.shared.nn.fp8 import SCALE_SUFFIX, Block, parse_weight_block
 from outrider.shared.nn.generic.choose import read_generic
@@ -113,11 +113,12 @@ class ModelConfig:
         """
         folder = Path(path)
         raw = read_json(folder / CONFIG_FILE)
-        reader = ConfigReader(raw, folder / CONFIG_FILE)
-        check_architecture(reader)
         generation = read_json(folder / GENERATION_CONFIG_FILE) if (folder / GENERATION_CONFIG_FILE).is_file() else {}
-        generic = read_generic(reader, _eos_token_ids(reader, generation))
-        return generic or cls.parse(raw, source=folder / CONFIG_FILE, generation=generation)
+        with faults_of(folder / CONFIG_FILE):
+            reader = ConfigReader(raw, folder / CONFIG_FILE)
+            check_architecture(reader)
+            generic = read_generic(reader, _eos_token_ids(reader, generation))
+            return generic or cls.parse(raw, source=folder / CONFIG_FILE, generation=generation)
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], *, source: Path | str = CONFIG_FILE, generation: Mapping[str, Any] | None = None) -> ModelConfig:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from outrider.shared.base.errors import CheckpointError
+from outrider.shared.base.errors import CheckpointError, OutriderError
 
 
 class ConfigReader:
@@ -79,6 +80,24 @@ class ConfigReader:
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.error(key, f"must be a list of strings, not {value!r}")
         return tuple(value)
+
+
+@contextmanager
+def faults_of(source: Path | str) -> Iterator[None]:
+    """Make a fault of the file out of whatever reading it raises: no value in a file, however odd, ends in a traceback.
+
+    Raises:
+        CheckpointError: naming the file, with the error that was raised as its cause. Errors that name what is wrong pass through.
+    """
+    try:
+        yield
+    except OutriderError:
+        raise
+    except Exception as error:  # values of files reach code that was not written for them, that of transformers too
+        raise CheckpointError(
+            f"{source} cannot be read as a model's configuration ({type(error).__name__}: {error}); correct it, or download it again.",
+            field=str(source),
+        ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -139,6 +139,7 @@ TARGET_FAULTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "auto_map",
         "never",
     ),
+    "a value that nobody foresaw": (lambda folder: edit_config(folder, partial_rotary_factor="half"), "config.json", "could not convert"),
     "no configuration": (lambda folder: (folder / "config.json").unlink(), "config.json", "does not exist"),
     "configuration that is not JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json", "cannot be read as JSON"),
 }
@@ -169,6 +170,8 @@ HEAD_FAULTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "d2t of floats": (lambda folder: edit_tensors(folder, lambda tensors: tensors.update(d2t=tensors["d2t"].float())), "d2t", "integers"),
     "unknown architecture": (lambda folder: edit_config(folder, architectures=["MartianHead"]), "architectures", "MartianHead"),
     "code in the folder": (lambda folder: edit_config(folder, auto_map={"AutoModel": "modeling_x.X"}), "auto_map", "never"),
+    "an architecture that is no name": (lambda folder: edit_config(folder, architectures={"a": 1}), "architectures", "list of strings"),
+    "a value that nobody foresaw": (lambda folder: edit_config(folder, partial_rotary_factor="half"), "config.json", "could not convert"),
     "pickle that runs code": (
         pickle_code,
         "",

@@ -142,6 +142,24 @@ def test_config_files_are_refused_by_key(change: dict[str, Any], field: str, mes
     assert caught.value.field == field
 
 
+def test_a_model_without_rms_norms_may_say_null_there(folder: Path, tmp_path: Path) -> None:
+    raw = json.loads((save("cohere2", folder) / "config.json").read_text()) | {"rms_norm_eps": None}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert ModelConfig.from_dir(tmp_path).model_type == "cohere2"
+
+
+def test_whatever_a_model_class_raises_is_told_of_its_file(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def clumsy(*_: object) -> None:
+        raise IndexError("of a list")
+
+    monkeypatch.setattr("outrider.shared.nn.generic.config.probe", clumsy)
+    (tmp_path / "config.json").write_text((save("phi", folder) / "config.json").read_text())
+    with pytest.raises(CheckpointError, match="IndexError: of a list") as caught:
+        ModelConfig.from_dir(tmp_path)
+    assert caught.value.field == str(tmp_path / "config.json")
+    assert isinstance(caught.value.__cause__, IndexError)
+
+
 def broken(folder: Path, path: Path, change: dict[str, torch.Tensor | None]) -> Path:
     """Copy phi's checkpoint with tensors replaced, added, or (None) left out."""
     source = save("phi", folder)

@@ -13,6 +13,7 @@ from outrider.services.draft.heads.mistral_format import from_params
 from outrider.services.draft.strategy import TargetInfo
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.config import Activation, ConfigReader, RopeConfig, parse_rope
+from outrider.shared.nn.config_reader import faults_of
 from outrider.shared.nn.traits import LatentConfig
 
 LAYER_SECTION = "transformer_layer_config"
@@ -78,6 +79,11 @@ class HeadConfig:
         Raises:
             CheckpointError: something is missing or not supported; `field` names the key.
         """
+        with faults_of(reader.source):
+            return cls._parse(reader)
+
+    @classmethod
+    def _parse(cls, reader: ConfigReader) -> HeadConfig:
         raw = reader.raw
         model_type = reader.text("model_type", "llama")
         if model_type not in MODEL_TYPES + LATENT_MODEL_TYPES:
@@ -127,7 +133,8 @@ def flatten(raw: Mapping[str, Any], source: Path | str) -> dict[str, Any]:
     Raises:
         CheckpointError: a section is no object, or `from_params` cannot say a key of Mistral's.
     """
-    raw = from_params(raw, source)
+    with faults_of(source):
+        raw = from_params(raw, source)
     sections: dict[str, Mapping[str, Any]] = {}
     for key in (LAYER_SECTION, EAGLE_SECTION):
         section = raw.get(key)

@@ -15,6 +15,7 @@ from outrider.services.draft.heads.eagle3 import Eagle3Head
 from outrider.services.draft.heads.keys import HeadKeys
 from outrider.services.draft.heads.mistral_format import config_file, read_config
 from outrider.shared.base.errors import CheckpointError
+from outrider.shared.nn.config import ConfigReader
 from outrider.shared.nn.loader import CheckpointReader
 from outrider.shared.obs.logging import get_logger
 
@@ -57,7 +58,8 @@ def head_kind(path: Path) -> HeadKind | None:
         CheckpointError: the folder holds neither; `field` names the key or file.
     """
     raw = read_config(path)
-    architecture = str((raw.get("architectures") or PLAIN_ARCHITECTURES)[0])
+    names = ConfigReader(raw, config_file(path)).strings("architectures")
+    architecture = (names or PLAIN_ARCHITECTURES)[0]
     kind = ARCHITECTURES.get(architecture)
     if kind is not None:
         return kind

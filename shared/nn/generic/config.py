@@ -73,7 +73,7 @@ def read_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> Generic
         num_heads=layout.num_heads,
         num_kv_heads=layout.num_kv_heads,
         head_dim=layout.head_dim,
-        rms_norm_eps=float(getattr(config, "rms_norm_eps", 1e-6)),
+        rms_norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),  # some families have LayerNorms, and null here
         rope=_rope(config),
         rotary_dim=layout.head_dim,
         attention_scale=layout.head_dim**-0.5,
