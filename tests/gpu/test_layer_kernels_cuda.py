@@ -1,0 +1,159 @@
+"""The ops of a fused decoder layer compiled on a CUDA device, and the decoder that is made of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
+
+from guards import Guards
+from layer_cases import (
+    check_add_sums,
+    check_embed_rows,
+    check_project,
+    check_project_add,
+    check_project_gated,
+    check_project_rotated,
+    check_quantize_rows,
+    check_rms_norm,
+    check_rope_store,
+    check_silu_mul,
+)
+
+from outrider.kernels.skinny_gemm import Method, Tile
+from outrider.shared.attn.base import build_batch, causal_ancestors
+from outrider.shared.attn.triton import KernelAttention
+from outrider.shared.nn.config import ModelConfig
+from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.dummy import random_decoder
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DOT = Tile(Method.DOT, 64, 64, 1, 4, 2)
+SPLIT = Tile(Method.DOT, 32, 32, 4, 4, 2)
+SUM = Tile(Method.SUM, 4, 128, 1, 8)
+AUX = (0, 2)
+SHAPE: dict[str, Any] = {
+    "vocab_size": 1000,
+    "hidden_size": 512,
+    "intermediate_size": 704,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+}
+FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+BOUND = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("tile", [DOT, SPLIT, SUM, None], ids=["dot", "split", "sum", "chosen"])
+@pytest.mark.parametrize("rows", [1, 3, 17, 64])
+def test_products(dtype: torch.dtype, rows: int, tile: Tile | None, fp8: bool) -> None:
+    if tile is SUM and rows > 4:
+        tile = None
+    for columns, out in ((1024, 640), (328, 200)):
+        check_project("cuda", dtype, rows, out, columns, tile, Guards(64), fp8=fp8)
+        check_project_add("cuda", dtype, rows, out, columns, tile, Guards(64), bias=True, fp8=fp8)
+        if tile is not SPLIT:
+            check_project_gated("cuda", dtype, rows, out, columns, tile, Guards(64), bias=True, gelu=out == 200, fp8=fp8)
+        check_project_rotated("cuda", dtype, rows, 8, 2, 128, columns, tile, Guards(64), bias=columns == 328, fp8=fp8)
+    check_project("cuda", dtype, rows, 77, 101, tile, Guards(67), fp8=fp8)
+    check_project_rotated("cuda", dtype, rows, 3, 1, 24, 101, tile, Guards(67), normed=False, fp8=fp8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 7, 64, 130])
+def test_what_lies_between_products(dtype: torch.dtype, rows: int) -> None:
+    for splits in (1, 4):
+        check_add_sums("cuda", dtype, rows, 4096, splits, Guards(64), bias=True)
+        check_add_sums("cuda", dtype, rows, 333, splits, Guards(67), bias=False)
+        check_silu_mul("cuda", dtype, rows, 14336, splits, Guards(64), bias=True, normed=True)
+        check_rope_store("cuda", dtype, rows, 32, 8, 128, splits, Guards(64))
+        check_rope_store("cuda", dtype, rows, 6, 2, 80, splits, Guards(67), bias=True, head_norm=True)
+    check_embed_rows("cuda", dtype, rows, 4096, Guards(64))
+    check_rms_norm("cuda", dtype, rows, 4099, Guards(67))
+    check_quantize_rows("cuda", dtype, rows, 14336, Guards(64))
+
+
+def _decoder(family: str, dtype: torch.dtype) -> Decoder:
+    return random_decoder(ModelConfig.parse({**SHAPE, "model_type": family, "architectures": [FAMILIES[family]]}), "cuda", dtype)
+
+
+class Step:
+    """A pass of `count` rows behind a prefix of random K and V, causal or as a tree's; can be called again."""
+
+    def __init__(self, decoder: Decoder, count: int, *, tree: bool, prefix: int = 200) -> None:
+        self.decoder = decoder
+        self.pool = decoder.make_pool(100, 16)
+        generator = torch.Generator("cuda").manual_seed(count)
+        for plane in self.pool.planes():
+            plane.normal_(0.0, 1.0, generator=generator)
+        lease = self.pool.lease(prefix + count)
+        assert lease is not None
+        masks = causal_ancestors(count, -(-count // 32), "cuda") if tree else None
+        self.batch = build_batch(self.pool, [lease], [prefix], [count], ancestors=masks)
+        self.tokens = torch.randint(0, 1000, (count,), generator=generator, device="cuda")
+        self.positions = torch.arange(prefix, prefix + count, device="cuda")
+        self.attention = KernelAttention()
+
+    def __call__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits and the captured states."""
+        self.attention.plan(self.batch)
+        output = self.decoder.forward(self.tokens, self.positions, self.attention, self.pool, AUX)
+        assert output.aux is not None
+        return self.decoder.logits(output.hidden).float(), output.aux.float()
+
+
+def _error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("dtype", list(BOUND))
+@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize(("count", "tree"), [(1, False), (6, True), (33, True), (64, True), (100, False)])
+def test_fused_decoders_equal_their_layers(family: str, dtype: torch.dtype, count: int, tree: bool) -> None:
+    decoder = _decoder(family, dtype)
+    step = Step(decoder, count, tree=tree)
+    assert decoder.fused is not None
+    got = step()
+    decoder.fused = None
+    want = step()
+    assert max(map(_error, got, want)) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("count", [1, 6, 64, 100])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_recorded_passes_equal_called_ones(count: int, fp8: bool) -> None:
+    decoder = _decoder("llama", torch.bfloat16)
+    if fp8:
+        decoder.quantize_fp8()
+    step = Step(decoder, count, tree=True)
+    want = [tensor.clone() for tensor in step()]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    for _ in range(3):
+        graph.replay()
+        assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("count", [1, 17, 100])
+def test_fp8_is_near_bf16(count: int) -> None:
+    decoder = _decoder("llama", torch.bfloat16)
+    step = Step(decoder, count, tree=False)
+    want = step()
+    decoder.quantize_fp8()
+    error = max(map(_error, step(), want))
+    assert 0.0 < error < 0.12
