@@ -138,7 +138,7 @@ def project_rotated(
         tile: As in `project`.
 
     Returns:
-        ``[rows, heads, dim]`` in the planes' dtype.
+        ``[rows, heads, dim]`` in the dtype of `rotary.cos`; the planes may be FP8.
     """
     x = stream.scaled
     _check(x, weight, scales)

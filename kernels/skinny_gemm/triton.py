@@ -128,7 +128,7 @@ def project_rotated(
     kv_heads, dim = rotary.k_plane.shape[2:]
     rows, pairs = stream.scaled.shape[0], weight.shape[0] // 2
     heads = weight.shape[0] // dim - 2 * kv_heads
-    out = _launch.empty((rows, heads, dim), rotary.k_plane.dtype, stream.scaled.device)
+    out = _launch.empty((rows, heads, dim), rotary.cos.dtype, stream.scaled.device)
     tail = _Tail(
         out, pairs, second=dim // 2, bias=bias, scales=scales, sums=stream.sums, normed=stream.sums is not None, eps=stream.eps,
         rotary=rotary,

@@ -80,9 +80,9 @@ class Histories:
         width = 2 * nodes + 1
         max_pages = -(-(self.prefix + width) // self.PAGE_SIZE)
         pages = 3 * max_pages + 2
-        self.table = torch.randperm(pages, generator=generator)[: 3 * max_pages].view(3, max_pages).to(torch.int32).to(device)
-        k, v = (torch.randn(length, kv_heads, dim, generator=generator).to(device, dtype) for _ in range(2))
-        planes = [torch.randn(pages, self.PAGE_SIZE, kv_heads, dim, generator=generator).to(device, dtype) for _ in range(2)]
+        self.table = torch.randperm(pages, generator=generator)[: 3 * max_pages].view(3, max_pages).to(torch.int32)
+        k, v = (torch.randn(length, kv_heads, dim, generator=generator) for _ in range(2))
+        planes = [torch.randn(pages, self.PAGE_SIZE, kv_heads, dim, generator=generator) for _ in range(2)]
         self.q = torch.randn(length, heads, dim, generator=generator).to(device, dtype)
         order = [[*range(length)], [*range(length)], [*range(self.prefix), *(self.prefix + 2 * node for node in range(nodes))]]
         for sequence, indices in enumerate(order):
@@ -90,7 +90,8 @@ class Histories:
                 page = self.table[sequence, index // self.PAGE_SIZE]
                 for plane, values in zip(planes, (k, v), strict=True):
                     plane[page, index % self.PAGE_SIZE] = values[token]
-        self.planes = [plane if plane_dtype is None else plane.to(plane_dtype) for plane in planes]
+        self.table = self.table.to(device)
+        self.planes = [plane.to(device, dtype).to(plane_dtype or dtype) for plane in planes]
 
     def causal(self, first: int, stop: int) -> RowPaths:
         """The rows of tokens [first, stop) of the plain sequence, as a prompt chunk or a plain step has them."""

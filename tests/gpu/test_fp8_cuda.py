@@ -1,0 +1,61 @@
+"""FP8 on a CUDA device: the cache by our kernels, and products and cache in a whole decoder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
+
+from fp8_cases import check_attention, check_compact, check_store
+from target_harness import FakeDrafter, make_harness, oracle_plan
+from toys import make_toy_target
+
+from outrider.bench.perplexity import perplexity
+from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.numerics import prepare_attention, prepare_decoder
+from outrider.services.target.request import SpeculationMode
+from outrider.services.target.settings import TargetSettings
+from outrider.shared.nn.decoder import Decoder
+
+pytestmark = pytest.mark.gpu
+
+PROMPT = [3, 14, 15, 9, 26, 5]
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toy_target(tmp_path_factory.mktemp("target"), hidden_size=256, intermediate_size=512, head_dim=64, seed=5, planted=2.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_cache(dtype: torch.dtype) -> None:
+    check_store("cuda", dtype)
+    check_compact("cuda")
+    check_attention("cuda", dtype)
+
+
+PRODUCTS, CACHE = {"quantization": "fp8"}, {"kv_cache_dtype": "fp8_e4m3"}
+
+
+@pytest.mark.parametrize("values", [PRODUCTS, CACHE, {**PRODUCTS, **CACHE}])
+def test_a_target_with_fp8(target_dir: Path, values: dict[str, str]) -> None:
+    """It serves trees, and finds likely what the bf16 model finds likely."""
+    settings = TargetSettings(model=target_dir, device="cuda", **values)  # type: ignore[arg-type]
+    settings.check()
+    plain = make_harness(Decoder.load(target_dir, "cuda"), NoDrafter(torch.device("cuda")))
+    plain.submit(PROMPT, 100, request_id="r", mode=SpeculationMode.OFF)
+    plain.run()
+    text = [PROMPT + plain.sink.tokens["r"]]
+    decoder = prepare_decoder(settings, Decoder.load(target_dir, "cuda"))
+    expected, found = perplexity(Decoder.load(target_dir, "cuda"), text), perplexity(decoder, text)
+    assert found != expected, "something was rounded"
+    assert found == pytest.approx(expected, rel=0.05)
+    harness = make_harness(decoder, FakeDrafter(oracle_plan(text, 64, 0.9)))
+    harness.runner.attention = prepare_attention(settings, decoder)
+    harness.submit(PROMPT, 60, request_id="r", mode=SpeculationMode.OFF)
+    harness.run()
+    assert len(harness.sink.tokens["r"]) == 60
