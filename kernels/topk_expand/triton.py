@@ -33,6 +33,9 @@ from outrider.kernels.topk_expand.types import Beam, Candidates, Expansion, Nois
 _MAX_BLOCK = 4096  # what a short key has places for
 _WANTED_PROGRAMS = 128
 _MAX_SPLITS = 32  # beyond, the merge is what takes time
+_UNFUSED = {"enable_fp_fusion": False}
+"""For merges. A product that is rounded in one lane and fused into the sum in another gives the lanes of a row different log-sum-exps,
+and equal logits scores that differ in the last bit: their order would not be that of their indices."""
 
 
 @triton.jit
@@ -265,7 +268,7 @@ def topk_expand(logits: torch.Tensor, parent_scores: torch.Tensor, topk: int, d2
                 logits, logits.stride(0), parent_scores.contiguous(), logits if offsets is None else offsets, keys, shares, tokens, scores,
                 logprobs, splits, topk, NOISE=noise is not None, HAS_D2T=d2t is not None, BLOCK_S=_launch.next_power_of_2(splits),
                 BLOCK_C=_launch.next_power_of_2(splits * topk), BLOCK_K=_launch.next_power_of_2(topk), num_warps=1,
-                **_launch.dependent(logits),
+                **_UNFUSED, **_launch.dependent(logits),
             )  # fmt: skip
     return Expansion(tokens, scores, logprobs)
 
@@ -308,7 +311,8 @@ def expand_level(
                 columns, candidates.level(level, topk).start, splits, topk, width, words, level * topk,
                 NOISE=noise is not None, HAS_D2T=d2t is not None, ROOTS=beam is None, LAST=last, BLOCK_W=block_w,
                 BLOCK_S=_launch.next_power_of_2(splits), BLOCK_C=block_c, BLOCK_K=_launch.next_power_of_2(topk),
-                BLOCK_N=_launch.next_power_of_2(words), num_warps=1 if block_w * block_c <= 256 else 4, **_launch.dependent(logits),
+                BLOCK_N=_launch.next_power_of_2(words), num_warps=1 if block_w * block_c <= 256 else 4, **_UNFUSED,
+                **_launch.dependent(logits),
             )  # fmt: skip
     return None if last else following
 
