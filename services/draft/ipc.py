@@ -123,10 +123,10 @@ class IpcServer:
         """Take the rows of a target's prompts, and its pings, until it hangs up."""
         with self._lock:
             following = self._following.get(target_id)
-        if following is None:
-            raise ProtocolError("A bulk stream of a target that has not said Hello.", field="target_id")
-        session, peer, mapped = following
-        session.bulk = frames
+            if following is None:
+                raise EndOfStream("the target's session stream has ended, or never was")
+            session, peer, mapped = following
+            session.bulk = frames
         device = self._protocol.device
         try:
             with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
@@ -182,7 +182,7 @@ class IpcSession:
         """Read the stream from now on; on the engine thread."""
         self._begun = peer, mapped
         if self._ended:
-            mapped.session.close()
+            self._let_go()
         else:
             self._protocol.loop.listen(self)
 
@@ -219,13 +219,18 @@ class IpcSession:
             return
         self._ended = True
         self._protocol.loop.unlisten(self)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._left()  # from here on no bulk stream joins
         if self.bulk is not None:
             self.bulk.close()
-        self._left()
         if self._begun is not None:
             peer, mapped = self._begun
             self._protocol.leave(peer)
             mapped.session.close()
+            if self.bulk is None:
+                mapped.bulk.close()
 
 
 def _expect(frames: FrameSocket, timeout_s: float, *kinds: FrameKind) -> tuple[FrameKind, bytes]:

@@ -88,7 +88,7 @@ def pad_trees(trees: Sequence[CheckedTree], device: torch.device, draft_ms: floa
         packed.frombytes(array("f", tree.logprobs).tobytes())
         packed.extend([0] * (width - len(tree.logprobs)))
     nodes = bs * width
-    fields = torch.frombuffer(packed, dtype=torch.int32).to(device).split([nodes, nodes, nodes, bs, nodes * words, nodes])
+    fields = torch.frombuffer(packed, dtype=torch.int32).to(device).split_with_sizes([nodes, nodes, nodes, bs, nodes * words, nodes])
     return DraftBatch(
         tokens=fields[0].view(bs, width),
         parents=fields[1].view(bs, width),
