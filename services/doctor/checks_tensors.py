@@ -8,7 +8,7 @@ import torch
 
 from outrider.services.doctor.finding import Finding
 from outrider.services.doctor.generic_tensors import check_generic
-from outrider.services.doctor.judge_tensors import DOWNLOAD, Examined, judge, named
+from outrider.services.doctor.judge_tensors import DOWNLOAD, Examined, judge
 from outrider.services.doctor.pair import ANYTHING, Pair, expected_of
 from outrider.services.doctor.statistics import describe
 from outrider.services.doctor.vocabulary_map import D2tMeaning, d2t_meaning
@@ -19,8 +19,6 @@ from outrider.shared.spec.algorithm import Algorithm
 MAX_SAMPLED = 2000
 """Tensors of a model that are looked at."""
 EMBEDDING_ENDING = "embed_tokens.weight"
-PACKED = (torch.uint8,)
-"""Types of expected tensors that are no floating-point numbers: MXFP4 blocks and scales."""
 
 
 def check_target_tensors(pair: Pair) -> Iterator[Finding]:
@@ -28,7 +26,7 @@ def check_target_tensors(pair: Pair) -> Iterator[Finding]:
     config = pair.target_config
     with CheckpointReader(pair.target) as reader:
         names = _compare(reader, config)
-        faults = [*(check_generic(reader, pair.target) if ANYTHING in config.ignored else ()), *_types(reader, names)]
+        faults = list(check_generic(reader, pair.target)) if ANYTHING in config.ignored else []
         yield from faults
         if not faults:
             yield Finding.ok("tensors", f"{len(names)} in {len(reader.files)} file{'s' if len(reader.files) > 1 else ''}, all as expected")
@@ -117,20 +115,10 @@ def check_embedding(pair: Pair) -> Iterator[Finding]:
 
 
 def _compare(reader: CheckpointReader, config: ModelConfig) -> list[str]:
-    """Return the names of a model's tensors, all that must be there; raises for those that must not, or are missing or misshaped."""
+    """Return the names of a model's tensors; raises as loading does for those missing, unexpected, misshaped or of another type."""
     expected = expected_of(reader, config)
-    reader.check(expected.shapes, ignored=config.ignored, floating=False)
+    reader.check(expected.shapes, ignored=config.ignored, dtypes=expected.dtypes)
     return list(expected.shapes) or list(reader.names)
-
-
-def _types(reader: CheckpointReader, names: Sequence[str]) -> Iterator[Finding]:
-    wrong = [name for name in names if not reader.tensors[name].dtype.is_floating_point and reader.tensors[name].dtype not in PACKED]
-    if wrong:
-        yield Finding.refused(
-            wrong[0],
-            f"{named(wrong)} of a type that is not fp32, fp16 or bf16: {reader.tensors[wrong[0]].dtype}",
-            "Use a bf16 checkpoint.",
-        )
 
 
 def _statistics(reader: CheckpointReader, names: Sequence[str], *, whole: bool) -> list[Examined]:

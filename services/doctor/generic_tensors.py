@@ -6,25 +6,34 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from outrider.services.doctor.finding import Finding
 from outrider.services.doctor.judge_tensors import DOWNLOAD, named
 from outrider.shared.nn.config import CONFIG_FILE, read_json
 from outrider.shared.nn.config_reader import ConfigReader, faults_of
-from outrider.shared.nn.loader import CheckpointReader, Shape
+from outrider.shared.nn.loader import WRONG_TYPE, CheckpointReader, Shape, dtype_name
 
 
 def check_generic(reader: CheckpointReader, folder: Path) -> Iterator[Finding]:
-    """Name tensors that are missing or misshaped.
+    """Name tensors that are missing, misshaped or of a type that no weight has.
 
     Names that the file has beside those are no fault: `transformers` renames what older releases saved. Where there are any, what seems
     missing may be called otherwise, and is warned about only; loading decides.
     """
-    expected = saved_shapes(folder)
+    from outrider.shared.nn.generic.weights import wrong_types
+
+    model = _model_of(folder)
+    expected = _saved_shapes(model, folder)
     stored = {name: info.shape for name, info in reader.tensors.items()}
     misshaped = [name for name, shape in expected.items() if name in stored and stored[name] != shape]
     if misshaped:
         first = misshaped[0]
         yield Finding.refused(first, f"{named(misshaped)} misshaped: {list(stored[first])}, must be {list(expected[first])}", DOWNLOAD)
+    wrong = wrong_types(reader.tensors, model)
+    if wrong:
+        first = next(iter(wrong))
+        yield Finding.refused(first, f"{named(list(wrong))} {WRONG_TYPE}: {dtype_name(wrong[first])}", "Use a bf16 checkpoint.")
     missing = [name for name in expected if name not in stored]
     others = [name for name in stored if name not in expected]
     if missing and others:
@@ -38,18 +47,25 @@ def check_generic(reader: CheckpointReader, folder: Path) -> Iterator[Finding]:
 
 
 def saved_shapes(folder: Path) -> Mapping[str, Shape]:
-    """Return name → shape of what `transformers` saves for a folder's configuration; the model is made on the meta device."""
-    import torch
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import revert_weight_conversion
+    """Return name → shape of what `transformers` saves for a folder's configuration."""
+    return _saved_shapes(_model_of(folder), folder)
 
+
+def _model_of(folder: Path) -> Any:
+    """Return the model of a folder's configuration, on the meta device."""
     from outrider.shared.nn.generic.config import find_class
 
     model_class: Any
-    with faults_of(folder / CONFIG_FILE):
+    with faults_of(folder / CONFIG_FILE), torch.device("meta"):
         model_class, settings = find_class(ConfigReader(read_json(folder / CONFIG_FILE), folder / CONFIG_FILE))
-        with torch.device("meta"):
-            model = model_class._from_config(settings)
+        return model_class._from_config(settings)
+
+
+def _saved_shapes(model: Any, folder: Path) -> Mapping[str, Shape]:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with faults_of(folder / CONFIG_FILE):
         tied = set(model.all_tied_weights_keys)
         # It keeps the experts of a layer in one tensor, and files have one each: what save_pretrained does about it.
         model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)

@@ -18,7 +18,7 @@ from outrider.services.draft.heads.token_map import read_token_map
 from outrider.services.draft.strategies.mtp_layers import MtpWeights
 from outrider.services.draft.strategy import TargetInfo
 from outrider.shared.nn.config import ConfigReader, ModelConfig
-from outrider.shared.nn.decoder import expected_tensors
+from outrider.shared.nn.decoder import expected_headers
 from outrider.shared.nn.fp8 import expect_scales
 from outrider.shared.nn.loader import CheckpointReader, ExpectedTensors
 from outrider.shared.spec.algorithm import Algorithm
@@ -114,12 +114,11 @@ class Pair:
 def expected_of(reader: CheckpointReader, config: ModelConfig) -> ExpectedTensors:
     """Return what a model's files must hold, the scales of FP8 matrices included.
 
-    Without shapes where `transformers` computes the model: it renames tensors while it loads them, and checks them itself.
+    Nothing where `transformers` computes the model: it renames tensors while it loads them, and checks them itself.
     """
-    expected = ExpectedTensors()
     if ANYTHING in config.ignored:
-        return expected
-    expected.shapes = expected_tensors(config)
+        return ExpectedTensors()
+    expected = expected_headers(config)
     if config.weight_block:
         expect_scales(expected, reader.tensors, config.weight_block)
     return expected

@@ -33,7 +33,7 @@ EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
 
-__all__ = ["Decoder", "DecoderOutput", "default_dtype", "expected_tensors", "load_attention", "load_layer", "load_mlp"]
+__all__ = ["Decoder", "DecoderOutput", "default_dtype", "expected_headers", "expected_tensors", "load_attention", "load_layer", "load_mlp"]
 
 _log = get_logger("outrider.decoder")
 
@@ -254,7 +254,7 @@ def checked_source(
         CheckpointError: As `Decoder.load`.
     """
     with CheckpointReader(path, device=device, dtype=dtype, progress=progress) as reader:
-        expected = _expected(config)
+        expected = expected_headers(config)
         source: TensorSource = reader
         if config.weight_block:
             expect_scales(expected, reader.tensors, config.weight_block)
@@ -280,7 +280,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
     """Return name → shape of every tensor that a checkpoint of this configuration must hold."""
     if isinstance(config, GenericConfig):
         return dict(config.layout.shapes)
-    return _expected(config).shapes
+    return expected_headers(config).shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +301,8 @@ def _load_parts(source: TensorSource, config: ModelConfig) -> _Parts:
     return _Parts(embedding, layers, norm, embedding if config.tie_word_embeddings else source.take(LM_HEAD, table))
 
 
-def _expected(config: ModelConfig) -> ExpectedTensors:
+def expected_headers(config: ModelConfig) -> ExpectedTensors:
+    """Return shapes and types of every tensor that a checkpoint of one of our own families must hold, scales of FP8 matrices aside."""
     expected = ExpectedTensors()
     _load_parts(expected, config)
     return expected

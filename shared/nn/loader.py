@@ -15,7 +15,7 @@ from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.config_reader import read_json
 from outrider.shared.nn.tensor_file import Shape, TensorFile, TensorInfo, open_tensor_file
 
-__all__ = ["CheckpointReader", "ExpectedTensors", "Shape", "TensorSource"]
+__all__ = ["CheckpointReader", "ExpectedTensors", "Shape", "TensorSource", "dtype_name", "is_weight"]
 
 LAYOUTS = (
     ("model.safetensors.index.json", "model.safetensors"),
@@ -23,6 +23,7 @@ LAYOUTS = (
 )
 FINGERPRINT_SAMPLE_BYTES = 4096
 MAX_NAMED = 12  # names listed per kind of problem
+WRONG_TYPE = "of a type that is not fp32, fp16 or bf16"
 
 
 class TensorSource(Protocol):
@@ -158,11 +159,11 @@ class CheckpointReader:
         )
         if floating:
             exact = dtypes or {}
-            wrong = [f"{name} is {_dtype_name(info.dtype)}" for name, _, info in shared if name not in exact and not _is_weight(info.dtype)]
-            problems.append(("of a type that is not fp32, fp16 or bf16", wrong))
+            wrong = [f"{name} is {dtype_name(info.dtype)}" for name, _, info in shared if name not in exact and not is_weight(info.dtype)]
+            problems.append((WRONG_TYPE, wrong))
             for name, _, info in shared:
                 if name in exact and info.dtype != exact[name]:
-                    problems.append((f"of a type that is not {_dtype_name(exact[name])}", [f"{name} is {_dtype_name(info.dtype)}"]))
+                    problems.append((f"of a type that is not {dtype_name(exact[name])}", [f"{name} is {dtype_name(info.dtype)}"]))
         self._raise(problems)
         self._ignored |= {name for name in self.tensors if name not in expected}
 
@@ -271,9 +272,9 @@ class CheckpointReader:
             raise self._error([("missing", [name])], field=name)
         if info.shape != shape:
             raise self._error([("misshaped", [f"{name} is {list(info.shape)}, must be {list(shape)}"])], field=name)
-        if info.dtype != dtype if dtype else not _is_weight(info.dtype):
-            wanted = _dtype_name(dtype) if dtype else "fp32, fp16 or bf16"
-            raise self._error([(f"of a type that is not {wanted}", [f"{name} is {_dtype_name(info.dtype)}"])], field=name)
+        if info.dtype != dtype if dtype else not is_weight(info.dtype):
+            wanted = dtype_name(dtype) if dtype else "fp32, fp16 or bf16"
+            raise self._error([(f"of a type that is not {wanted}", [f"{name} is {dtype_name(info.dtype)}"])], field=name)
         return info
 
     def _not_finite(self, names: Sequence[str], dtype: torch.dtype) -> CheckpointError:
@@ -285,7 +286,7 @@ class CheckpointReader:
                 field=broken[0],
             )
         return CheckpointError(
-            f"{self.path}: {', '.join(names)} holds numbers beyond {_dtype_name(dtype)}; serve with --dtype bfloat16 or float32.",
+            f"{self.path}: {', '.join(names)} holds numbers beyond {dtype_name(dtype)}; serve with --dtype bfloat16 or float32.",
             field=names[0],
         )
 
@@ -308,7 +309,8 @@ def _matches(name: str, patterns: Collection[str]) -> bool:
     return name in patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _is_weight(dtype: torch.dtype) -> bool:
+def is_weight(dtype: torch.dtype) -> bool:
+    """Whether a stored type is one that weights are converted from: FP8 needs its scales, and integers are no weights."""
     return dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -318,5 +320,6 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a type as configurations spell it (``float16``)."""
     return str(dtype).removeprefix("torch.")

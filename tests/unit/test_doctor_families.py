@@ -104,6 +104,29 @@ def test_what_transformers_saves_is_known_tensor_by_tensor(folder: Path, case: s
 
 
 @pytest.mark.parametrize("case", ["olmoe", "gemma2"])
+def test_a_tensor_of_a_type_that_no_weight_has_is_refused(case: str, folder: Path, tmp_path: Path) -> None:
+    path = generic_models.save(case, folder)
+    stored = load_file(path / "model.safetensors")
+    name = next(name for name in stored if name.endswith("down_proj.weight"))
+    (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    for dtype in (torch.uint8, torch.float8_e4m3fn):
+        save_file(stored | {name: stored[name].to(dtype)}, tmp_path / "model.safetensors")
+        (finding,) = [one for one in examine(pair_of(tmp_path)).findings if one.severity is Severity.REFUSED]
+        assert finding.field == name
+        assert f"not fp32, fp16 or bf16: {str(dtype).removeprefix('torch.')}" in finding.message
+
+
+def test_a_type_that_loading_refuses_is_refused(folder: Path, tmp_path: Path) -> None:
+    """FP8 without scales, in a family of ours."""
+    path = save("llama", folder)
+    stored = load_file(path / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    save_file(stored | {name: stored[name].to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    assert any(f"{name} is float8_e4m3fn" in message for message in refused(examine(pair_of(tmp_path))))
+
+
+@pytest.mark.parametrize("case", ["olmoe", "gemma2"])
 def test_a_damaged_file_of_such_a_model_is_refused_by_the_tensor(case: str, folder: Path, tmp_path: Path) -> None:
     path = generic_models.save(case, folder)
     stored = load_file(path / "model.safetensors")

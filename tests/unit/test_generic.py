@@ -176,6 +176,11 @@ def broken(folder: Path, path: Path, change: dict[str, torch.Tensor | None]) -> 
         ({"model.layers.9.mlp.fc1.weight": torch.zeros(2)}, "1 tensor unexpected"),
         ({"model.layers.1.mlp.fc1.weight": torch.zeros(3, 2)}, "1 tensor misshaped"),
         ({"model.layers.1.mlp.fc1.weight": torch.full((96, 64), torch.nan)}, "NaN or infinite"),
+        ({"model.layers.1.mlp.fc1.weight": torch.ones(96, 64, dtype=torch.int32)}, "not fp32, fp16 or bf16: .*fc1.weight is int32"),
+        ({"model.layers.1.mlp.fc1.weight": torch.ones(96, 64, dtype=torch.int64)}, "fc1.weight is int64"),
+        ({"model.layers.1.mlp.fc1.weight": torch.ones(96, 64, dtype=torch.uint8)}, "fc1.weight is uint8"),
+        ({"model.layers.1.mlp.fc1.weight": torch.ones(96, 64, dtype=torch.bool)}, "fc1.weight is bool"),
+        ({"model.layers.1.mlp.fc1.weight": torch.ones(96, 64).to(torch.float8_e4m3fn)}, "fc1.weight is float8_e4m3fn"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_by_tensor(
@@ -184,6 +189,15 @@ def test_weights_that_do_not_fit_are_refused_by_tensor(
     with pytest.raises(CheckpointError, match=message) as caught:
         Decoder.load(broken(folder, tmp_path, change))
     assert caught.value.field == next(iter(change))
+
+
+def test_masks_of_old_exports_are_left_in_the_file(folder: Path, tmp_path: Path) -> None:
+    """Integers, which are no weights: gpt-neox was exported with its causal mask."""
+    source = save("gpt-neox", folder)
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+    save_file(load_file(source / "model.safetensors") | {"gpt_neox.layers.0.attention.bias": mask}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    assert_near(Sequences(Decoder.load(tmp_path), 1).run([0], [[1, 2, 3]])[0], reference_logits("gpt-neox", [1, 2, 3]))
 
 
 @pytest.mark.parametrize("left_out", ["up_proj", ""])

@@ -19,9 +19,11 @@ from outrider.shared.nn.decoder import Progress
 from outrider.shared.nn.generic.attention import PAGED
 from outrider.shared.nn.generic.config import find_class
 from outrider.shared.nn.generic.layout import GenericConfig
-from outrider.shared.nn.loader import MAX_NAMED, CheckpointReader
+from outrider.shared.nn.loader import MAX_NAMED, WRONG_TYPE, CheckpointReader, TensorInfo, dtype_name, is_weight
 
 _NOT_FUSED = re.compile(r"^(\S+)\s*\|\s*(?:\x1b\[[0-9;]*m)*CONVERSION", re.MULTILINE)  # a row of the loading report
+_BUFFERS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
+"""Names of buffers that old exports hold and `transformers` leaves there."""
 
 
 def load_weights(
@@ -42,11 +44,12 @@ def load_weights(
                 "save them again with save_pretrained.",
                 field=str(folder),
             )
+        stored = files.tensors
         fingerprint, size = files.fingerprint, sum(info.nbytes for info in files.tensors.values())
     model_class: Any
     model_class, settings = find_class(ConfigReader(read_json(folder / CONFIG_FILE), folder / CONFIG_FILE))
     model, report = _fill(model_class, folder, settings, dtype)
-    _check(folder, report)
+    _check(folder, report, wrong_types(stored, model))
     _check_finite(folder, model)
     model = model.to(device).eval().requires_grad_(False)
     if progress is not None:
@@ -109,12 +112,34 @@ def _collected_messages() -> Iterator[list[str]]:
             log.enable_progress_bar()
 
 
-def _check(folder: Path, report: Mapping[str, Collection[Any]]) -> None:
+def wrong_types(stored: Mapping[str, TensorInfo], model: PreTrainedModel) -> dict[str, torch.dtype]:
+    """Return name → type of stored tensors of a type that no weight has: `transformers` would convert their numbers without a word.
+
+    Integer buffers of the model itself are none, and neither is what it leaves in the file (masks of old exports).
+
+    Args:
+        stored: What the files hold.
+        model: That they are of; on the meta device too.
+    """
+    ignored = [re.compile(pattern) for pattern in (*(model._keys_to_ignore_on_load_unexpected or ()), *_BUFFERS)]
+    kept = model.state_dict()
+    integers = tuple(f".{name}" for name, tensor in kept.items() if not tensor.is_floating_point())
+    return {
+        name: info.dtype
+        for name, info in stored.items()
+        if not is_weight(info.dtype)
+        and not f".{name}".endswith(integers)
+        and (name in kept or not any(pattern.search(name) for pattern in ignored))
+    }
+
+
+def _check(folder: Path, report: Mapping[str, Collection[Any]], wrong: Mapping[str, torch.dtype]) -> None:
     misshaped = {str(name): (file, wanted) for name, file, wanted in report["mismatched_keys"]}
     problems = {
         "missing": sorted(str(name) for name in report["missing_keys"] if name not in misshaped),
         "unexpected": sorted(map(str, report["unexpected_keys"])),
         "misshaped": [f"{name} is {list(file)}, must be {list(wanted)}" for name, (file, wanted) in sorted(misshaped.items())],
+        WRONG_TYPE: [f"{name} is {dtype_name(dtype)}" for name, dtype in sorted(wrong.items())],
         "unreadable": sorted(map(str, report["error_msgs"])),
     }
     found = {kind: names for kind, names in problems.items() if names}
