@@ -6,6 +6,7 @@ shapes its work from its key, waits for nothing, and returns tensors that the ne
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -109,19 +110,18 @@ class GraphCache:
             graph, number = torch.cuda.CUDAGraph(), next(self._numbers)
             if self._observer is not None:
                 self._observer.recording(number)
+            stream = torch.cuda.current_stream()
             # Other threads may use the device meanwhile: only this one must not.
             try:
                 with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                     result = record()
             except RuntimeError as error:
+                torch.cuda.set_stream(stream)  # torch stays on the capture's
                 if self._observer is not None:
                     raise
                 _log.warning("no CUDA graph of %s, running it eagerly: %s", key, str(error).splitlines()[0])
                 self._eager.add(key)
-                # The allocator may take the broken capture for one that goes on: it keeps its graph, and the next gets another pool.
-                self._broken.append(graph)
-                self._pool = None
-                torch.cuda.synchronize()
+                self._give_up(graph)
                 return
             if self._observer is not None:
                 self._observer.recorded(number)
@@ -129,6 +129,18 @@ class GraphCache:
             free_after, _total = torch.cuda.mem_get_info()
         self._recorded[key] = _Recorded(number, graph, result)
         self._memory_bytes += max(0, free_before - free_after)
+
+    def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Leave a capture that broke: torch goes no further than the error, and its allocator and generator would wait for the end."""
+        torch.cuda.synchronize()
+        # The allocator asks the graph whether allocations are its own for as long as it takes the capture for one that goes on.
+        self._broken.append(graph)
+        device = torch.cuda.current_device()
+        with contextlib.suppress(RuntimeError):  # some versions end that before the error
+            torch._C._cuda_endAllocateToPool(device, self._pool)
+        self._pool = None
+        generator = torch.cuda.default_generators[device]
+        generator.graphsafe_set_state(generator.clone_state())
 
     def run(self, key: Hashable, record: Callable[[], Result]) -> Result:
         """Run `record`: eagerly, or by replaying what was recorded under `key` (recorded now if it is new, see `capture`).

@@ -220,6 +220,8 @@ def test_what_cannot_be_captured_runs_eagerly() -> None:
     assert cache.run("asks", lambda: int(numbers.sum().item())) == 6
     assert cache.run("asks", lambda: int(numbers.sum().item())) == 6
     assert cache.keys == ()
+    assert torch.cuda.current_stream() == torch.cuda.default_stream(), "and not on the stream of the capture that broke"
+    assert torch.rand(4, device="cuda").shape == (4,), "the generator waits for no capture"
     numbers += 1
     doubled = cache.run("doubles", lambda: numbers * 2)
     assert doubled.tolist() == [2, 4, 6, 8]
