@@ -13,6 +13,7 @@ from outrider.services.doctor.pair import ANYTHING, Pair, expected_of
 from outrider.services.doctor.statistics import describe
 from outrider.services.doctor.vocabulary_map import D2tMeaning, d2t_meaning
 from outrider.shared.nn.config import ModelConfig
+from outrider.shared.nn.expert_files import MXFP4_SCALES, check_mxfp4_scales
 from outrider.shared.nn.loader import CheckpointReader
 from outrider.shared.spec.algorithm import Algorithm
 
@@ -118,6 +119,9 @@ def _compare(reader: CheckpointReader, config: ModelConfig) -> list[str]:
     """Return the names of a model's tensors; raises as loading does for those missing, unexpected, misshaped or of another type."""
     expected = expected_of(reader, config)
     reader.check(expected.shapes, ignored=config.ignored, dtypes=expected.dtypes)
+    for name, dtype in expected.dtypes.items():
+        if dtype is torch.uint8 and name.endswith(MXFP4_SCALES):
+            check_mxfp4_scales(name, _file(reader, name))
     return list(expected.shapes) or list(reader.names)
 
 

@@ -7,12 +7,15 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.loader import TensorSource
 from outrider.shared.nn.traits import ExpertsConfig
 
 MXFP4_GROUP = 32  # values that share a scale
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the three low bits; the fourth is the sign
 MXFP4_SCALE_BIAS = 127
+MXFP4_SCALE_NAN = 255
+MXFP4_SCALES = "_scales"  # end of the names of scales
 
 
 class ExpertWeights(NamedTuple):
@@ -96,9 +99,23 @@ class Mxfp4Experts:
             groups = columns // MXFP4_GROUP
             block_shape = (experts, rows, groups, MXFP4_GROUP // 2)
             blocks = source.take(f"{prefix}mlp.experts.{name}_blocks", block_shape, dtype=torch.uint8)
-            scales = source.take(f"{prefix}mlp.experts.{name}_scales", (experts, rows, groups), dtype=torch.uint8)
+            scales_name = f"{prefix}mlp.experts.{name}{MXFP4_SCALES}"
+            scales = source.take(scales_name, (experts, rows, groups), dtype=torch.uint8)
+            check_mxfp4_scales(scales_name, scales)
             parts.append(dequantise_mxfp4(blocks, scales, biases[0].dtype))
         return ExpertWeights(_gate_first(parts[0]), parts[1], *biases)
+
+
+def check_mxfp4_scales(name: str, scales: torch.Tensor) -> None:
+    """Refuse scales ``uint8`` that are no number (E8M0 has one NaN and no infinity): they pass as bytes where weights would be looked at.
+
+    Raises:
+        CheckpointError: naming the tensor.
+    """
+    if not scales.is_meta and bool((scales == MXFP4_SCALE_NAN).any()):
+        raise CheckpointError(
+            f"{name} holds NaN (the byte {MXFP4_SCALE_NAN}); the weights are damaged: download the checkpoint again.", field=name
+        )
 
 
 def dequantise_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -14,12 +14,16 @@ from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from outrider.services.doctor.examine import examine
+from outrider.services.doctor.finding import Severity
+from outrider.services.doctor.pair import Pair
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.config import ModelConfig
 from outrider.shared.nn.decoder import Decoder, expected_tensors
 from outrider.shared.nn.expert_files import dequantise_mxfp4
 from outrider.shared.nn.families.registry import FAMILIES
 from outrider.shared.nn.rope_config import RopeKind
+from outrider.shared.spec.algorithm import Algorithm
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -180,6 +184,21 @@ def test_mxfp4_experts_equal_transformers_after_dequantising(folder: Path, tmp_p
         want = model(tokens[None], use_cache=False).logits[0]
     got, _ = Sequences(Decoder.load(tmp_path / "packed"), 1).run([0], [tokens.tolist()])
     assert_near(got, want)
+
+
+def test_a_scale_that_is_no_number_is_refused(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "packed"
+    pack_mxfp4(path, save("gpt-oss", folder))
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.2.mlp.experts.down_proj_scales"
+    tensors[name].view(-1)[-1] = 255
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{name} holds NaN") as caught:
+        Decoder.load(path)
+    assert caught.value.field == name
+    report = examine(Pair(path, None, Algorithm.AUTO, torch.device("cpu"), torch.float32))
+    (refused,) = [finding for finding in report.findings if finding.severity is Severity.REFUSED]
+    assert (refused.field, refused.message) == (name, caught.value.message)
 
 
 def test_mxfp4_values_are_exact_in_bf16() -> None:
