@@ -14,8 +14,11 @@ import pytest
 import torch
 from target_harness import FakeDrafter, Harness, make_harness, oracle_plan
 from toys import make_toy_target
+from typer.testing import CliRunner
 
+import outrider.bench
 from outrider.bench.perplexity import cut_windows, perplexity, read_texts
+from outrider.services.cli import app
 from outrider.services.target.drafter import NoDrafter
 from outrider.services.target.numerics import prepare_attention, prepare_decoder
 from outrider.services.target.request import SpeculationMode
@@ -28,6 +31,7 @@ from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.linear import Linear
 from outrider.shared.nn.quantized import RoundedLinear, quantize_fp8, round_rows
 
+HELD_OUT = Path(outrider.bench.__path__[0]) / "prompts" / "heldout.jsonl"
 PROMPT = [3, 14, 15, 9, 26, 5]
 
 
@@ -206,3 +210,22 @@ def test_texts_are_cut_into_windows(tmp_path: Path) -> None:
     file.write_text("{}")
     with pytest.raises(ConfigurationError, match="line 1"):
         list(read_texts(file))
+
+
+def test_the_command_measures_the_embedded_target(tmp_path: Path) -> None:
+    arguments = ["bench", "perplexity", "--text", str(HELD_OUT), "--tokens", "60", "--device", "cpu", "--output", str(tmp_path)]
+    result = CliRunner().invoke(app, [*arguments, "--quantization", "fp8", "--kv-cache-dtype", "fp8_e4m3"])
+    assert result.exit_code == 0, result.output
+    plain, rounded = json.loads((tmp_path / "perplexity-cpu.json").read_text())["rows"]
+    assert plain["tokens"] == rounded["tokens"] == 60
+    assert rounded["increase_percent"] == pytest.approx(100 * (rounded["value"] / plain["value"] - 1), abs=1e-3)
+    with pytest.raises(ConfigurationError, match="--quantization int4"):
+        CliRunner().invoke(app, [*arguments, "--quantization", "int4"], catch_exceptions=False)
+
+
+def test_the_bench_builds_a_target_with_these_settings(tmp_path: Path) -> None:
+    sizes = ["--shape", "tiny", "--device", "cpu", "--prompt", "8", "--new-tokens", "6", "--repeats", "1", "--prefill", "none"]
+    arguments = ["bench", "latency", *sizes, "--rounds", "chain3@2.0", "--batch", "1", "--output", str(tmp_path)]
+    result = CliRunner().invoke(app, [*arguments, "--set", "deterministic=true", "--set", "kv_cache_dtype=fp8_e4m3"])
+    assert result.exit_code == 0, result.output
+    assert [row["case"] for row in json.loads((tmp_path / "latency-cpu.json").read_text())["rows"]] == ["round chain 3, batch 1"]
