@@ -40,10 +40,14 @@ def check_algorithm(pair: Pair) -> Iterator[Finding]:
 def check_vocabulary(pair: Pair) -> Iterator[Finding]:
     """Compare the sizes of the vocabularies: target ids mean the same on both sides or nothing fits."""
     theirs = pair.target_config.vocab_size
-    if pair.choice.algorithm is Algorithm.EAGLE:
-        mine = pair.head_config.vocab_size
-    elif pair.choice.algorithm is Algorithm.STANDALONE:
+    if pair.choice.algorithm is Algorithm.STANDALONE:
         mine = pair.draft_model.vocab_size
+        pair.standalone_vocabulary.check(mine, theirs)
+        if mine != theirs:
+            yield Finding.ok("vocab_size", f"the draft's is {mine}, the target's {theirs}: one tokenizer, padded differently")
+            return
+    elif pair.choice.algorithm is Algorithm.EAGLE:
+        mine = pair.head_config.vocab_size
     else:
         return
     if mine != theirs:

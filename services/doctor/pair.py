@@ -16,6 +16,8 @@ from outrider.services.draft.heads.mistral_format import config_file, read_confi
 from outrider.services.draft.heads.registry import load_head
 from outrider.services.draft.heads.token_map import read_token_map
 from outrider.services.draft.strategies.mtp_layers import MtpWeights
+from outrider.services.draft.strategies.standalone import StandaloneVocabulary
+from outrider.services.draft.strategies.tokenizer_check import check_same_tokenizer
 from outrider.services.draft.strategy import TargetInfo
 from outrider.shared.nn.config import ConfigReader, ModelConfig
 from outrider.shared.nn.decoder import expected_headers
@@ -104,6 +106,12 @@ class Pair:
     def mtp(self) -> MtpWeights:
         """The MTP layers of a checkpoint, their shapes only."""
         return MtpWeights.load(self.choice.require_folder(), HEADERS_ONLY, self.dtype)
+
+    @cached_property
+    def standalone_vocabulary(self) -> StandaloneVocabulary:
+        """What a draft model is told of the target's ids."""
+        same = check_same_tokenizer(self.choice.require_folder(), self.target)
+        return StandaloneVocabulary(self.target_config.vocab_size, same)
 
     @cached_property
     def draft_model(self) -> ModelConfig:

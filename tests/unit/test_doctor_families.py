@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import generic_models
 import pytest
 import torch
+import transformers
 from family_models import CASES, save, store_fp8
 from safetensors.torch import load_file, save_file
 from test_family_files import pack_mxfp4
@@ -19,6 +21,9 @@ from outrider.services.doctor.generic_tensors import saved_shapes
 from outrider.services.doctor.memory import plan_memory
 from outrider.services.doctor.pair import Pair
 from outrider.services.doctor.probe import run_probe
+from outrider.services.draft.build import build_engine
+from outrider.services.draft.settings import DraftSettings
+from outrider.shared.base.errors import OutriderError
 from outrider.shared.kv.pool import token_bytes
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.loader import CheckpointReader
@@ -92,6 +97,49 @@ def test_mtp_layers_are_examined_measured_and_probed(tmp_path: Path) -> None:
 def test_a_model_without_mtp_layers_is_refused_for_mtp(folder: Path) -> None:
     report = examine(pair_of(save("llama", folder), algorithm=Algorithm.MTP))
     assert any("holds no MTP layers" in message for message in refused(report))
+
+
+def padded(folder: Path, vocab_size: int) -> Path:
+    """A llama whose tables have rows behind the last token."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(vocab_size)
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=vocab_size, **sizes)).save_pretrained(folder)
+    return folder
+
+
+def set_tokens(folder: Path, first: int = 0) -> None:
+    vocabulary = {f"t{(index + first) % 90}": index for index in range(90)}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordLevel", "vocab": vocabulary}, "added_tokens": []}))
+
+
+def starts(pair: Pair) -> str:
+    """Return the message that serving ends with, or nothing."""
+    values = {
+        "draft": pair.draft,
+        "target_weights": pair.target,
+        "speculative_algorithm": pair.algorithm,
+        "speculative_token_map": pair.token_map,
+        "device": "cpu",
+        "kv_tokens": 4096,
+    }
+    try:
+        build_engine(DraftSettings.load(values), CPU, torch.float32)
+    except OutriderError as error:
+        return error.message
+    return ""
+
+
+def test_a_draft_model_whose_padding_differs_is_refused_only_without_its_tokenizer(tmp_path: Path) -> None:
+    pair = pair_of(padded(tmp_path / "target", 104), padded(tmp_path / "draft", 97), Algorithm.STANDALONE)
+    assert refused(examine(pair)) == [starts(pair)], "without tokenizers nobody can tell"
+    for folder in (pair.target, tmp_path / "draft"):
+        set_tokens(folder)
+    same = pair_of(pair.target, pair.draft, Algorithm.STANDALONE)
+    assert (refused(examine(same)), starts(same)) == ([], "")
+    set_tokens(tmp_path / "draft", first=1)
+    other = pair_of(pair.target, pair.draft, Algorithm.STANDALONE)
+    assert starts(other) in refused(examine(other))
 
 
 @pytest.mark.parametrize("case", ["olmoe", "granite-moe", "glm4-moe", "qwen2-moe", "gemma2", "gpt2"])
