@@ -9,6 +9,7 @@ from outrider.services.doctor.finding import Finding
 from outrider.services.doctor.pair import Pair
 from outrider.services.draft.heads.aux_layers import AUX_KEY, NUM_AUX_KEY, AuxConvention
 from outrider.services.draft.heads.eagle3_config import Eagle3Config
+from outrider.services.draft.heads.token_map import FIELD as MAP_FIELD
 from outrider.shared.nn.config import CONFIG_FILE, DEFAULT_ROPE_THETA, RopeConfig, read_json
 from outrider.shared.nn.tokenizer_file import TOKENIZER_FILE, vocabulary_of
 from outrider.shared.spec.algorithm import Algorithm
@@ -125,6 +126,16 @@ def check_aux_layers(pair: Pair) -> Iterator[Finding]:
         )
 
 
+def check_token_map(pair: Pair) -> Iterator[Finding]:
+    """Read the token map, and compare it with the vocabulary that it cuts."""
+    if pair.token_map is None:
+        return
+    if not pair.drafts:
+        yield Finding.refused(MAP_FIELD, "nothing drafts that it could restrict", "Leave it out, or give a --draft.")
+        return
+    yield Finding.ok(MAP_FIELD, f"{pair.drafted.size} of {pair.target_config.vocab_size} tokens are drafted")
+
+
 def check_tokenizers(pair: Pair) -> Iterator[Finding]:
     """Compare the folders' tokenizers, where both have one, and the target's with its vocabulary."""
     file = pair.target / TOKENIZER_FILE
@@ -180,6 +191,7 @@ __all__ = [
     "check_hidden_size",
     "check_rope",
     "check_target",
+    "check_token_map",
     "check_tokenizers",
     "check_vocabulary",
 ]

@@ -12,6 +12,7 @@ from outrider.services.doctor.checks_config import (
     check_hidden_size,
     check_rope,
     check_target,
+    check_token_map,
     check_tokenizers,
     check_vocabulary,
 )
@@ -38,6 +39,7 @@ DRAFT_CHECKS: Mapping[str, Check] = {
     "embedding": check_embedding,
 }
 LAST_CHECKS: Mapping[str, Check] = {
+    "token map": check_token_map,
     "tokenizer": check_tokenizers,
     "memory": check_memory,
 }

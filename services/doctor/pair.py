@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from outrider.services.draft.algorithm import Choice, check_head, choose
+from outrider.services.draft.algorithm import Choice, check_head, check_restricted, choose
 from outrider.services.draft.heads.base import RecurrentHead
 from outrider.services.draft.heads.head_config import HeadConfig, flatten
 from outrider.services.draft.heads.mistral_format import config_file, read_config
@@ -19,6 +19,7 @@ from outrider.services.draft.strategies.mtp_layers import MtpWeights
 from outrider.services.draft.strategies.standalone import StandaloneVocabulary
 from outrider.services.draft.strategies.tokenizer_check import check_same_tokenizer
 from outrider.services.draft.strategy import TargetInfo
+from outrider.services.draft.vocab import DraftVocabulary
 from outrider.shared.nn.config import ConfigReader, ModelConfig
 from outrider.shared.nn.decoder import expected_headers
 from outrider.shared.nn.fp8 import expect_scales
@@ -97,10 +98,27 @@ class Pair:
     @cached_property
     def head(self) -> RecurrentHead:
         """The head itself, read through the code that serves it, on the host."""
-        token_map = read_token_map(self.token_map) if self.token_map is not None else None
-        head = load_head(self.choice.require_folder(), HOST, self.dtype, token_map)
+        head = load_head(self.choice.require_folder(), HOST, self.dtype, self.token_ids)
         check_head(self.choice, head.algorithm)
         return head
+
+    @cached_property
+    def token_ids(self) -> torch.Tensor | None:
+        """What the token map leaves, or None for all tokens."""
+        check_restricted(self.choice, self.token_map)
+        return read_token_map(self.token_map) if self.token_map is not None else None
+
+    @cached_property
+    def drafted(self) -> DraftVocabulary:
+        """The tokens that can be drafted."""
+        if self.choice.algorithm is Algorithm.STANDALONE:
+            return self.standalone_vocabulary.of_draft(self.draft_model.vocab_size)
+        if self.choice.algorithm is Algorithm.MTP:
+            return DraftVocabulary.from_token_map(self.token_ids, self.mtp.config.vocab_size)
+        if self.choice.algorithm is Algorithm.EAGLE:
+            return self.head.vocabulary
+        check_restricted(self.choice, self.token_map)
+        return DraftVocabulary.identity(self.target_config.vocab_size)
 
     @cached_property
     def mtp(self) -> MtpWeights:
@@ -111,7 +129,7 @@ class Pair:
     def standalone_vocabulary(self) -> StandaloneVocabulary:
         """What a draft model is told of the target's ids."""
         same = check_same_tokenizer(self.choice.require_folder(), self.target)
-        return StandaloneVocabulary(self.target_config.vocab_size, same)
+        return StandaloneVocabulary(self.target_config.vocab_size, same, self.token_ids)
 
     @cached_property
     def draft_model(self) -> ModelConfig:

@@ -10,7 +10,7 @@ from outrider.shared.base.errors import CheckpointError, ConfigurationError
 from outrider.shared.nn.loader import CheckpointReader
 from outrider.shared.spec.algorithm import FIELD, Algorithm, check_given
 
-__all__ = ["Algorithm", "Choice", "check_given", "check_head", "choose", "identify"]
+__all__ = ["Algorithm", "Choice", "check_given", "check_head", "check_restricted", "choose", "identify"]
 
 HEAD_MARKS = (".fc.weight", ".eagle_linear.weight", ".hidden_norm.weight", ".midlayer.self_attn.q_proj.weight")
 """Ends of tensor names that only draft heads have."""
@@ -84,6 +84,16 @@ def check_head(choice: Choice, algorithm: str) -> None:
             f"{choice.folder} is a head of {algorithm}, and {choice.asked.value} was asked for: set --speculative-algorithm {algorithm}.",
             field=FIELD,
         )
+
+
+def check_restricted(choice: Choice, token_map: Path | None) -> None:
+    """Check that what drafts has a vocabulary which a token map can cut.
+
+    Raises:
+        ConfigurationError: it has none.
+    """
+    if token_map is not None and choice.algorithm is Algorithm.NGRAM:
+        raise ConfigurationError("speculative_token_map: NGRAM has no vocabulary of its own; leave it out.", field="speculative_token_map")
 
 
 def identify(folder: Path) -> Algorithm:

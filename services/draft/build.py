@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from outrider.services.draft.algorithm import Algorithm, Choice, check_head, choose
+from outrider.services.draft.algorithm import Algorithm, Choice, check_head, check_restricted, choose
 from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.heads.registry import load_head
 from outrider.services.draft.heads.token_map import read_token_map
@@ -25,7 +25,7 @@ from outrider.services.draft.strategies.tokenizer_check import check_same_tokeni
 from outrider.services.draft.strategy import DraftStrategy, TargetInfo
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.attn.create import create_backend
-from outrider.shared.base.errors import CheckpointError, ConfigurationError
+from outrider.shared.base.errors import CheckpointError
 from outrider.shared.kv.pool import KVPool, token_bytes
 from outrider.shared.nn.config import ModelConfig
 from outrider.shared.nn.decoder import Decoder
@@ -50,8 +50,7 @@ def build_engine(settings: DraftSettings, device: torch.device, dtype: torch.dty
         ConfigurationError: the settings contradict each other, or the KV pool is too small.
     """
     choice = choose(settings.speculative_algorithm, settings.draft, settings.target_weights)
-    if settings.speculative_token_map is not None and choice.algorithm is Algorithm.NGRAM:
-        raise ConfigurationError("speculative_token_map: NGRAM has no vocabulary of its own; leave it out.", field="speculative_token_map")
+    check_restricted(choice, settings.speculative_token_map)
     theirs = settings.target_weights
     same_tokenizer = choice.folder is not None and theirs is not None and check_same_tokenizer(choice.folder, theirs)
     strategy = BUILDERS[choice.algorithm](Build(settings, choice, device, dtype, target, same_tokenizer))

@@ -142,6 +142,29 @@ def test_a_draft_model_whose_padding_differs_is_refused_only_without_its_tokeniz
     assert starts(other) in refused(examine(other))
 
 
+@pytest.mark.parametrize("algorithm", [Algorithm.STANDALONE, Algorithm.MTP, Algorithm.NGRAM])
+@pytest.mark.parametrize("content", ["[1, 2, 500]", "[1, 1]", "", "[3, 1, 2]"])
+def test_a_token_map_is_refused_as_by_serving_however_it_is_drafted(algorithm: Algorithm, content: str, tmp_path: Path) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        target = save_mtp(Model(4, 2), tmp_path / "target")
+    draft = target if algorithm is Algorithm.STANDALONE else None
+    file = tmp_path / "map.json"
+    if content:
+        file.write_text(content)
+    pair = Pair(target, draft, algorithm, CPU, torch.float32, file)
+    wanted = starts(pair)
+    assert bool(wanted) == (content != "[3, 1, 2]" or algorithm is Algorithm.NGRAM)
+    report = examine(pair)
+    assert refused(report) == ([wanted] if wanted else [])
+    assert wanted or any("3 of" in finding.message for finding in report.findings if finding.field == "speculative_token_map")
+
+
+def test_a_token_map_without_a_draft_is_refused(folder: Path, tmp_path: Path) -> None:
+    (message,) = refused(examine(Pair(save("llama", folder), None, Algorithm.AUTO, CPU, torch.float32, tmp_path / "map.json")))
+    assert "nothing drafts" in message
+
+
 @pytest.mark.parametrize("case", ["olmoe", "granite-moe", "glm4-moe", "qwen2-moe", "gemma2", "gpt2"])
 def test_what_transformers_saves_is_known_tensor_by_tensor(folder: Path, case: str) -> None:
     """Experts too, which it keeps in one tensor per layer and files hold one by one."""
