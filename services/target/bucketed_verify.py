@@ -99,9 +99,9 @@ class BucketedVerify:
         features = None if step.features is None else step.features[: len(sequences)].clone()
         return [row for row in rows if row is not None], features
 
-    def capture(self, bs: int, nodes: int, capture: bool) -> None:
-        """Record the pass of one size before it is needed, for greedy rows."""
-        self._prepare(self._at(*self._key(bs, nodes, ())), SamplingMode.GREEDY, capture)
+    def capture(self, bs: int, nodes: int, mode: SamplingMode, capture: bool) -> None:
+        """Record the pass of one size before it is needed."""
+        self._prepare(self._at(*self._key(bs, nodes, ())), mode, capture)
 
     def _key(self, bs: int, nodes: int, sequences: Seq[Sequence]) -> tuple[int, int, int]:
         return bs, nodes, table_pages(sequences, self._model(False).pool.page_size, nodes)

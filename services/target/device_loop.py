@@ -15,6 +15,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from outrider.services.target.batch_tables import SamplingMode
 from outrider.services.target.controller import ExecutedRow, ExecutedStep, SpeculationController
 from outrider.services.target.delivery import Delivery
 from outrider.services.target.follower import Follower
@@ -104,9 +105,9 @@ class DeviceLoop:
         """Whether rounds of this shape can stay on the device."""
         return not shape.drafts or self._drafter.device_resident
 
-    def capture(self, bs: int, shape: DraftShape, capture: bool) -> None:
+    def capture(self, bs: int, shape: DraftShape, mode: SamplingMode, capture: bool) -> None:
         """Record the round of one size before anybody is served."""
-        self._rounds.capture(bs, shape, capture)
+        self._rounds.capture(bs, shape, mode, capture)
 
     def enter(self, plan: StepPlan) -> bool:
         """Start with the sequences of a step, if they can stay on the device."""

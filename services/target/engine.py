@@ -14,6 +14,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from outrider.services.target.batch_tables import SamplingMode
 from outrider.services.target.controller import SpeculationController
 from outrider.services.target.delivery import Delivery
 from outrider.services.target.device_loop import DeviceLoop, OverlapPlan
@@ -40,6 +41,8 @@ from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 DRAIN_RETRY_AFTER_S = 5.0
 NO_DRAFT_REASON = "no_draft"
+USUAL_MODES = (SamplingMode.NOISE, SamplingMode.GREEDY)
+"""What passes are recorded for before anybody is served; filters sort the vocabulary, and theirs are recorded when first met."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +201,17 @@ class TargetEngine:
         self._follower.refresh()
         runner = self._runner
         if self._loop is None or not self._loop.takes(shape):
-            return [] if shape.drafts and not self._drafts else [lambda: runner.capture_verify(bs, shape.max_nodes)]
+            if shape.drafts and not self._drafts:
+                return []
+            return [lambda mode=mode: runner.capture_verify(bs, shape.max_nodes, mode) for mode in USUAL_MODES]  # type: ignore[misc]
         loop = self._loop
         # Plain rounds store feature rows for sequences that are drafted at times, and none for others.
         kinds = [runner.captures] if shape.drafts or not runner.captures else [True, False]
-        return [lambda capture=kind: loop.capture(bs, shape, capture) for kind in kinds]  # type: ignore[misc]
+        return [
+            lambda mode=mode, capture=kind: loop.capture(bs, shape, mode, capture)  # type: ignore[misc]
+            for mode in USUAL_MODES
+            for kind in kinds
+        ]
 
     # ---- engine thread
 

@@ -167,14 +167,14 @@ class RoundRunner:
                 rounds.leave()
 
     @torch.inference_mode()
-    def capture(self, bs: int, shape: DraftShape, capture: bool) -> None:
-        """Record the round of one size before it is needed, for greedy rows."""
+    def capture(self, bs: int, shape: DraftShape, mode: SamplingMode, capture: bool) -> None:
+        """Record the round of one size before it is needed."""
         state = self._state(bs, shape)
         tables = self._tables_for(bs, shape.max_nodes, table_pages((), self._runner.pool.page_size, shape.max_nodes))
         tables.make_idle()
         _load(state, tables)
         rounds = self._drafter.rounds_for_capture(shape, state) if shape.drafts and self._drafter else None
-        self._batch = _Batch(shape, SamplingMode.GREEDY, capture, state, rounds)
+        self._batch = _Batch(shape, mode, capture, state, rounds)
         self._current = tables
         try:
             self._graphs.capture(self._key(self._batch), self._round)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.kernels.verify import verify_tree
+from outrider.services.target.batch_tables import SamplingMode
 from outrider.services.target.bucketed_verify import BucketedVerify, Buckets
 from outrider.services.target.sampling import SamplingBatches, signed_seed
 from outrider.services.target.scheduler import PrefillChunk
@@ -164,10 +165,10 @@ class ModelRunner:
         return outcomes, self._store_round_features(output, sequences, outcomes, counts)
 
     @torch.inference_mode()
-    def capture_verify(self, bs: int, nodes: int) -> None:
+    def capture_verify(self, bs: int, nodes: int, mode: SamplingMode) -> None:
         """Record the pass of one size before anybody is served."""
         if self._bucketed is not None:
-            self._bucketed.capture(bs, nodes, self.captures)
+            self._bucketed.capture(bs, nodes, mode, self.captures)
 
     @torch.inference_mode()
     def read_features(self, sequence: Sequence, start: int, stop: int) -> torch.Tensor:

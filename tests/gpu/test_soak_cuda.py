@@ -9,15 +9,25 @@ import torch
 from gpu_pair import TARGET, make_pair_drafter
 from target_harness import Harness, make_harness
 
+from outrider.services.target.batch_tables import SamplingMode
 from outrider.services.target.bucketed_verify import Buckets
+from outrider.services.target.controller import COMMON_DEPTHS
 from outrider.services.target.device_loop import OverlapPlan
 from outrider.services.target.request import SamplingParams, SpeculationMode
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
+from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(580)]
 ROUNDS = 10_000
 WARM = 3_000
+SIZES = (1, 2, 4, 8)
+SHAPE = (5, 4, 16)
+TREE = DraftShape(*SHAPE)
+NODES = (1, 2, 4, 8, 16)
+MOST_GRAPHS = len(SamplingMode) * len(SIZES) * (len(NODES) + 3 + sum(depth <= TREE.depth for depth in COMMON_DEPTHS))
+"""Passes of host-driven rounds, plain ones and plain rounds with and without feature rows too, and the tree cut to each depth that `auto` may choose."""
+MOST_BYTES_PER_GRAPH = 8 << 20
 SAMPLINGS = [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=3), SamplingParams(temperature=0.8, top_p=0.9, seed=4)]
 
 
@@ -42,7 +52,15 @@ class Crowd:
             name = str(self.submitted)
             self.submitted += 1
             self.handles.append(
-                harness.submit(prompt, rng.randrange(1, 200), request_id=name, mode=mode, sampling=sampling, stop=stop, shape=(5, 4, 16))
+                harness.submit(
+                    prompt,
+                    rng.randrange(1, 200),
+                    request_id=name,
+                    mode=mode,
+                    sampling=sampling,
+                    stop=stop,
+                    shape=SHAPE,
+                )
             )
         if self.handles and rng.random() < 0.01:
             harness.engine.cancel(rng.choice(self.handles))
@@ -71,14 +89,19 @@ def test_ten_thousand_rounds() -> None:
     harness = make_harness(
         decoder,
         drafter,
-        overlap=OverlapPlan((1, 2, 4, 8), 6),
+        overlap=OverlapPlan(SIZES, TREE.depth + 1),
         graphs=GraphCache(decoder.device),
-        buckets=Buckets.make(8, 16),
+        buckets=Buckets(SIZES, NODES),
         num_pages=160,
         max_running=8,
         max_queued=64,
         prefill_chunk=128,
     )
+    for bs in reversed(SIZES):
+        for shape in (NO_DRAFT, TREE):
+            for record in harness.engine.recordings(bs, shape):
+                record()
+    graphs_start = len(harness.runner.graphs.keys)
     crowd = Crowd(harness, decoder.config.vocab_size, 0)
 
     def rounds_until(total: int) -> int:
@@ -96,12 +119,17 @@ def test_ten_thousand_rounds() -> None:
     end = rounds_until(ROUNDS)
     graphs_end, bytes_end = len(harness.runner.graphs.keys), harness.runner.graphs.memory_bytes
     print(f"{crowd.submitted} requests, {harness.engine.stats().rounds} rounds, {harness.scheduler.num_retractions} retractions")
-    print(f"allocated {warm / 2**20:.1f} -> {end / 2**20:.1f} MiB, graphs {graphs_warm} -> {graphs_end}, {bytes_warm} -> {bytes_end} bytes")
+    print(f"allocated {warm / 2**20:.1f} -> {end / 2**20:.1f} MiB")
+    print(f"graphs {graphs_start} -> {graphs_warm} -> {graphs_end}, {bytes_warm} -> {bytes_end} bytes")
     assert not harness.sink.failed
     assert len(harness.sink.finished) == crowd.submitted
     new_graphs = graphs_end - graphs_warm
     assert end - warm <= (1 << 20) * (1 + 4 * new_graphs), "what grew is what late graphs recorded"
-    assert new_graphs <= 12
+    assert bytes_end - bytes_warm <= MOST_BYTES_PER_GRAPH * new_graphs
+    assert graphs_end <= MOST_GRAPHS, "sizes come from few buckets"
+    first_met = harness.runner.graphs.keys[graphs_start:]
+    unforeseen = [key for key in first_met if key[0] == "round" and key[3] in (NO_DRAFT, TREE) and SamplingMode.FILTERED not in key]
+    assert not unforeseen, "what is usual was recorded at the start"
     stats = harness.engine.stats().speculation
     identity = sum((accepted + 1) * count for accepted, count in enumerate(stats.histogram))
     emitted = harness.engine.stats().generated_tokens
