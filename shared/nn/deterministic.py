@@ -9,7 +9,7 @@ kernels whose order of addition is a constant of the weight. Both attend by `Det
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import replace
 
 import torch
 from torch.nn import functional
@@ -154,14 +154,24 @@ class BatchInvariant(Decoder):
             return choose_tokens(logits, sampling, positions)
         rows = logits.shape[0]
         index = torch.arange(-(-rows // FILTER_ROWS) * FILTER_ROWS, device=logits.device).clamp(max=rows - 1)
-        groups = [choose_tokens(logits[part], sampling_rows(sampling, part), positions[part]) for part in index.split(FILTER_ROWS)]
+        groups = []
+        for first in range(0, index.shape[0], FILTER_ROWS):
+            part = index[first : first + FILTER_ROWS]
+            groups.append(choose_tokens(logits[part], sampling_rows(sampling, part), positions[part]))
         return torch.cat(groups)[:rows]
 
 
 def sampling_rows(sampling: SamplingTensors, rows: slice | torch.Tensor) -> SamplingTensors:
     """Return the parameters of some rows."""
-    values = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
-    return SamplingTensors(**{name: value[rows] if isinstance(value, torch.Tensor) else value for name, value in values.items()})
+    return replace(
+        sampling,
+        temperature=sampling.temperature[rows],
+        top_k=sampling.top_k[rows],
+        top_p=sampling.top_p[rows],
+        min_p=sampling.min_p[rows],
+        seeds=sampling.seeds[rows],
+        choices=sampling.choices[rows],
+    )
 
 
 class _InvariantLayer:
