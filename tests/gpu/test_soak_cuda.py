@@ -26,7 +26,7 @@ SHAPE = (5, 4, 16)
 TREE = DraftShape(*SHAPE)
 NODES = (1, 2, 4, 8, 16)
 MOST_GRAPHS = len(SamplingMode) * len(SIZES) * (len(NODES) + 3 + sum(depth <= TREE.depth for depth in COMMON_DEPTHS))
-"""Passes of host-driven rounds, plain ones and plain rounds with and without feature rows too, and the tree cut to each depth that `auto` may choose."""
+"""Passes of host-driven rounds, plain rounds (both with and without feature rows), and the tree cut to each depth that `auto` chooses."""
 MOST_BYTES_PER_GRAPH = 8 << 20
 SAMPLINGS = [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=3), SamplingParams(temperature=0.8, top_p=0.9, seed=4)]
 
