@@ -37,7 +37,7 @@ def check_target_tensors(pair: Pair) -> Iterator[Finding]:
 
 
 def check_draft_tensors(pair: Pair) -> Iterator[Finding]:
-    """Read the draft as serving would, and look at every number of a head."""
+    """Read the draft as serving would, and look at every number of a head or of MTP layers."""
     choice = pair.choice
     if choice.algorithm is Algorithm.STANDALONE:
         config = pair.draft_model
@@ -51,6 +51,9 @@ def check_draft_tensors(pair: Pair) -> Iterator[Finding]:
             yield from judge(_statistics(reader, names, whole=False), "the draft model", sampled=True, norms_about_one=about_one)
     if choice.algorithm is Algorithm.MTP:
         count = len(pair.mtp.layers)
+        with CheckpointReader(choice.require_folder()) as reader:
+            names = [name for name in reader.names if name.startswith(pair.mtp.prefixes)]
+            yield from judge(_statistics(reader, names, whole=True), "the MTP layers", sampled=False)
         yield Finding.ok("tensors", f"{count} MTP layer{'s' if count > 1 else ''} of {choice.require_folder().name}, all as expected")
     if choice.algorithm is not Algorithm.EAGLE:
         return

@@ -94,6 +94,20 @@ def test_mtp_layers_are_examined_measured_and_probed(tmp_path: Path) -> None:
     assert measured.tokens == 8
 
 
+def test_one_nan_in_an_mtp_layer_is_found(tmp_path: Path) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        target = save_mtp(Model(4, 2), tmp_path / "target")
+    tensors = load_file(target / "model.safetensors")
+    name = "model.mtp_layers.1.mlp.gate_proj.weight"
+    tensors[name][3, 3] = float("nan")
+    save_file(tensors, target / "model.safetensors")
+    pair = pair_of(target, algorithm=Algorithm.MTP)
+    (finding,) = [finding for finding in examine(pair).findings if finding.severity is Severity.REFUSED]
+    assert finding.field == name
+    assert name in starts(pair)
+
+
 def test_a_model_without_mtp_layers_is_refused_for_mtp(folder: Path) -> None:
     report = examine(pair_of(save("llama", folder), algorithm=Algorithm.MTP))
     assert any("holds no MTP layers" in message for message in refused(report))

@@ -119,12 +119,14 @@ class MtpWeights:
         config: Of the target that they belong to.
         dialect: How they join token and state.
         layers: In the order of their depth.
+        prefixes: What the names of their tensors start with, in the same order.
         fingerprint: Of configuration and weights.
     """
 
     config: ModelConfig
     dialect: MtpDialect
     layers: Sequence[MtpLayer]
+    prefixes: tuple[str, ...]
     fingerprint: str
 
     @classmethod
@@ -147,7 +149,7 @@ class MtpWeights:
             copies = [f"{prefix}{name}" for prefix in prefixes for name in dialect.ignored]
             reader.finish(ignored=[*others, *copies, "*rotary_emb.inv_freq"])
             fingerprint = f"{config.fingerprint[:32]}{reader.fingerprint[:32]}"
-        return cls(config, dialect, layers, fingerprint)
+        return cls(config, dialect, layers, prefixes, fingerprint)
 
 
 def _find_layers(path: Path, reader: CheckpointReader) -> tuple[MtpDialect, list[int]]:
