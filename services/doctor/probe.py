@@ -14,6 +14,8 @@ from outrider.services.doctor.finding import Finding
 from outrider.services.doctor.pair import Pair
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import DraftEngine
+from outrider.services.draft.heads.aux_layers import AUX_KEY
+from outrider.services.draft.heads.eagle3_config import Eagle3Config
 from outrider.services.draft.inproc import InprocDrafter
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.draft.warmup import warm_up
@@ -41,7 +43,6 @@ BETTER = 1.03
 """An alternative must accept so many times more to be named: runs of a few hundred tokens differ by chance."""
 USEFUL = 1.2
 """Below this accept length a draft costs more than it brings."""
-AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class Measured:
     Attributes:
         variant: ``as configured``, ``aux layers -1`` or ``aux layers +1``.
         aux_layer_ids: Whose outputs were captured.
+        named_ids: How a head's file names these for this target; None: it cannot.
         accept_length: Tokens per round, over rounds with draft nodes.
         rounds, tokens: Of all prompts.
         seconds: Of the run.
@@ -58,6 +60,7 @@ class Measured:
 
     variant: str
     aux_layer_ids: tuple[int, ...]
+    named_ids: tuple[int, ...] | None
     accept_length: float
     rounds: int
     tokens: int
@@ -94,7 +97,9 @@ def run_probe(pair: Pair, prompts: Sequence[Sequence[int]], num_tokens: int, sha
     for name in list(engine.strategy.missing()):
         engine.strategy.lend(name, decoder.weight(name))
     warm_up(engine, torch.device("cpu"))  # a measurement waits for its kernels
-    return [_measure(name, decoder, engine, one, prompts, num_tokens, room, shape) for name, one in _variants(spec, decoder)]
+    return [
+        _measure(name, decoder, engine, one, prompts, num_tokens, room, shape, _named(pair, one)) for name, one in _variants(spec, decoder)
+    ]
 
 
 def judge_probe(measured: Sequence[Measured]) -> Iterator[Finding]:
@@ -113,7 +118,9 @@ def judge_probe(measured: Sequence[Measured]) -> Iterator[Finding]:
             AUX_KEY,
             f"you lose {best.accept_length - first.accept_length:.2f} of accept length: outputs of layers {list(first.aux_layer_ids)} give "
             f"{first.accept_length:.2f}, those of {list(best.aux_layer_ids)} {best.accept_length:.2f}",
-            f'Write "eagle_config": {{"{AUX_KEY}": {list(best.aux_layer_ids)}}} into the head\'s config.json.',
+            f'Write "eagle_config": {{"{AUX_KEY}": {list(best.named_ids)}}} into the head\'s config.json.'
+            if best.named_ids is not None
+            else "A head's config.json cannot name these layers of this target: ids that begin with 1 count outputs there, others inputs.",
         )
     elif others:
         runs = ", ".join(f"{one.accept_length:.2f} with {one.variant}" for one in others)
@@ -134,6 +141,12 @@ def _variants(spec: FeatureSpec, decoder: Decoder) -> Iterator[tuple[str, Featur
         ids = tuple(layer + shift for layer in spec.aux_layer_ids)
         if ids and ids[0] >= 0 and ids[-1] < decoder.config.num_layers:
             yield f"aux layers {shift:+d}", replace(spec, aux_layer_ids=ids)
+
+
+def _named(pair: Pair, spec: FeatureSpec) -> tuple[int, ...] | None:
+    """Return how the head's file would name what is captured; nothing where nothing is."""
+    outputs = tuple(spec.aux_layer_ids)
+    return Eagle3Config.parse(pair.draft_raw, pair.head_reader.source).aux_naming(outputs, pair.target_info) if outputs else ()
 
 
 class _Outcome:
@@ -158,6 +171,7 @@ def _measure(
     num_tokens: int,
     room: int,
     shape: DraftShape,
+    named_ids: tuple[int, ...] | None,
 ) -> Measured:
     limits = SpeculationLimits(shape)
     outcome = _Outcome()
@@ -178,7 +192,7 @@ def _measure(
         raise outcome.failed[0].error
     total = target.stats().speculation
     tokens = sum(event.completion_tokens for event in outcome.finished)
-    return Measured(name, tuple(spec.aux_layer_ids), total.accept_length, total.rounds, tokens, time.monotonic() - started)
+    return Measured(name, tuple(spec.aux_layer_ids), named_ids, total.accept_length, total.rounds, tokens, time.monotonic() - started)
 
 
 @contextmanager

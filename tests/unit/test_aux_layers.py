@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from toy_heads import HIDDEN, LATENT, TARGET_LAYERS, VOCAB, base_config, eagle3_
 from toys import make_toy_eagle3, make_toy_target
 
 from outrider.services.draft.app import DraftService
+from outrider.services.draft.heads.aux_layers import AuxLayers
+from outrider.services.draft.heads.eagle3_config import Eagle3Config
 from outrider.services.draft.heads.registry import load_head
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.draft.strategy import TargetInfo
@@ -57,6 +60,23 @@ def test_ids_of_a_plain_head_are_counted_as_the_targets_family_does(
     family: str, ids: list[int], outputs: tuple[int, ...], tmp_path: Path
 ) -> None:
     assert captured(tmp_path / "head", family, **{IDS: ids}) == outputs
+
+
+@pytest.mark.parametrize("latent", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "deepseek_v3", "kimi_k2", ""])
+def test_the_ids_that_name_layers_are_read_as_these_layers(family: str, latent: bool) -> None:
+    """Every triple; in the convention of DeepSeek and Kimi none names those that begin with layer 0, but where they end with the last."""
+    target = TargetInfo("t", "f", VOCAB, HIDDEN, TARGET_LAYERS, family)
+    inputs = family in ("deepseek_v3", "kimi_k2") or (latent and not family)
+    for outputs in combinations(range(TARGET_LAYERS), 3):
+        ids = AuxLayers(3, None).naming(outputs, target, latent=latent)
+        if ids is None:
+            assert inputs, "outputs can always be counted as outputs"
+            assert outputs[0] == 0
+            assert outputs[-1] < TARGET_LAYERS - 1
+            continue
+        config = LLAMA | {IDS: list(ids)} | ({"model_type": "kimi_k2", **LATENT} if latent else {})
+        assert Eagle3Config.parse(config).check_target(target) == outputs
 
 
 @pytest.mark.parametrize(("family", "outputs"), [("llama", (2, 4, 6)), ("kimi_k2", (1, 3, 5)), ("", (1, 3, 5))])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,15 @@ from toys import make_toy_eagle3, make_toy_target
 from typer.testing import CliRunner
 
 from outrider.services import cli
+from outrider.services.doctor.finding import Severity
 from outrider.services.doctor.memory import plan_memory
 from outrider.services.doctor.pair import Pair
+from outrider.services.doctor.probe import Measured, judge_probe, run_probe
 from outrider.services.doctor.statistics import describe, is_finite
 from outrider.services.doctor.vocabulary_map import D2tMeaning, d2t_meaning
 from outrider.services.draft.algorithm import Algorithm
+from outrider.services.draft.heads.eagle3_config import AUX_KEY, Eagle3Config
+from outrider.shared.spec.tree import DraftShape
 
 torch.set_num_threads(1)
 RUNNER = CliRunner()
@@ -266,6 +271,30 @@ def test_a_probe_names_the_aux_layers_that_are_better(planted_pair: tuple[Path, 
     (line,) = lines(report, "eagle_aux_hidden_state_layer_ids", "warning")
     assert "you lose" in line
     assert '"eagle_aux_hidden_state_layer_ids": [1, 3, 4]' in line
+
+
+def test_a_probe_names_layers_as_the_targets_family_counts_them(planted_pair: tuple[Path, Path]) -> None:
+    """DeepSeek's ids count inputs unless they begin with 1: what is advised must be read as what was measured."""
+    pair = Pair(*planted_pair, Algorithm.AUTO, torch.device("cpu"), torch.float32)
+    pair.target_info = dataclasses.replace(pair.target_info, model_type="deepseek_v3")
+    runs = run_probe(pair, [(1, 2, 3)], 4, DraftShape(2, 1, 3))
+    named = {run.aux_layer_ids: run.named_ids for run in runs}
+    assert named == {(1, 3, 4): (1, 3, 4), (0, 2, 3): None, (2, 4, 5): (3, 5, 6)}
+    for outputs, ids in named.items():
+        if ids is not None:
+            written = Eagle3Config.parse({**pair.draft_raw, "eagle_config": {AUX_KEY: list(ids)}})
+            assert written.check_target(pair.target_info) == outputs
+
+
+@pytest.mark.parametrize(("named_ids", "advice"), [((3, 5, 6), f'"{AUX_KEY}": [3, 5, 6]'), (None, "cannot name these layers")])
+def test_a_probe_advises_what_a_file_says(named_ids: tuple[int, ...] | None, advice: str) -> None:
+    runs = [
+        Measured("as configured", (1, 3, 4), (1, 3, 4), 2.0, 9, 18, 1.0),
+        Measured("aux layers +1", (2, 4, 5), named_ids, 3.0, 6, 18, 1.0),
+    ]
+    (finding,) = [finding for finding in judge_probe(runs) if finding.severity is Severity.WARNING]
+    assert "outputs of layers [1, 3, 4] give 2.00, those of [2, 4, 5] 3.00" in finding.message
+    assert advice in finding.fix
 
 
 def test_a_probe_warns_about_a_head_that_guesses_nothing(target: Path, tmp_path: Path) -> None:

@@ -95,6 +95,20 @@ class AuxLayers:
             )
         return outputs
 
+    def naming(self, outputs: tuple[int, ...], target: TargetInfo, *, latent: bool) -> tuple[int, ...] | None:
+        """Return the ids by which a file has the outputs of these layers captured, or None where it cannot name them.
+
+        For DeepSeek and Kimi targets no ids mean outputs that begin with layer 0: they would begin with 1, and then count outputs.
+        """
+        for ids in (outputs, tuple(layer + 1 for layer in outputs)):
+            layers = AuxLayers(len(ids), ids)
+            try:
+                if layers.outputs(target, layers.convention(target, latent=latent)) == outputs:
+                    return ids
+            except CheckpointError:  # these ids mean layers that the target lacks
+                continue
+        return None
+
     def _default(self, num_layers: int) -> tuple[int, ...]:
         if self.count != DEFAULT_NUM_AUX:
             raise CheckpointError(

@@ -91,6 +91,10 @@ class Eagle3Config:
         """Return how the file counts the aux layers of a target."""
         return self.aux.convention(target, latent=self.layer.latent is not None)
 
+    def aux_naming(self, outputs: tuple[int, ...], target: TargetInfo) -> tuple[int, ...] | None:
+        """Return the ids that this file must hold to read the outputs of these layers of a target; None: it cannot name them."""
+        return self.aux.naming(outputs, target, latent=self.layer.latent is not None)
+
     def check_target(self, target: TargetInfo) -> tuple[int, ...]:
         """Return the aux layers to capture of a target (their outputs); empty when the last hidden state is wanted.
 
