@@ -90,7 +90,7 @@ class PlainHead:
         if not self.is_eagle3:
             x = self._linear(torch.cat([embedded, features], -1), "fc")
             residual = x
-            if self.is_mistral:
+            if "layers.0.input_layernorm.weight" in self.w:
                 x = self._norm(x, "layers.0.input_layernorm.weight")
         else:
             normed = self._norm(features, "layers.0.hidden_norm.weight")

@@ -68,7 +68,8 @@ def eagle_config(raw: Mapping[str, Any], source: Path, kind: HeadKind, tensors: 
         raise _unsayable("sliding_window", f"a window of {layer.sliding_window}")
     head_norm = next((name for name in tensors if name.endswith(("q_norm.weight", "k_norm.weight"))), None)
     foreign = head_norm or ("norm.weight" if kind is HeadKind.EAGLE and "norm.weight" in tensors else None)
-    foreign = foreign or (HOT_IDS if HOT_IDS in tensors else None)
+    homeless = (HOT_IDS, "layers.0.input_layernorm.weight") if kind is HeadKind.EAGLE else (HOT_IDS,)
+    foreign = foreign or next((name for name in homeless if name in tensors), None)
     if foreign is not None:
         raise _unsayable(foreign, "a tensor that it has no place for")
     config: dict[str, Any] = {

@@ -126,9 +126,9 @@ class AuxLayers:
 
 def _listed(reader: ConfigReader) -> tuple[int, ...] | None:
     value = reader.raw.get(AUX_KEY)
-    if value is None:
+    if value is None or value == []:  # ModelOpt writes an empty list where the default triple is meant
         return None
-    valid = isinstance(value, list) and value and all(isinstance(layer, int) and not isinstance(layer, bool) for layer in value)
+    valid = isinstance(value, list) and all(isinstance(layer, int) and not isinstance(layer, bool) for layer in value)
     if not valid or value != sorted(set(value)) or value[0] < 0:
         raise reader.error(AUX_KEY, f"must list layers in ascending order, not {value!r}")
     return tuple(value)

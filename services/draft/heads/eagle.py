@@ -178,7 +178,7 @@ def _resolve(reader: CheckpointReader, config: EagleConfig) -> HeadKeys:
         ignored["fc.bias"] = 'config.json says "bias": false'
     for index in range(layer.num_layers):
         shapes |= layer_shapes(layer, index, hidden, stored, qkv_bias=config.qkv_bias)
-        if index or config.is_mistral:
+        if index or config.first_norm:
             shapes[f"layers.{index}.input_layernorm.weight"] = (hidden,)
     if "embed_tokens.weight" in stored:
         shapes["embed_tokens.weight"] = (layer.vocab_size, hidden)

@@ -10,6 +10,7 @@ from typing import Any
 from outrider.services.draft.heads.aux_layers import AUX_KEY, AuxConvention, AuxLayers
 from outrider.services.draft.heads.head_config import SERVE_ANOTHER, HeadConfig, flatten
 from outrider.services.draft.heads.mistral_format import config_file, read_config
+from outrider.services.draft.heads.modelopt_config import check_eagle3
 from outrider.services.draft.strategy import TargetInfo
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.config import CONFIG_FILE, ConfigReader
@@ -71,6 +72,7 @@ class Eagle3Config:
         final_hidden = not reader.flag("use_aux_hidden_state", True)
         if final_hidden and target_hidden_size != layer.hidden_size:
             raise reader.error("use_aux_hidden_state", "false needs a head as wide as the target: its last hidden state is not projected")
+        check_eagle3(reader, layer.num_layers, final_hidden=final_hidden)
         return cls(
             layer=layer,
             draft_vocab_size=draft_vocab_size,

@@ -9,6 +9,7 @@ from typing import Any
 
 from outrider.services.draft.heads.head_config import SERVE_ANOTHER, HeadConfig, flatten
 from outrider.services.draft.heads.mistral_format import ARCHITECTURES, config_file, read_config
+from outrider.services.draft.heads.modelopt_config import FIRST_NORM, check_eagle
 from outrider.services.draft.strategy import TargetInfo
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.config import CONFIG_FILE, ConfigReader
@@ -22,6 +23,7 @@ class EagleConfig:
         layer: Its decoder layers.
         fc_bias: ``fc`` has a bias; true unless the file says ``"bias": false``. False in Mistral's heads.
         qkv_bias: The attention's projections have one (heads for Qwen2).
+        first_norm: Layer 0 has its input norm: ModelOpt's heads, and Mistral's.
         is_mistral: Mistral's own kind: layer 0 has its norm, and a norm ends the stack.
         hot_vocab_size: FR-Spec: how many frequent tokens it drafts, or None for all.
     """
@@ -29,6 +31,7 @@ class EagleConfig:
     layer: HeadConfig
     fc_bias: bool
     qkv_bias: bool
+    first_norm: bool
     is_mistral: bool
     hot_vocab_size: int | None
 
@@ -49,10 +52,12 @@ class EagleConfig:
         if reader.positive("target_hidden_size", layer.hidden_size) != layer.hidden_size:
             raise reader.error("target_hidden_size", "must be hidden_size: an EAGLE-1/2 head shares the target's lm_head")
         is_mistral = native or "dim" in raw or bool(set(reader.strings("architectures") or ()) & set(ARCHITECTURES))
+        check_eagle(reader, ends_with_norm=is_mistral)
         return cls(
             layer,
             reader.flag("bias", not is_mistral),
             reader.flag("qkv_bias", reader.flag("attention_bias", False)),
+            reader.flag(FIRST_NORM, is_mistral),
             is_mistral,
             reader.positive("hot_vocab_size", 0) or None,
         )

@@ -128,7 +128,7 @@ class HeadConfig:
 
 
 def flatten(raw: Mapping[str, Any], source: Path | str) -> dict[str, Any]:
-    """Merge the dialects into one flat object: nested layer config < top level < eagle_config; null counts as absent.
+    """Merge the dialects into one flat object: nested layer config < top level < eagle_config; null and [] count as absent.
 
     Raises:
         CheckpointError: a section is no object, or `from_params` cannot say a key of Mistral's.
@@ -146,7 +146,7 @@ def flatten(raw: Mapping[str, Any], source: Path | str) -> dict[str, Any]:
         top.pop("model_type", None)  # of the wrapper; the layers have their own
     flat: dict[str, Any] = {}
     for part in (sections[LAYER_SECTION], top, sections[EAGLE_SECTION]):
-        flat |= {key: value for key, value in part.items() if value is not None}
+        flat |= {key: value for key, value in part.items() if value is not None and value != []}
     return flat
 
 

@@ -43,6 +43,7 @@ ARCHITECTURES: Mapping[str, HeadKind] = {
     "Eagle3DraftModel": HeadKind.EAGLE3,
     "Eagle3DeepseekV2ForCausalLM": HeadKind.EAGLE3,
     "Eagle3DeepseekV3ForCausalLM": HeadKind.EAGLE3,
+    "LlamaForCausalLMEagle3Deep": HeadKind.EAGLE3,  # ModelOpt, of several layers
 }
 PLAIN_ARCHITECTURES = tuple(f"{one}ForCausalLM" for one in FAMILIES)
 """What the official heads call themselves, and plain models too: their tensors decide."""
