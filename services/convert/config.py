@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from outrider.services.draft.heads.eagle3_config import AUX_KEY, Eagle3Config
-from outrider.services.draft.heads.head_config import HeadConfig, flatten
+from outrider.services.draft.heads.head_config import HeadConfig, flatten, plain_rope
 from outrider.services.draft.heads.hot_vocab import HOT_IDS, HOT_SIZE
 from outrider.services.draft.heads.registry import HeadKind
 from outrider.shared.base.errors import CheckpointError
@@ -84,7 +84,7 @@ def eagle_config(raw: Mapping[str, Any], source: Path, kind: HeadKind, tensors: 
         "vocab_size": layer.vocab_size,
         "rms_norm_eps": layer.rms_norm_eps,
         "rope_theta": layer.rope.theta,
-        "rope_scaling": {"type": "linear", "factor": layer.rope.factor} if layer.rope.kind is RopeKind.LINEAR else None,
+        "rope_scaling": _official_scaling(ConfigReader(flat, source), layer),
         "max_position_embeddings": flat.get("max_position_embeddings", 2048),
         "tie_word_embeddings": False,
         "torch_dtype": str(tensors["layers.0.mlp.down_proj.weight"].dtype).removeprefix("torch."),
@@ -96,6 +96,12 @@ def eagle_config(raw: Mapping[str, Any], source: Path, kind: HeadKind, tensors: 
     if "target_hidden_size" in flat:
         config["target_hidden_size"] = flat["target_hidden_size"]
     return config | _draft_vocabulary(raw, tensors)
+
+
+def _official_scaling(reader: ConfigReader, layer: HeadConfig) -> dict[str, Any] | None:
+    if plain_rope(reader) == "dynamic":
+        return {"type": "dynamic", "factor": (reader.raw.get("rope_parameters") or reader.raw["rope_scaling"]).get("factor", 1.0)}
+    return {"type": "linear", "factor": layer.rope.factor} if layer.rope.kind is RopeKind.LINEAR else None
 
 
 def _check_official_eagle3(raw: Mapping[str, Any], source: Path, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -9,6 +9,7 @@ from outrider.services.doctor.finding import Finding
 from outrider.services.doctor.pair import Pair
 from outrider.services.draft.heads.aux_layers import AUX_KEY, NUM_AUX_KEY, AuxConvention
 from outrider.services.draft.heads.eagle3_config import Eagle3Config
+from outrider.services.draft.heads.head_config import plain_rope
 from outrider.services.draft.heads.token_map import FIELD as MAP_FIELD
 from outrider.shared.nn.config import CONFIG_FILE, DEFAULT_ROPE_THETA, RopeConfig, read_json
 from outrider.shared.nn.tokenizer_file import TOKENIZER_FILE, vocabulary_of
@@ -85,6 +86,10 @@ def check_rope(pair: Pair) -> Iterator[Finding]:
         )
     else:
         yield Finding.ok("rope_theta", f"head {_rope(mine)}, target {_rope(theirs)}")
+    if plain_rope(pair.head_reader) == "dynamic":
+        yield Finding.ok(
+            "rope_scaling", "dynamic: as trained up to max_position_embeddings; beyond it the base stays, and drafts may be accepted less"
+        )
     table = pair.head_reader.positive("max_position_embeddings", pair.target_config.max_position_embeddings)
     if table < pair.target_config.max_position_embeddings:
         yield Finding.ok(

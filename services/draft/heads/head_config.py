@@ -24,6 +24,8 @@ MODEL_TYPES = (
     "mistral",
     "mixtral",
     "qwen2",
+    "qwen2_5_vl",
+    "qwen2_5_vl_text",
     "qwen3",
     "qwen3_moe",
     "gpt_oss",
@@ -34,6 +36,14 @@ MODEL_TYPES = (
 """What the heads of these families call themselves; the layers of all of them are Llama's."""
 LATENT_MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 """The attention of these keeps a latent instead of K and V; the rest of their layers is Llama's too."""
+
+PLAIN_ROPES = ("dynamic", "mrope")
+"""Kinds of rotary embedding that are the plain one where heads draft.
+
+Dynamic NTK raises the base only once a text exceeds ``max_position_embeddings``; in the official EAGLE code with each further token, while
+what is cached keeps the base that it was written with. Here the base stays, as in heads without scaling beyond the positions that they were
+trained on: it costs accept length there, never correctness. The three coordinates of multimodal rotary embedding are one in text.
+"""
 
 SERVE_ANOTHER = "serve the target that this head was trained for, or another --draft"
 
@@ -112,7 +122,7 @@ class HeadConfig:
             rotary_dim=head_dim if latent is None else latent.rope_dim,
             latent=latent,
             rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
-            rope=parse_rope(reader),
+            rope=_rope(reader),
             tie_word_embeddings=reader.flag("tie_word_embeddings", False),
             activation=_activation(reader),
             sliding_window=_sliding_window(reader),
@@ -147,7 +157,28 @@ def flatten(raw: Mapping[str, Any], source: Path | str) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for part in (sections[LAYER_SECTION], top, sections[EAGLE_SECTION]):
         flat |= {key: value for key, value in part.items() if value is not None and value != []}
+    if isinstance(flat.get("architectures"), str):
+        flat["architectures"] = [flat["architectures"]]
     return flat
+
+
+def plain_rope(reader: ConfigReader) -> str | None:
+    """Return the name of a rotary embedding that is taken for the plain one (`PLAIN_ROPES`), or None."""
+    parameters = reader.raw.get(_rope_section(reader))
+    name = parameters.get("rope_type", parameters.get("type")) if isinstance(parameters, Mapping) else None
+    return name if name in PLAIN_ROPES else None
+
+
+def _rope(reader: ConfigReader) -> RopeConfig:
+    if plain_rope(reader) is None:
+        return parse_rope(reader)
+    section = _rope_section(reader)
+    parameters = {key: value for key, value in reader.raw[section].items() if key not in ("rope_type", "type")}
+    return parse_rope(ConfigReader({**reader.raw, section: parameters}, reader.source))
+
+
+def _rope_section(reader: ConfigReader) -> str:
+    return "rope_parameters" if reader.raw.get("rope_parameters") else "rope_scaling"
 
 
 def _heads(reader: ConfigReader, hidden_size: int, num_heads: int) -> tuple[int, int]:

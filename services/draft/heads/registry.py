@@ -12,6 +12,7 @@ from outrider.services.draft.heads import mistral_format
 from outrider.services.draft.heads.base import RecurrentHead
 from outrider.services.draft.heads.eagle import EagleHead
 from outrider.services.draft.heads.eagle3 import Eagle3Head
+from outrider.services.draft.heads.head_config import flatten
 from outrider.services.draft.heads.keys import HeadKeys
 from outrider.services.draft.heads.mistral_format import config_file, read_config
 from outrider.shared.base.errors import CheckpointError
@@ -59,7 +60,8 @@ def head_kind(path: Path) -> HeadKind | None:
         CheckpointError: the folder holds neither; `field` names the key or file.
     """
     raw = read_config(path)
-    names = ConfigReader(raw, config_file(path)).strings("architectures")
+    source = config_file(path)
+    names = ConfigReader(flatten({"architectures": raw.get("architectures")}, source), source).strings("architectures")
     architecture = (names or PLAIN_ARCHITECTURES)[0]
     kind = ARCHITECTURES.get(architecture)
     if kind is not None:
