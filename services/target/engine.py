@@ -19,12 +19,13 @@ from outrider.services.target.controller import SpeculationController
 from outrider.services.target.delivery import Delivery
 from outrider.services.target.device_loop import DeviceLoop, OverlapPlan
 from outrider.services.target.follower import Follower
+from outrider.services.target.host_rounds import HostRounds
 from outrider.services.target.limits import EngineLimits
 from outrider.services.target.metrics import TargetMetrics
-from outrider.services.target.proposals import Proposal, Proposals
+from outrider.services.target.proposals import Proposals
 from outrider.services.target.request import EventSink, GenerationRequest, SpeculationMode
 from outrider.services.target.round_runner import RoundRunner
-from outrider.services.target.rounds import RoundCounter, RoundTimes, advance, executed_step, round_trace
+from outrider.services.target.rounds import RoundCounter, RoundTimes, advance
 from outrider.services.target.runner import FAILED_TOKEN, ModelRunner
 from outrider.services.target.scheduler import PrefillChunk, Scheduler
 from outrider.services.target.sequence import Sequence, SequenceStatus
@@ -36,8 +37,8 @@ from outrider.shared.base.errors import (
     UnavailableError,
 )
 from outrider.shared.spec.device import DeviceDrafter
-from outrider.shared.spec.drafter import Commit, Drafter, DrafterState, RoundResult
-from outrider.shared.spec.tree import DraftBatch, DraftShape
+from outrider.shared.spec.drafter import Commit, Drafter, DrafterState
+from outrider.shared.spec.tree import DraftShape
 
 DRAIN_RETRY_AFTER_S = 5.0
 NO_DRAFT_REASON = "no_draft"
@@ -116,6 +117,19 @@ class TargetEngine:
         self._live: dict[int, Sequence] = {}
         self._next_check: float | None = None
         self._counter = RoundCounter()
+        self._host = HostRounds(
+            runner,
+            drafter=drafter,
+            follower=self._follower,
+            scheduler=scheduler,
+            delivery=self._delivery,
+            proposals=self._proposals,
+            controller=self.controller,
+            metrics=self.metrics,
+            poisoned=self._poisoned,
+            forget=self._forget,
+            counter=self._counter,
+        )
         self._loop = None if overlap is None else self._make_loop(overlap)
 
     # ---- any thread
@@ -192,6 +206,7 @@ class TargetEngine:
         self.metrics = TargetMetrics()
         self._delivery.start_counting(self.metrics)
         self._proposals.start_counting(self.metrics)
+        self._host.start_counting(self.metrics)
         if self._loop is not None:
             self._loop.start_counting(self.metrics)
         self._counter.value = 0
@@ -234,23 +249,23 @@ class TargetEngine:
         plan = self._scheduler.schedule(started)
         self._follower.follow(plan)
         if self._loop is not None and self._loop.enter(plan):
+            self._host.drop()
             self._delivery.flush()
             return
         times = RoundTimes(started)
-        proposal = self._proposals.announce(plan.decodes, self._counter.value) if self._drafts else None
+        proposal = self._host.announce(plan.decodes)
         times.announced = time.monotonic()
         self._delivery.flush()
         self._prefill(plan.prefills)
         times.prefilled = time.monotonic()
         if plan.decodes:
-            drafts = self._proposals.collect(proposal, plan.decodes)
-            times.proposed = time.monotonic()
-            self._verify_and_commit(plan.decodes, drafts, proposal, times)
+            self._host.run(plan.decodes, proposal, times)
 
     def step_failed(self, error: Exception) -> None:
         """See `Steppable.step_failed`: requests in the batch fail, queued ones go on."""
         for sequence in list(self._scheduler.active):
             self._fail(sequence, OutriderError(f"The engine failed on this request: {error}", code=ErrorCode.INTERNAL))
+        self._host.drop()
         if self._loop is not None:
             self._loop.abandon()
 
@@ -344,46 +359,7 @@ class TargetEngine:
                 self._forget(sequence)
             else:
                 commits.append(self._follower.commit(sequence, base_len, step.kept, features))
-        self._commit(commits)
-
-    def _verify_and_commit(self, decodes: Seq[Sequence], drafts: DraftBatch, proposal: Proposal | None, times: RoundTimes) -> None:
-        outcomes, features = self._runner.verify(decodes, drafts)
-        times.verified = time.monotonic()
-        num_nodes = [1] * len(decodes) if drafts.tokens.shape[1] == 1 else drafts.num_nodes.tolist()
-        commits: list[Commit | None] = []
-        for index, (sequence, outcome) in enumerate(zip(decodes, outcomes, strict=True)):
-            if outcome.emitted[-1] == FAILED_TOKEN:
-                self._poisoned(sequence)
-                continue
-            base_len = sequence.committed_len
-            step = advance(sequence, outcome.emitted)
-            if features[index] is not None:
-                sequence.feature_len += len(step.kept)
-            sequence.cached_len += len(step.kept)
-            sequence.stats.record(num_nodes[index], len(outcome.accepted), step.num_cut)
-            trace = None
-            if sequence.request.speculation.trace:
-                trace = round_trace(drafts, index, num_nodes[index], base_len, self._counter.value, outcome, step.kept, times)
-            if self._delivery.tokens(sequence, step, trace):
-                self._forget(sequence)
-            else:
-                commits.append(self._follower.commit(sequence, base_len, step.kept, features[index]))
-        self._commit(commits)
-        self._counter.value += 1
-        times.committed = time.monotonic()
-        executed = executed_step(decodes, outcomes, num_nodes, drafts, proposal.depth if proposal else 0, times)
-        if self._drafts:
-            self.controller.observe(executed)
-            if proposal is not None:
-                # Without an answer it would have taken longer than it was waited for.
-                answered = max(num_nodes) > 1
-                self.controller.costs.observe_answer((times.proposed - times.announced) * (1.0 if answered else 2.0))
-        self.metrics.observe_round(executed, times)
-
-    def _commit(self, commits: Seq[Commit | None]) -> None:
-        followed = [commit for commit in commits if commit is not None]
-        if followed:
-            self._drafter.commit(RoundResult(self._counter.value, followed))
+        self._host.commit(commits)
 
     def _poisoned(self, sequence: Sequence) -> None:
         self._runner.scrub(sequence)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,11 +19,22 @@ from outrider.shared.spec.tree import NO_DRAFT, DraftBatch, DraftShape
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What was announced: the request, its rows' places in the batch, its deepest tree."""
+    """What was announced, and when: the request, its rows' places in the batch, its deepest tree."""
 
     request: ProposalRequest
     rows: list[int]
     depth: int
+    announced_at: float
+
+    def among(self, decodes: Seq[Sequence]) -> Proposal | None:
+        """Return what holds of it for a batch that is not quite the one it was announced for; None if nothing does."""
+        places = {sequence.session_id: index for index, sequence in enumerate(decodes)}
+        found = [places.get(row.fence.session_id) for row in self.request.rows]
+        rows = [place for place in found if place is not None]
+        if len(rows) == len(found):
+            return self if rows == self.rows else replace(self, rows=rows)
+        kept = [row for row, place in zip(self.request.rows, found, strict=True) if place is not None]
+        return replace(self, request=replace(self.request, rows=kept), rows=rows) if kept else None
 
 
 class Proposals:
@@ -55,8 +67,9 @@ class Proposals:
             ],
             deadline_s=self._controller.wait_cap_s(auto_rows, len(decodes)) if auto_rows else None,
         )
+        announced_at = time.monotonic()
         self._drafter.announce(request)
-        return Proposal(request, rows, max(shapes[index].depth for index in rows))
+        return Proposal(request, rows, max(shapes[index].depth for index in rows), announced_at)
 
     def collect(self, proposal: Proposal | None, decodes: Seq[Sequence]) -> DraftBatch:
         """Return a tree per sequence: what the drafter proposed, or the root alone."""

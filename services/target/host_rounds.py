@@ -1,0 +1,156 @@
+"""Rounds by way of the host: what the drafter proposes is verified, then committed, and the drafter works on the next round at once.
+
+    device of the target    | verify n           |                            | verify n + 1
+    host                    wait for n · commit n, announce n + 1 · deliver n … wait for the proposal · launch n + 1
+    a draft elsewhere                             | extend by n, draft n + 1  |
+
+Nothing that can wait stands between the end of a verify pass and the announcement: a draft in another process idles that long.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from outrider.services.target.controller import SpeculationController
+from outrider.services.target.delivery import Delivery
+from outrider.services.target.follower import Follower
+from outrider.services.target.metrics import TargetMetrics
+from outrider.services.target.proposals import Proposal, Proposals
+from outrider.services.target.rounds import Advance, RoundCounter, RoundTimes, advance, executed_step, round_trace
+from outrider.services.target.runner import FAILED_TOKEN, ModelRunner
+from outrider.services.target.scheduler import Scheduler
+from outrider.services.target.sequence import Sequence
+from outrider.shared.spec.drafter import Commit, Drafter, DrafterState, RoundResult
+
+
+@dataclass(frozen=True, slots=True)
+class _Early:
+    """What was announced for the sequences that were expected to decode next; None if none of them wanted drafts."""
+
+    session_ids: list[int]
+    proposal: Proposal | None
+
+
+class HostRounds:
+    """Drives the rounds of one engine that the host takes part in. Engine thread only.
+
+    Args:
+        runner, drafter, follower, scheduler, delivery, proposals, controller, metrics: The engine's.
+        poisoned: Fails a sequence whose logits are not numbers.
+        forget: Told of every sequence that ended.
+        counter: Of the engine's rounds.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        drafter: Drafter,
+        follower: Follower,
+        scheduler: Scheduler,
+        delivery: Delivery,
+        proposals: Proposals,
+        controller: SpeculationController,
+        metrics: TargetMetrics,
+        poisoned: Callable[[Sequence], None],
+        forget: Callable[[Sequence], None],
+        counter: RoundCounter,
+    ) -> None:
+        self._runner = runner
+        self._drafter = drafter
+        self._follower = follower
+        self._scheduler = scheduler
+        self._delivery = delivery
+        self._proposals = proposals
+        self._controller = controller
+        self._metrics = metrics
+        self._poisoned = poisoned
+        self._forget = forget
+        self._counter = counter
+        self._drafts = drafter.state() is not DrafterState.NONE
+        self._early: _Early | None = None
+
+    def start_counting(self, metrics: TargetMetrics) -> None:
+        """Count into `metrics` from now on."""
+        self._metrics = metrics
+
+    def drop(self) -> None:
+        """Forget what was announced early: the sequences go on without the host, or have failed."""
+        self._early = None
+
+    def announce(self, decodes: Seq[Sequence]) -> Proposal | None:
+        """Ask the drafter for trees of the sequences that decode now, unless it has been asked already."""
+        early, self._early = self._early, None
+        if not self._drafts:
+            return None
+        if early is not None:
+            if early.proposal is not None:
+                kept = early.proposal.among(decodes)
+                if kept is not None:
+                    return kept
+            elif early.session_ids == [sequence.session_id for sequence in decodes]:
+                return None
+        return self._proposals.announce(decodes, self._counter.value)
+
+    def run(self, decodes: Seq[Sequence], proposal: Proposal | None, times: RoundTimes) -> None:
+        """Wait for the proposal, verify it, commit and deliver what was chosen."""
+        drafts = self._proposals.collect(proposal, decodes)
+        times.proposed = time.monotonic()
+        outcomes, features = self._runner.verify(decodes, drafts)
+        times.verified = time.monotonic()
+        base_lens = [sequence.committed_len for sequence in decodes]
+        steps: list[Advance | None] = []
+        commits: list[Commit | None] = []
+        for index, (sequence, outcome) in enumerate(zip(decodes, outcomes, strict=True)):
+            if outcome.emitted[-1] == FAILED_TOKEN:
+                self._poisoned(sequence)
+                steps.append(None)
+                continue
+            step = advance(sequence, outcome.emitted)
+            steps.append(step)
+            if features[index] is not None:
+                sequence.feature_len += len(step.kept)
+            sequence.cached_len += len(step.kept)
+            if step.finish is None:
+                commits.append(self._follower.commit(sequence, base_lens[index], step.kept, features[index]))
+        self.commit(commits)
+        round_number = self._counter.value
+        self._counter.value += 1
+        self._announce_early({sequence.session_id for sequence, step in zip(decodes, steps, strict=True) if step and step.finish})
+        num_nodes = [1] * len(decodes) if drafts.tokens.shape[1] == 1 else drafts.num_nodes.tolist()
+        for index, (sequence, outcome, step) in enumerate(zip(decodes, outcomes, steps, strict=True)):
+            if step is None:
+                continue
+            sequence.stats.record(num_nodes[index], len(outcome.accepted), step.num_cut)
+            trace = None
+            if sequence.request.speculation.trace:
+                trace = round_trace(drafts, index, num_nodes[index], base_lens[index], round_number, outcome, step.kept, times)
+            if self._delivery.tokens(sequence, step, trace):
+                self._forget(sequence)
+        times.committed = time.monotonic()
+        executed = executed_step(decodes, outcomes, num_nodes, drafts, proposal.depth if proposal else 0, times)
+        if self._drafts:
+            self._controller.observe(executed)
+            if proposal is not None:
+                # Without an answer it would have taken longer than it was waited for.
+                answered = max(num_nodes) > 1
+                self._controller.costs.observe_answer((times.proposed - proposal.announced_at) * (1.0 if answered else 2.0))
+        self._metrics.observe_round(executed, times)
+
+    def commit(self, commits: Seq[Commit | None]) -> None:
+        """Tell the drafter of the sequences that it follows."""
+        followed = [commit for commit in commits if commit is not None]
+        if followed:
+            self._drafter.commit(RoundResult(self._counter.value, followed))
+
+    def _announce_early(self, ended: set[int]) -> None:
+        """Let the drafter begin with the next round of the sequences that go on, if it works beside this process."""
+        if not self._drafts or self._drafter.device_resident:
+            return
+        expected = [sequence for sequence in self._scheduler.decoding() if sequence.session_id not in ended]
+        if expected:
+            proposal = self._proposals.announce(expected, self._counter.value)
+            self._early = _Early([sequence.session_id for sequence in expected], proposal)
