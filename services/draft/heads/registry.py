@@ -61,8 +61,8 @@ def head_kind(path: Path) -> HeadKind | None:
     """
     raw = read_config(path)
     source = config_file(path)
-    names = ConfigReader(flatten({"architectures": raw.get("architectures")}, source), source).strings("architectures")
-    architecture = (names or PLAIN_ARCHITECTURES)[0]
+    said = ConfigReader(flatten({"architectures": raw.get("architectures")}, source), source).strings("architectures")
+    architecture = (said or PLAIN_ARCHITECTURES)[0]
     kind = ARCHITECTURES.get(architecture)
     if kind is not None:
         return kind

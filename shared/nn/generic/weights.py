@@ -19,7 +19,8 @@ from outrider.shared.nn.decoder import Progress
 from outrider.shared.nn.generic.attention import PAGED
 from outrider.shared.nn.generic.config import find_class
 from outrider.shared.nn.generic.layout import GenericConfig
-from outrider.shared.nn.loader import MAX_NAMED, WRONG_TYPE, CheckpointReader, TensorInfo, dtype_name, is_weight
+from outrider.shared.nn.loader import MAX_NAMED, WRONG_TYPE, CheckpointReader, dtype_name, is_weight
+from outrider.shared.nn.tensor_file import TensorInfo
 
 _NOT_FUSED = re.compile(r"^(\S+)\s*\|\s*(?:\x1b\[[0-9;]*m)*CONVERSION", re.MULTILINE)  # a row of the loading report
 _BUFFERS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
