@@ -47,5 +47,9 @@ def choose_blocks(bs: int, pairs: int, kv_heads: int, block_d: int, itemsize: in
     block_pairs = min(max(16, next_power_of_2(pairs)), 16 if wide else 64)
     tokens = 16 if wide else 32 if itemsize == 4 else 64
     programs = ceil_div(pairs, block_pairs) * kv_heads * bs
-    splits = next_power_of_2(min(2 * processors // max(1, programs), ceil_div(max_kv_len, tokens), _MAX_SPLITS))
-    return Blocks(block_pairs, tokens, splits, 8 if wide else 4, 1 if wide else 2)
+    # Small blocks wait for memory, so more of them at a time hide it; of many rows the merge is dear, so a share is two steps at least.
+    single, many = block_pairs == 16, block_pairs == 64
+    share = tokens * (2 if many else 1)
+    splits = next_power_of_2(min((4 if single else 2) * processors // max(1, programs), ceil_div(max_kv_len, share), _MAX_SPLITS))
+    stages = 1 if wide else 3 if many and splits == 1 and block_d <= 128 else 2
+    return Blocks(block_pairs, tokens, splits, 8 if wide else 4, stages)

@@ -4,8 +4,6 @@ One program handles a block of (row, head of the group) pairs of one sequence an
 group. Two loops: over the token indices that all its rows see (no mask but the end), then over the rest (the diagonal, or the tree's
 columns); both carry (maximum, sum, accumulator). Where a batch has too few blocks to fill the GPU, the token indices are split over
 programs, each leaves those three in memory, and a second launch merges them. The number of splits depends on host integers only.
-While the kernel before still runs, each program asks for its older K and V in L2: nobody but a step's own rows writes K and V, so lengths,
-tables and everything before those rows are there already (`_launch.dependent`, rule 1).
 WIDEN is set under the interpreter, whose dot takes the bits of a bf16 for an integer.
 """
 
@@ -22,28 +20,6 @@ from outrider.kernels import _launch
 from outrider.kernels.tree_attention.plan import choose_blocks
 
 _LOG2E = 1.4426950408889634
-_TOKENS_AHEAD = tl.constexpr(512)  # asked for in L2 by a program at most; the rest of a long share follows while it works
-
-
-@triton.jit
-def _ask_for(
-    k_head, v_head, table, begin, end, BYTES: tl.constexpr, SLOT_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, STEP: tl.constexpr
-):
-    """Bring K and V of the token indices [begin, end) into L2, without waiting for them."""
-    for first in range(begin, end, STEP):
-        index = first + tl.arange(0, STEP)
-        inside = index < end
-        page = tl.load(table + index // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-        slot = (page * PAGE_SIZE + index % PAGE_SIZE) * SLOT_STRIDE
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $4;"
-            " @p cp.async.bulk.prefetch.L2.global [$2], $4; mov.u32 $0, 0; }",
-            "=r,l,l,r,r",
-            [k_head + slot, v_head + slot, inside.to(tl.int32), index * 0 + BYTES],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @triton.jit
@@ -126,8 +102,7 @@ def _attention(
     q_row, q_head, out_row, table_stride, words, window, scale, softcap, rows, splits,
     WIDEN: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, TREE: tl.constexpr,
     WINDOW: tl.constexpr, POSITIONS: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
-    SPLIT: tl.constexpr, AHEAD: tl.constexpr, BYTES: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+    SPLIT: tl.constexpr, PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     kv_head, sequence, split = tl.program_id(1), tl.program_id(2) // splits, tl.program_id(2) % splits
     start = tl.load(query_start + sequence)
@@ -139,12 +114,6 @@ def _attention(
     prefix_len = kv_len
     if TREE:
         prefix_len = tl.minimum(tl.load(prefix_lens + sequence), kv_len)
-    if AHEAD and first_pair == 0 and q_len > 0:
-        old = prefix_len if TREE else kv_len - q_len
-        share = tl.cdiv(tl.cdiv(kv_len, splits), BLOCK_N) * BLOCK_N
-        old = tl.minimum(old, (split + 1) * share)
-        old = tl.minimum(old, split * share + _TOKENS_AHEAD)
-        _ask_for(k_head, v_head, table, split * share, old, BYTES, KV_HEADS * DIM, PAGE_SIZE, STEP)
     if PDL:
         gdc_wait()
     if first_pair < q_len * GROUP:
@@ -275,12 +244,11 @@ def tree_attention(
     masks = ancestors.contiguous() if ancestors is not None else query_start
     block_d = max(16, _launch.next_power_of_2(dim))
     blocks = choose_blocks(bs, pairs, kv_heads, block_d, q.element_size(), max_kv_len, _processors(q.device))
-    splits, head_bytes = blocks.splits, dim * k_plane.element_size()
+    splits = blocks.splits
     rows = q.shape[0]
     starts = query_start.contiguous()
     logits = starts if sinks is None else sinks.contiguous()
     late = _launch.dependent(q)
-    ahead = late["PDL"] and window == 0 and head_bytes % 16 == 0 and k_plane.data_ptr() % 16 == v_plane.data_ptr() % 16 == 0
     partial = stats = out
     if splits > 1:
         partial = _launch.empty((splits, rows, heads, dim), torch.float32, q.device)
@@ -293,8 +261,7 @@ def tree_attention(
             scale / softcap if softcap > 0 else scale * _LOG2E, softcap * _LOG2E, rows, splits,
             WIDEN=not isinstance(_attention, triton.JITFunction), GROUP=group, KV_HEADS=kv_heads, DIM=dim, PAGE_SIZE=page_size, TREE=tree,
             WINDOW=window > 0, POSITIONS=row_positions is not None, SINKS=sinks is not None, SOFTCAP=softcap > 0,
-            SPLIT=splits > 1, AHEAD=ahead, BYTES=head_bytes, STEP=32 * blocks.warps, BLOCK_M=blocks.pairs, BLOCK_N=blocks.tokens,
-            BLOCK_D=block_d, num_warps=blocks.warps, num_stages=blocks.stages, **late,
+            SPLIT=splits > 1, BLOCK_M=blocks.pairs, BLOCK_N=blocks.tokens, BLOCK_D=block_d, num_warps=blocks.warps, num_stages=blocks.stages, **late,
         )  # fmt: skip
         if splits > 1:
             _merge[(max_query_len, heads, bs)](
