@@ -6,7 +6,7 @@ All of it lies in one buffer, so that one copy from the host loads it, in stream
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from outrider.kernels.verify import SamplingTensors
 from outrider.services.target.request import SamplingParams
 from outrider.services.target.sequence import Sequence
+from outrider.shared.spec.tree import DraftBatch, mask_words
 
 STAGES = 4
 """Pinned buffers in turn: a copy may still be on its way when the next one is prepared."""
@@ -37,6 +38,32 @@ class SamplingMode(Enum):
         return cls.FILTERED if filtered else cls.NOISE
 
 
+@dataclass(frozen=True, slots=True)
+class _HostTrees:
+    """The fields of `DraftBatch` in the buffer of the host."""
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    depths: np.ndarray
+    num_nodes: np.ndarray
+    ancestors: np.ndarray
+
+    def clear(self) -> None:
+        """Write trees of one node."""
+        self.parents[:] = -1
+        self.num_nodes[:] = 1
+        self.ancestors[:, :, 0] = 1
+
+    def take(self, drafts: DraftBatch) -> None:
+        """Write trees into a cleared buffer."""
+        bs, width, words = drafts.ancestors.shape
+        self.num_nodes[:bs] = drafts.num_nodes.numpy()
+        self.tokens[:bs, :width] = drafts.tokens.numpy()
+        self.parents[:bs, :width] = drafts.parents.numpy()
+        self.depths[:bs, :width] = drafts.depths.numpy()
+        self.ancestors[:bs, :width, :words] = drafts.ancestors.numpy()
+
+
 class BatchTables:
     """The tables of one size of batch. Rows past the sequences are idle: their limit is 0.
 
@@ -52,6 +79,7 @@ class BatchTables:
         limits: ``[bs] int32``; a round runs for a row while its committed_len is below this: where the sequence ends, or 0 (idle).
         committed_lens: ``[bs] int32``, as of `load`; 1 for idle rows.
         query_start: ``[bs + 1] int32``, multiples of `nodes`.
+        trees: ``[bs, nodes]``, as of `load`; trees of one node where none were loaded.
         nothing, ones, no_parent: ``[bs] int32``, 0, 1 and -1.
     """
 
@@ -64,6 +92,8 @@ class BatchTables:
         # 64-bit seeds first, where they are aligned.
         sizes = {"seeds": 2 * rows, "limits": bs, "committed_lens": bs, "temperature": rows, "top_k": rows, "top_p": rows, "min_p": rows}
         sizes |= {"choices": rows, "page_table": bs * pages}
+        words = mask_words(nodes)
+        sizes |= {"tokens": rows, "parents": rows, "depths": rows, "num_nodes": bs, "ancestors": rows * words}
         total = sum(sizes.values())
         self._host = np.zeros(total + total % 2, dtype=np.int32)
         self._pinned: list[torch.Tensor] = []
@@ -94,6 +124,20 @@ class BatchTables:
         self._held = [0] * bs  # pages of each row that the table has
         self.limits, self.committed_lens = tensors["limits"], tensors["committed_lens"]
         self.page_table = tensors["page_table"].view(bs, pages)
+        self.trees = DraftBatch(
+            tokens=tensors["tokens"].view(bs, nodes),
+            parents=tensors["parents"].view(bs, nodes),
+            depths=tensors["depths"].view(bs, nodes),
+            num_nodes=tensors["num_nodes"],
+            ancestors=tensors["ancestors"].view(bs, nodes, words),
+        )
+        self._trees = _HostTrees(
+            host["tokens"].reshape(bs, nodes),
+            host["parents"].reshape(bs, nodes),
+            host["depths"].reshape(bs, nodes),
+            host["num_nodes"],
+            host["ancestors"].reshape(bs, nodes, words),
+        )
         self._rows = SamplingTensors(
             temperature=tensors["temperature"].view(torch.float32),
             top_k=tensors["top_k"],
@@ -125,9 +169,16 @@ class BatchTables:
             choices=rows.choices[::step],
         )
 
-    def load(self, sequences: Seq[Sequence | None]) -> None:
-        """Describe the sequences to the device; None is an idle row, and so are all rows behind them."""
+    def load(self, sequences: Seq[Sequence | None], drafts: DraftBatch | None = None) -> None:
+        """Describe the sequences to the device; None is an idle row, and so are all rows behind them.
+
+        Args:
+            sequences: One per row.
+            drafts: Their trees: in memory of the host they travel with the rest, on the device they are copied there.
+        """
         self._clear()
+        if drafts is not None and not drafts.tokens.is_cuda:
+            self._trees.take(drafts)
         for row, sequence in enumerate(sequences):
             if sequence is not None:
                 self._limits[row] = sequence.end_len
@@ -135,6 +186,8 @@ class BatchTables:
                 self._sample(slice(row * self.nodes, (row + 1) * self.nodes), sequence.request.sampling)
                 self._take_pages(row, sequence)
         self._upload()
+        if drafts is not None and drafts.tokens.is_cuda:
+            _copy_trees(self.trees, drafts)
 
     def refresh(self, sequences: Seq[Sequence | None]) -> None:
         """Tell the device what changed since `load`: rows that ended, and pages that were added."""
@@ -174,9 +227,11 @@ class BatchTables:
         self._host[:] = 0
         self._committed[:] = 1
         self._top_p[:] = 1.0
+        self._trees.clear()
         self._held = [0] * self.bs
 
     def _upload(self) -> None:
+        """Copy everything to the device; on a CPU it is there."""
         if not self._pinned:
             return
         stage = self._stage = (self._stage + 1) % STAGES
@@ -184,3 +239,14 @@ class BatchTables:
         self._pinned[stage].numpy()[:] = self._host
         self._device_buffer.copy_(self._pinned[stage], non_blocking=True)
         self._copied[stage].record()
+
+
+def _copy_trees(static: DraftBatch, drafts: DraftBatch) -> None:
+    """Copy trees to their place, which holds trees of one node."""
+    bs, width, words = drafts.ancestors.shape
+    static.num_nodes[:bs].copy_(drafts.num_nodes)
+    static.tokens[:bs, :width].copy_(drafts.tokens)
+    if width > 1:
+        static.parents[:bs, :width].copy_(drafts.parents)
+        static.depths[:bs, :width].copy_(drafts.depths)
+        static.ancestors[:bs, :width, :words].copy_(drafts.ancestors)

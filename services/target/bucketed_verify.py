@@ -13,7 +13,7 @@ from outrider.services.target.batch_tables import BatchTables, SamplingMode
 from outrider.services.target.sequence import Sequence
 from outrider.services.target.verify_step import HostRow, StepModel, VerifiedStep, unpack, verify_step
 from outrider.shared.engine.graphs import GraphCache
-from outrider.shared.spec.tree import DraftBatch, mask_words
+from outrider.shared.spec.tree import DraftBatch
 
 LEAST_CONTEXT = 1024
 """Tokens that the narrowest page table covers: shorter contexts share its graph."""
@@ -50,12 +50,6 @@ def table_pages(sequences: Seq[Sequence], page_size: int, nodes: int) -> int:
     return 1 << (max(most, least) - 1).bit_length()
 
 
-@dataclass(frozen=True, slots=True)
-class _Inputs:
-    tables: BatchTables
-    drafts: DraftBatch
-
-
 class BucketedVerify:
     """Runs `verify_step` on trees that the host handed over. Engine thread only; under inference mode.
 
@@ -71,7 +65,8 @@ class BucketedVerify:
         self._graphs = graphs
         self._buckets = buckets
         self._max_depth = max_depth
-        self._inputs: dict[tuple[int, int, int], _Inputs] = {}
+        self._tables: dict[tuple[int, int, int], BatchTables] = {}
+        self._results: dict[tuple[int, int], torch.Tensor] = {}
 
     def fits(self, counts: Seq[int]) -> bool:
         """Whether trees of these sizes go through a graph without too much padding."""
@@ -87,14 +82,12 @@ class BucketedVerify:
         bs, nodes = self._buckets.batch_size(len(sequences)), self._buckets.num_nodes(drafts.tokens.shape[1])
         assert bs is not None
         assert nodes is not None
-        tables = self._key(bs, nodes, sequences)
-        inputs = self._at(*tables)
+        tables = self._at(*self._key(bs, nodes, sequences))
         mode = SamplingMode.of(sequences)
-        self._prepare(inputs, mode, capture)
-        inputs.tables.load(sequences)
-        _fill(inputs.drafts, drafts)
-        step = self._run(inputs, mode, capture)
-        rows = unpack(step.packed[: len(sequences)].tolist())
+        self._prepare(tables, mode, capture)
+        tables.load(sequences, drafts)
+        step = self._run(tables, mode, capture)
+        rows = unpack(self._on_host(step.packed)[: len(sequences)].tolist())
         assert all(row is not None for row in rows), "a sequence that is verified has not ended"
         features = None if step.features is None else step.features[: len(sequences)].clone()
         return [row for row in rows if row is not None], features
@@ -103,62 +96,43 @@ class BucketedVerify:
         """Record the pass of one size before it is needed."""
         self._prepare(self._at(*self._key(bs, nodes, ())), mode, capture)
 
+    def _on_host(self, packed: torch.Tensor) -> torch.Tensor:
+        """Wait for what a pass chose; pinned memory takes it without a detour."""
+        if not packed.is_cuda:
+            return packed
+        size = (packed.shape[0], packed.shape[1])
+        place = self._results.get(size)
+        if place is None:
+            place = self._results[size] = torch.empty(size, dtype=torch.int32, pin_memory=True)
+        place.copy_(packed, non_blocking=True)
+        torch.cuda.current_stream(packed.device).synchronize()
+        return place
+
     def _key(self, bs: int, nodes: int, sequences: Seq[Sequence]) -> tuple[int, int, int]:
         return bs, nodes, table_pages(sequences, self._model(False).pool.page_size, nodes)
 
-    def _at(self, bs: int, nodes: int, pages: int) -> _Inputs:
-        found = self._inputs.get((bs, nodes, pages))
+    def _at(self, bs: int, nodes: int, pages: int) -> BatchTables:
+        found = self._tables.get((bs, nodes, pages))
         if found is None:
             pool = self._model(False).pool
-            found = _Inputs(BatchTables(bs, nodes, pages, pool.page_size, pool.device), _empty_trees(bs, nodes, pool.device))
-            self._inputs[bs, nodes, pages] = found
+            found = self._tables[bs, nodes, pages] = BatchTables(bs, nodes, pages, pool.page_size, pool.device)
         return found
 
-    def _prepare(self, inputs: _Inputs, mode: SamplingMode, capture: bool) -> None:
-        key = self._graph_key(inputs, mode, capture)
+    def _prepare(self, tables: BatchTables, mode: SamplingMode, capture: bool) -> None:
+        key = self._graph_key(tables, mode, capture)
         if not self._graphs.holds(key):
-            inputs.tables.make_idle()
-            self._graphs.capture(key, lambda: self._step(inputs, mode, capture))
+            tables.make_idle()
+            self._graphs.capture(key, lambda: self._step(tables, mode, capture))
 
-    def _run(self, inputs: _Inputs, mode: SamplingMode, capture: bool) -> VerifiedStep:
-        return self._graphs.run(self._graph_key(inputs, mode, capture), lambda: self._step(inputs, mode, capture))
+    def _run(self, tables: BatchTables, mode: SamplingMode, capture: bool) -> VerifiedStep:
+        return self._graphs.run(self._graph_key(tables, mode, capture), lambda: self._step(tables, mode, capture))
 
-    def _step(self, inputs: _Inputs, mode: SamplingMode, capture: bool) -> VerifiedStep:
-        tables = inputs.tables
+    def _step(self, tables: BatchTables, mode: SamplingMode, capture: bool) -> VerifiedStep:
         columns = min(tables.nodes, self._max_depth + 1)
-        return verify_step(self._model(capture), tables, mode, tables.limits, tables.committed_lens, inputs.drafts, columns)
+        return verify_step(self._model(capture), tables, mode, tables.limits, tables.committed_lens, tables.trees, columns)
 
-    def _graph_key(self, inputs: _Inputs, mode: SamplingMode, capture: bool) -> tuple[object, ...]:
-        tables = inputs.tables
+    def _graph_key(self, tables: BatchTables, mode: SamplingMode, capture: bool) -> tuple[object, ...]:
         return ("verify", tables.bs, tables.nodes, tables.pages, mode, capture)
-
-
-def _fill(static: DraftBatch, drafts: DraftBatch) -> None:
-    """Copy trees to their static place. What lies behind a tree's nodes is never accepted, so old contents may stay there."""
-    bs, width, words = drafts.ancestors.shape
-    static.num_nodes[:bs].copy_(drafts.num_nodes)
-    static.tokens[:bs, :width].copy_(drafts.tokens)
-    if static.tokens.shape[1] == 1:
-        return
-    static.parents[:bs, :width].copy_(drafts.parents)
-    static.depths[:bs, :width].copy_(drafts.depths)
-    static.ancestors[:bs, :width, :words].copy_(drafts.ancestors)
-    if words < static.ancestors.shape[2]:
-        static.ancestors[:bs, :width, words:].zero_()
-
-
-def _empty_trees(bs: int, nodes: int, device: torch.device) -> DraftBatch:
-    with torch.inference_mode(False):
-        tokens = torch.zeros((bs, nodes), dtype=torch.int32, device=device)
-        ancestors = torch.zeros((bs, nodes, mask_words(nodes)), dtype=torch.int32, device=device)
-        ancestors[:, :, 0] = 1
-        return DraftBatch(
-            tokens=tokens,
-            parents=torch.full_like(tokens, -1),
-            depths=torch.zeros_like(tokens),
-            num_nodes=torch.ones(bs, dtype=torch.int32, device=device),
-            ancestors=ancestors,
-        )
 
 
 def _powers(limit: int) -> tuple[int, ...]:

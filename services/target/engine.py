@@ -111,7 +111,7 @@ class TargetEngine:
         self._drafts = drafter.state() is not DrafterState.NONE
         self._follower = Follower(drafter, runner, scheduler)
         self._delivery = Delivery(scheduler, self._follower, self.metrics, self.controller)
-        self._proposals = Proposals(drafter, self._follower, self.controller, self.metrics, runner.device)
+        self._proposals = Proposals(drafter, self._follower, self.controller, self.metrics)
         self._inbox: deque[_Submit | _Cancel | _Pause] = deque()
         self._session_ids = itertools.count(1)
         self._live: dict[int, Sequence] = {}

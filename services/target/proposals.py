@@ -16,6 +16,9 @@ from outrider.services.target.sequence import Sequence
 from outrider.shared.spec.drafter import Drafter, ProposalRequest, ProposalRow
 from outrider.shared.spec.tree import NO_DRAFT, DraftBatch, DraftShape
 
+HOST = torch.device("cpu")
+"""Where trees of one node are made: they travel with all else that a pass reads."""
+
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
@@ -40,14 +43,11 @@ class Proposal:
 class Proposals:
     """Chooses how much each sequence drafts, asks the drafter, and counts why a sequence got nothing. Belongs to the engine thread."""
 
-    def __init__(
-        self, drafter: Drafter, follower: Follower, controller: SpeculationController, metrics: TargetMetrics, device: torch.device
-    ) -> None:
+    def __init__(self, drafter: Drafter, follower: Follower, controller: SpeculationController, metrics: TargetMetrics) -> None:
         self._drafter = drafter
         self._follower = follower
         self._controller = controller
         self._metrics = metrics
-        self._device = device
 
     def start_counting(self, metrics: TargetMetrics) -> None:
         """Count into `metrics` from now on."""
@@ -75,7 +75,7 @@ class Proposals:
         """Return a tree per sequence: what the drafter proposed, or the root alone."""
         roots = [sequence.tokens[-1] for sequence in decodes]
         if proposal is None:
-            return root_trees(roots, self._device)
+            return root_trees(roots, HOST)
         drafts = self._drafter.propose(proposal.request)
         num_nodes = drafts.num_nodes.tolist()
         for index, nodes in zip(proposal.rows, num_nodes, strict=True):
@@ -84,7 +84,7 @@ class Proposals:
                 decodes[index].stats.fell_back(reason)
                 self._metrics.fell_back(reason)
         if max(num_nodes) == 1:
-            return root_trees(roots, self._device)
+            return root_trees(roots, HOST)
         return scatter_trees(drafts, proposal.rows, roots)
 
     def common_shape(self, decodes: Seq[Sequence]) -> DraftShape | None:

@@ -6,7 +6,7 @@ Everything that touches tensors of the model is here; the engine sees token ids,
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -147,6 +147,7 @@ class ModelRunner:
         capture = self.captures and any(sequence.has_features for sequence in sequences)
         if self._bucketed is not None and self._bucketed.fits(counts):
             return self._verify_bucketed(self._bucketed, sequences, drafts, capture)
+        drafts = _moved(drafts, self.device)
         starts = [sequence.cached_len for sequence in sequences]
         rows = None if min(counts) == width else self._valid_rows(counts, width)
         roots = self._int64([sequence.committed_len - 1 for sequence in sequences])
@@ -266,6 +267,15 @@ class ModelRunner:
 
 def _output_rows(output: DecoderOutput, rows: torch.Tensor) -> DecoderOutput:
     return DecoderOutput(output.hidden[rows], None if output.aux is None else output.aux[rows])
+
+
+def _moved(drafts: DraftBatch, device: torch.device) -> DraftBatch:
+    if drafts.tokens.device.type == device.type:
+        return drafts
+    tokens, parents, depths, num_nodes, ancestors = (
+        part.to(device) for part in (drafts.tokens, drafts.parents, drafts.depths, drafts.num_nodes, drafts.ancestors)
+    )
+    return replace(drafts, tokens=tokens, parents=parents, depths=depths, num_nodes=num_nodes, ancestors=ancestors)
 
 
 def _leases(sequences: Seq[Sequence]) -> list[PageLease]:

@@ -26,6 +26,8 @@ from outrider.shared.rpc.address import IpcAddress
 from outrider.shared.spec.drafter import DrafterState, FeatureSpec, ProposalRequest, ProposalRow, RoundResult, SequenceOpen
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
+HOST = torch.device("cpu")
+"""Where trees are made: the pass that verifies them copies them with all else that it reads."""
 MAX_PENDING_TOKENS = 256
 """Commits kept for a session that is not asked for drafts; above, they are sent without asking, or the session is given up."""
 BAD_TREES_TO_TRIP = 3
@@ -47,7 +49,6 @@ class RemoteDrafter:
         self, address: str, identity: TargetIdentity, weight: Weight, device: torch.device, *, fault_deadline_s: float = 2.0
     ) -> None:
         self._identity = identity
-        self._device = device
         self._fault_deadline_s = fault_deadline_s
         self._breaker = Breaker()
         self._link = DraftLink(address, identity, weight, self._breaker, carrier_of(address, device))
@@ -172,7 +173,7 @@ class RemoteDrafter:
             if session is not None:
                 session.tree, session.wanted = None, None
             trees.append(tree or root_tree(row.root_token))
-        return pad_trees(trees, self._device, self._draft_ms)
+        return pad_trees(trees, HOST, self._draft_ms)
 
     def wants_reopen(self) -> Sequence[int]:
         """See `Drafter.wants_reopen`; nothing while the draft is away."""
