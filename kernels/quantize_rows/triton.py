@@ -1,4 +1,4 @@
-"""quantize_rows in Triton: a program takes a row; the contract is in the package's docstring."""
+"""quantize_rows in Triton: a program takes a row, and keeps what it can of it in registers; the contract is in the package's docstring."""
 
 from __future__ import annotations
 
@@ -10,28 +10,31 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from outrider.kernels import _launch
 from outrider.kernels.quantize_rows.reference import FP8, LARGEST
 
-_BLOCK = 4096
+_BLOCK = 16384
 
 
 @triton.jit
-def _quantize_rows(x, out, scales, width, x_row, LARGEST: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr):
+def _quantize_rows(x, out, scales, width, x_row, LARGEST: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     if PDL:
         gdc_wait()
-    largest = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, width, BLOCK):
-        value = tl.load(x + row * x_row + first + column, mask=first + column < width, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.abs(value))
-    top = tl.max(largest, 0)
+    value = tl.load(x + row * x_row + column, mask=column < width, other=0.0).to(tl.float32)
+    top = tl.max(tl.abs(value), 0)
+    if not ONCE:
+        for first in range(BLOCK, width, BLOCK):
+            more = tl.load(x + row * x_row + first + column, mask=first + column < width, other=0.0).to(tl.float32)
+            top = tl.maximum(top, tl.max(tl.abs(more), 0))
     scale = tl.where(top > 0, top / LARGEST, 1.0)
     if PDL:
         gdc_launch_dependents()
     tl.store(scales + row, scale)
-    for first in range(0, width, BLOCK):
-        inside = first + column < width
-        value = tl.load(x + row * x_row + first + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + row * width + first + column, (value / scale).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * width + column, (value / scale).to(out.dtype.element_ty), mask=column < width)
+    if not ONCE:
+        for first in range(BLOCK, width, BLOCK):
+            inside = first + column < width
+            more = tl.load(x + row * x_row + first + column, mask=inside, other=0.0).to(tl.float32)
+            tl.store(out + row * width + first + column, (more / scale).to(out.dtype.element_ty), mask=inside)
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,9 +44,10 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     out = _launch.empty((rows, width), FP8, x.device)
     scales = _launch.empty((rows,), torch.float32, x.device)
     if rows:
+        block = min(_BLOCK, _launch.next_power_of_2(width))
         with _launch.on_device_of(x):
             _quantize_rows[(rows,)](
-                x, out, scales, width, x.stride(0), LARGEST=LARGEST, BLOCK=min(_BLOCK, _launch.next_power_of_2(width)), num_warps=8,
-                **_launch.dependent(x),
+                x, out, scales, width, x.stride(0), LARGEST=LARGEST, ONCE=width <= block, BLOCK=block,
+                num_warps=16 if block > 4096 else 8, **_launch.dependent(x),
             )  # fmt: skip
     return out, scales

@@ -22,7 +22,7 @@ def project(x: torch.Tensor, weight: torch.Tensor, *, scales: torch.Tensor | Non
 
     Args:
         x: ``[rows, in]`` fp32/bf16/fp16, at most `FEW_ROWS` rows; rows may be strided.
-        weight: ``[out, in]``, contiguous, x's dtype; e4m3 with `scales`.
+        weight: ``[out, in]``, contiguous, x's dtype; e4m3 with `scales`. Tensor cores then multiply x in FP8 too, by `quantize_rows`.
         scales: ``[out] fp32``, what each row of an FP8 weight is to be multiplied by, or None.
         tile: How; the measured one for this shape unless given.
 

@@ -22,19 +22,18 @@ def choose_tile(epilogue: Epilogue, x: torch.Tensor, weight: torch.Tensor) -> Ti
 
 @functools.cache
 def _choose(epilogue: Epilogue, out_features: int, in_features: int, rows: int, itemsize: int) -> Tile:
-    measured = _measured().get((epilogue, out_features, in_features)) if itemsize == 2 else None
-    if not measured:
-        return guess_tile(epilogue, out_features, in_features, rows, itemsize)
-    return measured[min((count for count in measured if count >= rows), default=max(measured))]
+    measured = _measured().get((epilogue, out_features, in_features, itemsize), {})
+    nearest = min((count for count in measured if count >= rows), default=None)
+    return guess_tile(epilogue, out_features, in_features, rows, itemsize) if nearest is None else measured[nearest]
 
 
 @functools.cache
-def _measured() -> dict[tuple[Epilogue, int, int], dict[int, Tile]]:
-    """Read ``tiles.json``, measured on an H200: epilogue, out, in, rows, method, block_n, block_k, splits, warps, stages."""
-    table: dict[tuple[Epilogue, int, int], dict[int, Tile]] = {}
+def _measured() -> dict[tuple[Epilogue, int, int, int], dict[int, Tile]]:
+    """Read ``tiles.json``, measured on an H200: epilogue, out, in, rows, itemsize, method, block_n, block_k, splits, warps, stages."""
+    table: dict[tuple[Epilogue, int, int, int], dict[int, Tile]] = {}
     path = Path(__file__).with_name("tiles.json")
-    for epilogue, out_features, in_features, rows, method, *numbers in json.loads(path.read_text()):
-        table.setdefault((Epilogue[epilogue], out_features, in_features), {})[rows] = Tile(Method(method), *numbers)
+    for epilogue, out_features, in_features, rows, itemsize, method, *numbers in json.loads(path.read_text()):
+        table.setdefault((Epilogue[epilogue], out_features, in_features, itemsize), {})[rows] = Tile(Method(method), *numbers)
     return table
 
 
@@ -43,9 +42,12 @@ def guess_tile(epilogue: Epilogue, out_features: int, in_features: int, rows: in
     paired = epilogue in (Epilogue.GATED, Epilogue.ROTATED)
     if rows <= _SUM_ROWS:
         elements = _SUM_BYTES // max(2, itemsize) // next_power_of_2(in_features) // (2 if paired else 1)
-        return Tile(Method.SUM, max(1, min(4 if paired else 8, elements)), splits=1, warps=8)
+        most = 4 if paired or itemsize == 1 else 8
+        return Tile(Method.SUM, max(1, min(most, elements)), splits=1, warps=4 if itemsize == 1 else 8)
     if itemsize > 2:
         return Tile(Method.DOT, 32, 32, 1, 4, 2)
+    if itemsize == 1:
+        return _guess_narrow(epilogue, -(-out_features // 64), rows)
     if epilogue is Epilogue.GATED:
         return Tile(Method.DOT, 64, 128 if rows <= 16 else 64, 1, 4, 3 if rows <= 16 else 4)
     if epilogue is Epilogue.ROTATED:
@@ -57,3 +59,15 @@ def guess_tile(epilogue: Epilogue, out_features: int, in_features: int, rows: in
         return Tile(Method.DOT, 64, 128, 1, 4, 5)
     splits = 1 << max(0, (200 // blocks).bit_length() - 1)
     return Tile(Method.DOT, 64, 128, min(splits, 4), 4, 4)
+
+
+def _guess_narrow(epilogue: Epilogue, blocks: int, rows: int) -> Tile:
+    """Return a tile of an FP8 product of `blocks` times 64 outputs, of 64 rows of the weight at least: fewer use no FP8 instruction."""
+    if epilogue is Epilogue.ROTATED:
+        return Tile(Method.DOT, 32, 256, 1, 4, 4)
+    few = rows <= 16
+    if epilogue is Epilogue.GATED:
+        return Tile(Method.DOT, 64, 256 if few else 128, 1, 4, 3 if few else 4)
+    if blocks >= 256:
+        return Tile(Method.DOT, 128, 256 if few else 128, 1, 4, 3 if few else 4)
+    return Tile(Method.DOT, 64, 256, min(1 << max(0, (200 // blocks).bit_length() - 1), 4), 4, 4)

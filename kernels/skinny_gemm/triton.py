@@ -2,8 +2,10 @@
 
 The weight is the left operand of the dot, so that its rows fill the tensor core's 64 and the few activations its narrow side. With SPLIT
 above 1 each program sums a part of the columns and leaves fp32 partial sums; whoever reads them adds them in order, so results do not
-depend on timing. A weight in FP8 is widened in registers: what is saved is reading it. WIDEN is set under the interpreter, whose dot takes
-the bits of a bf16 for an integer.
+depend on timing. For a dot with a weight in FP8 the rows of x are brought to FP8 as well, by a launch of their own: both operands then go
+from shared memory to the tensor cores untouched; widening the weight in registers took more time than reading it in bf16 (measured). Tensor
+cores sum FP8 products in few bits, so what they sum is added up in fp32 after each BLOCK_K. A sum of single rows widens the weight. WIDEN
+is set under the interpreter, whose dot takes the bits of a bf16 for an integer.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from outrider.kernels import _launch
+from outrider.kernels.quantize_rows.triton import quantize_rows
 from outrider.kernels.skinny_gemm.epilogue.triton import finish, tile_rows
 from outrider.kernels.skinny_gemm.types import Epilogue, Method, Rotary, Tile
 from outrider.kernels.stream import Stream
@@ -23,10 +26,10 @@ from outrider.kernels.stream import Stream
 
 @triton.jit
 def _dot_tiles(
-    x, weight, out, bias, scales, residual, norm_weight, scaled, sums, cos, sin, slots, k_plane, v_plane,
+    x, weight, out, bias, scales, row_scales, residual, norm_weight, scaled, sums, cos, sin, slots, k_plane, v_plane,
     rows, N, K, second, x_row, residual_row, out_row, steps, parts, eps,
-    EPILOGUE: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, NORMED: tl.constexpr, GELU: tl.constexpr,
-    PARTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+    EPILOGUE: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, ROW_SCALED: tl.constexpr,
+    NORMED: tl.constexpr, GELU: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
     EVEN: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -47,12 +50,12 @@ def _dot_tiles(
             right = tl.load(xs, mask=real_m[None, :] & real_k[:, None], other=0.0)
         if WIDEN:
             right = right.to(tl.float32)
-        acc = tl.dot(left.to(right.dtype), right, acc, input_precision="ieee")
+        acc = tl.dot(left.to(right.dtype), right, acc, input_precision="ieee", max_num_imprecise_acc=BLOCK_K)
         weights += BLOCK_K
         xs += BLOCK_K
     finish(
-        acc, m, tile, out + split.to(tl.int64) * rows * N, bias, scales, residual, norm_weight, scaled, sums, cos, sin, slots,
-        k_plane, v_plane, rows, N, K, second, residual_row, out_row, parts, eps, EPILOGUE, BIAS, SCALED, NORMED, GELU, PARTS,
+        acc, m, tile, out + split.to(tl.int64) * rows * N, bias, scales, row_scales, residual, norm_weight, scaled, sums, cos, sin, slots,
+        k_plane, v_plane, rows, N, K, second, residual_row, out_row, parts, eps, EPILOGUE, BIAS, SCALED, ROW_SCALED, NORMED, GELU, PARTS,
         HEADS, KV_HEADS, HALF, PDL, BLOCK_N
     )  # fmt: skip
 
@@ -80,9 +83,9 @@ def _sum_rows(
         values = tl.load(x + index * x_row + k, mask=real_k, other=0.0).to(tl.float32)
         acc = tl.sum(left.to(tl.float32) * values[None, :], 1)[:, None]
         finish(
-            acc, index + tl.arange(0, 1), tile, out, bias, scales, residual, norm_weight, scaled, sums, cos, sin, slots, k_plane, v_plane,
-            ROWS, N, K, second, residual_row, out_row, parts, eps, EPILOGUE, BIAS, SCALED, NORMED, GELU, PARTS, HEADS, KV_HEADS, HALF,
-            PDL and index == ROWS - 1, BLOCK_N
+            acc, index + tl.arange(0, 1), tile, out, bias, scales, scales, residual, norm_weight, scaled, sums, cos, sin, slots, k_plane,
+            v_plane, ROWS, N, K, second, residual_row, out_row, parts, eps, EPILOGUE, BIAS, SCALED, False, NORMED, GELU, PARTS, HEADS,
+            KV_HEADS, HALF, PDL and index == ROWS - 1, BLOCK_N
         )  # fmt: skip
 
 
@@ -166,9 +169,13 @@ def _run(
     out, rotary = tail.out, tail.rotary
     parts = tail.sums.shape[0] if tail.normed and tail.sums is not None else 1
     blocks = _launch.ceil_div(tail.count, tile.block_n)
-    optional = (tail.bias, tail.scales, tail.residual, tail.norm_weight, tail.scaled, tail.sums)
+    row_scales = None
+    if tail.scales is not None and tile.method is Method.DOT:
+        x, row_scales = quantize_rows(x)
+    optional = (tail.residual, tail.norm_weight, tail.scaled, tail.sums)
     turned = (rotary.cos, rotary.sin, rotary.slots, rotary.k_plane, rotary.v_plane) if rotary else (x,) * 5
-    tensors = (x, weight, out, *(x if tensor is None else tensor for tensor in optional), *turned)
+    scales = (tail.scales, row_scales) if tile.method is Method.DOT else (tail.scales,)
+    tensors = (x, weight, out, *(x if tensor is None else tensor for tensor in (tail.bias, *scales, *optional)), *turned)
     strides = (x.stride(0), 0 if tail.residual is None else tail.residual.stride(0), out.stride(-2))
     flags = {
         "EPILOGUE": epilogue.value, "BIAS": tail.bias is not None, "SCALED": tail.scales is not None, "NORMED": tail.normed, "GELU": gelu,
@@ -187,8 +194,8 @@ def _run(
         even = columns == steps * tile.block_k * tile.splits and tail.count % tile.block_n == 0
         _dot_tiles[(blocks, tile.splits)](
             *tensors, rows, tail.count, columns, tail.second, *strides, steps, parts, tail.eps, SPLIT=tile.splits, EVEN=even,
-            WIDEN=not isinstance(_dot_tiles, triton.JITFunction), BLOCK_M=block_rows(rows), BLOCK_K=tile.block_k,
-            num_stages=tile.stages, **flags,
+            ROW_SCALED=row_scales is not None, WIDEN=not isinstance(_dot_tiles, triton.JITFunction), BLOCK_M=block_rows(rows),
+            BLOCK_K=tile.block_k, num_stages=tile.stages, **flags,
         )  # fmt: skip
 
 

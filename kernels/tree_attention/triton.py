@@ -261,7 +261,8 @@ def tree_attention(
             scale / softcap if softcap > 0 else scale * _LOG2E, softcap * _LOG2E, rows, splits,
             WIDEN=not isinstance(_attention, triton.JITFunction), GROUP=group, KV_HEADS=kv_heads, DIM=dim, PAGE_SIZE=page_size, TREE=tree,
             WINDOW=window > 0, POSITIONS=row_positions is not None, SINKS=sinks is not None, SOFTCAP=softcap > 0,
-            SPLIT=splits > 1, BLOCK_M=blocks.pairs, BLOCK_N=blocks.tokens, BLOCK_D=block_d, num_warps=blocks.warps, num_stages=blocks.stages, **late,
+            SPLIT=splits > 1, BLOCK_M=blocks.pairs, BLOCK_N=blocks.tokens, BLOCK_D=block_d, num_warps=blocks.warps,
+            num_stages=blocks.stages, **late,
         )  # fmt: skip
         if splits > 1:
             _merge[(max_query_len, heads, bs)](

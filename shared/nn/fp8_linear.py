@@ -1,7 +1,7 @@
 """Products with weights that are kept in FP8: half the bytes to read, which is what decoding waits for.
 
-Weights have a scale per output channel. Up to `FEW_ROWS` rows activations stay as they are and weights are widened in registers; with more
-rows, where arithmetic is the bound, each row of activations is quantised as well and the product runs in FP8.
+Weights have a scale per output channel. One row or two are multiplied as they are, by weights widened in registers; of more, each row is
+quantised as well and the product runs in FP8: by kernels of our own up to `FEW_ROWS` rows, by the library's beyond.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from guards import Guards, reference_version, triton_version
 
@@ -9,7 +11,7 @@ from outrider.kernels.add_norm import add_sums, embed_rows, normalise, rms_norm
 from outrider.kernels.quantize_rows import quantize_rows
 from outrider.kernels.rope_store import rope_angles, rope_store
 from outrider.kernels.silu_mul import silu_mul
-from outrider.kernels.skinny_gemm import Rotary, Tile, project, project_add, project_gated, project_rotated
+from outrider.kernels.skinny_gemm import Method, Rotary, Tile, project, project_add, project_gated, project_rotated
 from outrider.kernels.stream import Stream
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -42,6 +44,16 @@ def narrow(weight: torch.Tensor, guards: Guards) -> dict[str, torch.Tensor]:
     return {"weight": guards.put(quantised), "scales": guards.put(scales)}
 
 
+def rounded(x: torch.Tensor, tile: Tile | None, guards: Guards, fp8: bool) -> torch.Tensor:
+    """Return the rows that a product with an FP8 weight is of: rounded to FP8 themselves, where tensor cores compute it."""
+    dot = tile.method is Method.DOT if tile else x.shape[0] > 2
+    if not (fp8 and dot):
+        return x
+    with triton_version(guards):  # not the reference: the interpreter truncates
+        rows, scales = quantize_rows(x)
+    return (rows.float() * scales[:, None]).to(x.dtype)
+
+
 def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
     """Compare by the tolerance of a dtype, relative to the size of the values."""
     bound = TOLERANCE[dtype]
@@ -62,7 +74,7 @@ def check_project(
     x, weight = make(rows, columns + 8)[:, :columns], make(out, columns, scale=columns**-0.5)
     given = narrow(weight, guards) if fp8 else {"weight": weight}
     with reference_version():
-        expected = project(x, **given)
+        expected = project(rounded(x, tile, guards, fp8), **given)
     with triton_version(guards):
         parts = project(x, **given, tile=tile)
     assert tile is None or parts.dim() == (3 if tile.splits > 1 else 2)
@@ -88,7 +100,7 @@ def check_project_add(
     before = captured.clone()
     given = {**(narrow(weight, guards) if fp8 else {"weight": weight}), "residual": residual, "norm_weight": norm_weight, "eps": EPS}
     with reference_version():
-        expected = project_add(x, **given, bias=offset)
+        expected = project_add(rounded(x, tile, guards, fp8), **given, bias=offset)
     with triton_version(guards):
         stream = project_add(x, **given, bias=offset, out=captured[:, width : 2 * width], tile=tile)
     same_stream(stream, expected, dtype)
@@ -108,7 +120,7 @@ def check_project_gated(
     weight, offset = make(2 * size, width, scale=width**-0.5), make(2 * size) if bias else None
     given = narrow(weight, guards) if fp8 else {"weight": weight}
     with reference_version():
-        expected = project_gated(stream, **given, bias=offset, gelu=gelu)
+        expected = project_gated(replace(stream, scaled=rounded(stream.scaled, tile, guards, fp8)), **given, bias=offset, gelu=gelu)
     with triton_version(guards):
         actual = project_gated(stream, **given, bias=offset, gelu=gelu, tile=tile)
     close(actual, expected, dtype)
@@ -132,8 +144,9 @@ def check_project_rotated(
     slots = torch.randperm(planes[0].shape[0] * 3)[:rows]
     slots[1::5] = -1
     slots = guards.put(slots.to(device))
+    read = replace(stream, scaled=rounded(stream.scaled, tile, guards, fp8))
     with reference_version():
-        expected = project_rotated(stream, rotary=Rotary(cos, sin, *expected_planes, slots), **given, bias=offset)
+        expected = project_rotated(read, rotary=Rotary(cos, sin, *expected_planes, slots), **given, bias=offset)
     with triton_version(guards):
         actual = project_rotated(stream, rotary=Rotary(cos, sin, *planes, slots), **given, bias=offset, tile=tile)
     close(actual, expected, dtype)

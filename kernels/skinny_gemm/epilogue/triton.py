@@ -39,10 +39,11 @@ def _inverse_rms(sums, m, rows, parts, width, eps, PARTS: tl.constexpr):
 
 @triton.jit
 def finish(
-    acc, m, tile, out, bias, scales, residual, norm_weight, scaled, sums, cos, sin, slots, k_plane, v_plane,
+    acc, m, tile, out, bias, scales, row_scales, residual, norm_weight, scaled, sums, cos, sin, slots, k_plane, v_plane,
     rows, N, K, second, residual_row, out_row, parts, eps,
-    EPILOGUE: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, NORMED: tl.constexpr, GELU: tl.constexpr, PARTS: tl.constexpr,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, TRIGGER: tl.constexpr, BLOCK_N: tl.constexpr
+    EPILOGUE: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, ROW_SCALED: tl.constexpr, NORMED: tl.constexpr,
+    GELU: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, TRIGGER: tl.constexpr,
+    BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """Store what becomes of the products `acc` ``[rows of a tile, M] fp32`` with rows m.
 
@@ -61,6 +62,11 @@ def finish(
         low *= tl.load(scales + place, mask=real_n, other=0.0)[:, None]
         if PAIRED:
             high *= tl.load(scales + second + place, mask=real_n, other=0.0)[:, None]
+    if ROW_SCALED:
+        row_scale = tl.load(row_scales + m, mask=real_m, other=0.0)[None, :]
+        low *= row_scale
+        if PAIRED:
+            high *= row_scale
     if NORMED:
         inverse = _inverse_rms(sums, m, rows, parts, K, eps, PARTS)[None, :]
         low *= inverse
