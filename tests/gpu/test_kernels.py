@@ -18,11 +18,11 @@ from tree_cases import check_tree_build, check_verify_tree
 
 pytestmark = pytest.mark.gpu
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 PADS = [64, 67]  # buffers aligned as usual, and at odd addresses
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize(("rows", "kv_heads", "dim", "page_size"), [(1, 8, 128, 16), (300, 3, 5, 1), (77, 2, 80, 3)])
 def test_kv_store(dtype: torch.dtype, rows: int, kv_heads: int, dim: int, page_size: int) -> None:
     check_kv_store("cuda", dtype, rows, kv_heads, dim, page_size, pages=400, guards=Guards(64))
@@ -36,11 +36,15 @@ def test_kv_compact(page_size: int, bs: int, columns: int) -> None:
     check_kv_compact("cuda", bs, columns, page_size, [(torch.float32, 6), (torch.bfloat16, 5)], Guards(67))
 
 
+# What differs between the types of elements is compiled once or twice for each; the shapes are bf16's.
 @pytest.mark.parametrize("tree", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("page_size", "dim", "heads", "kv_heads"), [(16, 128, 32, 8), (1, 64, 4, 4), (3, 80, 6, 2), (16, 32, 8, 1), (16, 24, 5, 1)]
-)
+    ("dtype", "page_size", "dim", "heads", "kv_heads"),
+    [
+        (BF16, 16, 128, 32, 8), (BF16, 1, 64, 4, 4), (BF16, 3, 80, 6, 2), (BF16, 16, 32, 8, 1), (BF16, 16, 24, 5, 1),
+        (F32, 16, 128, 32, 8), (F32, 3, 80, 6, 2), (F16, 16, 128, 32, 8),
+    ],
+)  # fmt: skip
 def test_tree_attention(tree: bool, dtype: torch.dtype, page_size: int, dim: int, heads: int, kv_heads: int) -> None:
     sequences = [Sequence(0, 5), Sequence(700, 64), Sequence(37, 1), Sequence(129, 33), Sequence(3, 2)]
     check_tree_attention(
@@ -48,7 +52,7 @@ def test_tree_attention(tree: bool, dtype: torch.dtype, page_size: int, dim: int
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [F32, BF16])
 def test_attention_over_many_mask_columns_prefill_and_window(dtype: torch.dtype) -> None:
     shape = {"heads": 8, "kv_heads": 2, "dim": 64, "page_size": 16, "guards": Guards(67)}
     check_tree_attention("cuda", dtype, [Sequence(21, 8, 300), Sequence(0, 3, 5)], tree=True, **shape)
@@ -65,8 +69,11 @@ def test_gumbel_noise(rows: int, vocab: int, subset: int) -> None:
     check_gumbel_noise("cuda", rows, vocab, subset, Guards(64))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("temperatures", [[0.0] * 33, [1.0], [0.0, 1.0, 0.7, 0.0, 2.0] * 7], ids=["greedy", "sampled", "mixed"])
+@pytest.mark.parametrize(
+    ("dtype", "temperatures"),
+    [(BF16, [0.0] * 33), (BF16, [1.0]), *((dtype, [0.0, 1.0, 0.7, 0.0, 2.0] * 7) for dtype in (F32, BF16, F16))],
+    ids=["bf16-greedy", "bf16-sampled", "fp32-mixed", "bf16-mixed", "fp16-mixed"],
+)
 def test_choose_tokens(dtype: torch.dtype, temperatures: list[float]) -> None:
     check_choose_tokens("cuda", dtype, temperatures, 128256, filters=False, guards=Guards(64))
     check_choose_tokens("cuda", dtype, temperatures, 4099, filters=False, guards=Guards(67))
@@ -78,8 +85,10 @@ def test_poisoned_rows(temperature: float, filters: bool) -> None:
     check_poisoned_rows("cuda", 4100, temperature=temperature, filters=filters, guards=Guards(64))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "vocab", "topk"), [(8, 32000, 8), (4, 128256, 4), (5, 130, 16), (1, 9, 9)])
+@pytest.mark.parametrize(
+    ("dtype", "rows", "vocab", "topk"),
+    [(BF16, 8, 32000, 8), (BF16, 4, 128256, 4), (BF16, 5, 130, 16), (BF16, 1, 9, 9), (F32, 4, 32000, 8), (F16, 5, 130, 16)],
+)
 @pytest.mark.parametrize(("coupled", "mapped"), [(False, False), (True, True)])
 def test_topk_expand(dtype: torch.dtype, rows: int, vocab: int, topk: int, coupled: bool, mapped: bool) -> None:
     check_topk_expand("cuda", dtype, rows, vocab, topk, coupled=coupled, mapped=mapped, guards=Guards(64))
