@@ -304,7 +304,7 @@ class _Levels:
             kv_lens=prefix + written,
             query_start=self.constants.query_start,
             ancestors=ancestors,
-            slots=self.slots[behind][:, key.level - 1].reshape(-1),
+            slots=self.slots[behind][:, key.level - 1].flatten().contiguous(),
             max_query_len=topk,
             max_kv_len=self.max_stable_len + written,
         )
