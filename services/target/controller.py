@@ -201,6 +201,8 @@ class SpeculationController:
             self.costs.observe_round(batch_size, nodes, step.depth, step.round_s)
             plain = self.costs.plain_round(batch_size)
             seconds = step.round_s
+            if nodes == batch_size:  # what drafting by way of the host must beat
+                self.costs.observe_plain_round(batch_size, step.round_s)
         else:
             self.costs.observe_verify(batch_size, nodes, step.verify_s)
             self.costs.observe_overhead(step.overhead_s)

@@ -46,6 +46,10 @@ class StepCosts:
         key = (batch_size, rows, depth)
         self._rounds[key] = _blend(self._rounds.get(key), seconds)
 
+    def observe_plain_round(self, batch_size: int, seconds: float) -> None:
+        """Learn that a plain step need take no longer than a plain round on the device, which hides the overhead."""
+        self.observe_verify(batch_size, batch_size, max(seconds - self._overhead, 0.0))
+
     def observe_draft(self, depth: int, seconds: float) -> None:
         """Learn how long a proposal of `depth` levels kept the step waiting."""
         average = self._draft.get(depth)

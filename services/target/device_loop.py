@@ -30,6 +30,9 @@ from outrider.services.target.verify_step import HostRow
 from outrider.shared.spec.drafter import Commit, Drafter, RoundResult
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
+CATCH_UP_TOKENS = 128
+"""Tokens of plain rounds after which a drafter that follows is told of them."""
+
 _log = logging.getLogger("outrider.target")
 
 
@@ -167,7 +170,15 @@ class DeviceLoop:
         decoding = self._scheduler.decoding()
         if len(decoding) != len(self._places) or any(sequence.session_id not in self._places for sequence in decoding):
             return False
-        return self._bucket(len(decoding)) == self._bs and self._proposals.common_shape(decoding) == self._shape
+        if self._bucket(len(decoding)) != self._bs or self._drafter_falls_behind(decoding):
+            return False
+        return self._proposals.common_shape(decoding) == self._shape
+
+    def _drafter_falls_behind(self, decoding: Seq[Sequence]) -> bool:
+        """Whether plain rounds have gone on for so long that the drafter should be told of them: `catch_up` is one message."""
+        if self._shape.drafts:
+            return False
+        return any(one.drafted and one.committed_len - self._entered_len[one.session_id] >= CATCH_UP_TOKENS for one in decoding)
 
     def _worth_another(self) -> bool:
         """Whether some sequence is not certain to end with the rounds on their way: each brings at least one token."""

@@ -230,10 +230,14 @@ class TargetEngine:
 
     # ---- engine thread
 
+    @property
+    def on_device(self) -> bool:
+        """Whether rounds are kept on the device now."""
+        return self._loop is not None and self._loop.active
+
     def has_work(self) -> bool:
         """See `Steppable.has_work`."""
-        rounds_on_their_way = self._loop is not None and self._loop.active
-        return bool(self._inbox) or self._delivery.pending or rounds_on_their_way or self._scheduler.has_work()
+        return bool(self._inbox) or self._delivery.pending or self.on_device or self._scheduler.has_work()
 
     def next_wakeup(self) -> float | None:
         """See `Steppable.next_wakeup`: the earliest deadline."""
@@ -248,7 +252,7 @@ class TargetEngine:
         self._follower.refresh()
         plan = self._scheduler.schedule(started)
         self._follower.follow(plan)
-        if self._loop is not None and self._loop.enter(plan):
+        if self._loop is not None and not self._host.announced and self._loop.enter(plan):
             self._host.drop()
             self._delivery.flush()
             return

@@ -77,6 +77,11 @@ class HostRounds:
         """Count into `metrics` from now on."""
         self._metrics = metrics
 
+    @property
+    def announced(self) -> bool:
+        """Whether the drafter works on a round already."""
+        return self._early is not None and self._early.proposal is not None
+
     def drop(self) -> None:
         """Forget what was announced early: the sequences go on without the host, or have failed."""
         self._early = None
@@ -119,16 +124,16 @@ class HostRounds:
         self.commit(commits)
         round_number = self._counter.value
         self._counter.value += 1
-        self._announce_early({sequence.session_id for sequence, step in zip(decodes, steps, strict=True) if step and step.finish})
+        self._announce_early({sequence.session_id for sequence, done in zip(decodes, steps, strict=True) if done and done.finish})
         num_nodes = [1] * len(decodes) if drafts.tokens.shape[1] == 1 else drafts.num_nodes.tolist()
-        for index, (sequence, outcome, step) in enumerate(zip(decodes, outcomes, steps, strict=True)):
-            if step is None:
+        for index, (sequence, outcome, done) in enumerate(zip(decodes, outcomes, steps, strict=True)):
+            if done is None:
                 continue
-            sequence.stats.record(num_nodes[index], len(outcome.accepted), step.num_cut)
+            sequence.stats.record(num_nodes[index], len(outcome.accepted), done.num_cut)
             trace = None
             if sequence.request.speculation.trace:
-                trace = round_trace(drafts, index, num_nodes[index], base_lens[index], round_number, outcome, step.kept, times)
-            if self._delivery.tokens(sequence, step, trace):
+                trace = round_trace(drafts, index, num_nodes[index], base_lens[index], round_number, outcome, done.kept, times)
+            if self._delivery.tokens(sequence, done, trace):
                 self._forget(sequence)
         times.committed = time.monotonic()
         executed = executed_step(decodes, outcomes, num_nodes, drafts, proposal.depth if proposal else 0, times)

@@ -49,6 +49,8 @@ class Proposals:
         self._controller = controller
         self._metrics = metrics
 
+        self._chosen: tuple[list[int], list[DraftShape]] = ([], [])
+
     def start_counting(self, metrics: TargetMetrics) -> None:
         """Count into `metrics` from now on."""
         self._metrics = metrics
@@ -101,15 +103,30 @@ class Proposals:
                 sequence.stats.fell_back(reason)
                 self._metrics.fell_back(reason)
             return NO_DRAFT
+        if not self._drafter.device_resident:
+            return self._plain_by_choice(decodes, wanting)
         shapes = {sequence.request.speculation.shape for sequence in wanting}
-        if any(obstacles) or len(wanting) < len(decodes) or len(shapes) > 1 or not self._drafter.device_resident:
+        if any(obstacles) or len(wanting) < len(decodes) or len(shapes) > 1:
             return None
         auto = [sequence for sequence in wanting if sequence.controller_row is not None]
         if not auto:
             return shapes.pop()
         return self._controller.choose_common([self._bound(sequence) for sequence in auto]) if len(auto) == len(decodes) else None
 
+    def _plain_by_choice(self, decodes: Seq[Sequence], wanting: Seq[Sequence]) -> DraftShape | None:
+        """Return `NO_DRAFT` if the controller wants no drafts for any row of a draft elsewhere; `announce` keeps to a choice for some."""
+        if any(sequence.controller_row is None for sequence in wanting):
+            return None
+        shapes = self._shapes(decodes)
+        if not any(shape.drafts for shape in shapes):
+            return NO_DRAFT
+        self._chosen = [sequence.session_id for sequence in decodes], shapes
+        return None
+
     def _shapes(self, decodes: Seq[Sequence]) -> list[DraftShape]:
+        (session_ids, chosen), self._chosen = self._chosen, ([], [])
+        if session_ids and session_ids == [sequence.session_id for sequence in decodes]:
+            return chosen
         shapes = [NO_DRAFT] * len(decodes)
         auto: list[int] = []
         for index, sequence in enumerate(decodes):

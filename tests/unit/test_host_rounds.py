@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
 from target_harness import FakeDrafter, Harness, generate_plain, load_toy, make_harness, oracle_plan
 from toys import make_toy_target
 
+from outrider.services.target.controller import RowBound
+from outrider.services.target.device_loop import CATCH_UP_TOKENS, OverlapPlan
 from outrider.services.target.drafter import NoDrafter
 from outrider.services.target.request import Event, SpeculationMode
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import ProposalRequest
-from outrider.shared.spec.tree import DraftBatch
+from outrider.shared.spec.tree import NO_DRAFT, DraftBatch, DraftShape
 
 PROMPTS = [[3, 5, 7], [2, 4, 6, 8], [9, 1]]
 NEW_TOKENS = 30
@@ -105,3 +108,30 @@ def test_a_sequence_that_joins_is_drafted_from_its_second_round_on(decoder: Deco
     assert max(len(request.rows) for request in drafter.asked) == 2
     assert harness.sink.finished["1"].speculation.accept_length > 1.3
     assert harness.sink.finished["2"].speculation.draft_tokens == 0
+
+
+def test_plain_rounds_stay_on_the_device_while_a_draft_elsewhere_is_not_wanted(decoder: Decoder) -> None:
+    answer = generate_plain(decoder, NoDrafter(decoder.device), PROMPTS[0], 400)
+    whole = PROMPTS[0] + answer
+    drafter = Listening([whole], decoder.config.vocab_size, [])
+    harness = make_harness(decoder, drafter, overlap=OverlapPlan((1, 2), 4))
+    choices = itertools.count(1)
+    wanted = DraftShape(2, 1, 3)
+
+    def choose(rows: Sequence[RowBound], batch_size: int, other_nodes: int) -> list[DraftShape]:
+        return [wanted if next(choices) % 150 == 0 else NO_DRAFT]
+
+    harness.engine.controller.choose = choose  # type: ignore[method-assign]
+    harness.submit(PROMPTS[0], 400, request_id="0", mode=SpeculationMode.AUTO, shape=(3, 2, 7))
+    on_device, told = 0, []
+    while harness.engine.has_work():
+        harness.step()
+        on_device += harness.engine.on_device
+        if drafter.sequences:
+            told = next(iter(drafter.sequences.values()))
+            assert told == whole[: len(told)]
+    assert harness.sink.tokens["0"] == answer
+    assert on_device > len(answer) - 20, "plain rounds overlap"
+    assert [request.rows[0].shape for request in drafter.asked] == [wanted] * 2, "a choice to draft is kept to"
+    assert len(told) > len(whole) - CATCH_UP_TOKENS - 10, "the drafter is told of plain rounds now and then"
+    assert not drafter.sequences
