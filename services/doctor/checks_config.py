@@ -13,7 +13,7 @@ from outrider.services.draft.heads.head_config import plain_rope
 from outrider.services.draft.heads.token_map import FIELD as MAP_FIELD
 from outrider.shared.nn.config import CONFIG_FILE, DEFAULT_ROPE_THETA, RopeConfig, read_json
 from outrider.shared.nn.tokenizer_file import TOKENIZER_FILE, vocabulary_of
-from outrider.shared.spec.algorithm import Algorithm
+from outrider.shared.spec.algorithm import FIELD, Algorithm
 
 ANOTHER_DRAFT = "Serve the target that this draft was made for, or another --draft."
 MAX_NAMED = 3
@@ -27,6 +27,16 @@ def check_target(pair: Pair) -> Iterator[Finding]:
         f"{config.architecture}: {config.num_layers} layers of {config.hidden_size}, {config.num_heads} heads "
         f"({config.num_kv_heads} in the cache), vocabulary {config.vocab_size}, context {config.max_position_embeddings}",
     )
+
+
+def check_unused(pair: Pair) -> Iterator[Finding]:
+    """Refuse a draft beside an algorithm that drafts without any, as serving does."""
+    if pair.draft is not None and pair.algorithm is Algorithm.NONE:
+        yield Finding.refused(
+            FIELD,
+            f"NONE decodes without a draft, and --draft {pair.draft} names one",
+            "Leave one of the two out; the draft was not looked at.",
+        )
 
 
 def check_algorithm(pair: Pair) -> Iterator[Finding]:
@@ -198,5 +208,6 @@ __all__ = [
     "check_target",
     "check_token_map",
     "check_tokenizers",
+    "check_unused",
     "check_vocabulary",
 ]

@@ -14,6 +14,7 @@ from outrider.services.doctor.checks_config import (
     check_target,
     check_token_map,
     check_tokenizers,
+    check_unused,
     check_vocabulary,
 )
 from outrider.services.doctor.checks_tensors import check_d2t, check_draft_tensors, check_embedding, check_target_tensors
@@ -38,6 +39,7 @@ DRAFT_CHECKS: Mapping[str, Check] = {
     "draft tensors": check_draft_tensors,
     "embedding": check_embedding,
 }
+UNDRAFTED_CHECKS: Mapping[str, Check] = {"draft": check_unused}
 LAST_CHECKS: Mapping[str, Check] = {
     "token map": check_token_map,
     "tokenizer": check_tokenizers,
@@ -47,7 +49,7 @@ LAST_CHECKS: Mapping[str, Check] = {
 
 def examine(pair: Pair) -> Report:
     """Return the report of all checks that apply."""
-    checks = {**TARGET_CHECKS, **(DRAFT_CHECKS if pair.drafts else {}), **LAST_CHECKS}
+    checks = {**TARGET_CHECKS, **(DRAFT_CHECKS if pair.drafts else UNDRAFTED_CHECKS), **LAST_CHECKS}
     findings: list[Finding] = []
     for name, check in checks.items():
         findings += _new(findings, [replace(finding, check=name) for finding in _run(check, pair)])

@@ -341,6 +341,13 @@ def test_other_ways_of_drafting_are_probed_too(target: Path) -> None:
     assert report["probe"]["runs"][0]["accept_length"] > 3, "a model agrees with itself"
 
 
+def test_a_draft_that_nothing_would_use_is_refused(target: Path) -> None:
+    code, report = doctor(target, target, "--speculative-algorithm", "none")
+    assert code == 2
+    assert f"--draft {target}" in lines(report, "speculative_algorithm", "refused")[0]
+    assert doctor(target, None, "--speculative-algorithm", "none")[0] == 0
+
+
 def test_unknown_flags_values_are_named() -> None:
     result = RUNNER.invoke(cli.app, ["doctor", "--target", "x", "--speculative-algorithm", "medusa"])
     assert "EAGLE3" in str(result.exception)
