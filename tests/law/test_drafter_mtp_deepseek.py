@@ -159,6 +159,19 @@ def test_fp8_layers_draft_as_the_matrices_that_they_stand_for(folders: dict[int,
     assert caught.value.field == scale
 
 
+def test_copies_of_the_targets_tensors_are_ignored_in_fp8_too(folder: Path, tmp_path: Path) -> None:
+    """Quantisers that go by shape take the copies of embedding and head along, scales and all."""
+    family_models.store_fp8(tmp_path / "fp8", folder, (16, 24), keep=("eh_proj", "model.embed_tokens", "lm_head"))
+    copy = f"{PREFIX}shared_head.head.weight"
+    stored = load_file(str(tmp_path / "fp8" / "model.safetensors"))
+    assert stored[copy].dtype is torch.float8_e4m3fn
+    make_engine(tmp_path / "fp8")
+    save_file(stored | {f"{copy}_scale": torch.ones(1)}, str(tmp_path / "fp8" / "model.safetensors"))
+    with pytest.raises(CheckpointError) as caught:
+        make_engine(tmp_path / "fp8")
+    assert caught.value.field == f"{copy}_scale"
+
+
 @pytest.fixture(scope="module")
 def trained() -> toy_deepseek.Model:
     """A model of two layers with two MTP layers, trained together."""

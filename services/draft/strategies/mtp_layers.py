@@ -21,7 +21,7 @@ from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.config import CONFIG_FILE, ConfigReader, ModelConfig, read_json
-from outrider.shared.nn.fp8 import Fp8Source
+from outrider.shared.nn.fp8 import SCALE_SUFFIX, Fp8Source
 from outrider.shared.nn.layers import DecoderLayer, Linear, RMSNorm
 from outrider.shared.nn.load import load_layer
 from outrider.shared.nn.loader import CheckpointReader, TensorSource
@@ -147,6 +147,8 @@ class MtpWeights:
             prefixes = tuple(f"{dialect.layers}{number}." for number in numbers)
             others = [name for name in reader.names if not name.startswith(prefixes)]
             copies = [f"{prefix}{name}" for prefix in prefixes for name in dialect.ignored]
+            if config.weight_block:  # a copy in FP8 comes with its scales
+                copies += [name + SCALE_SUFFIX for name in copies]
             reader.finish(ignored=[*others, *copies, "*rotary_emb.inv_freq"])
             fingerprint = f"{config.fingerprint[:32]}{reader.fingerprint[:32]}"
         return cls(config, dialect, layers, prefixes, fingerprint)
