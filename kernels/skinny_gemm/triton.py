@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from outrider.kernels import _launch
 from outrider.kernels.quantize_rows.triton import quantize_rows
-from outrider.kernels.skinny_gemm.epilogue.triton import finish, tile_rows
+from outrider.kernels.skinny_gemm.epilogue.triton import finish, load_constants, load_rows, tile_rows
 from outrider.kernels.skinny_gemm.types import Epilogue, Method, Rotary, Tile
 from outrider.kernels.stream import Stream
 
@@ -37,6 +37,8 @@ def _dot_tiles(
     row, n = tile_rows(tile, second, EPILOGUE, HALF, BLOCK_N)
     weights, xs = weight + row[:, None] * K + k[None, :], x + (m.to(tl.int64) * x_row)[None, :] + k[:, None]
     real_n, real_m = n < N, m < rows
+    output = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    constants = load_constants(output, N, second, bias, scales, norm_weight, EPILOGUE, BIAS, SCALED, HALF)
     if PDL:
         gdc_wait()
     acc = tl.zeros((row.shape[0], BLOCK_M), tl.float32)
@@ -53,10 +55,12 @@ def _dot_tiles(
         acc = tl.dot(left.to(right.dtype), right, acc, input_precision="ieee", max_num_imprecise_acc=BLOCK_K)
         weights += BLOCK_K
         xs += BLOCK_K
+    factor, before = load_rows(
+        m, output, rows, N, K, row_scales, sums, residual, residual_row, parts, eps, EPILOGUE, ROW_SCALED, NORMED, PARTS
+    )  # fmt: skip
     finish(
-        acc, m, tile, out + split.to(tl.int64) * rows * N, bias, scales, row_scales, residual, norm_weight, scaled, sums, cos, sin, slots,
-        k_plane, v_plane, rows, N, K, second, residual_row, out_row, parts, eps, EPILOGUE, BIAS, SCALED, ROW_SCALED, NORMED, GELU, PARTS,
-        HEADS, KV_HEADS, HALF, PDL, BLOCK_N
+        acc, m, tile, constants, factor, before, out + split.to(tl.int64) * rows * N, scaled, sums, cos, sin, slots, k_plane, v_plane,
+        rows, N, out_row, EPILOGUE, BIAS, SCALED, GELU, HEADS, KV_HEADS, HALF, PDL, BLOCK_N
     )  # fmt: skip
 
 
@@ -77,15 +81,20 @@ def _sum_rows(
         left = tl.load(weights, eviction_policy="evict_first")
     else:
         left = tl.load(weights, mask=real_n[:, None] & real_k[None, :], other=0.0, eviction_policy="evict_first")
+    output = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    constants = load_constants(output, N, second, bias, scales, norm_weight, EPILOGUE, BIAS, SCALED, HALF)
     if PDL:
         gdc_wait()
     for index in tl.static_range(ROWS):
+        m = index + tl.arange(0, 1)
         values = tl.load(x + index * x_row + k, mask=real_k, other=0.0).to(tl.float32)
+        factor, before = load_rows(
+            m, output, ROWS, N, K, scales, sums, residual, residual_row, parts, eps, EPILOGUE, False, NORMED, PARTS
+        )  # fmt: skip
         acc = tl.sum(left.to(tl.float32) * values[None, :], 1)[:, None]
         finish(
-            acc, index + tl.arange(0, 1), tile, out, bias, scales, scales, residual, norm_weight, scaled, sums, cos, sin, slots, k_plane,
-            v_plane, ROWS, N, K, second, residual_row, out_row, parts, eps, EPILOGUE, BIAS, SCALED, False, NORMED, GELU, PARTS, HEADS,
-            KV_HEADS, HALF, PDL and index == ROWS - 1, BLOCK_N
+            acc, m, tile, constants, factor, before, out, scaled, sums, cos, sin, slots, k_plane, v_plane, ROWS, N, out_row, EPILOGUE,
+            BIAS, SCALED, GELU, HEADS, KV_HEADS, HALF, PDL and index == ROWS - 1, BLOCK_N
         )  # fmt: skip
 
 

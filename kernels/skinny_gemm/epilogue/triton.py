@@ -38,18 +38,63 @@ def _inverse_rms(sums, m, rows, parts, width, eps, PARTS: tl.constexpr):
 
 
 @triton.jit
+def load_constants(
+    n, N, second, bias, scales, norm_weight, EPILOGUE: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, HALF: tl.constexpr
+):
+    """Return what a tail needs of the weights of outputs n: scale, scale of the second of a pair, bias, that of the second, norm.
+
+    Weights are never written, so a program asks for them before it waits: behind the product, each would cost it a memory's latency.
+    """
+    real, place = n < N, output_rows(n, EPILOGUE, HALF)
+    scale = tl.full(n.shape, 1.0, tl.float32)
+    scale_high = scale
+    offset = scale
+    offset_high = scale
+    norm = scale
+    if SCALED:
+        scale = tl.load(scales + place, mask=real, other=0.0)
+    if SCALED and EPILOGUE >= 2:
+        scale_high = tl.load(scales + second + place, mask=real, other=0.0)
+    if BIAS:
+        offset = tl.load(bias + place, mask=real, other=0.0).to(tl.float32)
+    if BIAS and EPILOGUE >= 2:
+        offset_high = tl.load(bias + second + place, mask=real, other=0.0).to(tl.float32)
+    if EPILOGUE == 1:
+        norm = tl.load(norm_weight + n, mask=real, other=0.0).to(tl.float32)
+    return scale, scale_high, offset, offset_high, norm
+
+
+@triton.jit
+def load_rows(
+    m, n, rows, N, K, row_scales, sums, residual, residual_row, parts, eps, EPILOGUE: tl.constexpr, ROW_SCALED: tl.constexpr,
+    NORMED: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """Return what a tail needs of rows m: the factor on their products ``[M]``, and their residual ``[outputs, M]`` (of ADD)."""
+    factor = tl.full(m.shape, 1.0, tl.float32)
+    before = tl.full((n.shape[0], m.shape[0]), 0.0, tl.float32)
+    if EPILOGUE == 1:
+        element = (n < N)[:, None] & (m < rows)[None, :]
+        before = tl.load(residual + m.to(tl.int64)[None, :] * residual_row + n[:, None], mask=element, other=0.0).to(tl.float32)
+    if ROW_SCALED:
+        factor = tl.load(row_scales + m, mask=m < rows, other=0.0)
+    if NORMED:
+        factor *= _inverse_rms(sums, m, rows, parts, K, eps, PARTS)
+    return factor, before
+
+
+@triton.jit
 def finish(
-    acc, m, tile, out, bias, scales, row_scales, residual, norm_weight, scaled, sums, cos, sin, slots, k_plane, v_plane,
-    rows, N, K, second, residual_row, out_row, parts, eps,
-    EPILOGUE: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, ROW_SCALED: tl.constexpr, NORMED: tl.constexpr,
-    GELU: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, TRIGGER: tl.constexpr,
-    BLOCK_N: tl.constexpr
+    acc, m, tile, constants, factor, before, out, scaled, sums, cos, sin, slots, k_plane, v_plane, rows, N, out_row,
+    EPILOGUE: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, GELU: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr, TRIGGER: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """Store what becomes of the products `acc` ``[rows of a tile, M] fp32`` with rows m.
 
+    `constants` are of `load_constants`, `factor` and `before` of `load_rows`.
     TRIGGER: these are the program's last stores, and the next kernel is to be let in before them.
     """
     PAIRED: tl.constexpr = EPILOGUE >= 2
+    scale, scale_high, offset, offset_high, norm = constants
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     low = acc
     high = acc
@@ -58,33 +103,25 @@ def finish(
     real_n, real_m, m64 = n < N, m < rows, m.to(tl.int64)
     element = real_n[:, None] & real_m[None, :]
     place = output_rows(n, EPILOGUE, HALF)
+    low *= factor[None, :]
     if SCALED:
-        low *= tl.load(scales + place, mask=real_n, other=0.0)[:, None]
-        if PAIRED:
-            high *= tl.load(scales + second + place, mask=real_n, other=0.0)[:, None]
-    if ROW_SCALED:
-        row_scale = tl.load(row_scales + m, mask=real_m, other=0.0)[None, :]
-        low *= row_scale
-        if PAIRED:
-            high *= row_scale
-    if NORMED:
-        inverse = _inverse_rms(sums, m, rows, parts, K, eps, PARTS)[None, :]
-        low *= inverse
-        if PAIRED:
-            high *= inverse
+        low *= scale[:, None]
     if BIAS:
-        low += tl.load(bias + place, mask=real_n, other=0.0).to(tl.float32)[:, None]
-        if PAIRED:
-            high += tl.load(bias + second + place, mask=real_n, other=0.0).to(tl.float32)[:, None]
+        low += offset[:, None]
+    if PAIRED:
+        high *= factor[None, :]
+        if SCALED:
+            high *= scale_high[:, None]
+        if BIAS:
+            high += offset_high[:, None]
     if EPILOGUE == 0:
         if TRIGGER:
             gdc_launch_dependents()
         tl.store(out + m64[None, :] * N + n[:, None], low.to(out.dtype.element_ty), mask=element)
     if EPILOGUE == 1:
-        low += tl.load(residual + m64[None, :] * residual_row + n[:, None], mask=element, other=0.0).to(tl.float32)
+        low += before
         total = low.to(out.dtype.element_ty)
         kept = total.to(tl.float32)
-        norm = tl.load(norm_weight + n, mask=real_n, other=0.0).to(tl.float32)
         square = tl.sum(tl.where(element, kept * kept, 0.0), 0)
         if TRIGGER:
             gdc_launch_dependents()
