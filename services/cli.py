@@ -15,6 +15,7 @@ from outrider.bench.cli import bench
 from outrider.services import launch
 from outrider.services.convert.cli import convert
 from outrider.services.doctor.cli import doctor
+from outrider.services.flags import with_target_flags
 from outrider.services.launch import DEMO_DRAFT, DEMO_TARGET, Progress, StackOptions, Transport
 from outrider.services.supervisor import Echo
 from outrider.shared.base.errors import ErrorCode, OutriderError
@@ -110,6 +111,7 @@ Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", sho
 
 
 @app.command()
+@with_target_flags
 def up(
     target: TargetDir = None,
     draft: DraftDir = None,
@@ -135,6 +137,7 @@ def up(
         Transport, typer.Option(help="auto puts the draft into the target's process on a machine with one GPU, else runs it apart.")
     ] = Transport.AUTO,
     log_level: Annotated[str, typer.Option(help="Of all services.")] = "info",
+    **target_flags: Any,
 ) -> None:
     """Start gateway, target and draft, restart what dies, and stop all on Ctrl-C or SIGTERM."""
     from outrider.shared.base.lifecycle import StopSignal
@@ -162,6 +165,7 @@ def up(
         skip_tokenizer=skip_tokenizer,
         transport=transport,
         log_level=log_level,
+        target_flags={name: value for name, value in target_flags.items() if value is not None},
     )
     console = StatusConsole(stderr=True, highlight=False)
     with StopSignal() as stop, launch.running_stack(options, _echo_to(console), _progress_to(console), lambda: stop.requested) as stack:

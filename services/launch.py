@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,6 +72,7 @@ class StackOptions:
         max_running_requests: Sequences that the target works on at once, and that the draft follows if they are more than its default.
         mem_fraction_static: Share of the GPU's memory for the target's weights and KV cache.
         tp: GPUs (processes, on a CPU) that share the target. AUTO transport then takes the draft into the target's first process.
+        target_flags: Further settings that only the target reads, by their names.
     """
 
     target: Path = DEMO_TARGET
@@ -96,6 +97,7 @@ class StackOptions:
     max_running_requests: int | None = None
     mem_fraction_static: float | None = None
     tp: int | None = None
+    target_flags: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def speculates(self) -> bool:
@@ -137,6 +139,7 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
     gateway |= {"tokenizer": None if options.skip_tokenizer else options.target, "log-level": options.log_level}
     drafter = draft_address or (f"{INPROC}{options.draft or ''}" if options.speculates else "none")
     target = {"listen": target_address, "model": options.target, "draft": drafter} | algorithm | shape | caps | placement | capacity
+    target |= {name.replace("_", "-"): value for name, value in options.target_flags.items()}
     children = [_child("gateway", gateway), _child("target", target | (texts if options.speculates and inproc else {}))]
     if draft_address:
         draft = {"listen": draft_address, "draft": options.draft, "target-weights": options.target} | algorithm | texts | caps | placement
@@ -158,7 +161,12 @@ def _reachable(host: str) -> str:
 
 
 def _child(service: str, flags: Mapping[str, object], drain_s: float = DRAIN_S) -> ChildSpec:
-    given = [part for flag, value in flags.items() if value is not None for part in (f"--{flag}", str(value))]
+    given: list[str] = []
+    for flag, value in flags.items():
+        if isinstance(value, bool):
+            given.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            given += (f"--{flag}", str(value))
     return ChildSpec(service, (outrider_command(), "serve", service, *given), drain_s)
 
 
@@ -199,6 +207,8 @@ def check_options(options: StackOptions) -> None:
     if not options.skip_tokenizer and not (options.target / "tokenizer.json").exists():
         fix = "add the file, or pass --skip-tokenizer to serve token ids only"
         raise ConfigurationError(f"--target {options.target} has no tokenizer.json: {fix}.", field="--target")
+    if options.target_flags:
+        _check_target_flags(options)
     for port in (options.port, options.port + 1):
         with socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -208,6 +218,14 @@ def check_options(options: StackOptions) -> None:
                 what = "REST" if port == options.port else "gRPC, the port after --port"
                 message = f"Cannot listen on {options.host}:{port} ({what}): {error.strerror}. Stop what uses it, or choose another --port."
                 raise ConfigurationError(message, field="--port") from None
+
+
+def _check_target_flags(options: StackOptions) -> None:
+    """Let the target's own settings refuse what they would refuse in its process. Costs the import of torch."""
+    from outrider.services.target.settings import TargetSettings
+
+    beside = {"model": options.target, "device": options.device, "dtype": options.dtype, "tp": options.tp}
+    TargetSettings.load({**beside, **options.target_flags}).check()
 
 
 def _check_model_folder(folder: Path, flag: str, hint: str = "") -> None:

@@ -14,6 +14,7 @@ import typer
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from outrider.services.flags import keyword, signed, switch_names
 from outrider.shared.base.settings import ServiceSettings, flag_name
 
 # Second names of settings, by field: SGLang's flags are canonical (interfaces.md), the short ones are ours.
@@ -46,27 +47,18 @@ def settings_command(settings_type: type[ServiceSettings], run: Callable[[Servic
     parameters = [_parameter(name, field, prefix) for name, field in settings_type.model_fields.items()]
     config_option = Annotated[Path | None, typer.Option("--config", help="TOML or JSON file of settings, below flags and environment.")]
     parameters.append(inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=config_option))
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__doc__ = help_text
-    return command
+    return signed(command, parameters)
 
 
 def _parameter(name: str, field: FieldInfo, env_prefix: str) -> inspect.Parameter:
     """Return a keyword parameter whose annotation is the option of one settings field."""
-    flag = flag_name(name)
     default = _default_text(field)
     origin = f"{default}; {env_prefix}{name.upper()}" if default else f"{env_prefix}{name.upper()}"
     help_text = f"{field.description or ''} [{origin}]".strip()
-    kind: Any
-    if field.annotation is bool:
-        kind, names = bool | None, [f"{flag}/--no-{flag[2:]}"]
-    elif get_origin(field.annotation) is tuple:
-        kind, names = list[str] | None, [flag]
-    else:
-        kind, names = str | None, [flag, *ALIASES.get(name, ())]
-    option = typer.Option(*names, help=help_text, show_default=False, metavar=_metavar(field))
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option])
+    kind: Any = bool if field.annotation is bool else list[str] if get_origin(field.annotation) is tuple else str
+    names = switch_names(flag_name(name)) if kind is bool else (flag_name(name), *ALIASES.get(name, ()))
+    return keyword(name, kind, typer.Option(*names, help=help_text, show_default=False, metavar=_metavar(field)))
 
 
 def _default_text(field: FieldInfo) -> str:

@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 
 from outrider.services import cli
 from outrider.services.draft.settings import DraftSettings
+from outrider.services.flags import TARGET_FLAGS
 from outrider.services.gateway.settings import GatewaySettings
-from outrider.services.launch import StackOptions, Transport, plan_stack
+from outrider.services.launch import StackOptions, Transport, check_options, free_port, plan_stack
 from outrider.services.options import ALIASES
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.errors import ConfigurationError
@@ -51,6 +52,16 @@ UP: Mapping[str, tuple[str, Any]] = {
     "skip_tokenizer": ("", True),
     "transport": ("inproc", Transport.INPROC),
     "log_level": ("debug", "debug"),
+    "deterministic": ("", True),
+    "quantization": ("fp8", "fp8"),
+    "kv_cache_dtype": ("fp8_e4m3", "fp8_e4m3"),
+    "attention_backend": ("reference", "reference"),
+    "enable_torch_compile": ("", True),
+    "torch_compile_max_bs": ("77", 77),
+    "cuda_graph_max_bs": ("78", 78),
+    "disable_cuda_graph": ("", True),
+    "overlap_schedule": ("off", "off"),
+    "disable_overlap_schedule": ("", True),
 }
 """Option of `up` → what is typed, and what becomes of it."""
 
@@ -86,16 +97,45 @@ def test_the_table_knows_every_flag_of_up() -> None:
 @pytest.mark.parametrize("option", UP)
 def test_a_flag_of_up_arrives_under_each_of_its_names(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     typed, wanted = UP[option]
-    for name in options_of("up")[option]:
-        assert getattr(up(monkeypatch, [name, typed] if typed else [name]), option) == wanted
-    if option in ("transport", "skip_tokenizer"):
-        return
     by_ngrams = option == "ngram_corpus" or wanted is Algorithm.NGRAM
     basis: dict[str, Any] = {"draft": None, "algorithm": Algorithm.NGRAM} if by_ngrams else {"draft": Path("/m/d")}
-    changed = StackOptions(**basis | {option: wanted})
-    lines = [" ".join(child.command) for child in plan_stack(changed, Path("/run/x"), inproc=False).children]
-    shown = "NGRAM" if option == "algorithm" else typed
+    changed = {"target_flags": {option: wanted}} if option in TARGET_FLAGS else {option: wanted}
+    for name in options_of("up")[option]:
+        value = not wanted if name.startswith("--no-") else wanted
+        arrived = up(monkeypatch, [name, typed] if typed else [name])
+        assert (arrived.target_flags.get(option) if option in TARGET_FLAGS else getattr(arrived, option)) == value
+    if option in ("transport", "skip_tokenizer"):
+        return
+    lines = [" ".join(child.command) for child in plan_stack(StackOptions(**basis | changed), Path("/run/x"), inproc=False).children]
+    shown = "NGRAM" if option == "algorithm" else typed or flag_name(option)
     assert any(shown in line for line in lines), "no service is told"
+
+
+def test_the_targets_flags_are_its_settings() -> None:
+    """Same names, types and defaults, and each value that the help offers is one that the target takes."""
+    for name, flag in TARGET_FLAGS.items():
+        setting = TargetSettings.model_fields[name]
+        assert setting.annotation is flag.kind or (flag.kind is str and issubclass(setting.annotation or object, Enum))
+        default = getattr(setting.default, "value", setting.default)
+        assert flag.default == ("" if default is False else str(default))
+        for value in flag.metavar.split("|") if flag.metavar else ():
+            assert name in TargetSettings.load({"model": "/m", name: value}).model_fields_set
+
+
+@pytest.mark.parametrize(
+    ("values", "field", "message"),
+    [
+        ({"target_flags": {"quantization": "int4"}}, "quantization", "'none' or 'fp8' .flag --quantization"),
+        ({"target_flags": {"cuda_graph_max_bs": 0}}, "cuda_graph_max_bs", "greater than or equal to 1"),
+        ({"target_flags": {"deterministic": True, "attention_backend": "triton"}}, "attention_backend", "leave --attention-backend out"),
+        ({"target_flags": {"kv_cache_dtype": "fp8_e4m3"}, "tp": 2}, "kv_cache_dtype", "not there for --tp 2"),
+    ],
+)
+def test_up_refuses_what_the_target_would_refuse(values: dict[str, Any], field: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        check_options(StackOptions(port=free_port(), device="cpu", **values))
+    assert caught.value.field == field
+    check_options(StackOptions(port=free_port(), device="cpu", target_flags={"deterministic": True, "quantization": "fp8"}))
 
 
 def sample(settings: type[ServiceSettings], name: str) -> list[str]:
