@@ -185,21 +185,24 @@ def _merge(
     query_start, partial, stats, sinks, out, rows, splits, HEADS: tl.constexpr, DIM: tl.constexpr, SINKS: tl.constexpr,
     PDL: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
     local, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(query_start + sequence)
-    if local < tl.load(query_start + sequence + 1) - start:
+    q_len = tl.load(query_start + sequence + 1) - start
+    if PDL:
+        gdc_wait()
+    if local < q_len:
         split, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
         place = (split.to(tl.int64) * rows + start + local) * HEADS + head
         real = split < splits
+        # All three are asked for before any is used: one memory latency, not three.
         tops = tl.load(stats + 2 * place, mask=real, other=-float("inf"))
+        totals = tl.load(stats + 2 * place + 1, mask=real, other=0.0)
+        parts = tl.load(partial + place[:, None] * DIM + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0)
         top = tl.max(tops, 0)
         weights = tl.exp2(tops - tl.where(top == -float("inf"), 0.0, top))
-        total = tl.sum(weights * tl.load(stats + 2 * place + 1, mask=real, other=0.0), 0)
+        total = tl.sum(weights * totals, 0)
         if SINKS:
             total += tl.exp2(tl.load(sinks + head) * 1.4426950408889634 - tl.where(top == -float("inf"), 0.0, top))
-        parts = tl.load(partial + place[:, None] * DIM + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0)
         result = tl.sum(parts * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
         if PDL:
             gdc_launch_dependents()
