@@ -42,6 +42,9 @@ DraftDir = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …")]
+StackTransport = Annotated[
+    Transport, typer.Option(help="Of a stack that is started here: auto (as `outrider up` chooses), grpc, ipc, inproc.")
+]
 Dtype = Annotated[str, typer.Option(help="auto (bf16 on CUDA, fp32 on CPU), float32, bfloat16, float16.")]
 Output = Annotated[
     Path | None, typer.Option(help="JSON file, or the folder for it.", show_default="bench/results/<benchmark>-<device>.json")
@@ -59,11 +62,12 @@ def bench_default(
     target: TargetDir = None,
     draft: DraftDir = None,
     device: Device = "auto",
+    transport: StackTransport = Transport.AUTO,
     output: OutputFolder = RESULTS,
 ) -> None:
     """Measure this machine and this build. Without a command: `speculation`, with the flags below."""
     if context.invoked_subcommand is None:
-        _speculation(prompts, num_prompts, tokens, target, draft, device, output)
+        _speculation(prompts, num_prompts, tokens, target, draft, device, transport, output)
 
 
 @bench.command()
@@ -74,19 +78,27 @@ def speculation(
     target: TargetDir = None,
     draft: DraftDir = None,
     device: Device = "auto",
+    transport: StackTransport = Transport.AUTO,
     output: OutputFolder = RESULTS,
 ) -> None:
-    """Speculative against plain decoding, paired per prompt, on three processes over gRPC at batch 1; real acceptance."""
-    _speculation(prompts, num_prompts, tokens, target, draft, device, output)
+    """Speculative against plain decoding, paired per prompt, end to end at batch 1; real acceptance."""
+    _speculation(prompts, num_prompts, tokens, target, draft, device, transport, output)
 
 
 def _speculation(
-    prompts: Path | None, num_prompts: int, tokens: int, target: Path | None, draft: str | None, device: str, output: Path
+    prompts: Path | None,
+    num_prompts: int,
+    tokens: int,
+    target: Path | None,
+    draft: str | None,
+    device: str,
+    transport: Transport,
+    output: Path,
 ) -> None:
     from outrider.bench.speculation import BenchOptions, run_bench
 
     _leave_on_terminate()
-    options = BenchOptions(prompts, num_prompts, tokens, target or DEMO_TARGET, _draft_folder(target, draft), device, output)
+    options = BenchOptions(prompts, num_prompts, tokens, target or DEMO_TARGET, _draft_folder(target, draft), device, output, transport)
     raise typer.Exit(run_bench(options))
 
 
@@ -168,7 +180,7 @@ def serve(
     seed: Annotated[int, typer.Option(help="Of the arrivals.")] = 0,
     target: TargetDir = None,
     draft: DraftDir = None,
-    transport: Annotated[Transport, typer.Option(help="Of a stack that is started here: auto, grpc, inproc …")] = Transport.AUTO,
+    transport: StackTransport = Transport.AUTO,
     device: Device = "auto",
     dtype: Dtype = "auto",
     output: Output = None,

@@ -1,4 +1,4 @@
-"""Speculative against plain decoding, end to end: three processes over gRPC, batch 1, one request after the other.
+"""Speculative against plain decoding, end to end over REST, batch 1, one request after the other.
 
 For each prompt and temperature, four requests in turn (the order rotates, so that no kind always goes first): the server with a draft in
 each speculation mode (on, auto, off), and a second server started with ``--draft none``. The figures are medians of the ratios *within*
@@ -63,6 +63,7 @@ class BenchOptions:
     draft: Path | None
     device: str
     output: Path
+    transport: Transport = Transport.AUTO
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,7 @@ def run_bench(options: BenchOptions) -> int:
         "machine": machine,
         "prompts": len(prompts),
         "tokens_per_answer": options.tokens,
+        "transport": options.transport.value,
         "summary": summary,
         "runs": [_as_json(run) for run in runs.values()],
     }
@@ -157,7 +159,7 @@ def _start(cleanup: ExitStack, options: BenchOptions, draft: Path | None, log: d
         draft=draft,
         device=options.device,
         port=free_port(),
-        transport=Transport.GRPC,
+        transport=options.transport,
         kv_tokens=KV_TOKENS,  # two stacks share one GPU, and each would take most of its memory
     )
     stack = cleanup.enter_context(
