@@ -11,8 +11,8 @@ from outrider.services.draft.heads.aux_layers import AUX_KEY, NUM_AUX_KEY, AuxCo
 from outrider.services.draft.heads.eagle3_config import Eagle3Config
 from outrider.services.draft.heads.head_config import plain_rope
 from outrider.services.draft.heads.token_map import FIELD as MAP_FIELD
-from outrider.shared.nn.config import CONFIG_FILE, DEFAULT_ROPE_THETA, RopeConfig, read_json
-from outrider.shared.nn.tokenizer_file import TOKENIZER_FILE, vocabulary_of
+from outrider.shared.nn.config import CONFIG_FILE, DEFAULT_ROPE_THETA, RopeConfig
+from outrider.shared.nn.tokenizer_file import TOKENIZER_FILE, read_vocabulary
 from outrider.shared.spec.algorithm import FIELD, Algorithm
 
 ANOTHER_DRAFT = "Serve the target that this draft was made for, or another --draft."
@@ -100,8 +100,8 @@ def check_rope(pair: Pair) -> Iterator[Finding]:
         yield Finding.ok(
             "rope_scaling", "dynamic: as trained up to max_position_embeddings; beyond it the base stays, and drafts may be accepted less"
         )
-    table = pair.head_reader.positive("max_position_embeddings", pair.target_config.max_position_embeddings)
-    if table < pair.target_config.max_position_embeddings:
+    table = raw.get("max_position_embeddings")  # serving does not look at it
+    if isinstance(table, int) and table < pair.target_config.max_position_embeddings:
         yield Finding.ok(
             "max_position_embeddings",
             f"head {table}, target {pair.target_config.max_position_embeddings}: longer texts are drafted too, but the head was not "
@@ -154,26 +154,30 @@ def check_token_map(pair: Pair) -> Iterator[Finding]:
 def check_tokenizers(pair: Pair) -> Iterator[Finding]:
     """Compare the folders' tokenizers, where both have one, and the target's with its vocabulary."""
     file = pair.target / TOKENIZER_FILE
-    if not file.is_file():
+    theirs = read_vocabulary(pair.target)
+    if theirs is None:
         yield Finding.warning(
             str(file),
             "does not exist; the gateway needs it for anything but token ids",
             f"Make it by `outrider convert tokenizer {pair.target}`, or serve with --skip-tokenizer.",
         )
         return
-    theirs = vocabulary_of(read_json(file))
-    highest = max(theirs.values(), default=-1)
-    if highest >= pair.target_config.vocab_size:
-        yield Finding.refused(
+    size = pair.target_config.vocab_size
+    beyond = sorted((number, token) for token, number in theirs.items() if number >= size)
+    if beyond:  # Gemma 3 without vision is published so: the token of images has no row
+        yield Finding.warning(
             TOKENIZER_FILE,
-            f"the target's tokenizer has ids up to {highest}, its vocab_size is {pair.target_config.vocab_size}",
-            "Download tokenizer and weights of the same revision.",
+            f"the target's tokenizer has ids up to {beyond[-1][0]}, its vocab_size is {size}: texts that hold {beyond[0][1]!r}"
+            + (f" or one of {len(beyond) - 1} more" if len(beyond) > 1 else "")
+            + " are refused",
+            "If there are more than a few special tokens, download tokenizer and weights of the same revision.",
         )
-    other = None if not pair.drafts or pair.choice.folder in (None, pair.target) else pair.choice.require_folder() / TOKENIZER_FILE
-    if other is None or not other.is_file():
+    folder = pair.choice.folder if pair.drafts else None
+    mine = read_vocabulary(folder) if folder is not None and folder != pair.target else None
+    if folder is None or mine is None:
         yield Finding.ok(TOKENIZER_FILE, f"{len(theirs)} tokens; the draft has none of its own")
         return
-    yield _compare(theirs, vocabulary_of(read_json(other)), other)
+    yield _compare(theirs, mine, folder / TOKENIZER_FILE)
 
 
 def _compare(theirs: Mapping[str, int], mine: Mapping[str, int], file: Path) -> Finding:

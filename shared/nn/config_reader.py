@@ -11,6 +11,9 @@ from typing import Any
 
 from outrider.shared.base.errors import CheckpointError, OutriderError
 
+LARGEST = (1 << 31) - 1
+"""Of every size; what is beyond is no size of a model, and tensors could not even be described by it."""
+
 
 class ConfigReader:
     """Typed access to a JSON object, with errors that name the key and the file."""
@@ -32,6 +35,8 @@ class ConfigReader:
             return default
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.error(key, f"must be a positive integer, not {value!r}")
+        if value > LARGEST:
+            raise self.error(key, f"must be at most {LARGEST}, not {value}")
         return value
 
     def count(self, key: str, default: int) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.config_reader import read_json
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -17,14 +18,25 @@ def read_vocabulary(folder: Path) -> dict[str, int] | None:
     """Return token → id of a folder's tokenizer, added tokens included; None when it has no ``tokenizer.json``.
 
     Raises:
-        CheckpointError: the file is not JSON.
+        CheckpointError: the file is not JSON, or what it says of its tokens is none.
     """
     file = folder / TOKENIZER_FILE
-    return vocabulary_of(read_json(file)) if file.is_file() else None
+    if not file.is_file():
+        return None
+    raw = read_json(file)
+    try:
+        vocabulary = _vocabulary_of(raw)
+    except (TypeError, ValueError, AttributeError, LookupError):
+        vocabulary = None
+    if vocabulary is None or not all(isinstance(token, str) and type(number) is int for token, number in vocabulary.items()):
+        raise CheckpointError(
+            f"{file}: model.vocab and added_tokens must give each token an integer id; download the file again.", field=str(file)
+        )
+    return vocabulary
 
 
-def vocabulary_of(raw: Mapping[str, Any]) -> dict[str, int]:
-    """Return token → id of a ``tokenizer.json``; Unigram vocabularies are lists of (token, score)."""
+def _vocabulary_of(raw: Mapping[str, Any]) -> dict[str, int]:
+    """Return token → id of a ``tokenizer.json`` as it stands there; Unigram vocabularies are lists of (token, score)."""
     vocabulary = (raw.get("model") or {}).get("vocab") or {}
     tokens = dict(vocabulary) if isinstance(vocabulary, Mapping) else {entry[0]: index for index, entry in enumerate(vocabulary)}
     return tokens | {added["content"]: added["id"] for added in raw.get("added_tokens") or []}

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from outrider.services import cli
 from outrider.services.draft.heads.registry import load_head
+from outrider.services.draft.strategies.tokenizer_check import check_same_tokenizer
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.loader import CheckpointReader
@@ -253,11 +254,46 @@ def test_tokenizers_that_differ_are_refused_and_the_first_token_named(pair: Path
     assert "'b' is id 1 and id 2" in finding["message"]
 
 
-def test_a_tokenizer_that_exceeds_the_vocabulary_is_refused(pair: Path) -> None:
-    set_tokenizer(pair / "target", {"a": 0, "b": 40})
+def test_a_tokenizer_that_exceeds_the_vocabulary_is_warned_about_since_it_is_served(pair: Path) -> None:
+    """As Gemma 3 is published without vision: its tokenizer has the token of images, and its embedding no row for it."""
+    set_tokenizer(pair / "target", {"a": 0, "<image>": 40})
+    code, report = doctor(pair)
+    assert code == 0
+    (finding,) = [finding for finding in report["findings"] if "ids up to 40" in finding["message"]]
+    assert finding["severity"] == "warning"
+    assert "'<image>'" in finding["message"]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [{"model": [1]}, {"model": {"vocab": {"a": "x"}}}, {"model": {"vocab": [1, 2]}}, {"model": {}, "added_tokens": [{"id": 1}]}],
+    ids=["model is a list", "id is a text", "pieces are numbers", "added token without content"],
+)
+def test_a_tokenizer_whose_tokens_cannot_be_read_is_refused_by_its_name(pair: Path, raw: dict[str, Any]) -> None:
+    file = pair / "head" / "tokenizer.json"
+    set_tokenizer(pair / "target", {"a": 0})
+    file.write_text(json.dumps({"model": {"vocab": {"a": 0}}} | raw))
     code, report = doctor(pair)
     assert code == 2
-    assert any("ids up to 40" in finding["message"] for finding in report["findings"])
+    assert [finding["field"] for finding in report["findings"] if finding["severity"] == "refused"] == [str(file)]
+    with pytest.raises(CheckpointError) as caught:
+        check_same_tokenizer(pair / "head", pair / "target")
+    assert caught.value.field == str(file)
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "head_dim", "intermediate_size", "num_attention_heads"])
+def test_a_size_beyond_all_sizes_is_refused_by_its_key(pair: Path, key: str) -> None:
+    file = pair / "target" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: 10**30}))
+    code, report = doctor(pair)
+    assert code == 2
+    assert key in [finding["field"] for finding in report["findings"] if finding["severity"] == "refused"]
+
+
+def test_a_position_table_of_a_head_that_is_no_number_is_not_looked_at(pair: Path) -> None:
+    file = pair / "head" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": "long"}))
+    assert doctor(pair)[0] == 0, "serving does not read it"
 
 
 def test_the_services_refuse_at_start_with_exit_code_2(pair: Path) -> None:
