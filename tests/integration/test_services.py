@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -21,12 +20,6 @@ from outrider.draft.v1 import draft_pb2, draft_pb2_grpc
 from outrider.gateway.v1 import gateway_pb2
 
 ON, OFF = common_pb2.SPECULATION_MODE_ON, common_pb2.SPECULATION_MODE_OFF
-
-
-@pytest.fixture(scope="module", params=["grpc", "ipc"])
-def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
-    with supervised("--transport", request.param) as running:
-        yield running
 
 
 def chat_request(prompt: str, max_tokens: int) -> gateway_pb2.ChatRequest:
@@ -126,14 +119,6 @@ def test_a_missing_tensor_is_named(head_copy: Path) -> None:
     assert "k_proj" in said
 
 
-def test_a_misshaped_tensor_is_named(head_copy: Path) -> None:
-    weights = load_file(head_copy / "model.safetensors")
-    weights["fc.weight"] = weights["fc.weight"][:, :-256].contiguous()
-    save_file(weights, head_copy / "model.safetensors")
-    said = refused("serve", "draft", "--draft", str(head_copy), "--target-weights", str(DEMO_TARGET), "--device", "cpu")
-    assert "fc.weight" in said
-
-
 def test_a_missing_shard_is_named(target_copy: Path) -> None:
     shard = sorted(target_copy.glob("*.safetensors"))[-1]
     shard.unlink()
@@ -147,9 +132,8 @@ def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
     assert "--target" in said
 
 
-@pytest.mark.parametrize(("key", "value"), [("hidden_size", 128), ("draft_vocab_size", 1024), ("num_aux_hidden_states", 4)])
-def test_a_head_that_does_not_fit_names_the_key(head_copy: Path, key: str, value: int) -> None:
+def test_a_head_that_does_not_fit_names_the_key(head_copy: Path) -> None:
     config = json.loads((head_copy / "config.json").read_text())
-    (head_copy / "config.json").write_text(json.dumps(config | {key: value}))
+    (head_copy / "config.json").write_text(json.dumps(config | {"hidden_size": 128}))
     said = refused("serve", "draft", "--draft", str(head_copy), "--target-weights", str(DEMO_TARGET), "--device", "cpu")
-    assert "fc.weight" in said or key in said or "lm_head" in said or "aux" in said
+    assert "fc.weight" in said or "hidden_size" in said
