@@ -138,7 +138,9 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
     gateway = {"host": options.host, "port": options.port, "grpc-port": options.port + 1, "target": target_address}
     gateway |= {"tokenizer": None if options.skip_tokenizer else options.target, "log-level": options.log_level}
     drafter = draft_address or (f"{INPROC}{options.draft or ''}" if options.speculates else "none")
-    target = {"listen": target_address, "model": options.target, "draft": drafter} | algorithm | shape | caps | placement | capacity
+    # EAGLE may turn out to be MTP layers, as in SGLang. A draft of its own finds out; the target would refuse them by that name.
+    told = {} if draft_address and options.algorithm is Algorithm.EAGLE else algorithm
+    target = {"listen": target_address, "model": options.target, "draft": drafter} | told | shape | caps | placement | capacity
     target |= {name.replace("_", "-"): value for name, value in options.target_flags.items()}
     children = [_child("gateway", gateway), _child("target", target | (texts if options.speculates and inproc else {}))]
     if draft_address:

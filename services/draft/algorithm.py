@@ -70,6 +70,8 @@ def choose(asked: Algorithm, draft: Path | None, target_weights: Path | None) ->
         return Choice(Algorithm.STANDALONE, draft, asked)
     if found is Algorithm.STANDALONE:
         raise CheckpointError(f"{draft} is a model of its own, not an {asked.value} head: ask for STANDALONE, or give a head.", field=FIELD)
+    if found is Algorithm.MTP and asked is Algorithm.EAGLE3:
+        raise CheckpointError(f"{draft} holds MTP layers, not an EAGLE3 head: ask for MTP, or give a head.", field=FIELD)
     return Choice(found, draft, asked)
 
 

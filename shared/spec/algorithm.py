@@ -48,6 +48,11 @@ def check_given(asked: Algorithm, draft: Path | None, target_weights: Path | Non
         raise ConfigurationError(
             "draft: STANDALONE needs a draft model: give the folder of a small model with the target's tokenizer by --draft.", field="draft"
         )
+    if asked is Algorithm.EAGLE3 and draft is None:
+        raise ConfigurationError(
+            "draft: EAGLE3 needs a head: give its folder by --draft; or ask for MTP, if the target's own MTP layers shall draft.",
+            field="draft",
+        )
     if draft is None and target_weights is None and asked is not Algorithm.NGRAM:
         raise ConfigurationError(
             "draft: is missing. Give the folder of a head or of a draft model by --draft; or the target's by --target-weights, if its own "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from toys import make_toy_eagle3, make_toy_target
 
 from outrider.services.draft.algorithm import Algorithm, check_head, choose, identify
 from outrider.services.draft.settings import DraftSettings
-from outrider.services.launch import StackOptions, check_options, plan_stack, wants_inproc
+from outrider.services.launch import StackOptions, Transport, check_options, plan_stack, wants_inproc
 from outrider.shared.base.errors import CheckpointError, ConfigurationError
 
 
@@ -48,7 +49,7 @@ def test_a_checkpoint_shows_what_it_is(folders: dict[str, Path], name: str, expe
     assert choose(Algorithm.AUTO, folders[name], None).algorithm is expected
 
 
-@pytest.mark.parametrize("asked", [Algorithm.AUTO, Algorithm.EAGLE, Algorithm.EAGLE3, Algorithm.MTP, Algorithm.NEXTN])
+@pytest.mark.parametrize("asked", [Algorithm.AUTO, Algorithm.EAGLE, Algorithm.MTP, Algorithm.NEXTN])
 def test_without_a_draft_the_targets_own_layers_are_meant(folders: dict[str, Path], asked: Algorithm) -> None:
     choice = choose(asked, None, folders["mimo"])
     assert (choice.algorithm, choice.folder) == (Algorithm.MTP, folders["mimo"])
@@ -63,12 +64,14 @@ def test_what_contradicts_itself_is_refused(folders: dict[str, Path]) -> None:
         (Algorithm.NONE, "eagle3", "NONE"),
         (Algorithm.NGRAM, "eagle3", "leave --draft out"),
         (Algorithm.STANDALONE, None, "small model"),
+        (Algorithm.EAGLE3, None, "ask for MTP"),
     ):
         with pytest.raises(ConfigurationError, match=match):
             choose(asked, folders[draft] if draft else None, folders["model"])
     for asked, draft, match in (
         (Algorithm.STANDALONE, "eagle3", "draft head"),
         (Algorithm.EAGLE3, "model", "STANDALONE"),
+        (Algorithm.EAGLE3, "mimo", "ask for MTP"),
         (Algorithm.MTP, "model", "no MTP layers"),
         (Algorithm.NEXTN, "eagle3", "no MTP layers"),
     ):
@@ -120,6 +123,16 @@ def test_a_stack_drafts_by_the_targets_own_layers_in_a_service_of_its_own() -> N
     lines = lines_of(StackOptions(target=Path("/m/t"), draft=None, algorithm=Algorithm.NEXTN, device="cpu"))
     assert "serve draft --listen unix:/run/x/draft.sock --target-weights /m/t --speculative-algorithm NEXTN" in lines["draft"]
     assert "--draft unix:/run/x/draft.sock --speculative-algorithm NEXTN" in lines["target"]
+
+
+def test_a_target_is_not_told_that_eagle_must_be_a_head() -> None:
+    """EAGLE may turn out to be MTP layers, as in SGLang; the draft looks, and the target would refuse them by the name."""
+    options = StackOptions(target=Path("/m/t"), draft=None, algorithm=Algorithm.EAGLE, device="cpu")
+    lines = lines_of(options)
+    assert "--speculative-algorithm EAGLE" in lines["draft"]
+    assert "--speculative-algorithm" not in lines["target"]
+    inproc = lines_of(replace(options, transport=Transport.INPROC))
+    assert "--speculative-algorithm EAGLE" in inproc["target"], "there it makes the draft itself"
 
 
 def test_a_stack_without_anything_to_draft_with_decodes_plainly() -> None:
