@@ -27,6 +27,34 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
+class PatientHealth(health.HealthServicer):  # type: ignore[misc]  # the library has no types
+    """Health checks whose watchers may leave at any time.
+
+    The library takes its lock to forget a watcher, in the thread that also completes sends, and holds the same lock while it waits for a
+    status to be sent. A watcher that left in that moment would stop the whole server; so watchers are forgotten by the health workers.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=HEALTH_WORKERS, thread_name_prefix="health")
+        super().__init__(experimental_non_blocking=True, experimental_thread_pool=self._pool)
+
+    def Watch(self, request: Any, context: Any, send_response_callback: Any = None) -> Any:
+        """See `health.HealthServicer.Watch`."""
+        return super().Watch(request, _CallsBackElsewhere(context, self._pool), send_response_callback)
+
+
+class _CallsBackElsewhere:
+    """What `Watch` uses of a call's context."""
+
+    def __init__(self, context: Any, pool: ThreadPoolExecutor) -> None:
+        self._context = context
+        self._pool = pool
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        """See `grpc.RpcContext.add_callback`."""
+        return bool(self._context.add_callback(lambda: self._pool.submit(callback)))
+
+
 class SyncServer:
     """A `grpc.server` on one address. Use `start`, `set_serving`, `stop`; `port` is the bound TCP port (0 for a unix socket)."""
 
@@ -112,8 +140,7 @@ def sync_server(
         interceptors=[ErrorInterceptor(), *interceptors],
         options=server_options(max_message_bytes),
     )
-    pool = ThreadPoolExecutor(max_workers=HEALTH_WORKERS, thread_name_prefix="health")
-    health_servicer = health.HealthServicer(experimental_non_blocking=True, experimental_thread_pool=pool)
+    health_servicer = PatientHealth()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     _add(servicers, server)
     reflection.enable_server_reflection(_reflected(service_names), server)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from pathlib import Path
 
 import grpc
@@ -13,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.rpc.address import check_address, check_listen_address
 from outrider.shared.rpc.client import connect, connect_aio
-from outrider.shared.rpc.server import aio_server, sync_server
+from outrider.shared.rpc.server import PatientHealth, aio_server, sync_server
 from outrider.target.v1 import target_pb2, target_pb2_grpc
 
 NAME = "outrider.target.v1.Target"
@@ -73,6 +74,36 @@ def test_watchers_see_the_change_and_take_no_worker(server) -> None:
         assert [next(watch).status for watch in watches] == [SERVING] * 6
         for watch in watches:
             watch.cancel()
+
+
+class Call:
+    """A call's context that keeps what is to be run when the call has ended."""
+
+    def __init__(self) -> None:
+        self.ended: list = []
+
+    def add_callback(self, callback) -> bool:
+        self.ended.append(callback)
+        return True
+
+
+def test_a_watcher_that_leaves_while_another_is_told_blocks_nobody() -> None:
+    """gRPC completes sends and ends calls in one thread: if ending a call waited for a send, both would wait for ever."""
+    servicer, leaving = PatientHealth(), Call()
+    told = []
+
+    def told_slowly(reply) -> None:
+        told.append(reply)
+        serving = threading.Thread(target=lambda: [callback() for callback in leaving.ended], daemon=True)
+        serving.start()
+        serving.join(5)
+        assert not serving.is_alive(), "the server's thread waits for the health service"
+
+    request = health_pb2.HealthCheckRequest(service=NAME)
+    servicer.Watch(request, leaving, lambda reply: None)
+    servicer.Watch(request, Call(), told_slowly)
+    servicer.set(NAME, SERVING)
+    assert [reply.status for reply in told if reply is not None][-1] == SERVING
 
 
 def test_reflection_lists_the_services(server) -> None:
