@@ -28,14 +28,22 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PYTEST := $(BIN)/python -m pytest -q
 STUBS := $(BIN)/python scripts/stubs.py
 
-.PHONY: demo test test-kernels test-gpu test-multi-gpu lint typecheck imports stubs stubs-check package-test test-compose bench setup dev links clean
+.PHONY: demo test test-law test-unit test-kernels test-gpu test-multi-gpu lint typecheck imports stubs stubs-check package-test test-compose bench setup dev links clean
 
 demo: $(SERVE_STAMP)
 	$(BIN)/outrider demo
 
+# Two groups at a time, a core each; then those that start processes and look at the clock.
 test: $(DEV_STAMP)
-	$(PYTEST) tests/unit tests/law tests/rpc tests/integration tests/contract
-	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
+	@echo 'law, unit and kernels, two at a time: each shows its output when it ends'
+	@$(MAKE) --no-print-directory -k -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync) test-law test-unit test-kernels
+	$(PYTEST) tests/rpc tests/contract tests/integration
+
+test-law: $(DEV_STAMP)
+	$(PYTEST) tests/law
+
+test-unit: $(DEV_STAMP)
+	$(PYTEST) tests/unit
 
 test-kernels: $(DEV_STAMP)
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
