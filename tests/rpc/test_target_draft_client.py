@@ -322,7 +322,14 @@ def test_a_head_that_does_not_fit_is_refused(decoder: Decoder, drafter: RemoteDr
 
 @pytest.mark.parametrize(
     ("asked", "said", "fits"),
-    [("EAGLE3", "EAGLE3", True), ("NEXTN", "MTP", True), ("auto", "NGRAM", True), ("EAGLE", "EAGLE3", False), ("STANDALONE", "", False)],
+    [
+        ("EAGLE3", "EAGLE3", True),
+        ("NEXTN", "MTP", True),
+        ("auto", "NGRAM", True),
+        ("EAGLE", "MTP", True),
+        ("EAGLE", "EAGLE3", False),
+        ("STANDALONE", "", False),
+    ],
 )
 def test_a_draft_of_another_algorithm_is_refused(
     decoder: Decoder, address: str, plain: list[int], asked: str, said: str, fits: bool

@@ -69,8 +69,11 @@ def _check_algorithm(asked: Algorithm, found: str) -> None:
     Raises:
         ConfigurationError: names both.
     """
-    wanted = Algorithm.MTP if asked is Algorithm.NEXTN else asked
-    if wanted is not Algorithm.AUTO and wanted.value != found:
+    wanted = {
+        Algorithm.NEXTN: (Algorithm.MTP.value,),
+        Algorithm.EAGLE: (Algorithm.EAGLE.value, Algorithm.MTP.value),  # without a head, EAGLE means the target's own layers
+    }.get(asked, (asked.value,))
+    if asked is not Algorithm.AUTO and found not in wanted:
         raise ConfigurationError(
             f"speculative_algorithm is {asked.value} here, and the draft is {found or 'of an unknown kind'}: start the draft with "
             f"--speculative-algorithm {asked.value}, or leave the option of the target out.",
