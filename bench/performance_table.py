@@ -156,7 +156,7 @@ def _kernel(case: str) -> Callable[[Results], Figure | None]:
             return None
         row = dict(found[1])
         if row["unit"] == "us":
-            row |= {"value": row["value"] / 1e3, "floor": None if row["floor"] is None else row["floor"] / 1e3}
+            row |= {"unit": "ms", "value": row["value"] / 1e3, "floor": None if row["floor"] is None else row["floor"] / 1e3}
         return _figure((found[0], row))
 
     return find

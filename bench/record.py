@@ -55,6 +55,11 @@ class Row:
         return {**plain, "ratio": None if ratio is None else round(ratio, 4), **more}
 
 
+def recorded_command() -> list[str]:
+    """Return this process's command for a result; of absolute paths only the names, which are all that another machine has."""
+    return ["outrider", *(Path(part).name if part.startswith("/") else part for part in sys.argv[1:])]
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     """A benchmark that ran.
@@ -79,7 +84,7 @@ class Result:
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {
             "benchmark": self.name,
-            "command": ["outrider", *(Path(part).name if part.startswith("/") else part for part in sys.argv[1:])],
+            "command": recorded_command(),
             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "machine": machine,
             "settings": dict(self.settings),

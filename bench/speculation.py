@@ -24,6 +24,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from outrider.bench.machine import describe_machine
+from outrider.bench.record import recorded_command
 from outrider.services.launch import StackOptions, Transport, free_port, running_stack
 from outrider.services.rest import Reply, RestClient
 from outrider.shared.base.errors import ConfigurationError
@@ -112,7 +113,7 @@ def run_bench(options: BenchOptions) -> int:
     machine = describe_machine()
     summary = summarise(runs, len(prompts))
     result = {
-        "command": ["outrider", *sys.argv[1:]],
+        "command": recorded_command(),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": machine,
         "prompts": len(prompts),
