@@ -48,6 +48,8 @@ from outrider.shared.spec.tree import DraftShape
 DRAFT_START_S = 120.0
 ANSWER_S = 120.0
 NO_DRAFT = "none"
+PREFILL_TOKENS = 16384
+"""Most prompt tokens of a step, the `max_num_batched_tokens` of the peers' runs that figures are compared with."""
 
 
 class Transport(Enum):
@@ -288,7 +290,7 @@ def _settings(options: EngineOptions, draft: str) -> TargetSettings:
         "dtype": options.dtype,
         "max_running_requests": options.max_batch,
         "max_model_len": options.max_len,
-        "prefill_chunk": 8192,
+        "prefill_chunk": PREFILL_TOKENS,
         "tp": options.tp,
         "draft": draft,
         "draft_fault_deadline_s": 60.0,

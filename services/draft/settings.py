@@ -9,6 +9,7 @@ import torch
 from pydantic import Field
 
 from outrider.services.draft.algorithm import Algorithm, check_given
+from outrider.shared.attn.create import AttentionKind
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.base.settings import ServiceSettings, settings_config
 from outrider.shared.rpc.address import check_listen_address, grpc_address
@@ -54,7 +55,7 @@ class DraftSettings(ServiceSettings):
     ngram_corpus: Path | None = Field(None, description="NGRAM: further texts, .json or .jsonl of token ids or texts, or a text a line.")
     device: str = Field("auto", pattern="^(auto|cpu|cuda(:[0-9]+)?)$", description="auto, cpu, cuda or cuda:N.")
     dtype: Dtype = Field(Dtype.AUTO, description="auto, float32, bfloat16 or float16.")
-    attention_backend: str = Field("auto", description="auto, reference or triton.")
+    attention_backend: AttentionKind = Field(AttentionKind.AUTO, description="auto, reference or triton.")
     max_sessions: int = Field(64, ge=1, description="Sequences that are followed at once.")
     max_steps: int = Field(16, ge=1, description="Deepest tree that a target may ask for.")
     max_topk: int = Field(16, ge=1, description="Widest branching that a target may ask for.")
@@ -84,6 +85,11 @@ class DraftSettings(ServiceSettings):
         if self.ngram_min_match > self.ngram_max_match:
             raise ConfigurationError(
                 f"ngram_min_match = {self.ngram_min_match} is above ngram_max_match = {self.ngram_max_match}.", field="ngram_min_match"
+            )
+        if self.attention_backend is AttentionKind.FLASHINFER:
+            raise ConfigurationError(
+                "attention_backend: flashinfer waits for the GPU, a draft must not; use auto, reference or triton.",
+                field="attention_backend",
             )
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigurationError("device: cuda was asked for and torch sees no GPU here; use --device cpu.", field="device")

@@ -199,7 +199,7 @@ class Target:
             pool.allocator,
             settings.page_size,
             SchedulerLimits(
-                settings.max_running_requests, settings.max_queued_requests, settings.max_queued_prompt_tokens, settings.prefill_chunk
+                settings.max_running_requests, settings.max_queued_requests, settings.max_queued_prompt_tokens, settings.prefill_tokens()
             ),
         )
         limits = EngineLimits(config.vocab_size, longest_text(config, settings.max_model_len), frozenset(config.eos_token_ids))

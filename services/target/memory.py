@@ -121,12 +121,12 @@ def working_bytes(settings: TargetSettings, config: ModelConfig, dtype: torch.dt
     """Return what a step needs beside weights and caches: CUDA graphs, activations of the widest step, logits of verified rows.
 
     Args:
-        settings: `prefill_chunk`, `max_running_requests`, `num_draft_tokens`.
+        settings: `prefill_tokens`, `max_running_requests`, `num_draft_tokens`.
         config: Of the target.
         dtype: Of activations.
     """
     verified = settings.max_running_requests * settings.num_draft_tokens
-    rows = max(settings.prefill_chunk, verified)
+    rows = max(settings.prefill_tokens(), verified)
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     widest = max(3 * config.intermediate_size, 2 * heads) + 6 * config.hidden_size  # residual, norms, captured layers; one layer's own
     logits = verified * config.vocab_size * (dtype.itemsize + torch.float32.itemsize)

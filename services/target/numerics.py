@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from outrider.services.target.settings import FLASHINFER, KvCacheDtype, Quantization, TargetSettings
+from outrider.services.target.settings import KvCacheDtype, Quantization, TargetSettings
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.attn.create import AttentionKind, create_backend
 from outrider.shared.attn.deterministic import DeterministicAttention
-from outrider.shared.attn.flashinfer import FlashInferAttention
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.deterministic import deterministic
@@ -34,14 +33,12 @@ def prepare_attention(settings: TargetSettings, decoder: Decoder) -> AttentionBa
     """Return the attention that fits the settings.
 
     Raises:
-        ConfigurationError: There is no such backend, or it cannot run here.
+        ConfigurationError: The backend cannot run here.
     """
     if settings.deterministic:
         return DeterministicAttention()
     if settings.kv_cache_dtype is not KvCacheDtype.AUTO:
         return create_backend(AttentionKind.TRITON, decoder.device)  # the one that widens K and V; its reference on a CPU
-    if settings.attention_backend == FLASHINFER:
-        return FlashInferAttention(decoder.device)
     return create_backend(settings.attention_backend, decoder.device)
 
 

@@ -11,12 +11,17 @@ import torch
 from pydantic import Field
 
 from outrider.services.target.request import SpeculationLimits
+from outrider.shared.attn.create import AttentionKind
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.base.settings import ServiceSettings, settings_config
 from outrider.shared.parallel.reduce import ReduceKind
 from outrider.shared.rpc.address import IpcAddress, check_address, check_listen_address
 from outrider.shared.spec.algorithm import Algorithm
 from outrider.shared.spec.tree import DraftShape
+
+CUDA_PREFILL_TOKENS = 8192
+"""What SGLang's `chunked_prefill_size` and vLLM's `max_num_batched_tokens` are on GPUs of this size."""
+CPU_PREFILL_TOKENS = 512
 
 
 class Device(Enum):
@@ -42,10 +47,6 @@ class OverlapSchedule(Enum):
     AUTO = "auto"
     ON = "on"
     OFF = "off"
-
-
-FLASHINFER = "flashinfer"
-"""The attention backend that the target alone has: it fits no draft on the device."""
 
 
 class Quantization(Enum):
@@ -76,8 +77,9 @@ class TargetSettings(ServiceSettings):
     tp: int = Field(1, ge=1, le=64, description="Tensor parallelism: GPUs (processes, on a CPU) that share the model.")
     tp_all_reduce: ReduceKind = Field(ReduceKind.AUTO, description="auto: one-shot sums where the GPUs reach each other; group: NCCL's.")
     tp_timeout_s: float = Field(120.0, gt=0, description="A step that a rank does not join for so long ends the target.")
-    attention_backend: str = Field(
-        "auto", description="auto, reference, triton or flashinfer (installed apart; waits for the GPU, so no graphs and no overlap)."
+    attention_backend: AttentionKind = Field(
+        AttentionKind.AUTO,
+        description="auto, reference, triton or flashinfer (installed apart; waits for the GPU, so no graphs and no overlap).",
     )
     deterministic: bool = Field(
         False, description="Compute a token's logits to the same bits with speculation or without, in every batch and chunking; slower."
@@ -111,7 +113,7 @@ class TargetSettings(ServiceSettings):
         OverlapSchedule.AUTO, description="Launch a round before the last one is read: auto (on a GPU), on or off."
     )
     disable_overlap_schedule: bool = Field(False, description="The same as --overlap-schedule off.")
-    prefill_chunk: int = Field(512, ge=1, description="Most prompt tokens per step.")
+    prefill_chunk: int | None = Field(None, ge=1, description="Most prompt tokens per step; by default 8192 on a GPU, 512 on a CPU.")
     threads: int | None = Field(None, ge=1, description="CPU threads of the model; by default half of the cores.")
     draft_wait_s: float = Field(20.0, ge=0, description="At start: wait this long for the draft before serving without it.")
     draft_fault_deadline_s: float = Field(2.0, gt=0, description="A draft that owes an answer for longer counts as faulty.")
@@ -208,6 +210,10 @@ class TargetSettings(ServiceSettings):
         ranks = self.ranks()
         return torch.device("cuda", (device.index or 0) + (ranks.local_rank if ranks else 0))
 
+    def prefill_tokens(self) -> int:
+        """Return the most prompt tokens of a step: as many as fill the device, since the weights are read once however many there are."""
+        return self.prefill_chunk or (CUDA_PREFILL_TOKENS if self.torch_device().type == "cuda" else CPU_PREFILL_TOKENS)
+
     def cpu_threads(self) -> int:
         """Return how many threads a forward pass uses on the CPU; more than there are free cores makes every step wait for the slowest."""
         return self.threads or max(1, (os.cpu_count() or 1) // 2 // self.tp)
@@ -221,12 +227,12 @@ class TargetSettings(ServiceSettings):
             ("deterministic", self.deterministic),
             ("quantization", self.quantization is not Quantization.NONE),
             ("kv_cache_dtype", self.kv_cache_dtype is not KvCacheDtype.AUTO),
-            ("attention_backend", self.attention_backend == FLASHINFER),
+            ("attention_backend", self.attention_backend is AttentionKind.FLASHINFER),
         )
         for name, asked in apart:
             if asked and self.tp > 1:
                 raise ConfigurationError(f"{name} is not there for --tp {self.tp}; leave it out, or use --tp 1.", field=name)
-        if self.deterministic and self.attention_backend != "auto":
+        if self.deterministic and self.attention_backend is not AttentionKind.AUTO:
             raise ConfigurationError(
                 "deterministic brings its own attention; leave --attention-backend out, or --deterministic.", field="attention_backend"
             )
@@ -234,9 +240,9 @@ class TargetSettings(ServiceSettings):
             raise ConfigurationError(
                 "deterministic: FP8 products have no batch-invariant kernels on a GPU; leave --quantization out.", field="quantization"
             )
-        if self.kv_cache_dtype is not KvCacheDtype.AUTO and self.attention_backend not in ("auto", "triton"):
+        if self.kv_cache_dtype is not KvCacheDtype.AUTO and self.attention_backend not in (AttentionKind.AUTO, AttentionKind.TRITON):
             raise ConfigurationError(
-                f"kv_cache_dtype: the attention backend {self.attention_backend} reads K and V in the model's type; use auto or triton.",
+                f"kv_cache_dtype: the attention backend {self.attention_backend.value} reads K and V in the model's type; use auto or triton.",
                 field="kv_cache_dtype",
             )
 

@@ -19,13 +19,14 @@ class AttentionKind(Enum):
     AUTO = "auto"
     REFERENCE = "reference"
     TRITON = "triton"
+    FLASHINFER = "flashinfer"
 
 
 def create_backend(name: str | AttentionKind, device: torch.device | str) -> AttentionBackend:
     """Make a backend: ``auto`` is ``triton`` on CUDA and ``reference`` elsewhere.
 
     Raises:
-        ConfigurationError: The name is unknown.
+        ConfigurationError: The name is unknown, or the backend cannot run here.
     """
     try:
         kind = AttentionKind(name)
@@ -36,7 +37,7 @@ def create_backend(name: str | AttentionKind, device: torch.device | str) -> Att
         kind = AttentionKind.TRITON if torch.device(device).type == "cuda" else AttentionKind.REFERENCE
     if kind is AttentionKind.REFERENCE:
         return TorchAttention()
-    return KernelAttention()
+    return FlashInferAttention(device) if kind is AttentionKind.FLASHINFER else KernelAttention()
 
 
 def waits_for_device(backend: AttentionBackend) -> bool:

@@ -89,6 +89,16 @@ def test_the_reserve_covers_logits_and_activations() -> None:
     assert large < 5 * GIB
 
 
+def test_a_gpu_prefills_more_tokens_a_step_and_they_are_counted() -> None:
+    assert settings(device="cpu").prefill_tokens() == 512
+    assert settings(device="cuda").prefill_tokens() == 8192
+    assert settings(device="cuda", prefill_chunk=100).prefill_tokens() == 100
+    config = named_shape("llama3.1-8b").model_config()
+    narrow, wide = (working_bytes(settings(device="cuda", prefill_chunk=chunk), config, torch.bfloat16) for chunk in (512, None))
+    residual_and_mlp = (3 * config.intermediate_size + 2 * config.hidden_size) * 2
+    assert wide - narrow > (8192 - 512) * residual_and_mlp
+
+
 def test_the_draft_beside_follows_what_the_target_holds() -> None:
     target = settings(max_running_requests=64)
     plan = plan_memory(target, PER_TOKEN, 4096, H200)

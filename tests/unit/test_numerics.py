@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import outrider.bench
 from outrider.bench.perplexity import cut_windows, perplexity, read_texts
 from outrider.services.cli import app
+from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.drafter import NoDrafter
 from outrider.services.target.numerics import prepare_attention, prepare_decoder
 from outrider.services.target.request import SpeculationMode
@@ -107,6 +108,18 @@ def test_what_cannot_be_together_is_refused(target_dir: Path, values: dict[str, 
     with pytest.raises(ConfigurationError) as caught:
         settings_of(target_dir, **values)
     assert caught.value.field == field
+
+
+def test_an_unknown_attention_backend_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigurationError, match=r"'auto', 'reference', 'triton' or 'flashinfer'") as caught:
+        TargetSettings.load({"model": "m", "attention_backend": "fast"})
+    assert caught.value.field == "attention_backend"
+
+
+def test_flashinfer_fits_no_draft() -> None:
+    with pytest.raises(ConfigurationError, match="use auto, reference or triton") as caught:
+        DraftSettings.load({"attention_backend": "flashinfer"}).check()
+    assert caught.value.field == "attention_backend"
 
 
 def test_flashinfer_needs_a_gpu(target_dir: Path) -> None:
