@@ -88,7 +88,7 @@ class DraftSettings(ServiceSettings):
             )
         if self.attention_backend is AttentionKind.FLASHINFER:
             raise ConfigurationError(
-                "attention_backend: flashinfer waits for the GPU, a draft must not; use auto, reference or triton.",
+                "attention_backend: flashinfer waits for the GPU, drafts must not; use auto, reference or triton.",
                 field="attention_backend",
             )
         if self.device.startswith("cuda") and not torch.cuda.is_available():

@@ -242,7 +242,7 @@ class TargetSettings(ServiceSettings):
             )
         if self.kv_cache_dtype is not KvCacheDtype.AUTO and self.attention_backend not in (AttentionKind.AUTO, AttentionKind.TRITON):
             raise ConfigurationError(
-                f"kv_cache_dtype: the attention backend {self.attention_backend.value} reads K and V in the model's type; use auto or triton.",
+                f"kv_cache_dtype: {self.attention_backend.value} attention reads K and V in the model's type; use auto or triton.",
                 field="kv_cache_dtype",
             )
 
