@@ -13,6 +13,8 @@ class Method(Enum):
 
     DOT = "dot"
     """Tensor cores, the rows padded to 16, 32 or 64."""
+    WIDE = "wide"
+    """Tensor cores, `Tile.block_m` rows and more outputs a program: more than 64 rows."""
     SUM = "sum"
     """Multiply and add, a whole row of the weight at once: 1 to 4 rows."""
     LIBRARY = "library"
@@ -55,6 +57,7 @@ class Tile:
         block_k: Columns that it takes at a time (DOT).
         splits: Programs that share the columns; their sums are added by the next kernel, in order (DOT, of single rows).
         warps, stages: Of a program.
+        block_m: Rows that a program computes (WIDE).
     """
 
     method: Method
@@ -63,6 +66,7 @@ class Tile:
     splits: int = 1
     warps: int = 4
     stages: int = 4
+    block_m: int = 128
 
 
 LIBRARY = Tile(Method.LIBRARY)
