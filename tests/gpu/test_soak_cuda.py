@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections import deque
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +24,9 @@ from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(580)]
 ROUNDS = 10_000
 WARM = 3_000
+MOST_LIVE = 10
+LONGEST_PAUSE = 200
+"""Rounds."""
 SIZES = (1, 2, 4, 8)
 SHAPE = (5, 4, 16)
 TREE = DraftShape(*SHAPE)
@@ -38,13 +44,19 @@ class Crowd:
         self.harness = harness
         self.rng = random.Random(seed)
         self.vocab_size = vocab_size
-        self.handles: list[int] = []
+        self.handles: deque[int] = deque(maxlen=MOST_LIVE)
         self.submitted = 0
-        self.paused: set[int] = set()
+        self.paused: dict[int, int] = {}
+        """Handle → the round at which it goes on."""
+        # Clients pause by rounds: how long that takes depends on the machine, and no reader here is too slow.
+        harness.engine.limits = replace(harness.engine.limits, pause_timeout_s=math.inf)
 
     def act(self) -> None:
         rng, harness = self.rng, self.harness
-        if harness.engine.num_live < 10 and rng.random() < 0.1:
+        now = harness.engine.stats().rounds
+        for handle in [handle for handle, until in self.paused.items() if until <= now]:
+            self._resume(handle)
+        if harness.engine.num_live < MOST_LIVE and rng.random() < 0.1:
             prompt = [rng.randrange(self.vocab_size) for _ in range(rng.choice([3, 30, 200]))]
             mode = rng.choice([SpeculationMode.ON, SpeculationMode.ON, SpeculationMode.AUTO, SpeculationMode.OFF])
             stop = [rng.randrange(self.vocab_size)]
@@ -67,20 +79,25 @@ class Crowd:
         if self.handles and rng.random() < 0.01:
             handle = rng.choice(self.handles)
             if handle in self.paused:
-                self.paused.remove(handle)
-                harness.engine.resume(handle)
+                self._resume(handle)
             else:
-                self.paused.add(handle)
+                self.paused[handle] = now + rng.randrange(1, LONGEST_PAUSE)
                 harness.engine.pause(handle)
+        if not harness.engine.has_work():  # all that is live is paused: no round would come to wake them
+            for handle in list(self.paused):
+                self._resume(handle)
 
     def settle(self) -> None:
         """Let everything end."""
-        for handle in self.paused:
-            self.harness.engine.resume(handle)
-        self.paused.clear()
+        for handle in list(self.paused):
+            self._resume(handle)
         self.handles.clear()
         self.harness.run()
         torch.cuda.synchronize()
+
+    def _resume(self, handle: int) -> None:
+        del self.paused[handle]
+        self.harness.engine.resume(handle)
 
 
 def test_ten_thousand_rounds() -> None:
