@@ -33,7 +33,7 @@ def _wide_tiles(
     tile_m, tile_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_m, first_n = tile_m * BLOCK_M, tile_n * BLOCK_N
     steps = tl.cdiv(K, BLOCK_K)
-    COLUMNS: tl.constexpr = 2 * BLOCK_N if EPILOGUE == 3 else BLOCK_N
+    COLUMNS: tl.constexpr = 2 * BLOCK_N if EPILOGUE >= 2 else BLOCK_N
     m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     m64 = m.to(tl.int64)
     real_m, real_n = m < rows, n < N
@@ -41,20 +41,19 @@ def _wide_tiles(
     if PDL:
         gdc_wait()
     acc = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
-    second = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in range(split * steps // SPLITS, (split + 1) * steps // SPLITS):
         left = x.load([first_m, step * BLOCK_K])
-        right = weight.load([tile_n * COLUMNS, step * BLOCK_K])
+        if EPILOGUE == 2:
+            right = weight.load([0, first_n, step * BLOCK_K]).reshape(COLUMNS, BLOCK_K)
+        else:
+            right = weight.load([tile_n * COLUMNS, step * BLOCK_K])
         if WIDEN:
             left, right = left.to(tl.float32), right.to(tl.float32)
         acc = tl.dot(left, right.T, acc, input_precision="ieee")
-        if EPILOGUE == 2:
-            other = weight.load([N + first_n, step * BLOCK_K])
-            if WIDEN:
-                other = other.to(tl.float32)
-            second = tl.dot(left, other.T, second, input_precision="ieee")
     low = acc
-    high = second
+    high = acc
+    if EPILOGUE == 2:
+        low, high = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
     if EPILOGUE == 3:
         halves = tl.permute(tl.reshape(acc, (BLOCK_M, BLOCK_N // HALF, 2, HALF)), (0, 1, 3, 2))
         low, high = tl.split(tl.reshape(halves, (BLOCK_M, BLOCK_N, 2)))
@@ -65,7 +64,8 @@ def _wide_tiles(
         square = tl.sum(tl.load(sums + part[None, :] * rows + m[:, None], mask=inside, other=0.0), 1)
         inverse = tl.rsqrt(square / K + eps)[:, None]
         low *= inverse
-        high *= inverse
+        if EPILOGUE >= 2:
+            high *= inverse
     if BIAS:
         low += tl.load(bias + place, mask=real_n, other=0.0).to(tl.float32)[None, :]
         if EPILOGUE == 2:
@@ -185,12 +185,15 @@ def _run(
     kv_heads, dim = rotary.k_plane.shape[2:] if rotary else (0, 2)
     block_m = tile.block_m
     block_n = max(tile.block_n, dim // 2) if rotary else tile.block_n
-    boxes = [block_m, tile.block_k], [2 * block_n if rotary else block_n, tile.block_k]
+    if epilogue is Epilogue.GATED:
+        weights = TensorDescriptor.from_tensor(weight.view(2, count, columns), [2, block_n, tile.block_k])
+    else:
+        weights = TensorDescriptor.from_tensor(weight, [2 * block_n if rotary else block_n, tile.block_k])
     optional = (bias, residual, norm_weight, scaled, sums)
     turned = (rotary.cos, rotary.sin, rotary.slots, rotary.k_plane, rotary.v_plane) if rotary else (x,) * 5
     with _launch.on_device_of(x):
         _wide_tiles[(_launch.ceil_div(rows, block_m), _launch.ceil_div(count, block_n), tile.splits)](
-            TensorDescriptor.from_tensor(x, boxes[0]), TensorDescriptor.from_tensor(weight, boxes[1]), out,
+            TensorDescriptor.from_tensor(x, [block_m, tile.block_k]), weights, out,
             *(x if tensor is None else tensor for tensor in optional), *turned,
             rows, count, columns, 0 if residual is None else residual.stride(0), out.stride(-2), parts, eps,
             EPILOGUE=epilogue.value, SPLITS=tile.splits, BIAS=bias is not None, NORMED=normed, GELU=gelu,
