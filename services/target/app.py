@@ -194,6 +194,7 @@ class Target:
             graphs=GraphCache(device, graph_plan.graphs, graph_observer(decoder)),
             buckets=graph_plan.buckets,
             max_depth=settings.max_steps,
+            prefill_sizes=graph_plan.prefills,
         )
         scheduler = Scheduler(
             pool.allocator,

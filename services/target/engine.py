@@ -228,6 +228,11 @@ class TargetEngine:
             for kind in kinds
         ]
 
+    def prefill_recording(self, size: int) -> Callable[[], None]:
+        """Return what records the pass over prompts of up to `size` tokens; see `recordings`."""
+        self._follower.refresh()
+        return lambda: self._runner.capture_prefill(size)
+
     # ---- engine thread
 
     @property

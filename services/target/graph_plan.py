@@ -20,6 +20,9 @@ from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 MOST_ROWS_AT_START = 512
 """Larger passes are recorded when they are first met: they are rare, and their logits take memory."""
 
+PREFILL_SIZES = (32, 64, 128, 256)
+"""Larger passes take the device longer than the host takes to launch them."""
+
 _log = get_logger("outrider.target")
 
 
@@ -32,12 +35,14 @@ class GraphPlan:
         overlap: Which rounds stay on the device; None for none.
         buckets: What passes of host-driven rounds are padded to; None runs them as they come.
         shapes: The usual shapes of rounds.
+        prefills: Rows of the passes over short prompts.
     """
 
     graphs: bool
     overlap: OverlapPlan | None
     buckets: Buckets | None
     shapes: tuple[DraftShape, ...]
+    prefills: tuple[int, ...]
 
 
 def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool) -> GraphPlan:
@@ -57,7 +62,9 @@ def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool) -> GraphPl
     buckets = Buckets.make(max_bs, settings.max_nodes, [shape.max_nodes for shape in drafts])
     overlap = OverlapPlan(buckets.batch_sizes, settings.num_steps + 1)
     on = overlaps[settings.overlap_schedule] and not settings.disable_overlap_schedule
-    return GraphPlan(graphs, overlap if on else None, buckets if graphs else None, (NO_DRAFT, *drafts))
+    # Padding moves a row within its tile, which batch-invariant kernels do not allow for.
+    prefills = PREFILL_SIZES if graphs and not settings.deterministic else ()
+    return GraphPlan(graphs, overlap if on else None, buckets if graphs else None, (NO_DRAFT, *drafts), prefills)
 
 
 def record_graphs(engine: TargetEngine, graphs: GraphCache, plan: GraphPlan, *, to_console: bool) -> None:
@@ -79,6 +86,8 @@ def record_graphs(engine: TargetEngine, graphs: GraphCache, plan: GraphPlan, *, 
 
 def _recordings(engine: TargetEngine, plan: GraphPlan) -> Iterator[tuple[str, Callable[[], None]]]:
     assert plan.buckets is not None
+    for size in reversed(plan.prefills):
+        yield f"prompts of {size} tokens", engine.prefill_recording(size)
     for bs in reversed(plan.buckets.batch_sizes):
         for shape in plan.shapes:
             if bs * shape.max_nodes <= MOST_ROWS_AT_START:

@@ -13,6 +13,7 @@ import torch
 from outrider.kernels.verify import verify_tree
 from outrider.services.target.batch_tables import SamplingMode
 from outrider.services.target.bucketed_verify import BucketedVerify, Buckets
+from outrider.services.target.recorded_prefill import RecordedPrefill
 from outrider.services.target.sampling import SamplingBatches, signed_seed
 from outrider.services.target.scheduler import PrefillChunk
 from outrider.services.target.sequence import Sequence
@@ -53,6 +54,7 @@ class ModelRunner:
         graphs: Where passes are recorded; none are by default.
         buckets: Sizes that `verify` pads its batches to, so that they can be recorded; None runs every batch as it is, without padding.
         max_depth: The deepest tree that any request may ask for.
+        prefill_sizes: Rows of the passes over short prompts that may be recorded, ascending; none are by default.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class ModelRunner:
         graphs: GraphCache | None = None,
         buckets: Buckets | None = None,
         max_depth: int = 16,
+        prefill_sizes: Seq[int] = (),
     ) -> None:
         self.decoder = decoder
         self._synthetic = synthetic
@@ -73,6 +76,7 @@ class ModelRunner:
         self.device = pool.device
         self.graphs = graphs or GraphCache(pool.device, enabled=False)
         self._bucketed = None if buckets is None else BucketedVerify(self.step_model, self.graphs, buckets, max_depth)
+        self._recorded = RecordedPrefill(self.step_model, self.graphs, prefill_sizes)
         self._sampling = SamplingBatches(pool.device)
         self._projector: FeatureProjector | None = None
         self._aux_layer_ids: tuple[int, ...] = ()
@@ -113,6 +117,9 @@ class ModelRunner:
         Returns:
             One token for each chunk that is the last of its prompt, in order: the token at index committed_len.
         """
+        if self._recorded.takes(chunks):
+            token = self._recorded.run(chunks[0], self.captures and chunks[0].sequence.wants_drafts)
+            return [token] if chunks[0].is_last else []
         sequences = [chunk.sequence for chunk in chunks]
         starts = [chunk.start for chunk in chunks]
         counts = [chunk.stop - chunk.start for chunk in chunks]
@@ -170,6 +177,11 @@ class ModelRunner:
         """Record the pass of one size before anybody is served."""
         if self._bucketed is not None:
             self._bucketed.capture(bs, nodes, mode, self.captures)
+
+    @torch.inference_mode()
+    def capture_prefill(self, size: int) -> None:
+        """Record the pass over prompts of up to `size` tokens before anybody is served."""
+        self._recorded.capture(size)
 
     @torch.inference_mode()
     def read_features(self, sequence: Sequence, start: int, stop: int) -> torch.Tensor:

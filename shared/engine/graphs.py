@@ -87,6 +87,10 @@ class GraphCache:
         """Whether `run` with this key would not have to record; always true where nothing is recorded."""
         return not self.enabled or key in self._recorded or key in self._eager
 
+    def replays(self, key: Hashable) -> bool:
+        """Whether `run` with this key would replay a graph."""
+        return key in self._recorded
+
     def capture(self, key: Hashable, record: Callable[[], Any]) -> None:
         """Record `key` unless it is recorded already; nothing happens on a CPU.
 

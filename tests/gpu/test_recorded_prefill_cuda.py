@@ -1,0 +1,36 @@
+"""Short prompts through recorded passes on CUDA: tokens, K/V and feature rows are those of the eager pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from prefill_rig import CASES, SAMPLINGS, SIZES, UNTOUCHED, check_same, make_runner
+from toys import make_toy_target
+
+from outrider.services.target.request import SamplingParams, SpeculationMode
+from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.nn.decoder import Decoder
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return Decoder.load(make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=64, seed=3), CUDA, torch.float32)
+
+
+@pytest.mark.parametrize("mode", [SpeculationMode.ON, SpeculationMode.OFF])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "warm"])
+def test_equals_the_eager_pass(decoder: Decoder, sampling: SamplingParams, mode: SpeculationMode) -> None:
+    graphs = GraphCache(CUDA)
+    for length, cuts in CASES:
+        plain, padded = make_runner(decoder, GraphCache(CUDA, enabled=False), ()), make_runner(decoder, graphs, SIZES)
+        for size in SIZES:
+            padded.capture_prefill(size)
+        torch.cuda.synchronize()
+        assert all(bool((plane == UNTOUCHED).all()) for plane in padded.pool.planes()), "a recording wrote into the pool"
+        assert len(graphs.keys) == len(SIZES)
+        check_same(plain, padded, length, cuts, sampling, mode)
+        graphs.clear()
