@@ -11,10 +11,11 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,19 +137,16 @@ class BenchEngine:
         return self.synthetic.describe()
 
     def run_batch(self, prompts: Sequence[Sequence[int]], new_tokens: int, tree: DraftShape | None) -> tuple[float, list[Answer]]:
-        """Generate for all prompts at once, greedily, exactly `new_tokens` each.
+        """Generate for all prompts at once; see `start_batch` and `RunningBatch.wait`."""
+        return self.start_batch(prompts, new_tokens, tree).wait()
+
+    def start_batch(self, prompts: Sequence[Sequence[int]], new_tokens: int, tree: DraftShape | None) -> RunningBatch:
+        """Hand over prompts to be answered at once, greedily, with exactly `new_tokens` each.
 
         Args:
             prompts: Token ids.
             new_tokens: Per prompt.
             tree: Shape of every round, or None for plain decoding.
-
-        Returns:
-            Seconds from handing over the batch until its last token, and every sequence's answer.
-
-        Raises:
-            OutriderError: A request failed.
-            UnavailableError: The engine does not answer.
         """
         sink = _Sink(len(prompts))
         engine = self._target.engine
@@ -171,20 +169,57 @@ class BenchEngine:
             engine.wake = wake
         sink.started = time.perf_counter()
         engine.wake()
-        if not sink.done.wait(ANSWER_S):
+        return RunningBatch(sink)
+
+
+class RunningBatch:
+    """A batch that is being answered. Make it by `BenchEngine.start_batch`."""
+
+    def __init__(self, sink: _Sink) -> None:
+        self._sink = sink
+
+    def wait(self) -> tuple[float, list[Answer]]:
+        """Wait for the last token.
+
+        Returns:
+            Seconds from handing over the batch until then, and every sequence's answer.
+
+        Raises:
+            OutriderError: A request failed.
+            UnavailableError: The engine does not answer.
+        """
+        sink = self._sink
+        self._until(sink.done.wait)
+        return sink.ended - sink.started, [sink.answer(str(index)) for index in range(sink.requests)]
+
+    def wait_for_steps(self, steps: int) -> None:
+        """Wait until every sequence got tokens in so many steps more, the one of its prefill included, or the first one ended.
+
+        Raises:
+            OutriderError: A request failed.
+            UnavailableError: The engine does not answer.
+        """
+        sink = self._sink
+        with sink.stepped:
+            wanted = sink.fewest_steps + steps
+            self._until(partial(sink.stepped.wait_for, lambda: sink.fewest_steps >= wanted or sink.some_ended))
+
+    def _until(self, wait: Callable[[float], bool]) -> None:
+        if not wait(ANSWER_S):
             raise UnavailableError(f"The engine did not answer within {ANSWER_S:.0f} s.")
-        if sink.error is not None:
-            raise sink.error
-        return sink.ended - sink.started, [sink.answer(str(index)) for index in range(len(prompts))]
+        if self._sink.error is not None:
+            raise self._sink.error
 
 
 class _Sink:
     """Notes when tokens arrive. Called on the engine's thread."""
 
     def __init__(self, requests: int) -> None:
+        self.requests = requests
         self.started = 0.0
         self.ended = 0.0
         self.done = threading.Event()
+        self.stepped = threading.Condition()
         self.error: OutriderError | None = None
         self._open = requests
         self._arrivals: dict[str, list[float]] = {}
@@ -193,18 +228,30 @@ class _Sink:
     def deliver(self, events: Sequence[Event]) -> None:
         """See `EventSink.deliver`."""
         now = time.perf_counter()
-        for event in events:
-            if isinstance(event, TokensEvent):
-                self._arrivals.setdefault(event.request_id, []).append(now)
-                continue
-            self._open -= 1
-            if isinstance(event, FailedEvent):
-                self.error = event.error
-            else:
-                self._finished[event.request_id] = event
+        with self.stepped:
+            for event in events:
+                if isinstance(event, TokensEvent):
+                    self._arrivals.setdefault(event.request_id, []).append(now)
+                    continue
+                self._open -= 1
+                if isinstance(event, FailedEvent):
+                    self.error = event.error
+                else:
+                    self._finished[event.request_id] = event
+            self.stepped.notify_all()
         if not self._open:
             self.ended = now
             self.done.set()
+
+    @property
+    def fewest_steps(self) -> int:
+        """Steps that brought tokens to the sequence that got the fewest."""
+        return min(map(len, self._arrivals.values())) if len(self._arrivals) == self.requests else 0
+
+    @property
+    def some_ended(self) -> bool:
+        """Whether a sequence is complete, or failed."""
+        return self._open < self.requests
 
     def answer(self, request_id: str) -> Answer:
         """Return what a finished request got."""

@@ -9,7 +9,7 @@ from typing import Any
 GAP_BETWEEN_NS = 8_000
 """A longer gap lies between launches of the host; within a graph kernels follow each other in 1 to 3 µs."""
 EDGE = 0.25
-"""Share of the recording that is left out on each side: prefill, first and last rounds."""
+"""Share of the recording that is left out on each side: where recording starts and ends, it holds the host up."""
 SHOWN_KERNELS = 40
 
 Interval = tuple[int, int, str]
@@ -44,15 +44,21 @@ class Profile:
         }
 
 
-def profiled(work: Callable[[], object]) -> Profile | None:
-    """Run `work` under the profiler; None if nothing was recorded. Recording makes launches slower, so no time is taken from here."""
+def profiled(start: Callable[[], None], span: Callable[[], None]) -> Profile | None:
+    """Profile what the GPU does meanwhile; None if nothing was recorded. Recording makes launches slower, so no time is taken from here.
+
+    Args:
+        start: Returns when it has come to what is to be recorded.
+        span: Returns when enough of it was.
+    """
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as recording:
-        work()
+    with profile(activities=[ProfilerActivity.CUDA]):  # the first recording of a process takes long to start
         torch.cuda.synchronize()
+    start()
+    with profile(activities=[ProfilerActivity.CUDA]) as recording:
+        span()
     results = recording.profiler.kineto_results if recording.profiler is not None else None
     if results is None:
         return None

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from outrider.bench.clock import percentile, summarise
-from outrider.bench.engine_stack import Answer, BenchEngine, EngineOptions, check_accept_length, placement, running_engine
+from outrider.bench.engine_stack import Answer, BenchEngine, EngineOptions, RunningBatch, check_accept_length, placement, running_engine
 from outrider.bench.floors import Work, forward_pass, prefill, speculative_round
 from outrider.bench.idle import Profile, profiled
 from outrider.bench.record import Result, Row, finish
@@ -28,7 +28,9 @@ from outrider.shared.base.errors import ConfigurationError, OutriderError
 from outrider.shared.spec.tree import DraftShape
 
 WARM_UP_TOKENS = 24
-PROFILED_ROUNDS = 24
+STEADY_AFTER = 5
+"""Steps after which a batch is steady: its last prefill, what the draft makes up for, the first rounds on the device."""
+PROFILED_ROUNDS = 40
 SHAPE_TEXT = re.compile(r"(\d+)/(\d+)/(\d+)(?:@(\d+(?:\.\d+)?))?")
 
 
@@ -219,11 +221,18 @@ class Latency:
         return Row(f"round {shape.label}, batch {batch}", (total - first) / rounds * 1e3, "ms", self._floor_ms(works), bound, more)
 
     def _profile(self, shape: RoundShape, batch: int) -> Profile | None:
-        """Profile some rounds in the middle of an answer; None where there is no GPU."""
+        """Profile some rounds of which all sequences of the batch have a part; None where there is no GPU."""
         if not self._options.profile or self._engine.device.type != "cuda":
             return None
-        tokens = int(PROFILED_ROUNDS * shape.accept_length)
-        return profiled(lambda: self._engine.run_batch(self._prompts(batch), tokens, shape.tree))
+        running: list[RunningBatch] = []
+
+        def start() -> None:
+            running.append(self._engine.start_batch(self._prompts(batch), self._options.new_tokens, shape.tree))
+            running[0].wait_for_steps(STEADY_AFTER)
+
+        profile = profiled(start, lambda: running[0].wait_for_steps(PROFILED_ROUNDS))
+        running[0].wait()
+        return profile
 
     def _works(self, shape: RoundShape, batch: int) -> list[Work]:
         config, context = self._engine.decoder.config, self._options.prompt + self._options.new_tokens // 2

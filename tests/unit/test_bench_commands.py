@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from outrider.bench.engine_stack import EngineOptions, Transport, running_engine
+from outrider.bench.shapes import named_shape
 from outrider.services.cli import app
 from outrider.shared.base.errors import ConfigurationError
 
@@ -50,6 +53,28 @@ def test_latency_measures_rounds_and_prefill(tmp_path: Path, transport: str) -> 
     assert rows["prefill 24"]["tflops"] > 0
     assert rows["prefill 24"]["share_of_matrix_rate"] > 0
     assert "rounds_without_draft" not in chain
+
+
+def test_steps_of_a_batch_can_be_waited_for() -> None:
+    shape = named_shape("tiny")
+    options = EngineOptions(shape, "cpu", "float32", Transport.INPROC, max_batch=2, max_len=64)
+    with running_engine(options) as engine:
+        before = time.perf_counter()
+        running = engine.start_batch([[1, 2, 3], [4, 5, 6, 7]], 40, None)
+        running.wait_for_steps(3)
+        third = time.perf_counter() - before
+        running.wait_for_steps(4)
+        seventh = time.perf_counter() - before
+        _taken, answers = running.wait()
+    assert all(len(answer.arrivals) == 40 for answer in answers)
+    assert all(answer.arrivals[2] < third and answer.arrivals[6] < seventh for answer in answers)
+
+
+def test_a_batch_with_an_ended_sequence_is_not_waited_for() -> None:
+    with running_engine(EngineOptions(named_shape("tiny"), "cpu", "float32", Transport.INPROC, max_batch=1, max_len=64)) as engine:
+        running = engine.start_batch([[1, 2, 3]], 2, None)
+        running.wait_for_steps(1000)
+        assert len(running.wait()[1]) == 1
 
 
 def test_kernels_run_against_their_floors(tmp_path: Path) -> None:
