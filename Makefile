@@ -28,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PYTEST := $(BIN)/python -m pytest -q
 STUBS := $(BIN)/python scripts/stubs.py
 
-.PHONY: demo test test-law test-unit test-kernels test-gpu test-multi-gpu lint typecheck imports stubs stubs-check package-test test-compose bench setup dev links clean
+.PHONY: demo test test-law test-unit test-kernels test-gpu test-law-gpu test-flashinfer test-multi-gpu lint typecheck imports stubs stubs-check package-test test-compose bench setup dev links clean
 
 demo: $(SERVE_STAMP)
 	$(BIN)/outrider demo
@@ -48,9 +48,17 @@ test-unit: $(DEV_STAMP)
 test-kernels: $(DEV_STAMP)
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
 
-# On a GPU host: kernels compiled, the embedded pair served with CUDA.
-test-gpu: $(DEV_STAMP)
-	$(PYTEST) -m gpu tests/gpu
+# On a GPU host: the laws on it, in fp32; kernels compiled, the embedded pair served with CUDA. With pytest-xdist installed, PYTEST_ARGS="-n 8".
+test-gpu: test-law-gpu
+	$(PYTEST) $(PYTEST_ARGS) -m "gpu and not flashinfer" tests/gpu
+
+test-law-gpu: $(DEV_STAMP)
+	OUTRIDER_TEST_DEVICE=cuda $(PYTEST) $(PYTEST_ARGS) tests/law
+
+# The same host, with the second attention backend, which is compiled as it is used.
+test-flashinfer: $(DEV_STAMP)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,flashinfer]'
+	$(PYTEST) -m flashinfer tests/gpu
 
 # On a host with two GPUs or more.
 test-multi-gpu: $(DEV_STAMP)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from compute_device import DEVICE
 from target_harness import FakeDrafter, Node
 
 from outrider.shared.spec.device import RoundState
@@ -80,7 +81,8 @@ def main_sibling(depth: int, topk: int) -> int:
 class AnswerDrafter(FakeDrafter):
     """Guesses the known continuation of each sequence, right where ``(7 * index + 3 * depth) % 10 < 10 * accuracy``.
 
-    On a CPU it checks in every round what the engine left in the state, and keeps the feature rows that it was shown.
+    It checks in every round what the engine left in the state, and keeps the feature rows that it was shown, unless `checked` is False:
+    what is recorded into a graph runs no Python.
     """
 
     device_resident = True
@@ -91,17 +93,19 @@ class AnswerDrafter(FakeDrafter):
         vocab_size: int,
         accuracy: float = 0.8,
         spec: FeatureSpec | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str = DEVICE,
+        *,
+        checked: bool = True,
     ) -> None:
         super().__init__(self._host_tree, spec)
         self.answers = [list(answer) for answer in answers]
         self.vocab_size = vocab_size
         self.accuracy = accuracy
         self.device = torch.device(device)
+        self.checked = checked
         self.consumed: dict[int, int] = {}
         self.static: dict[tuple[int, DraftShape], StaticTrees] = {}
         self.entered = 0
-        self.rounds = 0
         self.refuse_every = 0
         self.reservations = 0
         self.fail_reserve_at = -1
@@ -172,7 +176,7 @@ class AnswerRounds:
         self.sessions: list[int | None] = list(session_ids)
         self.upper = [0] * len(session_ids)
         self.told = [0] * len(session_ids)
-        self.checked = state.tokens.device.type == "cpu"
+        self.checked = drafter.checked
         self.left = False
         # One static set per batch size and shape, as graphs hold the addresses.
         if (state.bs, shape) not in drafter.static:
@@ -209,7 +213,6 @@ class AnswerRounds:
 
     def _check(self, state: RoundState) -> None:
         drafter = self.drafter
-        drafter.rounds += 1
         for row, session_id in enumerate(self.sessions):
             count, committed = int(state.counts[row]), int(state.committed_lens[row])
             if session_id is None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from compute_device import DEVICE
 
 from outrider.kernels.philox import gumbel_noise
 from outrider.kernels.verify.filters import filter_logits
@@ -289,12 +290,12 @@ def generate_plain(decoder: Decoder, drafter: Drafter, prompt: Sequence[int], ma
 
 
 def load_toy(path: Path) -> Decoder:
-    """Load a toy target in fp32 on the CPU."""
-    return Decoder.load(path, "cpu", torch.float32)
+    """Load a toy target in fp32 where tests compute."""
+    return Decoder.load(path, DEVICE, torch.float32)
 
 
-def top_two_gap(decoder: Decoder, tokens: Sequence[int], sampling: SamplingParams) -> float:
-    """Return by how much the token after `tokens` wins, after filters and noise: a gap under 1e-4 may flip between row counts in fp32."""
+def next_scores(decoder: Decoder, tokens: Sequence[int], sampling: SamplingParams) -> torch.Tensor:
+    """Return ``[V]``, what the token after `tokens` is the argmax of, after filters and noise, from one pass over all of `tokens`."""
     pool = decoder.make_pool(-(-len(tokens) // 16), 16)
     lease = pool.lease(len(tokens))
     assert lease is not None
@@ -310,18 +311,24 @@ def top_two_gap(decoder: Decoder, tokens: Sequence[int], sampling: SamplingParam
         seed = torch.tensor([sampling.seed - (1 << 64) if sampling.seed >> 63 else sampling.seed])
         choice = torch.tensor([sampling.choice_index], dtype=torch.int32)
         scores = scores + gumbel_noise(seed, torch.tensor([len(tokens)]), choice, scores.shape[1])
-    best = scores[0].topk(2).values
-    return float(best[0] - best[1])
+    return scores[0]
+
+
+def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
+    """Return the index of the first token that differs, None for equal outputs."""
+    at = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), None)
+    assert at is not None or len(expected) == len(found), f"one output is a prefix of the other: {len(expected)} and {len(found)} tokens"
+    return at
 
 
 def assert_same_tokens(
     decoder: Decoder, prompt: Sequence[int], expected: Sequence[int], found: Sequence[int], sampling: SamplingParams | None = None
 ) -> None:
     """Token equality as the project defines it: the first difference is allowed where the plain run's top-two gap is under 1e-4."""
-    if list(expected) == list(found):
+    at = first_difference(expected, found)
+    if at is None:
         return
-    at = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), None)
-    assert at is not None, f"one output is a prefix of the other: {len(expected)} and {len(found)} tokens"
-    gap = top_two_gap(decoder, [*prompt, *expected[:at]], sampling or SamplingParams(temperature=0.0))
+    best = next_scores(decoder, [*prompt, *expected[:at]], sampling or SamplingParams(temperature=0.0)).topk(2).values
+    gap = float(best[0] - best[1])
     print(f"near-tie at token {at}: {expected[at]} or {found[at]}, top-two gap {gap:.2e}")
     assert gap < 1e-4, f"token {at} is {found[at]}, plain decoding says {expected[at]}; the top-two gap is {gap:.2e}"

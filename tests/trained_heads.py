@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from compute_device import DEVICE
 from draft_reference import reference_tree
 from plain_heads import PlainHead, train
 from safetensors.torch import save_file
@@ -248,7 +249,7 @@ def served_accept_length(
 ) -> float:
     """Return tokens per round of the real engine with the in-process drafter, over the same rounds as `plain_accept_length`."""
     decoder = load_toy(target.folder)
-    given = {"draft": folder, "device": "cpu", "kv_tokens": 4096, **settings}
+    given = {"draft": folder, "device": str(DEVICE), "kv_tokens": 4096, **settings}
     drafter = drafter_beside(decoder, DraftSettings.load(given))
     harness = make_harness(decoder, drafter)
     for index, start in enumerate(starts):

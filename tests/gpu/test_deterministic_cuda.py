@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
 
+from deterministic_rig import PROMPT, assert_bits, harness_of, load, logits_in_chunks, plain, recorded
 from guards import Guards
 from invariant_cases import check_against_tree_attention, check_gemm, check_gemm_rows, check_histories, check_norm
-from target_harness import FakeDrafter, Harness, make_harness, oracle_plan, random_plan
+from target_harness import FakeDrafter, oracle_plan, random_plan
 from toys import make_toy_target
 
-from outrider.kernels.verify import SamplingTensors
 from outrider.services.target.bucketed_verify import Buckets
 from outrider.services.target.device_loop import OverlapPlan
 from outrider.services.target.drafter import NoDrafter
 from outrider.services.target.request import SamplingParams, SpeculationMode
-from outrider.shared.attn.base import build_batch
-from outrider.shared.attn.deterministic import DeterministicAttention
 from outrider.shared.engine.graphs import GraphCache
-from outrider.shared.nn.decoder import Decoder
-from outrider.shared.nn.deterministic import deterministic
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.float32, torch.bfloat16]
 VOCAB = 64
-PROMPT = [5, 9, 2, 33, 7, 1, 1, 60]
 NEW_TOKENS = 64
 
 
@@ -76,45 +68,12 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def load(path: Path, dtype: torch.dtype) -> Decoder:
-    return deterministic(Decoder.load(path, "cuda", dtype))
-
-
-def harness_of(decoder: Decoder, drafter: FakeDrafter | NoDrafter, **options: object) -> Harness:
-    harness = make_harness(decoder, drafter, **options)  # type: ignore[arg-type]
-    harness.runner.attention = DeterministicAttention()
-    return harness
-
-
-@contextmanager
-def recorded(decoder: Decoder) -> Iterator[dict[int, list[torch.Tensor]]]:
-    """Collect the logits of every row that chose a token, by the index of the token."""
-    rows: dict[int, list[torch.Tensor]] = {}
-    choose = decoder.choose
-
-    def noting(hidden: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> torch.Tensor:
-        for position, row in zip(positions.tolist(), decoder.logits(hidden).cpu(), strict=True):
-            rows.setdefault(position, []).append(row)
-        return choose(hidden, sampling, positions)
-
-    with mock.patch.object(decoder, "choose", noting):
-        yield rows
-
-
-def plain(decoder: Decoder, sampling: SamplingParams | None = None) -> tuple[list[int], dict[int, torch.Tensor]]:
-    harness = harness_of(decoder, NoDrafter(decoder.device))
-    harness.submit(PROMPT, NEW_TOKENS, request_id="plain", mode=SpeculationMode.OFF, sampling=sampling)
-    with recorded(decoder) as rows:
-        harness.run()
-    return harness.sink.tokens["plain"], {position: found[0] for position, found in rows.items()}
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sampling", [None, SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, seed=11)])
 def test_no_bit_changes_with_speculation_batches_or_chunks(target_dir: Path, dtype: torch.dtype, sampling: SamplingParams | None) -> None:
-    decoder = load(target_dir, dtype)
-    tokens, logits = plain(decoder, sampling)
-    drafters = [OnDevice(oracle_plan([PROMPT + tokens], VOCAB, 0.7)), OnDevice(random_plan(VOCAB))]
+    decoder = load(target_dir, "cuda", dtype)
+    tokens, logits = plain(decoder, NEW_TOKENS, sampling)
+    drafters = [FakeDrafter(oracle_plan([PROMPT + tokens], VOCAB, 0.7)), FakeDrafter(random_plan(VOCAB))]
     for drafter, chunk, shape in zip(drafters, (512, 3), ((6, 4, 30), (3, 2, 8)), strict=True):
         harness = harness_of(decoder, drafter, prefill_chunk=chunk, page_size=3)
         harness.submit(list(range(40)), NEW_TOKENS, request_id="other", shape=(2, 3, 7), sampling=SamplingParams(temperature=1.5, seed=1))
@@ -122,14 +81,13 @@ def test_no_bit_changes_with_speculation_batches_or_chunks(target_dir: Path, dty
         with recorded(decoder) as rows:
             harness.run()
         assert harness.sink.tokens["mine"] == tokens
-        for position, expected in logits.items():
-            assert any(torch.equal(expected, row) for row in rows[position]), f"token {position}"
+        assert_bits(logits, rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_graphs_and_rounds_on_the_device_choose_the_same_tokens(target_dir: Path, dtype: torch.dtype) -> None:
-    decoder = load(target_dir, dtype)
-    tokens, _ = plain(decoder)
+    decoder = load(target_dir, "cuda", dtype)
+    tokens, _ = plain(decoder, NEW_TOKENS)
     graphs, buckets, overlap = GraphCache(decoder.device), Buckets.make(4, 16), OverlapPlan((1, 2, 4), 6)
     harness = harness_of(decoder, NoDrafter(decoder.device), graphs=graphs, buckets=buckets, overlap=overlap)
     for name in ("a", "b", "c"):
@@ -140,30 +98,8 @@ def test_graphs_and_rounds_on_the_device_choose_the_same_tokens(target_dir: Path
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_prompt_in_one_pass_has_the_bits_of_single_steps(target_dir: Path, dtype: torch.dtype) -> None:
-    decoder = load(target_dir, dtype)
-    ids = torch.randint(VOCAB, (300,), generator=torch.Generator().manual_seed(0)).cuda()
-    whole = logits_in_chunks(decoder, ids, [300])
-    assert torch.equal(logits_in_chunks(decoder, ids, [1] * 300), whole)
-    assert torch.equal(logits_in_chunks(decoder, ids, [70, 130, 100]), whole)
-
-
-def logits_in_chunks(decoder: Decoder, ids: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    pool = decoder.make_pool(20, 16)
-    lease = pool.lease(len(ids))
-    assert lease is not None
-    attention, logits, first = DeterministicAttention(), [], 0
-    for size in sizes:
-        attention.plan(build_batch(pool, [lease], [first], [size]))
-        index = torch.arange(first, first + size, device="cuda")
-        logits.append(decoder.logits(decoder.forward(ids[index], index, attention, pool).hidden))
-        first += size
-    return torch.cat(logits)
-
-
-class OnDevice(FakeDrafter):
-    """Hands trees over on the GPU."""
-
-    def propose(self, request):  # type: ignore[no-untyped-def]
-        drafts = super().propose(request)
-        fields = ("tokens", "parents", "depths", "num_nodes", "ancestors")
-        return type(drafts)(**{name: getattr(drafts, name).cuda() for name in fields})
+    decoder = load(target_dir, "cuda", dtype)
+    ids = torch.randint(VOCAB, (300,), generator=torch.Generator().manual_seed(0)).tolist()
+    whole = logits_in_chunks(decoder, ids, [300], page_size=16)
+    assert torch.equal(logits_in_chunks(decoder, ids, [1] * 300, page_size=16), whole)
+    assert torch.equal(logits_in_chunks(decoder, ids, [70, 130, 100], page_size=16), whole)

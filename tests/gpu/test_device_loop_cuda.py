@@ -75,7 +75,7 @@ def test_graphs_emit_what_eager_rounds_emit(
     answers = [prompt + answer for prompt, answer in zip(prompts, plain, strict=False)]
     emitted = []
     for graphs in (False, True):
-        drafter = AnswerDrafter(answers, vocab_of(decoder), device=decoder.device)
+        drafter = AnswerDrafter(answers, vocab_of(decoder), device=decoder.device, checked=False)
         harness = looped(decoder, drafter, graphs=graphs)
         for index in range(count):
             harness.submit(prompts[index], 60, request_id=str(index), sampling=sampling, shape=shape)
@@ -119,7 +119,7 @@ def test_a_batch_that_shrinks_from_32_to_1(decoder: Decoder, prompts: list[list[
     answers = [prompt + answer for prompt, answer in zip(prompts, plain, strict=True)]
     drafter: Drafter = NoDrafter(decoder.device)
     if shape is not None:
-        drafter = AnswerDrafter(answers, vocab_of(decoder), 0.6, device=decoder.device)
+        drafter = AnswerDrafter(answers, vocab_of(decoder), 0.6, device=decoder.device, checked=False)
     harness = looped(decoder, drafter)
     for index, prompt in enumerate(prompts):
         harness.submit(prompt, lengths[index], request_id=str(index), shape=shape)
@@ -133,7 +133,7 @@ def test_a_batch_that_shrinks_from_32_to_1(decoder: Decoder, prompts: list[list[
 def test_aborts_at_every_step(decoder: Decoder, prompts: list[list[int]]) -> None:
     plain = [generate_plain(decoder, NoDrafter(decoder.device), prompt, 40) for prompt in prompts[:2]]
     answers = [prompt + answer for prompt, answer in zip(prompts, plain, strict=False)]
-    drafter = AnswerDrafter(answers, vocab_of(decoder), device=decoder.device)
+    drafter = AnswerDrafter(answers, vocab_of(decoder), device=decoder.device, checked=False)
     harness = looped(decoder, drafter)
     for steps in range(20):
         names = f"a{steps}", f"b{steps}"
@@ -155,7 +155,7 @@ def test_aborts_at_every_step(decoder: Decoder, prompts: list[list[int]]) -> Non
 
 def steady(decoder: Decoder, prompts: list[list[int]]) -> tuple[Harness, Callable[[], None]]:
     answers = [prompt + generate_plain(decoder, NoDrafter(decoder.device), prompt, 200) for prompt in prompts[:4]]
-    harness = looped(decoder, AnswerDrafter(answers, vocab_of(decoder), device=decoder.device))
+    harness = looped(decoder, AnswerDrafter(answers, vocab_of(decoder), device=decoder.device, checked=False))
 
     def rounds() -> None:
         for index in range(4):

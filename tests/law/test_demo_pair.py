@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from target_harness import assert_same_tokens, generate_plain, make_harness
+from compute_device import DEVICE
+from target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
 from toys import make_toy_eagle3, make_toy_target
 
 from outrider.services.draft.inproc import InprocDrafter, drafter_beside
@@ -26,12 +27,12 @@ NEW_TOKENS = 64
 
 
 def make_drafter(decoder: Decoder, head: Path) -> InprocDrafter:
-    return drafter_beside(decoder, DraftSettings.load({"draft": head, "device": "cpu", "kv_tokens": 16384}))
+    return drafter_beside(decoder, DraftSettings.load({"draft": head, "device": str(DEVICE), "kv_tokens": 16384}))
 
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    return Decoder.load(TARGET, "cpu", torch.float32)
+    return load_toy(TARGET)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ def test_the_embedded_pair_writes_what_transformers_writes(decoder: Decoder, pro
 def test_random_pairs_change_no_token(tmp_path: Path, seed: int) -> None:
     target = make_toy_target(tmp_path / "target", vocab_size=64, seed=seed)
     head = make_toy_eagle3(tmp_path / "head", target, draft_vocab_size=40, seed=seed)
-    decoder = Decoder.load(target, "cpu", torch.float32)
+    decoder = load_toy(target)
     harness = make_harness(decoder, make_drafter(decoder, head), max_running=4, prefill_chunk=32)
     generator = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(0, 64, (length,), generator=generator).tolist() for length in (1, 2, 31, 64, 150, 500)]

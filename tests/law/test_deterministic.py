@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -12,7 +10,9 @@ import family_models
 import generic_models
 import pytest
 import torch
-from target_harness import FakeDrafter, Harness, make_harness, oracle_plan, random_plan
+from compute_device import DEVICE, GRAPHS
+from deterministic_rig import PROMPT, assert_bits, harness_of, load, logits_in_chunks, plain, recorded
+from target_harness import FakeDrafter, oracle_plan, random_plan
 from toys import make_toy_target
 
 from outrider.kernels.verify import SamplingTensors
@@ -20,15 +20,13 @@ from outrider.services.target.bucketed_verify import Buckets
 from outrider.services.target.device_loop import OverlapPlan
 from outrider.services.target.drafter import NoDrafter
 from outrider.services.target.request import SamplingParams, SpeculationMode
-from outrider.shared.attn.base import build_batch
-from outrider.shared.attn.deterministic import DeterministicAttention
 from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.deterministic import BatchInvariant, deterministic
 from outrider.shared.spec.drafter import FeatureSpec
 
 VOCAB = 61  # odd sizes: the ends of rows are where a vector unit rounds otherwise
-PROMPT = [5, 9, 2, 33, 7, 1, 1, 60]
 NEW_TOKENS = 24
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -40,52 +38,11 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def load(path: Path, dtype: torch.dtype) -> Decoder:
-    return deterministic(Decoder.load(path, "cpu", dtype))
-
-
-def harness_of(decoder: Decoder, drafter: FakeDrafter | NoDrafter, **options: object) -> Harness:
-    harness = make_harness(decoder, drafter, **options)  # type: ignore[arg-type]
-    harness.runner.attention = DeterministicAttention()
-    return harness
-
-
-@contextmanager
-def recorded(decoder: Decoder) -> Iterator[dict[int, list[torch.Tensor]]]:
-    """Collect the logits of every row that chose a token, by the index of the token."""
-    rows: dict[int, list[torch.Tensor]] = {}
-    choose = decoder.choose
-
-    def noting(hidden: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> torch.Tensor:
-        for position, row in zip(positions.tolist(), decoder.logits(hidden), strict=True):
-            rows.setdefault(position, []).append(row.clone())
-        return choose(hidden, sampling, positions)
-
-    with mock.patch.object(decoder, "choose", noting):
-        yield rows
-
-
-def plain(decoder: Decoder, sampling: SamplingParams | None = None) -> tuple[list[int], dict[int, torch.Tensor]]:
-    """Return tokens and logits of plain decoding, alone, the prompt in one chunk."""
-    harness = harness_of(decoder, NoDrafter())
-    harness.submit(PROMPT, NEW_TOKENS, request_id="plain", mode=SpeculationMode.OFF, sampling=sampling)
-    with recorded(decoder) as rows:
-        harness.run()
-    assert all(len(found) == 1 for found in rows.values())
-    return harness.sink.tokens["plain"], {position: found[0] for position, found in rows.items()}
-
-
-def assert_bits(expected: dict[int, torch.Tensor], rows: dict[int, list[torch.Tensor]]) -> None:
-    """Every token of the plain run was chosen from a row with exactly its bits."""
-    for position, logits in expected.items():
-        assert any(torch.equal(logits, row) for row in rows[position]), f"no row for token {position} has the bits of plain decoding"
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(5, 1, 6), (4, 3, 20)])
 def test_speculation_changes_no_bit(target_dir: Path, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
-    decoder = load(target_dir, dtype)
-    tokens, logits = plain(decoder)
+    decoder = load(target_dir, DEVICE, dtype)
+    tokens, logits = plain(decoder, NEW_TOKENS)
     harness = harness_of(decoder, FakeDrafter(oracle_plan([PROMPT + tokens], VOCAB, 0.7)))
     harness.submit(PROMPT, NEW_TOKENS, request_id="spec", shape=shape)
     with recorded(decoder) as rows:
@@ -98,8 +55,8 @@ def test_speculation_changes_no_bit(target_dir: Path, dtype: torch.dtype, shape:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk", [1, 3, 64])
 def test_neither_chunks_nor_other_requests_change_a_bit(target_dir: Path, dtype: torch.dtype, chunk: int) -> None:
-    decoder = load(target_dir, dtype)
-    tokens, logits = plain(decoder)
+    decoder = load(target_dir, DEVICE, dtype)
+    tokens, logits = plain(decoder, NEW_TOKENS)
     harness = harness_of(decoder, FakeDrafter(random_plan(VOCAB, seed=chunk)), prefill_chunk=chunk, page_size=3)
     rng = random.Random(chunk)
     for number in range(2):
@@ -116,8 +73,8 @@ def test_neither_chunks_nor_other_requests_change_a_bit(target_dir: Path, dtype:
     [SamplingParams(temperature=1.0, seed=3), SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seed=(1 << 64) - 5)],
 )
 def test_sampling_chooses_the_same_tokens(target_dir: Path, sampling: SamplingParams) -> None:
-    decoder = load(target_dir, torch.bfloat16)
-    tokens, logits = plain(decoder, sampling)
+    decoder = load(target_dir, DEVICE, torch.bfloat16)
+    tokens, logits = plain(decoder, NEW_TOKENS, sampling)
     harness = harness_of(decoder, FakeDrafter(oracle_plan([PROMPT + tokens], VOCAB, 0.7)))
     harness.submit(PROMPT, NEW_TOKENS, request_id="other", shape=(2, 3, 7), sampling=SamplingParams(temperature=1.5, top_p=0.7, seed=1))
     harness.submit(PROMPT, NEW_TOKENS, request_id="spec", shape=(5, 4, 16), sampling=sampling)
@@ -127,18 +84,24 @@ def test_sampling_chooses_the_same_tokens(target_dir: Path, sampling: SamplingPa
     assert_bits(logits, rows)
 
 
-def test_padded_batches_and_rounds_on_the_device_change_no_bit(target_dir: Path) -> None:
+@pytest.mark.parametrize("graphs", GRAPHS)
+def test_padded_batches_and_rounds_on_the_device_change_no_bit(target_dir: Path, graphs: bool) -> None:
     """Idle rows and columns of a bucket are computed beside the real ones."""
-    decoder = load(target_dir, torch.float32)
-    tokens, logits = plain(decoder)
+    decoder = load(target_dir, DEVICE, torch.float32)
+    tokens, logits = plain(decoder, NEW_TOKENS)
     for overlap in (None, OverlapPlan((1, 2, 4), 6)):
-        harness = harness_of(decoder, NoDrafter(), buckets=Buckets.make(4, 16), overlap=overlap)
+        cache = GraphCache(DEVICE, graphs)
+        harness = harness_of(decoder, NoDrafter(), buckets=Buckets.make(4, 16), overlap=overlap, graphs=cache)
         for name in ("a", "b", "c"):
             harness.submit(PROMPT, NEW_TOKENS, request_id=name, mode=SpeculationMode.OFF)
-        with recorded(decoder) as rows:
+        if graphs:
             harness.run()
+            assert cache.keys
+        else:
+            with recorded(decoder) as rows:
+                harness.run()
+            assert_bits(logits, rows)
         assert [harness.sink.tokens[name] for name in ("a", "b", "c")] == [tokens] * 3
-        assert_bits(logits, rows)
 
 
 FAMILIES = ["mistral-narrow", "qwen3-bias", "qwen3-moe", "gpt-oss-narrow", "deepseek-v3"]
@@ -149,29 +112,16 @@ GENERIC = sorted(generic_models.CASES)[:2]
 def test_every_family_keeps_its_bits(tmp_path: Path, case: str) -> None:
     """Experts, latents, windows, sinks, transformers' modules: one pass over a prompt, and the same tokens in several."""
     models = generic_models if case in GENERIC else family_models
-    decoder = deterministic(Decoder.load(models.save(case, tmp_path), "cpu", torch.float32))
+    decoder = load(models.save(case, tmp_path), "cpu", torch.float32)
     ids = [token % decoder.config.vocab_size for token in PROMPT]
     whole = logits_in_chunks(decoder, ids, [len(ids)])
     assert torch.equal(logits_in_chunks(decoder, ids, [1] * len(ids)), whole)
     assert torch.equal(logits_in_chunks(decoder, ids, [3, 4, 1]), whole)
 
 
-def logits_in_chunks(decoder: Decoder, ids: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    pool = decoder.make_pool(8, 4)
-    lease = pool.lease(len(ids))
-    assert lease is not None
-    attention, logits, first = DeterministicAttention(), [], 0
-    for size in sizes:
-        attention.plan(build_batch(pool, [lease], [first], [size]))
-        index = torch.arange(first, first + size)
-        logits.append(decoder.logits(decoder.forward(torch.tensor(ids)[index], index, attention, pool).hidden))
-        first += size
-    return torch.cat(logits)
-
-
 def test_features_are_captured_row_by_row(target_dir: Path) -> None:
-    decoder = load(target_dir, torch.float32)
-    tokens, _ = plain(decoder)
+    decoder = load(target_dir, DEVICE, torch.float32)
+    tokens, _ = plain(decoder, NEW_TOKENS)
     spec = FeatureSpec(feature_size=3 * decoder.config.hidden_size, aux_layer_ids=(1, 2, 4))
     drafter = FakeDrafter(oracle_plan([PROMPT + tokens], VOCAB, 0.8), spec)
     harness = harness_of(decoder, drafter)

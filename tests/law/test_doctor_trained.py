@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import trained_heads
+from compute_device import DEVICE
 from trained_heads import AUX, prompts, trained_target
 
 from outrider.services.convert.head import Layout, convert_head
@@ -31,7 +32,7 @@ HEADS: dict[str, Callable[[], Path]] = {
 
 
 def pair_of(head: Path) -> Pair:
-    return Pair(trained_target().folder, head, Algorithm.AUTO, torch.device("cpu"), torch.float32)
+    return Pair(trained_target().folder, head, Algorithm.AUTO, DEVICE, torch.float32)
 
 
 @pytest.mark.parametrize("name", HEADS)

@@ -13,6 +13,7 @@ from random import Random
 
 import pytest
 import torch
+from compute_device import DEVICE
 from draft_reference import PlainEagle3, PlainTree, reference_tree
 from safetensors.torch import load_file, save_file
 from toys import make_toy_eagle3, make_toy_target, read_target_tensor
@@ -45,8 +46,8 @@ def plain(pair: tuple[Path, Path]) -> PlainEagle3:
 
 
 def make_engine(pair: tuple[Path, Path], **settings: object) -> DraftEngine:
-    values = {"draft": pair[1], "target_weights": pair[0], "device": "cpu", "kv_tokens": 4096, "page_size": 3, **settings}
-    return build_engine(DraftSettings.load(values), torch.device("cpu"), torch.float32)
+    values = {"draft": pair[1], "target_weights": pair[0], "device": str(DEVICE), "kv_tokens": 4096, "page_size": 3, **settings}
+    return build_engine(DraftSettings.load(values), DEVICE, torch.float32)
 
 
 def sequence(seed: int, length: int) -> tuple[list[int], torch.Tensor]:
@@ -106,7 +107,7 @@ def assert_same_tree(trees: DraftBatch, row: int, expected: PlainTree) -> None:
         chosen = torch.zeros(1, trees.tokens.shape[1], dtype=torch.int64)
         chosen[0, :count] = torch.tensor(list(follows.values()))
         one = slice(row, row + 1)
-        verified = verify_tree(trees.tokens[one], trees.parents[one], trees.num_nodes[one], chosen)
+        verified = verify_tree(trees.tokens[one], trees.parents[one], trees.num_nodes[one], chosen.to(trees.tokens.device))
         accepted = expected.accepted(lambda path, follows=follows: follows[path])  # type: ignore[misc]
         assert verified.path[0, : 1 + int(verified.num_accepted)].tolist() == [0, *accepted]
 

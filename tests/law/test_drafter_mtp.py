@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from compute_device import DEVICE
 from safetensors.torch import load_file, save_file
 from target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
 from toy_mtp import HIDDEN, VOCAB, Model, reference_accept_length, sample_text, save, train
@@ -143,8 +144,8 @@ def test_a_chain_run_by_the_first_layer_alone_shows_in_its_accept_length(
 
 def largest_error(model: Model, folder: Path, length: int) -> float:
     """Return how far the log-probs of a drafted chain of 5 are from the reference's; infinity where the tokens differ."""
-    settings = DraftSettings.load({"target_weights": folder, "device": "cpu", "kv_tokens": 2048, "page_size": 4})
-    engine = build_engine(settings, torch.device("cpu"), torch.float32)
+    settings = DraftSettings.load({"target_weights": folder, "device": str(DEVICE), "kv_tokens": 2048, "page_size": 4})
+    engine = build_engine(settings, DEVICE, torch.float32)
     tokens = sample_text(1, length, torch.Generator().manual_seed(length))[0].tolist()
     features = model.hidden(torch.tensor([tokens]))[0].detach()
     peer, fence = PeerId(1), Fence(1, 1, length, extend_prefix_hash(FNV_OFFSET, tokens))
@@ -158,7 +159,7 @@ def largest_error(model: Model, folder: Path, length: int) -> float:
     if proposal.trees.tokens[0, 1:].tolist() != expected:
         return float("inf")
     assert proposal.trees.logprobs is not None
-    return float((proposal.trees.logprobs[0, 1:] - torch.tensor(logprobs)).abs().max())
+    return float((proposal.trees.logprobs[0, 1:].cpu() - torch.tensor(logprobs)).abs().max())
 
 
 def sharp_model(layers: int) -> Model:
@@ -186,9 +187,9 @@ class Session:
     """One sequence followed by an engine of its own, with the features that the target would send."""
 
     def __init__(self, model: Model, folder: Path) -> None:
-        settings = DraftSettings.load({"target_weights": folder, "device": "cpu", "kv_tokens": 2048, "page_size": 4})
+        settings = DraftSettings.load({"target_weights": folder, "device": str(DEVICE), "kv_tokens": 2048, "page_size": 4})
         self._model = model
-        self._engine = build_engine(settings, torch.device("cpu"), torch.float32)
+        self._engine = build_engine(settings, DEVICE, torch.float32)
         self._peer, self._epoch = PeerId(1), 0
 
     def open(self, tokens: list[int], parts: int) -> int:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import toy_deepseek
 import toy_mtp
+from compute_device import DEVICE
 from safetensors.torch import load_file, save_file
 from target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
 
@@ -101,8 +102,8 @@ def reference_logprobs(folder: Path, layers: int, tokens: list[int], path: list[
 
 
 def make_engine(folder: Path) -> DraftEngine:
-    settings = DraftSettings.load({"target_weights": folder, "device": "cpu", "kv_tokens": 2048, "page_size": 4})
-    return build_engine(settings, torch.device("cpu"), torch.float32)
+    settings = DraftSettings.load({"target_weights": folder, "device": str(DEVICE), "kv_tokens": 2048, "page_size": 4})
+    return build_engine(settings, DEVICE, torch.float32)
 
 
 def drafted(folder: Path, tokens: list[int], features: torch.Tensor, shape: DraftShape) -> DraftBatch:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from compute_device import DEVICE, GRAPHS
 from device_toys import AnswerDrafter
 from target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
 from toys import make_toy_target
@@ -17,6 +18,7 @@ from outrider.services.target.device_loop import OverlapPlan
 from outrider.services.target.drafter import NoDrafter
 from outrider.services.target.request import FinishReason, SamplingParams, SpeculationMode
 from outrider.shared.base.errors import ErrorCode
+from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import Drafter, FeatureSpec
 
@@ -43,14 +45,15 @@ def features_of(decoder: Decoder) -> FeatureSpec:
     return FeatureSpec(aux_layer_ids=(1, 3, 4), feature_size=3 * decoder.config.hidden_size, fingerprint="raw")
 
 
-def looped(decoder: Decoder, drafter: Drafter, **options: object) -> Harness:
-    return make_harness(decoder, drafter, overlap=OVERLAP, **options)  # type: ignore[arg-type]
+def looped(decoder: Decoder, drafter: Drafter, graphs: bool = False, **options: object) -> Harness:
+    return make_harness(decoder, drafter, overlap=OVERLAP, graphs=GraphCache(DEVICE, graphs), **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("graphs", GRAPHS)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_plain_decoding(decoder: Decoder, sampling: SamplingParams) -> None:
+def test_plain_decoding(decoder: Decoder, sampling: SamplingParams, graphs: bool) -> None:
     plain = generate_plain(decoder, NoDrafter(), PROMPT, 60, sampling=sampling)
-    harness = looped(decoder, NoDrafter())
+    harness = looped(decoder, NoDrafter(), graphs)
     for index in range(3):
         harness.submit(PROMPT, 60 - 7 * index, request_id=str(index), sampling=sampling)
     harness.run()
@@ -59,17 +62,18 @@ def test_plain_decoding(decoder: Decoder, sampling: SamplingParams) -> None:
         assert harness.sink.finished[str(index)].completion_tokens == 60 - 7 * index
 
 
+@pytest.mark.parametrize("graphs", GRAPHS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_drafted_alone(decoder: Decoder, shape: tuple[int, int, int], sampling: SamplingParams) -> None:
+def test_drafted_alone(decoder: Decoder, shape: tuple[int, int, int], sampling: SamplingParams, graphs: bool) -> None:
     plain = generate_plain(decoder, NoDrafter(), PROMPT, 60, sampling=sampling)
-    drafter = AnswerDrafter([PROMPT + plain], VOCAB)
-    harness = looped(decoder, drafter)
+    drafter = AnswerDrafter([PROMPT + plain], VOCAB, checked=not graphs)
+    harness = looped(decoder, drafter, graphs)
     harness.submit(PROMPT, 60, request_id="a", sampling=sampling, shape=shape)
     harness.run()
     assert_same_tokens(decoder, PROMPT, plain, harness.sink.tokens["a"], sampling)
     stats = harness.engine.stats().speculation
-    assert drafter.rounds >= stats.rounds > 0, "every round stayed on the device"
+    assert drafter.reservations >= stats.rounds > 0, "every round stayed on the device"
     assert stats.accepted_tokens > 0
     assert sum((k + 1) * count for k, count in enumerate(stats.histogram)) == 60 - 1 + stats.tokens_cut
 
@@ -82,7 +86,7 @@ def test_the_report_is_that_of_the_hosts_way(decoder: Decoder) -> None:
         harness = make_harness(decoder, drafter, overlap=overlap)
         harness.submit(PROMPT, 80, request_id="a", shape=(5, 4, 21))
         harness.run()
-        assert (drafter.rounds > 0) == (overlap is not None)
+        assert (drafter.reservations > 0) == (overlap is not None)
         reports.append(harness.sink.finished["a"].speculation)
         assert reports[-1].accepted_tokens > 0
         assert harness.engine.stats().rounds == reports[-1].rounds
@@ -90,8 +94,8 @@ def test_the_report_is_that_of_the_hosts_way(decoder: Decoder) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("captures", [False, True])
-def test_batches_that_change(decoder: Decoder, seed: int, captures: bool) -> None:
+@pytest.mark.parametrize(("captures", "graphs"), [(False, graphs) for graphs in GRAPHS] + [(True, False)])
+def test_batches_that_change(decoder: Decoder, seed: int, captures: bool, graphs: bool) -> None:
     rng = random.Random(seed)
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.choice([1, 3, 17, 60]))] for _ in range(12)]
     samplings = [rng.choice(SAMPLINGS) for _ in prompts]
@@ -101,10 +105,10 @@ def test_batches_that_change(decoder: Decoder, seed: int, captures: bool) -> Non
         for prompt, length, sampling in zip(prompts, lengths, samplings, strict=True)
     ]
     answers = [prompt + answer for prompt, answer in zip(prompts, plain, strict=True)]
-    drafter = AnswerDrafter(answers, VOCAB, 0.7, features_of(decoder) if captures else None)
+    drafter = AnswerDrafter(answers, VOCAB, 0.7, features_of(decoder) if captures else None, checked=not graphs)
     drafter.refuse_every = 5
     harness = looped(
-        decoder, drafter, max_running=rng.choice([1, 2, 4, 6]), prefill_chunk=32, page_size=rng.choice([1, 4, 16]), num_pages=700
+        decoder, drafter, graphs, max_running=rng.choice([1, 2, 4, 6]), prefill_chunk=32, page_size=rng.choice([1, 4, 16]), num_pages=700
     )
     shape = rng.choice(SHAPES)
     handles: dict[int, int] = {}
@@ -154,7 +158,7 @@ def test_batches_that_change(decoder: Decoder, seed: int, captures: bool) -> Non
         else:
             assert_same_tokens(decoder, prompt, plain[index], found, samplings[index])
         assert finished.completion_tokens == len(found)
-    assert drafter.rounds > 0
+    assert drafter.reservations > 0
     assert not drafter.sequences, "every sequence was closed on the draft"
 
 
@@ -169,7 +173,7 @@ def test_retraction(decoder: Decoder) -> None:
         harness.submit(prompt, 60, request_id=str(index), sampling=sampling, shape=(3, 2, 7))
     harness.run()
     assert harness.scheduler.num_retractions > 0, "the pool was meant to be too small"
-    assert drafter.rounds > 0
+    assert drafter.reservations > 0
     for index, prompt in enumerate(prompts):
         assert_same_tokens(decoder, prompt, plain[index], harness.sink.tokens[str(index)], sampling)
 
@@ -283,7 +287,7 @@ def test_the_plain_loop_tells_the_drafter_what_was_decoded(decoder: Decoder) -> 
     harness.submit(PROMPT, 90, request_id="a", mode=SpeculationMode.AUTO, shape=(5, 1, 6))
     harness.run()
     assert harness.sink.tokens["a"] == plain
-    assert drafter.rounds > 0, "the controller tried drafts"
+    assert drafter.reservations > 0, "the controller tried drafts"
 
 
 @pytest.mark.parametrize("shape", SHAPES)

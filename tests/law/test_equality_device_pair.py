@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from compute_device import DEVICE, GRAPHS
 from target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
 from toys import make_toy_eagle3, make_toy_target
 
@@ -17,6 +18,7 @@ from outrider.services.target.bucketed_verify import Buckets
 from outrider.services.target.device_loop import OverlapPlan
 from outrider.services.target.drafter import NoDrafter
 from outrider.services.target.request import SamplingParams, SpeculationMode
+from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
 
 torch.set_num_threads(1)
@@ -39,23 +41,24 @@ def decoder(folders: tuple[Path, Path]) -> Decoder:
 @pytest.fixture
 def drafter(folders: tuple[Path, Path], decoder: Decoder) -> Iterator[InprocDrafter]:
     target, head = folders
-    settings = DraftSettings.load({"draft": head, "target_weights": target, "device": "cpu", "threads": 1, "kv_tokens": 8192})
+    settings = DraftSettings.load({"draft": head, "target_weights": target, "device": str(DEVICE), "threads": 1, "kv_tokens": 8192})
     made = drafter_beside(decoder, settings)
     yield made
     made.shutdown()
 
 
+@pytest.mark.parametrize("graphs", GRAPHS)
 @pytest.mark.parametrize("shape", [(1, 1, 2), (5, 1, 6), (3, 2, 8), (5, 4, 16)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rounds_on_the_device_are_those_of_the_hosts_way(
-    decoder: Decoder, drafter: InprocDrafter, shape: tuple[int, int, int], temperature: float
+    decoder: Decoder, drafter: InprocDrafter, shape: tuple[int, int, int], temperature: float, graphs: bool
 ) -> None:
     sampling = SamplingParams(temperature=temperature, seed=9)
     prompt = [1, 2, 3, 4]
     plain = generate_plain(decoder, NoDrafter(), prompt, 60, sampling=sampling)
     rounds = []
     for overlap in (None, OVERLAP):
-        harness = make_harness(decoder, drafter, overlap=overlap)
+        harness = make_harness(decoder, drafter, overlap=overlap, graphs=GraphCache(DEVICE, graphs))
         harness.submit(prompt, 60, request_id="a", sampling=sampling, shape=shape)
         harness.run()
         assert_same_tokens(decoder, prompt, plain, harness.sink.tokens["a"], sampling)
@@ -66,8 +69,9 @@ def test_rounds_on_the_device_are_those_of_the_hosts_way(
     assert rounds[0][1] > 0
 
 
+@pytest.mark.parametrize("graphs", GRAPHS)
 @pytest.mark.parametrize("seed", range(4))
-def test_batches_that_change(decoder: Decoder, drafter: InprocDrafter, seed: int) -> None:
+def test_batches_that_change(decoder: Decoder, drafter: InprocDrafter, seed: int, graphs: bool) -> None:
     rng = random.Random(seed)
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.choice([1, 3, 17, 60]))] for _ in range(10)]
     samplings = [
@@ -78,6 +82,7 @@ def test_batches_that_change(decoder: Decoder, drafter: InprocDrafter, seed: int
         decoder,
         drafter,
         overlap=OVERLAP,
+        graphs=GraphCache(DEVICE, graphs),
         buckets=Buckets.make(4, 32) if seed % 2 else None,
         max_running=rng.choice([2, 4]),
         prefill_chunk=64,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from compute_device import DEVICE
 from target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
 from toys import make_toy_eagle3, make_toy_target
 
@@ -43,10 +44,11 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     head: Path = make_toy_eagle3(folder / "head", target, planted=request.param, draft_vocab_size=VOCAB if request.param else 32)
     listen = f"unix:{folder}/d.sock"
     weights = target if request.param else None  # without them, the head borrows the embedding over gRPC
-    service = DraftService(DraftSettings.load({"draft": head, "target_weights": weights, "listen": listen, "device": "cpu", "threads": 1}))
+    where = {"listen": listen, "device": str(DEVICE), "dtype": "float32", "threads": 1, "kv_tokens": 16384}
+    service = DraftService(DraftSettings.load({"draft": head, "target_weights": weights, **where}))
     service.start()
     decoder = load_toy(target)
-    drafter = RemoteDrafter(listen, TargetIdentity.of(decoder), decoder.weight, torch.device("cpu"), fault_deadline_s=10.0)
+    drafter = RemoteDrafter(listen, TargetIdentity.of(decoder), decoder.weight, DEVICE, fault_deadline_s=10.0)
     pause = threading.Event()
     for _ in range(1000):
         if drafter.state() is DrafterState.ON:

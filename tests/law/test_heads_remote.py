@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from compute_device import DEVICE
 from target_harness import load_toy, make_harness
 from toy_heads import (
     HIDDEN,
@@ -66,11 +67,11 @@ def test_a_head_drafts_alike_beside_the_target_and_behind_grpc(name: str, target
     torch.set_num_threads(1)
     folder = write_head(tmp_path / "head", *HEADS[name]())
     decoder = load_toy(target)
-    given = {"draft": folder, "device": "cpu", "kv_tokens": 4096}
+    given = {"draft": folder, "device": str(DEVICE), "dtype": "float32", "kv_tokens": 4096}
     beside = rounds_with(decoder, drafter_beside(decoder, DraftSettings.load(given)))
     service = DraftService(DraftSettings.load(given | {"listen": f"unix:{tmp_path}/draft.sock"}))
     service.start()
-    drafter = RemoteDrafter(service.address, TargetIdentity.of(decoder), decoder.weight, torch.device("cpu"), fault_deadline_s=10.0)
+    drafter = RemoteDrafter(service.address, TargetIdentity.of(decoder), decoder.weight, DEVICE, fault_deadline_s=10.0)
     try:
         pause = threading.Event()
         while drafter.state() is not DrafterState.ON:

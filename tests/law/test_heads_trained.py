@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import trained_heads
+from compute_device import DEVICE
 from plain_heads import PlainHead
 from target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
 from trained_heads import AUX, TOKEN_MAP, plain_accept_length, prompts, served_accept_length, trained_target
@@ -64,7 +65,7 @@ def test_a_token_map_keeps_the_accept_length_of_the_tokens_that_it_names(suffix:
 @pytest.mark.parametrize("name", HEADS)
 def test_sampled_output_is_that_of_plain_decoding(name: str, sampling: SamplingParams) -> None:
     decoder = load_toy(trained_target().folder)
-    given = {"draft": HEADS[name][0](), "device": "cpu", "kv_tokens": 4096}
+    given = {"draft": HEADS[name][0](), "device": str(DEVICE), "kv_tokens": 4096}
     harness = make_harness(decoder, drafter_beside(decoder, DraftSettings.load(given)))
     starts = prompts(6, seed=5)
     for index, start in enumerate(starts):

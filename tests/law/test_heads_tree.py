@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from compute_device import DEVICE
 from draft_reference import reference_tree
 from plain_heads import PlainHead
 from test_draft_tree import CLOSE, PEER, assert_same_tree, follow
@@ -70,13 +71,13 @@ def test_trees_equal_an_independent_implementation(name: str, target: Path, tmp_
     folder = write_head(tmp_path / "head", config, tensors)
     borrowed = {key: read_target_tensor(target, key) for key in ("model.embed_tokens.weight", "lm_head.weight")}
     plain = PlainHead.read(folder, borrowed)
-    given: dict[str, Any] = {"draft": folder, "target_weights": target, "device": "cpu", "kv_tokens": 4096, "page_size": 3}
+    given: dict[str, Any] = {"draft": folder, "target_weights": target, "device": str(DEVICE), "kv_tokens": 4096, "page_size": 3}
     if token_map is not None:
         file = tmp_path / "map.json"
         file.write_text(json.dumps(token_map))
         given["speculative_token_map"] = file
         plain = plain.cut(token_map)
-    engine = build_engine(DraftSettings.load(given), torch.device("cpu"), torch.float32)
+    engine = build_engine(DraftSettings.load(given), DEVICE, torch.float32)
     generator = torch.Generator().manual_seed(21)
     compared = 0
     for shape in SHAPES:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from compute_device import DEVICE
 from target_harness import FakeDrafter, load_toy, make_harness, oracle_plan
 from toys import make_toy_target
 
@@ -33,7 +34,7 @@ def conditionals() -> dict[tuple[int, ...], torch.Tensor]:
     """Logits after every history of up to two tokens: a made-up language of five words."""
     generator = torch.Generator().manual_seed(7)
     histories = [()] + [(a,) for a in range(VOCAB)] + [(a, b) for a in range(VOCAB) for b in range(VOCAB)]
-    return {history: 0.5 * torch.randn(VOCAB, generator=generator) for history in histories}
+    return {history: 0.5 * torch.randn(VOCAB, generator=generator).to(DEVICE) for history in histories}
 
 
 def exact_law(conditionals: dict[tuple[int, ...], torch.Tensor]) -> torch.Tensor:
@@ -61,12 +62,12 @@ def chi_square_p(counts: torch.Tensor, law: torch.Tensor) -> float:
 def sampling_rows(seeds: torch.Tensor) -> SamplingTensors:
     rows = len(seeds)
     return SamplingTensors(
-        temperature=torch.full((rows,), TEMPERATURE),
-        top_k=torch.zeros(rows, dtype=torch.int32),
-        top_p=torch.ones(rows),
-        min_p=torch.zeros(rows),
+        temperature=torch.full((rows,), TEMPERATURE, device=DEVICE),
+        top_k=torch.zeros(rows, dtype=torch.int32, device=DEVICE),
+        top_p=torch.ones(rows, device=DEVICE),
+        min_p=torch.zeros(rows, device=DEVICE),
         seeds=seeds,
-        choices=torch.zeros(rows, dtype=torch.int32),
+        choices=torch.zeros(rows, dtype=torch.int32, device=DEVICE),
         all_greedy=False,
         any_filter=False,
     )
@@ -76,16 +77,16 @@ def logits_after(conditionals: dict[tuple[int, ...], torch.Tensor], histories: t
     """Return ``[rows, 5]`` logits for histories ``[rows, n]``."""
     length = histories.shape[1]
     table = torch.stack([conditionals[history] for history in product(range(VOCAB), repeat=length)])
-    weights = torch.tensor([VOCAB ** (length - 1 - i) for i in range(length)])
+    weights = torch.tensor([VOCAB ** (length - 1 - i) for i in range(length)], device=DEVICE)
     return table[(histories * weights).sum(1)] if length else table.expand(len(histories), -1)
 
 
 def plain_tokens(conditionals: dict[tuple[int, ...], torch.Tensor], seeds: torch.Tensor) -> torch.Tensor:
     """Return ``[seeds, 3]`` tokens, one by one."""
-    tokens = torch.zeros(len(seeds), 0, dtype=torch.int64)
+    tokens = torch.zeros(len(seeds), 0, dtype=torch.int64, device=DEVICE)
     sampling = sampling_rows(seeds)
     for depth in range(DEPTH):
-        chosen = choose_tokens(logits_after(conditionals, tokens), sampling, torch.full((len(seeds),), PROMPT_LEN + depth))
+        chosen = choose_tokens(logits_after(conditionals, tokens), sampling, torch.full((len(seeds),), PROMPT_LEN + depth, device=DEVICE))
         tokens = torch.cat((tokens, chosen[:, None]), dim=1)
     return tokens
 
@@ -93,8 +94,8 @@ def plain_tokens(conditionals: dict[tuple[int, ...], torch.Tensor], seeds: torch
 def speculative_tokens(conditionals: dict[tuple[int, ...], torch.Tensor], seeds: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
     """Return ``[seeds, 3]`` tokens, found in rounds that verify trees with drafts ``[seeds, 2, 2]`` (level, sibling)."""
     count = len(seeds)
-    tokens = torch.zeros(count, DEPTH, dtype=torch.int64)
-    done = torch.zeros(count, dtype=torch.int64)
+    tokens = torch.zeros(count, DEPTH, dtype=torch.int64, device=DEVICE)
+    done = torch.zeros(count, dtype=torch.int64, device=DEVICE)
     while int(done.min()) < DEPTH:
         for base in range(DEPTH):
             rows = (done == base).nonzero().squeeze(1)
@@ -112,23 +113,24 @@ def _round(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Verify the tree root → two siblings → two children of the second: nodes 0, (1, 2), (3, 4)."""
     count, base = prefix.shape
-    tokens = torch.cat((torch.zeros(count, 1, dtype=torch.int64), drafts.flatten(1)), dim=1)
-    parents = torch.tensor([[-1, 0, 0, 2, 2]]).expand(count, -1)
+    tokens = torch.cat((torch.zeros(count, 1, dtype=torch.int64, device=DEVICE), drafts.flatten(1)), dim=1)
+    parents = torch.tensor([[-1, 0, 0, 2, 2]], device=DEVICE).expand(count, -1)
     chosen = []
     for node, path in enumerate(((), (1,), (2,), (2, 3), (2, 4))):
         history = torch.cat((prefix, tokens[:, list(path)]), dim=1)
         if history.shape[1] > DEPTH - 1:
-            chosen.append(torch.zeros(count, dtype=torch.int64))  # past the third token: any choice will do, it is not looked at
+            chosen.append(torch.zeros(count, dtype=torch.int64, device=DEVICE))  # past the third token nobody looks
         else:
-            positions = torch.full((count,), PROMPT_LEN + base + len(path))
+            positions = torch.full((count,), PROMPT_LEN + base + len(path), device=DEVICE)
             chosen.append(choose_tokens(logits_after(conditionals, history), sampling_rows(seeds), positions))
         assert node == len(chosen) - 1
-    verified = verify_tree(tokens.int(), parents.int().contiguous(), torch.full((count,), 5, dtype=torch.int32), torch.stack(chosen, dim=1))
+    num_nodes = torch.full((count,), 5, dtype=torch.int32, device=DEVICE)
+    verified = verify_tree(tokens.int(), parents.int().contiguous(), num_nodes, torch.stack(chosen, dim=1))
     return verified.emitted.long(), verified.num_accepted.long() + 1
 
 
 def test_plain_sampling_follows_the_law(conditionals: dict[tuple[int, ...], torch.Tensor]) -> None:
-    tokens = plain_tokens(conditionals, torch.arange(SEEDS) * 7919 + 11)
+    tokens = plain_tokens(conditionals, torch.arange(SEEDS, device=DEVICE) * 7919 + 11)
     p = chi_square_p(_counts(tokens), exact_law(conditionals))
     print(f"chi-square p = {p:.3f}")
     assert p > 1e-3
@@ -136,14 +138,14 @@ def test_plain_sampling_follows_the_law(conditionals: dict[tuple[int, ...], torc
 
 @pytest.mark.parametrize("drafted", ["likely", "random", "one token"])
 def test_speculative_sampling_follows_the_law_and_equals_plain(conditionals: dict[tuple[int, ...], torch.Tensor], drafted: str) -> None:
-    seeds = torch.arange(SEEDS) * 7919 + 11
+    seeds = torch.arange(SEEDS, device=DEVICE) * 7919 + 11
     generator = torch.Generator().manual_seed(3)
-    drafts = torch.randint(0, VOCAB, (SEEDS, 2, 2), generator=generator)
+    drafts = torch.randint(0, VOCAB, (SEEDS, 2, 2), generator=generator).to(DEVICE)
     if drafted == "likely":
         best = conditionals[()].topk(2).indices
         drafts = torch.stack((best, best)).expand(SEEDS, -1, -1)
     elif drafted == "one token":
-        drafts = torch.full((SEEDS, 2, 2), 3)
+        drafts = torch.full((SEEDS, 2, 2), 3, device=DEVICE)
     tokens = speculative_tokens(conditionals, seeds, drafts)
     assert torch.equal(tokens, plain_tokens(conditionals, seeds))
     p = chi_square_p(_counts(tokens), exact_law(conditionals))
@@ -152,13 +154,14 @@ def test_speculative_sampling_follows_the_law_and_equals_plain(conditionals: dic
 
 
 def test_the_test_notices_a_wrong_law(conditionals: dict[tuple[int, ...], torch.Tensor]) -> None:
-    wrong = {history: logits + (0.02 if history == () else 0.0) * torch.arange(VOCAB) for history, logits in conditionals.items()}
-    tokens = plain_tokens(wrong, torch.arange(SEEDS) * 7919 + 11)
+    tilt = 0.02 * torch.arange(VOCAB, device=DEVICE)
+    wrong = {history: logits if history else logits + tilt for history, logits in conditionals.items()}
+    tokens = plain_tokens(wrong, torch.arange(SEEDS, device=DEVICE) * 7919 + 11)
     assert chi_square_p(_counts(tokens), exact_law(conditionals)) < 1e-3
 
 
 def _counts(tokens: torch.Tensor) -> torch.Tensor:
-    return torch.bincount((tokens * torch.tensor([25, 5, 1])).sum(1), minlength=125).double()
+    return torch.bincount((tokens.cpu() * torch.tensor([25, 5, 1])).sum(1), minlength=125).double()
 
 
 @pytest.fixture(scope="module")
@@ -205,8 +208,9 @@ def _next_probabilities(decoder: Decoder, histories: list[list[int]]) -> torch.T
         pool = decoder.make_pool(1, 16)
         lease = pool.lease(len(tokens))
         assert lease is not None
-        attention = create_backend("auto", "cpu")
+        attention = create_backend("auto", DEVICE)
         attention.plan(build_batch(pool, [lease], [0], [len(tokens)]))
-        output = decoder.forward(torch.tensor(tokens), torch.arange(len(tokens)), attention, pool)
-        rows.append(torch.softmax(decoder.logits(output.hidden[-1]).double(), -1))
+        ids, positions = torch.tensor(tokens, device=DEVICE), torch.arange(len(tokens), device=DEVICE)
+        output = decoder.forward(ids, positions, attention, pool)
+        rows.append(torch.softmax(decoder.logits(output.hidden[-1:])[0].double(), -1).cpu())
     return torch.stack(rows)

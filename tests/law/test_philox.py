@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
+from compute_device import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,8 +51,11 @@ def gumbel(seed: int, position: int, choice: int, token: int) -> float:
     return -math.log(-math.log(((word >> 9) + 0.5) * 2.0**-23))
 
 
-def as_signed(seed: int) -> int:
-    return seed - (1 << 64) if seed >> 63 else seed
+def columns_of(cases: Sequence[tuple[int, int, int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (seed, position, choice) per row as the kernel takes them; seeds unsigned."""
+    seeds, positions, choices = zip(*cases, strict=True)
+    signed = [seed - (1 << 64) if seed >> 63 else seed for seed in seeds]
+    return torch.tensor(signed).to(DEVICE), torch.tensor(positions).to(DEVICE), torch.tensor(choices, dtype=torch.int32).to(DEVICE)
 
 
 @pytest.mark.parametrize(("counter", "key", "words"), PUBLISHED)
@@ -74,23 +79,22 @@ def test_words_equal_the_integers(cases: list[tuple[int, ...]]) -> None:
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**31 - 1), st.integers(0, 127), st.integers(1, 41))
 @settings(deadline=None, max_examples=60)
 def test_noise_equals_the_plain_python_one(seed: int, position: int, choice: int, vocab: int) -> None:
-    columns = torch.tensor([as_signed(seed)]), torch.tensor([position]), torch.tensor([choice], dtype=torch.int32)
-    have = gumbel_noise(*columns, vocab)[0].tolist()
+    have = gumbel_noise(*columns_of([(seed, position, choice)]), vocab)[0].tolist()
     assert have == pytest.approx([gumbel(seed, position, choice, token) for token in range(vocab)], rel=1e-5, abs=1e-6)
 
 
 def test_a_draft_vocabulary_gets_the_noise_of_its_target_ids() -> None:
-    columns = torch.tensor([-5, 9, -5]), torch.tensor([3, 3, 3]), torch.tensor([0, 1, 0], dtype=torch.int32)
+    columns = columns_of([((1 << 64) - 5, 3, 0), (9, 3, 1), ((1 << 64) - 5, 3, 0)])
     everything = gumbel_noise(*columns, 1000)
-    ids = torch.tensor([0, 999, 5, 5, 402])
+    ids = torch.tensor([0, 999, 5, 5, 402], device=DEVICE)
     assert torch.equal(gumbel_noise(*columns, ids), everything[:, ids])
     assert torch.equal(everything[0], everything[2])  # same seed, position and choice: siblings share their noise
     assert not torch.equal(everything[0], everything[1])
 
 
 def test_rows_do_not_depend_on_their_batch() -> None:
-    seeds, positions = torch.arange(8) - 4, torch.arange(8) * 7 % 3
-    choices = torch.zeros(8, dtype=torch.int32)
+    seeds, positions = torch.arange(8, device=DEVICE) - 4, torch.arange(8, device=DEVICE) * 7 % 3
+    choices = torch.zeros(8, dtype=torch.int32, device=DEVICE)
     together = gumbel_noise(seeds, positions, choices, 130)
     for row in range(8):
         alone = gumbel_noise(seeds[row : row + 1], positions[row : row + 1], choices[row : row + 1], 130)
@@ -105,7 +109,7 @@ def test_the_noise_is_finite_at_both_ends() -> None:
 
 
 def test_mean_and_variance_are_gumbels() -> None:
-    noise = gumbel_noise(torch.arange(16), torch.arange(16), torch.zeros(16, dtype=torch.int32), 20000)
+    noise = gumbel_noise(*columns_of([(row, row, 0) for row in range(16)]), 20000)
     assert float(noise.mean()) == pytest.approx(0.57722, abs=0.01)
     assert float(noise.var()) == pytest.approx(math.pi**2 / 6, abs=0.03)
 
@@ -114,5 +118,5 @@ def test_mean_and_variance_are_gumbels() -> None:
 def test_pinned_values(case: tuple[int, int, int, int], word: int, noise: float) -> None:
     seed, position, choice, token = case
     assert philox((position, token // 4, choice, 0), (seed & 0xFFFFFFFF, seed >> 32))[token % 4] == word
-    columns = torch.tensor([as_signed(seed)]), torch.tensor([position]), torch.tensor([choice], dtype=torch.int32)
-    assert float(gumbel_noise(*columns, torch.tensor([token]))) == pytest.approx(noise, abs=2e-6)
+    columns = columns_of([(seed, position, choice)])
+    assert float(gumbel_noise(*columns, torch.tensor([token], device=DEVICE))) == pytest.approx(noise, abs=2e-6)

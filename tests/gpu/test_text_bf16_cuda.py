@@ -1,0 +1,117 @@
+"""Greedy text in bf16 with speculation on and off and in batches that change: it differs only where the two best logits are nearly tied.
+
+Every difference is printed at the end of the run: token ids, logits, gap and what was allowed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from gpu_pair import DEMO, TARGET, make_pair_drafter
+from near_ties import differences
+from target_harness import Harness, generate_plain, make_harness
+
+from outrider.services.draft.inproc import InprocDrafter
+from outrider.services.target.bucketed_verify import Buckets
+from outrider.services.target.device_loop import OverlapPlan
+from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.request import SpeculationMode
+from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.nn.decoder import Decoder
+from outrider.shared.spec.drafter import Drafter
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+NEW_TOKENS = 96
+COUNT = 12
+SHAPES = [(5, 4, 16), (5, 1, 6), (3, 2, 7), (5, 8, 32)]
+HELDOUT = DEMO.parents[1] / "bench" / "prompts" / "heldout.jsonl"
+
+
+def eager(decoder: Decoder, drafter: Drafter) -> Harness:
+    return make_harness(decoder, drafter, max_running=COUNT)
+
+
+def recorded(decoder: Decoder, drafter: Drafter) -> Harness:
+    return make_harness(decoder, drafter, max_running=COUNT, graphs=GraphCache(decoder.device), buckets=Buckets.make(16, 64))
+
+
+def overlapped(decoder: Decoder, drafter: Drafter) -> Harness:
+    plan = OverlapPlan((1, 2, 4, 8, 16), 6)
+    return make_harness(decoder, drafter, max_running=COUNT, graphs=GraphCache(decoder.device), overlap=plan)
+
+
+WAYS: dict[str, Callable[[Decoder, Drafter], Harness]] = {"eager": eager, "graphs": recorded, "graphs, overlap": overlapped}
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return Decoder.load(TARGET, "cuda", torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def drafter(decoder: Decoder) -> Iterator[InprocDrafter]:
+    made = make_pair_drafter(decoder)
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    lines = HELDOUT.read_text(encoding="utf-8").splitlines()[:COUNT]
+    chats = [[{"role": "user", "content": json.loads(line)["prompt"]}] for line in lines]
+    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+
+
+@pytest.fixture(scope="module")
+def plain(decoder: Decoder, prompts: list[list[int]]) -> list[list[int]]:
+    """What each prompt alone is answered, one token a step."""
+    return [generate_plain(decoder, NoDrafter(), prompt, NEW_TOKENS) for prompt in prompts]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("shape", [None, *SHAPES])
+def test_text_differs_at_near_ties_only(
+    decoder: Decoder,
+    drafter: InprocDrafter,
+    prompts: list[list[int]],
+    plain: list[list[int]],
+    way: str,
+    shape: tuple[int, int, int] | None,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """All prompts at once, then in a batch that they join one after the other; with `shape` drafted, else plain."""
+    mode = SpeculationMode.OFF if shape is None else SpeculationMode.ON
+    different = 0
+    for joining in (False, True):
+        harness = WAYS[way](decoder, drafter)
+        rng = random.Random(1)
+        for index, prompt in enumerate(prompts):
+            harness.submit(prompt, NEW_TOKENS, request_id=str(index), shape=shape, mode=mode)
+            for _ in range(rng.randrange(6) if joining else 0):
+                if harness.engine.has_work():
+                    harness.step()
+        harness.run()
+        assert not harness.sink.failed
+        for index, prompt in enumerate(prompts):
+            name = f"{way}, {shape or 'plain'}, {'joining' if joining else 'at once'}, prompt {index}"
+            for line in differences(decoder, prompt, plain[index], harness.sink.tokens[str(index)], name):
+                print(line)
+                record_property("near-tie", line)
+                different += 1
+        if shape is not None:
+            assert harness.engine.stats().speculation.accept_length > 1.5
+    assert different <= len(prompts), "half of the texts or more differ: that is no rounding"
+
+
+def test_a_difference_that_is_no_near_tie_is_noticed(decoder: Decoder, prompts: list[list[int]], plain: list[list[int]]) -> None:
+    wrong = list(plain[0])
+    wrong[3] = (wrong[3] + 1) % decoder.config.vocab_size
+    with pytest.raises(AssertionError, match=r"not nearly tied|not among the best"):
+        differences(decoder, prompts[0], plain[0], wrong, "changed by hand")
