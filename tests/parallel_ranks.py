@@ -12,6 +12,7 @@ import torch
 
 from outrider.shared.nn.config import ModelConfig
 from outrider.shared.parallel.decoder import ShardedDecoder, load_rank
+from outrider.shared.parallel.reduce import GroupReduce
 from outrider.shared.parallel.shard import Shard
 
 Result = TypeVar("Result")
@@ -60,7 +61,7 @@ def load_ranks(path: Path, size: int) -> list[ShardedDecoder]:
     for rank in range(size):
         collectives = ThreadCollectives(meeting, rank)
         shard = Shard.of(config, rank, size)
-        decoders.append(load_rank(ShardedDecoder, path, shard, collectives, collectives.all_reduce, torch.device("cpu"), torch.float32))
+        decoders.append(load_rank(ShardedDecoder, path, shard, collectives, GroupReduce(collectives), torch.device("cpu"), torch.float32))
     return decoders
 
 

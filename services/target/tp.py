@@ -34,7 +34,7 @@ from outrider.shared.parallel.channel import Connection, Report, ReportKind, acc
 from outrider.shared.parallel.collectives import NO_MULTICAST, TorchCollectives
 from outrider.shared.parallel.decoder import ShardedDecoder
 from outrider.shared.parallel.lead import FailureHandler, Lead, LeadDecoder
-from outrider.shared.parallel.reduce import make_reduce
+from outrider.shared.parallel.reduce import Reduce, make_reduce
 from outrider.shared.parallel.shard import Shard
 from outrider.shared.parallel.worker import RankLost, Worker, report_failure
 
@@ -145,7 +145,7 @@ def start_group(
     lead = Lead(connections, on_failure)
     try:
         collectives = TorchCollectives(store, 0, settings.tp, device, settings.tp_timeout_s)
-        reduce = make_reduce(collectives, shard.config.hidden_size, dtype, settings.tp_all_reduce, one_host=_one_host(ranks))
+        reduce = _make_reduce(collectives, shard, dtype, settings, ranks)
         decoder = weights.load(LeadDecoder, shard, collectives, reduce, device, dtype, progress)
         assert isinstance(decoder, LeadDecoder)
         decoder.connect(lead, weights.head_reader(shard.config, device, dtype))
@@ -188,7 +188,7 @@ def _load_rank(order: Order, ranks: Ranks, device: torch.device) -> ShardedDecod
     dtype = settings.torch_dtype() or default_dtype(device)
     shard = Shard.of(weights.config(), ranks.rank, ranks.size)
     collectives = TorchCollectives(_join(ranks), ranks.rank, ranks.size, device, settings.tp_timeout_s)
-    reduce = make_reduce(collectives, shard.config.hidden_size, dtype, settings.tp_all_reduce, one_host=_one_host(ranks))
+    reduce = _make_reduce(collectives, shard, dtype, settings, ranks)
     return weights.load(ShardedDecoder, shard, collectives, reduce, device, dtype, None)
 
 
@@ -206,8 +206,9 @@ def _mirror(decoder: ShardedDecoder, settings: TargetSettings, device: torch.dev
     return 0
 
 
-def _one_host(ranks: Ranks | None) -> bool:
-    return ranks is None or ranks.local_size == ranks.size
+def _make_reduce(collectives: TorchCollectives, shard: Shard, dtype: torch.dtype, settings: TargetSettings, ranks: Ranks | None) -> Reduce:
+    one_host = ranks is None or ranks.local_size == ranks.size
+    return make_reduce(collectives, shard.config.hidden_size, dtype, settings.tp_all_reduce, settings.tp_timeout_s, one_host=one_host)
 
 
 def _meet(order: Order, ranks: Ranks | None) -> tuple[Store, list[subprocess.Popen[bytes]]]:

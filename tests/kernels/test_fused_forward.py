@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from family_models import Sequences, assert_near, save
 
 from outrider.kernels._dispatch import Backend, force_backend
+from outrider.kernels.add_norm import add_sums
+from outrider.kernels.stream import Stream
 from outrider.shared.nn import linear
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.fused import FusedForward
@@ -62,19 +65,24 @@ def test_more_rows_than_the_skinny_kernels_take(folder: Path, monkeypatch: pytes
     assert_near(got_aux, want_aux)
 
 
+class _OneRank:
+    """The sum over one rank, with note of what came."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, ...]] = []
+
+    def add(self, parts: torch.Tensor, *arguments: Any, **named: Any) -> Stream:
+        self.seen.append(tuple(parts.shape[-2:]))
+        return add_sums(parts, *arguments, **named)
+
+
 def test_ranks_reduce_what_is_added(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensor parallelism: every product that is added to the residual passes through `reduce`, in layer order, without its bias."""
+    """Tensor parallelism: every product that is added to the residual passes through `reduce`, in layer order."""
     plain, fused = _pair("llama", folder, monkeypatch)
     assert fused.fused is not None
-    seen: list[tuple[int, ...]] = []
-
-    def reduce(part: torch.Tensor) -> torch.Tensor:
-        seen.append(tuple(part.shape))
-        return part
-
-    fused.fused.reduce = reduce
+    fused.fused.reduce = reduce = _OneRank()
     want, _ = Sequences(plain, 1).run([0], [[1, 2, 3]])
     with force_backend(Backend.TRITON):
         got, _ = Sequences(fused, 1, backend="triton").run([0], [[1, 2, 3]])
     assert_near(got, want)
-    assert seen == [(3, 64)] * 2 * len(plain.layers)
+    assert reduce.seen == [(3, 64)] * 2 * len(plain.layers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -18,11 +18,22 @@ from outrider.shared.nn.layers import Attention, GatedMLP, RMSNorm
 from outrider.shared.nn.linear import Linear
 from outrider.shared.nn.rope import Rotation
 
-Reduce = Callable[[torch.Tensor], torch.Tensor]
-"""Sums ``[rows, hidden]``, or the parts of it ``[splits, rows, hidden]``, over the ranks of tensor parallelism."""
 
-REDUCED_PARTS_BYTES = 128 << 10
-"""Up to here it takes less time to sum each part of a product over the ranks than to add the parts up before, in two launches."""
+class Reduce(Protocol):
+    """The addition of a product to the residual where ranks of tensor parallelism hold its parts."""
+
+    def add(
+        self,
+        parts: torch.Tensor,
+        residual: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+        *,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> Stream:
+        """Do what `add_sums` does with the sum over the ranks of the parts."""
+        ...
 
 
 def attention_block(
@@ -82,7 +93,5 @@ def _add(
     if few and reduce is None:
         return project_add(x, linear.weight, residual, norm.weight, norm.eps, scales=linear.scales, bias=linear.bias, out=out)
     parts = project(x, linear.weight, scales=linear.scales) if few else linear.product(x)
-    if reduce is not None:
-        whole = parts.dim() == 2 or parts.nbytes <= REDUCED_PARTS_BYTES
-        parts = reduce(parts if whole else parts.sum(0).to(x.dtype))
-    return add_sums(parts, residual, norm.weight, norm.eps, bias=linear.bias, out=out)
+    add = add_sums if reduce is None else reduce.add
+    return add(parts, residual, norm.weight, norm.eps, bias=linear.bias, out=out)

@@ -31,7 +31,7 @@ class FusedForward:
         embedding: ``[vocabulary, hidden]``.
         norm: The final norm.
         lm_head: ``[vocabulary, hidden]``.
-        reduce: Applied to what o and down projections give, before it is added; None: nothing.
+        reduce: Adds what o and down projections give, summed over the ranks; None: there is one.
     """
 
     def __init__(

@@ -1,0 +1,68 @@
+"""exchange_add in plain torch, over inboxes that processes share; the contract is in the package's docstring."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.kernels.add_norm import reference as add_norm
+from outrider.kernels.exchange_add.types import ABSENT, BLOCK, Boxes
+from outrider.kernels.stream import Stream
+
+
+def exchange_add(
+    parts: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, boxes: Boxes, bias: torch.Tensor | None,
+    out: torch.Tensor | None
+) -> Stream:  # fmt: skip
+    """See `outrider.kernels.exchange_add.exchange_add`."""
+    rows, width = residual.shape
+    own = parts.sum(0) if parts.dim() == 3 else parts
+    send(own, boxes)
+    total = torch.zeros(rows, width)
+    for received in _receive(boxes, own):
+        total += received.float()
+    return add_norm.add_sums(total, residual, norm_weight, eps, bias, out)
+
+
+def send(own: torch.Tensor, boxes: Boxes) -> None:
+    """Write this rank's rows, ``[rows, width]``, into the slots of every inbox whose turn it is."""
+    word, absent = _word(own.dtype)
+    words = own.contiguous().view(word)
+    words = words.masked_fill(words == absent, 0)
+    for inbox in boxes.inboxes:
+        for (row, columns), place in _places(inbox, boxes, own):
+            place[boxes.rank] = words[row, columns]
+
+
+def _receive(boxes: Boxes, own: torch.Tensor) -> list[torch.Tensor]:
+    """Return every rank's rows, like `own`, once they are there, and empty their places; no numbers where one does not come."""
+    _, absent = _word(own.dtype)
+    places = _places(boxes.inboxes[boxes.rank], boxes, own)
+    boxes.slots[: len(places)] = 1 - boxes.slots[: len(places)]
+    looks = 1 if boxes.lost.item() else boxes.patience
+    while looks and any(bool((place == absent).any()) for _, place in places):
+        looks -= 1
+    received = own.new_full((boxes.ranks, *own.shape), float("nan"))
+    if looks == 0:
+        boxes.lost.fill_(1)
+        return list(received)
+    for (row, columns), place in places:
+        received[:, row, columns] = place.view(own.dtype)
+        place.fill_(absent)
+    return list(received)
+
+
+def _places(inbox: torch.Tensor, boxes: Boxes, own: torch.Tensor) -> list[tuple[tuple[int, slice], torch.Tensor]]:
+    """Return, tile by tile, which numbers of the rows it has, and where an inbox keeps them for this call: ``[ranks, columns]``."""
+    rows, width = own.shape
+    word, _ = _word(own.dtype)
+    tiles = [(row, slice(first, min(first + BLOCK, width))) for row in range(rows) for first in range(0, width, BLOCK)]
+    slots = boxes.slots[: len(tiles)].tolist()
+    return [
+        ((row, columns), inbox[slot, :, tile].view(word)[:, : columns.stop - columns.start])
+        for tile, ((row, columns), slot) in enumerate(zip(tiles, slots, strict=True))
+    ]
+
+
+def _word(dtype: torch.dtype) -> tuple[torch.dtype, int]:
+    """Return the type of the words that a number travels as, and the word that says that there is none."""
+    return (torch.int32, ABSENT) if dtype.itemsize == 4 else (torch.int16, -0x8000)
