@@ -17,7 +17,10 @@ from outrider.services.draft.chunks import RowChunk, take_features
 from outrider.services.draft.device_rounds import RoundMemory
 from outrider.services.draft.draft_round import RoundDrafter, RoundInputs, RoundShape, RoundTrees, round_rows
 from outrider.services.draft.page_tables import PageTable
+from outrider.services.draft.recorded_extend import RecordedExtend
+from outrider.services.draft.round_model import RoundModel
 from outrider.services.draft.session import RowSource, Session
+from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.spec.tree import DraftBatch, DraftShape, mask_words
@@ -178,17 +181,21 @@ class DraftRounds:
     Attributes:
         memory: Of those that stay on the device.
         host: Of those that the host starts; None where extending and growing one after the other is quicker.
+        extension: Takes in short prompts before them; None where the host needs no help with that.
     """
 
     memory: RoundMemory
     host: HostRounds | None
+    extension: RecordedExtend | None = None
 
     @classmethod
-    def make(cls, drafter: RoundDrafter, pool: KVPool, lead: int, feature_size: int, dtype: torch.dtype) -> DraftRounds:
+    def make(cls, model: RoundModel, attention: AttentionBackend, pool: KVPool, feature_size: int, dtype: torch.dtype) -> DraftRounds:
         """Make those of a model; on a CPU, which has nothing to launch, the host goes the other way."""
-        memory = RoundMemory(drafter, pool, lead)
-        host = HostRounds(memory, GraphCache(pool.device), feature_size, dtype) if pool.device.type == "cuda" else None
-        return cls(memory, host)
+        memory = RoundMemory(RoundDrafter(model, attention, pool), pool, model.lead)
+        if pool.device.type != "cuda":
+            return cls(memory, None)
+        extension = RecordedExtend(model, attention, pool, feature_size, dtype, GraphCache(pool.device))
+        return cls(memory, HostRounds(memory, GraphCache(pool.device), feature_size, dtype), extension)
 
 
 def pending_rows(shape: DraftShape) -> int:

@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from outrider.services.draft.chunks import finish_chunks, leases_of, take_chunks, take_features
-from outrider.services.draft.draft_round import RoundDrafter
+from outrider.services.draft.chunks import RowChunk, finish_chunks, leases_of, take_chunks, take_features
 from outrider.services.draft.expand import Coupling, GrowBatch, TreeGrower, scratch_rows
 from outrider.services.draft.growth import GrowingModel, HeadGrowth
 from outrider.services.draft.heads.base import RecurrentHead
@@ -55,8 +54,7 @@ class PagedStrategy(ABC):
         self.info = info
         self.rounds: DraftRounds | None = None
         if round_model is not None:
-            drafter = RoundDrafter(round_model, attention, pool)
-            self.rounds = DraftRounds.make(drafter, pool, round_model.lead, info.feature_size, dtype)
+            self.rounds = DraftRounds.make(round_model, attention, pool, info.feature_size, dtype)
         self._pool = pool
         self._attention = attention
         self._device = model.device
@@ -119,6 +117,14 @@ class PagedStrategy(ABC):
         """See `DraftStrategy.pages`."""
         allocator = self._pool.allocator
         return Pages(allocator.num_pages, allocator.free_pages, allocator.held_pages)
+
+    def _extended(self, chunks: Sequence[RowChunk]) -> bool:
+        """Take in these chunks by what was recorded, if that fits them."""
+        extension = self.rounds.extension if self.rounds is not None else None
+        if extension is None or not extension.takes(chunks):
+            return False
+        extension.run(chunks[0])
+        return True
 
     def _root_state(self, session: Session) -> torch.Tensor | None:
         """Return the state that level 0 starts from, ``[hidden]``."""
@@ -185,7 +191,7 @@ class HeadRunner(PagedStrategy):
     def extend(self, sessions: Sequence[Session], max_rows: int, keep: int = 0) -> None:
         """See `DraftStrategy.extend`."""
         chunks = take_chunks(sessions, max_rows, keep)
-        if not chunks:
+        if not chunks or self._extended(chunks):
             return
         head = self._head
         tokens: list[int] = []

@@ -27,7 +27,7 @@ def warm_up(engine: DraftEngine, device: torch.device, *, record: bool = True) -
     Args:
         engine: Follows nobody yet.
         device: Where it computes.
-        record: Record the rounds that the host starts on a GPU; for a draft whose rounds do not stay on the device.
+        record: Record the rounds that the host starts on a GPU too; for a draft whose rounds do not stay on the device.
 
     Raises:
         CheckpointError: the draft's output is not finite: its weights are damaged, or its dtype is too narrow.
@@ -37,6 +37,8 @@ def warm_up(engine: DraftEngine, device: torch.device, *, record: bool = True) -
         for temperature in (1.0, 0.0) if device.type == "cuda" else (1.0,):
             _follow(engine, min(sessions, engine.sessions.limits.max_sessions), temperature)
     rounds = engine.strategy.rounds
+    if rounds is not None and rounds.extension is not None:
+        rounds.extension.record()
     if record and rounds is not None and rounds.host is not None:
         for sessions in batches:
             for shape in SHAPES:

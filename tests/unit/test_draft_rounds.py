@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from played_graphs import PlayedGraphs
 from round_rig import Rig, accepted, assert_same_trees, check_mixture, host_round, open_streams
 from toy_heads import HIDDEN, VOCAB, base_config, eagle_tensors, write_head
 from toys import make_toy_eagle3, make_toy_target
@@ -15,6 +16,8 @@ from toys import make_toy_eagle3, make_toy_target
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.host_rounds import DraftRounds, HostRounds
 from outrider.services.draft.inproc import HOST_PEER, InprocDrafter
+from outrider.services.draft.recorded_extend import RecordedExtend
+from outrider.services.draft.runner import PagedStrategy
 from outrider.services.draft.settings import DraftSettings
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.spec.device import RoundState
@@ -179,3 +182,44 @@ def test_rounds_that_the_host_starts_draft_the_same(make_rig: MakeRig) -> None:
         assert_same_trees(again, row, want, row)
     for drafter in (plain.drafter, rig.drafter):
         drafter.shutdown()
+
+
+def test_prompts_are_taken_in_alike_by_what_was_recorded(make_rig: MakeRig) -> None:
+    plain, rig = make_rig(), make_rig()
+    strategy = rig.drafter._engine.strategy
+    assert isinstance(strategy, PagedStrategy)
+    assert strategy.rounds is not None
+    memory, graphs = strategy.rounds.memory, PlayedGraphs()
+    model, size = memory.drafter._model, rig.feature_size
+    extension = RecordedExtend(model, strategy._attention, memory.pool, size, torch.float32, graphs, (4, 16))
+    strategy.rounds = DraftRounds(memory, None, extension)
+    before = [plane.clone() for plane in memory.pool.planes()]
+    extension.record()
+    assert graphs.captured == [16, 4]
+    assert all(torch.equal(plane, was) for plane, was in zip(memory.pool.planes(), before, strict=True))
+    for index, length in enumerate((2, 5, 9, 16, 30), 1):
+        prompt = [(index * 7 + 3 * place) % VOCAB for place in range(length)]
+        streams = [(each, each.open(index, prompt, 0.0)) for each in (plain, rig)]
+        for tokens in ([4], [9, 8, 7, 6, 5, 4], [1]):
+            for each, stream in streams:
+                each.propose([stream], SHAPES[1])
+            (want, want_state), (have, have_state) = (kept(each, index) for each, _ in streams)
+            torch.testing.assert_close(have, want)
+            torch.testing.assert_close(have_state, want_state, atol=1e-5, rtol=1e-5)
+            for each, stream in streams:
+                each.commit(stream, tokens)
+    assert set(graphs.runs) == {4, 16}
+    for each in (plain, rig):
+        each.drafter.shutdown()
+
+
+def kept(rig: Rig, session_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a session has in the KV ``[planes, rows, ...]``, and its last state."""
+    engine = rig.drafter._engine
+    session, strategy = engine.sessions.get(HOST_PEER, session_id), engine.strategy
+    assert isinstance(strategy, PagedStrategy)
+    assert session is not None
+    assert session.lease is not None
+    assert session.last_state is not None
+    slots = strategy._pool.token_slots(session.lease, 0, session.cached_rows)
+    return torch.stack([plane.flatten(0, 1)[slots] for plane in strategy._pool.planes()]), session.last_state

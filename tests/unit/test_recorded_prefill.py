@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any
-
 import numpy as np
 import pytest
+from played_graphs import PlayedGraphs
 from prefill_rig import CASES, PAGE_SIZE, SAMPLINGS, SIZES, UNTOUCHED, check_same, make_runner, make_sequence
 from target_harness import load_toy
 from toys import make_toy_target
@@ -17,26 +15,6 @@ from outrider.services.target.scheduler import PrefillChunk
 from outrider.shared.attn.padded import PaddedRows
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
-
-
-class Played(GraphCache):
-    """Replays what it captured by running it."""
-
-    def __init__(self) -> None:
-        super().__init__("cpu")
-        self.captured: list[Hashable] = []
-        self.runs: list[Hashable] = []
-
-    def replays(self, key: Hashable) -> bool:
-        return key in self.captured
-
-    def capture(self, key: Hashable, record: Callable[[], Any]) -> None:
-        self.captured.append(key)
-        record()
-
-    def run(self, key: Hashable, record: Callable[[], Any]) -> Any:
-        self.runs.append(key)
-        return record()
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +28,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 def test_equals_the_pass_over_the_prompt_alone(
     decoder: Decoder, length: int, cuts: list[int], sampling: SamplingParams, mode: SpeculationMode
 ) -> None:
-    graphs = Played()
+    graphs = PlayedGraphs()
     plain, padded = make_runner(decoder, GraphCache(decoder.device, enabled=False), ()), make_runner(decoder, graphs, SIZES)
     for size in SIZES:
         padded.capture_prefill(size)
@@ -60,7 +38,7 @@ def test_equals_the_pass_over_the_prompt_alone(
 
 
 def test_takes_single_short_prompts_that_were_recorded(decoder: Decoder) -> None:
-    graphs = Played()
+    graphs = PlayedGraphs()
     runner = make_runner(decoder, graphs, SIZES)
     recorded = RecordedPrefill(runner.step_model, graphs, SIZES)
     short = PrefillChunk(make_sequence(runner, 20, SamplingParams(0.0), SpeculationMode.ON), 0, 20)

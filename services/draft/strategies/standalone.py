@@ -152,7 +152,7 @@ class StandaloneStrategy(PagedStrategy):
     def extend(self, sessions: Sequence[Session], max_rows: int, keep: int = 0) -> None:
         """See `DraftStrategy.extend`."""
         chunks = take_chunks(sessions, max_rows, keep)
-        if not chunks:
+        if not chunks or self._extended(chunks):
             return
         tokens = [token for chunk in chunks for token in chunk.session.tokens[chunk.start : chunk.stop]]
         positions = [position for chunk in chunks for position in range(chunk.start, chunk.stop)]
