@@ -19,6 +19,17 @@ import torch
 
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
+PACKED_ALIGNMENT = 256
+
+
+def packed_bytes(bs: int, columns: int, feature_size: int, dtype: torch.dtype) -> int:
+    """Return the bytes of `RoundState.packed`."""
+    return _features_start(bs, columns) + bs * columns * feature_size * dtype.itemsize
+
+
+def _features_start(bs: int, columns: int) -> int:
+    return -(-4 * bs * (2 + columns) // PACKED_ALIGNMENT) * PACKED_ALIGNMENT
+
 
 @dataclass(frozen=True, slots=True)
 class RoundState:
@@ -39,6 +50,8 @@ class RoundState:
         temperature: ``[bs] fp32``; 0 = greedy.
         seeds: ``[bs] int64``, the bit pattern of the request's seed.
         choices: ``[bs] int32``; index among the n choices of the request.
+        packed: ``[n] uint8``, one contiguous piece of memory: committed_lens, counts, tokens, then features on a boundary of
+            `PACKED_ALIGNMENT` bytes, which all are views of it; what a draft elsewhere is sent. None where they are tensors of their own.
     """
 
     committed_lens: torch.Tensor
@@ -48,19 +61,33 @@ class RoundState:
     temperature: torch.Tensor
     seeds: torch.Tensor
     choices: torch.Tensor
+    packed: torch.Tensor | None = None
 
     @staticmethod
     def idle(bs: int, columns: int, feature_size: int, dtype: torch.dtype, device: torch.device | str) -> RoundState:
         """Make a state of idle rows; its tensors may be written outside inference mode too."""
         with torch.inference_mode(False):
+            packed = torch.zeros(packed_bytes(bs, columns, feature_size, dtype), dtype=torch.uint8, device=device)
+            return RoundState.of_packed(packed, bs, columns, feature_size, dtype)
+
+    @staticmethod
+    def of_packed(packed: torch.Tensor, bs: int, columns: int, feature_size: int, dtype: torch.dtype) -> RoundState:
+        """Make a state of idle rows in ``packed [packed_bytes] uint8``."""
+        with torch.inference_mode(False):
+            device = packed.device
+            integers = packed[: 4 * bs * (2 + columns)].view(torch.int32)
+            committed_lens, counts, tokens = integers.split_with_sizes([bs, bs, bs * columns])
+            committed_lens.fill_(1)
+            counts.zero_()
             return RoundState(
-                committed_lens=torch.ones(bs, dtype=torch.int32, device=device),
-                tokens=torch.zeros((bs, columns), dtype=torch.int32, device=device),
-                counts=torch.zeros(bs, dtype=torch.int32, device=device),
-                features=torch.zeros((bs, columns, feature_size), dtype=dtype, device=device),
+                committed_lens=committed_lens,
+                tokens=tokens.view(bs, columns),
+                counts=counts,
+                features=packed[_features_start(bs, columns) :].view(dtype).view(bs, columns, feature_size),
                 temperature=torch.zeros(bs, dtype=torch.float32, device=device),
                 seeds=torch.zeros(bs, dtype=torch.int64, device=device),
                 choices=torch.zeros(bs, dtype=torch.int32, device=device),
+                packed=packed,
             )
 
     @property
@@ -137,6 +164,26 @@ class DeviceRounds(Protocol):
         The sessions of rows that were not retired are then as if every commit had come the host's way: what `committed` told last is
         pending with its features (those of the state, which may be reused right after this call, so they are copied in stream order). A
         batch that was entered and left without a round is as it was before.
+        """
+        ...
+
+
+@runtime_checkable
+class ExchangedRounds(DeviceRounds, Protocol):
+    """Rounds of a drafter in another process: the state goes there and the trees come, outside of what is recorded.
+
+    For every round: `reserve`, `exchange`, then `draft`, which only checks on the device what came, and so can be part of a graph.
+    """
+
+    def exchange(self, state: RoundState, limit_s: float | None) -> None:
+        """Hand the state of the round that is enqueued next over, and have its trees come, in stream order; never captured.
+
+        It may block the host until they are there, or only enqueue. Either way they are waited for no longer than a bound, and `draft` then
+        yields trees of one node.
+
+        Args:
+            state: What `draft` will be given.
+            limit_s: How long the device may stand still for the trees; None: until the draft counts as faulty.
         """
         ...
 

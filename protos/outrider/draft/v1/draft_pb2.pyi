@@ -409,6 +409,9 @@ class SessionRequest(_message.Message):
     CLOSE_FIELD_NUMBER: _builtins.int
     PING_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    ROUNDS_ENTER_FIELD_NUMBER: _builtins.int
+    ROUNDS_NEXT_FIELD_NUMBER: _builtins.int
+    ROUNDS_LEAVE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -421,6 +424,12 @@ class SessionRequest(_message.Message):
     def ping(self) -> Global___Ping: ...
     @_builtins.property
     def cancel(self) -> Global___Cancel: ...
+    @_builtins.property
+    def rounds_enter(self) -> Global___RoundsEnter: ...
+    @_builtins.property
+    def rounds_next(self) -> Global___RoundsNext: ...
+    @_builtins.property
+    def rounds_leave(self) -> Global___RoundsLeave: ...
     def __init__(
         self,
         *,
@@ -430,16 +439,152 @@ class SessionRequest(_message.Message):
         close: Global___Close | None = ...,
         ping: Global___Ping | None = ...,
         cancel: Global___Cancel | None = ...,
+        rounds_enter: Global___RoundsEnter | None = ...,
+        rounds_next: Global___RoundsNext | None = ...,
+        rounds_leave: Global___RoundsLeave | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "frame", b"frame", "hello", b"hello", "message", b"message", "open", b"open", "ping", b"ping"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "frame", b"frame", "hello", b"hello", "message", b"message", "open", b"open", "ping", b"ping", "rounds_enter", b"rounds_enter", "rounds_leave", b"rounds_leave", "rounds_next", b"rounds_next"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "frame", b"frame", "hello", b"hello", "message", b"message", "open", b"open", "ping", b"ping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "frame", b"frame", "hello", b"hello", "message", b"message", "open", b"open", "ping", b"ping", "rounds_enter", b"rounds_enter", "rounds_leave", b"rounds_leave", "rounds_next", b"rounds_next"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "open", "frame", "close", "ping", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "open", "frame", "close", "ping", "cancel", "rounds_enter", "rounds_next", "rounds_leave"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___SessionRequest: _TypeAlias = SessionRequest  # noqa: Y015
+
+@_typing.final
+class RoundsEnter(_message.Message):
+    """Rounds that stay on the devices of both sides. Between RoundsEnter and RoundsLeave every round of one batch takes a state of the target
+    to the draft (what the last round chose, with its features) and trees back; the hosts tell each other lengths and tokens beside it,
+    ahead of time or after it. Layouts of state and trees: shared/rpc/rounds.py.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUNDS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
+    rounds: _builtins.int
+    """Names these rounds; never used twice on a connection."""
+    batch: _builtins.int
+    """Rows of the state, idle ones behind `rows` included; and its columns."""
+    columns: _builtins.int
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___Commit]:
+        """One per row of the state: what the draft was not told yet, without features, which the first state holds."""
+
+    @_builtins.property
+    def shape(self) -> Global___Shape: ...
+    def __init__(
+        self,
+        *,
+        rounds: _builtins.int = ...,
+        rows: _abc.Iterable[Global___Commit] | None = ...,
+        shape: Global___Shape | None = ...,
+        batch: _builtins.int = ...,
+        columns: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shape", b"shape"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "columns", b"columns", "rounds", b"rounds", "rows", b"rows", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoundsEnter: _TypeAlias = RoundsEnter  # noqa: Y015
+
+@_typing.final
+class RoundTokens(_message.Message):
+    """What a round chose, row by row: row i has counts[i] of the token_ids; none where it ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COUNTS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        counts: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoundTokens: _TypeAlias = RoundTokens  # noqa: Y015
+
+@_typing.final
+class RoundsNext(_message.Message):
+    """The next round. Numbers ascend by one on a connection, across RoundsEnter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUNDS_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    COMMITTED_UPPER_FIELD_NUMBER: _builtins.int
+    CHOSEN_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    rounds: _builtins.int
+    number: _builtins.int
+    state: _builtins.bytes
+    """The state, where the two share no memory."""
+    @_builtins.property
+    def committed_upper(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One per row: no sequence is longer when the round starts; 0 where it ended."""
+
+    @_builtins.property
+    def chosen(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoundTokens]:
+        """Of the rounds that were read back since the last message."""
+
+    def __init__(
+        self,
+        *,
+        rounds: _builtins.int = ...,
+        number: _builtins.int = ...,
+        committed_upper: _abc.Iterable[_builtins.int] | None = ...,
+        chosen: _abc.Iterable[Global___RoundTokens] | None = ...,
+        state: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "committed_upper", b"committed_upper", "number", b"number", "rounds", b"rounds", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoundsNext: _TypeAlias = RoundsNext  # noqa: Y015
+
+@_typing.final
+class RoundsLeave(_message.Message):
+    """No more of these rounds. Their sessions go on from what `chosen`, here and before, says; later tokens follow in commits."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUNDS_FIELD_NUMBER: _builtins.int
+    CHOSEN_FIELD_NUMBER: _builtins.int
+    rounds: _builtins.int
+    @_builtins.property
+    def chosen(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoundTokens]: ...
+    def __init__(
+        self,
+        *,
+        rounds: _builtins.int = ...,
+        chosen: _abc.Iterable[Global___RoundTokens] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "rounds", b"rounds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoundsLeave: _TypeAlias = RoundsLeave  # noqa: Y015
 
 @_typing.final
 class Cancel(_message.Message):
@@ -667,6 +812,9 @@ class SessionReply(_message.Message):
     REJECT_FIELD_NUMBER: _builtins.int
     CREDIT_FIELD_NUMBER: _builtins.int
     PONG_FIELD_NUMBER: _builtins.int
+    ROUNDS_ENTERED_FIELD_NUMBER: _builtins.int
+    ROUND_TREES_FIELD_NUMBER: _builtins.int
+    ROUNDS_ENDED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___HelloAck: ...
     @_builtins.property
@@ -681,6 +829,12 @@ class SessionReply(_message.Message):
     def credit(self) -> Global___Credit: ...
     @_builtins.property
     def pong(self) -> Global___Pong: ...
+    @_builtins.property
+    def rounds_entered(self) -> Global___RoundsEntered: ...
+    @_builtins.property
+    def round_trees(self) -> Global___RoundTrees: ...
+    @_builtins.property
+    def rounds_ended(self) -> Global___RoundsEnded: ...
     def __init__(
         self,
         *,
@@ -691,16 +845,96 @@ class SessionReply(_message.Message):
         reject: Global___Reject | None = ...,
         credit: Global___Credit | None = ...,
         pong: Global___Pong | None = ...,
+        rounds_entered: Global___RoundsEntered | None = ...,
+        round_trees: Global___RoundTrees | None = ...,
+        rounds_ended: Global___RoundsEnded | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "frame", b"frame", "hello", b"hello", "message", b"message", "need_resync", b"need_resync", "open", b"open", "pong", b"pong", "reject", b"reject"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "frame", b"frame", "hello", b"hello", "message", b"message", "need_resync", b"need_resync", "open", b"open", "pong", b"pong", "reject", b"reject", "round_trees", b"round_trees", "rounds_ended", b"rounds_ended", "rounds_entered", b"rounds_entered"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "frame", b"frame", "hello", b"hello", "message", b"message", "need_resync", b"need_resync", "open", b"open", "pong", b"pong", "reject", b"reject"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "frame", b"frame", "hello", b"hello", "message", b"message", "need_resync", b"need_resync", "open", b"open", "pong", b"pong", "reject", b"reject", "round_trees", b"round_trees", "rounds_ended", b"rounds_ended", "rounds_entered", b"rounds_entered"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "open", "frame", "need_resync", "reject", "credit", "pong"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "open", "frame", "need_resync", "reject", "credit", "pong", "rounds_entered", "round_trees", "rounds_ended"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___SessionReply: _TypeAlias = SessionReply  # noqa: Y015
+
+@_typing.final
+class RoundsEntered(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUNDS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    rounds: _builtins.int
+    accepted: _builtins.bool
+    """False: these sessions, or this size, go the other way for now."""
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        rounds: _builtins.int = ...,
+        accepted: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "reason", b"reason", "rounds", b"rounds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoundsEntered: _TypeAlias = RoundsEntered  # noqa: Y015
+
+@_typing.final
+class RoundTrees(_message.Message):
+    """The trees of a round, where the two share no memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUNDS_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    TREES_FIELD_NUMBER: _builtins.int
+    rounds: _builtins.int
+    number: _builtins.int
+    trees: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        rounds: _builtins.int = ...,
+        number: _builtins.int = ...,
+        trees: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "rounds", b"rounds", "trees", b"trees"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoundTrees: _TypeAlias = RoundTrees  # noqa: Y015
+
+@_typing.final
+class RoundsEnded(_message.Message):
+    """The draft wants out: the target leaves after the rounds that it has asked for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUNDS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    rounds: _builtins.int
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        rounds: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "rounds", b"rounds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoundsEnded: _TypeAlias = RoundsEnded  # noqa: Y015
 
 @_typing.final
 class BulkRequest(_message.Message):
@@ -821,23 +1055,57 @@ class MailboxOffer(_message.Message):
 
     SESSION_FIELD_NUMBER: _builtins.int
     BULK_FIELD_NUMBER: _builtins.int
+    ROUNDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def session(self) -> Global___Mailbox: ...
     @_builtins.property
     def bulk(self) -> Global___Mailbox: ...
+    @_builtins.property
+    def rounds(self) -> Global___RoundsMailbox:
+        """For rounds that stay on the device; its words come as a third descriptor."""
+
     def __init__(
         self,
         *,
         session: Global___Mailbox | None = ...,
         bulk: Global___Mailbox | None = ...,
+        rounds: Global___RoundsMailbox | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "session", b"session"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "rounds", b"rounds", "session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "rounds", b"rounds", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MailboxOffer: _TypeAlias = MailboxOffer  # noqa: Y015
+
+@_typing.final
+class RoundsMailbox(_message.Message):
+    """Two slots for states, then two for trees, taken in turn; see shared/rpc/ipc/round_mailbox.py."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_BYTES_FIELD_NUMBER: _builtins.int
+    TREES_BYTES_FIELD_NUMBER: _builtins.int
+    CUDA_HANDLE_FIELD_NUMBER: _builtins.int
+    state_bytes: _builtins.int
+    trees_bytes: _builtins.int
+    cuda_handle: _builtins.bytes
+    """As in Mailbox; empty: the slots lie behind the words in the shared memory."""
+    def __init__(
+        self,
+        *,
+        state_bytes: _builtins.int = ...,
+        trees_bytes: _builtins.int = ...,
+        cuda_handle: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuda_handle", b"cuda_handle", "state_bytes", b"state_bytes", "trees_bytes", b"trees_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoundsMailbox: _TypeAlias = RoundsMailbox  # noqa: Y015
 
 @_typing.final
 class MailboxAck(_message.Message):
@@ -845,18 +1113,22 @@ class MailboxAck(_message.Message):
 
     ACCEPTED_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    ROUNDS_FIELD_NUMBER: _builtins.int
     accepted: _builtins.bool
     """False: the draft cannot map these (the reason says why); the target offers others."""
     reason: _builtins.str
+    rounds: _builtins.bool
+    """The draft takes part in rounds that stay on the device."""
     def __init__(
         self,
         *,
         accepted: _builtins.bool = ...,
         reason: _builtins.str = ...,
+        rounds: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "reason", b"reason", "rounds", b"rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
