@@ -29,7 +29,7 @@ class Ranks:
         self.outboxes = [torch.empty_like(inbox) for inbox in self.inboxes]
         self.boxes = []
         for rank in range(ranks):
-            self.boxes.append(Boxes.of(rank, [self.inboxes[i] if i == rank else self.outboxes[i] for i in range(ranks)], 3))
+            self.boxes.append(Boxes.of(rank, [self.inboxes[i] if i == rank else self.outboxes[i] for i in range(ranks)], 100))
 
     def deliver(self, parts: list[torch.Tensor], rank: int) -> None:
         """Put what the others send into a rank's inbox, and forget what was sent before."""
