@@ -26,6 +26,19 @@ class Work:
         return Work(self.nbytes * count, self.flops * count)
 
 
+@dataclass(frozen=True, slots=True)
+class Narrow:
+    """Bytes of the target's numbers that are not as wide as the others; None where they are.
+
+    Attributes:
+        layers: Of a weight of the layers; the output head stays as it is.
+        cache: Of a cached number.
+    """
+
+    layers: int | None = None
+    cache: int | None = None
+
+
 def layer_parameters(hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, input_size: int | None = None) -> int:
     """Return the matrix elements of a Llama-like layer."""
     projections = (heads + 2 * kv_heads) * head_dim * (input_size or hidden) + heads * head_dim * hidden
@@ -38,7 +51,7 @@ def target_parameters(config: ModelConfig) -> int:
     return config.num_layers * layer + config.vocab_size * config.hidden_size
 
 
-def forward_pass(config: ModelConfig, rows: int, sequences: int, context: int, itemsize: int) -> Work:
+def forward_pass(config: ModelConfig, rows: int, sequences: int, context: int, itemsize: int, narrow: Narrow | None = None) -> Work:
     """Return the work of one pass that decodes or verifies: weights once, the sequences' K/V once.
 
     Args:
@@ -47,11 +60,14 @@ def forward_pass(config: ModelConfig, rows: int, sequences: int, context: int, i
         sequences: In the batch.
         context: Tokens that each has in its cache.
         itemsize: Bytes of a weight and of a cached number.
+        narrow: Those that have fewer.
     """
-    parameters = target_parameters(config)
-    cached = 2 * config.num_layers * config.num_kv_heads * config.head_dim * context * sequences * itemsize
+    narrow = narrow or Narrow()
+    parameters, head = target_parameters(config), config.vocab_size * config.hidden_size
+    weights = (parameters - head) * (narrow.layers or itemsize) + head * itemsize
+    cached = 2 * config.num_layers * config.num_kv_heads * config.head_dim * context * sequences * (narrow.cache or itemsize)
     attention = 4 * config.num_layers * config.num_heads * config.head_dim * context * rows
-    return Work(parameters * itemsize + cached, 2 * parameters * rows + attention)
+    return Work(weights + cached, 2 * parameters * rows + attention)
 
 
 def prefill(config: ModelConfig, tokens: int, itemsize: int) -> Work:
@@ -88,10 +104,12 @@ def speculative_round(
     context: int,
     itemsize: int,
     share: float = 1.0,
+    narrow: Narrow | None = None,
 ) -> list[Work]:
     """Return the parts of a round that follow each other: draft steps (the extend is the first), the verify pass, the projection.
 
-    `share` is what one of the target's ranks does of its pass.
+    `share` is what one of the target's ranks does of its pass; the target alone has `narrow` numbers.
     """
     grown = [draft_step(head, batch * (1 if step == 0 else topk), itemsize) for step in range(steps)]
-    return [*grown, forward_pass(config, batch * nodes, batch, context, itemsize).times(share), projection(head, batch * nodes, itemsize)]
+    verify = forward_pass(config, batch * nodes, batch, context, itemsize, narrow).times(share)
+    return [*grown, verify, projection(head, batch * nodes, itemsize)]

@@ -6,6 +6,7 @@ best of `repeats`: the way the peers' figures in docs/performance.md were taken.
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import statistics
@@ -20,7 +21,7 @@ import torch
 
 from outrider.bench.clock import percentile, summarise
 from outrider.bench.engine_stack import Answer, BenchEngine, EngineOptions, RunningBatch, check_accept_length, placement, running_engine
-from outrider.bench.floors import Work, forward_pass, prefill, speculative_round
+from outrider.bench.floors import Narrow, Work, forward_pass, prefill, speculative_round
 from outrider.bench.idle import Profile, profiled
 from outrider.bench.record import Result, Row, finish
 from outrider.bench.roofline import Ceilings, measure_ceilings
@@ -137,8 +138,14 @@ def _settings(options: LatencyOptions, device: torch.device, dtype: torch.dtype,
         "repeats": options.repeats,
         "read_bandwidth_gbs": round(ceilings.read_bandwidth / 1e9, 1),
         "matrix_rate_tflops": round(ceilings.matrix_rate / 1e12, 2),
+        "mps": _under_mps() or None,
         **engine.settings,
     }
+
+
+def _under_mps() -> bool:
+    """Whether processes share the GPU through the multi-process service: its daemon's pipes are where CUDA looks for them."""
+    return (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")) / "control").exists()
 
 
 class Latency:
@@ -238,9 +245,10 @@ class Latency:
         config, context = self._engine.decoder.config, self._options.prompt + self._options.new_tokens // 2
         share = 1 / self._options.engine.tp
         if shape.tree is None:
-            return [forward_pass(config, batch, batch, context, self._itemsize).times(share)]
+            return [forward_pass(config, batch, batch, context, self._itemsize, self._narrow).times(share)]
         tree, head = shape.tree, self._options.engine.shape.head
-        return speculative_round(config, head, batch, tree.depth, tree.topk, tree.max_nodes, context, self._itemsize, share)
+        shaped = (tree.depth, tree.topk, tree.max_nodes)
+        return speculative_round(config, head, batch, *shaped, context, self._itemsize, share, self._narrow)
 
     def _floor_ms(self, works: Sequence[Work]) -> float:
         return sum(self._ceilings.seconds(work.nbytes, work.flops) for work in works) * 1e3
@@ -248,6 +256,11 @@ class Latency:
     def _prompts(self, batch: int, tokens: int | None = None) -> list[list[int]]:
         vocab = self._engine.decoder.config.vocab_size
         return [[self._random.randrange(vocab) for _ in range(tokens or self._options.prompt)] for _ in range(batch)]
+
+    @property
+    def _narrow(self) -> Narrow:
+        settings = self._options.engine.settings
+        return Narrow(1 if settings.get("quantization") == "fp8" else None, 1 if settings.get("kv_cache_dtype") == "fp8_e4m3" else None)
 
     @property
     def _itemsize(self) -> int:

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from outrider.bench.clock import measure, percentile, summarise
-from outrider.bench.floors import draft_step, forward_pass, prefill, speculative_round, target_parameters
+from outrider.bench.floors import Narrow, draft_step, forward_pass, prefill, speculative_round, target_parameters
 from outrider.bench.idle import summarise_kernels
 from outrider.bench.latency import parse_shapes
 from outrider.bench.load import Experience, Load, summarise_load
-from outrider.bench.performance_table import BEGIN, END, GOALS, NOT_MEASURED, Results, run_table, table_lines
+from outrider.bench.performance_goals import GOALS
+from outrider.bench.performance_results import Results
+from outrider.bench.performance_table import BEGIN, END, NOT_MEASURED, run_table, table_lines
 from outrider.bench.record import Result, Row
 from outrider.bench.roofline import Ceilings
 from outrider.bench.shapes import named_shape
@@ -33,6 +35,14 @@ def test_the_floor_of_the_8b_shape_is_the_measured_one() -> None:
     assert Ceilings(4.53e12, 8e14).seconds(step.nbytes, step.flops) * 1e3 == pytest.approx(3.31, abs=0.01)
     cached = forward_pass(config, 1, 1, 1000, 2).nbytes - step.nbytes
     assert cached == 1000 * 32 * 2 * 8 * 128 * 2
+
+
+def test_narrow_numbers_are_read_as_such() -> None:
+    config = LLAMA.model_config()
+    wide, narrow = (forward_pass(config, 1, 1, 1000, 2, sizes) for sizes in (None, Narrow(layers=1, cache=1)))
+    head = 2 * config.vocab_size * config.hidden_size
+    assert narrow.nbytes - head == (wide.nbytes - head) / 2, "the output head stays wide"
+    assert narrow.flops == wide.flops
 
 
 def test_a_round_is_its_steps_and_its_verification() -> None:
@@ -199,6 +209,42 @@ def test_the_table_says_what_was_missed_and_compares_with_the_same_call(tmp_path
     assert "**2.0 % (6.50 ms)** |" in line_of(tmp_path, "GPU idle between rounds, tree 5/8/32, batch 1")
 
 
+def test_runs_that_were_told_to_compute_otherwise_have_rows_of_their_own(tmp_path: Path) -> None:
+    case = "round plain, batch 1"
+    record(tmp_path, "early", "latency", SETTINGS, [latency_row(case, 4.0)], "2026-01-01T10:00:00Z")
+    record(tmp_path, "fp8", "latency", SETTINGS | {"quantization": "fp8"}, [latency_row(case, 2.4)], "2026-01-01T10:01:00Z")
+    record(tmp_path, "exact", "latency", SETTINGS | {"deterministic": "true"}, [latency_row(case, 5.0)], "2026-03-01")
+    record(tmp_path, "late", "latency", SETTINGS | {"quantization": "none"}, [latency_row(case, 3.0)], "2026-02-01")
+    assert "**3.00 ms** |" in line_of(tmp_path, "plain decode, batch 1, a step")
+    narrow = line_of(tmp_path, "FP8 products ÷ bf16, plain decode, batch 1, a step")
+    assert "**0.600 × (2.40 ms; 4.00 ms)** |" in narrow, "compared with the run beside it, not with the latest"
+    assert narrow.endswith("| fp8 |")
+
+
+def test_the_multi_process_service_and_more_gpus_have_rows_of_their_own(tmp_path: Path) -> None:
+    case = "round tree 5/8/32, batch 1"
+    ipc = SETTINGS | {"transport": "ipc"}
+    record(tmp_path, "inproc", "latency", SETTINGS, [latency_row(case, 5.0)])
+    record(tmp_path, "ipc", "latency", ipc, [latency_row(case, 5.5)])
+    record(tmp_path, "mps", "latency", ipc | {"mps": True}, [latency_row(case, 5.1)], "2026-02-01")
+    record(tmp_path, "two", "latency", ipc | {"draft_device": "cuda:1"}, [latency_row(case, 5.2)], "2026-02-01")
+    record(tmp_path, "tp4", "latency", SETTINGS | {"tp": 4}, [latency_row("round plain, batch 1", 2.0)])
+    assert "**1.100 × (5.50 ms)** (missed)" in line_of(tmp_path, "`ipc:` ÷ in process, one GPU")
+    assert "**1.020 × (5.10 ms)** |" in line_of(tmp_path, "`ipc:` ÷ in process, one GPU under MPS")
+    assert "**1.040 × (5.20 ms)** (missed)" in line_of(tmp_path, "`ipc:` ÷ in process, draft on a second GPU")
+    assert "**2.00 ms** |" in line_of(tmp_path, "the same with `--tp 4`")
+
+
+def test_perplexity_has_its_rows(tmp_path: Path) -> None:
+    rows = [
+        {"case": "as it is", "value": 100.0, "unit": "perplexity"},
+        {"case": "FP8 products", "value": 101.5, "unit": "perplexity", "increase_percent": 1.5},
+    ]
+    record(tmp_path, "perplexity", "perplexity", {"device": "cuda"}, rows)
+    assert "**+1.50 % (101.5)** (missed)" in line_of(tmp_path, "FP8 products, perplexity on GSM8K's test text, demo target")
+    assert not any("FP8 cache" in line for line in table_lines(Results(tmp_path), tmp_path)), "no figure was promised for it"
+
+
 def test_the_table_is_written_between_its_marks(tmp_path: Path) -> None:
     document = tmp_path / "doc.md"
     document.write_text("no place")
@@ -211,7 +257,7 @@ def test_the_table_is_written_between_its_marks(tmp_path: Path) -> None:
     text = document.read_text()
     assert text.startswith(f"before\n{BEGIN}\n\n| |")
     assert text.endswith(f"{END}\nafter\n")
-    assert text.count("\n| ") == len(GOALS) + 2
+    assert text.count("\n| ") == sum(goal.limit is not None for goal in GOALS) + 2
 
 
 def test_the_documented_table_is_that_of_the_recorded_results() -> None:

@@ -1,0 +1,148 @@
+"""Recorded results by what was measured: which file and row a figure is found in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from outrider.shared.base.errors import ConfigurationError
+
+SHAPE = "llama3.1-8b"
+PLAIN_SETTINGS = frozenset(
+    (
+        "shape", "device", "dtype", "weights", "transport", "draft_device", "tp", "prompt", "new_tokens", "repeats", "read_bandwidth_gbs",
+        "matrix_rate_tflops", "mps",
+    )
+)  # fmt: skip
+"""What every run of `outrider bench latency` tells; a run that tells more was told to compute otherwise (``--set``)."""
+OFF = ("false", "none", "auto")
+"""Values of such a setting that change nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One file of results."""
+
+    path: Path
+    content: Mapping[str, Any]
+
+    @property
+    def date(self) -> datetime:
+        """When it was measured."""
+        told = datetime.fromisoformat(str(self.content.get("date", "1970-01-01")))
+        return told if told.tzinfo else told.replace(tzinfo=UTC)
+
+    def settings(self, name: str) -> Any:
+        """Return one of its settings, or None."""
+        return self.content.get("settings", {}).get(name)
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """What the run was told to do otherwise than by default."""
+        settings: Mapping[str, Any] = self.content.get("settings", {})
+        return {name: value for name, value in settings.items() if name not in PLAIN_SETTINGS and str(value).lower() not in OFF}
+
+    @property
+    def under_mps(self) -> bool:
+        """Whether the processes shared the GPU through the multi-process service."""
+        return bool(self.settings("mps"))
+
+    def row(self, case: str) -> Mapping[str, Any] | None:
+        """Return the figures of a case, or None."""
+        return next((row for row in self.content.get("rows", ()) if row.get("case") == case), None)
+
+
+class Results:
+    """All recorded results of a folder on one kind of device; of several that fit, the latest counts, or the one `near` another.
+
+    Raises:
+        ConfigurationError: A file is not JSON.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        files = [Recorded(path, read_result(path)) for path in sorted(folder.glob("*.json"))]
+        self._files = sorted(files, key=lambda recorded: recorded.date, reverse=True)
+        self._peers = [read_lines(path) for path in sorted(folder.glob("vllm*.jsonl"), reverse=True)]
+
+    def latency(
+        self,
+        case: str,
+        needs: str = "value",
+        *,
+        changes: Mapping[str, Any] | None = None,
+        mps: bool = False,
+        near: Recorded | None = None,
+        **settings: Any,
+    ) -> tuple[Recorded, Mapping[str, Any]] | None:
+        """Return the latest file of `outrider bench latency` on a GPU that has the case, and its row.
+
+        Args:
+            case: Of the row.
+            needs: What the row must tell.
+            changes: What the run was told to compute otherwise, all of it.
+            mps: Whether it ran under the multi-process service.
+            near: Take the file that was measured closest to this one.
+            settings: Of the run; in process, on one GPU, unless they say otherwise.
+        """
+        here = {"shape": SHAPE, "prompt": 512, "new_tokens": 384, "draft_device": None, "tp": None}
+        wanted = {"transport": ("inproc", "none"), **{name: (value,) for name, value in (here | settings).items()}}
+
+        def fits(recorded: Recorded) -> bool:
+            return recorded.changes == (changes or {}) and recorded.under_mps == mps
+
+        return self._latest("latency", case, wanted, needs, fits, near)
+
+    def perplexity(self, case: str) -> tuple[Recorded, Mapping[str, Any]] | None:
+        """Return the same of `outrider bench perplexity`."""
+        return self._latest("perplexity", case, {}, "increase_percent")
+
+    def kernels(self, case: str) -> tuple[Recorded, Mapping[str, Any]] | None:
+        """Return the same of `outrider bench kernels`."""
+        return self._latest("kernels", case, {"shape": (SHAPE,)}, "value")
+
+    def summary(self, name: str) -> tuple[Recorded, Mapping[str, Any]] | None:
+        """Return the greedy summary of the latest `outrider bench speculation` that was recorded in `name`."""
+        for recorded in self._files:
+            if recorded.path.name == name and recorded.content.get("summary"):
+                return recorded, recorded.content["summary"][0]
+        return None
+
+    def vllm(self, config: str, batch: int) -> Mapping[str, Any] | None:
+        """Return the first run of a configuration of vLLM's, of the last file that has it (``vllm*.jsonl``, as its script wrote them)."""
+        wanted = {"case": "run", "config": config, "bs": batch}
+        return next((line for lines in self._peers for line in lines if wanted.items() <= line.items()), None)
+
+    def _latest(
+        self,
+        benchmark: str,
+        case: str,
+        settings: Mapping[str, tuple[Any, ...]],
+        needs: str,
+        fits: Callable[[Recorded], bool] = lambda _: True,
+        near: Recorded | None = None,
+    ) -> tuple[Recorded, Mapping[str, Any]] | None:
+        files = self._files if near is None else sorted(self._files, key=lambda recorded: abs(recorded.date - near.date))
+        for recorded in files:
+            if recorded.content.get("benchmark") != benchmark or not str(recorded.settings("device")).startswith("cuda"):
+                continue
+            row = recorded.row(case)
+            alike = all(recorded.settings(name) in allowed for name, allowed in settings.items()) and fits(recorded)
+            if alike and row is not None and row.get(needs) is not None:
+                return recorded, row
+        return None
+
+
+def read_result(path: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigurationError(f"{path} is not JSON: {error}.", field="--results") from None
+    return content if isinstance(content, dict) else {}
+
+
+def read_lines(path: Path) -> list[Mapping[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("{")]
