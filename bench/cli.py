@@ -292,7 +292,7 @@ def table(
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit code 1 if the document differs.")] = False,
 ) -> None:
-    """The table of docs/performance.md, from recorded results alone."""
+    """The tables of docs/performance.md and docs/numerics.md, from recorded results alone."""
     from outrider.bench.performance_table import run_table
 
     raise typer.Exit(run_table(results, document, check))

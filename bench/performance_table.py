@@ -1,34 +1,57 @@
-"""The table of docs/performance.md: what was promised, and what recorded results say. Never typed by hand, so that it cannot drift."""
+"""The tables of docs/performance.md and docs/numerics.md: what was promised, what options cost, and what recorded results say.
+
+Never typed by hand, so that they cannot drift.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.bench.performance_goals import GOALS
 from outrider.bench.performance_results import Results, read_result
 from outrider.shared.base.errors import ConfigurationError
 
-BEGIN, END = "<!-- performance table: made by `outrider bench table` -->", "<!-- end of the performance table -->"
 NOT_MEASURED = "not measured yet"
+COST_CASES = tuple(f"round {kind}, batch {batch}" for kind in ("plain", "tree 5/8/32") for batch in (1, 16))
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table, and the two lines that it stands between in a document."""
+
+    begin: str
+    end: str
+    lines: Callable[[Results], Iterator[str]]
+
+    def written_into(self, text: str, results: Results) -> str:
+        """Return the text with the table made anew, if the text has a place for it."""
+        if self.begin not in text or self.end not in text:
+            return text
+        before, rest = text.split(self.begin, 1)
+        made = "\n".join(self.lines(results))
+        return f"{before}{self.begin}\n\n{made}\n\n{self.end}{rest.split(self.end, 1)[1]}"
 
 
 def run_table(results: Path, document: Path | None, check: bool) -> int:
-    """Print the table, or write it into a document; see `outrider bench table`.
+    """Print the tables, or write those that a document has a place for; see `outrider bench table`.
 
     Raises:
-        ConfigurationError: The document has no place for it, or a result cannot be read.
+        ConfigurationError: The document has no place for any, or a result cannot be read.
     """
-    made = "\n".join(table_lines(Results(results), results))
+    recorded = Results(results)
     if document is None:
-        print(made)
+        print(*("\n".join(table.lines(recorded)) for table in TABLES), sep="\n\n")
         return 0
     text = document.read_text(encoding="utf-8")
-    if BEGIN not in text or END not in text:
-        raise ConfigurationError(f"{document} has no place for the table: it needs the lines\n{BEGIN}\n{END}", field="--document")
-    before, rest = text.split(BEGIN, 1)
-    new = f"{before}{BEGIN}\n\n{made}\n\n{END}{rest.split(END, 1)[1]}"
+    if not any(table.begin in text and table.end in text for table in TABLES):
+        begin, end = TABLES[0].begin, TABLES[0].end
+        raise ConfigurationError(f"{document} has no place for the table: it needs the lines\n{begin}\n{end}", field="--document")
+    new = text
+    for table in TABLES:
+        new = table.written_into(new, recorded)
     if check:
         if new != text:
             print(f"{document} differs from the recorded results; run `outrider bench table --document {document}`.", file=sys.stderr)
@@ -37,11 +60,11 @@ def run_table(results: Path, document: Path | None, check: bool) -> int:
     return 0
 
 
-def table_lines(results: Results, folder: Path) -> Iterator[str]:
-    """Yield the lines of the table, then the command of every file that it names."""
+def goal_lines(results: Results) -> Iterator[str]:
+    """Yield the lines of the table of goals, then the command of every file that it names."""
     yield "| | goal | ours | floor | × floor | peer | result |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
-    sources: dict[Path, None] = {}
+    sources: set[Path] = set()
     for goal in GOALS:
         figure = goal.find(results)
         if figure is None and goal.limit is None:
@@ -49,13 +72,40 @@ def table_lines(results: Results, folder: Path) -> Iterator[str]:
         if figure is None:
             yield f"| {goal.what} | {goal.text} | {NOT_MEASURED} | | | {goal.peer} | |"
             continue
-        sources[figure.source] = None
+        sources.add(figure.source)
         mark = "" if goal.met(figure) else " (missed)"
         cells = (goal.what, goal.text, f"**{figure.text}**{mark}", figure.floor, figure.ratio, figure.peer or goal.peer, figure.source.stem)
         yield "| " + " | ".join(cells) + " |"
+    yield from _commands(sources)
+
+
+def cost_lines(results: Results) -> Iterator[str]:
+    """Yield the lines of what `--deterministic` costs, each round beside the same without, of the run next to it in time."""
+    yield "| round | usual | deterministic | × |"
+    yield "| --- | --- | --- | --- |"
+    sources: set[Path] = set()
+    for case in COST_CASES:
+        exact = results.latency(case, changes={"deterministic": "true"})
+        usual = exact and results.latency(case, near=exact[0])
+        if exact is None or usual is None:
+            yield f"| {case.removeprefix('round ')} | {NOT_MEASURED} | | |"
+            continue
+        sources |= {exact[0].path, usual[0].path}
+        before, after = float(usual[1]["value"]), float(exact[1]["value"])
+        yield f"| {case.removeprefix('round ')} | {before:.2f} ms | {after:.2f} ms | {after / before:.2f} |"
+    yield from _commands(sources)
+
+
+def _commands(sources: set[Path]) -> Iterator[str]:
     if sources:
         yield ""
         yield "Commands:"
         for path in sorted(sources):
             command = " ".join(str(part) for part in read_result(path).get("command", ()))
             yield f"- [{path.stem}](../bench/results/{path.name}): `{command}`"
+
+
+TABLES = (
+    Table("<!-- performance table: made by `outrider bench table` -->", "<!-- end of the performance table -->", goal_lines),
+    Table("<!-- cost of --deterministic: made by `outrider bench table` -->", "<!-- end of that cost -->", cost_lines),
+)

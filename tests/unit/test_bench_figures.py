@@ -17,7 +17,7 @@ from outrider.bench.latency import parse_shapes
 from outrider.bench.load import Experience, Load, summarise_load
 from outrider.bench.performance_goals import GOALS
 from outrider.bench.performance_results import Results
-from outrider.bench.performance_table import BEGIN, END, NOT_MEASURED, run_table, table_lines
+from outrider.bench.performance_table import NOT_MEASURED, TABLES, cost_lines, goal_lines, run_table
 from outrider.bench.record import Result, Row
 from outrider.bench.roofline import Ceilings
 from outrider.bench.shapes import named_shape
@@ -174,7 +174,7 @@ SETTINGS = {"shape": "llama3.1-8b", "prompt": 512, "new_tokens": 384, "device": 
 
 
 def line_of(folder: Path, what: str) -> str:
-    return next(line for line in table_lines(Results(folder), folder) if line.startswith(f"| {what} |"))
+    return next(line for line in goal_lines(Results(folder)) if line.startswith(f"| {what} |"))
 
 
 def test_the_table_shows_the_latest_fitting_result(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_the_table_shows_the_latest_fitting_result(tmp_path: Path) -> None:
     assert "**5.20 ms** |" in line
     assert "3.30 ms (bytes) | 1.58 |" in line
     assert line.endswith("| new |")
-    assert "- [new](../bench/results/new.json): `outrider bench latency`" in list(table_lines(Results(tmp_path), tmp_path))
+    assert "- [new](../bench/results/new.json): `outrider bench latency`" in list(goal_lines(Results(tmp_path)))
 
 
 def test_the_table_says_what_was_missed_and_compares_with_the_same_call(tmp_path: Path) -> None:
@@ -242,23 +242,34 @@ def test_perplexity_has_its_rows(tmp_path: Path) -> None:
     ]
     record(tmp_path, "perplexity", "perplexity", {"device": "cuda"}, rows)
     assert "**+1.50 % (101.5)** (missed)" in line_of(tmp_path, "FP8 products, perplexity on GSM8K's test text, demo target")
-    assert not any("FP8 cache" in line for line in table_lines(Results(tmp_path), tmp_path)), "no figure was promised for it"
+    assert not any("FP8 cache" in line for line in goal_lines(Results(tmp_path))), "no figure was promised for it"
 
 
 def test_the_table_is_written_between_its_marks(tmp_path: Path) -> None:
+    begin, end = TABLES[0].begin, TABLES[0].end
     document = tmp_path / "doc.md"
     document.write_text("no place")
     with pytest.raises(ConfigurationError, match="no place"):
         run_table(tmp_path, document, check=False)
-    document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    document.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     assert run_table(tmp_path, document, check=True) == 1
     assert run_table(tmp_path, document, check=False) == 0
     assert run_table(tmp_path, document, check=True) == 0
     text = document.read_text()
-    assert text.startswith(f"before\n{BEGIN}\n\n| |")
-    assert text.endswith(f"{END}\nafter\n")
+    assert text.startswith(f"before\n{begin}\n\n| |")
+    assert text.endswith(f"{end}\nafter\n")
     assert text.count("\n| ") == sum(goal.limit is not None for goal in GOALS) + 2
 
 
-def test_the_documented_table_is_that_of_the_recorded_results() -> None:
-    assert run_table(ROOT / "bench" / "results", ROOT / "docs" / "performance.md", check=True) == 0
+def test_what_equal_bits_cost_is_shown_beside_the_usual_round(tmp_path: Path) -> None:
+    case = "round tree 5/8/32, batch 16"
+    assert "| tree 5/8/32, batch 16 | not measured yet | | |" in list(cost_lines(Results(tmp_path)))
+    record(tmp_path, "usual", "latency", SETTINGS, [latency_row(case, 16.0)], "2026-01-01")
+    record(tmp_path, "exact", "latency", SETTINGS | {"deterministic": "true"}, [latency_row(case, 40.0)], "2026-01-02")
+    record(tmp_path, "later", "latency", SETTINGS, [latency_row(case, 8.0)], "2026-02-01")
+    assert "| tree 5/8/32, batch 16 | 16.00 ms | 40.00 ms | 2.50 |" in list(cost_lines(Results(tmp_path)))
+
+
+@pytest.mark.parametrize("document", ["performance.md", "numerics.md"])
+def test_the_documented_tables_are_those_of_the_recorded_results(document: str) -> None:
+    assert run_table(ROOT / "bench" / "results", ROOT / "docs" / document, check=True) == 0
