@@ -1,4 +1,7 @@
-"""skinny_gemm: few rows times a large matrix, bound by reading the matrix; what follows in a decoder layer is fused."""
+"""skinny_gemm: few rows times a large matrix, bound by reading the matrix; what follows in a decoder layer is fused.
+
+Up to `FEW_ROWS` rows take the kernels of this package's `triton`, more those of `wide` where they were measured to be faster.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from outrider.kernels.rope_store import rope_store
 from outrider.kernels.silu_mul import silu_mul
 from outrider.kernels.skinny_gemm import reference
 from outrider.kernels.skinny_gemm.table import choose_tile
-from outrider.kernels.skinny_gemm.types import Epilogue, Method, Rotary, Tile
-from outrider.kernels.stream import FEW_ROWS, Stream
+from outrider.kernels.skinny_gemm.types import LIBRARY, Epilogue, Method, Rotary, Tile
+from outrider.kernels.stream import FEW_ROWS, MANY_ROWS, Stream
 
 __all__ = ["Epilogue", "Method", "Rotary", "Tile", "choose_tile", "project", "project_add", "project_gated", "project_rotated"]
 
@@ -21,7 +24,7 @@ def project(x: torch.Tensor, weight: torch.Tensor, *, scales: torch.Tensor | Non
     """Return ``x @ weight.T``, or the parts of it that the next kernel has to add.
 
     Args:
-        x: ``[rows, in]`` fp32/bf16/fp16, at most `FEW_ROWS` rows; rows may be strided.
+        x: ``[rows, in]`` fp32/bf16/fp16, at most `MANY_ROWS` rows (`FEW_ROWS` with `scales`); rows may be strided.
         weight: ``[out, in]``, contiguous, x's dtype; e4m3 with `scales`. Tensor cores then multiply x in FP8 too, by `quantize_rows`.
         scales: ``[out] fp32``, what each row of an FP8 weight is to be multiplied by, or None.
         tile: How; the measured one for this shape unless given.
@@ -36,10 +39,13 @@ def project(x: torch.Tensor, weight: torch.Tensor, *, scales: torch.Tensor | Non
     if not use_triton(x):
         return reference.project(x, weight, scales)
     from outrider.kernels.skinny_gemm import triton as compiled
+    from outrider.kernels.skinny_gemm.wide import triton as wide
 
-    tile = tile or choose_tile(Epilogue.PLAIN, x, weight)
+    tile = _usable(tile or choose_tile(Epilogue.PLAIN, x, weight), x, weight)
     if tile.method is Method.LIBRARY:
         return reference.project(x, weight, scales)
+    if tile.method is Method.WIDE:
+        return wide.project(x, weight, tile)
     return compiled.project(x, weight, scales, tile)
 
 
@@ -78,8 +84,11 @@ def project_add(
         expect("out", out, (rows, width), x.dtype)
     if use_triton(x):
         from outrider.kernels.skinny_gemm import triton as compiled
+        from outrider.kernels.skinny_gemm.wide import triton as wide
 
-        tile = tile or choose_tile(Epilogue.ADD, x, weight)
+        tile = _usable(tile or choose_tile(Epilogue.ADD, x, weight), x, weight)
+        if tile.splits == 1 and tile.method is Method.WIDE:
+            return wide.project_add(x, weight, bias, residual, norm_weight, eps, out, tile)
         if tile.splits == 1 and tile.method is not Method.LIBRARY:
             return compiled.project_add(x, weight, scales, bias, residual, norm_weight, eps, out, tile)
     parts = project(x, weight, scales=scales, tile=tile)
@@ -98,7 +107,7 @@ def project_gated(
     """Return ``act(gate) * up`` of ``norm(stream) @ weight.T + bias``: ``[rows, intermediate]``.
 
     Args:
-        stream: At most `FEW_ROWS` rows.
+        stream: As many rows as in `project`.
         weight: ``[2 * intermediate, width]``, gate first.
         scales: As in `project`.
         bias: ``[2 * intermediate]`` or None.
@@ -111,8 +120,11 @@ def project_gated(
         raise ValueError(f"weight has {weight.shape[0]} rows; gate and up need an even number")
     if use_triton(x):
         from outrider.kernels.skinny_gemm import triton as compiled
+        from outrider.kernels.skinny_gemm.wide import triton as wide
 
-        tile = tile or choose_tile(Epilogue.GATED, x, weight)
+        tile = _usable(tile or choose_tile(Epilogue.GATED, x, weight), x, weight)
+        if tile.method is Method.WIDE:
+            return wide.project_gated(stream, weight, bias, gelu, tile)
         if tile.method is not Method.LIBRARY:
             return compiled.project_gated(stream, weight, scales, bias, gelu, tile)
     return silu_mul(project(x, weight, scales=scales, tile=tile), stream, bias=bias, gelu=gelu)
@@ -130,7 +142,7 @@ def project_rotated(
     """Return the rotated queries of ``norm(stream) @ weight.T + bias``; store its rotated keys and its values: `rope_store`, fused.
 
     Args:
-        stream: At most `FEW_ROWS` rows.
+        stream: As many rows as in `project`.
         weight: ``[(heads + 2 * kv_heads) * dim, width]``, rows q, k, v.
         rotary: Angles, planes and slots.
         scales: As in `project`.
@@ -147,17 +159,27 @@ def project_rotated(
         raise ValueError(f"weight has {weight.shape[0]} rows; planes of {kv_heads} heads of {dim} need (heads + {2 * kv_heads}) * {dim}")
     if use_triton(x):
         from outrider.kernels.skinny_gemm import triton as compiled
+        from outrider.kernels.skinny_gemm.wide import triton as wide
 
-        tile = tile or choose_tile(Epilogue.ROTATED, x, weight)
+        tile = _usable(tile or choose_tile(Epilogue.ROTATED, x, weight), x, weight, dim // 2)
         if tile.splits == 1 and tile.method is not Method.LIBRARY:
             expect("cos", rotary.cos, (x.shape[0], 1, dim))
             expect("sin", rotary.sin, (x.shape[0], 1, dim))
             expect("slots", rotary.slots, (x.shape[0],), torch.int64)
             for name in ("cos", "sin", "k_plane", "v_plane", "slots"):
                 expect_contiguous(name, getattr(rotary, name))
+            if tile.method is Method.WIDE:
+                return wide.project_rotated(stream, weight, bias, rotary, tile)
             return compiled.project_rotated(stream, weight, scales, bias, rotary, tile)
     parts = project(x, weight, scales=scales, tile=tile)
     return rope_store(parts, rotary.cos, rotary.sin, rotary.k_plane, rotary.v_plane, rotary.slots, stream=stream, bias=bias)
+
+
+def _usable(tile: Tile, x: torch.Tensor, weight: torch.Tensor, half: int = 1) -> Tile:
+    """Return the tile, or the library's where x and the weight cannot be read as the tile needs; `half`: of the dimensions of a head."""
+    from outrider.kernels.skinny_gemm.wide import triton as wide
+
+    return LIBRARY if tile.method is Method.WIDE and not wide.fits(x, weight, half) else tile
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None) -> None:
@@ -166,5 +188,6 @@ def _check(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None) -
     if scales is not None:
         expect("scales", scales, (weight.shape[0],), torch.float32)
         expect_contiguous("scales", scales)
-    if x.shape[0] > FEW_ROWS:
-        raise ValueError(f"x has {x.shape[0]} rows, at most {FEW_ROWS} are supported")
+    most = MANY_ROWS if scales is None else FEW_ROWS
+    if x.shape[0] > most:
+        raise ValueError(f"x has {x.shape[0]} rows, at most {most} are supported")

@@ -9,27 +9,34 @@ from pathlib import Path
 import torch
 
 from outrider.kernels._launch import next_power_of_2
-from outrider.kernels.skinny_gemm.types import Epilogue, Method, Tile
+from outrider.kernels.skinny_gemm.types import LIBRARY, Epilogue, Method, Tile
+from outrider.kernels.stream import FEW_ROWS
 
 _SUM_ROWS = 2
 _SUM_BYTES = 65536
 
 
 def choose_tile(epilogue: Epilogue, x: torch.Tensor, weight: torch.Tensor) -> Tile:
-    """Return the measured tile of the nearest row count that was measured for this shape, else what `guess_tile` says."""
+    """Return the measured tile of the nearest row count that was measured for this shape, else what `guess_tile` says.
+
+    More than `FEW_ROWS` rows that nobody measured are the library's.
+    """
     return _choose(epilogue, weight.shape[0], weight.shape[1], x.shape[0], weight.element_size())
 
 
 @functools.cache
 def _choose(epilogue: Epilogue, out_features: int, in_features: int, rows: int, itemsize: int) -> Tile:
     measured = _measured().get((epilogue, out_features, in_features, itemsize), {})
-    nearest = min((count for count in measured if count >= rows), default=None)
-    return guess_tile(epilogue, out_features, in_features, rows, itemsize) if nearest is None else measured[nearest]
+    many = rows > FEW_ROWS
+    nearest = min((count for count in measured if count >= rows and (count > FEW_ROWS) == many), default=None)
+    if nearest is not None:
+        return measured[nearest]
+    return LIBRARY if many else guess_tile(epilogue, out_features, in_features, rows, itemsize)
 
 
 @functools.cache
 def _measured() -> dict[tuple[Epilogue, int, int, int], dict[int, Tile]]:
-    """Read ``tiles.json``, measured on an H200: epilogue, out, in, rows, itemsize, method, block_n, block_k, splits, warps, stages."""
+    """Read ``tiles.json``, measured on an H200: epilogue, out, in, rows, itemsize, and the fields of a tile."""
     table: dict[tuple[Epilogue, int, int, int], dict[int, Tile]] = {}
     path = Path(__file__).with_name("tiles.json")
     for epilogue, out_features, in_features, rows, itemsize, method, *numbers in json.loads(path.read_text()):

@@ -9,12 +9,14 @@ import pytest
 import torch
 from family_models import Sequences, assert_near, save
 
+from outrider.kernels import skinny_gemm
 from outrider.kernels._dispatch import Backend, force_backend
 from outrider.kernels.add_norm import add_sums
+from outrider.kernels.skinny_gemm import Epilogue, Method, Tile
 from outrider.kernels.stream import Stream
 from outrider.shared.nn import linear
 from outrider.shared.nn.decoder import Decoder
-from outrider.shared.nn.fused import FusedForward
+from outrider.shared.nn.fused import FusedForward, blocks
 
 AUX = (0, 2, 3)
 
@@ -74,6 +76,25 @@ class _OneRank:
     def add(self, parts: torch.Tensor, *arguments: Any, **named: Any) -> Stream:
         self.seen.append(tuple(parts.shape[-2:]))
         return add_sums(parts, *arguments, **named)
+
+
+def test_wide_tiles_from_a_table(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows than the skinny kernels take, where every product has a measured tile: the same rows."""
+    plain, fused = _pair("llama", folder, monkeypatch)
+    asked: set[Epilogue] = set()
+
+    def measured(epilogue: Epilogue, x: torch.Tensor, weight: torch.Tensor) -> Tile:
+        asked.add(epilogue)
+        return Tile(Method.WIDE, 32, 32, 2 if epilogue is Epilogue.ADD else 1, block_m=64)
+
+    for module in (blocks, skinny_gemm):
+        monkeypatch.setattr(module, "choose_tile", measured)
+    rows = [[(7 * i) % 97 for i in range(70)]]
+    want, _ = Sequences(plain, 1).run([0], rows, aux=(1,))
+    with force_backend(Backend.TRITON):
+        got, _ = Sequences(fused, 1, backend="triton").run([0], rows, aux=(1,))
+    assert_near(got, want)
+    assert asked >= {Epilogue.ADD, Epilogue.GATED, Epilogue.ROTATED}
 
 
 def test_ranks_reduce_what_is_added(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

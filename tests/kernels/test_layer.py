@@ -125,8 +125,10 @@ def test_rows_in_fp8(dtype: torch.dtype, rows: int, width: int) -> None:
 
 
 def test_more_rows_than_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="513 rows"):
+        project(torch.zeros(513, 16), torch.zeros(8, 16))
     with pytest.raises(ValueError, match="65 rows"):
-        project(torch.zeros(65, 16), torch.zeros(8, 16))
+        project(torch.zeros(65, 16), torch.zeros(8, 16).to(torch.float8_e4m3fn), scales=torch.ones(8))
 
 
 @pytest.mark.parametrize("epilogue", list(Epilogue))

@@ -22,7 +22,7 @@ _ALIGNMENT = 16
 """Bytes, of a descriptor's address and strides."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows", "parts"))
 def _wide_tiles(
     x, weight, out, bias, residual, norm_weight, scaled, sums, cos, sin, slots, k_plane, v_plane,
     rows, N, K, residual_row, out_row, parts, eps,

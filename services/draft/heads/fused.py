@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.kernels.skinny_gemm import project
-from outrider.kernels.stream import FEW_ROWS, Stream
+from outrider.kernels.stream import MANY_ROWS, Stream
 from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.fused import attention_block, mlp_block
@@ -57,7 +57,7 @@ class FusedHead:
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, vocabulary]`` for normed ``states [rows, hidden]``."""
-        if states.shape[0] > FEW_ROWS or self._lm_head.bias is not None:
+        if states.shape[0] > MANY_ROWS or self._lm_head.bias is not None:
             return self._lm_head(states)
         parts = project(states, self._lm_head.weight)
         return parts.sum(0) if parts.dim() == 3 else parts

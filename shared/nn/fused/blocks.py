@@ -9,8 +9,8 @@ import torch
 from outrider.kernels.add_norm import add_sums
 from outrider.kernels.rope_store import rope_store
 from outrider.kernels.silu_mul import silu_mul
-from outrider.kernels.skinny_gemm import Rotary, project, project_add, project_gated, project_rotated
-from outrider.kernels.stream import FEW_ROWS, Stream
+from outrider.kernels.skinny_gemm import Epilogue, Method, Rotary, choose_tile, project, project_add, project_gated, project_rotated
+from outrider.kernels.stream import FEW_ROWS, MANY_ROWS, Stream
 from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.config import Activation
@@ -47,14 +47,13 @@ def attention_block(
     reduce: Reduce | None = None,
 ) -> Stream:
     """Return the residual stream after the attention of a layer, prepared for the norm `following`."""
-    few = stream.scaled.shape[0] <= FEW_ROWS
     qkv, norm = block.qkv, block.head_norm
     k_plane, v_plane = pool.k_planes[block.layer], pool.v_planes[block.layer]
-    if few and norm is None:
+    if norm is None and _own(Epilogue.ROTATED, stream.scaled, qkv):
         rotary = Rotary(rotation.cos, rotation.sin, k_plane, v_plane, attention.slots)
         q = project_rotated(stream, qkv.weight, rotary, scales=qkv.scales, bias=qkv.bias)
     else:
-        parts = project(stream.scaled, qkv.weight, scales=qkv.scales) if few else qkv.product(stream.scaled)
+        parts = _product(stream.scaled, qkv)
         q = rope_store(
             parts, rotation.cos, rotation.sin, k_plane, v_plane, attention.slots, stream=stream, bias=qkv.bias,
             head_norm=norm.weight if norm else None, head_eps=norm.eps if norm else 0.0,
@@ -72,13 +71,27 @@ def mlp_block(
     out: torch.Tensor | None = None,
 ) -> Stream:
     """Return the residual stream after the MLP of a layer, prepared for the norm `following`; `out` is where the stream itself goes."""
-    few = stream.scaled.shape[0] <= FEW_ROWS
     gelu = block.activation is Activation.GELU_TANH
-    if few:
+    if _own(Epilogue.GATED, stream.scaled, block.gate_up):
         inner = project_gated(stream, block.gate_up.weight, scales=block.gate_up.scales, bias=block.gate_up.bias, gelu=gelu)
     else:
-        inner = silu_mul(block.gate_up.product(stream.scaled), bias=block.gate_up.bias, gelu=gelu)
+        inner = silu_mul(block.gate_up.product(stream.scaled), stream, bias=block.gate_up.bias, gelu=gelu)
     return _add(inner, block.down, stream.residual, following, reduce, out)
+
+
+def _own(epilogue: Epilogue, x: torch.Tensor, linear: Linear) -> bool:
+    """Whether kernels of our own compute a product: of few rows always, of more where that was measured to be faster."""
+    if x.shape[0] <= FEW_ROWS:
+        return True
+    measured = x.shape[0] <= MANY_ROWS and linear.scales is None
+    return measured and choose_tile(epilogue, x, linear.weight).method is not Method.LIBRARY
+
+
+def _product(x: torch.Tensor, linear: Linear) -> torch.Tensor:
+    """Return the product of x, or the parts of it that the next kernel has to add."""
+    if _own(Epilogue.PLAIN, x, linear):
+        return project(x, linear.weight, scales=linear.scales)
+    return linear.product(x)
 
 
 def _add(
@@ -89,9 +102,8 @@ def _add(
     reduce: Reduce | None,
     out: torch.Tensor | None,
 ) -> Stream:
-    few = x.shape[0] <= FEW_ROWS
-    if few and reduce is None:
+    if reduce is None and _own(Epilogue.ADD, x, linear):
         return project_add(x, linear.weight, residual, norm.weight, norm.eps, scales=linear.scales, bias=linear.bias, out=out)
-    parts = project(x, linear.weight, scales=linear.scales) if few else linear.product(x)
+    parts = _product(x, linear)
     add = add_sums if reduce is None else reduce.add
     return add(parts, residual, norm.weight, norm.eps, bias=linear.bias, out=out)

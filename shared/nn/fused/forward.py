@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from outrider.kernels.add_norm import embed_rows, normalise
 from outrider.kernels.skinny_gemm import project
-from outrider.kernels.stream import FEW_ROWS
+from outrider.kernels.stream import MANY_ROWS
 from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.fused.blocks import Reduce, attention_block, mlp_block
@@ -24,7 +24,7 @@ def can_fuse(layers: Sequence[DecoderLayer], device: torch.device, dtype: torch.
 
 
 class FusedForward:
-    """Runs decoder layers over the rows of a planned step; few rows by kernels of our own, more by the library's products.
+    """Runs decoder layers over the rows of a planned step; few rows by kernels of our own, many by the library's products.
 
     Args:
         layers: For which `can_fuse` holds.
@@ -74,7 +74,7 @@ class FusedForward:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, vocabulary]`` in the weights' dtype."""
-        if hidden.shape[0] > FEW_ROWS:
+        if hidden.shape[0] > MANY_ROWS:
             return functional.linear(hidden, self._lm_head)
         parts = project(hidden, self._lm_head)
         return parts.sum(0) if parts.dim() == 3 else parts
