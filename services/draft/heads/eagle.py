@@ -11,7 +11,6 @@ In Mistral's own heads layer 0 has its norm too, and h is normed at the end (`mi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from outrider.services.draft.heads.eagle_config import EagleConfig
 from outrider.services.draft.heads.fused import FusedHead, fuse, runs_fused
 from outrider.services.draft.heads.hot_vocab import HOT_IDS, take_hot_ids
 from outrider.services.draft.heads.keys import HeadKeys, canonical_names, layer_shapes
+from outrider.services.draft.heads.loaded import LoadedHead
 from outrider.services.draft.heads.mistral_format import is_native
 from outrider.services.draft.heads.tables import TokenTables
 from outrider.services.draft.strategy import TargetInfo
@@ -33,31 +33,22 @@ from outrider.shared.base.errors import CheckpointError
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.layers import DecoderLayer, RMSNorm
 from outrider.shared.nn.loader import CheckpointReader, Shape
-from outrider.shared.nn.rope import RotaryEmbedding, Rotation
+from outrider.shared.nn.rope import Rotation
 from outrider.shared.spec.drafter import FeatureSpec
 
 RAW_FEATURES = "final_hidden"
 """Fingerprint of features that no head's weights went into."""
 
 
-class EagleHead:
+class EagleHead(LoadedHead):
     """An EAGLE-1/2 head; implements `RecurrentHead`. Make it by `load`."""
 
     algorithm = "EAGLE"
 
     def __init__(self, config: EagleConfig, reader: CheckpointReader, keys: HeadKeys, vocabulary: DraftVocabulary) -> None:
         layer = config.layer
+        super().__init__(layer, reader, vocabulary)
         self.config = config
-        self.device = reader.device
-        self.dtype = reader.dtype or torch.float32
-        self.hidden_size = layer.hidden_size
-        self.num_layers = layer.num_layers
-        self.kv_heads = layer.num_kv_heads
-        self.head_dim = layer.head_dim
-        self.latent = layer.latent is not None
-        self.fingerprint = f"{layer.fingerprint[:32]}{reader.fingerprint[:32]}"
-        self.vocabulary = vocabulary
-        self._rope = RotaryEmbedding(layer.rope, layer.rotary_dim, self.device, self.dtype)
         self._fc = keys.take_linear(reader, ["fc"])
         self._first_norm = _optional_norm(keys, reader, "layers.0.input_layernorm.weight", layer.rms_norm_eps)
         self._first_attention = keys.take_attention(reader, layer, 0)
@@ -105,18 +96,6 @@ class EagleHead:
         if target is not None:
             self.config.check_target(target)
         return FeatureSpec(final_hidden=True, feature_size=self.hidden_size, fingerprint=RAW_FEATURES)
-
-    def missing(self) -> Mapping[str, tuple[int, ...]]:
-        """See `DraftStrategy.missing`."""
-        return self._tables.missing()
-
-    def lend(self, name: str, tensor: torch.Tensor) -> None:
-        """See `DraftStrategy.lend`."""
-        self._tables.lend(name, tensor)
-
-    def rotation(self, positions: torch.Tensor) -> Rotation:
-        """See `RecurrentHead.rotation`."""
-        return self._rope(positions)
 
     def forward(
         self,

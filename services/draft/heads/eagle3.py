@@ -24,6 +24,7 @@ from outrider.services.draft.heads.eagle3_config import Eagle3Config
 from outrider.services.draft.heads.eagle3_keys import layer_norm_name, resolve, take_projector, take_vocabulary
 from outrider.services.draft.heads.fused import FusedHead, fuse, runs_fused
 from outrider.services.draft.heads.keys import HeadKeys
+from outrider.services.draft.heads.loaded import LoadedHead
 from outrider.services.draft.heads.tables import EMBEDDING, LM_HEAD, TokenTables
 from outrider.services.draft.strategy import TargetInfo
 from outrider.services.draft.vocab import DraftVocabulary
@@ -32,7 +33,7 @@ from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.layers import DecoderLayer
 from outrider.shared.nn.loader import CheckpointReader
-from outrider.shared.nn.rope import RotaryEmbedding, Rotation
+from outrider.shared.nn.rope import Rotation
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.spec.drafter import FeatureSpec
 
@@ -41,24 +42,15 @@ __all__ = ["EMBEDDING", "LM_HEAD", "Eagle3Head"]
 log = get_logger("outrider.draft.heads")
 
 
-class Eagle3Head:
+class Eagle3Head(LoadedHead):
     """An EAGLE-3 head; implements `RecurrentHead`. Make it by `load`."""
 
     algorithm = "EAGLE3"
 
     def __init__(self, config: Eagle3Config, reader: CheckpointReader, keys: HeadKeys, vocabulary: DraftVocabulary) -> None:
         layer, eps = config.layer, config.layer.rms_norm_eps
+        super().__init__(layer, reader, vocabulary)
         self.config = config
-        self.device = reader.device
-        self.dtype = reader.dtype or torch.float32
-        self.hidden_size = layer.hidden_size
-        self.num_layers = layer.num_layers
-        self.kv_heads = layer.num_kv_heads
-        self.head_dim = layer.head_dim
-        self.latent = layer.latent is not None
-        self.fingerprint = f"{layer.fingerprint[:32]}{reader.fingerprint[:32]}"
-        self.vocabulary = vocabulary
-        self._rope = RotaryEmbedding(layer.rope, layer.rotary_dim, self.device, self.dtype)
         self._embedding_norm = keys.take_norm(reader, "layers.0.input_layernorm.weight", eps)
         self._hidden_norm = keys.take_norm(reader, "layers.0.hidden_norm.weight", eps)
         self._attention = keys.take_attention(reader, layer, 0)
@@ -117,18 +109,6 @@ class Eagle3Head:
             convention = self.config.aux_convention(target).value
             log.info("aux layers", outputs_of=list(layers), convention=convention, layers=target.num_layers, family=target.model_type)
         return layers
-
-    def missing(self) -> Mapping[str, tuple[int, ...]]:
-        """See `DraftStrategy.missing`."""
-        return self._tables.missing()
-
-    def lend(self, name: str, tensor: torch.Tensor) -> None:
-        """See `DraftStrategy.lend`."""
-        self._tables.lend(name, tensor)
-
-    def rotation(self, positions: torch.Tensor) -> Rotation:
-        """See `RecurrentHead.rotation`."""
-        return self._rope(positions)
 
     def forward(
         self,
