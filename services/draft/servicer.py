@@ -1,14 +1,15 @@
-"""The gRPC face of the draft: the call's own thread writes replies, a reader thread per stream hands messages on."""
+"""The gRPC face of the draft. Session streams are `ServerStream`s: the engine thread itself sends replies, and nothing stands between the
+server's polling thread and the engine's commands. The threads of their calls merely wait for the end."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import TypeVar
 
 import grpc
 import torch
+from google.protobuf.message import DecodeError
 
 from outrider.draft.v1 import draft_pb2, draft_pb2_grpc
 from outrider.services.draft.convert import reply_to
@@ -17,6 +18,7 @@ from outrider.services.draft.protocol import DraftProtocol
 from outrider.services.draft.replies import Reply
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
+from outrider.shared.rpc.direct import ServerStream
 from outrider.shared.rpc.tensors import InlineTensors, join_tensors, split_tensor
 
 R = TypeVar("R")
@@ -38,28 +40,20 @@ def register(servicer: DraftServicer, server: grpc.Server) -> None:
 
 
 class StreamOutlet:
-    """`Outlet` of a gRPC stream: a queue that the call's thread empties. An exception ends the stream with an error, None ends it."""
+    """`Outlet` of a session stream."""
 
-    def __init__(self) -> None:
-        self.queue: SimpleQueue[Reply | Exception | None] = SimpleQueue()
+    def __init__(self, end: Callable[[], None]) -> None:
+        self.end = end
+        self._stream: ServerStream | None = None
+
+    def open(self, stream: ServerStream) -> None:
+        """Send over `stream` from now on."""
+        self._stream = stream
 
     def send(self, reply: Reply) -> None:
         """See `Outlet.send`."""
-        self.queue.put(reply if self.queue.qsize() < MAX_UNSENT else None)
-
-    def end(self) -> None:
-        """See `Outlet.end`."""
-        self.queue.put(None)
-
-    def replies(self) -> Iterator[draft_pb2.SessionReply]:
-        """Yield the stream's replies until it is to end."""
-        while True:
-            reply = self.queue.get()
-            if reply is None:
-                return
-            if isinstance(reply, Exception):
-                raise reply
-            yield reply_to(reply)
+        if self._stream is not None:
+            self._stream.send(reply_to(reply).SerializeToString())
 
 
 class DraftServicer(draft_pb2_grpc.DraftServicer):
@@ -79,16 +73,20 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             return
         if first.WhichOneof("message") != "hello":
             raise ProtocolError("The first message of a session stream must be Hello.", field="message")
-        outlet = StreamOutlet()
+        # What ends the stream: None without an error.
+        endings: SimpleQueue[Exception | None] = SimpleQueue()
+        outlet = StreamOutlet(lambda: endings.put(None))
         peer, ack = self._protocol.welcome(first.hello, outlet)
         yield draft_pb2.SessionReply(hello=ack)
-        reader = threading.Thread(target=self._read, args=(peer, outlet, request_iterator), name="draft-reader", daemon=True)
-        reader.start()
-        if not context.add_callback(outlet.end):
-            outlet.end()
+        stream = ServerStream(context, lambda message: self._take(peer, message), endings.put, MAX_UNSENT)
+        outlet.open(stream)
+        stream.start()
         try:
-            yield from outlet.replies()
+            error = endings.get()
+            if error is not None:
+                raise error
         finally:
+            stream.flush()
             self._protocol.leave(peer)
 
     def Bulk(self, request_iterator: Iterator[draft_pb2.BulkRequest], context: grpc.ServicerContext) -> Iterator[draft_pb2.BulkReply]:
@@ -120,15 +118,13 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             log.info("borrowed from the target", tensor=name, shape=list(tensor.shape))
         return draft_pb2.PutTensorReply(still_missing=list(self._loop.call(self._engine.strategy.missing)))
 
-    def _read(self, peer: Peer, outlet: StreamOutlet, requests: Iterator[draft_pb2.SessionRequest]) -> None:
-        """Hand a stream's messages on until it ends."""
+    def _take(self, peer: Peer, message: bytes) -> None:
+        """Take a message of a session stream, on the server's polling thread."""
         try:
-            for request in _until_gone(requests):
-                self._protocol.take(peer, request, INLINE)
-        except Exception as error:
-            outlet.queue.put(error)
-        else:
-            outlet.end()
+            request = draft_pb2.SessionRequest.FromString(message)
+        except DecodeError:
+            raise ProtocolError("A message does not parse.", field="message") from None
+        self._protocol.take(peer, request, INLINE)
 
 
 def _until_gone(requests: Iterator[R]) -> Iterator[R]:

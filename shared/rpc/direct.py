@@ -1,0 +1,239 @@
+"""Bidirectional streams that a message passes with as few threads as gRPC's core allows.
+
+In grpcio's own streams a message is handed from thread to thread three times on either side, and each of them must first get the
+interpreter. Here whoever sends starts the core's operation itself, and the thread that hears of an arrival runs the receiver:
+
+    client   sender → core           server   core → the server's polling thread, which calls `on_message`
+             core → the thread in `receive`   any sender → core
+
+This uses the layer below grpcio's public interface (`grpc._cython.cygrpc`), as grpcio's own calls do; on the wire nothing differs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any, cast
+
+import grpc
+from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the library has no types for it
+
+NO_FLAGS = 0
+FLUSH_S = 5.0
+STATUS_OF_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
+
+_Callbacks = tuple[None, tuple[()]]
+_NO_CALLBACKS: _Callbacks = (None, ())
+
+
+class StreamEndedError(grpc.RpcError):
+    """A stream ended with a status other than OK; has what `grpc.Call` tells of it."""
+
+    def __init__(self, code: grpc.StatusCode, details: str, metadata: tuple[Any, ...]) -> None:
+        super().__init__(f"{code.name}: {details}")
+        self._code, self._details, self._metadata = code, details, metadata
+
+    def code(self) -> grpc.StatusCode:
+        """See `grpc.Call.code`."""
+        return self._code
+
+    def details(self) -> str:
+        """See `grpc.Call.details`."""
+        return self._details
+
+    def trailing_metadata(self) -> tuple[Any, ...]:
+        """See `grpc.RpcContext.trailing_metadata`."""
+        return self._metadata
+
+
+class _Tag(Enum):
+    HEADERS = auto()
+    STATUS = auto()
+    SENT = auto()
+    RECEIVED = auto()
+
+
+class ClientStream:
+    """A call of a bidirectional method, which starts at once.
+
+    `send` and `cancel` may be called from any thread; `receive` and `drain` from one at a time.
+
+    Args:
+        channel: Made by `connect`.
+        method: ``/package.Service/Method``.
+    """
+
+    def __init__(self, channel: grpc.Channel, method: str) -> None:
+        self._lock = threading.Lock()
+        self._unsent: deque[bytes] = deque()
+        self._sending = False
+        self._status: Any = None
+        starts = (
+            ((cygrpc.SendInitialMetadataOperation(None, NO_FLAGS), cygrpc.ReceiveStatusOnClientOperation(NO_FLAGS)), _Tag.STATUS),
+            ((cygrpc.ReceiveInitialMetadataOperation(NO_FLAGS),), _Tag.HEADERS),
+            ((cygrpc.ReceiveMessageOperation(NO_FLAGS),), _Tag.RECEIVED),
+        )
+        # How many operations the core still owes an event: the call's queue is gone with the last one.
+        self._due = len(starts)
+        core = cast(Any, channel)._channel
+        self._call: Any = core.segregated_call(
+            cygrpc.PropagationConstants.GRPC_PROPAGATE_DEFAULTS, method.encode(), None, None, None, None, starts
+        )
+
+    def send(self, message: bytes) -> None:
+        """Send a message, or queue it behind one that is being sent; never waits. What a stream that has ended is given is dropped."""
+        with self._lock:
+            if self._sending:
+                self._unsent.append(message)
+            else:
+                self._sending = self._operate(cygrpc.SendMessageOperation(message, NO_FLAGS), _Tag.SENT)
+
+    def receive(self) -> bytes | None:
+        """Wait for the next message; None when the stream ended with status OK.
+
+        Raises:
+            StreamEndedError: It ended otherwise.
+        """
+        while True:
+            with self._lock:
+                if not self._due:
+                    break
+            event = self._call.next_event()
+            with self._lock:
+                self._due -= 1
+                message = self._handle(event)
+            if message is not None:
+                return message
+        code = STATUS_OF_NUMBER.get(self._status.code(), grpc.StatusCode.UNKNOWN)
+        if code is grpc.StatusCode.OK:
+            return None
+        raise StreamEndedError(code, self._status.details() or "", tuple(self._status.trailing_metadata() or ()))
+
+    def cancel(self) -> None:
+        """End the stream, more than once if need be."""
+        self._call.cancel(grpc.StatusCode.CANCELLED.value[0], "Locally cancelled by application!")
+
+    def drain(self) -> None:
+        """Take what is left of a cancelled stream, so that the core can free it."""
+        try:
+            while self.receive() is not None:
+                pass
+        except StreamEndedError:
+            pass
+
+    def _handle(self, event: Any) -> bytes | None:
+        """Take an event; return the message of an arrival."""
+        if event.tag is _Tag.RECEIVED:
+            message: bytes | None = event.batch_operations[0].message()
+            if message is not None:
+                self._operate(cygrpc.ReceiveMessageOperation(NO_FLAGS), _Tag.RECEIVED)
+            return message
+        if event.tag is _Tag.SENT:
+            self._sending = bool(
+                event.success and self._unsent and self._operate(cygrpc.SendMessageOperation(self._unsent.popleft(), NO_FLAGS), _Tag.SENT)
+            )
+        elif event.tag is _Tag.STATUS:
+            self._status = event.batch_operations[1]
+        return None
+
+    def _operate(self, operation: Any, tag: _Tag) -> bool:
+        """Start an operation; False when the call has ended. Called with the lock."""
+        started = bool(self._call.operate((operation,), tag))
+        self._due += started
+        return started
+
+
+class ServerStream:
+    """The messages of a bidirectional call, within the handler that serves it in the usual way.
+
+    The handler takes the first messages from its iterator and yields the first replies, at least one; then it calls `start`, and
+    neither reads nor yields any more. It calls `flush` before it returns or raises.
+
+    Args:
+        context: Of the call.
+        on_message: Called with every further message, one after the other, on the server's only polling thread: it must not wait.
+        on_end: Called once or more, on any thread: with None when the peer has finished or gone, or with what `on_message` raised.
+        max_unsent: Messages that wait for a peer that does not read; one more ends the stream.
+    """
+
+    def __init__(
+        self,
+        context: grpc.ServicerContext,
+        on_message: Callable[[bytes], None],
+        on_end: Callable[[Exception | None], None],
+        max_unsent: int,
+    ) -> None:
+        self._call = cast(Any, context)._rpc_event.call
+        self._on_message = on_message
+        self._on_end = on_end
+        self._max_unsent = max_unsent
+        self._lock = threading.Lock()
+        self._unsent: deque[bytes] = deque()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._ended = False
+        if not context.add_callback(self._gone):
+            self._gone()
+
+    def start(self) -> None:
+        """Receive from now on."""
+        self._receive()
+
+    def send(self, message: bytes) -> None:
+        """Send a message, or queue it behind one that is being sent; never waits. Any thread, after the handler's first reply."""
+        with self._lock:
+            if self._ended:
+                return
+            if self._idle.is_set():
+                self._start_send(message)
+                return
+            self._unsent.append(message)
+            overrun = len(self._unsent) > self._max_unsent
+        if overrun:
+            self._gone()
+
+    def flush(self) -> None:
+        """Take no more messages to send, and wait a moment until those that were taken are on their way."""
+        with self._lock:
+            self._ended = True
+        if not self._idle.wait(FLUSH_S):
+            with self._lock:
+                self._unsent.clear()
+
+    def _start_send(self, message: bytes) -> None:
+        self._idle.clear()
+        if self._call.start_server_batch((cygrpc.SendMessageOperation(message, NO_FLAGS),), self._sent):
+            self._idle.set()
+
+    def _sent(self, event: Any) -> _Callbacks:
+        with self._lock:
+            if event.success and self._unsent:
+                self._start_send(self._unsent.popleft())
+            else:
+                self._unsent.clear()
+                self._idle.set()
+        return _NO_CALLBACKS
+
+    def _receive(self) -> None:
+        if self._call.start_server_batch((cygrpc.ReceiveMessageOperation(NO_FLAGS),), self._received):
+            self._on_end(None)
+
+    def _received(self, event: Any) -> _Callbacks:
+        message: bytes | None = event.batch_operations[0].message()
+        try:
+            if message is None:
+                self._on_end(None)
+            else:
+                self._on_message(message)
+                self._receive()
+        except Exception as error:  # the polling thread serves everyone
+            self._on_end(error)
+        return _NO_CALLBACKS
+
+    def _gone(self) -> None:
+        with self._lock:
+            self._ended = True
+            self._unsent.clear()
+        self._on_end(None)
