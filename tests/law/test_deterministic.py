@@ -12,6 +12,7 @@ import pytest
 import torch
 from compute_device import DEVICE, GRAPHS
 from deterministic_rig import PROMPT, assert_bits, harness_of, load, logits_in_chunks, plain, recorded
+from device_toys import AnswerDrafter
 from target_harness import FakeDrafter, oracle_plan, random_plan
 from toys import make_toy_target
 
@@ -102,6 +103,26 @@ def test_padded_batches_and_rounds_on_the_device_change_no_bit(target_dir: Path,
                 harness.run()
             assert_bits(logits, rows)
         assert [harness.sink.tokens[name] for name in ("a", "b", "c")] == [tokens] * 3
+
+
+@pytest.mark.parametrize("graphs", GRAPHS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5, 1, 6), (5, 4, 21)])
+def test_drafted_rounds_on_the_device_choose_the_same_tokens(
+    target_dir: Path, dtype: torch.dtype, shape: tuple[int, int, int], graphs: bool
+) -> None:
+    """No near-tie is excused, in 16 bits either."""
+    decoder = load(target_dir, DEVICE, dtype)
+    for sampling in (None, SamplingParams(temperature=1.0, seed=3)):
+        tokens, _ = plain(decoder, NEW_TOKENS, sampling)
+        drafter = AnswerDrafter([PROMPT + tokens], VOCAB, 0.7, checked=not graphs)
+        harness = harness_of(decoder, drafter, overlap=OverlapPlan((1, 2, 4), 6), graphs=GraphCache(DEVICE, graphs))
+        for name in ("a", "b", "c"):
+            harness.submit(PROMPT, NEW_TOKENS, request_id=name, shape=shape, sampling=sampling)
+        harness.run()
+        assert [harness.sink.tokens[name] for name in ("a", "b", "c")] == [tokens] * 3
+        assert drafter.reservations > 0
+        assert harness.engine.stats().speculation.accepted_tokens > 0
 
 
 FAMILIES = ["mistral-narrow", "qwen3-bias", "qwen3-moe", "gpt-oss-narrow", "deepseek-v3"]
