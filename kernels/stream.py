@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 
 FEW_ROWS = 64
-"""Up to so many rows a product is bound by reading the matrix, and kernels of our own compute it whatever its shape."""
+"""Up to so many rows a product is bound by reading the matrix, and kernels of our own compute it whatever its shape; norms are then spread
+over the GPU and left to the reader. More rows fill it with a program each, and are normed."""
 
 MANY_ROWS = 512
-"""Up to so many rows norms are spread over the GPU and left to the reader; products are ours where that was measured to be faster."""
+"""Up to so many rows products are computed by whatever was measured to be faster."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
-from outrider.kernels.stream import MANY_ROWS, Stream
+from outrider.kernels.stream import FEW_ROWS, Stream
 
 _BLOCK = 512
 
@@ -93,7 +93,7 @@ def _stream(
 ) -> Stream:  # fmt: skip
     rows, width = out.shape
     scaled = _launch.empty((rows, width), out.dtype, out.device)
-    whole = rows > MANY_ROWS
+    whole = rows > FEW_ROWS
     sums = None if whole else _launch.empty((_launch.ceil_div(width, _block(width, whole)), rows), torch.float32, out.device)
     _launch_rows(source, tokens, parts, splits, bias, norm_weight, eps, out, scaled, sums)
     return Stream(out, scaled, sums, eps)
