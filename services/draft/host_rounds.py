@@ -129,8 +129,9 @@ class HostRounds:
         return self._buffers[key]
 
     def _make_buffers(self, bs: int, rows: int, width: int) -> _Buffers:
-        device, table = self._memory.pool.device, self._memory.tables.find(bs, width)
-        table.lent = True
+        device = self._memory.pool.device
+        # Its own for good: were it one of those that rounds on the device take in turn, what was recorded for theirs would be void.
+        table = PageTable(bs, width, device)
         with torch.inference_mode(False):
             packed = torch.zeros(_packed_size(bs, rows), dtype=torch.int32, device=device)
             features = torch.zeros((bs, rows, self._feature_size), dtype=self._dtype, device=device)

@@ -71,6 +71,7 @@ class GraphCache:
         self._eager: set[Hashable] = set()
         self._broken: list[torch.cuda.CUDAGraph] = []
         self._pool: Any = None
+        self._side: torch.cuda.Stream | None = None
         self._memory_bytes = 0
 
     @property
@@ -103,7 +104,7 @@ class GraphCache:
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             free_before, _total = torch.cuda.mem_get_info()
-            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            side = self._side_stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(WARM_UP_RUNS):
@@ -117,7 +118,7 @@ class GraphCache:
             stream = torch.cuda.current_stream()
             # Other threads may use the device meanwhile: only this one must not.
             try:
-                with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
                     result = record()
             except RuntimeError as error:
                 torch.cuda.set_stream(stream)  # torch stays on the capture's
@@ -133,6 +134,12 @@ class GraphCache:
             free_after, _total = torch.cuda.mem_get_info()
         self._recorded[key] = _Recorded(number, graph, result)
         self._memory_bytes += max(0, free_before - free_after)
+
+    def _side_stream(self) -> torch.cuda.Stream:
+        """Return the stream for warming up and recording, always the same: cuBLAS keeps a workspace (32 MiB on Hopper) for every one."""
+        if self._side is None:
+            self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        return self._side
 
     def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
         """Leave a capture that broke: torch goes no further than the error, and its allocator and generator would wait for the end."""

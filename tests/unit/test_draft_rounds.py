@@ -172,6 +172,8 @@ def test_rounds_that_the_host_starts_draft_the_same(make_rig: MakeRig) -> None:
     strategy.rounds = DraftRounds(strategy.rounds.memory, host)
     streams, twins = open_streams(plain, rig)
     source = random.Random(2)
+    states = [RoundState.idle(bs, 6, rig.feature_size, torch.float32, CPU) for bs in (1, 2, 4, 8)]
+    recorded = [rig.drafter.rounds_for_capture(SHAPES[0], state).key for state in states]
     for shape in (*SHAPES, DraftShape(3, 2, 2), SHAPES[0]):
         for _ in range(2):
             host_round(plain, streams, rig, twins, shape, source)
@@ -180,6 +182,7 @@ def test_rounds_that_the_host_starts_draft_the_same(make_rig: MakeRig) -> None:
     for row in range(len(streams)):
         assert_same_trees(have, row, want, row)
         assert_same_trees(again, row, want, row)
+    assert [rig.drafter.rounds_for_capture(SHAPES[0], state).key for state in states] == recorded, "what was recorded holds"
     for drafter in (plain.drafter, rig.drafter):
         drafter.shutdown()
 
