@@ -179,9 +179,12 @@ class _Heads:
     scored_dim: int
 
 
-def _heads(reader: ConfigReader) -> _Heads:
-    hidden_size = reader.positive("hidden_size")
-    num_heads = reader.positive("num_attention_heads")
+def read_head_sizes(reader: ConfigReader, hidden_size: int, num_heads: int) -> tuple[int, int]:
+    """Return the number of K/V heads and the width of a head.
+
+    Raises:
+        CheckpointError: They do not fit each other; names the key.
+    """
     num_kv_heads = reader.positive("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise reader.error("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
@@ -190,6 +193,12 @@ def _heads(reader: ConfigReader) -> _Heads:
     head_dim = reader.positive("head_dim", hidden_size // num_heads)
     if head_dim % 2:
         raise reader.error("head_dim", f"must be even for rotary embeddings, not {head_dim}")
+    return num_kv_heads, head_dim
+
+
+def _heads(reader: ConfigReader) -> _Heads:
+    num_heads = reader.positive("num_attention_heads")
+    num_kv_heads, head_dim = read_head_sizes(reader, reader.positive("hidden_size"), num_heads)
     return _Heads(num_heads, num_kv_heads, head_dim, head_dim, head_dim)
 
 

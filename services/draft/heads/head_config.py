@@ -12,7 +12,7 @@ from typing import Any
 from outrider.services.draft.heads.mistral_format import from_params
 from outrider.services.draft.strategy import TargetInfo
 from outrider.shared.base.errors import CheckpointError
-from outrider.shared.nn.config import Activation, ConfigReader, RopeConfig, parse_rope
+from outrider.shared.nn.config import Activation, ConfigReader, RopeConfig, parse_rope, read_head_sizes
 from outrider.shared.nn.config_reader import faults_of
 from outrider.shared.nn.traits import LatentConfig
 
@@ -108,7 +108,7 @@ class HeadConfig:
         hidden_size = reader.positive("hidden_size")
         num_heads = reader.positive("num_attention_heads")
         latent = _latent(reader) if model_type in LATENT_MODEL_TYPES else None
-        num_kv_heads, head_dim = _heads(reader, hidden_size, num_heads) if latent is None else (1, latent.rank + latent.rope_dim)
+        num_kv_heads, head_dim = read_head_sizes(reader, hidden_size, num_heads) if latent is None else (1, latent.rank + latent.rope_dim)
         # Llama 4's dense layers are sized by a key of their own.
         inner_key = "intermediate_size_mlp" if model_type == "llama4_text" and raw.get("intermediate_size_mlp") else "intermediate_size"
         return cls(
@@ -179,19 +179,6 @@ def _rope(reader: ConfigReader) -> RopeConfig:
 
 def _rope_section(reader: ConfigReader) -> str:
     return "rope_parameters" if reader.raw.get("rope_parameters") else "rope_scaling"
-
-
-def _heads(reader: ConfigReader, hidden_size: int, num_heads: int) -> tuple[int, int]:
-    """Return the number of K/V heads and the width of a head."""
-    num_kv_heads = reader.positive("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise reader.error("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
-    if reader.raw.get("head_dim") is None and hidden_size % num_heads:
-        raise reader.error("head_dim", f"is missing, and hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads}")
-    head_dim = reader.positive("head_dim", hidden_size // num_heads)
-    if head_dim % 2:
-        raise reader.error("head_dim", f"must be even for rotary embeddings, not {head_dim}")
-    return num_kv_heads, head_dim
 
 
 def _latent(reader: ConfigReader) -> LatentConfig:
