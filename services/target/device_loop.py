@@ -204,7 +204,8 @@ class DeviceLoop:
             if sequence is None:
                 continue
             assert outcome is not None, "a sequence that goes on was verified"
-            executed.append(ExecutedRow(sequence.controller_row, outcome.num_nodes, self._shape.depth, len(outcome.path)))
+            chain = self._shape.topk == 1
+            executed.append(ExecutedRow(sequence.controller_row, outcome.num_nodes, self._shape.depth, len(outcome.path), chain))
             kept[row] = self._advance(sequence, outcome)
         if self._places:
             self._rounds.committed([tokens if self._sequences[row] is not None else [] for row, tokens in enumerate(kept)])

@@ -12,13 +12,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from outrider.services.target.bucketed_verify import Buckets
 from outrider.services.target.device_loop import OverlapPlan
 from outrider.services.target.engine import TargetEngine
+from outrider.services.target.offers import MOST_ROWS, offered_shapes
+from outrider.services.target.request import SpeculationMode
 from outrider.services.target.settings import OverlapSchedule, TargetSettings
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
-
-MOST_ROWS_AT_START = 512
-"""Larger passes are recorded when they are first met: they are rare, and their logits take memory."""
 
 PREFILL_SIZES = (32, 64, 128, 256)
 """Larger passes take the device longer than the host takes to launch them."""
@@ -35,6 +34,7 @@ class GraphPlan:
         overlap: Which rounds stay on the device; None for none.
         buckets: What passes of host-driven rounds are padded to; None runs them as they come.
         shapes: The usual shapes of rounds.
+        forms: What `auto` chooses shapes within, where a request names none; see `SpeculationParams.forms`.
         prefills: Rows of the passes over short prompts.
     """
 
@@ -42,7 +42,13 @@ class GraphPlan:
     overlap: OverlapPlan | None
     buckets: Buckets | None
     shapes: tuple[DraftShape, ...]
+    forms: tuple[DraftShape, ...]
     prefills: tuple[int, ...]
+
+    def shapes_at(self, batch_size: int) -> tuple[DraftShape, ...]:
+        """Return the shapes of rounds that are recorded for one bucket: the usual ones if not too large, and what `auto` offers."""
+        usual = [shape for shape in self.shapes if batch_size * shape.max_nodes <= MOST_ROWS]
+        return tuple(dict.fromkeys((*usual, *offered_shapes(self.forms, batch_size))))
 
 
 def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool) -> GraphPlan:
@@ -55,16 +61,17 @@ def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool) -> GraphPl
     """
     graphs = cuda and not waits and not settings.disable_cuda_graph
     overlaps = {OverlapSchedule.AUTO: cuda and not waits, OverlapSchedule.ON: True, OverlapSchedule.OFF: False}
-    tree = settings.limits().default.bounded()
-    chain = DraftShape(tree.depth, 1, tree.depth + 1)
-    drafts = tuple(dict.fromkeys((tree, chain))) if tree.drafts else ()
+    auto = settings.limits().resolve(SpeculationMode.AUTO)
+    tree = auto.shape
+    usual = (tree, DraftShape(tree.depth, 1, tree.depth + 1)) if tree.drafts else ()
+    forms = auto.forms if tree.drafts else ()
     max_bs = min(settings.cuda_graph_max_bs, settings.max_running_requests)
-    buckets = Buckets.make(max_bs, settings.max_nodes, [shape.max_nodes for shape in drafts])
+    buckets = Buckets.make(max_bs, settings.max_nodes, [shape.max_nodes for shape in (*usual, *offered_shapes(forms, 1))])
     overlap = OverlapPlan(buckets.batch_sizes, settings.num_steps + 1)
     on = overlaps[settings.overlap_schedule] and not settings.disable_overlap_schedule
     # Padding moves a row within its tile, which batch-invariant kernels do not allow for.
     prefills = PREFILL_SIZES if graphs and not settings.deterministic else ()
-    return GraphPlan(graphs, overlap if on else None, buckets if graphs else None, (NO_DRAFT, *drafts), prefills)
+    return GraphPlan(graphs, overlap if on else None, buckets if graphs else None, (NO_DRAFT, *dict.fromkeys(usual)), forms, prefills)
 
 
 def record_graphs(engine: TargetEngine, graphs: GraphCache, plan: GraphPlan, *, to_console: bool) -> None:
@@ -89,10 +96,9 @@ def _recordings(engine: TargetEngine, plan: GraphPlan) -> Iterator[tuple[str, Ca
     for size in reversed(plan.prefills):
         yield f"prompts of {size} tokens", engine.prefill_recording(size)
     for bs in reversed(plan.buckets.batch_sizes):
-        for shape in plan.shapes:
-            if bs * shape.max_nodes <= MOST_ROWS_AT_START:
-                for record in engine.recordings(bs, shape):
-                    yield f"batch {bs}, {shape.max_nodes} nodes", record
+        for shape in plan.shapes_at(bs):
+            for record in engine.recordings(bs, shape):
+                yield f"batch {bs}, {shape.max_nodes} nodes", record
 
 
 class _Teller:

@@ -136,7 +136,8 @@ class HostRounds:
             if self._delivery.tokens(sequence, done, trace):
                 self._forget(sequence)
         times.committed = time.monotonic()
-        executed = executed_step(decodes, outcomes, num_nodes, drafts, proposal.depth if proposal else 0, times)
+        depth, chains = (proposal.depth, proposal.chains) if proposal else (0, ())
+        executed = executed_step(decodes, outcomes, num_nodes, drafts, depth, chains, times)
         if self._drafts:
             self._controller.observe(executed)
             if proposal is not None:

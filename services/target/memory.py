@@ -121,11 +121,12 @@ def working_bytes(settings: TargetSettings, config: ModelConfig, dtype: torch.dt
     """Return what a step needs beside weights and caches: CUDA graphs, activations of the widest step, logits of verified rows.
 
     Args:
-        settings: `prefill_tokens`, `max_running_requests`, `num_draft_tokens`.
+        settings: `prefill_tokens`, `max_running_requests`, `limits`.
         config: Of the target.
         dtype: Of activations.
     """
-    verified = settings.max_running_requests * settings.num_draft_tokens
+    speculation = settings.limits()
+    verified = settings.max_running_requests * max(speculation.default.max_nodes, speculation.longest_chain + 1)
     rows = max(settings.prefill_tokens(), verified)
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     widest = max(3 * config.intermediate_size, 2 * heads) + 6 * config.hidden_size  # residual, norms, captured layers; one layer's own

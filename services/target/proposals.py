@@ -29,6 +29,11 @@ class Proposal:
     depth: int
     announced_at: float
 
+    @property
+    def chains(self) -> set[int]:
+        """Places in the batch of the rows that were to have chains."""
+        return {place for place, row in zip(self.rows, self.request.rows, strict=True) if row.shape.topk == 1}
+
     def among(self, decodes: Seq[Sequence]) -> Proposal | None:
         """Return what holds of it for a batch that is not quite the one it was announced for; None if nothing does."""
         places = {sequence.session_id: index for index, sequence in enumerate(decodes)}
@@ -105,12 +110,12 @@ class Proposals:
             return NO_DRAFT
         if not self._drafter.device_resident:
             return self._plain_by_choice(decodes, wanting)
-        shapes = {sequence.request.speculation.shape for sequence in wanting}
-        if any(obstacles) or len(wanting) < len(decodes) or len(shapes) > 1:
+        forms = {sequence.request.speculation.forms for sequence in wanting}
+        if any(obstacles) or len(wanting) < len(decodes) or len(forms) > 1:
             return None
         auto = [sequence for sequence in wanting if sequence.controller_row is not None]
         if not auto:
-            return shapes.pop()
+            return forms.pop()[0]
         return self._controller.choose_common([self._bound(sequence) for sequence in auto]) if len(auto) == len(decodes) else None
 
     def _plain_by_choice(self, decodes: Seq[Sequence], wanting: Seq[Sequence]) -> DraftShape | None:
@@ -149,4 +154,5 @@ class Proposals:
 
     def _bound(self, sequence: Sequence) -> RowBound:
         assert sequence.controller_row is not None
-        return RowBound(sequence.controller_row, sequence.request.speculation.shape, sequence.remaining - 1)
+        bound, *chain = sequence.request.speculation.forms
+        return RowBound(sequence.controller_row, bound, sequence.remaining - 1, *chain)

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Protocol
 
 from outrider.shared.base.errors import InvalidRequestError, OutriderError
-from outrider.shared.spec.tree import DraftShape
+from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 MAX_SEED = (1 << 64) - 1
 DEFAULT_SHAPE = DraftShape(depth=5, topk=4, max_nodes=16)
@@ -60,11 +60,31 @@ class SpeculationMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SpeculationParams:
-    """How a request wants to be drafted for; `shape` is already within the server's caps."""
+    """How a request wants to be drafted for, within the server's caps.
+
+    Attributes:
+        mode: See `SpeculationMode`.
+        shape: Of every round (`ON`), or the largest one (`AUTO`).
+        trace: Whether the client wants to see every round.
+        chain: `AUTO` may choose chains up to this one, too; `NO_DRAFT` for none but those within `shape`.
+    """
 
     mode: SpeculationMode
     shape: DraftShape
     trace: bool = False
+    chain: DraftShape = NO_DRAFT
+
+    @property
+    def forms(self) -> tuple[DraftShape, ...]:
+        """The largest tree and the longest chain that rounds may have; one of them where the other is none."""
+        if self.shape.topk == 1:
+            return (self.chain if self.chain.depth > self.shape.depth else self.shape,)
+        return (self.shape, self.chain) if self.chain.drafts else (self.shape,)
+
+    @property
+    def most_nodes(self) -> int:
+        """Nodes of the largest round, the root included."""
+        return max(form.max_nodes for form in self.forms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +92,19 @@ class SpeculationLimits:
     """The server's default shape and its caps.
 
     A request above a cap is refused, never clamped: a client that measures shapes must not measure another one.
+
+    Attributes:
+        default: The shape of requests that name none.
+        max_steps, max_topk, max_nodes: Caps.
+        longest_chain: Levels of the longest chain that `AUTO` may choose where a request bounds neither depth nor nodes; chains within
+            the request's own bounds it may always choose.
     """
 
     default: DraftShape = DEFAULT_SHAPE
     max_steps: int = 16
     max_topk: int = 16
     max_nodes: int = 128
+    longest_chain: int = 0
 
     def resolve(
         self,
@@ -104,7 +131,15 @@ class SpeculationLimits:
             self.default.topk if topk is None else topk,
             self.default.max_nodes if max_nodes is None else max_nodes,
         )
-        return SpeculationParams(mode, shape.bounded(), trace)
+        chain = self._chain(depth, max_nodes) if mode is SpeculationMode.AUTO else NO_DRAFT
+        return SpeculationParams(mode, shape.bounded(), trace, chain)
+
+    def _chain(self, depth: int | None, max_nodes: int | None) -> DraftShape:
+        """Return the longest chain within what a request asks for, and within the server's own bounds where it asks for nothing."""
+        levels = max(self.default.depth, self.longest_chain) if depth is None else depth
+        nodes = max(self.default.max_nodes, self.longest_chain + 1) if max_nodes is None else max_nodes
+        levels = min(levels, nodes - 1)
+        return DraftShape(levels, 1, levels + 1) if levels else NO_DRAFT
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -99,14 +100,20 @@ def round_trace(
 
 
 def executed_step(
-    decodes: Seq[Sequence], outcomes: Seq[RoundOutcome], num_nodes: Seq[int], drafts: DraftBatch, depth: int, times: RoundTimes
+    decodes: Seq[Sequence],
+    outcomes: Seq[RoundOutcome],
+    num_nodes: Seq[int],
+    drafts: DraftBatch,
+    depth: int,
+    chains: Collection[int],
+    times: RoundTimes,
 ) -> ExecutedStep:
-    """Sum up a step for the controller; `depth` is the deepest tree that was asked for, 0 if none was."""
+    """Sum up a step for the controller; `depth` is the deepest tree that was asked for, 0 if none was, `chains` are rows to have chains."""
     offered = [0] * len(decodes) if depth == 0 else drafts.depths.amax(dim=1).tolist()
     return ExecutedStep(
         rows=[
-            ExecutedRow(sequence.controller_row, nodes, depth_offered, len(outcome.accepted))
-            for sequence, nodes, depth_offered, outcome in zip(decodes, num_nodes, offered, outcomes, strict=True)
+            ExecutedRow(sequence.controller_row, nodes, depth_offered, len(outcome.accepted), place in chains)
+            for place, (sequence, nodes, depth_offered, outcome) in enumerate(zip(decodes, num_nodes, offered, outcomes, strict=True))
         ],
         depth=depth,
         wait_s=times.draft_wait_s if depth else None,

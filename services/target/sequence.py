@@ -105,7 +105,7 @@ class Sequence:
         self.feature_len = 0
         self.controller_row: RowState | None = None
         self.drafted = False
-        self.node_bound = request.speculation.shape.max_nodes if self.wants_drafts else 1
+        self.node_bound = request.speculation.most_nodes if self.wants_drafts else 1
         self.max_len = self.prompt_len + request.max_new_tokens + self.node_bound
         self.stop_ids = request.stop_token_ids if request.ignore_eos else request.stop_token_ids | eos_token_ids
         self.stats = SpeculationStats()

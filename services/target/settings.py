@@ -22,6 +22,8 @@ from outrider.shared.spec.tree import DraftShape
 CUDA_PREFILL_TOKENS = 8192
 """What SGLang's `chunked_prefill_size` and vLLM's `max_num_batched_tokens` are on GPUs of this size."""
 CPU_PREFILL_TOKENS = 512
+AUTO_CHAIN_STEPS = 8
+"""The longest chain that `auto` chooses where nobody bounds its depth: few drafts are good enough for more."""
 
 
 class Device(Enum):
@@ -171,9 +173,11 @@ class TargetSettings(ServiceSettings):
         raise ConfigurationError(f"draft: expected none, grpc://host:port, unix:/path or ipc:///path, not {self.draft!r}.", field="draft")
 
     def limits(self) -> SpeculationLimits:
-        """Return the default tree shape and its caps."""
+        """Return the default tree shape and its caps. Chains that `auto` chooses may be longer than a default that nobody gave."""
         shape = DraftShape(self.num_steps, self.topk, self.num_draft_tokens)
-        return SpeculationLimits(shape, self.max_steps, self.max_topk, self.max_nodes)
+        deepest = self.num_steps if "num_steps" in self.model_fields_set else min(AUTO_CHAIN_STEPS, self.max_steps)
+        most = self.num_draft_tokens if "num_draft_tokens" in self.model_fields_set else self.max_nodes
+        return SpeculationLimits(shape, self.max_steps, self.max_topk, self.max_nodes, min(deepest, most - 1))
 
     def ranks(self) -> Ranks | None:
         """Return what `torchrun` (or rank 0) says about the processes of one model; None when this process starts them itself.

@@ -108,9 +108,9 @@ def test_a_row_that_never_accepts_is_dropped_from_a_batch_that_does() -> None:
     controller = SpeculationController()
     good, bad = controller.new_row(), controller.new_row()
     for _ in range(60):
-        good.acceptance.observe(5, 5)
-        bad.acceptance.observe(0, 5)
-        controller.acceptance.observe(3, 5)
+        good.acceptance.trees.observe(5, 5)
+        bad.acceptance.trees.observe(0, 5)
+        controller.acceptance.trees.observe(3, 5)
     controller.costs.observe_verify(2, 2, 0.005)
     controller.costs.observe_verify(2, 32, 0.012)
     controller.costs.observe_draft(5, 0.002)
@@ -148,11 +148,11 @@ def test_the_wait_cap_follows_the_measurements() -> None:
     for _ in range(128):
         controller.costs.observe_answer(0.5)
     for _ in range(50):
-        bounds[0].state.acceptance.observe(0, 5)
+        bounds[0].state.acceptance.trees.observe(0, 5)
     assert controller.wait_cap_s(bounds, 1) == pytest.approx(0.003), "three quarters of a plain step"
     for _ in range(80):
-        bounds[0].state.acceptance.observe(5, 5)
-    tokens = bounds[0].state.acceptance.expected_tokens(5)[-1]
+        bounds[0].state.acceptance.trees.observe(5, 5)
+    tokens = bounds[0].state.acceptance.trees.expected_tokens(5)[-1]
     assert tokens > 5
     assert controller.wait_cap_s(bounds, 1) == pytest.approx(0.75 * (tokens * 0.004 - 0.006)), "what the expected tokens win back"
 

@@ -9,6 +9,7 @@ import pytest
 
 from outrider.services.target.bucketed_verify import Buckets
 from outrider.services.target.graph_plan import plan_graphs
+from outrider.services.target.request import SpeculationMode
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
@@ -35,8 +36,36 @@ def test_a_gpu_records_the_usual_shapes() -> None:
     assert plan.overlap.batch_sizes == (1, 2, 4, 8, 16, 32, 48)
     assert plan.overlap.columns == 6
     assert plan.buckets is not None
-    assert plan.buckets.nodes == (1, 2, 4, 6, 8, 16, 32, 64, 128)
+    assert plan.buckets.nodes == (1, 2, 3, 4, 6, 8, 16, 20, 32, 64, 128)
     assert plan.shapes == (NO_DRAFT, DraftShape(5, 8, 32), DraftShape(5, 1, 6))
+
+
+def test_what_auto_may_choose_is_recorded_as_far_as_it_is_no_larger_than_pays() -> None:
+    plan = plan_graphs(settings(max_running_requests=64), cuda=True, waits=False)
+    tree, chains = DraftShape(5, 4, 16), [DraftShape(depth, 1, depth + 1) for depth in (1, 2, 3, 5, 8)]
+    assert plan.forms == (tree, chains[-1])
+    assert set(plan.shapes_at(1)) == {NO_DRAFT, tree, DraftShape(3, 4, 10), *chains}
+    assert set(plan.shapes_at(32)) == {NO_DRAFT, tree, DraftShape(3, 4, 10), *chains}
+    assert set(plan.shapes_at(64)) == {NO_DRAFT, *chains[:-1]}
+
+
+@pytest.mark.parametrize(
+    ("given", "longest"),
+    [
+        ({}, 8),
+        ({"num_steps": 5}, 5),
+        ({"num_steps": 12}, 12),
+        ({"num_draft_tokens": 7}, 6),
+        ({"topk": 1}, 8),
+        ({"topk": 1, "num_steps": 3}, 3),
+        ({"max_steps": 6}, 6),
+    ],
+)
+def test_chains_stay_within_the_bounds_that_somebody_gave(given: dict[str, Any], longest: int) -> None:
+    limits = settings(**given).limits()
+    assert limits.resolve(SpeculationMode.AUTO).forms[-1] == DraftShape(longest, 1, longest + 1)
+    assert limits.resolve(SpeculationMode.AUTO, depth=4, max_nodes=4).most_nodes == 4
+    assert limits.resolve(SpeculationMode.ON).forms == (limits.default.bounded(),)
 
 
 @pytest.mark.parametrize(
