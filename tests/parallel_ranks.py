@@ -53,6 +53,9 @@ class ThreadCollectives:
         stacked = self._all(tensor)
         return stacked if self.rank == 0 else None
 
+    def close(self) -> None:
+        pass
+
 
 def load_ranks(path: Path, size: int) -> list[ShardedDecoder]:
     """Load every rank's share of a model folder in fp32."""

@@ -42,7 +42,7 @@ def _exchange_rows(
     if PDL:
         gdc_wait()
     slot = tl.load(slots + tile)
-    looks = tl.where(tl.load(lost) != 0, 1, patience)
+    gone = tl.load(lost)
     own = tl.load(parts + row * width + column, mask=inside, other=0.0).to(tl.float32)
     for split in tl.static_range(1, SPLITS):
         own += tl.load(parts + (split * rows + row) * width + column, mask=inside, other=0.0).to(tl.float32)
@@ -58,15 +58,16 @@ def _exchange_rows(
         before += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
 
     total = tl.zeros([BLOCK], tl.float32)
-    missing = 1
-    while (missing > 0) & (looks > 0):
+    missing = 1  # 2: do not wait. It is a maximum over all threads, which must leave the loop together, whatever each of them saw.
+    looks = patience
+    while (missing == 1) & (looks > 0):
         total = tl.zeros([BLOCK], tl.float32)
         wanting = tl.zeros([BLOCK], tl.int32)
         for sender in tl.static_range(RANKS):
             place = own_inbox + (first + sender * tiles) * (BLOCK * 4)
             pointer = tl.multiple_of(place.to(tl.pointer_type(word)), 16)
             words = tl.load(pointer + lane, mask=inside, other=0, volatile=True)
-            wanting = wanting | (words == absent).to(tl.int32)
+            wanting = tl.where(words == absent, 1 + gone, wanting)
             total += words.to(parts.dtype.element_ty, bitcast=True).to(tl.float32)
         missing = tl.max(wanting, 0)
         looks -= 1

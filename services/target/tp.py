@@ -31,10 +31,11 @@ from outrider.shared.base.errors import ConfigurationError, OutriderError, Unava
 from outrider.shared.nn.decoder import Progress, default_dtype
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.parallel.channel import Connection, Report, ReportKind, accept_ranks, beat_until_gone, connect_rank
-from outrider.shared.parallel.collectives import NO_MULTICAST, TorchCollectives
+from outrider.shared.parallel.collectives import NO_MULTICAST, Collectives, TorchCollectives
 from outrider.shared.parallel.decoder import ShardedDecoder
 from outrider.shared.parallel.lead import FailureHandler, Lead, LeadDecoder
-from outrider.shared.parallel.reduce import Reduce, make_reduce
+from outrider.shared.parallel.peer import connect_peers
+from outrider.shared.parallel.reduce import Reduce
 from outrider.shared.parallel.shard import Shard
 from outrider.shared.parallel.worker import RankLost, Worker, report_failure
 
@@ -78,7 +79,7 @@ class RankGroup:
         decoder: Computes on all of them.
     """
 
-    def __init__(self, decoder: LeadDecoder, lead: Lead, collectives: TorchCollectives, processes: list[subprocess.Popen[bytes]]) -> None:
+    def __init__(self, decoder: LeadDecoder, lead: Lead, collectives: Collectives, processes: list[subprocess.Popen[bytes]]) -> None:
         self.decoder = decoder
         self._lead = lead
         self._collectives = collectives
@@ -144,8 +145,7 @@ def start_group(
         raise
     lead = Lead(connections, on_failure)
     try:
-        collectives = TorchCollectives(store, 0, settings.tp, device, settings.tp_timeout_s)
-        reduce = _make_reduce(collectives, shard, dtype, settings, ranks)
+        collectives, reduce = _join_group(store, shard, device, dtype, settings, ranks)
         decoder = weights.load(LeadDecoder, shard, collectives, reduce, device, dtype, progress)
         assert isinstance(decoder, LeadDecoder)
         decoder.connect(lead, weights.head_reader(shard.config, device, dtype))
@@ -187,8 +187,7 @@ def _load_rank(order: Order, ranks: Ranks, device: torch.device) -> ShardedDecod
     settings, weights = order.settings, order.weights()
     dtype = settings.torch_dtype() or default_dtype(device)
     shard = Shard.of(weights.config(), ranks.rank, ranks.size)
-    collectives = TorchCollectives(_join(ranks), ranks.rank, ranks.size, device, settings.tp_timeout_s)
-    reduce = _make_reduce(collectives, shard, dtype, settings, ranks)
+    collectives, reduce = _join_group(_join(ranks), shard, device, dtype, settings, ranks)
     return weights.load(ShardedDecoder, shard, collectives, reduce, device, dtype, None)
 
 
@@ -201,14 +200,16 @@ def _mirror(decoder: ShardedDecoder, settings: TargetSettings, device: torch.dev
     except Exception:
         _log.exception("rank failed")
         return 1
-    if isinstance(decoder.collectives, TorchCollectives):
-        decoder.collectives.close()
+    decoder.collectives.close()
     return 0
 
 
-def _make_reduce(collectives: TorchCollectives, shard: Shard, dtype: torch.dtype, settings: TargetSettings, ranks: Ranks | None) -> Reduce:
+def _join_group(
+    store: Store, shard: Shard, device: torch.device, dtype: torch.dtype, settings: TargetSettings, ranks: Ranks | None
+) -> tuple[Collectives, Reduce]:
     one_host = ranks is None or ranks.local_size == ranks.size
-    return make_reduce(collectives, shard.config.hidden_size, dtype, settings.tp_all_reduce, settings.tp_timeout_s, one_host=one_host)
+    group = TorchCollectives(store, shard.rank, shard.size, device, settings.tp_timeout_s)
+    return connect_peers(group, shard.config.hidden_size, dtype, settings.tp_all_reduce, settings.tp_timeout_s, one_host=one_host)
 
 
 def _meet(order: Order, ranks: Ranks | None) -> tuple[Store, list[subprocess.Popen[bytes]]]:

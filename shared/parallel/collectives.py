@@ -39,7 +39,11 @@ class Collectives(Protocol):
         ...
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return ``[size, *tensor.shape]`` with every rank's tensor on rank 0, None on the others."""
+        """Return ``[size, *tensor.shape]`` with every rank's tensor (contiguous) on rank 0, None on the others."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group."""
         ...
 
 
@@ -94,6 +98,6 @@ class TorchCollectives:
         return dist.group.WORLD
 
     def close(self) -> None:
-        """Leave the group."""
+        """See `Collectives.close`."""
         if dist.is_initialized():
             dist.destroy_process_group()

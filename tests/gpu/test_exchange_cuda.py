@@ -1,4 +1,4 @@
-"""exchange_add compiled, on one GPU: ranks one after the other, and on streams of their own at the same time, eager and in CUDA graphs."""
+"""exchange_add and peer_words compiled, on one GPU: ranks one after the other, and at once on streams of their own, replayed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
 
 from exchange_cases import check_exchange, check_lost_rank
 from guards import Guards
+from words_cases import check_lost_words, check_words
 
 from outrider.kernels.exchange_add import ABSENT, Boxes, exchange_add, inbox_shape
 from outrider.kernels.stream import Stream
@@ -33,6 +34,15 @@ def test_ranks_add_up_and_leave_nothing_behind(dtype: torch.dtype, ranks: int, b
 
 def test_a_rank_that_sends_nothing_is_waited_for_once() -> None:
     check_lost_rank("cuda", Guards(pad=64))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_messages_arrive_one_after_the_other(ranks: int) -> None:
+    check_words("cuda", ranks, [3, 700, 3, 512, 1, 1025, 0, 2, 64 * 512], Guards(pad=64))
+
+
+def test_a_message_that_does_not_come_is_waited_for_once() -> None:
+    check_lost_words("cuda", Guards(pad=64))
 
 
 class Rank:

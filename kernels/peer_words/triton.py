@@ -1,0 +1,111 @@
+"""peer_words in Triton; the contract is in the package's docstring.
+
+A word and the number of its message are one element of a vector store, which the memory writes at once; so a reader that sees the number
+has the word. Stores that others read and loads of what others write are strong at the scope of the system (`.wt`, volatile).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from outrider.kernels import _launch
+from outrider.kernels.peer_words.types import BLOCK, TILES, Mail
+
+_WARPS = 4
+
+
+@triton.jit
+def _send(
+    words, addresses, turns, lost, rank, first, last, count, patience,
+    TILES: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    tile = tl.program_id(0)
+    if PDL:
+        gdc_launch_dependents()
+    lane = tl.arange(0, BLOCK)
+    inside = tile * BLOCK + lane < count
+    own_box = tl.load(addresses + rank).to(tl.pointer_type(tl.int64))
+    if PDL:
+        gdc_wait()
+    turn = tl.load(turns + rank * TILES + tile)
+    looks = tl.where(tl.load(lost) != 0, 1, patience)
+    values = tl.load(words + tile * BLOCK + lane, mask=inside, other=0)
+    letters = (values.to(tl.int64) & 0xFFFFFFFF) | ((turn + 1).to(tl.int64) << 32)
+    for reader in range(first, last):
+        receipt = own_box + (reader * TILES + tile) * (BLOCK + 1) + BLOCK
+        missing = 1
+        while (missing > 0) & (looks > 0):
+            missing = (tl.load(receipt, volatile=True) != turn).to(tl.int32)
+            looks -= 1
+        if missing > 0:
+            tl.store(lost, 1)
+        box = tl.load(addresses + reader).to(tl.pointer_type(tl.int64))
+        tl.store(box + (rank * TILES + tile) * (BLOCK + 1) + lane, letters, mask=inside, cache_modifier=".wt")
+    tl.store(turns + rank * TILES + tile, turn + 1)
+
+
+@triton.jit
+def _receive(
+    out, own, addresses, turns, lost, rank, first, count, patience, absent,
+    TILES: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    tile = tl.program_id(0)
+    sender = first + tl.program_id(1)
+    if PDL:
+        gdc_launch_dependents()
+    lane = tl.arange(0, BLOCK)
+    inside = tile * BLOCK + lane < count
+    own_box = tl.load(addresses + rank).to(tl.pointer_type(tl.int64))
+    sender_box = tl.load(addresses + sender).to(tl.pointer_type(tl.int64))
+    if PDL:
+        gdc_wait()
+    if sender != rank:
+        turn = tl.load(turns + sender * TILES + tile) + 1
+        gone = tl.load(lost)
+        place = own_box + (sender * TILES + tile) * (BLOCK + 1)
+        values = tl.zeros([BLOCK], tl.int32)
+        missing = 1  # 2: do not wait. It is a maximum over all threads, which must leave the loop together, whatever each of them saw.
+        looks = patience
+        while (missing == 1) & (looks > 0):
+            letters = tl.load(place + lane, mask=inside, other=0, volatile=True)
+            values = letters.to(tl.int32)
+            missing = tl.max(tl.where(inside & ((letters >> 32) != turn), 1 + gone, 0), 0)
+            looks -= 1
+        if missing > 0:
+            values = tl.full([BLOCK], 0, tl.int32) + absent
+            tl.store(lost, 1)
+        tl.store(out + tl.program_id(1) * count + tile * BLOCK + lane, values, mask=inside)
+        receipt = sender_box + (rank * TILES + tile) * (BLOCK + 1) + BLOCK
+        tl.store(receipt, turn.to(tl.int64), cache_modifier=".wt")
+        tl.store(turns + sender * TILES + tile, turn)
+    else:
+        values = tl.load(own + tile * BLOCK + lane, mask=inside, other=0)
+        tl.store(out + tl.program_id(1) * count + tile * BLOCK + lane, values, mask=inside)
+
+
+def send_words(words: torch.Tensor, mail: Mail, readers: range) -> None:
+    """See `outrider.kernels.peer_words.send_words`."""
+    count = words.shape[0]
+    if count == 0:
+        return
+    with _launch.on_device_of(words):
+        _send[(_launch.ceil_div(count, BLOCK),)](
+            words, mail.addresses, mail.turns, mail.lost, mail.rank, readers.start, readers.stop, count, mail.patience,
+            TILES=TILES, BLOCK=BLOCK, num_warps=_WARPS, **_launch.dependent(words),
+        )  # fmt: skip
+
+
+def receive_words(out: torch.Tensor, mail: Mail, senders: range, missing: int, own: torch.Tensor | None) -> None:
+    """See `outrider.kernels.peer_words.receive_words`."""
+    rows, count = out.shape
+    if count == 0 or rows == 0:
+        return
+    with _launch.on_device_of(out):
+        _receive[(_launch.ceil_div(count, BLOCK), rows)](
+            out, out if own is None else own, mail.addresses, mail.turns, mail.lost,
+            mail.rank, senders.start, count, mail.patience, missing,
+            TILES=TILES, BLOCK=BLOCK, num_warps=_WARPS, **_launch.dependent(out),
+        )  # fmt: skip

@@ -1,0 +1,172 @@
+"""Ranks on the GPUs of one machine, which write into each other's memory: sums and messages of few rows without NCCL's protocol.
+
+What a rank waits for in vain, for `timeout_s`, ends as rows that are no numbers, of which no token is chosen; that a rank is gone is seen
+on the control channel long before (`lead`).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from outrider.kernels.exchange_add import Boxes, can_exchange, exchange_add, inbox_shape
+from outrider.kernels.peer_words import Mail, box_shape, can_pass, receive_words, send_words
+from outrider.kernels.stream import FEW_ROWS, Stream
+from outrider.shared.obs.logging import get_logger
+from outrider.shared.parallel.collectives import Collectives, TorchCollectives
+from outrider.shared.parallel.reduce import GroupReduce, Reduce, ReduceKind
+
+PEER_DTYPES = (torch.float32, torch.bfloat16)
+LOOKS_PER_SECOND = 1_000_000
+"""How often a kernel that waits looks, about: as often as the device's L2 answers."""
+
+_log = get_logger("outrider.parallel")
+
+
+class PeerReduce(GroupReduce):
+    """`Reduce` by kernels that reach the other ranks' memory, for few rows.
+
+    Used from one stream at a time: consecutive sums share the memory.
+
+    Args:
+        collectives: Of all ranks; what is too large for this, or neither fp32 nor bf16, goes through them.
+        hidden_size, dtype: Of the rows.
+        timeout_s: How long `add` waits for a rank.
+
+    Raises:
+        RuntimeError: This machine shares no memory between processes.
+    """
+
+    def __init__(self, collectives: TorchCollectives, hidden_size: int, dtype: torch.dtype, timeout_s: float) -> None:
+        super().__init__(collectives)
+        self._name = collectives.group.group_name
+        self._memory = _shared(collectives, (FEW_ROWS * hidden_size,), dtype)[collectives.rank]
+        self._boxes = Boxes.of(
+            collectives.rank, _shared(collectives, inbox_shape(collectives.size, hidden_size), torch.int32), _looks(timeout_s)
+        )  # fmt: skip
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Reduce.__call__`."""
+        if tensor.nbytes > self._memory.nbytes or tensor.dtype not in PEER_DTYPES:
+            return super().__call__(tensor)
+        shared = self._memory.view(torch.uint8)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        summed: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(shared, tensor, "sum", self._name)
+        return summed
+
+    def add(
+        self,
+        parts: torch.Tensor,
+        residual: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+        *,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> Stream:
+        """See `Reduce.add`."""
+        rows, width = residual.shape
+        if not can_exchange(rows, width, self._boxes):
+            return super().add(parts, residual, norm_weight, eps, bias=bias, out=out)
+        return exchange_add(parts, residual, norm_weight, eps, self._boxes, bias=bias, out=out)
+
+
+class PeerCollectives:
+    """`Collectives` that pass small messages of integers through the other ranks' memory, and the rest through a group.
+
+    Args:
+        group: Of all ranks.
+        timeout_s: How long a message is waited for. What does not come is 0 in a broadcast, which addresses nothing but what is there, and
+            -1 in a gather, which is no token.
+
+    Raises:
+        RuntimeError: This machine shares no memory between processes.
+    """
+
+    def __init__(self, group: TorchCollectives, timeout_s: float) -> None:
+        self._group = group
+        self.rank, self.size = group.rank, group.size
+        self._down, self._up = (
+            Mail.of(group.rank, _shared(group, box_shape(group.size), torch.int64), _looks(timeout_s)) for _ in range(2)
+        )  # fmt: skip
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Collectives.all_reduce`."""
+        return self._group.all_reduce(tensor)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """See `Collectives.broadcast`."""
+        if not _is_small(tensor):
+            self._group.broadcast(tensor)
+        elif self.rank == 0:
+            send_words(tensor.view(-1).view(torch.int32), self._down, range(1, self.size))
+        else:
+            receive_words(tensor.view(1, -1).view(torch.int32), self._down, range(1), missing=0)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """See `Collectives.gather`."""
+        if not _is_small(tensor):
+            return self._group.gather(tensor)
+        words = tensor.view(-1).view(torch.int32)
+        if self.rank > 0:
+            send_words(words, self._up, range(1))
+            return None
+        out = tensor.new_empty((self.size, *tensor.shape))
+        receive_words(out.view(self.size, -1).view(torch.int32), self._up, range(self.size), missing=-1, own=words)
+        return out
+
+    def close(self) -> None:
+        """See `Collectives.close`."""
+        self._group.close()
+
+
+def connect_peers(
+    group: TorchCollectives, hidden_size: int, dtype: torch.dtype, kind: ReduceKind, timeout_s: float, *, one_host: bool
+) -> tuple[Collectives, Reduce]:
+    """Return the fastest operations and sums that all ranks can take part in; every rank calls it, with the same arguments.
+
+    Args:
+        group: Of all ranks.
+        hidden_size, dtype: Of the rows.
+        kind: What was asked for.
+        timeout_s: How long a rank is waited for.
+        one_host: Whether all ranks run on one machine.
+    """
+    device = group.device
+    if device.type != "cuda" or kind is ReduceKind.GROUP or not one_host or dtype not in PEER_DTYPES:
+        return group, GroupReduce(group)
+    first = (device.index or 0) - group.rank
+    reachable = all(peer == device.index or torch.cuda.can_device_access_peer(device, peer) for peer in range(first, first + group.size))
+    made: tuple[PeerCollectives, PeerReduce] | None = None
+    if _agreed(reachable, device):
+        try:
+            made = PeerCollectives(group, timeout_s), PeerReduce(group, hidden_size, dtype, timeout_s)
+        except RuntimeError as error:  # a driver or a sandbox that shares no memory between processes
+            _log.warning("no symmetric memory; NCCL adds up", error=str(error).splitlines()[0])
+    if _agreed(made is not None, device) and made is not None:
+        _log.info("ranks reach each other's memory", ranks=group.size, rows=FEW_ROWS)
+        return made
+    return group, GroupReduce(group)
+
+
+def _shared(group: TorchCollectives, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Make a tensor on every rank that all can write to; returns them by rank."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    own = symmetric_memory.empty(*shape, dtype=dtype, device=group.device)
+    handle = symmetric_memory.rendezvous(own, group.group)
+    return [own if rank == group.rank else handle.get_buffer(rank, shape, dtype) for rank in range(group.size)]
+
+
+def _looks(timeout_s: float) -> int:
+    return min(int(timeout_s * LOOKS_PER_SECOND), 2**31 - 1)
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.int32, torch.int64) and can_pass(tensor.nbytes // 4)
+
+
+def _agreed(able: bool, device: torch.device) -> bool:
+    """Whether every rank is able; what each has put into its own memory before is there when this returns."""
+    flag = torch.tensor([int(able)], dtype=torch.int32, device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag.item())
