@@ -1,8 +1,13 @@
-"""Shows at the end of a run what tests of 16-bit models recorded: where texts differ, by which logits."""
+"""Makes the cases of tests/kernels importable, and shows at the end of a run where texts of 16-bit models differed, by which logits."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

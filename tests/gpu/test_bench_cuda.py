@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-
 from guards import Guards
 from synthetic_cases import check_synthetic_acceptance
+from typer.testing import CliRunner
 
 from outrider.services.cli import app
 

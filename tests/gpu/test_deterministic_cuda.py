@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
-
 from deterministic_rig import PROMPT, assert_bits, harness_of, load, logits_in_chunks, plain, recorded
 from guards import Guards
 from invariant_cases import check_against_tree_attention, check_gemm, check_gemm_rows, check_histories, check_norm

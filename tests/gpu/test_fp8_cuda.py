@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
-
 from fp8_cases import check_attention, check_compact, check_store
 from target_harness import make_harness
 from toys import make_toy_target

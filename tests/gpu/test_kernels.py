@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
-
 from attention_cases import Sequence, check_tree_attention
 from cache_cases import check_kv_compact, check_kv_store
 from guards import Guards

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
-
 from guards import Guards
 from round_cases import check_begin_round, check_place_rows, check_settle_round
 
