@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,9 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
-
 from attention_cases import Sequence as Case
 from attention_cases import check_tree_attention
 from guards import Guards
