@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.draft.v1 import draft_pb2
-from outrider.services.draft.replies import NeedResync, Opened, Pong, Rejected, Reply, TreeFrame
+from outrider.services.draft.replies import NeedResync, Opened, Pong, Rejected, Reply, RoundsEnded, RoundsEntered, TreeFrame
 from outrider.services.draft.session import Ask
 from outrider.services.draft.strategy import StrategyInfo, TargetInfo
 from outrider.shared.base.errors import ProtocolError
@@ -141,6 +141,11 @@ def reply_to(reply: Reply) -> draft_pb2.SessionReply:
             return draft_pb2.SessionReply(reject=reject)
         case Pong():
             return draft_pb2.SessionReply(pong=draft_pb2.Pong(nonce=reply.nonce, load=reply.load))
+        case RoundsEntered():
+            entered = draft_pb2.RoundsEntered(rounds=reply.rounds, accepted=not reply.reason, reason=reply.reason)
+            return draft_pb2.SessionReply(rounds_entered=entered)
+        case RoundsEnded():
+            return draft_pb2.SessionReply(rounds_ended=draft_pb2.RoundsEnded(rounds=reply.rounds, reason=reply.reason))
         case TreeFrame():
             trees = [
                 draft_pb2.Tree(fence=fence_to(tree.fence), token_ids=tree.token_ids, parents=tree.parents, logprobs=tree.logprobs)

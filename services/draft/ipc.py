@@ -20,10 +20,10 @@ from outrider.shared.rpc.convert import error_to_proto
 from outrider.shared.rpc.interceptors import as_outrider_error
 from outrider.shared.rpc.ipc.frames import EndOfStream, FrameKind, FrameSocket
 from outrider.shared.rpc.ipc.handshake import Mapped, acknowledge
+from outrider.shared.rpc.ipc.round_mailbox import RoundMailbox
 from outrider.shared.rpc.ipc.sockets import Listener
 from outrider.shared.rpc.tensors import InlineTensors
 
-MAILBOX_FILES = 2
 FIRST_FRAME_TIMEOUT_S = 10.0
 HANDSHAKE_TIMEOUT_S = 60.0
 """Between Hello and the mailboxes the target may lend weights."""
@@ -104,12 +104,13 @@ class IpcServer:
             mapped = None
             while mapped is None:
                 _kind, payload = _expect(frames, HANDSHAKE_TIMEOUT_S, FrameKind.MAILBOX)
-                files = frames.take_files(MAILBOX_FILES)
-                answer, mapped = acknowledge(draft_pb2.MailboxOffer.FromString(payload), files, self._protocol.device)
+                offer = draft_pb2.MailboxOffer.FromString(payload)
+                files = frames.take_files(3 if offer.HasField("rounds") else 2)
+                answer, mapped = acknowledge(offer, files, self._protocol.device)
                 if mapped is not None:
                     self._follow(hello.target_id, session, peer, mapped)  # before the target goes on
                 frames.send(FrameKind.MAILBOX, answer.SerializeToString())
-                log.info("mailbox", target_id=hello.target_id, accepted=answer.accepted, reason=answer.reason)
+                log.info("mailbox", target_id=hello.target_id, accepted=answer.accepted, reason=answer.reason, rounds=answer.rounds)
         except BaseException:
             self._protocol.leave(peer)
             raise
@@ -142,6 +143,8 @@ class IpcServer:
                     else:
                         raise ProtocolError(f"A frame of kind {kind.name} on a bulk stream.", field="frame")
         finally:
+            if mapped.rounds is not None:
+                mapped.rounds.close()  # from this thread: the engine's may be waiting for a stream that waits for this target
             mapped.bulk.close()
             self._protocol.loop.submit(session.end)
 
@@ -165,6 +168,7 @@ class IpcSession:
         self.frames = frames
         self.bulk: FrameSocket | None = None
         self._begun: tuple[Peer, Mapped] | None = None
+        self._inlet: IpcRoundsInlet | None = None
         self._protocol = protocol
         self._left = left
         self._ended = False
@@ -181,6 +185,7 @@ class IpcSession:
     def begin(self, peer: Peer, mapped: Mapped) -> None:
         """Read the stream from now on; on the engine thread."""
         self._begun = peer, mapped
+        self._inlet = None if mapped.rounds is None else IpcRoundsInlet(mapped.rounds)
         if self._ended:
             self._let_go()
         else:
@@ -196,7 +201,7 @@ class IpcSession:
                 kind, payload = received
                 if kind is not FrameKind.SESSION:
                     raise ProtocolError(f"A frame of kind {kind.name} on a session stream.", field="frame")
-                self._protocol.take(peer, draft_pb2.SessionRequest.FromString(payload), mapped.session)
+                self._protocol.take(peer, draft_pb2.SessionRequest.FromString(payload), mapped.session, self._inlet)
         except EndOfStream:
             self.end()
         except Exception as error:
@@ -228,9 +233,44 @@ class IpcSession:
         if self._begun is not None:
             peer, mapped = self._begun
             self._protocol.leave(peer)
+            if mapped.rounds is not None:
+                mapped.rounds.close()
             mapped.session.close()
             if self.bulk is None:
                 mapped.bulk.close()
+
+
+class IpcRoundsInlet:
+    """`RoundsInlet` through a mailbox."""
+
+    def __init__(self, mailbox: RoundMailbox) -> None:
+        self._mailbox = mailbox
+
+    @property
+    def broken(self) -> bool:
+        """See `RoundsInlet.broken`."""
+        return self._mailbox.broken
+
+    def take(self, message: draft_pb2.RoundsNext, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
+        """See `RoundsInlet.take`."""
+        self._mailbox.receive(message.number, blob, expected, limit_s)
+
+    def give(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
+        """See `RoundsInlet.give`."""
+        self._mailbox.send(message.number, blob)
+
+    def skip(self, message: draft_pb2.RoundsNext) -> None:
+        """See `RoundsInlet.skip`."""
+        self._mailbox.skip(message.number)
+
+    def mend(self) -> bool:
+        """See `RoundsInlet.mend`."""
+        return self._mailbox.mend() and not self._mailbox.broken
+
+    def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
+        """See `RoundsInlet.fits`."""
+        layout = self._mailbox.layout
+        return state.nbytes <= layout.state_bytes and trees.nbytes <= layout.trees_bytes
 
 
 def _expect(frames: FrameSocket, timeout_s: float, *kinds: FrameKind) -> tuple[FrameKind, bytes]:

@@ -15,7 +15,8 @@ from outrider.services.draft.convert import (
     target_info,
 )
 from outrider.services.draft.loop import DraftLoop, Outlet, Peer
-from outrider.services.draft.replies import NeedResync, Opened, Pong, Rejected
+from outrider.services.draft.peer_rounds import RoundsDesk, RoundsInlet
+from outrider.services.draft.replies import NeedResync, Opened, Pong, Rejected, RoundsEnded, RoundsEntered
 from outrider.services.draft.session import Answer, Verdict
 from outrider.services.draft.strategy import TargetInfo
 from outrider.shared.base.errors import CheckpointError, ProtocolError
@@ -40,6 +41,8 @@ class DraftProtocol:
         self.device = device
         self._engine = loop.engine
         self._tokenizer = tokenizer
+        self._desk = RoundsDesk(loop.engine, device)
+        self._in_rounds: tuple[Peer, int] | None = None
         # Fingerprints of the target that was asked to lend its tensors, and of the one that did.
         self._asked_to_lend = ""
         self._lender = ""
@@ -63,10 +66,10 @@ class DraftProtocol:
 
     def leave(self, peer: Peer) -> None:
         """Free what belongs to a session stream that has ended."""
-        self.loop.submit(lambda: self.loop.leave(peer))
+        self.loop.submit(lambda: self._leave(peer))
 
-    def take(self, peer: Peer, request: draft_pb2.SessionRequest, tensors: TensorReader) -> None:
-        """Take a message of a session stream; also on the engine thread.
+    def take(self, peer: Peer, request: draft_pb2.SessionRequest, tensors: TensorReader, inlet: RoundsInlet | None = None) -> None:
+        """Take a message of a session stream; also on the engine thread. `inlet`: for rounds that stay on the device, if there can be any.
 
         Raises:
             ProtocolError: the message is malformed, or none that is sent here.
@@ -88,6 +91,15 @@ class DraftProtocol:
             case "ping":
                 nonce = request.ping.nonce
                 loop.submit(lambda: self._pong(peer, nonce))
+            case "rounds_next" if inlet is not None:
+                following = request.rounds_next
+                loop.submit(lambda: self._run_round(peer, following, inlet))
+            case "rounds_enter" if inlet is not None:
+                entering = request.rounds_enter
+                loop.submit(lambda: self._enter_rounds(peer, entering, inlet))
+            case "rounds_leave" if inlet is not None:
+                leaving = request.rounds_leave
+                loop.submit(lambda: self._leave_rounds(peer, leaving, inlet))
             case other:
                 raise ProtocolError(f"Unexpected message {other or 'without content'} on a session stream.", field="message")
 
@@ -139,7 +151,45 @@ class DraftProtocol:
         limits = self._engine.sessions.limits
         return hello_ack(strategy.info, spec, missing, feature_dtype, limits.max_sessions, limits.max_shape)
 
+    def _leave(self, peer: Peer) -> None:
+        self._desk.abandon(peer.id)
+        self.loop.leave(peer)
+
+    def _enter_rounds(self, peer: Peer, message: draft_pb2.RoundsEnter, inlet: RoundsInlet) -> None:
+        try:
+            reason = self._desk.enter(peer.id, message, inlet)
+        except Exception:
+            self._desk.abandon(peer.id)
+            peer.send(RoundsEntered(message.rounds, "failed"))
+            raise
+        self._in_rounds = None if reason else (peer, message.rounds)
+        peer.send(RoundsEntered(message.rounds, reason))
+
+    def _run_round(self, peer: Peer, message: draft_pb2.RoundsNext, inlet: RoundsInlet) -> None:
+        """Enqueue a round; one that cannot be is answered too, or the target would wait for it."""
+        try:
+            going_on = self._desk.run(peer.id, message, inlet)
+        except Exception:
+            self._desk.abandon(peer.id)
+            inlet.skip(message)
+            peer.send(RoundsEnded(message.rounds, "failed"))
+            raise
+        if not going_on:
+            inlet.skip(message)
+            peer.send(RoundsEnded(message.rounds, "ended"))
+
+    def _leave_rounds(self, peer: Peer, message: draft_pb2.RoundsLeave, inlet: RoundsInlet) -> None:
+        self._desk.leave(peer.id, message, inlet)
+        self._in_rounds = None
+
+    def _make_way(self, peer: Peer) -> None:
+        """End the rounds of another target: while they are on the device nothing else is."""
+        if self._in_rounds is not None and self._in_rounds[0] is not peer:
+            (other, rounds), self._in_rounds = self._in_rounds, None
+            other.send(RoundsEnded(rounds, "busy"))
+
     def _open(self, peer: Peer, opening: SequenceOpen) -> None:
+        self._make_way(peer)
         session_id, epoch = opening.fence.session_id, opening.fence.epoch
         answer = self._engine.open(peer.id, opening)
         if answer.verdict is Verdict.ACCEPTED:

@@ -49,6 +49,22 @@ class Pong:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundsEntered:
+    """Whether rounds on the device have begun; an empty reason says so."""
+
+    rounds: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoundsEnded:
+    """The target shall leave its rounds on the device."""
+
+    rounds: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class SentTree:
     """The tree of one session without its root."""
 
@@ -67,7 +83,7 @@ class TreeFrame:
     trees: list[SentTree]
 
 
-Reply = Opened | NeedResync | Rejected | Pong | TreeFrame
+Reply = Opened | NeedResync | Rejected | Pong | TreeFrame | RoundsEntered | RoundsEnded
 
 
 def frames_of(proposals: Sequence[Proposal], draft_ms: float) -> dict[PeerId, list[TreeFrame]]:

@@ -216,7 +216,7 @@ class SessionTable:
 
     def extendable(self) -> list[Session]:
         """Return the sessions that have rows to feed to the head but no tree to grow now."""
-        return [session for session in self if session.extendable_rows > 0]
+        return [session for session in self if session.extendable_rows > 0 and not session.engaged]
 
     def lose(self, session: Session) -> None:
         """Forget a session because the draft cannot follow it any more; its next commit is answered with RESYNC."""

@@ -193,7 +193,10 @@ class DeviceLoop:
         for sequence, committed_upper in zip(self._sequences, upper, strict=True):
             if sequence is not None and not self._scheduler.reserve_ahead(sequence, committed_upper):
                 return False
-        return self._rounds.launch(upper)
+        return self._rounds.launch(upper, self._wait_limit_s)
+
+    def _wait_limit_s(self) -> float | None:
+        return self._proposals.wait_limit_s([sequence for sequence in self._sequences if sequence is not None])
 
     def _finish(self, finished: FinishedRound) -> None:
         """Advance, deliver and learn from a round that was read."""

@@ -285,7 +285,7 @@ class TargetEngine:
             assert self._scheduler.allocator.held_pages == 0
 
     def _make_loop(self, overlap: OverlapPlan) -> DeviceLoop:
-        drafter = self._drafter if isinstance(self._drafter, DeviceDrafter) and self._drafter.device_resident else None
+        drafter = self._drafter if isinstance(self._drafter, DeviceDrafter) else None
         rounds = RoundRunner(self._runner, self._runner.graphs, drafter, overlap.columns)
         loop = DeviceLoop(
             rounds,

@@ -118,6 +118,12 @@ class Proposals:
             return forms.pop()[0]
         return self._controller.choose_common([self._bound(sequence) for sequence in auto]) if len(auto) == len(decodes) else None
 
+    def wait_limit_s(self, decodes: Seq[Sequence]) -> float | None:
+        """Return how long the device may stand still for the trees of a batch; None: as long as it takes."""
+        if any(sequence.controller_row is None for sequence in decodes):
+            return None
+        return self._controller.wait_cap_s([self._bound(sequence) for sequence in decodes], len(decodes))
+
     def _plain_by_choice(self, decodes: Seq[Sequence], wanting: Seq[Sequence]) -> DraftShape | None:
         """Return `NO_DRAFT` if the controller wants no drafts for any row of a draft elsewhere; `announce` keeps to a choice for some."""
         if any(sequence.controller_row is None for sequence in wanting):

@@ -1,13 +1,15 @@
 """Rounds that stay on the device: enqueues them one after the other, and reads each back when the next is on its way.
 
 A round is one piece of device work, recorded as a CUDA graph where there are graphs: idle what ended, draft, verify, walk, compact, store,
-and write the `RoundState` that the next round starts from. The host adds pages and takes rows out, in stream order.
+and write the `RoundState` that the next round starts from. The host adds pages and takes rows out, in stream order. With a draft in
+another process the recorded piece begins where its trees have come; the exchange before it is enqueued anew each round.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -20,7 +22,7 @@ from outrider.services.target.runner import ModelRunner
 from outrider.services.target.sequence import Sequence
 from outrider.services.target.verify_step import HostRow, root_batch, unpack, verify_step
 from outrider.shared.engine.graphs import GraphCache
-from outrider.shared.spec.device import DeviceDrafter, DeviceRounds, RoundState
+from outrider.shared.spec.device import DeviceDrafter, DeviceRounds, ExchangedRounds, RoundState
 from outrider.shared.spec.tree import DraftShape
 
 RESULTS_KEPT = 3
@@ -36,6 +38,8 @@ class _Batch:
     capture: bool
     state: RoundState
     rounds: DeviceRounds | None
+    exchanged: ExchangedRounds | None
+    """The rounds, if a draft in another process has a part in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +111,18 @@ class RoundRunner:
             roots = torch.tensor([sequence.tokens[-1] for sequence in sequences], dtype=torch.int32)
             state.tokens[: len(sequences), 0].copy_(roots)
             state.counts[: len(sequences)].fill_(1)
-        self._batch = _Batch(shape, SamplingMode.of(sequences), capture, state, rounds)
+        self._batch = _Batch(shape, SamplingMode.of(sequences), capture, state, rounds, _exchanged(rounds))
         self._current = tables
         self._rows = list(sequences)
         return True
 
     @torch.inference_mode()
-    def launch(self, committed_upper: Seq[int]) -> bool:
+    def launch(self, committed_upper: Seq[int], wait_limit_s: Callable[[], float | None] = lambda: None) -> bool:
         """Enqueue one round; False when the drafter has no room for it.
 
         Args:
             committed_upper: For every row of `enter`, see `DeviceRounds.reserve`. The leases hold that and a tree.
+            wait_limit_s: Says how long a draft in another process is waited for, see `ExchangedRounds.exchange`.
         """
         batch = self._entered()
         if batch.rounds is not None and not batch.rounds.reserve(committed_upper):
@@ -127,6 +132,11 @@ class RoundRunner:
         if not self._graphs.holds(key):
             self._capture(batch, key)
         launched_at = time.monotonic()
+        exchanged = batch.exchanged
+        if exchanged is not None:
+            assert self._current is not None
+            begin_round(_round_tensors(batch.state), self._current.limits)
+            exchanged.exchange(batch.state, wait_limit_s())
         packed = self._graphs.run(key, self._round)
         self._enqueued.append(self._copy_back(packed, launched_at))
         return True
@@ -174,7 +184,7 @@ class RoundRunner:
         tables.make_idle()
         _load(state, tables)
         rounds = self._drafter.rounds_for_capture(shape, state) if shape.drafts and self._drafter else None
-        self._batch = _Batch(shape, mode, capture, state, rounds)
+        self._batch = _Batch(shape, mode, capture, state, rounds, _exchanged(rounds))
         self._current = tables
         try:
             self._graphs.capture(self._key(self._batch), self._round)
@@ -182,12 +192,13 @@ class RoundRunner:
             self._batch = None
 
     def _round(self) -> torch.Tensor:
-        """One round; all it touches stays where it is from round to round."""
+        """One round, from where it can be recorded; all it touches stays where it is from round to round."""
         batch, tables = self._entered(), self._current
         assert tables is not None
         state = batch.state
-        round_state = RoundTensors(state.committed_lens, state.tokens, state.counts)
-        roots = begin_round(round_state, tables.limits)
+        round_state = _round_tensors(state)
+        if batch.exchanged is None:
+            roots = begin_round(round_state, tables.limits)
         drafts = root_batch(roots, tables) if batch.rounds is None else batch.rounds.draft(state)
         model = self._runner.step_model(batch.capture)
         step = verify_step(model, tables, batch.mode, state.counts, state.committed_lens, drafts, state.columns, round_state)
@@ -256,6 +267,14 @@ class RoundRunner:
     def _entered(self) -> _Batch:
         assert self._batch is not None, "enter() comes first"
         return self._batch
+
+
+def _exchanged(rounds: DeviceRounds | None) -> ExchangedRounds | None:
+    return rounds if isinstance(rounds, ExchangedRounds) else None
+
+
+def _round_tensors(state: RoundState) -> RoundTensors:
+    return RoundTensors(state.committed_lens, state.tokens, state.counts)
 
 
 def _load(state: RoundState, tables: BatchTables) -> None:

@@ -1,8 +1,8 @@
 """The two blobs of a round that stays on the devices of target and draft: a state there, trees back.
 
+    state     `RoundState.packed`: header, committed_lens, counts, tokens, features
+    trees     header, then int32: num_nodes [bs], tokens [bs, N], parents [bs, N]; the root is node 0, whose token and parent are ignored
     header    int32[64], the first is the number of the round that the rest belongs to
-    state     `RoundState.packed`
-    trees     int32: num_nodes [bs], tokens [bs, N], parents [bs, N]; the root is node 0, whose token and parent are ignored
 
 Depths, masks and roots are not sent: the target's device makes them while it checks the trees (`kernels.tree_check`).
 """
@@ -13,34 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.shared.spec.device import RoundState, packed_bytes
-
-HEADER_BYTES = 256
-MAX_BATCH = 4096
-MAX_COLUMNS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class StateBlob:
-    """A state with its header, in memory that never moves.
-
-    Attributes:
-        blob: ``[n] uint8``, all of it.
-        number: ``[1] int32``, view.
-        state: Views.
-    """
-
-    blob: torch.Tensor
-    number: torch.Tensor
-    state: RoundState
-
-    @classmethod
-    def make(cls, bs: int, columns: int, feature_size: int, dtype: torch.dtype, device: torch.device) -> StateBlob:
-        """Make one of idle rows."""
-        with torch.inference_mode(False):
-            blob = torch.zeros(HEADER_BYTES + packed_bytes(bs, columns, feature_size, dtype), dtype=torch.uint8, device=device)
-            state = RoundState.of_packed(blob[HEADER_BYTES:], bs, columns, feature_size, dtype)
-            return cls(blob, blob[:4].view(torch.int32), state)
+from outrider.shared.spec.device import HEADER_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +41,6 @@ class TreesBlob:
             number, rest = blob[:4].view(torch.int32), blob[HEADER_BYTES:].view(torch.int32)
             num_nodes, tokens, parents = rest.split_with_sizes([bs, bs * nodes, bs * nodes])
             return cls(blob, number, num_nodes, tokens.view(bs, nodes), parents.view(bs, nodes))
-
-    @property
-    def body(self) -> torch.Tensor:
-        """All but the header."""
-        return self.blob[HEADER_BYTES:]
 
 
 def trees_bytes(bs: int, nodes: int) -> int:

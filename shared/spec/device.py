@@ -19,7 +19,8 @@ import torch
 
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
-PACKED_ALIGNMENT = 256
+HEADER_BYTES = 256
+ALIGNMENT = 256
 
 
 def packed_bytes(bs: int, columns: int, feature_size: int, dtype: torch.dtype) -> int:
@@ -28,7 +29,7 @@ def packed_bytes(bs: int, columns: int, feature_size: int, dtype: torch.dtype) -
 
 
 def _features_start(bs: int, columns: int) -> int:
-    return -(-4 * bs * (2 + columns) // PACKED_ALIGNMENT) * PACKED_ALIGNMENT
+    return HEADER_BYTES + -(-4 * bs * (2 + columns) // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,9 @@ class RoundState:
         temperature: ``[bs] fp32``; 0 = greedy.
         seeds: ``[bs] int64``, the bit pattern of the request's seed.
         choices: ``[bs] int32``; index among the n choices of the request.
-        packed: ``[n] uint8``, one contiguous piece of memory: committed_lens, counts, tokens, then features on a boundary of
-            `PACKED_ALIGNMENT` bytes, which all are views of it; what a draft elsewhere is sent. None where they are tensors of their own.
+        packed: ``[n] uint8``, one contiguous piece of memory: `HEADER_BYTES` for a round's number, committed_lens, counts, tokens, then
+            features on a boundary of 256 bytes, which all are views of it; what a draft elsewhere is sent. None where they are tensors of
+            their own.
     """
 
     committed_lens: torch.Tensor
@@ -75,7 +77,7 @@ class RoundState:
         """Make a state of idle rows in ``packed [packed_bytes] uint8``."""
         with torch.inference_mode(False):
             device = packed.device
-            integers = packed[: 4 * bs * (2 + columns)].view(torch.int32)
+            integers = packed[HEADER_BYTES : HEADER_BYTES + 4 * bs * (2 + columns)].view(torch.int32)
             committed_lens, counts, tokens = integers.split_with_sizes([bs, bs, bs * columns])
             committed_lens.fill_(1)
             counts.zero_()

@@ -114,7 +114,10 @@ class Drafter(Protocol):
     """Proposes trees; everything that the engine step knows of speculation. Never raises for a fault of the draft: it answers with
     trees of one node (the root) and says why in `fallback_reason`. All methods are called from the engine thread only."""
 
-    device_resident: bool
+    @property
+    def device_resident(self) -> bool:
+        """Whether rounds can stay on the device now, see `shared.spec.device`; cheap, asked every step."""
+        ...
 
     def feature_spec(self) -> FeatureSpec | None:
         """Return what to capture, or None while unknown (not connected yet). May change when a different draft connects."""

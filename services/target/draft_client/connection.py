@@ -8,6 +8,7 @@ from typing import Protocol
 
 from outrider.common.v1 import common_pb2
 from outrider.draft.v1 import draft_pb2
+from outrider.services.target.draft_client.rounds_channel import RoundsChannel
 from outrider.shared.rpc.tensors import TensorWriter
 from outrider.shared.spec.drafter import FeatureSpec
 
@@ -26,11 +27,13 @@ class Carrier(Protocol):
         ended: Set before anybody hears of the end.
         tensors: Puts the rows of a frame into its message; for the engine thread.
         bulk_tensors: The same for messages of the bulk stream.
+        rounds: For rounds that stay on the device; None where they go the host's way.
     """
 
     ended: threading.Event
     tensors: TensorWriter
     bulk_tensors: TensorWriter
+    rounds: RoundsChannel | None
 
     def hello(self, hello: draft_pb2.Hello) -> draft_pb2.HelloAck:
         """Connect and shake hands.

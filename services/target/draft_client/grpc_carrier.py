@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from outrider.common.v1 import common_pb2
 from outrider.draft.v1 import draft_pb2, draft_pb2_grpc
 from outrider.services.target.draft_client.connection import CONNECT_TIMEOUT_S, HANDSHAKE_TIMEOUT_S, ConnectionLost
+from outrider.services.target.draft_client.rounds_channel import RoundsChannel
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.rpc.client import connect
 from outrider.shared.rpc.direct import ClientStream
@@ -64,6 +65,7 @@ class GrpcCarrier:
         self.ended = threading.Event()
         self.tensors: TensorWriter = InlineTensors()
         self.bulk_tensors: TensorWriter = self.tensors
+        self.rounds: RoundsChannel | None = None
         self._channel, self._bulk_channel = connect(address), connect(address)
         weights = WeightCalls(self._channel)
         self.get_tensor, self.put_tensors = weights.get_tensor, weights.put_tensors

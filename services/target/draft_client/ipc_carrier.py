@@ -17,6 +17,7 @@ from outrider.common.v1 import common_pb2
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client.connection import CONNECT_TIMEOUT_S, HANDSHAKE_TIMEOUT_S, ConnectionLost
 from outrider.services.target.draft_client.grpc_carrier import WeightCalls
+from outrider.services.target.draft_client.rounds_channel import RoundsChannel
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.address import IpcAddress
@@ -25,6 +26,7 @@ from outrider.shared.rpc.convert import error_from_proto
 from outrider.shared.rpc.ipc.cuda import CudaError
 from outrider.shared.rpc.ipc.frames import EndOfStream, FrameKind, FrameSocket
 from outrider.shared.rpc.ipc.handshake import Offered, offers
+from outrider.shared.rpc.ipc.round_mailbox import RoundMailbox
 from outrider.shared.rpc.ipc.sockets import connect
 from outrider.shared.rpc.tensors import InlineTensors, TensorWriter
 
@@ -42,12 +44,15 @@ class IpcCarrier:
     Args:
         address: Of the draft.
         device: Where the target's rows are.
+        rounds: Offer rounds that stay on the device.
     """
 
-    def __init__(self, address: IpcAddress, device: torch.device) -> None:
+    def __init__(self, address: IpcAddress, device: torch.device, *, rounds: bool = False) -> None:
         self.ended = threading.Event()
         self.tensors: TensorWriter = InlineTensors()
         self.bulk_tensors: TensorWriter = InlineTensors()
+        self.rounds: RoundsChannel | None = None
+        self._offers_rounds = rounds
         self._address = address
         self._device = device
         self._channel = connect_grpc(address.grpc)
@@ -116,6 +121,8 @@ class IpcCarrier:
     def close(self) -> None:
         """See `Carrier.close`."""
         self.ended.set()
+        if self.rounds is not None:
+            self.rounds.close()
         with self._lock:
             sockets = list(self._sockets)
         self._outbox.put(None)
@@ -139,7 +146,7 @@ class IpcCarrier:
     def _agree(self) -> Offered:
         """Offer mailboxes until the draft takes one."""
         reason = ""
-        for offer in offers(self._device):
+        for offer in offers(self._device, rounds=self._offers_rounds):
             try:
                 offered = offer()
             except CudaError as error:
@@ -150,6 +157,8 @@ class IpcCarrier:
             offered.sent()
             ack = draft_pb2.MailboxAck.FromString(_answer(self._session, FrameKind.MAILBOX))
             if ack.accepted:
+                if ack.rounds and offered.rounds is not None:
+                    self.rounds = MailboxRounds(offered.rounds, self.send)
                 return offered
             reason = ack.reason
             log.warning("the draft took no mailbox on the GPU; rows travel through host memory", reason=reason)
@@ -163,6 +172,39 @@ class IpcCarrier:
                 self._bulk.wait_sent(STALL_S)
         except EndOfStream:
             self.close()
+
+
+class MailboxRounds:
+    """`RoundsChannel` through a mailbox; messages travel beside it.
+
+    Args:
+        mailbox: Agreed with the draft.
+        send: Sends a message to it.
+    """
+
+    def __init__(self, mailbox: RoundMailbox, send: Callable[[draft_pb2.SessionRequest], None]) -> None:
+        self._mailbox = mailbox
+        self._send = send
+        self.close = mailbox.close
+        self.mend = mailbox.mend
+
+    @property
+    def broken(self) -> bool:
+        """See `RoundsChannel.broken`."""
+        return self._mailbox.broken
+
+    def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
+        """See `RoundsChannel.fits`."""
+        layout = self._mailbox.layout
+        return state.nbytes <= layout.state_bytes and trees.nbytes <= layout.trees_bytes
+
+    def exchange(
+        self, message: draft_pb2.RoundsNext, state: torch.Tensor, trees: torch.Tensor, expected: torch.Tensor, limit_s: float
+    ) -> None:
+        """See `RoundsChannel.exchange`: enqueued, the host does not wait where there is a GPU."""
+        self._mailbox.send(message.number, state)
+        self._send(draft_pb2.SessionRequest(rounds_next=message))
+        self._mailbox.receive(message.number, trees, expected, limit_s)
 
 
 @contextlib.contextmanager

@@ -19,10 +19,12 @@ from outrider.services.target.draft_client.connection import Carrier, Connection
 from outrider.services.target.draft_client.grpc_carrier import GrpcCarrier
 from outrider.services.target.draft_client.ipc_carrier import IpcCarrier
 from outrider.services.target.draft_client.link import DraftLink, TargetIdentity, Weight
+from outrider.services.target.draft_client.rounds_gate import RoundsGate
 from outrider.services.target.draft_client.session import DraftSession
 from outrider.services.target.draft_client.trees import CheckedTree, check_tree, fence_from_proto, fence_to_proto, pad_trees, root_tree
 from outrider.shared.base.errors import OutriderError, ProtocolError
 from outrider.shared.rpc.address import IpcAddress
+from outrider.shared.spec.device import DeviceRounds, RoundState
 from outrider.shared.spec.drafter import DrafterState, FeatureSpec, ProposalRequest, ProposalRow, RoundResult, SequenceOpen
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
@@ -41,17 +43,33 @@ _log = logging.getLogger("outrider.target.draft")
 
 
 class RemoteDrafter:
-    """`Drafter` of another process. `state`, `describe` and `refusal` may be called from any thread, the rest from the engine thread."""
+    """`Drafter` of another process. `state`, `describe` and `refusal` may be called from any thread, the rest from the engine thread.
 
-    device_resident = False
+    Args:
+        address: Of the draft.
+        identity: Of the target.
+        weight: Lends weights of the target.
+        device: Of the target.
+        fault_deadline_s: A draft that owes an answer for longer is faulty.
+        rounds: Keep rounds on the device where the transport can; by default on GPUs, as a CPU gains nothing by it.
+    """
 
     def __init__(
-        self, address: str, identity: TargetIdentity, weight: Weight, device: torch.device, *, fault_deadline_s: float = 2.0
+        self,
+        address: str,
+        identity: TargetIdentity,
+        weight: Weight,
+        device: torch.device,
+        *,
+        fault_deadline_s: float = 2.0,
+        rounds: bool | None = None,
     ) -> None:
         self._identity = identity
         self._fault_deadline_s = fault_deadline_s
         self._breaker = Breaker()
-        self._link = DraftLink(address, identity, weight, self._breaker, carrier_of(address, device))
+        self._gate = RoundsGate(device, identity.vocab_size, fault_deadline_s, lambda: self._breaker.trip(time.monotonic()))
+        make_carrier = carrier_of(address, device, device.type == "cuda" if rounds is None else rounds)
+        self._link = DraftLink(address, identity, weight, self._breaker, make_carrier)
         self._connection: Connection | None = None
         self._hello = draft_pb2.HelloAck()
         self._spec: FeatureSpec | None = None
@@ -85,6 +103,26 @@ class RemoteDrafter:
         """See `Drafter.feature_spec`. Called every step, so this is also where messages are taken in."""
         self._drain()
         return self._spec
+
+    @property
+    def device_resident(self) -> bool:
+        """See `Drafter.device_resident`; comes and goes with the connection."""
+        connection = self._connection
+        return connection is not None and self._breaker.state is BreakerState.CLOSED and self._gate.is_open(connection)
+
+    def enter(self, session_ids: Sequence[int], shape: DraftShape, state: RoundState) -> DeviceRounds | None:
+        """See `DeviceDrafter.enter`."""
+        self._drain()
+        connection = self._usable()
+        found = [self._sessions.get(session_id) for session_id in session_ids]
+        sessions = [session for session in found if session is not None and session.can_enter(state.columns, state.features.shape[2])]
+        if connection is None or not self.device_resident or len(sessions) < len(found) or not self._fits(shape):
+            return None
+        return self._gate.enter(connection, sessions, shape, state, self._take_reply)
+
+    def rounds_for_capture(self, shape: DraftShape, state: RoundState) -> DeviceRounds:
+        """See `DeviceDrafter.rounds_for_capture`."""
+        return self._gate.for_capture(shape, state)
 
     def open(self, sequences: Sequence[SequenceOpen]) -> None:
         """See `Drafter.open`."""
@@ -217,13 +255,18 @@ class RemoteDrafter:
             connection = self._connection
             if connection is None:
                 break
-            reply = connection.receive(remaining)
-            if reply is not None:
-                self._handle(connection, reply)
-            elif connection.ended.is_set():
-                self._connection_changed(connection)
+            self._take_reply(connection, remaining)
         if any(session.tree is not None for _row, session in awaited):
             self._breaker.success()
+
+    def _take_reply(self, connection: Connection, timeout_s: float) -> bool:
+        """Take in one message, if one comes in time; False when the connection has ended."""
+        reply = connection.receive(timeout_s)
+        if reply is not None:
+            self._handle(connection, reply)
+        elif connection.ended.is_set():
+            self._connection_changed(connection)
+        return not connection.ended.is_set()
 
     def _due(self, row: ProposalRow, session: DraftSession, started: float, deadline_s: float | None) -> float:
         if deadline_s is not None and not row.must_wait:
@@ -294,6 +337,10 @@ class RemoteDrafter:
             if session is not None:
                 session.lose(reply.reject.reason or "rejected")
                 session.rejected_until = time.monotonic() + (reply.reject.retry_after_ms / 1e3 or REJECTED_FOR_S)
+        elif kind == "rounds_entered":
+            self._gate.entered(reply.rounds_entered)
+        elif kind == "rounds_ended":
+            self._gate.ended(reply.rounds_ended)
         elif kind == "hello":
             raise ProtocolError("a second Hello", field="hello")
 
@@ -375,11 +422,11 @@ def _send_frame(connection: Connection, frame: draft_pb2.TargetFrame, features: 
     connection.send(draft_pb2.SessionRequest(frame=frame))
 
 
-def carrier_of(address: str, device: torch.device) -> Callable[[], Carrier]:
-    """Return what makes carriers to a draft's address."""
+def carrier_of(address: str, device: torch.device, rounds: bool) -> Callable[[], Carrier]:
+    """Return what makes carriers to a draft's address; `rounds`: such as keep rounds on the device."""
     ipc = IpcAddress.parse(address, "draft")
 
     def make() -> Carrier:
-        return GrpcCarrier(address) if ipc is None else IpcCarrier(ipc, device)
+        return GrpcCarrier(address) if ipc is None else IpcCarrier(ipc, device, rounds=rounds)
 
     return make

@@ -68,6 +68,12 @@ class DraftSession:
         self.token_ids.clear()
         self.features.clear()
 
+    def can_enter(self, columns: int, feature_size: int) -> bool:
+        """Whether rounds on the device may begin with what is pending: 1 to `columns` tokens, with their features if there are any."""
+        rows = sum(part.shape[0] for part in self.features)
+        ready = self.live and self.acked and 1 <= len(self.token_ids) <= columns
+        return ready and (not feature_size or rows == len(self.token_ids))
+
     def take_commit(self, frame_features: list[torch.Tensor]) -> draft_pb2.Commit:
         """Return the pending commits as one message; appends their rows to the frame's."""
         commit = draft_pb2.Commit(

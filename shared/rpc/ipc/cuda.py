@@ -39,7 +39,7 @@ class DeviceMemory:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         pointer = ctypes.c_void_p()
         with torch.cuda.device(device):
-            _call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
+            runtime_call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
         self.pointer = int(pointer.value or 0)
         self._device = device
         weakref.finalize(self, _free, self.pointer, device).atexit = False
@@ -48,7 +48,7 @@ class DeviceMemory:
         """Return what another process of this host needs to map it."""
         handle = IpcHandle()
         with torch.cuda.device(self._device):
-            _call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(self.pointer))
+            runtime_call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(self.pointer))
         return bytes(memoryview(handle))
 
 
@@ -62,7 +62,7 @@ class PeerMemory:
     def __init__(self, handle: bytes, device: torch.device) -> None:
         pointer = ctypes.c_void_p()
         with torch.cuda.device(device):
-            _call("cudaIpcOpenMemHandle", ctypes.byref(pointer), IpcHandle.from_buffer_copy(handle), ctypes.c_uint(LAZY_PEER_ACCESS))
+            runtime_call("cudaIpcOpenMemHandle", ctypes.byref(pointer), IpcHandle.from_buffer_copy(handle), ctypes.c_uint(LAZY_PEER_ACCESS))
         self.pointer = int(pointer.value or 0)
         self._device = device
 
@@ -70,19 +70,19 @@ class PeerMemory:
         """Unmap it; safe to call more than once."""
         if self.pointer:
             with torch.cuda.device(self._device):
-                _call("cudaIpcCloseMemHandle", ctypes.c_void_p(self.pointer))
+                runtime_call("cudaIpcCloseMemHandle", ctypes.c_void_p(self.pointer))
             self.pointer = 0
 
 
 def _free(pointer: int, device: torch.device) -> None:
     with torch.cuda.device(device):
-        _call("cudaFree", ctypes.c_void_p(pointer))
+        runtime_call("cudaFree", ctypes.c_void_p(pointer))
 
 
 def copy_async(destination: int, source: int, num_bytes: int, device: torch.device) -> None:
     """Copy between any two addresses that `device` reaches, on torch's current stream of `device`."""
     stream = torch.cuda.current_stream(device).cuda_stream
-    _call(
+    runtime_call(
         "cudaMemcpyAsync",
         ctypes.c_void_p(destination),
         ctypes.c_void_p(source),
@@ -92,7 +92,7 @@ def copy_async(destination: int, source: int, num_bytes: int, device: torch.devi
     )
 
 
-def _call(name: str, *arguments: Any) -> None:
+def runtime_call(name: str, *arguments: Any) -> None:
     runtime = _runtime()
     status = getattr(runtime, name)(*arguments)
     if status:

@@ -12,9 +12,13 @@ import torch
 
 from outrider.draft.v1 import draft_pb2
 from outrider.shared.base.errors import ProtocolError
+from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.ipc.cuda import HANDLE_BYTES, CudaError, DeviceMemory, PeerMemory
 from outrider.shared.rpc.ipc.cuda_mailbox import CudaTensorReader, CudaTensorWriter
+from outrider.shared.rpc.ipc.cuda_round_mailbox import StreamMailbox
 from outrider.shared.rpc.ipc.mailbox import SharedTensorReader, SharedTensorWriter
+from outrider.shared.rpc.ipc.round_mailbox import HostMailbox, RoundMailbox, RoundsLayout
+from outrider.shared.rpc.ipc.round_words import Side
 from outrider.shared.rpc.ipc.slots import Layout, SharedMemory
 from outrider.shared.rpc.tensors import MAX_CHUNK_BYTES, TensorReader, TensorWriter
 
@@ -22,15 +26,21 @@ SESSION_LAYOUT = (4, 4 * 1024 * 1024)
 """Slots and bytes: a frame holds the rows of one round, 3 MiB for 64 sequences of 6 rows of 4096 in bf16."""
 BULK_LAYOUT = (8, MAX_CHUNK_BYTES)
 
+log = get_logger("outrider.rpc.ipc")
+
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Mailboxes of the writing side, freed when nobody refers to them. `files` go beside the offer, then `sent` closes them."""
+    """Mailboxes of the writing side, freed when nobody refers to them. `files` go beside the offer, then `sent` closes them.
+
+    `rounds` is of use only if the answer says so.
+    """
 
     offer: draft_pb2.MailboxOffer
     files: Sequence[int]
     session: TensorWriter
     bulk: TensorWriter
+    rounds: RoundMailbox | None = None
 
     def sent(self) -> None:
         """Close the descriptors, which the peer has now."""
@@ -44,23 +54,56 @@ class Mapped:
 
     session: TensorReader
     bulk: TensorReader
+    rounds: RoundMailbox | None = None
 
 
-def offers(device: torch.device) -> Sequence[Callable[[], Offered]]:
-    """Return what a writer whose rows are on `device` offers, best first; a way may raise `CudaError`."""
-    shared = functools.partial(_offer, _shared)
-    return [shared] if device.type == "cpu" else [functools.partial(_offer, functools.partial(_on_gpu, device=device)), shared]
+def offers(device: torch.device, *, rounds: bool = False) -> Sequence[Callable[[], Offered]]:
+    """Return what a writer whose rows are on `device` offers, best first; a way may raise `CudaError`. `rounds`: also for rounds."""
+    if device.type == "cpu":
+        return [functools.partial(_offer, _shared, _rounds_on_host if rounds else None)]
+    on_gpu = functools.partial(_on_gpu, device=device)
+    rounds_on_gpu = functools.partial(_rounds_on_gpu, device=device) if rounds else None
+    return [functools.partial(_offer, on_gpu, rounds_on_gpu), functools.partial(_offer, _shared, None)]
 
 
 Made = tuple[draft_pb2.Mailbox, int, TensorWriter]
 """A mailbox's description, its descriptor, and what writes to it."""
 
 
-def _offer(make: Callable[[tuple[int, int], contextlib.ExitStack], Made]) -> Offered:
+MadeRounds = tuple[draft_pb2.RoundsMailbox, int, RoundMailbox]
+
+
+def _offer(
+    make: Callable[[tuple[int, int], contextlib.ExitStack], Made], make_rounds: Callable[[contextlib.ExitStack], MadeRounds] | None
+) -> Offered:
     with contextlib.ExitStack() as made:
         (session, first, writer), (bulk, second, bulk_writer) = make(SESSION_LAYOUT, made), make(BULK_LAYOUT, made)
+        offer = draft_pb2.MailboxOffer(session=session, bulk=bulk)
+        files: list[int] = [first, second]
+        mailbox: RoundMailbox | None = None
+        if make_rounds is not None:
+            rounds, third, mailbox = make_rounds(made)
+            offer.rounds.CopyFrom(rounds)
+            files.append(third)
         made.pop_all()
-    return Offered(draft_pb2.MailboxOffer(session=session, bulk=bulk), (first, second), writer, bulk_writer)
+    return Offered(offer, files, writer, bulk_writer, mailbox)
+
+
+def _rounds_on_host(made: contextlib.ExitStack) -> MadeRounds:
+    layout = RoundsLayout()
+    memory, file = SharedMemory.create(layout.memory)
+    made.callback(os.close, file)
+    box = draft_pb2.RoundsMailbox(state_bytes=layout.state_bytes, trees_bytes=layout.trees_bytes)
+    return box, file, HostMailbox(layout, memory, Side.TARGET)
+
+
+def _rounds_on_gpu(made: contextlib.ExitStack, device: torch.device) -> MadeRounds:
+    layout = RoundsLayout(inside=False)
+    memory, file = SharedMemory.create(layout.memory)
+    made.callback(os.close, file)
+    slots = DeviceMemory(layout.slots_bytes, device)
+    box = draft_pb2.RoundsMailbox(state_bytes=layout.state_bytes, trees_bytes=layout.trees_bytes, cuda_handle=slots.handle())
+    return box, file, StreamMailbox(layout, memory, slots, Side.TARGET, device)
 
 
 def _shared(sizes: tuple[int, int], made: contextlib.ExitStack) -> Made:
@@ -82,7 +125,7 @@ def accept(offer: draft_pb2.MailboxOffer, files: Sequence[int], device: torch.de
 
     Args:
         offer: Of the target.
-        files: One per mailbox; closed here.
+        files: One per mailbox, the one for rounds last; closed here.
         device: Where rows are wanted.
 
     Raises:
@@ -95,8 +138,9 @@ def accept(offer: draft_pb2.MailboxOffer, files: Sequence[int], device: torch.de
         with contextlib.ExitStack() as mapped:
             session = _reader(offer.session, files[0], device, mapped, wait=False)
             bulk = _reader(offer.bulk, files[1], device, mapped, wait=True)
+            rounds = _rounds(offer.rounds, files[2], device) if offer.HasField("rounds") else None
             mapped.pop_all()
-    return Mapped(session, bulk)
+    return Mapped(session, bulk, rounds)
 
 
 def _reader(box: draft_pb2.Mailbox, file: int, device: torch.device, mapped: contextlib.ExitStack, *, wait: bool) -> TensorReader:
@@ -113,10 +157,26 @@ def _reader(box: draft_pb2.Mailbox, file: int, device: torch.device, mapped: con
     return reader
 
 
+def _rounds(box: draft_pb2.RoundsMailbox, file: int, device: torch.device) -> RoundMailbox | None:
+    """Map a mailbox for rounds; None where that cannot be: they then go the host's way."""
+    layout = RoundsLayout(box.state_bytes, box.trees_bytes, inside=not box.cuda_handle).check()
+    memory = SharedMemory.attach(layout.memory, file)
+    if not box.cuda_handle:
+        return HostMailbox(layout, memory, Side.DRAFT) if device.type == "cpu" else None
+    if len(box.cuda_handle) != HANDLE_BYTES:
+        raise ProtocolError(f"A CUDA IPC handle of {len(box.cuda_handle)} bytes.", field="cuda_handle")
+    try:
+        slots = PeerMemory(box.cuda_handle, device)
+        return StreamMailbox(layout, memory, slots, Side.DRAFT, device)
+    except CudaError as error:
+        log.warning("no rounds on the device", reason=error.message)
+        return None
+
+
 def acknowledge(offer: draft_pb2.MailboxOffer, files: Sequence[int], device: torch.device) -> tuple[draft_pb2.MailboxAck, Mapped | None]:
     """Answer an offer: mapped, or refused with the reason; a malformed one raises ProtocolError."""
     try:
         mapped = accept(offer, files, device)
     except CudaError as error:
         return draft_pb2.MailboxAck(reason=error.message), None
-    return draft_pb2.MailboxAck(accepted=True), mapped
+    return draft_pb2.MailboxAck(accepted=True, rounds=mapped.rounds is not None), mapped

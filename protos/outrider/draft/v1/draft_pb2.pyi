@@ -467,11 +467,15 @@ class RoundsEnter(_message.Message):
     SHAPE_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
+    FEATURE_SIZE_FIELD_NUMBER: _builtins.int
+    FEATURE_DTYPE_FIELD_NUMBER: _builtins.int
     rounds: _builtins.int
     """Names these rounds; never used twice on a connection."""
     batch: _builtins.int
     """Rows of the state, idle ones behind `rows` included; and its columns."""
     columns: _builtins.int
+    feature_size: _builtins.int
+    feature_dtype: _common_pb2.DataType.ValueType
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___Commit]:
         """One per row of the state: what the draft was not told yet, without features, which the first state holds."""
@@ -486,10 +490,12 @@ class RoundsEnter(_message.Message):
         shape: Global___Shape | None = ...,
         batch: _builtins.int = ...,
         columns: _builtins.int = ...,
+        feature_size: _builtins.int = ...,
+        feature_dtype: _common_pb2.DataType.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "columns", b"columns", "rounds", b"rounds", "rows", b"rows", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "columns", b"columns", "feature_dtype", b"feature_dtype", "feature_size", b"feature_size", "rounds", b"rounds", "rows", b"rows", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

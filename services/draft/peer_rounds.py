@@ -1,0 +1,355 @@
+"""Rounds on this device for a target in another process: a state comes once a round, trees go back, and the host only looks ahead.
+
+The engine's `RoundState` is here a copy of the target's, which comes in stream order; `RoundsInlet` says how. What a round chose is told
+after it was read back there, so the sessions lag behind the device as those of the in-process draft do (see `device_rounds`):
+
+    told 0      in RoundsEnter, what was pending: round 1 extends by it
+    told n      in RoundsNext n + 1 or later: what round n chose; round n + 1 extends by it
+    at leaving  all but what the last round chose, which follows in a commit
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from outrider.draft.v1 import draft_pb2
+from outrider.services.draft.device_rounds import SessionRounds
+from outrider.services.draft.draft_round import round_rows
+from outrider.services.draft.engine import EXTEND_ROWS, DraftEngine
+from outrider.services.draft.features import FeatureQueue
+from outrider.services.draft.host_rounds import DraftRounds
+from outrider.services.draft.session import PeerId, Session
+from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.rpc.rounds import TreesBlob
+from outrider.shared.rpc.tensors import wire_dtype
+from outrider.shared.spec.device import RoundState
+from outrider.shared.spec.fence import extend_prefix_hash
+from outrider.shared.spec.tree import DraftShape
+
+MAX_BATCH = 1024
+MAX_COLUMNS = 128
+STATE_LIMIT_S = 2.0
+"""How long this device waits for a target that owes a state, which it puts a pass after the last: longer, and it is stopped."""
+
+
+class RoundsInlet(Protocol):
+    """How states come and trees go. `broken`: a state did not come; the target is gone, or stopped."""
+
+    @property
+    def broken(self) -> bool:
+        """See above."""
+        ...
+
+    def take(self, message: draft_pb2.RoundsNext, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
+        """Have the state of a round come into ``blob [n] uint8``, in stream order; ``expected [1] int32`` becomes its number."""
+        ...
+
+    def give(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
+        """Hand the trees of a round over, ``blob [n] uint8``, in stream order."""
+        ...
+
+    def skip(self, message: draft_pb2.RoundsNext) -> None:
+        """Say that no trees come for a round, in stream order."""
+        ...
+
+    def mend(self) -> bool:
+        """Start over after `broken`; False while what was ended is not over yet."""
+        ...
+
+    def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
+        """Whether blobs of these sizes can travel."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffers:
+    """Of one size: inputs and outputs of its rounds, which never move.
+
+    Attributes:
+        state: What came; `blob` is all of it, `number` its header.
+        expected: ``[1] int32``; a state with another number is not of this round, and drafts nothing.
+        trees: What goes.
+    """
+
+    state: RoundState
+    blob: torch.Tensor
+    number: torch.Tensor
+    expected: torch.Tensor
+    trees: TreesBlob
+
+    @classmethod
+    def make(cls, message: draft_pb2.RoundsEnter, dtype: torch.dtype, device: torch.device) -> _Buffers:
+        """Make those of a size."""
+        state = RoundState.idle(message.batch, message.columns, message.feature_size, dtype, device)
+        assert state.packed is not None
+        with torch.inference_mode(False):
+            expected = torch.zeros(1, dtype=torch.int32, device=device)
+        trees = TreesBlob.make(message.batch, message.shape.max_nodes, device)
+        return cls(state, state.packed, state.packed[:4].view(torch.int32), expected, trees)
+
+
+class PeerRounds:
+    """One composition of rows with one shape, between RoundsEnter and RoundsLeave. Engine thread only.
+
+    Args:
+        desk: Whose rounds these are.
+        message: The first.
+        sessions: In the order of its rows; what they were not told yet is in them now.
+        rounds: Of the same sessions.
+        buffers: For states of this size.
+        before: The sessions' prefix hashes before they were told.
+    """
+
+    def __init__(
+        self,
+        desk: RoundsDesk,
+        message: draft_pb2.RoundsEnter,
+        sessions: Sequence[Session],
+        rounds: SessionRounds,
+        buffers: _Buffers,
+        before: Sequence[int],
+    ) -> None:
+        self.id = message.rounds
+        self._desk = desk
+        self._sessions: list[Session | None] = list(sessions)
+        self._rounds = rounds
+        self._buffers = buffers
+        self._size = (message.batch, message.columns, message.shape.depth, message.shape.topk, message.shape.max_nodes)
+        self._untold = [(row.base_len, prefix_hash) for row, prefix_hash in zip(message.rows, before, strict=True)]
+        self._num_run = 0
+        self._num_told = 0
+
+    def run(self, message: draft_pb2.RoundsNext, inlet: RoundsInlet) -> bool:
+        """Enqueue one round; False when there is no room for it."""
+        self._tell(message.chosen)
+        if len(message.committed_upper) != len(self._sessions) or not self._rounds.reserve(message.committed_upper):
+            return False
+        self.prepare()
+        buffers = self._buffers
+        inlet.take(message, buffers.blob, buffers.expected, STATE_LIMIT_S)
+        self._desk.graphs.run(self._key, self._round)
+        inlet.give(message, buffers.trees.blob)
+        self._num_run += 1
+        return True
+
+    def prepare(self) -> None:
+        """Record the round if it is not recorded yet."""
+        if not self._desk.graphs.holds(self._key):
+            self._buffers.expected.fill_(-1)  # idle rows: recording runs the round for real
+            self._desk.graphs.capture(self._key, self._round)
+
+    def drop_forgotten(self, followed: Callable[[Session], bool]) -> None:
+        """Let the rows go idle whose sessions have ended."""
+        for row, session in enumerate(self._sessions):
+            if session is not None and not followed(session):
+                self._rounds.retire([row])
+                self._sessions[row] = None
+
+    def leave(self, chosen: Sequence[draft_pb2.RoundTokens]) -> list[Session]:
+        """End the rounds; the sessions are as if every commit but the last had come. Returns those that cannot be followed any more."""
+        self._tell(chosen)
+        lost: list[Session] = []
+        for row, session in enumerate(self._sessions):
+            if session is None:
+                continue
+            session.last_state = None
+            if self._num_run == 0:
+                committed_len, session.prefix_hash = self._untold[row]
+                del session.tokens[committed_len:]
+            elif self._num_told != self._num_run - 1:
+                lost.append(session)
+            session.cached_rows = session.num_rows
+            session.features = FeatureQueue(session.cached_rows)
+        self._end()
+        return lost
+
+    def abandon(self) -> list[Session]:
+        """End the rounds at once; returns the sessions, which have lost rows."""
+        lost = [session for session in self._sessions if session is not None]
+        self._end()
+        return lost
+
+    @property
+    def _key(self) -> Hashable:
+        return (*self._size, self._rounds.key)
+
+    def _round(self) -> None:
+        """One round; all that it touches stays where it is."""
+        buffers = self._buffers
+        # A state that did not come in time is one of an earlier round: nothing is stored or drafted for it.
+        buffers.state.counts.mul_((buffers.number == buffers.expected).to(torch.int32))
+        trees = self._rounds.draft(buffers.state)
+        buffers.trees.num_nodes.copy_(trees.num_nodes)
+        buffers.trees.tokens.copy_(trees.tokens)
+        buffers.trees.parents.copy_(trees.parents)
+
+    def _tell(self, chosen: Sequence[draft_pb2.RoundTokens]) -> None:
+        for outcome in chosen:
+            tokens = iter(outcome.token_ids)
+            self._rounds.committed([[next(tokens) for _ in range(count)] for count in outcome.counts])
+            self._num_told += 1
+
+    def _end(self) -> None:
+        self._rounds.retire(range(len(self._sessions)))
+        self._rounds.leave()
+        self._sessions = [None] * len(self._sessions)
+
+
+class RoundsDesk:
+    """The rounds of one draft with targets elsewhere: one batch of one target at a time. Engine thread only.
+
+    While a stream awaits a target's state nothing else runs on it, so a second target ends them, and both go the host's way.
+
+    Args:
+        engine: The sessions, and what drafts.
+        device: Where.
+        now: Monotonic seconds.
+    """
+
+    def __init__(self, engine: DraftEngine, device: torch.device, now: Callable[[], float] = time.monotonic) -> None:
+        self.graphs = GraphCache(device)
+        self._engine = engine
+        self._device = device
+        self._now = now
+        self._buffers: dict[tuple[int, int, int], _Buffers] = {}
+        self._rounds: PeerRounds | None = None
+        self._peer: PeerId | None = None
+
+    @property
+    def peer(self) -> PeerId | None:
+        """Whose rounds are on the device now."""
+        return self._peer
+
+    @torch.inference_mode()
+    def enter(self, peer: PeerId, message: draft_pb2.RoundsEnter, inlet: RoundsInlet) -> str:
+        """Start rounds; returns why that cannot be, or an empty string."""
+        rounds = self._engine.strategy.rounds
+        if rounds is None:
+            return "no_rounds"
+        if self._rounds is not None or any(session.peer != peer for session in self._engine.sessions):
+            return "busy"
+        shape = DraftShape(message.shape.depth, message.shape.topk, message.shape.max_nodes)
+        if not self._serves(message, shape, rounds):
+            return "size"
+        buffers = self._buffers_for(message, rounds)
+        if not inlet.mend() or not inlet.fits(buffers.blob, buffers.trees.blob):
+            return "mailbox"
+        found = [self._engine.sessions.get(peer, row.fence.session_id) for row in message.rows]
+        sessions = [session for session in found if session is not None]
+        rows = list(zip(sessions, message.rows, strict=False))
+        if len(sessions) < len(found) or not all(self._continues(session, row, message.columns) for session, row in rows):
+            return "resync"
+        if not all(self._engine.sessions.complete(session) for session in sessions):
+            return "warming"
+        if not all(self._make_room(session, row, shape, rounds) for session, row in rows):
+            return "kv_full"
+        while behind := [session for session in sessions if session.extendable_rows > 0]:
+            self._engine.strategy.extend(behind, EXTEND_ROWS)
+        before = [session.prefix_hash for session in sessions]
+        for session, row in rows:
+            _tell_pending(session, row, self._now())
+        _load_sampling(buffers.state, sessions)
+        session_rounds = SessionRounds(rounds.memory, sessions, shape, buffers.state, self._now)
+        self._rounds = PeerRounds(self, message, sessions, session_rounds, buffers, before)
+        self._peer = peer
+        self._rounds.prepare()
+        return ""
+
+    @torch.inference_mode()
+    def run(self, peer: PeerId, message: draft_pb2.RoundsNext, inlet: RoundsInlet) -> bool:
+        """Enqueue the next round; False when there are no such rounds, or they have come to an end."""
+        self._engine.touch(peer)
+        rounds = self._current(peer, message.rounds)
+        if rounds is None:
+            return False
+        rounds.drop_forgotten(self._followed)
+        if inlet.broken or not rounds.run(message, inlet):
+            self.abandon(peer)
+            return False
+        return True
+
+    @torch.inference_mode()
+    def leave(self, peer: PeerId, message: draft_pb2.RoundsLeave, inlet: RoundsInlet) -> None:
+        """End rounds in order; nothing happens if they have ended."""
+        rounds = self._current(peer, message.rounds)
+        if rounds is not None:
+            rounds.drop_forgotten(self._followed)
+            self._rounds = self._peer = None
+            self._lose(rounds.abandon() if inlet.broken else rounds.leave(message.chosen))
+
+    @torch.inference_mode()
+    def abandon(self, peer: PeerId) -> None:
+        """End the rounds of a target at once: its sessions, which miss rows, are forgotten, and it opens them again."""
+        if self._rounds is not None and self._peer == peer:
+            rounds, self._rounds, self._peer = self._rounds, None, None
+            rounds.drop_forgotten(self._followed)
+            self._lose(rounds.abandon())
+
+    def _current(self, peer: PeerId, number: int) -> PeerRounds | None:
+        return self._rounds if self._rounds is not None and self._peer == peer and self._rounds.id == number else None
+
+    def _followed(self, session: Session) -> bool:
+        return self._engine.sessions.get(session.peer, session.session_id) is session
+
+    def _lose(self, sessions: Sequence[Session]) -> None:
+        for session in sessions:
+            self._engine.sessions.lose(session)
+
+    def _continues(self, session: Session, row: draft_pb2.Commit, columns: int) -> bool:
+        """Whether a row goes on exactly where its session is."""
+        fence, fresh = row.fence, row.token_ids
+        limits = self._engine.sessions.limits
+        return (
+            fence.epoch == session.epoch
+            and row.base_len == session.committed_len
+            and 1 <= len(fresh) <= columns
+            and fence.committed_len == row.base_len + len(fresh) <= limits.max_len
+            and all(token < limits.vocab_size for token in fresh)
+            and extend_prefix_hash(session.prefix_hash, fresh) == fence.prefix_hash
+        )
+
+    def _make_room(self, session: Session, row: draft_pb2.Commit, shape: DraftShape, rounds: DraftRounds) -> bool:
+        memory = rounds.memory
+        needed = memory.tokens_needed(row.fence.committed_len, shape.bounded())
+        if memory.tables.width_for(needed) is None or not self._engine.strategy.reserve(session):
+            return False
+        return session.lease is not None and memory.reserve(session.lease, needed)
+
+    def _serves(self, message: draft_pb2.RoundsEnter, shape: DraftShape, rounds: DraftRounds) -> bool:
+        """Whether rounds of this size can be run here at all."""
+        engine = self._engine
+        if not shape.drafts or not engine.sessions.allows(shape):
+            return False
+        if not len(message.rows) <= message.batch <= MAX_BATCH or not round_rows(shape.bounded()) <= message.columns <= MAX_COLUMNS:
+            return False
+        size = engine.strategy.info.feature_size
+        return message.feature_size == size and (not size or message.feature_dtype == wire_dtype(rounds.memory.pool.dtype))
+
+    def _buffers_for(self, message: draft_pb2.RoundsEnter, rounds: DraftRounds) -> _Buffers:
+        key = (message.batch, message.columns, message.shape.max_nodes)
+        if key not in self._buffers:
+            self._buffers[key] = _Buffers.make(message, rounds.memory.pool.dtype, self._device)
+        return self._buffers[key]
+
+
+def _tell_pending(session: Session, row: draft_pb2.Commit, now: float) -> None:
+    """Add what the first round extends by; its features come with the first state."""
+    session.ask = None
+    session.tokens.extend(row.token_ids)
+    session.prefix_hash = row.fence.prefix_hash
+    session.features = FeatureQueue(session.cached_rows)
+    session.last_used_s = now
+
+
+def _load_sampling(state: RoundState, sessions: Sequence[Session]) -> None:
+    """Fill what a state does not carry from round to round."""
+    count, device = len(sessions), state.counts.device
+    signed = [seed - (1 << 64) if seed >= 1 << 63 else seed for seed in (session.seed & 0xFFFFFFFFFFFFFFFF for session in sessions)]
+    state.temperature[:count].copy_(torch.tensor([session.temperature for session in sessions], dtype=torch.float32, device=device))
+    state.seeds[:count].copy_(torch.tensor(signed, dtype=torch.int64, device=device))
+    state.choices[:count].copy_(torch.tensor([session.choice_index for session in sessions], dtype=torch.int32, device=device))

@@ -1,0 +1,145 @@
+"""When rounds stay on the device with a draft elsewhere, and how they begin; what is late or refused goes the host's way for a while."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from outrider.draft.v1 import draft_pb2
+from outrider.services.target.draft_client.connection import Connection
+from outrider.services.target.draft_client.rounds import RemoteRounds, RoundNumbers, TreesBuffer
+from outrider.services.target.draft_client.session import DraftSession
+from outrider.shared.spec.device import RoundState
+from outrider.shared.spec.tree import DraftShape
+
+FIRST_PAUSE_S = 0.1
+LAST_PAUSE_S = 5.0
+NOT_YET = "warming"
+"""The draft has not got all rows of a prompt yet: no reason for a pause."""
+GOOD_ROUNDS = 64
+"""So many in a row make a draft that was late as good as any."""
+
+_log = logging.getLogger("outrider.target.draft")
+
+
+class RoundsGate:
+    """Engine thread only.
+
+    Args:
+        device: Of the target.
+        vocab_size: Of the target.
+        patience_s: How long the draft may take for anything.
+        late: Told when a draft that was waited for as long as it takes gave no trees.
+    """
+
+    def __init__(self, device: torch.device, vocab_size: int, patience_s: float, late: Callable[[], None]) -> None:
+        self._device = device
+        self._vocab_size = vocab_size
+        self._patience_s = patience_s
+        self._late = late
+        self._numbers = RoundNumbers()
+        self._buffers: dict[tuple[int, int], TreesBuffer] = {}
+        self._rounds: RemoteRounds | None = None
+        self._answer: draft_pb2.RoundsEntered | None = None
+        self._pause_s = FIRST_PAUSE_S
+        self._not_before = 0.0
+
+    def is_open(self, connection: Connection) -> bool:
+        """Whether rounds may begin, or go on, over a connection."""
+        return connection.carrier.rounds is not None and (self._rounds is not None or time.monotonic() >= self._not_before)
+
+    def for_capture(self, shape: DraftShape, state: RoundState) -> RemoteRounds:
+        """Return rounds without sessions and without a draft."""
+        return self._make(None, (), shape, state)
+
+    def enter(
+        self,
+        connection: Connection,
+        sessions: Sequence[DraftSession],
+        shape: DraftShape,
+        state: RoundState,
+        take_reply: Callable[[Connection, float], bool],
+    ) -> RemoteRounds | None:
+        """Begin rounds; None if the draft cannot, which is not asked again for a while.
+
+        Args:
+            connection: Usable.
+            sessions: Live, with 1 to R pending tokens and their features.
+            shape: Of every tree.
+            state: With idle rows; filled when the draft has agreed.
+            take_reply: Waits so many seconds for a message, takes it in, and says whether the connection goes on.
+        """
+        channel = connection.carrier.rounds
+        assert channel is not None, "asked of a gate that is closed"
+        assert state.packed is not None, "the engine's states are packed"
+        buffer = self._buffer(state.bs, shape.max_nodes)
+        if not channel.mend() or not channel.fits(state.packed, buffer.trees.blob):
+            self._pause("the batch is too large, or the last rounds are not over")
+            return None
+        rounds = self._rounds = self._make(connection, sessions, shape, state)
+        self._answer = None
+        connection.send(draft_pb2.SessionRequest(rounds_enter=rounds.entering(state)))
+        answer = self._await_answer(connection, take_reply)
+        if answer is not None and answer.accepted:
+            rounds.fill(state)
+            return rounds
+        rounds.leave()
+        if answer is None or answer.reason != NOT_YET:
+            self._pause("no answer" if answer is None else answer.reason)
+        return None
+
+    def entered(self, answer: draft_pb2.RoundsEntered) -> None:
+        """Take the draft's answer in."""
+        if self._rounds is not None and answer.rounds == self._rounds.id:
+            self._answer = answer
+
+    def ended(self, message: draft_pb2.RoundsEnded) -> None:
+        """Take in that the draft wants rounds to end."""
+        if self._rounds is not None and message.rounds == self._rounds.id:
+            self._rounds.ended = True
+            self._pause(message.reason)
+
+    def _await_answer(self, connection: Connection, take_reply: Callable[[Connection, float], bool]) -> draft_pb2.RoundsEntered | None:
+        until = time.monotonic() + self._patience_s
+        while self._answer is None and (remaining := until - time.monotonic()) > 0:
+            if not take_reply(connection, remaining):
+                break
+        return self._answer
+
+    def _make(self, connection: Connection | None, sessions: Sequence[DraftSession], shape: DraftShape, state: RoundState) -> RemoteRounds:
+        return RemoteRounds(
+            None if connection is None else connection.carrier.rounds,
+            sessions,
+            shape,
+            self._buffer(state.bs, shape.max_nodes),
+            vocab_size=self._vocab_size,
+            patience_s=self._patience_s,
+            numbers=self._numbers,
+            left=lambda message: self._leave(connection, message),
+        )
+
+    def _leave(self, connection: Connection | None, message: draft_pb2.RoundsLeave) -> None:
+        rounds, self._rounds = self._rounds, None
+        if connection is None or rounds is None:
+            return
+        connection.send(draft_pb2.SessionRequest(rounds_leave=message))
+        channel = connection.carrier.rounds
+        if channel is not None and channel.broken:
+            self._pause("trees came late")
+            if rounds.patient:
+                self._late()
+        elif rounds.num_exchanged >= GOOD_ROUNDS:
+            self._pause_s = FIRST_PAUSE_S
+
+    def _pause(self, reason: str) -> None:
+        _log.info("rounds by way of the host for %.1f s: %s", self._pause_s, reason)
+        self._not_before = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)
+
+    def _buffer(self, bs: int, nodes: int) -> TreesBuffer:
+        if (bs, nodes) not in self._buffers:
+            self._buffers[bs, nodes] = TreesBuffer.make(bs, nodes, self._device)
+        return self._buffers[bs, nodes]

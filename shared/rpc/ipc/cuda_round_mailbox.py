@@ -1,0 +1,138 @@
+"""Rounds exchanged without the host: the streams of two processes write and await words in host memory that both have registered.
+
+The words lie in host memory so that either host can write them too: a stream that waits for a process which has died, stopped or fallen
+behind goes on when `RoundWatch` says so. Blobs lie on the target's GPU, which the draft has mapped, on the same GPU or another of the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from typing import Any
+
+import torch
+
+from outrider.shared.rpc.ipc.cuda import CudaError, DeviceMemory, PeerMemory, copy_async, runtime_call
+from outrider.shared.rpc.ipc.round_mailbox import RoundsLayout
+from outrider.shared.rpc.ipc.round_words import RoundWatch, RoundWords, Side
+from outrider.shared.rpc.ipc.slots import PAGE_BYTES, SharedMemory
+
+REGISTER_PORTABLE_AND_MAPPED = 3
+WAIT_UNTIL_AT_LEAST = 0
+RELEASED = 0x7FFFFFFF
+
+
+class StreamMailbox:
+    """`RoundMailbox` of a process with a GPU. Work goes to torch's current stream of the device.
+
+    Args:
+        layout: Sizes of the slots.
+        memory: The words.
+        slots: Of ``layout.slots_bytes``.
+        side: Of this process.
+        device: Where its blobs are.
+
+    Raises:
+        CudaError: streams cannot await words in host memory here.
+    """
+
+    def __init__(
+        self, layout: RoundsLayout, memory: SharedMemory, slots: DeviceMemory | PeerMemory, side: Side, device: torch.device
+    ) -> None:
+        self.layout = layout
+        self._words = RoundWords(memory, side)
+        self._watch = RoundWatch(self._words)
+        self._slots = slots
+        self._device = device
+        self._base = _register(memory, device)
+        weakref.finalize(self, _let_go, self._words, slots, device).atexit = False
+        out, back = (layout.state_slot, layout.trees_slot) if side is Side.TARGET else (layout.trees_slot, layout.state_slot)
+        self._out, self._in = out, back
+
+    @property
+    def broken(self) -> bool:
+        """See `RoundMailbox.broken`."""
+        return self._watch.broken
+
+    def send(self, number: int, blob: torch.Tensor) -> None:
+        """See `RoundMailbox.send`."""
+        stream = _stream(self._device)
+        _write_value(stream, blob.data_ptr(), number)
+        copy_async(self._slots.pointer + self._out(number), blob.data_ptr(), blob.nbytes, self._device)
+        _write_value(stream, self._base + self._words.given_at, number)
+
+    def receive(self, number: int, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
+        """See `RoundMailbox.receive`."""
+        stream = _stream(self._device)
+        _write_value(stream, expected.data_ptr(), number)
+        if self.broken:
+            return
+        self._watch.expect(number, limit_s)
+        _wait_value(stream, self._base + self._words.awaited_at, number)
+        _write_value(stream, self._base + self._words.passed_at, number)
+        copy_async(blob.data_ptr(), self._slots.pointer + self._in(number), blob.nbytes, self._device)
+
+    def skip(self, number: int) -> None:
+        """See `RoundMailbox.skip`."""
+        _write_value(_stream(self._device), self._base + self._words.given_at, number)
+
+    def mend(self) -> bool:
+        """See `RoundMailbox.mend`."""
+        return self._watch.mend()
+
+    def close(self) -> None:
+        """See `RoundMailbox.close`."""
+        self._watch.close()
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def _write_value(stream: int, address: int, value: int) -> None:
+    """Write 4 bytes when all work before is done and can be seen by everyone."""
+    _driver_call("cuStreamWriteValue32_v2", ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(value), ctypes.c_uint(0))
+
+
+def _wait_value(stream: int, address: int, value: int) -> None:
+    """Hold the stream until 4 bytes are at least `value`."""
+    flags = ctypes.c_uint(WAIT_UNTIL_AT_LEAST)
+    _driver_call("cuStreamWaitValue32_v2", ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(value), flags)
+
+
+def _driver_call(name: str, *arguments: Any) -> None:
+    status = getattr(_driver(), name)(*arguments)
+    if status:
+        raise CudaError(f"{name}: error {status} of the CUDA driver")
+
+
+@functools.cache
+def _driver() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise CudaError(str(error)) from None
+
+
+def _address(memory: SharedMemory) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory.bytes))
+
+
+def _register(memory: SharedMemory, device: torch.device) -> int:
+    """Let streams of `device` write and await the words; returns the address of the first as they know it."""
+    here, there = ctypes.c_void_p(_address(memory)), ctypes.c_void_p()
+    with torch.cuda.device(device):
+        runtime_call("cudaHostRegister", here, ctypes.c_size_t(PAGE_BYTES), ctypes.c_uint(REGISTER_PORTABLE_AND_MAPPED))
+        runtime_call("cudaHostGetDevicePointer", ctypes.byref(there), here, ctypes.c_uint(0))
+    return int(there.value or 0)
+
+
+def _let_go(words: RoundWords, slots: DeviceMemory | PeerMemory, device: torch.device) -> None:
+    """Undo `_register`, and unmap the slots, when no stream needs them any more."""
+    words.release(RELEASED)
+    with torch.cuda.device(device):
+        runtime_call("cudaDeviceSynchronize")
+        runtime_call("cudaHostUnregister", ctypes.c_void_p(_address(words.memory)))
+    if isinstance(slots, PeerMemory):
+        slots.close()
