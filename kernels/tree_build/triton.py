@@ -16,13 +16,16 @@ from outrider.kernels._order.triton import NO_KEY, rank_key
 from outrider.kernels.tree_build.types import DraftTreeTensors
 
 _WORD_BITS = 32
+_COUNTED = 512
+"""Up to so many candidates each is compared with all others; beyond, the best are found one by one."""
 
 
 @triton.jit
 def _build(
     scores, score_stride, tokens, token_stride, parents, parent_stride, logprobs, logprob_stride, root_tokens, max_nodes,
     numbers, out_tokens, out_parents, out_depths, out_num_nodes, out_ancestors, out_candidates, out_logprobs, total, columns, words,
-    LOGPROBS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr
+    LOGPROBS: tl.constexpr, COUNTED: tl.constexpr, UNROLL: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -33,10 +36,19 @@ def _build(
     valid = inside & (score > -float("inf"))  # false for NaN too
     keys = tl.where(valid, rank_key(score, candidate), NO_KEY)
     budget = tl.minimum(tl.minimum(tl.load(max_nodes + row), columns) - 1, tl.sum(valid.to(tl.int32), 0))
-    left = keys
-    for _ in range(budget):
-        left = tl.where(left == tl.max(left, 0), NO_KEY, left)
-    kept = valid & (left == NO_KEY)
+    if COUNTED:
+        # How many lie above: asks no other thread, whereas finding one maximum after the other waits for all of them each time.
+        above_it = tl.zeros((BLOCK_C,), tl.int32)
+        for start in range(0, total, UNROLL):
+            for i in tl.static_range(UNROLL):
+                other = tl.load(scores + row * score_stride + start + i, mask=start + i < total, other=-float("inf"))
+                above_it += ((other > score) | ((other == score) & (start + i < candidate))).to(tl.int32)
+        kept = valid & (above_it < budget)
+    else:
+        left = keys
+        for _ in range(budget):
+            left = tl.where(left == tl.max(left, 0), NO_KEY, left)
+        kept = valid & (left == NO_KEY)
     number = tl.where(kept, tl.cumsum(kept.to(tl.int32), 0), -1)  # node numbers from 1, the root being 0
     tl.store(numbers + row * total + candidate, number, mask=inside)
     # Padding first; then the barrier orders the nodes' own stores after it.
@@ -113,7 +125,7 @@ def tree_build(
                 scores, scores.stride(0), tokens, tokens.stride(0), parents, parents.stride(0), given, given.stride(0),
                 root_tokens.contiguous(), max_nodes.contiguous(), integers(bs, total), tree.tokens, tree.parents, tree.depths,
                 tree.num_nodes, tree.ancestors, tree.candidates, given if tree.logprobs is None else tree.logprobs, total, num_columns,
-                words, LOGPROBS=logprobs is not None, BLOCK_C=block, BLOCK_N=_launch.next_power_of_2(num_columns),
-                BLOCK_W=_launch.next_power_of_2(words), num_warps=8 if block > 1024 else 4, **_launch.dependent(scores),
+                words, LOGPROBS=logprobs is not None, COUNTED=total <= _COUNTED, UNROLL=8, BLOCK_C=block,
+                BLOCK_N=_launch.next_power_of_2(num_columns), BLOCK_W=_launch.next_power_of_2(words), num_warps=8 if block > 1024 else 4, **_launch.dependent(scores),
             )  # fmt: skip
     return tree

@@ -143,7 +143,13 @@ def test_a_recorded_round_equals_an_eager_one(make_rig: Callable[[bool], Rig], s
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("coupled", "mapped"), [(False, False), (True, True)])
-@pytest.mark.parametrize(("bs", "vocab", "topk", "depth"), [(1, 32000, 8, 5), (16, 32000, 8, 3), (64, 32000, 1, 4), (3, 128256, 4, 3)])
+@pytest.mark.parametrize(
+    ("bs", "vocab", "topk", "depth"),
+    [
+        *((1, 32000, 8, 5), (16, 32000, 8, 3), (64, 32000, 1, 4), (3, 128256, 4, 3)),
+        *((1, 2048, 4, 5), (5, 4096, 4, 3), (2, 2000, 8, 3), (4, 2048, 1, 6), (3, 700, 16, 3)),  # one launch a level
+    ],
+)
 def test_expand_level(dtype: torch.dtype, coupled: bool, mapped: bool, bs: int, vocab: int, topk: int, depth: int) -> None:
     check_expand_level("cuda", dtype, bs, vocab, topk, depth, coupled=coupled, mapped=mapped, guards=Guards(64))
 

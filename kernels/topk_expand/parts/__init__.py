@@ -1,0 +1,1 @@
+"""The vocabulary of a row in parts, and merging them."""
