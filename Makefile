@@ -48,7 +48,8 @@ test-unit: $(DEV_STAMP)
 test-kernels: $(DEV_STAMP)
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
 
-# On a GPU host: the laws on it, in fp32; kernels compiled, the embedded pair served with CUDA. With pytest-xdist installed, PYTEST_ARGS="-n 8".
+# On a GPU host: the laws on the GPU, in fp32; kernels compiled, the embedded pair served with CUDA.
+# With pytest-xdist installed: make test-gpu PYTEST_ARGS="-n 8".
 test-gpu: test-law-gpu
 	$(PYTEST) $(PYTEST_ARGS) -m "gpu and not flashinfer" tests/gpu
 
