@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from outrider.services.target.settings import KvCacheDtype, Quantization, TargetSettings
@@ -12,6 +14,7 @@ from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.deterministic import deterministic
 from outrider.shared.nn.quantized import quantize_fp8
+from outrider.shared.parallel.decoder import ShardedDecoder
 
 
 def prepare_decoder(settings: TargetSettings, decoder: Decoder) -> Decoder:
@@ -23,7 +26,8 @@ def prepare_decoder(settings: TargetSettings, decoder: Decoder) -> Decoder:
     if settings.enable_torch_compile:
         _compile(decoder, settings.torch_compile_max_bs)
     if settings.quantization is Quantization.FP8:
-        quantize_fp8(decoder)
+        quantize = decoder.quantize if isinstance(decoder, ShardedDecoder) else partial(quantize_fp8, decoder)
+        quantize()
     if settings.kv_cache_dtype is KvCacheDtype.FP8_E4M3:
         _narrow_cache(decoder)
     return deterministic(decoder) if settings.deterministic else decoder

@@ -229,7 +229,6 @@ class TargetSettings(ServiceSettings):
     def _check_numerics(self) -> None:
         apart = (
             ("deterministic", self.deterministic),
-            ("quantization", self.quantization is not Quantization.NONE),
             ("kv_cache_dtype", self.kv_cache_dtype is not KvCacheDtype.AUTO),
             ("attention_backend", self.attention_backend is AttentionKind.FLASHINFER),
         )

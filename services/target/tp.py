@@ -24,6 +24,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
+from outrider.services.target.numerics import prepare_decoder
 from outrider.services.target.settings import Ranks, TargetSettings
 from outrider.services.target.tp_weights import Folder, RandomWeights, Weights
 from outrider.shared.attn.create import create_backend
@@ -177,6 +178,7 @@ def run_rank(order: Order, ranks: Ranks) -> int:
     try:
         decoder = _load_rank(order, ranks, device)
         connection.report(Report(ReportKind.DONE, decoder.fingerprint))
+        prepare_decoder(settings, decoder)
     except Exception as error:
         report_failure(connection, error)
         return 1

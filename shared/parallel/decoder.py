@@ -14,8 +14,9 @@ from outrider.shared.nn.decoder import EMBEDDING, FINAL_NORM, LM_HEAD, Decoder, 
 from outrider.shared.nn.layers import DecoderLayer, RMSNorm
 from outrider.shared.nn.load import load_layer
 from outrider.shared.nn.loader import TensorSource
+from outrider.shared.nn.quantized import quantize_fp8
 from outrider.shared.parallel.collectives import Collectives
-from outrider.shared.parallel.linear import parallelise
+from outrider.shared.parallel.linear import parallelise, unparallelise
 from outrider.shared.parallel.reduce import Reduce
 from outrider.shared.parallel.shard import Shard, ShardedSource
 
@@ -50,12 +51,30 @@ class ShardedDecoder(Decoder):
         fingerprint: str,
         reduce: Reduce,
     ) -> None:
+        self._reduce = reduce
         super().__init__(shard.config, embedding, layers, norm, head, fingerprint)
-        if self.fused is not None:
-            self.fused.reduce = reduce
         self.shard = shard
         self.collectives = collectives
         self._greedy: dict[int, SamplingTensors] = {}
+
+    def _fuse(self) -> None:
+        super()._fuse()
+        if self.fused is not None:
+            self.fused.reduce = self._reduce
+
+    def quantize(self) -> None:
+        """Compute this rank's products in FP8 from now on; its columns of o and down have scales of their own. To be called on every rank.
+
+        Raises:
+            ConfigurationError: See `quantize_fp8`.
+        """
+        for layer in self.layers:
+            unparallelise(layer)
+        try:
+            quantize_fp8(self)
+        finally:
+            for layer in self.layers:
+                parallelise(layer, self._reduce)
 
     def make_pool(self, num_pages: int, page_size: int, feature_size: int = 0) -> KVPool:
         """Make this rank's part of a pool."""

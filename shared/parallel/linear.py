@@ -30,6 +30,25 @@ class RowParallelLinear(Linear):
         """This rank's columns, see `Linear.weight`."""
         return self._inner.weight
 
+    @property
+    def scales(self) -> torch.Tensor | None:
+        """Of this rank's columns, see `Linear.scales`."""
+        return self._inner.scales
+
+    @property
+    def inner(self) -> Linear:
+        """This rank's columns, without the bias."""
+        return self._inner
+
+    def release(self) -> Linear:
+        """Return this rank's columns as a matrix of their own, with the bias; this one is done."""
+        self._inner.bias = self.bias
+        return self._inner
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the product, see `Linear.product`."""
+        return self._inner.product(x)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, out]`` for this rank's ``x [rows, in / ranks]``."""
         out = self._reduce(self._inner(x))
@@ -55,6 +74,11 @@ class RowParallelMLP:
         self._reduce = reduce
 
     @property
+    def inner(self) -> MLPBlock:
+        """This rank's part."""
+        return self._inner
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the matrices."""
         return self._inner.nbytes
@@ -72,4 +96,16 @@ def parallelise(layer: DecoderLayer, reduce: Reduce) -> DecoderLayer:
         layer.mlp.down = RowParallelLinear(layer.mlp.down, reduce)
     else:
         layer.mlp = RowParallelMLP(layer.mlp, reduce)
+    return layer
+
+
+def unparallelise(layer: DecoderLayer) -> DecoderLayer:
+    """Undo `parallelise`, so that what the rank holds can be exchanged; returns the layer, which computes nothing true meanwhile."""
+    assert isinstance(layer.attention, Attention)
+    if isinstance(layer.attention.o, RowParallelLinear):
+        layer.attention.o = layer.attention.o.release()
+    if isinstance(layer.mlp, RowParallelMLP):
+        layer.mlp = layer.mlp.inner
+    elif isinstance(layer.mlp, GatedMLP) and isinstance(layer.mlp.down, RowParallelLinear):
+        layer.mlp.down = layer.mlp.down.release()
     return layer
