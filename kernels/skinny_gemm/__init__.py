@@ -12,7 +12,7 @@ from outrider.kernels._launch import expect, expect_contiguous
 from outrider.kernels.add_norm import add_sums
 from outrider.kernels.rope_store import rope_store
 from outrider.kernels.silu_mul import silu_mul
-from outrider.kernels.skinny_gemm import reference
+from outrider.kernels.skinny_gemm import library, reference
 from outrider.kernels.skinny_gemm.table import choose_tile
 from outrider.kernels.skinny_gemm.types import LIBRARY, Epilogue, Method, Rotary, Tile
 from outrider.kernels.stream import FEW_ROWS, MANY_ROWS, Stream
@@ -43,7 +43,7 @@ def project(x: torch.Tensor, weight: torch.Tensor, *, scales: torch.Tensor | Non
 
     tile = _usable(tile or choose_tile(Epilogue.PLAIN, x, weight), x, weight)
     if tile.method is Method.LIBRARY:
-        return reference.project(x, weight, scales)
+        return library.project(x, weight, scales, tile.splits)
     if tile.method is Method.WIDE:
         return wide.project(x, weight, tile)
     return compiled.project(x, weight, scales, tile)
@@ -120,11 +120,11 @@ def project_gated(
         raise ValueError(f"weight has {weight.shape[0]} rows; gate and up need an even number")
     if use_triton(x):
         from outrider.kernels.skinny_gemm import triton as compiled
-        from outrider.kernels.skinny_gemm.wide import triton as wide
+        from outrider.kernels.skinny_gemm.wide.gated import triton as gated
 
         tile = _usable(tile or choose_tile(Epilogue.GATED, x, weight), x, weight)
         if tile.method is Method.WIDE:
-            return wide.project_gated(stream, weight, bias, gelu, tile)
+            return gated.project_gated(stream, weight, bias, gelu, tile)
         if tile.method is not Method.LIBRARY:
             return compiled.project_gated(stream, weight, scales, bias, gelu, tile)
     return silu_mul(project(x, weight, scales=scales, tile=tile), stream, bias=bias, gelu=gelu)

@@ -55,7 +55,7 @@ class Tile:
         method: See `Method`.
         block_n: Outputs that a program computes: rows of the weight, or pairs of them if gated or rotated.
         block_k: Columns that it takes at a time (DOT, WIDE).
-        splits: Programs that share the columns; their sums are added by the next kernel, in order (DOT and WIDE, of single outputs).
+        splits: Programs that share the columns; their sums are added by the next kernel, in order (of single outputs; not SUM).
         warps, stages: Of a program.
         block_m: Rows that a program computes (WIDE).
     """

@@ -6,10 +6,12 @@ from guards import Guards
 from layer_cases import check_project, check_project_add, check_project_gated, check_project_rotated
 
 from outrider.kernels.skinny_gemm import Epilogue, Method, Tile, choose_tile
+from outrider.kernels.skinny_gemm.wide.maps import readable_rows
 from outrider.kernels.skinny_gemm.wide.triton import fits
 
 TILE = Tile(Method.WIDE, 32, 32, block_m=64)
 NARROW = Tile(Method.WIDE, 16, 16, block_m=32)
+PIECES = Tile(Method.WIDE, 28, 32, block_m=64)
 SPLIT = Tile(Method.WIDE, 32, 16, splits=3, block_m=64)
 DTYPES = [torch.float32, torch.bfloat16]
 ALIGNED = 64
@@ -29,7 +31,7 @@ def test_products_added_to_the_residual(dtype: torch.dtype, rows: int, width: in
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "size", "width", "tile"), [(70, 64, 96, TILE), (130, 56, 72, NARROW)])
+@pytest.mark.parametrize(("rows", "size", "width", "tile"), [(70, 64, 96, TILE), (130, 56, 72, NARROW), (70, 100, 64, PIECES)])
 @pytest.mark.parametrize(("bias", "gelu", "normed"), [(False, False, False), (True, True, True)])
 def test_gated_products(dtype: torch.dtype, rows: int, size: int, width: int, tile: Tile, bias: bool, gelu: bool, normed: bool) -> None:
     check_project_gated("cpu", dtype, rows, size, width, tile, Guards(ALIGNED), bias=bias, gelu=gelu, normed=normed)
@@ -45,6 +47,26 @@ def test_rotated_products(
     dtype: torch.dtype, rows: int, heads: int, kv_heads: int, dim: int, width: int, tile: Tile, bias: bool, normed: bool
 ) -> None:
     check_project_rotated("cpu", dtype, rows, heads, kv_heads, dim, width, tile, Guards(ALIGNED), bias=bias, normed=normed)
+
+
+@pytest.mark.parametrize("epilogue", [Epilogue.PLAIN, Epilogue.ADD, Epilogue.ROTATED])
+def test_parts_by_the_library(epilogue: Epilogue) -> None:
+    tile = Tile(Method.LIBRARY, splits=2)
+    if epilogue is Epilogue.PLAIN:
+        check_project("cpu", torch.bfloat16, 70, 40, 96, tile, Guards(ALIGNED))
+    elif epilogue is Epilogue.ADD:
+        check_project_add("cpu", torch.bfloat16, 70, 40, 96, tile, Guards(ALIGNED), bias=True)
+    else:
+        check_project_rotated("cpu", torch.bfloat16, 70, 4, 1, 16, 96, tile, Guards(ALIGNED))
+
+
+def test_tiles_reach_into_memory_of_their_own_but_not_outside() -> None:
+    held = torch.zeros(128, 64)
+    assert readable_rows(held[:70], 64) == 128
+    assert readable_rows(held[:70], 32) == 96
+    assert readable_rows(held[60:, :32], 64) == 68
+    assert readable_rows(held[64:70], 64) == 64
+    assert readable_rows(torch.zeros(70, 64), 64) == 70
 
 
 def test_what_a_tensor_map_cannot_express_is_left_to_the_library() -> None:

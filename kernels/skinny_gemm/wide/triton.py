@@ -11,29 +11,25 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from outrider.kernels import _launch
-from outrider.kernels.silu_mul.triton import gate
 from outrider.kernels.skinny_gemm.types import Epilogue, Rotary, Tile
+from outrider.kernels.skinny_gemm.wide.maps import can_map, tiles_of
 from outrider.kernels.stream import Stream
-
-_ALIGNMENT = 16
-"""Bytes, of a descriptor's address and strides."""
 
 
 @triton.jit(do_not_specialize=("rows", "parts"))
 def _wide_tiles(
     x, weight, out, bias, residual, norm_weight, scaled, sums, cos, sin, slots, k_plane, v_plane,
     rows, N, K, residual_row, out_row, parts, eps,
-    EPILOGUE: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, NORMED: tl.constexpr, GELU: tl.constexpr, PARTS: tl.constexpr,
+    EPILOGUE: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, NORMED: tl.constexpr, PARTS: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     tile_m, tile_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_m, first_n = tile_m * BLOCK_M, tile_n * BLOCK_N
     steps = tl.cdiv(K, BLOCK_K)
-    COLUMNS: tl.constexpr = 2 * BLOCK_N if EPILOGUE >= 2 else BLOCK_N
+    COLUMNS: tl.constexpr = 2 * BLOCK_N if EPILOGUE == 3 else BLOCK_N
     m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     m64 = m.to(tl.int64)
     real_m, real_n = m < rows, n < N
@@ -43,17 +39,12 @@ def _wide_tiles(
     acc = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
     for step in range(split * steps // SPLITS, (split + 1) * steps // SPLITS):
         left = x.load([first_m, step * BLOCK_K])
-        if EPILOGUE == 2:
-            right = weight.load([0, first_n, step * BLOCK_K]).reshape(COLUMNS, BLOCK_K)
-        else:
-            right = weight.load([tile_n * COLUMNS, step * BLOCK_K])
+        right = weight.load([tile_n * COLUMNS, step * BLOCK_K])
         if WIDEN:
             left, right = left.to(tl.float32), right.to(tl.float32)
         acc = tl.dot(left, right.T, acc, input_precision="ieee")
     low = acc
     high = acc
-    if EPILOGUE == 2:
-        low, high = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
     if EPILOGUE == 3:
         halves = tl.permute(tl.reshape(acc, (BLOCK_M, BLOCK_N // HALF, 2, HALF)), (0, 1, 3, 2))
         low, high = tl.split(tl.reshape(halves, (BLOCK_M, BLOCK_N, 2)))
@@ -64,12 +55,10 @@ def _wide_tiles(
         square = tl.sum(tl.load(sums + part[None, :] * rows + m[:, None], mask=inside, other=0.0), 1)
         inverse = tl.rsqrt(square / K + eps)[:, None]
         low *= inverse
-        if EPILOGUE >= 2:
+        if EPILOGUE == 3:
             high *= inverse
     if BIAS:
         low += tl.load(bias + place, mask=real_n, other=0.0).to(tl.float32)[None, :]
-        if EPILOGUE == 2:
-            high += tl.load(bias + N + n, mask=real_n, other=0.0).to(tl.float32)[None, :]
         if EPILOGUE == 3:
             high += tl.load(bias + HALF + place, mask=real_n, other=0.0).to(tl.float32)[None, :]
     if EPILOGUE == 0:
@@ -88,11 +77,6 @@ def _wide_tiles(
         tl.store(out + m64[:, None] * out_row + n[None, :], total, mask=element)
         tl.store(scaled + m64[:, None] * N + n[None, :], (kept * norm[None, :]).to(scaled.dtype.element_ty), mask=element)
         tl.store(sums + tile_n * rows + m, square, mask=real_m)
-    if EPILOGUE == 2:
-        result = gate(low, GELU) * high
-        if PDL:
-            gdc_launch_dependents()
-        tl.store(out + m64[:, None] * N + n[None, :], result.to(out.dtype.element_ty), mask=element)
     if EPILOGUE == 3:
         DIM: tl.constexpr = 2 * HALF
         head = n // HALF
@@ -122,9 +106,7 @@ def _wide_tiles(
 
 def fits(x: torch.Tensor, weight: torch.Tensor, half: int = 1) -> bool:
     """Whether these kernels take a product: addresses and strides that a tensor map can express, and heads of a power of two."""
-    strides = (x.stride(0) * x.element_size(), weight.stride(0) * weight.element_size())
-    aligned = all(number % _ALIGNMENT == 0 for number in (*strides, x.data_ptr(), weight.data_ptr()))
-    return aligned and x.stride(1) == 1 and half & (half - 1) == 0
+    return can_map(x, weight) and half & (half - 1) == 0
 
 
 def project(x: torch.Tensor, weight: torch.Tensor, tile: Tile) -> torch.Tensor:
@@ -150,14 +132,6 @@ def project_add(
     return Stream(total, scaled, sums, eps)
 
 
-def project_gated(stream: Stream, weight: torch.Tensor, bias: torch.Tensor | None, gelu: bool, tile: Tile) -> torch.Tensor:
-    """See `outrider.kernels.skinny_gemm.project_gated`."""
-    rows, size = stream.scaled.shape[0], weight.shape[0] // 2
-    out = _launch.empty((rows, size), stream.scaled.dtype, stream.scaled.device)
-    _run(Epilogue.GATED, stream.scaled, weight, tile, out, size, bias=bias, sums=stream.sums, eps=stream.eps, gelu=gelu)
-    return out
-
-
 def project_rotated(stream: Stream, weight: torch.Tensor, bias: torch.Tensor | None, rotary: Rotary, tile: Tile) -> torch.Tensor:
     """See `outrider.kernels.skinny_gemm.project_rotated`; the tile has one split and takes whole heads."""
     dim = rotary.k_plane.shape[3]
@@ -173,7 +147,7 @@ def project_rotated(stream: Stream, weight: torch.Tensor, bias: torch.Tensor | N
 def _run(
     epilogue: Epilogue, x: torch.Tensor, weight: torch.Tensor, tile: Tile, out: torch.Tensor, count: int, *,
     bias: torch.Tensor | None = None, residual: torch.Tensor | None = None, norm_weight: torch.Tensor | None = None,
-    scaled: torch.Tensor | None = None, sums: torch.Tensor | None = None, eps: float = 0.0, gelu: bool = False,
+    scaled: torch.Tensor | None = None, sums: torch.Tensor | None = None, eps: float = 0.0,
     rotary: Rotary | None = None, heads: int = 0,
 ) -> None:  # fmt: skip
     """Launch: `count` outputs, or pairs of them; `sums` are read but where the epilogue is ADD, which writes them."""
@@ -185,18 +159,14 @@ def _run(
     kv_heads, dim = rotary.k_plane.shape[2:] if rotary else (0, 2)
     block_m = tile.block_m
     block_n = max(tile.block_n, dim // 2) if rotary else tile.block_n
-    if epilogue is Epilogue.GATED:
-        weights = TensorDescriptor.from_tensor(weight.view(2, count, columns), [2, block_n, tile.block_k])
-    else:
-        weights = TensorDescriptor.from_tensor(weight, [2 * block_n if rotary else block_n, tile.block_k])
     optional = (bias, residual, norm_weight, scaled, sums)
     turned = (rotary.cos, rotary.sin, rotary.slots, rotary.k_plane, rotary.v_plane) if rotary else (x,) * 5
     with _launch.on_device_of(x):
         _wide_tiles[(_launch.ceil_div(rows, block_m), _launch.ceil_div(count, block_n), tile.splits)](
-            TensorDescriptor.from_tensor(x, [block_m, tile.block_k]), weights, out,
+            tiles_of(x, block_m, tile.block_k), tiles_of(weight, 2 * block_n if rotary else block_n, tile.block_k), out,
             *(x if tensor is None else tensor for tensor in optional), *turned,
             rows, count, columns, 0 if residual is None else residual.stride(0), out.stride(-2), parts, eps,
-            EPILOGUE=epilogue.value, SPLITS=tile.splits, BIAS=bias is not None, NORMED=normed, GELU=gelu,
+            EPILOGUE=epilogue.value, SPLITS=tile.splits, BIAS=bias is not None, NORMED=normed,
             PARTS=_launch.next_power_of_2(parts), HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2,
             WIDEN=not isinstance(_wide_tiles, triton.JITFunction), BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=tile.block_k,
             num_warps=tile.warps, num_stages=tile.stages, **_launch.dependent(x),

@@ -80,11 +80,13 @@ def mlp_block(
 
 
 def _own(epilogue: Epilogue, x: torch.Tensor, linear: Linear) -> bool:
-    """Whether kernels of our own compute a product: of few rows always, of more where that was measured to be faster."""
+    """Whether `skinny_gemm` computes a product: of few rows always, of more where it was measured to know better than `Linear.product`."""
     if x.shape[0] <= FEW_ROWS:
         return True
-    measured = x.shape[0] <= MANY_ROWS and linear.scales is None
-    return measured and choose_tile(epilogue, x, linear.weight).method is not Method.LIBRARY
+    if x.shape[0] > MANY_ROWS or linear.scales is not None:
+        return False
+    tile = choose_tile(epilogue, x, linear.weight)
+    return tile.method is not Method.LIBRARY or tile.splits > 1
 
 
 def _product(x: torch.Tensor, linear: Linear) -> torch.Tensor:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.nn import functional
 
 from outrider.kernels.add_norm import embed_rows, normalise
 from outrider.kernels.skinny_gemm import project
-from outrider.kernels.stream import MANY_ROWS
+from outrider.kernels.stream import FEW_ROWS, MANY_ROWS
 from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.fused.blocks import Reduce, attention_block, mlp_block
 from outrider.shared.nn.layers import Attention, DecoderLayer, GatedMLP, RMSNorm
+from outrider.shared.nn.linear import Linear
 from outrider.shared.nn.rope import Rotation
 
 
@@ -30,7 +30,7 @@ class FusedForward:
         layers: For which `can_fuse` holds.
         embedding: ``[vocabulary, hidden]``.
         norm: The final norm.
-        lm_head: ``[vocabulary, hidden]``.
+        head: The output head, ``[vocabulary, hidden]``.
         reduce: Adds what o and down projections give, summed over the ranks; None: there is one.
     """
 
@@ -39,7 +39,7 @@ class FusedForward:
         layers: Sequence[DecoderLayer],
         embedding: torch.Tensor,
         norm: RMSNorm,
-        lm_head: torch.Tensor,
+        head: Linear,
         *,
         reduce: Reduce | None = None,
     ) -> None:
@@ -53,7 +53,7 @@ class FusedForward:
             self._norms.append((layer.post_attention_norm, after))
         self._first_norm = layers[0].input_norm
         self._embedding = embedding
-        self._lm_head = lm_head
+        self._head = head
         self.reduce = reduce
 
     def forward(
@@ -74,7 +74,7 @@ class FusedForward:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, vocabulary]`` in the weights' dtype."""
-        if hidden.shape[0] > MANY_ROWS:
-            return functional.linear(hidden, self._lm_head)
-        parts = project(hidden, self._lm_head)
+        if hidden.shape[0] > (MANY_ROWS if self._head.scales is None else FEW_ROWS):
+            return self._head.product(hidden)
+        parts = project(hidden, self._head.weight, scales=self._head.scales)
         return parts.sum(0) if parts.dim() == 3 else parts

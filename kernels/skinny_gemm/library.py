@@ -1,0 +1,23 @@
+"""Products by torch's library (cuBLAS on CUDA)."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.kernels.skinny_gemm import reference
+
+
+def project(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, splits: int) -> torch.Tensor:
+    """See `outrider.kernels.skinny_gemm.project`.
+
+    With splits above 1 the parts are a batch of products in fp32: whoever reads them adds them, where the library's own split products
+    take a launch for that, in the weight's dtype.
+    """
+    if splits == 1 or scales is not None or x.shape[1] % splits or x.stride(1) != 1:
+        return reference.project(x, weight, scales)
+    part = x.shape[1] // splits
+    rows = x.as_strided((splits, x.shape[0], part), (part, x.stride(0), 1))
+    columns = weight.view(-1, splits, part).permute(1, 2, 0)
+    if x.is_cuda and x.dtype is not torch.float32:
+        return torch.bmm(rows, columns, out_dtype=torch.float32)
+    return torch.bmm(rows.float(), columns.float())

@@ -1,0 +1,1 @@
+"""The gated product of more than a few rows."""
