@@ -24,10 +24,10 @@ from outrider.services.target.proposals import Proposals
 from outrider.services.target.round_runner import FinishedRound, RoundRunner
 from outrider.services.target.rounds import RoundCounter, advance
 from outrider.services.target.runner import FAILED_TOKEN
-from outrider.services.target.scheduler import Scheduler, StepPlan
+from outrider.services.target.scheduler import Scheduler
 from outrider.services.target.sequence import Sequence
 from outrider.services.target.verify_step import HostRow
-from outrider.shared.spec.drafter import Commit, Drafter, RoundResult
+from outrider.shared.spec.drafter import Commit, Drafter, DrafterState, RoundResult
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 CATCH_UP_TOKENS = 128
@@ -100,6 +100,11 @@ class DeviceLoop:
         """Whether rounds are kept on the device now."""
         return self._rounds.active
 
+    @property
+    def takes_prefilled(self) -> bool:
+        """Whether a sequence can enter in the step that prefilled it: there is no draft, or one that is here."""
+        return self._drafter.device_resident or self._drafter.state() is DrafterState.NONE
+
     def start_counting(self, metrics: TargetMetrics) -> None:
         """Count into `metrics` from now on."""
         self._metrics = metrics
@@ -112,10 +117,9 @@ class DeviceLoop:
         """Record the round of one size before anybody is served."""
         self._rounds.capture(bs, shape, mode, capture)
 
-    def enter(self, plan: StepPlan) -> bool:
-        """Start with the sequences of a step, if they can stay on the device."""
-        decodes = plan.decodes
-        if plan.prefills or not decodes or len(decodes) > self._batch_sizes[-1]:
+    def enter(self, decodes: Seq[Sequence]) -> bool:
+        """Start with these sequences, if they can stay on the device."""
+        if not decodes or len(decodes) > self._batch_sizes[-1]:
             return False
         shape = self._proposals.common_shape(decodes)
         if shape is None:

@@ -257,7 +257,12 @@ class TargetEngine:
         self._follower.refresh()
         plan = self._scheduler.schedule(started)
         self._follower.follow(plan)
-        if self._loop is not None and not self._host.announced and self._loop.enter(plan):
+        loop, prefills = None if self._host.announced else self._loop, plan.prefills
+        if loop is not None and loop.takes_prefilled:  # a draft elsewhere is asked first, and works while the target prefills
+            self._delivery.flush()
+            self._prefill(prefills)
+            prefills = []
+        if loop is not None and not prefills and loop.enter(self._scheduler.decoding()):
             self._host.drop()
             self._delivery.flush()
             return
@@ -265,7 +270,7 @@ class TargetEngine:
         proposal = self._host.announce(plan.decodes)
         times.announced = time.monotonic()
         self._delivery.flush()
-        self._prefill(plan.prefills)
+        self._prefill(prefills)
         times.prefilled = time.monotonic()
         if plan.decodes:
             self._host.run(plan.decodes, proposal, times)

@@ -1,0 +1,100 @@
+"""Requests that come while others are on the device: what they are told, who computes it, and that nothing is lost."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+from unittest import mock
+
+import pytest
+from device_toys import AnswerDrafter
+from target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
+from toys import make_toy_target
+
+from outrider.services.target.device_loop import OverlapPlan
+from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.request import SamplingParams, SpeculationMode
+from outrider.shared.nn.decoder import Decoder
+from outrider.shared.spec.drafter import FeatureSpec
+
+VOCAB = 64
+OVERLAP = OverlapPlan(batch_sizes=(1, 2, 4, 8), columns=6)
+SAMPLINGS = [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=3), SamplingParams(temperature=0.8, top_p=0.9, seed=4)]
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return load_toy(make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=3))
+
+
+class Crowd:
+    """Requests of random prompts, and what plain decoding answers to each."""
+
+    def __init__(self, decoder: Decoder, count: int, seed: int, shortest: int = 10) -> None:
+        rng = random.Random(seed)
+        self.decoder = decoder
+        self.prompts = [[rng.randrange(VOCAB) for _ in range(rng.choice([2, 5, 17, 40]))] for _ in range(count)]
+        self.samplings = [rng.choice(SAMPLINGS) for _ in range(count)]
+        self.lengths = [rng.randrange(shortest, 60) for _ in range(count)]
+        self.plain = [
+            generate_plain(decoder, NoDrafter(), prompt, length, sampling=sampling)
+            for prompt, length, sampling in zip(self.prompts, self.lengths, self.samplings, strict=True)
+        ]
+
+    def drafter(self, features: bool = False) -> AnswerDrafter:
+        size = 3 * self.decoder.config.hidden_size
+        spec = FeatureSpec(aux_layer_ids=(1, 3, 4), feature_size=size, fingerprint="raw") if features else None
+        return AnswerDrafter([prompt + answer for prompt, answer in zip(self.prompts, self.plain, strict=True)], VOCAB, 0.7, spec)
+
+    def submit(self, harness: Harness, index: int, **options: Any) -> int:
+        options = {"shape": (3, 2, 7), **options}
+        return harness.submit(self.prompts[index], self.lengths[index], request_id=str(index), sampling=self.samplings[index], **options)
+
+    def check(self, harness: Harness) -> None:
+        assert not harness.sink.failed
+        for index, (prompt, plain, sampling) in enumerate(zip(self.prompts, self.plain, self.samplings, strict=True)):
+            assert_same_tokens(self.decoder, prompt, plain, harness.sink.tokens[str(index)], sampling)
+
+
+@pytest.mark.parametrize("mode", [SpeculationMode.ON, SpeculationMode.OFF])
+@pytest.mark.parametrize("features", [False, True])
+def test_a_request_that_joins_takes_nobody_the_hosts_way(decoder: Decoder, mode: SpeculationMode, features: bool) -> None:
+    crowd = Crowd(decoder, 6, seed=1)
+    harness = make_harness(decoder, crowd.drafter(features), overlap=OVERLAP, max_running=8, prefill_chunk=8)
+    with mock.patch.object(harness.runner, "verify", side_effect=AssertionError("a round by way of the host")):
+        for index in range(6):
+            crowd.submit(harness, index, mode=mode)
+            for _ in range(4):
+                harness.step()
+        harness.run()
+    crowd.check(harness)
+
+
+def test_without_a_draft_too(decoder: Decoder) -> None:
+    crowd = Crowd(decoder, 5, seed=2)
+    harness = make_harness(decoder, NoDrafter(), overlap=OVERLAP, max_running=8, prefill_chunk=8)
+    with mock.patch.object(harness.runner, "verify", side_effect=AssertionError("a round by way of the host")):
+        for index in range(5):
+            crowd.submit(harness, index)
+            for _ in range(3):
+                harness.step()
+        harness.run()
+    crowd.check(harness)
+
+
+def test_those_who_decode_go_on_between_the_chunks_of_a_long_prompt(decoder: Decoder) -> None:
+    crowd = Crowd(decoder, 2, seed=3, shortest=59)
+    crowd.prompts[1] = [7] * 60
+    crowd.plain[1] = generate_plain(decoder, NoDrafter(), crowd.prompts[1], crowd.lengths[1], sampling=crowd.samplings[1])
+    harness = make_harness(decoder, crowd.drafter(), overlap=OVERLAP, prefill_chunk=6)
+    crowd.submit(harness, 0)
+    while len(harness.sink.tokens.get("0", ())) < 4:
+        harness.step()
+    crowd.submit(harness, 1)
+    told = []
+    while "1" not in harness.sink.tokens:
+        harness.step()
+        told.append(len(harness.sink.tokens["0"]))
+    assert told[-1] - told[0] >= 60 // 6 - 2, "a round for every chunk"
+    harness.run()
+    crowd.check(harness)
