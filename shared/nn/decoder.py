@@ -20,7 +20,7 @@ from outrider.shared.base.errors import CheckpointError, ConfigurationError
 from outrider.shared.kv.pool import KVPool, token_bytes
 from outrider.shared.nn.config import ModelConfig
 from outrider.shared.nn.fp8 import Fp8Source, expect_scales
-from outrider.shared.nn.fp8_linear import quantize_layer
+from outrider.shared.nn.fp8_linear import Fp8Linear, quantize_layer
 from outrider.shared.nn.fused import FusedForward, can_fuse
 from outrider.shared.nn.generic.layout import GenericConfig
 from outrider.shared.nn.layers import DecoderLayer, Linear, RMSNorm
@@ -60,7 +60,7 @@ class Decoder:
     Attributes:
         config, device, dtype: What was loaded, where, and the type of weights and activations.
         embedding: ``[vocab, hidden]``.
-        lm_head: ``[vocab, hidden]``; the same tensor as `embedding` when tied.
+        lm_head: ``[vocab, hidden]``; the same tensor as `embedding` when tied. As it was loaded, whatever `logits` computes with.
         layers, norm, rotary: The parts.
         fingerprint: Identifies configuration and weights.
         fused: What runs in place of the layers' own operations, or None.
@@ -93,13 +93,14 @@ class Decoder:
 
     def _fuse(self) -> None:
         if can_fuse(self.layers, self.device, self.dtype):
-            self.fused = FusedForward(self.layers, self.embedding, self.norm, self.lm_head)
+            self.fused = FusedForward(self.layers, self.embedding, self.norm, self._head)
 
     @torch.inference_mode()
     def quantize_fp8(self) -> None:
-        """Keep the layers' projections in FP8 from now on, with a scale per output channel; embedding and output head stay as they are.
+        """Keep the layers' projections in FP8 from now on, with a scale per output channel, and compute logits by such a copy of the head.
 
-        To be called before the first pass: recorded graphs would still read the old weights.
+        The embedding stays as it is, and so does the wide output head: drafts borrow it, and the embedding may be the same tensor. To be
+        called before the first pass: recorded graphs would still read the old weights.
 
         Raises:
             ConfigurationError: Layers of another kind than dense ones with plain attention; fp32 weights on a CPU; a share of a model.
@@ -109,8 +110,13 @@ class Decoder:
                 quantize_layer(layer)
         except TypeError as error:
             raise ConfigurationError(f"quantization fp8: {error}. Serve this model without it.", field="quantization") from error
-        self.fingerprint = hashlib.sha256(f"{self.fingerprint} fp8".encode()).hexdigest()
+        self.use_rounded(Fp8Linear.of(self._head))
         self._fuse()
+
+    def use_rounded(self, head: Linear) -> None:
+        """Compute logits by this head from now on, as part of rounding the decoder's products to FP8; `lm_head` stays as it is."""
+        self._head = head
+        self.fingerprint = hashlib.sha256(f"{self.fingerprint} fp8".encode()).hexdigest()
 
     @classmethod
     def load(
@@ -153,9 +159,10 @@ class Decoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of embedding, output head and projections (norms are negligible)."""
+        """Bytes of embedding, output head, its rounded copy and projections (norms are negligible)."""
         layers = sum(layer.attention.nbytes + layer.mlp.nbytes for layer in self.layers)
-        return self.embedding.nbytes + layers + self._head.nbytes
+        rounded = self._head.nbytes if self._head.rounded else 0
+        return self.embedding.nbytes + self.lm_head.nbytes + rounded + layers
 
     def make_pool(self, num_pages: int, page_size: int, feature_size: int = 0) -> KVPool:
         """Make a pool of this decoder's shape on its device."""

@@ -49,6 +49,11 @@ class Fp8Linear(Linear):
         return cls(*quantize_fp8(linear.weight), linear.bias)
 
     @property
+    def rounded(self) -> bool:
+        """See `Linear.rounded`."""
+        return True
+
+    @property
     def scales(self) -> torch.Tensor:
         """See `Linear.scales`."""
         return self._scales

@@ -42,6 +42,11 @@ class Linear:
         return self._packed_linear is not None
 
     @property
+    def rounded(self) -> bool:
+        """Whether the weight is in FP8."""
+        return False
+
+    @property
     def scales(self) -> torch.Tensor | None:
         """``[out] fp32``, what each row of the weight is to be multiplied by, or None."""
         return None

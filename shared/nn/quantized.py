@@ -1,12 +1,11 @@
 """FP8 products (W8A8): weights in e4m3 with a scale per output channel, activations in e4m3 with a scale per row, made as they come.
 
 On a GPU the decoder runs kernels for them. A CPU has no FP8: there operands are rounded alike and multiplied wide, which costs time and is
-for the numbers, so that what the rounding does to a model can be seen anywhere. Embedding, norms and output head keep their type.
+for the numbers, so that what the rounding does to a model can be seen anywhere. Embedding and norms keep their type; logits come from a
+rounded copy of the output head.
 """
 
 from __future__ import annotations
-
-import hashlib
 
 import torch
 
@@ -46,6 +45,11 @@ class RoundedLinear(Linear):
         self._weight = rows
         self._scale = scale.t()
         self._wide = Linear(rows.float())
+
+    @property
+    def rounded(self) -> bool:
+        """See `Linear.rounded`."""
+        return True
 
     @property
     def weight(self) -> torch.Tensor:
@@ -89,7 +93,7 @@ def quantize_fp8(decoder: Decoder) -> None:
         assert isinstance(mlp, GatedMLP)
         attention.qkv, attention.o = RoundedLinear(attention.qkv), RoundedLinear(attention.o)
         mlp.gate_up, mlp.down = RoundedLinear(mlp.gate_up), RoundedLinear(mlp.down)
-    decoder.fingerprint = hashlib.sha256(f"{decoder.fingerprint} fp8".encode()).hexdigest()
+    decoder.use_rounded(RoundedLinear(Linear(decoder.lm_head)))
 
 
 def _refused(why: str) -> ConfigurationError:

@@ -32,7 +32,7 @@ def _pair(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Dec
     plain = Decoder.load(path)
     monkeypatch.setattr(linear, "can_pack", lambda weight: False)
     fused = Decoder.load(path)
-    fused.fused = FusedForward(fused.layers, fused.embedding, fused.norm, fused.lm_head)
+    fused.fused = FusedForward(fused.layers, fused.embedding, fused.norm, linear.Linear(fused.lm_head))
     return plain, fused
 
 

@@ -10,7 +10,7 @@ from family_models import Sequences, save
 
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.nn import linear
-from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.decoder import LM_HEAD, Decoder
 from outrider.shared.nn.fp8_linear import Fp8Linear, quantize_fp8
 from outrider.shared.nn.linear import Linear
 
@@ -46,6 +46,19 @@ def test_a_decoder_is_near_itself_in_fp8(decoder: Decoder) -> None:
     assert 0.0 < float((got - want).norm() / want.norm()) < 0.25
     assert decoder.weight_bytes < 0.6 * nbytes
     assert decoder.fingerprint != fingerprint, "stored features of the wide model are another's"
+
+
+def test_logits_come_from_a_rounded_copy_of_the_head(decoder: Decoder) -> None:
+    hidden = torch.randn(3, decoder.config.hidden_size, generator=torch.Generator().manual_seed(2))
+    wide, lent, nbytes = decoder.logits(hidden), decoder.weight(LM_HEAD), decoder.weight_bytes
+    layers = sum(layer.attention.nbytes + layer.mlp.nbytes for layer in decoder.layers)
+    decoder.quantize_fp8()
+    weight, scales = quantize_fp8(lent)
+    torch.testing.assert_close(decoder.logits(hidden), hidden @ (weight.float() * scales[:, None]).T)
+    assert not torch.equal(decoder.logits(hidden), wide)
+    assert decoder.weight(LM_HEAD) is lent, "a draft borrows the head as it was loaded"
+    narrow = sum(layer.attention.nbytes + layer.mlp.nbytes for layer in decoder.layers)
+    assert decoder.weight_bytes == nbytes - layers + narrow + weight.nbytes + scales.nbytes
 
 
 def test_what_is_quantised_is_not_quantised_again(decoder: Decoder) -> None:

@@ -18,6 +18,7 @@ from outrider.shared.nn import linear
 from outrider.shared.nn.config import ModelConfig
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.fused import FusedForward
+from outrider.shared.nn.linear import Linear
 from outrider.shared.parallel.decoder import ShardedDecoder, best_of
 from outrider.shared.parallel.reduce import GroupReduce
 from outrider.shared.parallel.shard import Shard
@@ -73,7 +74,7 @@ def test_the_fused_forward_pass_of_a_gpu_sums_over_the_ranks_too(case: str, fold
     monkeypatch.setattr(linear, "can_pack", lambda weight: False)
     ranks = load_ranks(path, 2)
     for rank in ranks:
-        rank.fused = FusedForward(rank.layers, rank.embedding, rank.norm, rank.lm_head, reduce=GroupReduce(rank.collectives))
+        rank.fused = FusedForward(rank.layers, rank.embedding, rank.norm, Linear(rank.lm_head), reduce=GroupReduce(rank.collectives))
     parts = on_all(ranks, lambda decoder: Sequences(decoder, 1, backend="triton").run([0], [prompt(9)])[0])
     assert_near(gathered(parts, want.shape[1]), want)
 
