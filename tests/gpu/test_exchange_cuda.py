@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
-
 from exchange_cases import check_exchange, check_lost_rank
 from guards import Guards
 from words_cases import check_lost_words, check_words

@@ -1,4 +1,4 @@
-"""A target over several GPUs: the numbers and tokens of one GPU, eager and in CUDA graphs; by one-shot sums and by NCCL's.
+"""A target over several GPUs: the numbers and tokens of one GPU, eager and in CUDA graphs; by peer memory and by NCCL.
 
 Each case runs in a process of its own: a process joins one group in its life.
 """
@@ -20,6 +20,7 @@ from toys import make_toy_target
 
 from outrider.common.v1 import common_pb2
 from outrider.kernels.verify import SamplingTensors
+from outrider.services.target.numerics import prepare_decoder
 from outrider.services.target.settings import TargetSettings
 from outrider.services.target.tp import start_group
 from outrider.shared.attn.base import AttentionBatch, build_batch
@@ -81,14 +82,17 @@ def greedy(rows: int, device: torch.device) -> SamplingTensors:
 
 
 @torch.inference_mode()
-def relative_errors(folder: Path, size: int, dtype: str, reduce: str) -> tuple[list[float], list[float], int]:
+def relative_errors(folder: Path, size: int, dtype: str, reduce: str, quantization: str = "none") -> tuple[list[float], list[float], int]:
     """Return the errors of logits against one GPU's, how far greedy tokens are from the best logit, and replays that differ from eager."""
     torch.cuda.set_device(0)
     torch.backends.cuda.matmul.allow_tf32 = False
-    settings = TargetSettings.load({"model": folder, "device": "cuda", "dtype": dtype, "tp": size, "tp_all_reduce": reduce})
+    settings = TargetSettings.load(
+        {"model": folder, "device": "cuda", "dtype": dtype, "tp": size, "tp_all_reduce": reduce, "quantization": quantization}
+    )
     group = start_group(settings)
     try:
-        whole, spread = Session(Decoder.load(folder, "cuda:0", getattr(torch, dtype))), Session(group.decoder)
+        whole = Session(prepare_decoder(settings, Decoder.load(folder, "cuda:0", getattr(torch, dtype))))
+        spread = Session(prepare_decoder(settings, group.decoder))
         graphs = GraphCache(spread.device, observer=graph_observer(group.decoder))
         errors, distances, differing = [], [], 0
         for start, rows in ((0, PROMPT), (PROMPT, 1), (PROMPT, NODES)):
@@ -128,6 +132,13 @@ def test_numbers_are_those_of_one_gpu_eager_and_in_graphs(folder: Path, size: in
     print(f"{size} GPUs, {dtype}, {reduce}: relative errors {errors}, greedy tokens below the best by {distances}")
     assert max(errors) < tolerance
     assert max(distances) <= (0 if dtype == "float32" else 0.1)
+    assert differing == 0
+
+
+def test_ranks_round_to_fp8_as_finely_as_one_gpu(folder: Path) -> None:
+    errors, _, differing = in_a_process(relative_errors, folder, 2, "bfloat16", "auto", "fp8")
+    print(f"2 GPUs, FP8: relative errors {errors}")
+    assert 1e-3 < max(errors) < 0.25, "each has roundings of its own"
     assert differing == 0
 
 
