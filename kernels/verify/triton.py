@@ -93,16 +93,14 @@ def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: to
 
 
 @triton.jit
-def _walk(tokens, parents, num_nodes, chosen, path, num_accepted, emitted, columns, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
+def walk_tree(tokens, parents, chosen, row, num_nodes, columns, BLOCK: tl.constexpr):
+    """Return the path, the tokens emitted along it, each ``[BLOCK]`` and -1 behind its end, and the number of accepted drafts."""
     node = tl.arange(0, BLOCK)
     inside = node < columns
     token = tl.load(tokens + row * columns + node, mask=inside, other=-1)
     parent = tl.load(parents + row * columns + node, mask=inside, other=-1)
     after = tl.load(chosen + row * columns + node, mask=inside, other=-1).to(tl.int32)
-    real = inside & (node < tl.load(num_nodes + row)) & (node > 0)
+    real = inside & (node < num_nodes) & (node > 0)
     at = tl.min(node, 0)
     wanted = tl.sum(tl.where(node == at, after, 0), 0)
     accepted = at
@@ -116,8 +114,19 @@ def _walk(tokens, parents, num_nodes, chosen, path, num_accepted, emitted, colum
         walked = tl.where(node == accepted, at, walked)
         said = tl.where(node == accepted, wanted, said)
         child = tl.min(tl.where(real & (node > at) & (parent == at) & (token == wanted), node, BLOCK), 0)
+    return walked, said, accepted
+
+
+@triton.jit
+def _walk(tokens, parents, num_nodes, chosen, path, num_accepted, emitted, columns, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    walked, said, accepted = walk_tree(tokens, parents, chosen, row, tl.load(num_nodes + row), columns, BLOCK)
     if PDL:
         gdc_launch_dependents()
+    node = tl.arange(0, BLOCK)
+    inside = node < columns
     tl.store(path + row * columns + node, walked, mask=inside)
     tl.store(emitted + row * columns + node, said, mask=inside)
     tl.store(num_accepted + row, accepted)

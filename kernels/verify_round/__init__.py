@@ -10,9 +10,9 @@ import torch
 from outrider.kernels._dispatch import use_triton
 from outrider.kernels._launch import expect, expect_contiguous
 from outrider.kernels.verify_round import reference
-from outrider.kernels.verify_round.types import PlacedRows, RoundTensors, SettledRound
+from outrider.kernels.verify_round.types import AcceptedRound, PlacedRows, RoundTensors
 
-__all__ = ["PlacedRows", "RoundTensors", "SettledRound", "begin_round", "place_rows", "settle_round"]
+__all__ = ["AcceptedRound", "PlacedRows", "RoundTensors", "accept_round", "begin_round", "place_rows"]
 
 
 def begin_round(state: RoundTensors, limits: torch.Tensor) -> torch.Tensor:
@@ -75,25 +75,25 @@ def place_rows(
     return reference.place_rows(live, committed_lens, depths, num_nodes, page_table, page_size)
 
 
-def settle_round(
+def accept_round(
     live: torch.Tensor,
     cached_lens: torch.Tensor,
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
     num_nodes: torch.Tensor,
-    num_accepted: torch.Tensor,
-    path: torch.Tensor,
-    emitted: torch.Tensor,
+    chosen: torch.Tensor,
     page_table: torch.Tensor,
     page_size: int,
     columns: int,
     state: RoundTensors | None,
-) -> SettledRound:
-    """Sum up a verified round for the host, for the feature rows, and for the next round.
+) -> AcceptedRound:
+    """Walk every row's tree as `verify_tree` does, and sum up the round for the host, for the feature rows, and for the next round.
 
     Args:
         live: ``[bs] int32``; may be ``state.counts``.
         cached_lens: ``[bs] int32``, of `place_rows`.
-        num_nodes: ``[bs] int32``.
-        num_accepted, path, emitted: Of `verify_tree`, ``[bs]``, ``[bs, N]``, ``[bs, N] int32``.
+        tokens, parents, num_nodes: The trees, ``[bs, N]``, ``[bs, N]``, ``[bs] int32``.
+        chosen: ``[bs, N] int64``, the token chosen after each node; -1 stops the walk.
         page_table: ``[bs, pages] int32``, contiguous.
         page_size: Tokens of a page.
         columns: R; a row accepts at most R - 1 drafts, what it emits is cut there.
@@ -106,24 +106,24 @@ def settle_round(
     Raises:
         ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
     """
-    bs, nodes = path.shape
+    bs, nodes = tokens.shape
     expect("live", live, (bs,), torch.int32)
     expect("cached_lens", cached_lens, (bs,), torch.int32)
+    expect("tokens", tokens, (bs, nodes), torch.int32)
+    expect("parents", parents, (bs, nodes), torch.int32)
     expect("num_nodes", num_nodes, (bs,), torch.int32)
-    expect("num_accepted", num_accepted, (bs,), torch.int32)
-    expect("path", path, (bs, nodes), torch.int32)
-    expect("emitted", emitted, (bs, nodes), torch.int32)
+    expect("chosen", chosen, (bs, nodes), torch.int64)
     expect("page_table", page_table, (bs, None), torch.int32)
     expect_contiguous("page_table", page_table)
     if state is not None:
         _expect_state(state)
         expect("state.tokens", state.tokens, (bs, columns), torch.int32)
-    arguments = (live, cached_lens, num_nodes, num_accepted, path, emitted, page_table, page_size, columns, state)
-    if use_triton(path):
+    arguments = (live, cached_lens, tokens, parents, num_nodes, chosen, page_table, page_size, columns, state)
+    if use_triton(tokens):
         from outrider.kernels.verify_round import triton as compiled
 
-        return compiled.settle_round(*arguments)
-    return reference.settle_round(*arguments)
+        return compiled.accept_round(*arguments)
+    return reference.accept_round(*arguments)
 
 
 def _expect_state(state: RoundTensors) -> None:

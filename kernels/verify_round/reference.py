@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from outrider.kernels.verify_round.types import PlacedRows, RoundTensors, SettledRound
+from outrider.kernels.verify.reference import verify_tree
+from outrider.kernels.verify_round.types import AcceptedRound, PlacedRows, RoundTensors
 
 
 def begin_round(state: RoundTensors, limits: torch.Tensor) -> torch.Tensor:
@@ -32,20 +33,25 @@ def place_rows(
     return PlacedRows(cached, cached + num_nodes, positions, positions + 1, slots.flatten())
 
 
-def settle_round(
+def accept_round(
     live: torch.Tensor,
     cached_lens: torch.Tensor,
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
     num_nodes: torch.Tensor,
-    num_accepted: torch.Tensor,
-    path: torch.Tensor,
-    emitted: torch.Tensor,
+    chosen: torch.Tensor,
     page_table: torch.Tensor,
     page_size: int,
     columns: int,
     state: RoundTensors | None,
-) -> SettledRound:
-    """See `outrider.kernels.verify_round.settle_round`."""
-    bs, nodes = path.shape
+) -> AcceptedRound:
+    """See `outrider.kernels.verify_round.accept_round`."""
+    bs, nodes = tokens.shape
+    if nodes == 1:
+        path, emitted, num_accepted = torch.zeros_like(tokens), chosen.to(torch.int32), torch.zeros_like(num_nodes)
+    else:
+        tree = verify_tree(tokens, parents, num_nodes, chosen)
+        path, emitted, num_accepted = tree.path, tree.emitted, tree.num_accepted
     accepted = torch.where(live > 0, num_accepted.clamp(max=columns - 1), -1)
     column = torch.arange(columns, dtype=torch.int32, device=path.device)
     on_path = column <= accepted[:, None]  # [bs, R]
@@ -62,7 +68,7 @@ def settle_round(
         state.tokens.copy_(torch.where(column < counts[:, None], said, 0))
         state.committed_lens.add_(counts)
         state.counts.copy_(counts)
-    return SettledRound(accepted, packed, rows.flatten(), slots.flatten())
+    return AcceptedRound(path, accepted, packed, rows.flatten(), slots.flatten())
 
 
 def _slots(page_table: torch.Tensor, index: torch.Tensor, page_size: int) -> torch.Tensor:

@@ -5,17 +5,23 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
-from outrider.kernels.verify_round.types import PlacedRows, RoundTensors, SettledRound
+from outrider.kernels.verify.triton import walk_tree
+from outrider.kernels.verify_round.types import AcceptedRound, PlacedRows, RoundTensors
 
 
 @triton.jit
-def _begin(counts, committed_lens, tokens, token_stride, limits, roots):
+def _begin(counts, committed_lens, tokens, token_stride, limits, roots, PDL: tl.constexpr):
+    if PDL:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(counts + row)
     count = tl.where(tl.load(committed_lens + row) < tl.load(limits + row), count, 0)
     root = tl.load(tokens + row * token_stride + count - 1, mask=count > 0, other=0)
+    if PDL:
+        gdc_launch_dependents()
     tl.store(counts + row, count)
     tl.store(roots + row, root)
 
@@ -27,7 +33,8 @@ def begin_round(state: RoundTensors, limits: torch.Tensor) -> torch.Tensor:
     if bs:
         with _launch.on_device_of(limits):
             _begin[(bs,)](
-                state.counts, state.committed_lens, state.tokens, state.tokens.shape[1], limits.contiguous(), roots, num_warps=1
+                state.counts, state.committed_lens, state.tokens, state.tokens.shape[1], limits.contiguous(), roots, num_warps=1,
+                **_launch.dependent(limits),
             )  # fmt: skip
     return roots
 
@@ -35,23 +42,27 @@ def begin_round(state: RoundTensors, limits: torch.Tensor) -> torch.Tensor:
 @triton.jit
 def _place(
     live, committed_lens, depths, num_nodes, page_table, table_stride, cached_lens, kv_lens, positions, next_positions, slots, columns,
-    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr
+    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     alive = tl.load(live + row) > 0
     cached = tl.where(alive, tl.load(committed_lens + row) - 1, 0)
     nodes = tl.load(num_nodes + row)
-    tl.store(cached_lens + row, cached)
-    tl.store(kv_lens + row, cached + nodes)
     node = tl.arange(0, BLOCK)
     inside = node < columns
     at = row * columns + node
     position = (cached + tl.load(depths + at, mask=inside, other=0)).to(tl.int64)
-    tl.store(positions + at, position, mask=inside)
-    tl.store(next_positions + at, position + 1, mask=inside)
     real = inside & alive & (node < nodes)
     index = cached + node
     page = tl.load(page_table + row * table_stride + index // PAGE_SIZE, mask=real, other=0).to(tl.int64)
+    if PDL:
+        gdc_launch_dependents()
+    tl.store(cached_lens + row, cached)
+    tl.store(kv_lens + row, cached + nodes)
+    tl.store(positions + at, position, mask=inside)
+    tl.store(next_positions + at, position + 1, mask=inside)
     tl.store(slots + at, tl.where(real, page * PAGE_SIZE + index % PAGE_SIZE, -1), mask=inside)
 
 
@@ -78,74 +89,86 @@ def place_rows(
             _place[(bs,)](
                 live.contiguous(), committed_lens.contiguous(), depths.contiguous(), num_nodes.contiguous(), page_table,
                 page_table.shape[1], placed.cached_lens, placed.kv_lens, placed.positions, placed.next_positions, placed.slots, nodes,
-                PAGE_SIZE=page_size, BLOCK=_launch.next_power_of_2(nodes), num_warps=1,
+                PAGE_SIZE=page_size, BLOCK=_launch.next_power_of_2(nodes), num_warps=1, **_launch.dependent(depths),
             )  # fmt: skip
     return placed
 
 
 @triton.jit
-def _settle(
-    live, cached_lens, num_nodes, num_accepted, path, emitted, page_table, table_stride,
-    out_accepted, packed, feature_rows, feature_slots, state_committed, state_tokens, state_counts, nodes, columns, kept,
-    PAGE_SIZE: tl.constexpr, STATE: tl.constexpr, BLOCK: tl.constexpr
+def _accept(
+    live, cached_lens, tokens, parents, num_nodes, chosen, page_table, table_stride,
+    path, out_accepted, packed, feature_rows, feature_slots, state_committed, state_tokens, state_counts, nodes, columns, kept,
+    PAGE_SIZE: tl.constexpr, STATE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     alive = tl.load(live + row) > 0
-    accepted = tl.where(alive, tl.minimum(tl.load(num_accepted + row), columns - 1), -1)
-    column = tl.arange(0, BLOCK)
-    on_path = column <= accepted
-    node = tl.load(path + row * nodes + column, mask=on_path & (column < nodes), other=-1)
-    token = tl.load(emitted + row * nodes + column, mask=on_path & (column < nodes), other=-1)
-    tl.store(out_accepted + row, accepted)
-    out = packed + row * (2 + 2 * columns)
-    tl.store(out, accepted)
-    tl.store(out + 1, tl.load(num_nodes + row))
-    inside = column < columns
-    tl.store(out + 2 + column, node, mask=inside)
-    tl.store(out + 2 + columns + column, token, mask=inside)
-    index = tl.load(cached_lens + row) + column
+    real_nodes = tl.load(num_nodes + row)
+    cached = tl.load(cached_lens + row)
+    at = tl.arange(0, BLOCK)  # a node of the tree, and a place on the path
+    walked, said, accepted = walk_tree(tokens, parents, chosen, row, real_nodes, nodes, BLOCK)
+    taken = tl.where(alive, tl.minimum(accepted, columns - 1), -1)
+    on_path = at <= taken
+    node = tl.where(on_path, walked, -1)
+    token = tl.where(on_path, said, -1)
+    index = cached + at
     page = tl.load(page_table + row * table_stride + index // PAGE_SIZE, mask=on_path, other=0).to(tl.int64)
     slot = tl.where(on_path, page * PAGE_SIZE + index % PAGE_SIZE, -1)
-    tl.store(feature_rows + row * kept + column, row * nodes + tl.maximum(node, 0), mask=column < kept)
-    tl.store(feature_slots + row * kept + column, slot, mask=column < kept)
+    inside = at < columns
+    committed = cached
     if STATE:
-        bonus = tl.max(tl.where(column == accepted, token, -1), 0)
-        count = tl.where(bonus >= 0, accepted + 1, 0)
-        tl.store(state_tokens + row * columns + column, tl.where(column < count, token, 0), mask=inside)
-        tl.store(state_committed + row, tl.load(state_committed + row) + count)
+        committed = tl.load(state_committed + row)
+    if PDL:
+        gdc_launch_dependents()
+    tl.store(path + row * nodes + at, walked, mask=at < nodes)
+    tl.store(out_accepted + row, taken)
+    out = packed + row * (2 + 2 * columns)
+    tl.store(out, taken)
+    tl.store(out + 1, real_nodes)
+    tl.store(out + 2 + at, node, mask=inside)
+    tl.store(out + 2 + columns + at, token, mask=inside)
+    tl.store(feature_rows + row * kept + at, row * nodes + tl.maximum(node, 0), mask=at < kept)
+    tl.store(feature_slots + row * kept + at, slot, mask=at < kept)
+    if STATE:
+        bonus = tl.max(tl.where(at == taken, token, -1), 0)
+        count = tl.where(bonus >= 0, taken + 1, 0)
+        tl.store(state_tokens + row * columns + at, tl.where(at < count, token, 0), mask=inside)
+        tl.store(state_committed + row, committed + count)
         tl.store(state_counts + row, count)
 
 
-def settle_round(
+def accept_round(
     live: torch.Tensor,
     cached_lens: torch.Tensor,
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
     num_nodes: torch.Tensor,
-    num_accepted: torch.Tensor,
-    path: torch.Tensor,
-    emitted: torch.Tensor,
+    chosen: torch.Tensor,
     page_table: torch.Tensor,
     page_size: int,
     columns: int,
     state: RoundTensors | None,
-) -> SettledRound:
-    """See `outrider.kernels.verify_round.settle_round`."""
-    bs, nodes = path.shape
-    device = path.device
+) -> AcceptedRound:
+    """See `outrider.kernels.verify_round.accept_round`."""
+    bs, nodes = tokens.shape
+    device = tokens.device
     kept = min(nodes, columns)
-    settled = SettledRound(
+    accepted = AcceptedRound(
+        path=_launch.empty((bs, nodes), torch.int32, device),
         num_accepted=_launch.empty((bs,), torch.int32, device),
         packed=_launch.empty((bs, 2 + 2 * columns), torch.int32, device),
         feature_rows=_launch.empty((bs * kept,), torch.int64, device),
         feature_slots=_launch.empty((bs * kept,), torch.int64, device),
     )
     if bs:
-        unused = settled.num_accepted
-        with _launch.on_device_of(path):
-            _settle[(bs,)](
-                live.contiguous(), cached_lens.contiguous(), num_nodes.contiguous(), num_accepted.contiguous(), path.contiguous(),
-                emitted.contiguous(), page_table, page_table.shape[1], settled.num_accepted, settled.packed, settled.feature_rows,
-                settled.feature_slots, state.committed_lens if state else unused, state.tokens if state else unused,
+        unused = accepted.num_accepted
+        with _launch.on_device_of(tokens):
+            _accept[(bs,)](
+                live.contiguous(), cached_lens.contiguous(), tokens.contiguous(), parents.contiguous(), num_nodes.contiguous(),
+                chosen.contiguous(), page_table, page_table.shape[1], accepted.path, accepted.num_accepted, accepted.packed,
+                accepted.feature_rows, accepted.feature_slots, state.committed_lens if state else unused, state.tokens if state else unused,
                 state.counts if state else unused, nodes, columns, kept, PAGE_SIZE=page_size, STATE=state is not None,
-                BLOCK=_launch.next_power_of_2(columns), num_warps=1,
+                BLOCK=_launch.next_power_of_2(max(nodes, columns)), num_warps=1, **_launch.dependent(tokens),
             )  # fmt: skip
-    return settled
+    return accepted

@@ -42,16 +42,18 @@ class PlacedRows:
 
 
 @dataclass(frozen=True, slots=True)
-class SettledRound:
+class AcceptedRound:
     """What a round comes to; C = min(N, R).
 
     Attributes:
+        path: ``[bs, N] int32``; node indices of the root and the accepted drafts, -1 padded, as `verify_tree` returns it.
         num_accepted: ``[bs] int32``, at most R - 1; -1 for idle rows.
         packed: ``[bs, 2 + 2 R] int32``: num_accepted, num_nodes, path, emitted; path and emitted padded with -1.
         feature_rows: ``[bs * C] int64``; row of the pass that holds column c of the path; behind the path, the row's root.
         feature_slots: ``[bs * C] int64``; where the feature row of column c belongs, -1 behind the path and for idle rows.
     """
 
+    path: torch.Tensor
     num_accepted: torch.Tensor
     packed: torch.Tensor
     feature_rows: torch.Tensor

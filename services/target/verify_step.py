@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.kernels.verify import verify_tree
-from outrider.kernels.verify_round import RoundTensors, place_rows, settle_round
+from outrider.kernels.verify_round import RoundTensors, accept_round, place_rows
 from outrider.services.target.batch_tables import BatchTables, SamplingMode
 from outrider.services.target.synthetic import SyntheticAcceptance
 from outrider.shared.attn.base import AttentionBackend, AttentionBatch
@@ -89,7 +88,7 @@ def verify_step(
         committed_lens: ``[bs] int32``.
         drafts: The trees, padded to the table's nodes.
         columns: R; a path with more tokens is cut, which is exact.
-        state: Where the next round starts from, see `settle_round`; None if there is none.
+        state: Where the next round starts from, see `accept_round`; None if there is none.
     """
     bs, nodes = drafts.tokens.shape
     pool, page_size = model.pool, tables.page_size
@@ -109,25 +108,19 @@ def verify_step(
     model.attention.plan(batch)
     output = model.decoder.forward(drafts.tokens.flatten(), placed.positions, model.attention, pool, aux_layer_ids)
     chosen = model.decoder.choose(output.hidden, tables.sampling(mode), placed.next_positions).view(bs, nodes)
-    if nodes == 1:
-        accepted, path, emitted = tables.nothing, tables.nothing[:, None], chosen.to(torch.int32)
-    else:
-        if model.synthetic is not None:
-            positions = (placed.cached_lens + 1).to(torch.int64)
-            chosen = model.synthetic(chosen, drafts, positions, tables.first_rows.seeds.contiguous())
-        walked = verify_tree(drafts.tokens, drafts.parents, drafts.num_nodes, chosen)
-        accepted, path, emitted = walked.num_accepted, walked.path, walked.emitted
-    settled = settle_round(
-        live, placed.cached_lens, drafts.num_nodes, accepted, path, emitted, tables.page_table, page_size, columns, state
-    )
+    if nodes > 1 and model.synthetic is not None:
+        positions = (placed.cached_lens + 1).to(torch.int64)
+        chosen = model.synthetic(chosen, drafts, positions, tables.first_rows.seeds.contiguous())
+    trees = drafts.tokens, drafts.parents, drafts.num_nodes
+    accepted = accept_round(live, placed.cached_lens, *trees, chosen, tables.page_table, page_size, columns, state)
     if nodes > 1:
-        pool.compact(tables.page_table, placed.cached_lens, path, settled.num_accepted)
+        pool.compact(tables.page_table, placed.cached_lens, accepted.path, accepted.num_accepted)
     features = None
     if projector is not None:
-        rows = projector(_picked(output, settled.feature_rows, projector.spec.final_hidden))
-        pool.store_some_features(rows, settled.feature_slots)
+        rows = projector(_picked(output, accepted.feature_rows, projector.spec.final_hidden))
+        pool.store_some_features(rows, accepted.feature_slots)
         features = rows.view(bs, -1, rows.shape[1])
-    return VerifiedStep(settled.packed, features)
+    return VerifiedStep(accepted.packed, features)
 
 
 def root_batch(roots: torch.Tensor, tables: BatchTables) -> DraftBatch:

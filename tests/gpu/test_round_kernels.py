@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from guards import Guards
-from round_cases import check_begin_round, check_place_rows, check_settle_round
+from round_cases import check_accept_round, check_begin_round, check_place_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -22,5 +22,5 @@ def test_place_rows(bs: int, nodes: int, page_size: int) -> None:
 
 @pytest.mark.parametrize("with_state", [True, False])
 @pytest.mark.parametrize(("bs", "nodes", "columns"), [(1, 1, 1), (64, 6, 6), (16, 128, 17), (7, 2, 6), (4, 1, 6)])
-def test_settle_round(bs: int, nodes: int, columns: int, with_state: bool) -> None:
-    check_settle_round("cuda", bs, nodes, columns, 16, with_state, Guards())
+def test_accept_round(bs: int, nodes: int, columns: int, with_state: bool) -> None:
+    check_accept_round("cuda", bs, nodes, columns, 16, with_state, Guards())

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import fields
 
 import torch
 from guards import Guards, reference_version, triton_version
 
-from outrider.kernels.verify_round import PlacedRows, RoundTensors, SettledRound, begin_round, place_rows, settle_round
+from outrider.kernels.verify_round import AcceptedRound, PlacedRows, RoundTensors, accept_round, begin_round, place_rows
 
 
-def assert_equal(have: PlacedRows | SettledRound | RoundTensors, want: PlacedRows | SettledRound | RoundTensors) -> None:
+def assert_equal(have: PlacedRows | AcceptedRound | RoundTensors, want: PlacedRows | AcceptedRound | RoundTensors) -> None:
     for one in fields(want):
         actual, expected = getattr(have, one.name), getattr(want, one.name)
         assert actual.dtype is expected.dtype, one.name
@@ -73,34 +74,47 @@ def check_place_rows(device: str, bs: int, nodes: int, page_size: int, guards: G
             assert positions[row][node] == cached + depths[row][node]
 
 
-def check_settle_round(device: str, bs: int, nodes: int, columns: int, page_size: int, with_state: bool, guards: Guards) -> None:
+def random_tree(count: int, rng: random.Random) -> tuple[list[int], list[int]]:
+    """Return parents and tokens of a tree's nodes; siblings' tokens differ."""
+    return [-1, *(rng.randrange(node) for node in range(1, count))], [node % 100 for node in range(count)]
+
+
+def check_accept_round(device: str, bs: int, nodes: int, columns: int, page_size: int, with_state: bool, guards: Guards) -> None:
     rng = random.Random(bs * 1000 + nodes * 10 + columns)
     pages = (60 + max(nodes, columns)) // page_size + 2
     live = [rng.choice([0, 1, 1, 1]) for _ in range(bs)]
     cached = [rng.randint(0, 59) if alive else 0 for alive in live]
     counts = [rng.randint(1, nodes) for _ in range(bs)]
-    accepted = [rng.randint(0, count - 1) for count in counts]
-    path, emitted = [], []
-    for row in range(bs):
-        walked = [0, *sorted(rng.sample(range(1, nodes), accepted[row]))]
-        said = [rng.randrange(99) for _ in walked]
+    trees = [random_tree(count, rng) for count in counts]
+    accepted, path, emitted = [], [], []
+    tokens, parents, chosen = ([[fill] * nodes for _ in range(bs)] for fill in (0, -1, -1))
+    for row, (above, names) in enumerate(trees):
+        parents[row][: counts[row]], tokens[row][: counts[row]] = above, names
+        walked = [0]
+        while (children := [node for node in range(1, counts[row]) if above[node] == walked[-1]]) and rng.random() < 0.8:
+            walked.append(rng.choice(children))
+        for node in range(counts[row]):
+            chosen[row][node] = rng.randrange(100, 200)  # no child's token
+        for node, child in itertools.pairwise(walked):
+            chosen[row][node] = names[child]
         if rng.random() < 0.3:
-            said[-1] = -1  # no number
-        path.append(walked + [-1] * (nodes - len(walked)))
-        emitted.append(said + [-1] * (nodes - len(said)))
+            chosen[row][walked[-1]] = -1  # no number
+        accepted.append(len(walked) - 1)
+        path.append(walked)
+        emitted.append([chosen[row][node] for node in walked])
     table = [[rng.randrange(500) for _ in range(pages)] for _ in range(bs)]
-    arguments = [
-        torch.tensor(values, dtype=torch.int32, device=device) for values in (live, cached, counts, accepted, path, emitted, table)
-    ]
+    arguments = [torch.tensor(values, dtype=torch.int32, device=device) for values in (live, cached, tokens, parents, counts)]
+    arguments += [torch.tensor(chosen, device=device), torch.tensor(table, dtype=torch.int32, device=device)]
     state = random_state(bs, columns, rng, device)
     expected_state, actual_state = copied(state), copied(state, guards)
     with reference_version():
-        expected = settle_round(*arguments, page_size, columns, expected_state if with_state else None)
+        expected = accept_round(*arguments, page_size, columns, expected_state if with_state else None)
     guarded = [guards.put(tensor) for tensor in arguments]
     with triton_version(guards):
-        actual = settle_round(*guarded, page_size, columns, actual_state if with_state else None)
+        actual = accept_round(*guarded, page_size, columns, actual_state if with_state else None)
     assert_equal(actual, expected)
     assert_equal(actual_state, expected_state)
+    assert expected.path.tolist() == [walked + [-1] * (nodes - len(walked)) for walked in path]
     kept = min(nodes, columns)
     rows, slots = expected.feature_rows.view(bs, kept).tolist(), expected.feature_slots.view(bs, kept).tolist()
     for row in range(bs):

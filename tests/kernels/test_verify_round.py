@@ -2,7 +2,7 @@
 
 import pytest
 from guards import Guards
-from round_cases import check_begin_round, check_place_rows, check_settle_round
+from round_cases import check_accept_round, check_begin_round, check_place_rows
 
 
 @pytest.mark.parametrize(("bs", "columns"), [(1, 1), (3, 6), (9, 17)])
@@ -18,5 +18,5 @@ def test_place_rows(bs: int, nodes: int, page_size: int) -> None:
 
 @pytest.mark.parametrize("with_state", [True, False])
 @pytest.mark.parametrize(("bs", "nodes", "columns", "page_size"), [(1, 1, 1, 16), (6, 6, 6, 3), (5, 33, 7, 1), (7, 2, 6, 16), (4, 1, 6, 4)])
-def test_settle_round(bs: int, nodes: int, columns: int, page_size: int, with_state: bool) -> None:
-    check_settle_round("cpu", bs, nodes, columns, page_size, with_state, Guards())
+def test_accept_round(bs: int, nodes: int, columns: int, page_size: int, with_state: bool) -> None:
+    check_accept_round("cpu", bs, nodes, columns, page_size, with_state, Guards())
