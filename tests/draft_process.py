@@ -1,0 +1,89 @@
+"""A draft in a process of its own for tests that drive the target's engine by hand; it can be told to hand over nonsense."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from compute_device import DEVICE
+
+SCRIPT = """
+import json, random, sys
+import torch
+from outrider.services.draft.app import run
+from outrider.services.draft.settings import DraftSettings
+from outrider.shared.rpc.ipc.cuda_round_mailbox import StreamMailbox
+from outrider.shared.rpc.ipc.round_mailbox import HostMailbox
+
+values, spoil = json.loads(sys.argv[1]), sys.argv[2]
+rng = random.Random(7)
+
+def spoilt(mailbox):
+    true_send = mailbox.send
+    def send(self, number, blob):
+        if spoil == "noise":  # any bytes
+            blob[256:].view(torch.int32).random_(-(1 << 31), (1 << 31) - 1)
+        elif spoil == "near":  # small numbers: some pass as trees
+            blob[256:].view(torch.int32).random_(-1, 12)
+        elif spoil == "stale":  # the trees of another round, as if they were of this one
+            number_told = number
+            if rng.random() < 0.5:
+                blob = last.setdefault("blob", blob.clone())
+        true_send(self, number, blob)
+    last = {}
+    mailbox.send = send
+
+if spoil:
+    spoilt(HostMailbox)
+    spoilt(StreamMailbox)
+run(DraftSettings.load(values))
+"""
+
+
+class DraftProcess:
+    """A draft service behind ``ipc:``.
+
+    Args:
+        folder: Where its sockets are.
+        target, head: Checkpoints.
+        spoil: What it makes of the trees of rounds on the device: nothing, noise, near or stale.
+    """
+
+    def __init__(self, folder: Path, target: Path, head: Path, *, spoil: str = "") -> None:
+        self.address = f"ipc://{folder}/draft.sock"
+        values = {
+            "draft": str(head),
+            "target_weights": str(target),
+            "listen": self.address,
+            "device": str(DEVICE),
+            "dtype": "float32",
+            "threads": 1,
+            "kv_tokens": 8192,
+        }
+        self._log = (folder / "draft.log").open("a+")
+        command = [sys.executable, "-c", SCRIPT, json.dumps(values), spoil]
+        self.popen = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to it."""
+        os.kill(self.popen.pid, number)
+
+    def output(self) -> str:
+        """Return what it has said."""
+        self._log.seek(0)
+        return self._log.read()
+
+    def stop(self) -> int:
+        """End it, by force if need be; returns its exit code."""
+        self.popen.terminate()
+        try:
+            return self.popen.wait(20)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            return self.popen.wait()
+        finally:
+            self._log.close()

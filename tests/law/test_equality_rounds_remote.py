@@ -1,0 +1,233 @@
+"""Rounds that stay on the device with a draft in another process: output equals output without a draft, whatever the draft does or hands over."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from compute_device import DEVICE, GRAPHS
+from draft_process import DraftProcess
+from target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
+from toys import make_toy_eagle3, make_toy_target
+
+from outrider.services.target.device_loop import OverlapPlan
+from outrider.services.target.draft_client.link import TargetIdentity
+from outrider.services.target.draft_client.remote import RemoteDrafter
+from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.request import SamplingParams, SpeculationMode
+from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.nn.decoder import Decoder
+from outrider.shared.spec.drafter import DrafterState
+
+torch.set_num_threads(1)
+VOCAB = 64
+OVERLAP = OverlapPlan((1, 2, 4), 6)
+FAULT_S = 1.0
+PROMPT = [1, 2, 3, 4]
+BOUND_S = 20.0
+"""A run that is held up by more than some fault deadlines hangs."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    target = make_toy_target(folder / "target", vocab_size=VOCAB, seed=3, planted=3.0)
+    return target, make_toy_eagle3(folder / "head", target, planted=3.0, draft_vocab_size=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def decoder(folders: tuple[Path, Path]) -> Decoder:
+    return load_toy(folders[0])
+
+
+@pytest.fixture(scope="module")
+def draft(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[DraftProcess]:
+    process = DraftProcess(tmp_path_factory.mktemp("draft"), *folders)
+    yield process
+    assert process.stop() == 0, process.output()
+
+
+def follow(draft: DraftProcess, decoder: Decoder) -> RemoteDrafter:
+    """Return a drafter that is connected."""
+    drafter = RemoteDrafter(draft.address, TargetIdentity.of(decoder), decoder.weight, DEVICE, fault_deadline_s=FAULT_S, rounds=True)
+    wait_for(lambda: drafter.state() is DrafterState.ON)
+    return drafter
+
+
+@pytest.fixture
+def drafter(draft: DraftProcess, decoder: Decoder) -> Iterator[RemoteDrafter]:
+    made = follow(draft, decoder)
+    yield made
+    made.shutdown()
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, "the state was not reached in time"
+        pause.wait(0.005)
+
+
+def run(harness: Harness, at: dict[int, Callable[[], object]] | None = None) -> int:
+    """Run to the end; `at` is done after so many steps on the device. Returns how many steps found their rounds there."""
+    steps = 0
+    while harness.engine.has_work():
+        harness.step()
+        if harness.engine.on_device:
+            steps += 1
+            (at or {}).get(steps, lambda: None)()
+    harness.engine.check_idle()
+    return steps
+
+
+@pytest.mark.parametrize("graphs", GRAPHS)
+@pytest.mark.parametrize("shape", [(1, 1, 2), (5, 1, 6), (3, 2, 8), (5, 4, 16)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rounds_on_the_device_are_those_of_the_hosts_way(
+    decoder: Decoder, drafter: RemoteDrafter, shape: tuple[int, int, int], temperature: float, graphs: bool
+) -> None:
+    sampling = SamplingParams(temperature=temperature, seed=9)
+    plain = generate_plain(decoder, NoDrafter(), PROMPT, 60, sampling=sampling)
+    rounds = []
+    for overlap in (None, OVERLAP):
+        harness = make_harness(decoder, drafter, overlap=overlap, graphs=GraphCache(DEVICE, graphs))
+        harness.submit(PROMPT, 60, request_id="a", sampling=sampling, shape=shape)
+        steps = run(harness)
+        assert (steps > 5) == (overlap is not None)
+        assert_same_tokens(decoder, PROMPT, plain, harness.sink.tokens["a"], sampling)
+        report = harness.sink.finished["a"].speculation
+        assert report.fallback_reason == ""
+        rounds.append((report.rounds, report.accepted_tokens))
+    assert rounds[0] == rounds[1]
+    assert rounds[0][1] > 0
+
+
+@pytest.mark.parametrize("graphs", GRAPHS)
+@pytest.mark.parametrize("seed", range(3))
+def test_batches_that_change(decoder: Decoder, drafter: RemoteDrafter, seed: int, graphs: bool) -> None:
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.choice([1, 3, 17, 60]))] for _ in range(8)]
+    samplings = [
+        SamplingParams(temperature=rng.choice([0.0, 0.7, 1.0]), top_p=rng.choice([1.0, 0.9]), seed=rng.randrange(1 << 64)) for _ in prompts
+    ]
+    lengths = [rng.randrange(1, 50) for _ in prompts]
+    limits = {"max_running": rng.choice([2, 4]), "prefill_chunk": 64, "num_pages": rng.choice([30, 60])}
+    harness = make_harness(decoder, drafter, overlap=OVERLAP, graphs=GraphCache(DEVICE, graphs), **limits)
+    waiting, steps = list(range(len(prompts))), 0
+    while waiting or harness.engine.has_work():
+        if waiting and rng.random() < 0.2:
+            index = waiting.pop(0)
+            mode = rng.choice([SpeculationMode.ON, SpeculationMode.ON, SpeculationMode.AUTO, SpeculationMode.OFF])
+            shape = (5, 4, 16) if rng.random() < 0.7 else (3, 1, 4)
+            harness.submit(prompts[index], lengths[index], request_id=str(index), sampling=samplings[index], mode=mode, shape=shape)
+        if harness.engine.has_work():
+            harness.step()
+            steps += harness.engine.on_device
+    harness.engine.check_idle()
+    assert not harness.sink.failed
+    assert steps > 0
+    for index, prompt in enumerate(prompts):
+        plain = generate_plain(decoder, NoDrafter(), prompt, lengths[index], sampling=samplings[index])
+        assert_same_tokens(decoder, prompt, plain, harness.sink.tokens[str(index)], samplings[index])
+
+
+@pytest.mark.parametrize("spoil", ["noise", "near", "stale"])
+def test_whatever_bytes_a_draft_hands_over_no_token_changes(
+    decoder: Decoder, folders: tuple[Path, Path], tmp_path: Path, spoil: str
+) -> None:
+    draft = DraftProcess(tmp_path, *folders, spoil=spoil)
+    drafter = follow(draft, decoder)
+    try:
+        for temperature in (0.0, 1.0):
+            sampling = SamplingParams(temperature=temperature, seed=4)
+            harness = make_harness(decoder, drafter, overlap=OVERLAP)
+            harness.submit(PROMPT, 80, request_id="a", sampling=sampling, shape=(5, 4, 16))
+            assert run(harness) > 5
+            plain = generate_plain(decoder, NoDrafter(), PROMPT, 80, sampling=sampling)
+            assert_same_tokens(decoder, PROMPT, plain, harness.sink.tokens["a"], sampling)
+    finally:
+        drafter.shutdown()
+        draft.stop()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_draft_that_dies_or_stops_in_rounds_costs_no_token_and_is_used_again(
+    decoder: Decoder, folders: tuple[Path, Path], tmp_path: Path, number: signal.Signals
+) -> None:
+    draft = DraftProcess(tmp_path, *folders)
+    drafter = follow(draft, decoder)
+    revived: list[DraftProcess] = []
+    try:
+        plain = generate_plain(decoder, NoDrafter(), PROMPT, 300)
+        harness = make_harness(decoder, drafter, overlap=OVERLAP)
+        harness.submit(PROMPT, 300, request_id="a", shape=(5, 4, 16))
+        started = time.monotonic()
+        assert run(harness, {4: lambda: draft.send_signal(number)}) >= 4
+        assert time.monotonic() - started < BOUND_S
+        assert_same_tokens(decoder, PROMPT, plain, harness.sink.tokens["a"], SamplingParams(temperature=0.0))
+        if number is signal.SIGSTOP:
+            draft.send_signal(signal.SIGCONT)
+        else:
+            draft.popen.wait()
+            revived.append(DraftProcess(tmp_path, *folders))
+        again = 0
+        deadline = time.monotonic() + 60.0
+        while not again and time.monotonic() < deadline:
+            drafter.feature_spec()
+            harness = make_harness(decoder, drafter, overlap=OVERLAP)
+            harness.submit(PROMPT, 100, request_id="b", shape=(5, 4, 16))
+            again = run(harness)
+            if not harness.sink.finished["b"].speculation.accepted_tokens:
+                again = 0
+            assert harness.sink.tokens["b"] == plain[:100]
+        assert again > 0, "rounds come back to the device"
+    finally:
+        drafter.shutdown()
+        for process in [draft, *revived]:
+            process.stop()
+
+
+def test_a_target_that_leaves_in_rounds_leaves_nothing_behind(decoder: Decoder, draft: DraftProcess) -> None:
+    first = follow(draft, decoder)
+    harness = make_harness(decoder, first, overlap=OVERLAP)
+    harness.submit(PROMPT, 300, request_id="a", shape=(5, 4, 16))
+    while not harness.engine.on_device:
+        harness.step()
+    harness.step()
+    first.shutdown()  # in the midst of rounds
+    second = follow(draft, decoder)
+    try:
+        harness = make_harness(decoder, second, overlap=OVERLAP)
+        harness.submit(PROMPT, 60, request_id="b", shape=(5, 4, 16))
+        assert run(harness) > 5
+        assert harness.sink.tokens["b"] == generate_plain(decoder, NoDrafter(), PROMPT, 60)
+    finally:
+        second.shutdown()
+
+
+def test_two_targets_share_a_draft_by_way_of_the_host(decoder: Decoder, draft: DraftProcess) -> None:
+    """A stream that awaits one target would keep the other waiting."""
+    drafters = [follow(draft, decoder) for _ in range(2)]
+    try:
+        harnesses = [make_harness(decoder, drafter, overlap=OVERLAP) for drafter in drafters]
+        harnesses[0].submit(PROMPT, 200, request_id="a", shape=(5, 4, 16))
+        while not harnesses[0].engine.on_device:
+            harnesses[0].step()
+        harnesses[1].submit(PROMPT, 100, request_id="a", shape=(5, 4, 16))
+        while any(harness.engine.has_work() for harness in harnesses):
+            for harness in harnesses:
+                if harness.engine.has_work():
+                    harness.step()
+        plain = generate_plain(decoder, NoDrafter(), PROMPT, 200)
+        assert harnesses[0].sink.tokens["a"] == plain
+        assert harnesses[1].sink.tokens["a"] == plain[:100]
+    finally:
+        for drafter in drafters:
+            drafter.shutdown()

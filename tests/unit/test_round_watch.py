@@ -1,0 +1,134 @@
+"""The watch over waits for another process: what lasts too long is released, what goes well is left alone."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from outrider.shared.rpc.ipc.round_mailbox import RoundsLayout
+from outrider.shared.rpc.ipc.round_words import RoundWatch, RoundWords, Side
+from outrider.shared.rpc.ipc.slots import SharedMemory
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def pair() -> tuple[RoundWords, RoundWords]:
+    """The words as target and draft see them, each through a mapping of its own."""
+    layout = RoundsLayout(256, 256).memory
+    memory, file = SharedMemory.create(layout)
+    other = SharedMemory.attach(layout, file)
+    os.close(file)
+    return RoundWords(memory, Side.TARGET), RoundWords(other, Side.DRAFT)
+
+
+class HandWatch(RoundWatch):
+    """Looks when the test says so."""
+
+    def _run(self) -> None:
+        pass
+
+
+def test_each_side_sees_what_the_other_gives(pair: tuple[RoundWords, RoundWords]) -> None:
+    target, draft = pair
+    target.give(7)
+    assert (target.given, draft.awaited, draft.given, target.awaited) == (7, 7, 0, 0)
+    draft.give(6)
+    draft.mark_passed(7)
+    assert (target.awaited, draft.passed, target.passed) == (6, 7, 0)
+
+
+def test_a_wait_counts_from_where_the_device_stands_still(pair: tuple[RoundWords, RoundWords]) -> None:
+    target, _draft = pair
+    clock = Clock()
+    watch = HandWatch(target, clock)
+    watch.expect(5, 0.1)
+    for _ in range(3):  # the device works on the round before: the state of this one is not there yet
+        clock.now += 10.0
+        watch.look()
+    assert not watch.broken
+    target.give(5)
+    watch.look()
+    clock.now += 0.09
+    watch.look()
+    assert not watch.broken
+    assert target.awaited == 0
+    clock.now += 0.02
+    watch.look()
+    assert watch.broken
+    assert target.awaited == 5
+
+
+def test_trees_in_time_release_nothing(pair: tuple[RoundWords, RoundWords]) -> None:
+    target, draft = pair
+    clock = Clock()
+    watch = HandWatch(target, clock)
+    watch.expect(5, 0.1)
+    target.give(5)
+    watch.look()
+    draft.give(5)
+    clock.now += 5.0
+    watch.look()
+    assert not watch.broken
+    assert not watch.mend(), "the device has not passed the wait yet"
+    target.mark_passed(5)
+    assert watch.mend()
+
+
+def test_a_late_peer_cannot_undo_the_release(pair: tuple[RoundWords, RoundWords]) -> None:
+    target, draft = pair
+    clock = Clock()
+    watch = HandWatch(target, clock)
+    watch.expect(5, 0.1)
+    watch.expect(6, 0.1)
+    target.give(5)
+    watch.look()
+    clock.now += 1.0
+    watch.look()
+    assert target.awaited == 6, "rounds behind it are not waited for either"
+    draft.give(4)  # what it owed, at last
+    watch.look()
+    assert target.awaited == 6
+    target.mark_passed(6)
+    watch.look()
+    draft.give(5)
+    assert watch.mend()
+    assert not watch.broken
+    watch.look()
+    assert target.awaited == 5, "nothing is awaited, so nothing is touched"
+
+
+def test_what_is_closed_releases_what_comes_later_too(pair: tuple[RoundWords, RoundWords]) -> None:
+    target, _draft = pair
+    watch = HandWatch(target, Clock())
+    watch.expect(5, 1000.0)
+    watch.close()
+    assert target.awaited == 5
+    watch.expect(9, 1000.0)
+    watch.look()
+    assert target.awaited == 9
+    target.mark_passed(9)
+    assert watch.mend()
+    assert watch.broken, "there is no peer any more"
+
+
+def test_the_watch_looks_by_itself(pair: tuple[RoundWords, RoundWords]) -> None:
+    _target, draft = pair
+    watch = RoundWatch(draft)
+    watch.expect(1, 0.02)
+    for _ in range(1000):
+        if watch.broken:
+            break
+        threading.Event().wait(0.005)
+    assert watch.broken
+    assert draft.awaited == 1
+    draft.mark_passed(1)
+    watch.close()
