@@ -25,12 +25,14 @@ from layer_cases import (
     check_silu_mul,
 )
 
-from outrider.kernels.skinny_gemm import Method, Tile
+from outrider.kernels import skinny_gemm
+from outrider.kernels.skinny_gemm import Epilogue, Method, Tile
 from outrider.shared.attn.base import build_batch, causal_ancestors
 from outrider.shared.attn.triton import KernelAttention
 from outrider.shared.nn.config import ModelConfig
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.dummy import random_decoder
+from outrider.shared.nn.fused import blocks
 
 pytestmark = pytest.mark.gpu
 
@@ -38,6 +40,11 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DOT = Tile(Method.DOT, 64, 64, 1, 4, 2)
 SPLIT = Tile(Method.DOT, 32, 32, 4, 4, 2)
 SUM = Tile(Method.SUM, 4, 128, 1, 8)
+WIDE = Tile(Method.WIDE, 64, 64, 1, 4, 3)
+WIDE_SPLIT = Tile(Method.WIDE, 128, 64, 3, 8, 4)
+TALL = Tile(Method.WIDE, 32, 64, 1, 8, 3, block_m=256)
+PIECES = Tile(Method.WIDE, 112, 64, 1, 8, 5)
+PARTS = Tile(Method.LIBRARY, splits=2)
 AUX = (0, 2)
 SHAPE: dict[str, Any] = {
     "vocab_size": 1000,
@@ -85,6 +92,32 @@ def test_products(dtype: torch.dtype, rows: int, tile: Tile | None, fp8: bool) -
         check_project_rotated("cuda", dtype, rows, 8, 2, 128, columns, tile, Guards(64), bias=columns == 328, fp8=fp8)
     check_project("cuda", dtype, rows, 77, 101, tile, Guards(67), fp8=fp8)
     check_project_rotated("cuda", dtype, rows, 3, 1, 24, 101, tile, Guards(67), normed=False, fp8=fp8)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "tile"),
+    [
+        *((BF16, rows, WIDE) for rows in (65, 128, 300)),
+        (BF16, 70, WIDE_SPLIT),
+        (BF16, 512, TALL),
+        (BF16, 96, PARTS),
+        (F16, 200, WIDE),
+        (F32, 70, PARTS),
+    ],
+)
+def test_products_of_many_rows(dtype: torch.dtype, rows: int, tile: Tile) -> None:
+    for columns, out in ((1024, 640), (328, 200)):
+        check_project("cuda", dtype, rows, out, columns, tile, Guards(64))
+        check_project_add("cuda", dtype, rows, out, columns, tile, Guards(64), bias=True)
+        check_project_rotated("cuda", dtype, rows, 8, 2, 128, columns, tile, Guards(64), bias=columns == 328)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tile"), [(65, WIDE), (96, PIECES), (128, PIECES), (300, PIECES), (512, TALL), (100, Tile(Method.LIBRARY))]
+)
+def test_gated_products_of_many_rows(rows: int, tile: Tile) -> None:
+    for columns, out in ((1024, 640), (328, 200)):
+        check_project_gated("cuda", BF16, rows, out, columns, tile, Guards(64), bias=out == 200, gelu=out == 200, normed=out == 640)
 
 
 @pytest.mark.parametrize(("dtype", "rows"), [(BF16, 1), (BF16, 7), (BF16, 64), (BF16, 130), (F32, 64), (F16, 7)])
@@ -166,6 +199,26 @@ def test_recorded_passes_equal_called_ones(count: int, fp8: bool) -> None:
     for _ in range(3):
         graph.replay()
         assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+def test_wide_tiles_from_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass of 70 rows by wide tiles, recorded: near the layers' own operations."""
+    decoder = _decoder("llama", BF16)
+    step = Step(decoder, 70, tree=True)
+
+    def measured(epilogue: Epilogue, x: torch.Tensor, weight: torch.Tensor) -> Tile:
+        return PIECES if epilogue is Epilogue.GATED else WIDE if epilogue is Epilogue.ROTATED else WIDE_SPLIT
+
+    for module in (blocks, skinny_gemm):
+        monkeypatch.setattr(module, "choose_tile", measured)
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    graph.replay()
+    decoder.fused = None
+    assert max(map(_error, got, step())) < BOUND[BF16]
 
 
 @pytest.mark.parametrize("count", [1, 17, 100])
