@@ -11,7 +11,8 @@ from typing import TypeVar
 import torch
 
 from outrider.shared.nn.config import ModelConfig
-from outrider.shared.parallel.decoder import ShardedDecoder, load_rank
+from outrider.shared.nn.decoder import checked_source
+from outrider.shared.parallel.decoder import ShardedDecoder, build_rank
 from outrider.shared.parallel.reduce import GroupReduce
 from outrider.shared.parallel.shard import Shard
 
@@ -64,7 +65,8 @@ def load_ranks(path: Path, size: int) -> list[ShardedDecoder]:
     for rank in range(size):
         collectives = ThreadCollectives(meeting, rank)
         shard = Shard.of(config, rank, size)
-        decoders.append(load_rank(ShardedDecoder, path, shard, collectives, GroupReduce(collectives), torch.device("cpu"), torch.float32))
+        with checked_source(path, config, torch.device("cpu"), torch.float32) as checkpoint:
+            decoders.append(build_rank(ShardedDecoder, checkpoint, shard, collectives, GroupReduce(collectives)))
     return decoders
 
 

@@ -26,14 +26,14 @@ from torch.distributed import DistError
 
 from outrider.services.target.numerics import prepare_decoder
 from outrider.services.target.settings import Ranks, TargetSettings
-from outrider.services.target.tp_weights import Folder, RandomWeights, Weights
+from outrider.services.target.tp_weights import Folder, RandomWeights, Weights, head_reader
 from outrider.shared.attn.create import create_backend
 from outrider.shared.base.errors import ConfigurationError, OutriderError, UnavailableError
 from outrider.shared.nn.decoder import Progress, default_dtype
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.parallel.channel import Connection, Report, ReportKind, accept_ranks, beat_until_gone, connect_rank
 from outrider.shared.parallel.collectives import NO_MULTICAST, Collectives, TorchCollectives
-from outrider.shared.parallel.decoder import ShardedDecoder
+from outrider.shared.parallel.decoder import ShardedDecoder, build_rank
 from outrider.shared.parallel.lead import FailureHandler, Lead, LeadDecoder
 from outrider.shared.parallel.peer import connect_peers
 from outrider.shared.parallel.reduce import Reduce
@@ -147,9 +147,9 @@ def start_group(
     lead = Lead(connections, on_failure)
     try:
         collectives, reduce = _join_group(store, shard, device, dtype, settings, ranks)
-        decoder = weights.load(LeadDecoder, shard, collectives, reduce, device, dtype, progress)
-        assert isinstance(decoder, LeadDecoder)
-        decoder.connect(lead, weights.head_reader(shard.config, device, dtype))
+        with weights.open(shard.config, device, dtype, progress) as checkpoint:
+            decoder = build_rank(LeadDecoder, checkpoint, shard, collectives, reduce)
+        decoder.connect(lead, head_reader(weights, shard.config, device, dtype))
         for rank, fingerprint in lead.wait_done(LOAD_TIMEOUT_S).items():
             if fingerprint != decoder.fingerprint:
                 raise ConfigurationError(f"model: rank {rank} has other weights than rank 0; give all hosts one checkpoint.", field="model")
@@ -190,7 +190,8 @@ def _load_rank(order: Order, ranks: Ranks, device: torch.device) -> ShardedDecod
     dtype = settings.torch_dtype() or default_dtype(device)
     shard = Shard.of(weights.config(), ranks.rank, ranks.size)
     collectives, reduce = _join_group(_join(ranks), shard, device, dtype, settings, ranks)
-    return weights.load(ShardedDecoder, shard, collectives, reduce, device, dtype, None)
+    with weights.open(shard.config, device, dtype) as checkpoint:
+        return build_rank(ShardedDecoder, checkpoint, shard, collectives, reduce)
 
 
 def _mirror(decoder: ShardedDecoder, settings: TargetSettings, device: torch.device, connection: Connection) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,12 +11,9 @@ from typing import Any, Protocol
 import torch
 
 from outrider.shared.nn.config import ModelConfig
-from outrider.shared.nn.decoder import LM_HEAD, Progress
+from outrider.shared.nn.decoder import LM_HEAD, CheckedSource, Progress, checked_source
 from outrider.shared.nn.dummy import RandomTensors
-from outrider.shared.parallel.collectives import Collectives
-from outrider.shared.parallel.decoder import HeadReader, ShardedDecoder, build_rank, head_reader, load_rank
-from outrider.shared.parallel.reduce import Reduce
-from outrider.shared.parallel.shard import Shard
+from outrider.shared.parallel.decoder import HeadReader
 
 
 class Weights(Protocol):
@@ -29,25 +27,14 @@ class Weights(Protocol):
         """
         ...
 
-    def load(
-        self,
-        kind: type[ShardedDecoder],
-        shard: Shard,
-        collectives: Collectives,
-        reduce: Reduce,
-        device: torch.device,
-        dtype: torch.dtype,
-        progress: Progress | None,
-    ) -> ShardedDecoder:
-        """Load a rank's share.
+    def open(
+        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: Progress | None = None
+    ) -> AbstractContextManager[CheckedSource]:
+        """Open its whole tensors; the arguments are those of `checked_source`.
 
         Raises:
             CheckpointError: As `Decoder.load`.
         """
-        ...
-
-    def head_reader(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> HeadReader:
-        """Return what reads the whole output head."""
         ...
 
 
@@ -61,22 +48,11 @@ class Folder:
         """See `Weights.config`."""
         return ModelConfig.from_dir(self.path)
 
-    def load(
-        self,
-        kind: type[ShardedDecoder],
-        shard: Shard,
-        collectives: Collectives,
-        reduce: Reduce,
-        device: torch.device,
-        dtype: torch.dtype,
-        progress: Progress | None,
-    ) -> ShardedDecoder:
-        """See `Weights.load`."""
-        return load_rank(kind, self.path, shard, collectives, reduce, device, dtype, progress)
-
-    def head_reader(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> HeadReader:
-        """See `Weights.head_reader`."""
-        return head_reader(self.path, config, device, dtype)
+    def open(
+        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: Progress | None = None
+    ) -> AbstractContextManager[CheckedSource]:
+        """See `Weights.open`."""
+        return checked_source(self.path, config, device, dtype, progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +65,19 @@ class RandomWeights:
         """See `Weights.config`."""
         return ModelConfig.parse(self.raw, source="random weights")
 
-    def load(
-        self,
-        kind: type[ShardedDecoder],
-        shard: Shard,
-        collectives: Collectives,
-        reduce: Reduce,
-        device: torch.device,
-        dtype: torch.dtype,
-        progress: Progress | None,
-    ) -> ShardedDecoder:
-        """See `Weights.load`."""
-        return build_rank(kind, RandomTensors(device, dtype), f"random {shard.config.fingerprint}", shard, collectives, reduce)
+    @contextmanager
+    def open(
+        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: Progress | None = None
+    ) -> Iterator[CheckedSource]:
+        """See `Weights.open`; nobody is told of progress."""
+        yield CheckedSource(RandomTensors(device, dtype), f"random {config.fingerprint}")
 
-    def head_reader(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> HeadReader:
-        """See `Weights.head_reader`."""
-        return lambda: RandomTensors(device, dtype).take(LM_HEAD, (config.vocab_size, config.hidden_size))
+
+def head_reader(weights: Weights, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> HeadReader:
+    """Return what reads the whole output head."""
+
+    def read() -> torch.Tensor:
+        with weights.open(config, device, dtype) as checkpoint, torch.inference_mode():
+            return checkpoint.source.take(LM_HEAD, (config.vocab_size, config.hidden_size))
+
+    return read

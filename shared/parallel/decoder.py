@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from outrider.kernels.verify import SamplingTensors, choose_tokens
 from outrider.shared.kv.pool import KVPool, token_bytes
-from outrider.shared.nn.config import ModelConfig
-from outrider.shared.nn.decoder import EMBEDDING, FINAL_NORM, LM_HEAD, Decoder, Progress, checked_source
+from outrider.shared.nn.decoder import EMBEDDING, FINAL_NORM, LM_HEAD, CheckedSource, Decoder
 from outrider.shared.nn.layers import DecoderLayer, RMSNorm
 from outrider.shared.nn.load import load_layer
-from outrider.shared.nn.loader import TensorSource
 from outrider.shared.nn.quantized import quantize_fp8
 from outrider.shared.parallel.collectives import Collectives
 from outrider.shared.parallel.linear import parallelise, unparallelise
@@ -131,31 +129,13 @@ def best_of(gathered: torch.Tensor) -> torch.Tensor:
     return best.masked_fill((ids < 0).any(0), -1).to(torch.int64)
 
 
-def load_rank(
-    kind: type[ShardedDecoder],
-    path: Path | str,
-    shard: Shard,
-    collectives: Collectives,
-    reduce: Reduce,
-    device: torch.device,
-    dtype: torch.dtype,
-    progress: Progress | None = None,
-) -> ShardedDecoder:
-    """Load a rank's share of a model folder; every tensor is read whole and cut on the device.
-
-    Raises:
-        CheckpointError: As `Decoder.load`.
-    """
-    with checked_source(path, shard.config, device, dtype, progress) as checkpoint:
-        return build_rank(kind, checkpoint.source, checkpoint.fingerprint, shard, collectives, reduce)
+Rank = TypeVar("Rank", bound=ShardedDecoder)
 
 
 @torch.inference_mode()
-def build_rank(
-    kind: type[ShardedDecoder], source: TensorSource, fingerprint: str, shard: Shard, collectives: Collectives, reduce: Reduce
-) -> ShardedDecoder:
-    """Make a rank's decoder from a source of whole tensors."""
-    config, local = shard.config, shard.local
+def build_rank(kind: type[Rank], checkpoint: CheckedSource, shard: Shard, collectives: Collectives, reduce: Reduce) -> Rank:
+    """Make a rank's decoder from a source of whole tensors, each of which is cut on the device."""
+    config, local, source = shard.config, shard.local, checkpoint.source
     table = (config.vocab_size, config.hidden_size)
     parts = ShardedSource(source, shard)
     embedding = source.take(EMBEDDING, table)
@@ -165,14 +145,4 @@ def build_rank(
     head = shard.output_head(embedding if tied else source.take(LM_HEAD, table))
     if not tied:
         head = head.clone()  # not a view: the rest of the table is let go
-    return kind(shard, collectives, embedding, layers, norm, head, fingerprint, reduce)
-
-
-def head_reader(path: Path | str, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> HeadReader:
-    """Return a reader of the whole output head of a model folder."""
-
-    def read() -> torch.Tensor:
-        with checked_source(path, config, device, dtype) as checkpoint, torch.inference_mode():
-            return checkpoint.source.take(LM_HEAD, (config.vocab_size, config.hidden_size))
-
-    return read
+    return kind(shard, collectives, embedding, layers, norm, head, checkpoint.fingerprint, reduce)
