@@ -291,6 +291,7 @@ class TargetEngine:
 
     def _make_loop(self, overlap: OverlapPlan) -> DeviceLoop:
         drafter = self._drafter if isinstance(self._drafter, DeviceDrafter) else None
+        self._proposals.most_on_device = overlap.batch_sizes[-1]
         rounds = RoundRunner(self._runner, self._runner.graphs, drafter, overlap.columns)
         loop = DeviceLoop(
             rounds,

@@ -154,9 +154,9 @@ class HostRounds:
 
     def _announce_early(self, ended: set[int]) -> None:
         """Let the drafter begin with the next round of the sequences that go on, if it works beside this process."""
-        if not self._drafts or self._drafter.device_resident:
+        if not self._drafts:
             return
         expected = [sequence for sequence in self._scheduler.decoding() if sequence.session_id not in ended]
-        if expected:
+        if expected and not self._proposals.may_stay_on_device(expected):
             proposal = self._proposals.announce(expected, self._counter.value)
             self._early = _Early([sequence.session_id for sequence in expected], proposal)

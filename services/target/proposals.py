@@ -55,6 +55,8 @@ class Proposals:
         self._metrics = metrics
 
         self._chosen: tuple[list[int], list[DraftShape]] = ([], [])
+        self.most_on_device = 0
+        """The largest batch whose rounds may stay on the device."""
 
     def start_counting(self, metrics: TargetMetrics) -> None:
         """Count into `metrics` from now on."""
@@ -117,6 +119,15 @@ class Proposals:
         if not auto:
             return forms.pop()[0]
         return self._controller.choose_common([self._bound(sequence) for sequence in auto]) if len(auto) == len(decodes) else None
+
+    def may_stay_on_device(self, decodes: Seq[Sequence]) -> bool:
+        """Whether the next round of these sequences may be one on the device, so that nothing should be announced ahead of it."""
+        if not self._drafter.device_resident or len(decodes) > self.most_on_device:
+            return False
+        if any(one.request.speculation.trace or not one.wants_drafts or self._follower.obstacle(one) for one in decodes):
+            return False
+        kinds = {(one.request.speculation.forms, one.controller_row is None) for one in decodes}
+        return len(kinds) == 1
 
     def wait_limit_s(self, decodes: Seq[Sequence]) -> float | None:
         """Return how long the device may stand still for the trees of a batch; None: as long as it takes."""

@@ -1,4 +1,4 @@
-"""Rounds that stay on the device with a draft in another process: output equals output without a draft, whatever the draft does or hands over."""
+"""Rounds that stay on the device with a draft in another process: output equals output without one, whatever it does or hands over."""
 
 from __future__ import annotations
 
