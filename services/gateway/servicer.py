@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeAlias, TypeVar
@@ -52,7 +51,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         sequences = core.builder.check(parameters, GRPC_CHAT, 1)
 
         async def prompts() -> Sequence[tuple[int, ...]]:
-            return [await asyncio.to_thread(codec.encode_chat, messages, {})]
+            return [await codec.encode_chat_aside(messages, {})]
 
         job = Job(prompts, sequences, parameters, GRPC_CHAT, context.time_remaining())
         async with aclosing(self._replies(job, gateway_pb2.ChatReply)) as replies:
@@ -75,7 +74,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         async def prompts() -> Sequence[tuple[int, ...]]:
             if kind == "token_ids":
                 return [tuple(request.token_ids.ids)]
-            return [await asyncio.to_thread(core.need_codec("text").encode, request.text)]
+            return [await core.need_codec("text").encode_aside(request.text)]
 
         job = Job(prompts, sequences, parameters, GRPC_COMPLETE, context.time_remaining())
         async with aclosing(self._replies(job, gateway_pb2.CompleteReply)) as replies:

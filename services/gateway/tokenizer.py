@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+SHORT_TEXT = 4096
+"""Characters that are encoded at once: up to here a worker thread takes longer to wake than the text to encode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,22 @@ class TextCodec:
                 reason="no_chat_template",
             )
         return self.encode(self.template.render(messages, options), add_special_tokens=False)
+
+    async def encode_aside(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """`encode` that keeps no other request waiting: a long text goes to a worker thread."""
+        if len(text) <= SHORT_TEXT:
+            return self.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
+
+    async def encode_chat_aside(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[int, ...]:
+        """`encode_chat` that keeps no other request waiting: a long chat goes to a worker thread.
+
+        Raises:
+            InvalidRequestError: As `encode_chat`.
+        """
+        if len(messages) <= SHORT_TEXT and sum(len(str(message)) for message in messages) <= SHORT_TEXT:
+            return self.encode_chat(messages, options)
+        return await asyncio.to_thread(self.encode_chat, messages, options)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,10 @@ import pytest
 from toy_text import make_tokenizer
 
 from outrider.services.gateway.chat_template import ChatTemplate
-from outrider.services.gateway.tokenizer import TextCodec
+from outrider.services.gateway.tokenizer import SHORT_TEXT, TextCodec
 from outrider.shared.base.errors import CheckpointError, InvalidRequestError
 
+DEMO_TARGET = Path(__file__).parents[2] / "models" / "demo" / "target"
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<b>"}]
 
 
@@ -130,3 +133,22 @@ def test_a_broken_file_is_named(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(CheckpointError, match=name):
         TextCodec.load(tmp_path)
+
+
+@pytest.mark.parametrize("length", [1, SHORT_TEXT + 1])
+def test_long_texts_are_encoded_aside(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    codec = TextCodec.load(DEMO_TARGET)
+    threads: list[int] = []
+    encode = codec.tokenizer.encode
+    aside = asyncio.to_thread
+
+    async def noted(work: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        threads.append(length)
+        return await aside(work, *arguments, **options)
+
+    monkeypatch.setattr(asyncio, "to_thread", noted)
+    text = "a " * length
+    assert list(asyncio.run(codec.encode_aside(text))) == encode(text).ids
+    messages = [{"role": "user", "content": text}]
+    assert asyncio.run(codec.encode_chat_aside(messages, {})) == codec.encode_chat(messages, {})
+    assert len(threads) == (2 if length > SHORT_TEXT else 0)

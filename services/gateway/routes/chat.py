@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +33,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     sequences = core.builder.check(parameters, CHAT, 1)
 
     async def prompts() -> Sequence[tuple[int, ...]]:
-        return [await asyncio.to_thread(codec.encode_chat, messages, options)]
+        return [await codec.encode_chat_aside(messages, options)]
 
     job = Job(prompts, sequences, parameters, CHAT, timeout_of(request))
     if body.stream:

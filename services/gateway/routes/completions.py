@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,10 +61,10 @@ def check_texts(core: GatewayCore, batch: Sequence[str | list[int]], field: str)
 
 
 async def encode_batch(core: GatewayCore, batch: Sequence[str | list[int]], field: str) -> list[tuple[int, ...]]:
-    """Return the ids of every prompt; text is encoded on a worker thread."""
+    """Return the ids of every prompt; long texts are encoded on a worker thread."""
     encoded = []
     for prompt in batch:
-        ids = await asyncio.to_thread(core.need_codec(field).encode, prompt) if isinstance(prompt, str) else tuple(prompt)
+        ids = await core.need_codec(field).encode_aside(prompt) if isinstance(prompt, str) else tuple(prompt)
         encoded.append(ids)
     return encoded
 

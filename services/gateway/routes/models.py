@@ -40,7 +40,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     core = core_of(request)
     core.builder.check_model(body.model, core.client.info)
     check_prompt_text(body.prompt, "prompt")
-    ids = await asyncio.to_thread(core.need_codec("prompt").encode, body.prompt, add_special_tokens=body.add_special_tokens)
+    ids = await core.need_codec("prompt").encode_aside(body.prompt, add_special_tokens=body.add_special_tokens)
     return JsonResponse({"tokens": list(ids), "count": len(ids), "max_model_len": core.client.info.max_model_len})
 
 
