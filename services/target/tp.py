@@ -47,6 +47,8 @@ LOAD_TIMEOUT_S = 3600.0
 END_GRACE_S = 5.0
 """After a rank was lost: time for an error and an orderly end, before the process is ended."""
 STOP_TIMEOUT_S = 10.0
+AWAKE_S = 0.01
+"""How long the other ranks of a GPU stay awake for rank 0's next word, longer than a step: one core each while tokens are decoded."""
 
 _log = get_logger("outrider.target")
 
@@ -195,6 +197,7 @@ def _load_rank(order: Order, ranks: Ranks, device: torch.device) -> ShardedDecod
 
 
 def _mirror(decoder: ShardedDecoder, settings: TargetSettings, device: torch.device, connection: Connection) -> int:
+    connection.awake_s = AWAKE_S if device.type == "cuda" else 0.0
     try:
         Worker(decoder, create_backend(settings.attention_backend, device), connection).run()
     except RankLost:

@@ -115,6 +115,26 @@ def test_a_rank_that_is_gone_breaks_the_group_once_and_for_all(pair: tuple[Conne
         lead.wait_done(5)
 
 
+@pytest.mark.parametrize("awake_s", [0.0, 0.02, 30.0])
+def test_a_receiver_that_stays_awake_gets_every_frame_and_sees_the_end(pair: tuple[Connection, Connection], awake_s: float) -> None:
+    near, far = pair
+    far.awake_s = awake_s
+    bodies = [b"first", b"x" * 60_000, b"", b"last"]
+    near.send(bodies[0])
+    assert far.receive() == bodies[0]
+
+    def finish() -> None:
+        for body in bodies[1:]:
+            near.send(body)
+        near.close()
+
+    later = threading.Timer(0.1, finish)
+    later.start()
+    assert [far.receive() for _ in bodies[1:]] == bodies[1:]
+    assert far.receive() is None
+    later.join()
+
+
 def test_what_a_rank_reports_is_what_the_caller_is_told(pair: tuple[Connection, Connection]) -> None:
     near, far = pair
     lead = Lead({1: near}, Failures())
