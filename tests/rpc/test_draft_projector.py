@@ -12,8 +12,8 @@ from outrider.draft.v1 import draft_pb2, draft_pb2_grpc
 from outrider.services.draft.app import DraftService
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.breaker import Breaker
+from outrider.services.target.draft_client.carriers import carrier_of
 from outrider.services.target.draft_client.link import DraftLink, TargetIdentity
-from outrider.services.target.draft_client.remote import carrier_of
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.rpc.client import connect
 

@@ -9,21 +9,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.breaker import Breaker, BreakerState
-from outrider.services.target.draft_client.connection import Carrier, Connection
-from outrider.services.target.draft_client.grpc_carrier import GrpcCarrier
-from outrider.services.target.draft_client.ipc_carrier import IpcCarrier
+from outrider.services.target.draft_client.carriers import carrier_of
+from outrider.services.target.draft_client.connection import Connection
 from outrider.services.target.draft_client.link import DraftLink, TargetIdentity, Weight
 from outrider.services.target.draft_client.rounds_gate import RoundsGate
-from outrider.services.target.draft_client.session import DraftSession
-from outrider.services.target.draft_client.trees import CheckedTree, check_tree, fence_from_proto, fence_to_proto, pad_trees, root_tree
+from outrider.services.target.draft_client.session import DraftSession, send_frame
+from outrider.services.target.draft_client.trees import (
+    CheckedTree,
+    check_tree,
+    fence_from_proto,
+    fence_to_proto,
+    fits,
+    pad_trees,
+    root_tree,
+)
 from outrider.shared.base.errors import OutriderError, ProtocolError
-from outrider.shared.rpc.address import IpcAddress
 from outrider.shared.spec.device import DeviceRounds, RoundState
 from outrider.shared.spec.drafter import DrafterState, FeatureSpec, ProposalRequest, ProposalRow, RoundResult, SequenceOpen
 from outrider.shared.spec.tree import DraftBatch, DraftShape
@@ -116,7 +122,7 @@ class RemoteDrafter:
         connection = self._usable()
         found = [self._sessions.get(session_id) for session_id in session_ids]
         sessions = [session for session in found if session is not None and session.can_enter(state.columns, state.features.shape[2])]
-        if connection is None or not self.device_resident or len(sessions) < len(found) or not self._fits(shape):
+        if connection is None or not self.device_resident or len(sessions) < len(found) or not fits(shape, self._hello):
             return None
         return self._gate.enter(connection, sessions, shape, state, self._take_reply)
 
@@ -194,7 +200,7 @@ class RemoteDrafter:
             commit.want = draft_pb2.WANT_DRAFT
             frame.commits.append(commit)
         if connection is not None and frame.commits:
-            _send_frame(connection, frame, features)
+            send_frame(connection, frame, features)
 
     def propose(self, request: ProposalRequest) -> DraftBatch:
         """See `Drafter.propose`."""
@@ -389,10 +395,7 @@ class RemoteDrafter:
         if connection is None:
             session.lose()
             return
-        features: list[torch.Tensor] = []
-        commit = session.take_commit(features)
-        commit.want = draft_pb2.WANT_NOTHING
-        _send_frame(connection, draft_pb2.TargetFrame(round=round_number, commits=[commit]), features)
+        session.send_unasked(connection, round_number)
 
     def _obstacle(self, session: DraftSession, row: ProposalRow, connection: Connection | None, asked: int) -> str:
         if connection is None:
@@ -403,30 +406,9 @@ class RemoteDrafter:
             return "half_open"
         if self._breaker.state is BreakerState.OPEN and not row.must_wait:
             return "late"
-        if not self._fits(row.shape):
+        if not fits(row.shape, self._hello):
             return "shape_above_draft"
         if session.fence != row.fence:
             session.lose()
             return "resync"
         return ""
-
-    def _fits(self, shape: DraftShape) -> bool:
-        hello = self._hello
-        caps = ((shape.depth, hello.max_steps), (shape.topk, hello.max_topk), (shape.max_nodes, hello.max_nodes))
-        return all(not cap or value <= cap for value, cap in caps)
-
-
-def _send_frame(connection: Connection, frame: draft_pb2.TargetFrame, features: list[torch.Tensor]) -> None:
-    if features:
-        frame.features.CopyFrom(connection.carrier.tensors.write(features))
-    connection.send(draft_pb2.SessionRequest(frame=frame))
-
-
-def carrier_of(address: str, device: torch.device, rounds: bool) -> Callable[[], Carrier]:
-    """Return what makes carriers to a draft's address; `rounds`: such as keep rounds on the device."""
-    ipc = IpcAddress.parse(address, "draft")
-
-    def make() -> Carrier:
-        return GrpcCarrier(address) if ipc is None else IpcCarrier(ipc, device, rounds=rounds)
-
-    return make

@@ -101,3 +101,17 @@ class DraftSession:
                 target_id=target_id,
             )
             connection.carrier.send_bulk(message)
+
+    def send_unasked(self, connection: Connection, round_number: int) -> None:
+        """Send what is pending without asking for a tree."""
+        features: list[torch.Tensor] = []
+        commit = self.take_commit(features)
+        commit.want = draft_pb2.WANT_NOTHING
+        send_frame(connection, draft_pb2.TargetFrame(round=round_number, commits=[commit]), features)
+
+
+def send_frame(connection: Connection, frame: draft_pb2.TargetFrame, features: list[torch.Tensor]) -> None:
+    """Send a frame with the feature rows of its commits."""
+    if features:
+        frame.features.CopyFrom(connection.carrier.tensors.write(features))
+    connection.send(draft_pb2.SessionRequest(frame=frame))

@@ -60,6 +60,12 @@ def check_tree(tree: draft_pb2.Tree, root_token: int, shape: DraftShape, vocab_s
     return CheckedTree(tokens, parents, depths, masks, logprobs)
 
 
+def fits(shape: DraftShape, hello: draft_pb2.HelloAck) -> bool:
+    """Whether the draft that said hello makes trees of this shape."""
+    caps = ((shape.depth, hello.max_steps), (shape.topk, hello.max_topk), (shape.max_nodes, hello.max_nodes))
+    return all(not cap or value <= cap for value, cap in caps)
+
+
 def fence_from_proto(fence: draft_pb2.Fence) -> Fence:
     """Return the fence of a message."""
     return Fence(fence.session_id, fence.epoch, fence.committed_len, fence.prefix_hash)
