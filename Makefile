@@ -49,7 +49,7 @@ test-kernels: $(DEV_STAMP)
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
 
 # On a GPU host: the laws on the GPU, in fp32; kernels compiled, the embedded pair served with CUDA.
-# With pytest-xdist installed: make test-gpu PYTEST_ARGS="-n 8".
+# With pytest-xdist installed: make test-gpu PYTEST_ARGS="-n 8 --dist loadgroup".
 test-gpu: test-law-gpu
 	$(PYTEST) $(PYTEST_ARGS) -m "gpu and not flashinfer" tests/gpu
 

@@ -21,6 +21,8 @@ from outrider.services.doctor.probe import judge_probe, run_probe
 from outrider.shared.spec.algorithm import Algorithm
 from outrider.shared.spec.tree import DraftShape
 
+pytestmark = pytest.mark.xdist_group("doctor_trained")
+
 torch.set_num_threads(1)
 SHAPE = DraftShape(4, 2, 8)
 COUNT = 18

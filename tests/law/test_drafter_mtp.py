@@ -27,6 +27,8 @@ from outrider.shared.spec.drafter import Commit, SequenceOpen
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
+pytestmark = pytest.mark.xdist_group("drafter_mtp")
+
 torch.set_num_threads(1)
 COUNT = 24
 PROMPTS = [

@@ -28,6 +28,8 @@ from outrider.shared.spec.drafter import Commit, SequenceOpen
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
+pytestmark = pytest.mark.xdist_group("drafter_mtp_deepseek")
+
 torch.set_num_threads(1)
 VOCAB, HIDDEN, LAYERS = family_models.VOCAB, 64, family_models.LAYERS
 PREFIX = f"model.layers.{LAYERS}."

@@ -23,6 +23,8 @@ from outrider.services.target.request import SamplingParams, SpeculationMode
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import DrafterState
 
+pytestmark = pytest.mark.xdist_group("equality_draft")
+
 torch.set_num_threads(1)
 VOCAB = 64
 SHAPES = [(1, 1, 2), (5, 1, 6), (3, 2, 8), (5, 4, 16), (6, 8, 40)]

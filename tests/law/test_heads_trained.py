@@ -20,6 +20,8 @@ from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.drafter import NoDrafter
 from outrider.services.target.request import SamplingParams
 
+pytestmark = pytest.mark.xdist_group("heads_trained")
+
 COUNT = 18
 SHAPES = [(4, 2, 8), (3, 1, 4)]
 SAMPLINGS = [SamplingParams(temperature=0.8, seed=3), SamplingParams(temperature=1.2, top_p=0.9, seed=(1 << 64) - 9)]

@@ -16,7 +16,10 @@ from trained_heads import AUX, prompts, served_accept_length, trained_target
 
 from outrider.services.draft.growth import HeadGrowth
 from outrider.services.draft.heads import eagle3_keys
+from outrider.services.draft.round_model import HeadRounds, RoundPass
 from outrider.services.draft.vocab import DraftVocabulary
+
+pytestmark = pytest.mark.xdist_group("mutations")
 
 SHAPE = (4, 2, 8)
 COUNT = 18
@@ -55,7 +58,7 @@ def test_offsets_read_as_target_ids_are_noticed(tmp_path: Path, monkeypatch: pyt
     right = accept_length(trained_heads.eagle3())
 
     def absolute(d2t: torch.Tensor, _: torch.Tensor | None, size: int) -> DraftVocabulary:
-        return DraftVocabulary(len(d2t), size, d2t - torch.arange(len(d2t)))
+        return DraftVocabulary(len(d2t), size, d2t - torch.arange(len(d2t), device=d2t.device))
 
     monkeypatch.setattr(eagle3_keys.DraftVocabulary, "from_tensors", staticmethod(absolute))
     assert_costs(accept_length(trained_heads.eagle3()), right)
@@ -77,8 +80,14 @@ def test_levels_one_position_off_are_noticed(by: int, monkeypatch: pytest.Monkey
     """On motifs, which nothing but positions can continue."""
     motifs = [start for start in prompts(18) if start[0] == 2]
     right = accept_length(trained_heads.eagle3(), motifs)
-    level_passes = HeadGrowth.level_passes
+    level_passes, passes = HeadGrowth.level_passes, HeadRounds.passes
+
+    def shifted(self: HeadRounds, positions: torch.Tensor, widths: Sequence[int], *more: Any) -> list[RoundPass]:
+        """Rounds in one go: the rows of the extend come first, at their own positions."""
+        return passes(self, torch.cat([positions[: widths[0]], positions[widths[0] :] + by]), widths, *more)
+
     monkeypatch.setattr(HeadGrowth, "level_passes", lambda self, positions, *more: level_passes(self, positions + by, *more))
+    monkeypatch.setattr(HeadRounds, "passes", shifted)
     assert_costs(accept_length(trained_heads.eagle3(), motifs), right)
 
 
