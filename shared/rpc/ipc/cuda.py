@@ -34,12 +34,13 @@ class CudaError(UnavailableError):
 
 
 class DeviceMemory:
-    """Device memory of this process that others may map. Freed when nobody refers to it: a thread that writes to it must not lose it."""
+    """Zeroed device memory of this process that others may map. Freed when nobody refers to it: a thread that writes to it must not lose it."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         pointer = ctypes.c_void_p()
         with torch.cuda.device(device):
             runtime_call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
+            runtime_call("cudaMemset", pointer, ctypes.c_int(0), ctypes.c_size_t(num_bytes))
         self.pointer = int(pointer.value or 0)
         self._device = device
         weakref.finalize(self, _free, self.pointer, device).atexit = False
