@@ -34,7 +34,7 @@ class CudaError(UnavailableError):
 
 
 class DeviceMemory:
-    """Zeroed device memory of this process that others may map. Freed when nobody refers to it: a thread that writes to it must not lose it."""
+    """Device memory of this process that others may map, zeroed. Freed when nobody refers to it: who still writes must not lose it."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         pointer = ctypes.c_void_p()
