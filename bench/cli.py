@@ -11,6 +11,7 @@ import typer
 
 from outrider.services.launch import DEMO_DRAFT, DEMO_TARGET, StackOptions, Transport, free_port
 from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.rpc.polling import watch_sockets
 
 bench = typer.Typer(
     help="Measure this machine and this build; every figure goes to JSON beside its floor.",
@@ -127,6 +128,7 @@ def latency(
     output: Output = None,
 ) -> None:
     """Rounds and prefill of the engine in this process: random weights, synthetic acceptance, wall clock."""
+    watch_sockets()
     from outrider.bench.engine_stack import EngineOptions, parse_settings
     from outrider.bench.engine_stack import Transport as DraftTransport
     from outrider.bench.latency import LatencyOptions, parse_shapes, run_latency

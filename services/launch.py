@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from outrider.services.option_checks import DEFAULT_MAX_SESSIONS, check_values
 from outrider.services.supervisor import ChildSpec, Echo, Supervisor
 from outrider.shared.base.errors import CancelledError, ConfigurationError, UnavailableError
+from outrider.shared.rpc.polling import watch_sockets
 from outrider.shared.spec.algorithm import Algorithm, check_given
 
 if TYPE_CHECKING:
@@ -355,6 +356,7 @@ def serve_target(settings: TargetSettings) -> int:
 
     Without a DIR, ``--speculative-algorithm`` says what drafts: n-grams, or the MTP layers of the model.
     """
+    watch_sockets()
     from outrider.services.target import app
 
     if not settings.draft.startswith(INPROC) or settings.speculative_algorithm is Algorithm.NONE:
@@ -382,6 +384,7 @@ def serve_target(settings: TargetSettings) -> int:
 
 def serve_draft(settings: DraftSettings) -> int:
     """Run the draft until it is told to stop."""
+    watch_sockets()
     from outrider.services.draft import app
 
     return app.run(settings)

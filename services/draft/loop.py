@@ -1,11 +1,13 @@
 """What runs on the engine thread of the draft service: what its own streams sent, commands of other threads, then drafting.
 
-Streams of other threads (gRPC) never touch the engine: they submit commands. Streams of this host are `Source`s that the engine thread
-itself reads, because every thread that a message passes through costs more than the message.
+Streams of other threads (gRPC) submit commands; a round on the device, which is urgent, they run themselves while the engine thread has
+nothing to do. Streams of this host are `Source`s that the engine thread itself reads. For every thread that a message passes through costs
+more than the message.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -65,6 +67,8 @@ class DraftLoop:
         self._peer_numbers = count(1)
         self._expire_at_s = 0.0
         self._stopped = False
+        self._turn = threading.Lock()
+        self._ticks: list[Callable[[], None]] = []
         self._wake_up = SourceWakeUp()
         self._thread = EngineThread(self, name="draft-engine", event=self._wake_up)
 
@@ -85,6 +89,28 @@ class DraftLoop:
         """Have `command` run on the engine thread, in the order of submission. Any thread may call this."""
         self._commands.append(command)
         self._thread.wake()
+
+    def run_here(self, command: Callable[[], object]) -> None:
+        """Run `command` on the caller's thread, instead of the engine's, if that has nothing to do now; else submit it.
+
+        For what is urgent and short: it takes a thread that sleeps longer to wake up than to do it.
+        """
+        if self._turn.acquire(blocking=False):
+            try:
+                if not self._commands:
+                    try:
+                        command()
+                    except Exception as error:  # as the engine's thread would
+                        log.exception("an engine step failed")
+                        self._give_up(error)
+                    return
+            finally:
+                self._turn.release()
+        self.submit(command)
+
+    def tick(self, function: Callable[[], None]) -> None:
+        """Have the engine thread call `function` now and then."""
+        self._ticks.append(function)
 
     def call(self, function: Callable[[], T], timeout_s: float = 30.0) -> T:
         """Run `function` on the engine thread and return its result, or raise what it raised."""
@@ -131,17 +157,19 @@ class DraftLoop:
 
     def has_work(self) -> bool:
         """See `Steppable.has_work`."""
-        return self._wake_up.ready() or bool(self._commands) or time.monotonic() >= self._expire_at_s or self.engine.has_work()
+        with self._turn:
+            return self._wake_up.ready() or bool(self._commands) or time.monotonic() >= self._expire_at_s or self.engine.has_work()
 
     def step(self) -> None:
         """See `Steppable.step`: what arrived, then trees for all who asked, or one chunk of a prompt."""
-        self._wake_up.read()
-        while self._commands:
-            self._commands.popleft()()
-        if time.monotonic() >= self._expire_at_s:
-            self._expire()
-        if self.engine.has_work():
-            self._draft()
+        with self._turn:
+            self._wake_up.read()
+            while self._commands:
+                self._commands.popleft()()
+            if time.monotonic() >= self._expire_at_s:
+                self._expire()
+            if self.engine.has_work():
+                self._draft()
 
     def next_wakeup(self) -> float | None:
         """See `Steppable.next_wakeup`."""
@@ -149,12 +177,18 @@ class DraftLoop:
 
     def step_failed(self, error: Exception) -> None:
         """See `Steppable.step_failed`: the sessions in hand are forgotten; their targets open them again."""
+        with self._turn:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
         self.engine.metrics.failures.inc()
         lost = self.engine.give_up()
         log.error("a draft step failed", error=str(error), sessions_lost=lost)
 
     def _expire(self) -> None:
         self._expire_at_s = time.monotonic() + EXPIRY_PERIOD_S
+        for tick in self._ticks:
+            tick()
         expired = self.engine.expire()
         if expired:
             log.warning("sessions of a silent target freed", sessions=expired)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import torch
@@ -93,7 +94,7 @@ class DraftProtocol:
                 loop.submit(lambda: self._pong(peer, nonce))
             case "rounds_next" if inlet is not None:
                 following = request.rounds_next
-                loop.submit(lambda: self._run_round(peer, following, inlet))
+                loop.run_here(lambda: self._run_round(peer, following, inlet))
             case "rounds_enter" if inlet is not None:
                 entering = request.rounds_enter
                 loop.submit(lambda: self._enter_rounds(peer, entering, inlet))
@@ -166,9 +167,10 @@ class DraftProtocol:
         peer.send(RoundsEntered(message.rounds, reason))
 
     def _run_round(self, peer: Peer, message: draft_pb2.RoundsNext, inlet: RoundsInlet) -> None:
-        """Enqueue a round; one that cannot be is answered too, or the target would wait for it."""
+        """Enqueue a round; one that cannot be is answered too, or the target would wait for it. Not always on the engine thread."""
         try:
-            going_on = self._desk.run(peer.id, message, inlet)
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+                going_on = self._desk.run(peer.id, message, inlet)
         except Exception:
             self._desk.abandon(peer.id)
             inlet.skip(message)

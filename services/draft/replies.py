@@ -65,6 +65,15 @@ class RoundsEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundTrees:
+    """The trees of a round on the device, as a blob; empty when there are none."""
+
+    rounds: int
+    number: int
+    trees: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class SentTree:
     """The tree of one session without its root."""
 
@@ -83,7 +92,7 @@ class TreeFrame:
     trees: list[SentTree]
 
 
-Reply = Opened | NeedResync | Rejected | Pong | TreeFrame | RoundsEntered | RoundsEnded
+Reply = Opened | NeedResync | Rejected | Pong | TreeFrame | RoundsEntered | RoundsEnded | RoundTrees
 
 
 def frames_of(proposals: Sequence[Proposal], draft_ms: float) -> dict[PeerId, list[TreeFrame]]:

@@ -13,12 +13,14 @@ from google.protobuf.message import DecodeError
 
 from outrider.draft.v1 import draft_pb2, draft_pb2_grpc
 from outrider.services.draft.convert import reply_to
+from outrider.services.draft.inline_rounds import InlineRounds
 from outrider.services.draft.loop import Peer
 from outrider.services.draft.protocol import DraftProtocol
 from outrider.services.draft.replies import Reply
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.direct import ServerStream
+from outrider.shared.rpc.polling import Vigil
 from outrider.shared.rpc.tensors import InlineTensors, join_tensors, split_tensor
 
 R = TypeVar("R")
@@ -26,6 +28,8 @@ R = TypeVar("R")
 SERVICE_NAME = "outrider.draft.v1.Draft"
 MAX_BULK_BYTES = 1024 * 1024
 MAX_FP32_BYTES = 4
+NEXT_ROUND_S = 0.05
+"""A target that is in rounds on the device is waited for awake for so long."""
 MAX_UNSENT = 4096
 """Replies waiting for a target that does not read; beyond them its stream is ended."""
 
@@ -63,6 +67,8 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         self._protocol = protocol
         self._loop = protocol.loop
         self._engine = protocol.loop.engine
+        self._vigil = Vigil()
+        self._loop.tick(self._vigil.begin)
 
     def Session(
         self, request_iterator: Iterator[draft_pb2.SessionRequest], context: grpc.ServicerContext
@@ -78,7 +84,8 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         outlet = StreamOutlet(lambda: endings.put(None))
         peer, ack = self._protocol.welcome(first.hello, outlet)
         yield draft_pb2.SessionReply(hello=ack)
-        stream = ServerStream(context, lambda message: self._take(peer, message), endings.put, MAX_UNSENT)
+        inlet = InlineRounds(peer)
+        stream = ServerStream(context, lambda message: self._take(peer, message, inlet), endings.put, MAX_UNSENT, self._vigil)
         outlet.open(stream)
         stream.start()
         try:
@@ -118,13 +125,17 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             log.info("borrowed from the target", tensor=name, shape=list(tensor.shape))
         return draft_pb2.PutTensorReply(still_missing=list(self._loop.call(self._engine.strategy.missing)))
 
-    def _take(self, peer: Peer, message: bytes) -> None:
+    def _take(self, peer: Peer, message: bytes, inlet: InlineRounds) -> None:
         """Take a message of a session stream, on the server's polling thread."""
         try:
             request = draft_pb2.SessionRequest.FromString(message)
         except DecodeError:
             raise ProtocolError("A message does not parse.", field="message") from None
-        self._protocol.take(peer, request, INLINE)
+        self._protocol.take(peer, request, INLINE, inlet)
+        if request.HasField("rounds_next"):
+            self._vigil.expect(NEXT_ROUND_S)
+        elif request.HasField("rounds_leave"):
+            self._vigil.rest()
 
 
 def _until_gone(requests: Iterator[R]) -> Iterator[R]:

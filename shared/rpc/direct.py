@@ -11,7 +11,10 @@ This uses the layer below grpcio's public interface (`grpc._cython.cygrpc`), as 
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from enum import Enum, auto
@@ -20,8 +23,13 @@ from typing import Any, cast
 import grpc
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the library has no types for it
 
+from outrider.shared.rpc.polling import Vigil
+
 NO_FLAGS = 0
 FLUSH_S = 5.0
+WATCH_S = 0.005
+KEEP_S = 0.05
+"""How long a thread that has read for itself keeps the stream, in case that it reads again."""
 STATUS_OF_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
 
 _Callbacks = tuple[None, tuple[()]]
@@ -53,23 +61,31 @@ class _Tag(Enum):
     STATUS = auto()
     SENT = auto()
     RECEIVED = auto()
+    LOOK = auto()
 
 
 class ClientStream:
     """A call of a bidirectional method, which starts at once.
 
-    `send` and `cancel` may be called from any thread; `receive` and `drain` from one at a time.
+    `send` and `cancel` may be called from any thread. One thread, which stays, is in `receive`; another one may be in `receive_within`.
+    Whoever is in `receive_within` reads from the stream itself; the thread in `receive` makes way, and takes care of the time.
 
     Args:
         channel: Made by `connect`.
         method: ``/package.Service/Method``.
+        vigil: When to poll.
     """
 
-    def __init__(self, channel: grpc.Channel, method: str) -> None:
+    def __init__(self, channel: grpc.Channel, method: str, vigil: Vigil) -> None:
+        self._vigil = vigil
         self._lock = threading.Lock()
         self._unsent: deque[bytes] = deque()
         self._sending = False
         self._status: Any = None
+        self._reading = threading.Lock()
+        self._taken = False
+        self._taken_at = 0.0
+        self._deadline = math.inf
         starts = (
             ((cygrpc.SendInitialMetadataOperation(None, NO_FLAGS), cygrpc.ReceiveStatusOnClientOperation(NO_FLAGS)), _Tag.STATUS),
             ((cygrpc.ReceiveInitialMetadataOperation(NO_FLAGS),), _Tag.HEADERS),
@@ -82,65 +98,110 @@ class ClientStream:
             cygrpc.PropagationConstants.GRPC_PROPAGATE_DEFAULTS, method.encode(), None, None, None, None, starts
         )
 
+    @property
+    def ended(self) -> bool:
+        """Whether nothing comes any more."""
+        return not self._due
+
     def send(self, message: bytes) -> None:
         """Send a message, or queue it behind one that is being sent; never waits. What a stream that has ended is given is dropped."""
         with self._lock:
             if self._sending:
                 self._unsent.append(message)
             else:
-                self._sending = self._operate(cygrpc.SendMessageOperation(message, NO_FLAGS), _Tag.SENT)
+                self._sending = self._operate((cygrpc.SendMessageOperation(message, NO_FLAGS),), _Tag.SENT)
 
     def receive(self) -> bytes | None:
-        """Wait for the next message; None when the stream ended with status OK.
+        """Wait for the next message that no other thread takes; None when the stream ended with status OK.
 
         Raises:
             StreamEndedError: It ended otherwise.
         """
         while True:
-            with self._lock:
-                if not self._due:
-                    break
-            event = self._call.next_event()
-            with self._lock:
-                self._due -= 1
-                message = self._handle(event)
+            if self._taken:
+                self._watch()
+                continue
+            with self._reading:
+                message = self._read(lambda: self._taken)
             if message is not None:
                 return message
+            if not self._taken:
+                break
         code = STATUS_OF_NUMBER.get(self._status.code(), grpc.StatusCode.UNKNOWN)
         if code is grpc.StatusCode.OK:
             return None
         raise StreamEndedError(code, self._status.details() or "", tuple(self._status.trailing_metadata() or ()))
+
+    def receive_within(self, seconds: float) -> bytes | None:
+        """Wait for the next message; None when none came in time, or the stream has ended, which `receive` tells."""
+        now = time.monotonic()
+        with self._lock:
+            first, self._taken = not self._taken, True
+            deadline = self._deadline = now + seconds
+            if first:
+                self._operate((), _Tag.LOOK)
+        with self._reading:
+            message = self._read(lambda: time.monotonic() >= deadline)
+        with self._lock:
+            self._deadline, self._taken_at = math.inf, time.monotonic()
+        return message
 
     def cancel(self) -> None:
         """End the stream, more than once if need be."""
         self._call.cancel(grpc.StatusCode.CANCELLED.value[0], "Locally cancelled by application!")
 
     def drain(self) -> None:
-        """Take what is left of a cancelled stream, so that the core can free it."""
-        try:
+        """Take what is left of a cancelled stream, so that the core can free it; on the thread of `receive`."""
+        with contextlib.suppress(StreamEndedError):
             while self.receive() is not None:
                 pass
-        except StreamEndedError:
-            pass
+
+    def _watch(self) -> None:
+        """While another thread reads: end its wait in time, and take over when it has read for the last time."""
+        time.sleep(WATCH_S)
+        now = time.monotonic()
+        with self._lock:
+            if now >= self._deadline:
+                self._operate((), _Tag.LOOK)
+            elif self._deadline == math.inf and now - self._taken_at > KEEP_S:
+                self._taken = False
+
+    def _read(self, enough: Callable[[], bool]) -> bytes | None:
+        """Return the next message; None at the end of the stream, or when it is told to look and finds that it is `enough`."""
+        while True:
+            with self._lock:
+                if not self._due:
+                    return None
+            self._vigil.begin()
+            event = self._call.next_event()
+            with self._lock:
+                self._due -= 1
+                message = self._handle(event)
+            if message is not None:
+                return message
+            if event.tag is _Tag.LOOK and enough():
+                return None
 
     def _handle(self, event: Any) -> bytes | None:
         """Take an event; return the message of an arrival."""
         if event.tag is _Tag.RECEIVED:
             message: bytes | None = event.batch_operations[0].message()
             if message is not None:
-                self._operate(cygrpc.ReceiveMessageOperation(NO_FLAGS), _Tag.RECEIVED)
+                self._operate((cygrpc.ReceiveMessageOperation(NO_FLAGS),), _Tag.RECEIVED)
             return message
         if event.tag is _Tag.SENT:
             self._sending = bool(
-                event.success and self._unsent and self._operate(cygrpc.SendMessageOperation(self._unsent.popleft(), NO_FLAGS), _Tag.SENT)
+                event.success
+                and self._unsent
+                and self._operate((cygrpc.SendMessageOperation(self._unsent.popleft(), NO_FLAGS),), _Tag.SENT)
             )
         elif event.tag is _Tag.STATUS:
             self._status = event.batch_operations[1]
         return None
 
-    def _operate(self, operation: Any, tag: _Tag) -> bool:
-        """Start an operation; False when the call has ended. Called with the lock."""
-        started = bool(self._call.operate((operation,), tag))
+    def _operate(self, operations: tuple[Any, ...], tag: _Tag) -> bool:
+        """Start operations, without any merely have the reader look up; False when the call has ended. Called with the lock."""
+        started = bool(self._call.operate(operations, tag))
         self._due += started
         return started
 
@@ -156,6 +217,7 @@ class ServerStream:
         on_message: Called with every further message, one after the other, on the server's only polling thread: it must not wait.
         on_end: Called once or more, on any thread: with None when the peer has finished or gone, or with what `on_message` raised.
         max_unsent: Messages that wait for a peer that does not read; one more ends the stream.
+        vigil: When the polling thread polls.
     """
 
     def __init__(
@@ -164,7 +226,9 @@ class ServerStream:
         on_message: Callable[[bytes], None],
         on_end: Callable[[Exception | None], None],
         max_unsent: int,
+        vigil: Vigil,
     ) -> None:
+        self._vigil = vigil
         self._call = cast(Any, context)._rpc_event.call
         self._on_message = on_message
         self._on_end = on_end
@@ -214,6 +278,7 @@ class ServerStream:
             else:
                 self._unsent.clear()
                 self._idle.set()
+        self._vigil.begin()
         return _NO_CALLBACKS
 
     def _receive(self) -> None:
@@ -224,12 +289,14 @@ class ServerStream:
         message: bytes | None = event.batch_operations[0].message()
         try:
             if message is None:
+                self._vigil.rest()
                 self._on_end(None)
             else:
                 self._on_message(message)
                 self._receive()
         except Exception as error:  # the polling thread serves everyone
             self._on_end(error)
+        self._vigil.begin()
         return _NO_CALLBACKS
 
     def _gone(self) -> None:

@@ -15,14 +15,17 @@ from outrider.common.v1 import common_pb2
 from outrider.draft.v1 import draft_pb2, draft_pb2_grpc
 from outrider.services.target.draft_client.connection import CONNECT_TIMEOUT_S, HANDSHAKE_TIMEOUT_S, ConnectionLost
 from outrider.services.target.draft_client.rounds_channel import RoundsChannel
+from outrider.services.target.draft_client.stream_rounds import StreamRounds
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.rpc.client import connect
 from outrider.shared.rpc.direct import ClientStream
 from outrider.shared.rpc.interceptors import error_from_rpc
+from outrider.shared.rpc.polling import Vigil
 from outrider.shared.rpc.tensors import InlineTensors, TensorWriter
 
 REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND)
 SESSION_METHOD = "/outrider.draft.v1.Draft/Session"
+BULK_METHOD = "/outrider.draft.v1.Draft/Bulk"
 JOIN_S = 5.0
 
 
@@ -59,9 +62,14 @@ class WeightCalls:
 
 
 class GrpcCarrier:
-    """`Carrier` over two channels, so that a commit never queues behind rows of a prompt."""
+    """`Carrier` over two channels, so that a commit never queues behind rows of a prompt.
 
-    def __init__(self, address: str) -> None:
+    Args:
+        address: Of the draft.
+        rounds: Offer rounds that stay on the device.
+    """
+
+    def __init__(self, address: str, *, rounds: bool = False) -> None:
         self.ended = threading.Event()
         self.tensors: TensorWriter = InlineTensors()
         self.bulk_tensors: TensorWriter = self.tensors
@@ -69,61 +77,63 @@ class GrpcCarrier:
         self._channel, self._bulk_channel = connect(address), connect(address)
         weights = WeightCalls(self._channel)
         self.get_tensor, self.put_tensors = weights.get_tensor, weights.put_tensors
-        self._bulk_outbox: queue.SimpleQueue[draft_pb2.BulkRequest | None] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[draft_pb2.SessionReply | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
+        self._streams: list[ClientStream] = []
+        self._vigil = Vigil()
         self._stream: ClientStream | None = None
-        self._bulk_call: grpc.Call | None = None
+        self._bulk: ClientStream | None = None
+        self._stream_rounds: StreamRounds | None = None
+        self._offers_rounds = rounds
+        self._on_pong: Callable[[draft_pb2.Pong], None] = lambda _pong: None
         self._bulk_reader = threading.Thread(target=self._read_bulk, name="draft-bulk", daemon=True)
-        self.send_bulk = self._bulk_outbox.put
 
     def hello(self, hello: draft_pb2.Hello) -> draft_pb2.HelloAck:
         """See `Carrier.hello`."""
         with lost():
             grpc.channel_ready_future(self._channel).result(CONNECT_TIMEOUT_S)
-            stream = ClientStream(self._channel, SESSION_METHOD)
-            with self._lock:
-                self._stream = stream
-            if self.ended.is_set():
-                stream.cancel()
+            stream = self._stream = self._own(ClientStream(self._channel, SESSION_METHOD, self._vigil))
             self.send(draft_pb2.SessionRequest(hello=hello))
             watchdog = threading.Timer(HANDSHAKE_TIMEOUT_S, self.close)
             watchdog.daemon = True
             watchdog.start()
             try:
-                reply = self._next(stream)
+                reply = stream.receive()
             finally:
                 watchdog.cancel()
         if reply is None:
             raise ConnectionLost("the stream ended before HelloAck")
-        if not reply.HasField("hello"):
+        ack = _parse(reply)
+        if not ack.HasField("hello"):
             raise ProtocolError("the draft answered Hello with something else", field="hello")
-        return reply.hello
+        return ack.hello
 
     def open_bulk(self, target_id: str) -> None:
         """See `Carrier.open_bulk`."""
-        call = draft_pb2_grpc.DraftStub(self._bulk_channel).Bulk(iter(self._bulk_outbox.get, None))
-        with self._lock:
-            self._bulk_call = call
-        if self.ended.is_set():
-            call.cancel()
-        self._bulk_replies = call
+        assert self._stream is not None, "hello() comes first"
+        self._bulk = self._own(ClientStream(self._bulk_channel, BULK_METHOD, Vigil(enabled=self._vigil.enabled)))
         self._bulk_reader.start()
+        if self._offers_rounds:
+            self._stream_rounds = StreamRounds(self._stream, self._vigil, self._dispatch)
+            self.rounds = self._stream_rounds
 
     def follow(self, on_pong: Callable[[draft_pb2.Pong], None]) -> None:
         """See `Carrier.follow`."""
         assert self._stream is not None, "hello() comes first"
+        self._on_pong = on_pong
         with lost():
-            while (reply := self._next(self._stream)) is not None:
-                if reply.HasField("pong"):
-                    on_pong(reply.pong)
-                else:
-                    self._inbox.put(reply)
+            while (message := self._stream.receive()) is not None:
+                self._dispatch(message)
 
     def send(self, message: draft_pb2.SessionRequest) -> None:
         """See `Carrier.send`."""
         if self._stream is not None:
             self._stream.send(message.SerializeToString())
+
+    def send_bulk(self, message: draft_pb2.BulkRequest) -> None:
+        """See `Carrier.send_bulk`."""
+        if self._bulk is not None:
+            self._bulk.send(message.SerializeToString())
 
     def ping(self, message: draft_pb2.SessionRequest) -> None:
         """See `Carrier.ping`."""
@@ -139,14 +149,12 @@ class GrpcCarrier:
     def close(self) -> None:
         """See `Carrier.close`."""
         self.ended.set()
-        self._bulk_outbox.put(None)
+        if self.rounds is not None:
+            self.rounds.close()
         self._inbox.put(None)  # whoever waits in `receive`
         with self._lock:
-            stream, bulk = self._stream, self._bulk_call
-        if stream is not None:
-            stream.cancel()
-        if bulk is not None:
-            bulk.cancel()
+            for stream in self._streams:
+                stream.cancel()
 
     def release(self) -> None:
         """See `Carrier.release`."""
@@ -157,19 +165,36 @@ class GrpcCarrier:
         self._channel.close()
         self._bulk_channel.close()
 
-    @staticmethod
-    def _next(stream: ClientStream) -> draft_pb2.SessionReply | None:
-        message = stream.receive()
-        if message is None:
-            return None
-        try:
-            return draft_pb2.SessionReply.FromString(message)
-        except DecodeError:
-            raise ProtocolError("a message of the draft does not parse", field="message") from None
+    def _own(self, stream: ClientStream) -> ClientStream:
+        """Cancel `stream` when the connection closes."""
+        with self._lock:
+            self._streams.append(stream)
+            if self.ended.is_set():
+                stream.cancel()
+        return stream
+
+    def _dispatch(self, message: bytes) -> None:
+        """Hand a message on; on the link's thread, or on the engine's."""
+        reply = _parse(message)
+        if reply.HasField("round_trees") and self._stream_rounds is not None:
+            self._stream_rounds.arrived(reply.round_trees)
+        elif reply.HasField("pong"):
+            self._on_pong(reply.pong)
+        else:
+            self._inbox.put(reply)
 
     def _read_bulk(self) -> None:
         """Drain the acknowledgements; a bulk stream that ends takes the connection with it."""
+        assert self._bulk is not None
         with contextlib.suppress(grpc.RpcError):
-            for _ in self._bulk_replies:
+            while self._bulk.receive() is not None:
                 pass
         self.close()
+        self._bulk.drain()
+
+
+def _parse(message: bytes) -> draft_pb2.SessionReply:
+    try:
+        return draft_pb2.SessionReply.FromString(message)
+    except DecodeError:
+        raise ProtocolError("a message of the draft does not parse", field="message") from None

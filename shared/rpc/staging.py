@@ -1,0 +1,47 @@
+"""Blobs on their way between a device and messages: through memory that is pinned, once for every size."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from outrider.shared.base.errors import ProtocolError
+
+
+class Staging:
+    """Copies blobs, ``[n] uint8``, in stream order. For one thread at a time."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[str, int], torch.Tensor] = {}
+
+    def fetch(self, blob: torch.Tensor) -> torch.Tensor:
+        """Begin to copy a blob to the host; what is returned holds it after `settle`, until the next `fetch` of that size."""
+        place = self._place("out", blob)
+        place.copy_(blob, non_blocking=True)
+        return place
+
+    @staticmethod
+    def settle(blob: torch.Tensor) -> None:
+        """Wait until all that was enqueued on the blob's device is done; polls, as a thread that sleeps wakes late."""
+        if blob.is_cuda:
+            torch.cuda.current_stream(blob.device).synchronize()
+
+    def load(self, data: bytes, number: int, blob: torch.Tensor) -> None:
+        """Copy the bytes of a message to a blob, with a header of this number. What the last call of that size enqueued must be done.
+
+        Raises:
+            ProtocolError: Their size differs.
+        """
+        if len(data) != blob.nbytes:
+            raise ProtocolError(f"A blob of {len(data)} bytes where {blob.nbytes} are due.", field="rounds")
+        place = self._place("in", blob)
+        place.numpy()[:] = np.frombuffer(data, dtype=np.uint8)
+        place[:4].view(torch.int32)[0] = number
+        blob.copy_(place, non_blocking=True)
+
+    def _place(self, use: str, blob: torch.Tensor) -> torch.Tensor:
+        key = (use, blob.nbytes)
+        if key not in self._places:
+            with torch.inference_mode(False):
+                self._places[key] = torch.empty(blob.nbytes, dtype=torch.uint8, pin_memory=blob.is_cuda)
+        return self._places[key]
