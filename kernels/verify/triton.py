@@ -1,7 +1,7 @@
 """verify in Triton: argmax with noise in two launches (the vocabulary split over programs), and the walk.
 
-The contract is in the package's docstring. The filters (top-k, top-p, min-p) are torch ops on the device;
-they run only in batches that ask for them and never wait for the host.
+The contract is in the package's docstring. Batches that ask for filters (top-k, top-p, min-p) take `filtered_choice` in place of the
+first launch.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
+from outrider.kernels.filtered_choice.triton import Parts, best_kept
 from outrider.kernels.philox.triton import gumbel
-from outrider.kernels.verify.filters import filter_logits
 from outrider.kernels.verify.types import SamplingTensors, VerifiedTree
 
 _BLOCK = 4096
@@ -22,7 +22,7 @@ _BLOCK = 4096
 @triton.jit
 def _argmax_split(
     logits, row_stride, temperature, seeds, positions, choices, best, ids, poisoned, vocab, splits,
-    NOISE: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    NOISE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -33,8 +33,7 @@ def _argmax_split(
     if NOISE:
         heat = tl.load(temperature + row)
         if heat > 0:
-            if not SCALED:
-                score = tl.div_rn(score, tl.zeros_like(score) + heat)
+            score = tl.div_rn(score, tl.zeros_like(score) + heat)
             score += gumbel(tl.load(seeds + row), tl.load(positions + row), tl.load(choices + row), token)
     score = tl.where(bad, -float("inf"), score)
     top = tl.max(score, 0)
@@ -68,28 +67,36 @@ def _argmax_merge(best, ids, poisoned, chosen, vocab, splits, BLOCK: tl.constexp
 def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> torch.Tensor:
     """See `outrider.kernels.verify.choose_tokens`."""
     rows, vocab = logits.shape
-    filtered = sampling.any_filter and not sampling.all_greedy
-    if filtered:
-        heat = torch.where(sampling.temperature > 0, sampling.temperature, 1.0)
-        logits = filter_logits(logits.float() / heat[:, None], sampling.top_k, sampling.top_p, sampling.min_p)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    splits = _launch.ceil_div(vocab, _BLOCK)
-    best = _launch.empty((rows, splits), torch.float32, logits.device)
-    ids = _launch.empty((rows, splits), torch.int32, logits.device)
-    poisoned = _launch.empty((rows, splits), torch.int32, logits.device)
     chosen = _launch.empty((rows,), torch.int64, logits.device)
     if rows == 0:
         return chosen
+    if sampling.any_filter and not sampling.all_greedy:
+        parts = best_kept(logits, sampling, positions)
+    else:
+        parts = _best(logits, sampling, positions)
+    splits = parts.ids.shape[1]
     with _launch.on_device_of(logits):
-        _argmax_split[(rows, splits)](
-            logits, logits.stride(0), sampling.temperature.contiguous(), sampling.seeds.contiguous(), positions.contiguous(),
-            sampling.choices.contiguous(), best, ids, poisoned, vocab, splits, NOISE=not sampling.all_greedy, SCALED=filtered,
-            BLOCK=min(_BLOCK, _launch.next_power_of_2(vocab)), num_warps=8, **_launch.dependent(logits),
-        )  # fmt: skip
         _argmax_merge[(rows,)](
-            best, ids, poisoned, chosen, vocab, splits, BLOCK=_launch.next_power_of_2(splits), num_warps=1, **_launch.dependent(logits)
+            parts.scores, parts.ids, parts.poisoned, chosen, vocab, splits, BLOCK=_launch.next_power_of_2(splits), num_warps=1,
+            **_launch.dependent(logits),
         )  # fmt: skip
     return chosen
+
+
+def _best(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> Parts:
+    """Return the best token of every part of the vocabulary, noise included."""
+    rows, vocab = logits.shape
+    size = (rows, _launch.ceil_div(vocab, _BLOCK))
+    scores = _launch.empty(size, torch.float32, logits.device)
+    ids, poisoned = (_launch.empty(size, torch.int32, logits.device) for _ in range(2))
+    with _launch.on_device_of(logits):
+        _argmax_split[size](
+            logits, logits.stride(0), sampling.temperature.contiguous(), sampling.seeds.contiguous(), positions.contiguous(),
+            sampling.choices.contiguous(), scores, ids, poisoned, vocab, size[1], NOISE=not sampling.all_greedy,
+            BLOCK=min(_BLOCK, _launch.next_power_of_2(vocab)), num_warps=8, **_launch.dependent(logits),
+        )  # fmt: skip
+    return Parts(scores, ids, poisoned)
 
 
 @triton.jit

@@ -1,0 +1,20 @@
+"""filtered_choice compiled: at the size of a real vocabulary it keeps, and chooses, what sorting does."""
+
+import pytest
+import torch
+from filter_cases import check_choices, check_kept_tokens
+from guards import Guards
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", ["peaked", "flat", "ties", "masked"])
+def test_what_is_kept_is_what_sorting_keeps(kind: str, dtype: torch.dtype) -> None:
+    for rows, vocab in ((13, 128_256), (40, 32_003)):
+        check_kept_tokens(kind, rows, vocab, dtype, "cuda", Guards(64))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tokens_are_chosen_as_from_what_sorting_keeps(dtype: torch.dtype) -> None:
+    check_choices(32_000, 512, dtype, "cuda", Guards(67))

@@ -1,0 +1,89 @@
+"""filtered_choice: bodies of tests that run interpreted on a CPU and compiled on a GPU."""
+
+from __future__ import annotations
+
+import torch
+from guards import Guards, reference_version, triton_version
+
+from outrider.kernels.filtered_choice import kept_tokens
+from outrider.kernels.filtered_choice.reference import scaled, token_keys
+from outrider.kernels.verify import SamplingTensors, choose_tokens
+
+ROUNDING = 2e-6
+"""Probabilities are sums of many: how far a token's beginning may be from p for either side to be right."""
+FILTERS = [
+    (0, 0.9, 0.0), (50, 1.0, 0.0), (50, 0.9, 0.0), (1, 1.0, 0.0), (7, 0.5, 0.05), (0, 1.0, 0.1), (0, 0.999, 0.0), (100_000_000, 0.8, 0.0),
+    (0, 0.0, 0.0), (3000, 0.3, 0.0), (0, 1.0, 0.0), (0, 1e-9, 1.0),
+]  # fmt: skip
+
+
+def filters_of(rows: int, device: str, temperature: float = 1.0) -> SamplingTensors:
+    """Return parameters of rows: every filter of `FILTERS` in turn, the last row greedy."""
+    picked = [FILTERS[row % len(FILTERS)] for row in range(rows)]
+    heat = torch.full((rows,), temperature)
+    heat[-1] = 0.0 if rows > len(FILTERS) else temperature
+    return SamplingTensors(
+        temperature=heat.to(device),
+        top_k=torch.tensor([top_k for top_k, _, _ in picked], dtype=torch.int32, device=device),
+        top_p=torch.tensor([top_p for _, top_p, _ in picked], dtype=torch.float32, device=device),
+        min_p=torch.tensor([min_p for _, _, min_p in picked], dtype=torch.float32, device=device),
+        seeds=torch.arange(rows, device=device) * 0x9E3779B97F4A7C1 - (1 << 60),
+        choices=torch.zeros(rows, dtype=torch.int32, device=device),
+        all_greedy=False,
+        any_filter=True,
+    )
+
+
+def logits_of(kind: str, rows: int, vocab: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Return made-up rows: of one peak, flat, full of ties, mostly masked."""
+    generator = torch.Generator().manual_seed(vocab + rows)
+    logits = torch.randn(rows, vocab, generator=generator) * {"peaked": 6.0, "flat": 0.01}.get(kind, 2.0)
+    if kind == "ties":
+        logits = (logits * 2).round() / 2
+        logits[:, ::3] = 0.0
+        logits[:, 1::6] = -0.0
+    if kind == "masked":
+        logits[:, 5:] = -torch.inf
+    return logits.to(device, dtype)
+
+
+def check_kept_tokens(kind: str, rows: int, vocab: int, dtype: torch.dtype, device: str, guards: Guards) -> None:
+    """What is kept is what sorting keeps, tie by tie, except where a sum of probabilities is p to within rounding."""
+    logits, sampling = logits_of(kind, rows, vocab, dtype, device), filters_of(rows, device, 0.7)
+    keys = token_keys(logits, sampling.temperature)
+    with reference_version():
+        expected = kept_tokens(logits, sampling).mask(keys) & (logits > -torch.inf)
+    with triton_version(guards):
+        actual = kept_tokens(guards.put(logits, "logits"), sampling).mask(keys) & (logits > -torch.inf)
+    scores = scaled(logits, sampling.temperature).double()
+    warm = sampling.temperature > 0
+    for row in (actual != expected).any(dim=1).nonzero().flatten().tolist():
+        assert warm[row], "a greedy row keeps everything"
+        order = scores[row].sort(descending=True, stable=True)
+        weights = (order.values - order.values[0]).exp()
+        limit = int(sampling.top_k[row]) or vocab
+        weights[limit:] = 0.0
+        before = (weights.cumsum(0) - weights) / weights.sum()
+        between = (actual[row] != expected[row])[order.indices].nonzero().flatten()
+        p = float(sampling.top_p[row])
+        assert p < 1, f"top-k {limit} keeps {int(actual[row].sum())} tokens"
+        off = (before[between] - p).abs().max()
+        assert off < ROUNDING, f"row {row} keeps {int(actual[row].sum())} tokens, sorting {int(expected[row].sum())}; {off:.1e} from p"
+
+
+def check_choices(vocab: int, draws: int, dtype: torch.dtype, device: str, guards: Guards) -> None:
+    """The same noise picks the same tokens: the law of the choice is that of sorting, seed by seed."""
+    for top_k, top_p, min_p in FILTERS[:6]:
+        logits = logits_of("ties", 1, vocab, dtype, device).expand(draws, vocab).contiguous()
+        sampling = filters_of(draws, device)
+        sampling.temperature.fill_(0.8)
+        sampling.top_k.fill_(top_k)
+        sampling.top_p.fill_(top_p)
+        sampling.min_p.fill_(min_p)
+        positions = torch.arange(draws, device=device) * 3
+        with reference_version():
+            expected = choose_tokens(logits, sampling, positions)
+        with triton_version(guards):
+            actual = choose_tokens(logits, sampling, positions)
+        assert actual.tolist() == expected.tolist(), (top_k, top_p, min_p)
+        assert len(set(expected.tolist())) > 1 or top_k == 1

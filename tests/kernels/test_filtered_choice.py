@@ -1,0 +1,28 @@
+"""filtered_choice: the Triton version, interpreted, keeps what sorting keeps and stays within its buffers."""
+
+import pytest
+import torch
+from filter_cases import check_choices, check_kept_tokens
+from guards import Guards
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "vocab"),
+    [
+        ("peaked", torch.float32, 900), ("peaked", torch.bfloat16, 5000), ("flat", torch.float32, 900), ("flat", torch.bfloat16, 900),
+        ("ties", torch.float32, 5000), ("ties", torch.bfloat16, 900), ("ties", torch.float16, 900), ("masked", torch.bfloat16, 900),
+    ],
+)  # fmt: skip
+def test_what_is_kept_is_what_sorting_keeps(kind: str, dtype: torch.dtype, vocab: int) -> None:
+    check_kept_tokens(kind, 13, vocab, dtype, "cpu", Guards())
+
+
+@pytest.mark.parametrize("vocab", [1, 3, 37])
+def test_small_vocabularies(vocab: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        check_kept_tokens("ties", 5, vocab, dtype, "cpu", Guards())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_are_chosen_as_from_what_sorting_keeps(dtype: torch.dtype) -> None:
+    check_choices(70, 8, dtype, "cpu", Guards())
