@@ -194,6 +194,27 @@ def test_a_draft_that_dies_or_stops_in_rounds_costs_no_token_and_is_used_again(
             process.stop()
 
 
+def test_a_draft_model_without_features(decoder: Decoder, folders: tuple[Path, Path], tmp_path: Path) -> None:
+    small = make_toy_target(tmp_path / "small", vocab_size=VOCAB, hidden_size=24, num_layers=2, head_dim=8, seed=4)
+    draft = DraftProcess(tmp_path, folders[0], small)
+    drafter = follow(draft, decoder)
+    try:
+        sampling = SamplingParams(temperature=1.0, seed=3)
+        plain = generate_plain(decoder, NoDrafter(), PROMPT, 60, sampling=sampling)
+        rounds = []
+        for overlap in (None, OVERLAP):
+            harness = make_harness(decoder, drafter, overlap=overlap)
+            harness.submit(PROMPT, 60, request_id="a", sampling=sampling, shape=(3, 2, 8))
+            assert (run(harness) > 5) == (overlap is not None)
+            assert harness.sink.tokens["a"] == plain
+            report = harness.sink.finished["a"].speculation
+            rounds.append((report.rounds, report.accepted_tokens))
+        assert rounds[0] == rounds[1]
+    finally:
+        drafter.shutdown()
+        draft.stop()
+
+
 def test_a_target_that_leaves_in_rounds_leaves_nothing_behind(decoder: Decoder, draft: DraftProcess) -> None:
     first = follow(draft, decoder)
     harness = make_harness(decoder, first, overlap=OVERLAP)

@@ -6,9 +6,11 @@ behind goes on when `RoundWatch` says so. Blobs lie on the target's GPU, which t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -57,25 +59,26 @@ class StreamMailbox:
 
     def send(self, number: int, blob: torch.Tensor) -> None:
         """See `RoundMailbox.send`."""
-        stream = _stream(self._device)
-        _write_value(stream, blob.data_ptr(), number)
-        copy_async(self._slots.pointer + self._out(number), blob.data_ptr(), blob.nbytes, self._device)
-        _write_value(stream, self._base + self._words.given_at, number)
+        with self._current() as stream:
+            _write_value(stream, blob.data_ptr(), number)
+            copy_async(self._slots.pointer + self._out(number), blob.data_ptr(), blob.nbytes, self._device)
+            _write_value(stream, self._base + self._words.given_at, number)
 
     def receive(self, number: int, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
         """See `RoundMailbox.receive`."""
-        stream = _stream(self._device)
-        _write_value(stream, expected.data_ptr(), number)
-        if self.broken:
-            return
-        self._watch.expect(number, limit_s)
-        _wait_value(stream, self._base + self._words.awaited_at, number)
-        _write_value(stream, self._base + self._words.passed_at, number)
-        copy_async(blob.data_ptr(), self._slots.pointer + self._in(number), blob.nbytes, self._device)
+        with self._current() as stream:
+            _write_value(stream, expected.data_ptr(), number)
+            if self.broken:
+                return
+            self._watch.expect(number, limit_s)
+            _wait_value(stream, self._base + self._words.awaited_at, number)
+            _write_value(stream, self._base + self._words.passed_at, number)
+            copy_async(blob.data_ptr(), self._slots.pointer + self._in(number), blob.nbytes, self._device)
 
     def skip(self, number: int) -> None:
         """See `RoundMailbox.skip`."""
-        _write_value(_stream(self._device), self._base + self._words.given_at, number)
+        with self._current() as stream:
+            _write_value(stream, self._base + self._words.given_at, number)
 
     def mend(self) -> bool:
         """See `RoundMailbox.mend`."""
@@ -85,9 +88,11 @@ class StreamMailbox:
         """See `RoundMailbox.close`."""
         self._watch.close()
 
-
-def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream
+    @contextlib.contextmanager
+    def _current(self) -> Iterator[int]:
+        """Yield the device's current stream, with the device current: the driver takes stream 0 for that of the current device."""
+        with torch.cuda.device(self._device):
+            yield torch.cuda.current_stream(self._device).cuda_stream
 
 
 def _write_value(stream: int, address: int, value: int) -> None:
