@@ -57,6 +57,7 @@ class DraftService:
     def __init__(self, settings: DraftSettings) -> None:
         self._settings = settings
         device = settings.torch_device()
+        _use_device(device)
         self.engine: DraftEngine = build_engine(settings, device, settings.torch_dtype(device))
         threads = plan_threads(settings, self.engine.strategy.info.hidden_size)
         if threads:
@@ -82,6 +83,7 @@ class DraftService:
         if not self.engine.strategy.missing():
             warm_up(self.engine, self._settings.torch_device())
         self.loop.start()
+        self.loop.call(lambda: _use_device(self._settings.torch_device()))
         if self._ipc:
             self._ipc.start()
         self._server.start()
@@ -102,6 +104,12 @@ class DraftService:
     def _hang_up(self) -> None:
         if self._ipc:
             self._ipc.stop()
+
+
+def _use_device(device: torch.device) -> None:
+    """Make what this thread launches go to `device`: graphs, and streams known by number, belong to the current one."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
 
 
 def _tokenizer(settings: DraftSettings) -> str:

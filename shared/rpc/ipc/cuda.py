@@ -82,15 +82,15 @@ def _free(pointer: int, device: torch.device) -> None:
 
 def copy_async(destination: int, source: int, num_bytes: int, device: torch.device) -> None:
     """Copy between any two addresses that `device` reaches, on torch's current stream of `device`."""
-    stream = torch.cuda.current_stream(device).cuda_stream
-    runtime_call(
-        "cudaMemcpyAsync",
-        ctypes.c_void_p(destination),
-        ctypes.c_void_p(source),
-        ctypes.c_size_t(num_bytes),
-        ctypes.c_int(MEMCPY_DEFAULT),
-        ctypes.c_void_p(stream),
-    )
+    with torch.cuda.device(device):  # stream 0 is that of the current device
+        runtime_call(
+            "cudaMemcpyAsync",
+            ctypes.c_void_p(destination),
+            ctypes.c_void_p(source),
+            ctypes.c_size_t(num_bytes),
+            ctypes.c_int(MEMCPY_DEFAULT),
+            ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream),
+        )
 
 
 def runtime_call(name: str, *arguments: Any) -> None:
