@@ -16,3 +16,10 @@ def test_expand_level_equals_the_reference(
     dtype: torch.dtype, bs: int, vocab: int, topk: int, depth: int, coupled: bool, mapped: bool
 ) -> None:
     check_expand_level("cpu", dtype, bs, vocab, topk, depth, coupled=coupled, mapped=mapped, guards=Guards())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("bs", "vocab", "topk", "depth"), [(2, 300, 4, 3), (2, 4500, 3, 3), (1, 70, 1, 3)])
+@pytest.mark.parametrize("coupled", [False, True])
+def test_logits_that_are_still_to_be_divided(dtype: torch.dtype, bs: int, vocab: int, topk: int, depth: int, coupled: bool) -> None:
+    check_expand_level("cpu", dtype, bs, vocab, topk, depth, coupled=coupled, mapped=coupled, guards=Guards(), normed=True)

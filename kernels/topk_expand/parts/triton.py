@@ -22,6 +22,7 @@ from outrider.kernels._order.triton import (
     short_key,
 )
 from outrider.kernels.philox.triton import gumbel
+from outrider.kernels.stream import Stream
 from outrider.kernels.topk_expand.types import Noise
 
 MAX_BLOCK = 4096  # what a short key has places for
@@ -60,10 +61,27 @@ def _best_of_plain(values, place, inside, first, topk, SHORT: tl.constexpr, BLOC
     return best
 
 
+@triton.jit
+def inverse_rms(sums, row, real, rows, size, eps, PARTS: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Return what the logits of the rows ``row [n]`` are still to be multiplied by, of ``sums [PARTS, rows]``: ``[n]``."""
+    part = tl.arange(0, BLOCK_P)
+    there = real[:, None] & (part < PARTS)[None, :]
+    total = tl.sum(tl.load(sums + part[None, :] * rows + row[:, None], mask=there, other=0.0), 1)
+    return tl.rsqrt(tl.where(real, total, 1.0) / size + eps)
+
+
+@triton.jit
+def scaled_keys(keys, factor):
+    """Return the keys of the values times a positive factor."""
+    return tl.where(keys == NO_KEY, NO_KEY, rank_key(key_value(keys) * factor, key_index(keys)))
+
+
 @triton.jit(do_not_specialize=["width", "level"])
 def _expand_split(
-    logits, row_stride, d2t, temperature, seeds, positions, choices, keys, shares, vocab, splits, topk, width, level,
-    NOISE: tl.constexpr, HAS_D2T: tl.constexpr, SHORT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr
+    logits, row_stride, d2t, temperature, seeds, positions, choices, sums, keys, shares, vocab, splits, topk, width, level,
+    rows, size, eps,
+    NOISE: tl.constexpr, HAS_D2T: tl.constexpr, SHORT: tl.constexpr, NORM_PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Leave the best keys and the shares of one block of one row; `width` rows share an entry of the noise."""
     if PDL:
@@ -72,7 +90,12 @@ def _expand_split(
     place = tl.arange(0, BLOCK)
     draft_id = split * BLOCK + place
     inside = draft_id < vocab
-    plain = tl.load(logits + row * row_stride + draft_id, mask=inside, other=-float("inf")).to(tl.float32)
+    raw = tl.load(logits + row * row_stride + draft_id, mask=inside, other=-float("inf")).to(tl.float32)
+    factor = 1.0
+    if NORM_PARTS:
+        only = row + tl.zeros((1,), tl.int64)
+        factor = tl.sum(inverse_rms(sums, only, only >= 0, rows, size, eps, NORM_PARTS, BLOCK_P), 0)
+    plain = raw * factor
     top, total = max_and_sum(plain)
     noisy_top, noisy_total = top, total
     if NOISE:
@@ -88,9 +111,9 @@ def _expand_split(
             noisy_top, noisy_total = max_and_sum(value)
             best = best_keys(tl.where(inside, rank_key(value, draft_id), NO_KEY), topk, BLOCK_K)
         else:
-            best = _best_of_plain(plain, place, inside, split * BLOCK, topk, SHORT, BLOCK_K)
+            best = scaled_keys(_best_of_plain(raw, place, inside, split * BLOCK, topk, SHORT, BLOCK_K), factor)
     else:
-        best = _best_of_plain(plain, place, inside, split * BLOCK, topk, SHORT, BLOCK_K)
+        best = scaled_keys(_best_of_plain(raw, place, inside, split * BLOCK, topk, SHORT, BLOCK_K), factor)
     if PDL:
         gdc_launch_dependents()
     share = shares + (row * splits + split) * 4
@@ -125,9 +148,9 @@ def _best_of_splits(keys, ranked, row, real, splits, topk, BLOCK_W: tl.constexpr
 
 @triton.jit
 def merged(
-    logits, row_stride, d2t, keys, shares, ranked, parent_scores, row, real, splits, topk,
-    NOISE: tl.constexpr, HAS_D2T: tl.constexpr, ROOTS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr
+    logits, row_stride, d2t, keys, shares, ranked, parent_scores, sums, row, real, splits, topk, rows, size, eps,
+    NOISE: tl.constexpr, HAS_D2T: tl.constexpr, NORM_PARTS: tl.constexpr, BLOCK_P: tl.constexpr, ROOTS: tl.constexpr, BLOCK_W: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Return the tokens, scores and log-probs ``[BLOCK_W, BLOCK_K]`` of the children of the rows ``row [BLOCK_W]``."""
     split = tl.arange(0, BLOCK_S)
@@ -146,6 +169,8 @@ def merged(
         noisy_log_total = _log_sum_exp(tl.load(share + 2, mask=there, other=-float("inf")), tl.load(share + 3, mask=there, other=0.0))
         step = key_value(best) - noisy_log_total[:, None]
         plain = tl.load(logits + row[:, None] * row_stride + draft_id, mask=inside, other=0.0).to(tl.float32)
+        if NORM_PARTS:
+            plain *= inverse_rms(sums, row, real, rows, size, eps, NORM_PARTS, BLOCK_P)[:, None]
         logprob = plain - log_total[:, None]
     score = step
     if not ROOTS:
@@ -167,7 +192,37 @@ class Parts(NamedTuple):
     ranked: torch.Tensor
 
 
-def split_rows(logits: torch.Tensor, topk: int, width: int, level: int, d2t: torch.Tensor | None, noise: Noise | None) -> Parts:
+class NormParts(NamedTuple):
+    """What a norm that is still to be divided by leaves, as the kernels take it.
+
+    Attributes:
+        sums: ``[parts, rows] fp32``; any tensor where there are no parts.
+        rows: Of `sums`.
+        size: Of the normed rows.
+        eps: Of the norm.
+        parts: 0 without a norm.
+        block: Power of two that holds them.
+    """
+
+    sums: torch.Tensor
+    rows: int
+    size: int
+    eps: float
+    parts: int
+    block: int
+
+    @classmethod
+    def of(cls, norm: Stream | None, logits: torch.Tensor) -> NormParts:
+        """Return those of a stream whose product the logits are; without one, nothing."""
+        if norm is None or norm.sums is None:
+            return cls(logits, 0, 1, 0.0, 0, 1)
+        sums = norm.sums.contiguous()
+        return cls(sums, sums.shape[1], norm.scaled.shape[1], norm.eps, sums.shape[0], _launch.next_power_of_2(sums.shape[0]))
+
+
+def split_rows(
+    logits: torch.Tensor, topk: int, width: int, level: int, d2t: torch.Tensor | None, noise: Noise | None, norm: NormParts
+) -> Parts:
     """Launch the first pass over ``logits [rows, V]``, of which `width` rows share an entry of the noise."""
     rows, vocab = logits.shape
     wanted = _launch.ceil_div(vocab, max(1, min(MAX_SPLITS, WANTED_PROGRAMS // rows)))
@@ -177,8 +232,9 @@ def split_rows(logits: torch.Tensor, topk: int, width: int, level: int, d2t: tor
     shares = _launch.empty((rows, splits, 4), torch.float32, logits.device)
     heat, seeds, positions, choices = (part.contiguous() for part in noise) if noise is not None else (logits,) * 4
     _expand_split[(rows, splits)](
-        logits, logits.stride(0), logits if d2t is None else d2t, heat, seeds, positions, choices, keys, shares, vocab, splits, topk,
-        width, level, NOISE=noise is not None, HAS_D2T=d2t is not None, SHORT=logits.dtype is torch.bfloat16,
-        BLOCK=block, BLOCK_K=_launch.next_power_of_2(topk), num_warps=max(1, min(8, block // 256)), **_launch.dependent(logits),
+        logits, logits.stride(0), logits if d2t is None else d2t, heat, seeds, positions, choices, norm.sums, keys, shares, vocab,
+        splits, topk, width, level, norm.rows, norm.size, norm.eps, NOISE=noise is not None, HAS_D2T=d2t is not None,
+        SHORT=logits.dtype is torch.bfloat16, NORM_PARTS=norm.parts, BLOCK_P=norm.block, BLOCK=block,
+        BLOCK_K=_launch.next_power_of_2(topk), num_warps=max(1, min(8, block // 256)), **_launch.dependent(logits),
     )  # fmt: skip
     return Parts(keys, shares, _launch.empty((rows, topk), torch.int64, logits.device))

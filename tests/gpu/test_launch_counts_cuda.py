@@ -1,0 +1,46 @@
+"""How many kernels a round is, of the embedded pair at batch 1: each costs about 2 us whatever it does, and they creep in one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpu_pair import TARGET, make_pair_drafter
+from target_harness import make_harness
+from torch.profiler import ProfilerActivity, profile
+
+from outrider.services.target.device_loop import OverlapPlan
+from outrider.services.target.request import SpeculationMode
+from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.nn.decoder import Decoder
+
+pytestmark = pytest.mark.gpu
+
+PROMPT = [5, 9, 14, 3, 77, 21, 8]
+FIRST_OF_A_ROUND = "_begin"
+MOST = {None: 200, (5, 4, 16): 400, (5, 1, 6): 400}
+"""Kernels and copies of a plain round, and of rounds of some shapes; lower a number when it falls."""
+
+
+@pytest.mark.parametrize("shape", list(MOST))
+def test_rounds_stay_as_short_as_they_are(shape: tuple[int, int, int] | None) -> None:
+    decoder = Decoder.load(TARGET, "cuda", torch.bfloat16)
+    graphs = GraphCache(decoder.device)
+    harness = make_harness(decoder, make_pair_drafter(decoder), overlap=OverlapPlan((1,), 6), graphs=graphs)
+    mode = SpeculationMode.OFF if shape is None else SpeculationMode.ON
+
+    def answer(name: str) -> None:
+        harness.submit(PROMPT, 64, request_id=name, mode=mode, shape=shape or (5, 4, 16), ignore_eos=True)
+        harness.run()
+        torch.cuda.synchronize()
+
+    answer("recorded")
+    with profile(activities=[ProfilerActivity.CUDA]) as recording:
+        answer("counted")
+    events = recording.profiler.kineto_results.events()
+    launches = sorted((event.start_ns(), event.name()) for event in events if event.device_type().name == "CUDA")
+    starts = [index for index, (_, name) in enumerate(launches) if name.startswith(FIRST_OF_A_ROUND)]
+    assert len(starts) > 8, "rounds stay on the device"
+    rounds = [later - earlier for earlier, later in zip(starts[2:-2], starts[3:-1], strict=True)]
+    usual = max(set(rounds), key=rounds.count)
+    print(f"{shape}: {usual} launches a round")
+    assert usual <= MOST[shape], sorted(name for _, name in launches[starts[3] : starts[4]])
