@@ -20,8 +20,12 @@ CPU_KV_TOKENS = 64 * 1024
 CPU_KV_BYTES = 1 << 30
 GIB = 1 << 30
 
-GRAPHS_BYTES = GIB // 2
-"""CUDA graphs of the decode steps, cuBLAS workspaces, compiled kernels."""
+WORKSPACES_BYTES = GIB // 4
+"""cuBLAS keeps 32 MiB for every stream that it computes on; activations of recorded prompts; compiled kernels. On an H200: 240 MiB."""
+GRAPH_BYTES_PER_LAYER = 24 << 10
+"""Of one recorded round: 94 of 32 layers took 70 MiB."""
+GRAPHS_PER_BATCH_SIZE = 32
+"""Plain rounds, the tree, its chain and what `auto` may choose, for greedy, sampled and filtered rows."""
 ALLOCATOR_SLACK = 1.25
 """On activations and logits: what the caching allocator rounds up and keeps in pieces."""
 
@@ -131,7 +135,18 @@ def working_bytes(settings: TargetSettings, config: ModelConfig, dtype: torch.dt
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     widest = max(3 * config.intermediate_size, 2 * heads) + 6 * config.hidden_size  # residual, norms, captured layers; one layer's own
     logits = verified * config.vocab_size * (dtype.itemsize + torch.float32.itemsize)
-    return GRAPHS_BYTES + int(ALLOCATOR_SLACK * (rows * widest * dtype.itemsize + logits))
+    return graphs_bytes(settings, config.num_layers) + int(ALLOCATOR_SLACK * (rows * widest * dtype.itemsize + logits))
+
+
+def graphs_bytes(settings: TargetSettings, num_layers: int) -> int:
+    """Return what CUDA graphs take, with the workspaces that they are recorded with.
+
+    Args:
+        settings: `cuda_graph_max_bs`, `max_running_requests`.
+        num_layers: Of the target.
+    """
+    batch_sizes = (min(settings.cuda_graph_max_bs, settings.max_running_requests) - 1).bit_length() + 1
+    return WORKSPACES_BYTES + batch_sizes * GRAPHS_PER_BATCH_SIZE * num_layers * GRAPH_BYTES_PER_LAYER
 
 
 def draft_tokens(settings: TargetSettings, plan: MemoryPlan) -> int:

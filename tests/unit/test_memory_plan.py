@@ -9,7 +9,7 @@ import torch
 
 from outrider.bench.shapes import named_shape
 from outrider.services.draft.settings import DraftSettings
-from outrider.services.target.memory import GRAPHS_BYTES, Memory, draft_tokens, plan_memory, working_bytes
+from outrider.services.target.memory import Memory, draft_tokens, graphs_bytes, plan_memory, working_bytes
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.errors import ConfigurationError
 
@@ -84,7 +84,8 @@ def test_the_reserve_covers_logits_and_activations() -> None:
     config = named_shape("llama3.1-8b").model_config()
     small = working_bytes(settings(max_running_requests=1, prefill_chunk=16), config, torch.bfloat16)
     large = working_bytes(settings(max_running_requests=64, num_draft_tokens=32, prefill_chunk=16), config, torch.bfloat16)
-    assert GRAPHS_BYTES < small < GRAPHS_BYTES + 64 * (1 << 20)
+    graphs = graphs_bytes(settings(max_running_requests=1), config.num_layers)
+    assert graphs < small < graphs + 64 * (1 << 20)
     assert large - small > 2000 * config.vocab_size * 6, "bf16 logits of all verified rows, and an fp32 copy"
     assert large < 5 * GIB
 
@@ -97,6 +98,13 @@ def test_a_gpu_prefills_more_tokens_a_step_and_they_are_counted() -> None:
     narrow, wide = (working_bytes(settings(device="cuda", prefill_chunk=chunk), config, torch.bfloat16) for chunk in (512, None))
     residual_and_mlp = (3 * config.intermediate_size + 2 * config.hidden_size) * 2
     assert wide - narrow > (8192 - 512) * residual_and_mlp
+
+
+def test_graphs_are_counted_by_batch_sizes_and_layers() -> None:
+    default, wide = (graphs_bytes(settings(max_running_requests=requests), 32) for requests in (16, 64))
+    assert 350 << 20 < default < 420 << 20, "94 graphs took 350 MiB on an H200, and filtered rows have theirs"
+    assert wide - default == 2 * (default - graphs_bytes(settings(max_running_requests=16), 0)) // 5, "two batch sizes more than five"
+    assert graphs_bytes(settings(max_running_requests=64, cuda_graph_max_bs=16), 32) == default
 
 
 def test_the_draft_beside_follows_what_the_target_holds() -> None:
