@@ -86,6 +86,10 @@ class ClientStream:
         self._taken = False
         self._taken_at = 0.0
         self._deadline = math.inf
+        # Messages that the thread in `receive` has dealt with, as of now and as of the last `receive_within`.
+        self._dealt = 0
+        self._dealt_known = 0
+        self._dealing = False
         starts = (
             ((cygrpc.SendInitialMetadataOperation(None, NO_FLAGS), cygrpc.ReceiveStatusOnClientOperation(NO_FLAGS)), _Tag.STATUS),
             ((cygrpc.ReceiveInitialMetadataOperation(NO_FLAGS),), _Tag.HEADERS),
@@ -114,9 +118,17 @@ class ClientStream:
     def receive(self) -> bytes | None:
         """Wait for the next message that no other thread takes; None when the stream ended with status OK.
 
+        Who calls it again has dealt with the last one.
+
         Raises:
             StreamEndedError: It ended otherwise.
         """
+        if self._dealing:
+            with self._lock:
+                self._dealing = False
+                self._dealt += 1
+                if self._taken:
+                    self._operate((), _Tag.LOOK)
         while True:
             if self._taken:
                 self._watch()
@@ -124,6 +136,7 @@ class ClientStream:
             with self._reading:
                 message = self._read(lambda: self._taken)
             if message is not None:
+                self._dealing = True
                 return message
             if not self._taken:
                 break
@@ -133,18 +146,26 @@ class ClientStream:
         raise StreamEndedError(code, self._status.details() or "", tuple(self._status.trailing_metadata() or ()))
 
     def receive_within(self, seconds: float) -> bytes | None:
-        """Wait for the next message; None when none came in time, or the stream has ended, which `receive` tells."""
-        now = time.monotonic()
+        """Wait for the next message; None when none came in time, when the thread in `receive` has dealt with one in between, or when the
+        stream has ended, which `receive` tells."""
+        deadline = time.monotonic() + seconds
         with self._lock:
             first, self._taken = not self._taken, True
-            deadline = self._deadline = now + seconds
+            self._deadline = deadline
             if first:
                 self._operate((), _Tag.LOOK)
-        with self._reading:
-            message = self._read(lambda: time.monotonic() >= deadline)
+        message = None
+        if not self._dealt_with_others():
+            with self._reading:
+                message = self._read(lambda: self._dealt_with_others() or time.monotonic() >= deadline)
         with self._lock:
             self._deadline, self._taken_at = math.inf, time.monotonic()
         return message
+
+    def _dealt_with_others(self) -> bool:
+        with self._lock:
+            before, self._dealt_known = self._dealt_known, self._dealt
+            return before != self._dealt_known
 
     def cancel(self) -> None:
         """End the stream, more than once if need be."""
