@@ -64,8 +64,9 @@ def guess_tile(epilogue: Epilogue, out_features: int, in_features: int, rows: in
         return Tile(Method.DOT, 128 if blocks >= 512 else 64, 128, 1, 4, 3)
     if rows <= 16 and epilogue is Epilogue.ADD:
         return Tile(Method.DOT, 64, 128, 1, 4, 5)
+    # A part of the sum costs the launch that adds it up: more than reading a short row in one go.
     splits = 1 << max(0, (200 // blocks).bit_length() - 1)
-    return Tile(Method.DOT, 64, 128, min(splits, 4), 4, 4)
+    return Tile(Method.DOT, 64, 128, min(splits, 4, max(1, in_features // _SPLIT_FEATURES)), 4, 4)
 
 
 def _guess_narrow(epilogue: Epilogue, blocks: int, rows: int) -> Tile:
