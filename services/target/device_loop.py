@@ -11,23 +11,18 @@ late; the tokens of that round are dropped, so they are never emitted, billed or
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from outrider.services.target.batch_tables import SamplingMode
-from outrider.services.target.controller import ExecutedRow, ExecutedStep, SpeculationController
-from outrider.services.target.delivery import Delivery
-from outrider.services.target.follower import Follower
-from outrider.services.target.metrics import TargetMetrics
-from outrider.services.target.proposals import Proposals
+from outrider.services.target.controller import ExecutedRow, ExecutedStep
+from outrider.services.target.engine_parts import EngineParts
 from outrider.services.target.round_runner import FinishedRound, RoundRunner
-from outrider.services.target.rounds import RoundCounter, advance
+from outrider.services.target.rounds import advance
 from outrider.services.target.runner import FAILED_TOKEN
-from outrider.services.target.scheduler import Scheduler
 from outrider.services.target.sequence import Sequence
 from outrider.services.target.verify_step import HostRow
-from outrider.shared.spec.drafter import Commit, Drafter, DrafterState, RoundResult
+from outrider.shared.spec.drafter import Commit, DrafterState, RoundResult
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 CATCH_UP_TOKENS = 128
@@ -55,40 +50,13 @@ class DeviceLoop:
     Args:
         rounds: Enqueues and reads rounds.
         batch_sizes: Ascending; larger batches go the host's way.
-        drafter, follower, scheduler, delivery, proposals, controller, metrics: The engine's.
-        poisoned: Fails a sequence whose logits are not numbers.
-        forget: Told of every sequence that ended.
-        counter: Of the engine's rounds.
+        parts: The engine's.
     """
 
-    def __init__(
-        self,
-        rounds: RoundRunner,
-        batch_sizes: Seq[int],
-        *,
-        drafter: Drafter,
-        follower: Follower,
-        scheduler: Scheduler,
-        delivery: Delivery,
-        proposals: Proposals,
-        controller: SpeculationController,
-        metrics: TargetMetrics,
-        poisoned: Callable[[Sequence], None],
-        forget: Callable[[Sequence], None],
-        counter: RoundCounter,
-    ) -> None:
+    def __init__(self, rounds: RoundRunner, batch_sizes: Seq[int], parts: EngineParts) -> None:
         self._rounds = rounds
         self._batch_sizes = tuple(batch_sizes)
-        self._drafter = drafter
-        self._follower = follower
-        self._scheduler = scheduler
-        self._delivery = delivery
-        self._proposals = proposals
-        self._controller = controller
-        self._metrics = metrics
-        self._poisoned = poisoned
-        self._forget = forget
-        self._counter = counter
+        self._parts = parts
         self._sequences: list[Sequence | None] = []
         self._places: dict[int, int] = {}
         self._entered_len: dict[int, int] = {}
@@ -103,15 +71,11 @@ class DeviceLoop:
     @property
     def takes_prefilled(self) -> bool:
         """Whether a sequence can enter in the step that prefilled it: there is no draft, or one that is here."""
-        return self._drafter.device_resident or self._drafter.state() is DrafterState.NONE
-
-    def start_counting(self, metrics: TargetMetrics) -> None:
-        """Count into `metrics` from now on."""
-        self._metrics = metrics
+        return self._parts.drafter.device_resident or self._parts.drafter.state() is DrafterState.NONE
 
     def takes(self, shape: DraftShape) -> bool:
         """Whether rounds of this shape can stay on the device."""
-        return not shape.drafts or self._drafter.device_resident
+        return not shape.drafts or self._parts.drafter.device_resident
 
     def capture(self, bs: int, shape: DraftShape, mode: SamplingMode, capture: bool) -> None:
         """Record the round of one size before anybody is served."""
@@ -121,7 +85,7 @@ class DeviceLoop:
         """Start with these sequences, if they can stay on the device."""
         if not decodes or len(decodes) > self._batch_sizes[-1]:
             return False
-        shape = self._proposals.common_shape(decodes)
+        shape = self._parts.proposals.common_shape(decodes)
         if shape is None:
             return False
         self._bs = self._bucket(len(decodes))
@@ -169,14 +133,14 @@ class DeviceLoop:
 
     def _stays(self) -> bool:
         """Whether the next round can be one more of the same."""
-        if not self._places or not self._follower.settled or self._scheduler.has_other_work():
+        if not self._places or not self._parts.follower.settled or self._parts.scheduler.has_other_work():
             return False
-        decoding = self._scheduler.decoding()
+        decoding = self._parts.scheduler.decoding()
         if len(decoding) != len(self._places) or any(sequence.session_id not in self._places for sequence in decoding):
             return False
         if self._bucket(len(decoding)) != self._bs or self._drafter_falls_behind(decoding):
             return False
-        return self._proposals.common_shape(decoding) == self._shape
+        return self._parts.proposals.common_shape(decoding) == self._shape
 
     def _drafter_falls_behind(self, decoding: Seq[Sequence]) -> bool:
         """Whether plain rounds have gone on for so long that the drafter should be told of them: `catch_up` is one message."""
@@ -195,12 +159,12 @@ class DeviceLoop:
         most = (self._shape.depth + 1) * self._rounds.in_flight
         upper = [0 if one is None else min(one.committed_len + most, one.end_len) for one in self._sequences]
         for sequence, committed_upper in zip(self._sequences, upper, strict=True):
-            if sequence is not None and not self._scheduler.reserve_ahead(sequence, committed_upper):
+            if sequence is not None and not self._parts.scheduler.reserve_ahead(sequence, committed_upper):
                 return False
         return self._rounds.launch(upper, self._wait_limit_s)
 
     def _wait_limit_s(self) -> float | None:
-        return self._proposals.wait_limit_s([sequence for sequence in self._sequences if sequence is not None])
+        return self._parts.proposals.wait_limit_s([sequence for sequence in self._sequences if sequence is not None])
 
     def _finish(self, finished: FinishedRound) -> None:
         """Advance, deliver and learn from a round that was read."""
@@ -216,16 +180,16 @@ class DeviceLoop:
             kept[row] = self._advance(sequence, outcome)
         if self._places:
             self._rounds.committed([tokens if self._sequences[row] is not None else [] for row, tokens in enumerate(kept)])
-        self._counter.value += 1
-        self._delivery.flush()
+        self._parts.counter.value += 1
+        self._parts.delivery.flush()
         if executed:
             step = ExecutedStep(executed, self._shape.depth, 0.0 if self._shape.drafts else None, 0.0, 0.0, finished.seconds)
-            self._controller.observe(step)
-            self._metrics.observe_device_round(step)
+            self._parts.controller.observe(step)
+            self._parts.metrics.observe_device_round(step)
 
     def _advance(self, sequence: Sequence, outcome: HostRow) -> list[int]:
         if outcome.emitted[-1] == FAILED_TOKEN:
-            self._poisoned(sequence)
+            self._parts.poisoned(sequence)
             return []
         had_features = sequence.has_features
         step = advance(sequence, outcome.emitted)
@@ -233,18 +197,18 @@ class DeviceLoop:
             sequence.feature_len += len(step.kept)
         sequence.cached_len += len(step.kept)
         sequence.stats.record(outcome.num_nodes, len(outcome.path), step.num_cut)
-        if self._delivery.tokens(sequence, step, None):
-            self._forget(sequence)
+        if self._parts.delivery.tokens(sequence, step, None):
+            self._parts.forget(sequence)
         return step.kept
 
     def _leave(self) -> None:
         remaining = [sequence for sequence in self._sequences if sequence is not None]
         self._rounds.leave()
         if not self._shape.drafts:  # the drafter was told nothing of what was decoded plainly
-            commits = [self._follower.catch_up(sequence, self._entered_len[sequence.session_id]) for sequence in remaining]
+            commits = [self._parts.follower.catch_up(sequence, self._entered_len[sequence.session_id]) for sequence in remaining]
             told: list[Commit] = [commit for commit in commits if commit is not None]
             if told:
-                self._drafter.commit(RoundResult(self._counter.value, told))
+                self._parts.drafter.commit(RoundResult(self._parts.counter.value, told))
         self._sequences, self._places, self._entered_len = [], {}, {}
 
     def _bucket(self, count: int) -> int:

@@ -18,6 +18,7 @@ from outrider.services.target.batch_tables import SamplingMode
 from outrider.services.target.controller import SpeculationController
 from outrider.services.target.delivery import Delivery
 from outrider.services.target.device_loop import DeviceLoop, OverlapPlan
+from outrider.services.target.engine_parts import EngineParts
 from outrider.services.target.follower import Follower
 from outrider.services.target.host_rounds import HostRounds
 from outrider.services.target.limits import EngineLimits
@@ -117,8 +118,7 @@ class TargetEngine:
         self._live: dict[int, Sequence] = {}
         self._next_check: float | None = None
         self._counter = RoundCounter()
-        self._host = HostRounds(
-            runner,
+        self._parts = EngineParts(
             drafter=drafter,
             follower=self._follower,
             scheduler=scheduler,
@@ -130,6 +130,7 @@ class TargetEngine:
             forget=self._forget,
             counter=self._counter,
         )
+        self._host = HostRounds(runner, self._parts)
         self._loop = None if overlap is None else self._make_loop(overlap)
 
     # ---- any thread
@@ -206,9 +207,7 @@ class TargetEngine:
         self.metrics = TargetMetrics()
         self._delivery.start_counting(self.metrics)
         self._proposals.start_counting(self.metrics)
-        self._host.start_counting(self.metrics)
-        if self._loop is not None:
-            self._loop.start_counting(self.metrics)
+        self._parts.metrics = self.metrics
         self._counter.value = 0
 
     def recordings(self, bs: int, shape: DraftShape) -> list[Callable[[], None]]:
@@ -293,20 +292,7 @@ class TargetEngine:
         drafter = self._drafter if isinstance(self._drafter, DeviceDrafter) else None
         self._proposals.most_on_device = overlap.batch_sizes[-1]
         rounds = RoundRunner(self._runner, self._runner.graphs, drafter, overlap.columns)
-        loop = DeviceLoop(
-            rounds,
-            overlap.batch_sizes,
-            drafter=self._drafter,
-            follower=self._follower,
-            scheduler=self._scheduler,
-            delivery=self._delivery,
-            proposals=self._proposals,
-            controller=self.controller,
-            metrics=self.metrics,
-            poisoned=self._poisoned,
-            forget=self._forget,
-            counter=self._counter,
-        )
+        loop = DeviceLoop(rounds, overlap.batch_sizes, self._parts)
         self._delivery.before_end = loop.retire
         return loop
 

@@ -10,20 +10,15 @@ Nothing that can wait stands between the end of a verify pass and the announceme
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from outrider.services.target.controller import SpeculationController
-from outrider.services.target.delivery import Delivery
-from outrider.services.target.follower import Follower
-from outrider.services.target.metrics import TargetMetrics
-from outrider.services.target.proposals import Proposal, Proposals
-from outrider.services.target.rounds import Advance, RoundCounter, RoundTimes, advance, executed_step, round_trace
+from outrider.services.target.engine_parts import EngineParts
+from outrider.services.target.proposals import Proposal
+from outrider.services.target.rounds import Advance, RoundTimes, advance, executed_step, round_trace
 from outrider.services.target.runner import FAILED_TOKEN, ModelRunner
-from outrider.services.target.scheduler import Scheduler
 from outrider.services.target.sequence import Sequence
-from outrider.shared.spec.drafter import Commit, Drafter, DrafterState, RoundResult
+from outrider.shared.spec.drafter import Commit, DrafterState, RoundResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,44 +33,15 @@ class HostRounds:
     """Drives the rounds of one engine that the host takes part in. Engine thread only.
 
     Args:
-        runner, drafter, follower, scheduler, delivery, proposals, controller, metrics: The engine's.
-        poisoned: Fails a sequence whose logits are not numbers.
-        forget: Told of every sequence that ended.
-        counter: Of the engine's rounds.
+        runner: The model.
+        parts: The engine's.
     """
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        *,
-        drafter: Drafter,
-        follower: Follower,
-        scheduler: Scheduler,
-        delivery: Delivery,
-        proposals: Proposals,
-        controller: SpeculationController,
-        metrics: TargetMetrics,
-        poisoned: Callable[[Sequence], None],
-        forget: Callable[[Sequence], None],
-        counter: RoundCounter,
-    ) -> None:
+    def __init__(self, runner: ModelRunner, parts: EngineParts) -> None:
         self._runner = runner
-        self._drafter = drafter
-        self._follower = follower
-        self._scheduler = scheduler
-        self._delivery = delivery
-        self._proposals = proposals
-        self._controller = controller
-        self._metrics = metrics
-        self._poisoned = poisoned
-        self._forget = forget
-        self._counter = counter
-        self._drafts = drafter.state() is not DrafterState.NONE
+        self._parts = parts
+        self._drafts = parts.drafter.state() is not DrafterState.NONE
         self._early: _Early | None = None
-
-    def start_counting(self, metrics: TargetMetrics) -> None:
-        """Count into `metrics` from now on."""
-        self._metrics = metrics
 
     @property
     def announced(self) -> bool:
@@ -98,11 +64,11 @@ class HostRounds:
                     return kept
             elif early.session_ids == [sequence.session_id for sequence in decodes]:
                 return None
-        return self._proposals.announce(decodes, self._counter.value)
+        return self._parts.proposals.announce(decodes, self._parts.counter.value)
 
     def run(self, decodes: Seq[Sequence], proposal: Proposal | None, times: RoundTimes) -> None:
         """Wait for the proposal, verify it, commit and deliver what was chosen."""
-        drafts = self._proposals.collect(proposal, decodes)
+        drafts = self._parts.proposals.collect(proposal, decodes)
         times.proposed = time.monotonic()
         outcomes, features = self._runner.verify(decodes, drafts)
         times.verified = time.monotonic()
@@ -111,7 +77,7 @@ class HostRounds:
         commits: list[Commit | None] = []
         for index, (sequence, outcome) in enumerate(zip(decodes, outcomes, strict=True)):
             if outcome.emitted[-1] == FAILED_TOKEN:
-                self._poisoned(sequence)
+                self._parts.poisoned(sequence)
                 steps.append(None)
                 continue
             step = advance(sequence, outcome.emitted)
@@ -120,10 +86,10 @@ class HostRounds:
                 sequence.feature_len += len(step.kept)
             sequence.cached_len += len(step.kept)
             if step.finish is None:
-                commits.append(self._follower.commit(sequence, base_lens[index], step.kept, features[index]))
+                commits.append(self._parts.follower.commit(sequence, base_lens[index], step.kept, features[index]))
         self.commit(commits)
-        round_number = self._counter.value
-        self._counter.value += 1
+        round_number = self._parts.counter.value
+        self._parts.counter.value += 1
         self._announce_early({sequence.session_id for sequence, done in zip(decodes, steps, strict=True) if done and done.finish})
         num_nodes = [1] * len(decodes) if drafts.tokens.shape[1] == 1 else drafts.num_nodes.tolist()
         for index, (sequence, outcome, done) in enumerate(zip(decodes, outcomes, steps, strict=True)):
@@ -133,30 +99,30 @@ class HostRounds:
             trace = None
             if sequence.request.speculation.trace:
                 trace = round_trace(drafts, index, num_nodes[index], base_lens[index], round_number, outcome, done.kept, times)
-            if self._delivery.tokens(sequence, done, trace):
-                self._forget(sequence)
+            if self._parts.delivery.tokens(sequence, done, trace):
+                self._parts.forget(sequence)
         times.committed = time.monotonic()
         depth, chains = (proposal.depth, proposal.chains) if proposal else (0, ())
         executed = executed_step(decodes, outcomes, num_nodes, drafts, depth, chains, times)
         if self._drafts:
-            self._controller.observe(executed)
+            self._parts.controller.observe(executed)
             if proposal is not None:
                 # Without an answer it would have taken longer than it was waited for.
                 answered = max(num_nodes) > 1
-                self._controller.costs.observe_answer((times.proposed - proposal.announced_at) * (1.0 if answered else 2.0))
-        self._metrics.observe_round(executed, times)
+                self._parts.controller.costs.observe_answer((times.proposed - proposal.announced_at) * (1.0 if answered else 2.0))
+        self._parts.metrics.observe_round(executed, times)
 
     def commit(self, commits: Seq[Commit | None]) -> None:
         """Tell the drafter of the sequences that it follows."""
         followed = [commit for commit in commits if commit is not None]
         if followed:
-            self._drafter.commit(RoundResult(self._counter.value, followed))
+            self._parts.drafter.commit(RoundResult(self._parts.counter.value, followed))
 
     def _announce_early(self, ended: set[int]) -> None:
         """Let the drafter begin with the next round of the sequences that go on, if it works beside this process."""
         if not self._drafts:
             return
-        expected = [sequence for sequence in self._scheduler.decoding() if sequence.session_id not in ended]
-        if expected and not self._proposals.may_stay_on_device(expected):
-            proposal = self._proposals.announce(expected, self._counter.value)
+        expected = [sequence for sequence in self._parts.scheduler.decoding() if sequence.session_id not in ended]
+        if expected and not self._parts.proposals.may_stay_on_device(expected):
+            proposal = self._parts.proposals.announce(expected, self._parts.counter.value)
             self._early = _Early([sequence.session_id for sequence in expected], proposal)
