@@ -15,7 +15,7 @@ from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.peer_rounds import RoundsDesk
 from outrider.services.draft.session import Ask, PeerId
 from outrider.services.draft.settings import DraftSettings
-from outrider.services.target.draft_client.trees import fence_to_proto
+from outrider.services.target.draft_client.fences import fence_to_proto
 from outrider.shared.rpc.tensors import wire_dtype
 from outrider.shared.spec.device import RoundState
 from outrider.shared.spec.drafter import Commit, SequenceOpen
@@ -65,7 +65,7 @@ class Inlet:
     def give(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
         self.given.append(blob[256:].view(torch.int32).clone())
 
-    def skip(self, message: draft_pb2.RoundsNext) -> None: ...
+    def skip(self, rounds: int, number: int) -> None: ...
 
     def mend(self) -> bool:
         return not self.broken

@@ -17,18 +17,11 @@ from outrider.draft.v1 import draft_pb2
 from outrider.services.target.breaker import Breaker, BreakerState
 from outrider.services.target.draft_client.carriers import carrier_of
 from outrider.services.target.draft_client.connection import Connection
+from outrider.services.target.draft_client.fences import fence_from_proto, fence_to_proto
 from outrider.services.target.draft_client.link import DraftLink, TargetIdentity, Weight
 from outrider.services.target.draft_client.rounds_gate import RoundsGate
 from outrider.services.target.draft_client.session import DraftSession, send_frame
-from outrider.services.target.draft_client.trees import (
-    CheckedTree,
-    check_tree,
-    fence_from_proto,
-    fence_to_proto,
-    fits,
-    pad_trees,
-    root_tree,
-)
+from outrider.services.target.draft_client.trees import CheckedTree, check_tree, fits, pad_trees, root_tree
 from outrider.shared.base.errors import OutriderError, ProtocolError
 from outrider.shared.spec.device import DeviceRounds, RoundState
 from outrider.shared.spec.drafter import DrafterState, FeatureSpec, ProposalRequest, ProposalRow, RoundResult, SequenceOpen
@@ -173,7 +166,11 @@ class RemoteDrafter:
             if commit.features is not None:
                 session.features.append(commit.features)
             if len(session.token_ids) > MAX_PENDING_TOKENS:
-                self._send_unasked(session, result.round)
+                connection = self._usable()
+                if connection is None:
+                    session.lose()
+                else:
+                    session.send_unasked(connection, result.round)
 
     def announce(self, request: ProposalRequest) -> None:
         """See `Drafter.announce`: one frame with every commit that its rows need."""
@@ -343,10 +340,8 @@ class RemoteDrafter:
             if session is not None:
                 session.lose(reply.reject.reason or "rejected")
                 session.rejected_until = time.monotonic() + (reply.reject.retry_after_ms / 1e3 or REJECTED_FOR_S)
-        elif kind == "rounds_entered":
-            self._gate.entered(reply.rounds_entered)
-        elif kind == "rounds_ended":
-            self._gate.ended(reply.rounds_ended)
+        elif kind in ("rounds_entered", "rounds_ended"):
+            self._gate.hear(reply)
         elif kind == "hello":
             raise ProtocolError("a second Hello", field="hello")
 
@@ -388,14 +383,6 @@ class RemoteDrafter:
     def _usable(self) -> Connection | None:
         """Return the connection if the draft may be talked to."""
         return None if self._breaker.refuses_all else self._connection
-
-    def _send_unasked(self, session: DraftSession, round_number: int) -> None:
-        """Send commits that have piled up, or give the session up while the draft is away."""
-        connection = self._usable()
-        if connection is None:
-            session.lose()
-            return
-        session.send_unasked(connection, round_number)
 
     def _obstacle(self, session: DraftSession, row: ProposalRow, connection: Connection | None, asked: int) -> str:
         if connection is None:

@@ -15,9 +15,9 @@ import torch
 
 from outrider.draft.v1 import draft_pb2
 from outrider.kernels.tree_check import tree_check
+from outrider.services.target.draft_client.fences import fence_to_proto
 from outrider.services.target.draft_client.rounds_channel import RoundsChannel
 from outrider.services.target.draft_client.session import DraftSession
-from outrider.services.target.draft_client.trees import fence_to_proto
 from outrider.shared.rpc.rounds import TreesBlob
 from outrider.shared.rpc.tensors import wire_dtype
 from outrider.shared.spec.device import RoundState

@@ -91,16 +91,14 @@ class RoundsGate:
             self._pause("no answer" if answer is None else answer.reason)
         return None
 
-    def entered(self, answer: draft_pb2.RoundsEntered) -> None:
-        """Take the draft's answer in."""
-        if self._rounds is not None and answer.rounds == self._rounds.id:
-            self._answer = answer
-
-    def ended(self, message: draft_pb2.RoundsEnded) -> None:
-        """Take in that the draft wants rounds to end."""
-        if self._rounds is not None and message.rounds == self._rounds.id:
-            self._rounds.ended = True
-            self._pause(message.reason)
+    def hear(self, reply: draft_pb2.SessionReply) -> None:
+        """Take in whether rounds have begun, or that the draft wants them to end."""
+        rounds, entered, ended = self._rounds, reply.rounds_entered, reply.rounds_ended
+        if rounds is not None and reply.HasField("rounds_entered") and entered.rounds == rounds.id:
+            self._answer = entered
+        elif rounds is not None and reply.HasField("rounds_ended") and ended.rounds == rounds.id:
+            rounds.ended = True
+            self._pause(ended.reason)
 
     def _await_answer(self, connection: Connection, take_reply: Callable[[Connection, float], bool]) -> draft_pb2.RoundsEntered | None:
         until = time.monotonic() + self._patience_s

@@ -6,7 +6,8 @@ import torch
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client.connection import Connection
-from outrider.services.target.draft_client.trees import CheckedTree, fence_to_proto
+from outrider.services.target.draft_client.fences import fence_to_proto
+from outrider.services.target.draft_client.trees import CheckedTree
 from outrider.shared.rpc.tensors import MAX_CHUNK_BYTES
 from outrider.shared.spec.drafter import ProposalRow
 from outrider.shared.spec.fence import Fence

@@ -10,7 +10,6 @@ import torch
 
 from outrider.draft.v1 import draft_pb2
 from outrider.shared.base.errors import ProtocolError
-from outrider.shared.spec.fence import Fence
 from outrider.shared.spec.tree import MASK_WORD_BITS, DraftBatch, DraftShape, mask_words
 
 WORD_BYTES = MASK_WORD_BITS // 8
@@ -64,16 +63,6 @@ def fits(shape: DraftShape, hello: draft_pb2.HelloAck) -> bool:
     """Whether the draft that said hello makes trees of this shape."""
     caps = ((shape.depth, hello.max_steps), (shape.topk, hello.max_topk), (shape.max_nodes, hello.max_nodes))
     return all(not cap or value <= cap for value, cap in caps)
-
-
-def fence_from_proto(fence: draft_pb2.Fence) -> Fence:
-    """Return the fence of a message."""
-    return Fence(fence.session_id, fence.epoch, fence.committed_len, fence.prefix_hash)
-
-
-def fence_to_proto(fence: Fence) -> draft_pb2.Fence:
-    """The inverse of `fence_from_proto`."""
-    return draft_pb2.Fence(session_id=fence.session_id, epoch=fence.epoch, committed_len=fence.committed_len, prefix_hash=fence.prefix_hash)
 
 
 def pad_trees(trees: Sequence[CheckedTree], device: torch.device, draft_ms: float) -> DraftBatch:
