@@ -18,43 +18,46 @@ from outrider.services.draft.app import run
 from outrider.services.draft.settings import DraftSettings
 from outrider.shared.rpc.ipc.cuda_round_mailbox import StreamMailbox
 from outrider.shared.rpc.ipc.round_mailbox import HostMailbox
+from outrider.shared.rpc.staging import Staging
 
 values, spoil = json.loads(sys.argv[1]), sys.argv[2]
 rng = random.Random(7)
 
-def spoilt(mailbox):
-    true_send = mailbox.send
-    def send(self, number, blob):
+def spoilt(owner, name):
+    true_send = getattr(owner, name)
+    def send(self, *numbers_and_blob):
+        *number, blob = numbers_and_blob
         if spoil == "noise":  # any bytes
             blob[256:].view(torch.int32).random_(-(1 << 31), (1 << 31) - 1)
         elif spoil == "near":  # small numbers: some pass as trees
             blob[256:].view(torch.int32).random_(-1, 12)
         elif spoil == "stale":  # the trees of another round, as if they were of this one
-            number_told = number
             if rng.random() < 0.5:
                 blob = last.setdefault("blob", blob.clone())
-        true_send(self, number, blob)
+        return true_send(self, *number, blob)
     last = {}
-    mailbox.send = send
+    setattr(owner, name, send)
 
 if spoil:
-    spoilt(HostMailbox)
-    spoilt(StreamMailbox)
+    spoilt(HostMailbox, "send")
+    spoilt(StreamMailbox, "send")
+    spoilt(Staging, "fetch")
 run(DraftSettings.load(values))
 """
 
 
 class DraftProcess:
-    """A draft service behind ``ipc:``.
+    """A draft service on a unix socket.
 
     Args:
         folder: Where its sockets are.
+        scheme: Of its address: ``ipc://`` or ``unix:``, which is gRPC.
         target, head: Checkpoints.
         spoil: What it makes of the trees of rounds on the device: nothing, noise, near or stale.
     """
 
-    def __init__(self, folder: Path, target: Path, head: Path, *, spoil: str = "") -> None:
-        self.address = f"ipc://{folder}/draft.sock"
+    def __init__(self, folder: Path, scheme: str, target: Path, head: Path, *, spoil: str = "") -> None:
+        self.address = f"{scheme}{folder}/draft.sock"
         values = {
             "draft": str(head),
             "target_weights": str(target),

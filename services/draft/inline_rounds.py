@@ -17,14 +17,20 @@ class InlineRounds:
     """`RoundsInlet` through messages. The host waits for the trees of each round and sends them at once."""
 
     broken = False
+    comes_later = True
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
         self._staging = Staging()
+        self._state = b""
+
+    def arrived(self, state: bytes) -> None:
+        """Keep the state of the round that is about to start."""
+        self._state = state
 
     def take(self, message: draft_pb2.RoundsNext, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
-        """See `RoundsInlet.take`: it came with the message."""
-        self._staging.load(message.state, message.number, blob)
+        """See `RoundsInlet.take`: it has arrived."""
+        self._staging.load(self._state, message.number, blob)
         expected.fill_(message.number)
 
     def give(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
@@ -33,9 +39,9 @@ class InlineRounds:
         self._staging.settle(blob)
         self._peer.send(RoundTrees(message.rounds, message.number, trees.numpy().tobytes()))
 
-    def skip(self, message: draft_pb2.RoundsNext) -> None:
+    def skip(self, rounds: int, number: int) -> None:
         """See `RoundsInlet.skip`."""
-        self._peer.send(RoundTrees(message.rounds, message.number, b""))
+        self._peer.send(RoundTrees(rounds, number, b""))
 
     def mend(self) -> bool:
         """See `RoundsInlet.mend`."""

@@ -243,6 +243,8 @@ class IpcSession:
 class IpcRoundsInlet:
     """`RoundsInlet` through a mailbox."""
 
+    comes_later = False
+
     def __init__(self, mailbox: RoundMailbox) -> None:
         self._mailbox = mailbox
 
@@ -259,9 +261,9 @@ class IpcRoundsInlet:
         """See `RoundsInlet.give`."""
         self._mailbox.send(message.number, blob)
 
-    def skip(self, message: draft_pb2.RoundsNext) -> None:
+    def skip(self, rounds: int, number: int) -> None:
         """See `RoundsInlet.skip`."""
-        self._mailbox.skip(message.number)
+        self._mailbox.skip(number)
 
     def mend(self) -> bool:
         """See `RoundsInlet.mend`."""

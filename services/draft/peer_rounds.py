@@ -45,6 +45,11 @@ class RoundsInlet(Protocol):
         """See above."""
         ...
 
+    @property
+    def comes_later(self) -> bool:
+        """Whether a round waits on the host for a message with its state."""
+        ...
+
     def take(self, message: draft_pb2.RoundsNext, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
         """Have the state of a round come into ``blob [n] uint8``, in stream order; ``expected [1] int32`` becomes its number."""
         ...
@@ -53,7 +58,7 @@ class RoundsInlet(Protocol):
         """Hand the trees of a round over, ``blob [n] uint8``, in stream order."""
         ...
 
-    def skip(self, message: draft_pb2.RoundsNext) -> None:
+    def skip(self, rounds: int, number: int) -> None:
         """Say that no trees come for a round, in stream order."""
         ...
 
@@ -121,15 +126,24 @@ class PeerRounds:
         self._buffers = buffers
         self._size = (message.batch, message.columns, message.shape.depth, message.shape.topk, message.shape.max_nodes)
         self._untold = [(row.base_len, prefix_hash) for row, prefix_hash in zip(message.rows, before, strict=True)]
+        self._next: draft_pb2.RoundsNext | None = None
         self._num_run = 0
         self._num_told = 0
 
-    def run(self, message: draft_pb2.RoundsNext, inlet: RoundsInlet) -> bool:
-        """Enqueue one round; False when there is no room for it."""
+    def ready(self, message: draft_pb2.RoundsNext) -> bool:
+        """Make ready for a round; False when there is no room for it."""
         self._tell(message.chosen)
         if len(message.committed_upper) != len(self._sessions) or not self._rounds.reserve(message.committed_upper):
             return False
         self.prepare()
+        self._next = message
+        return True
+
+    def go(self, number: int, inlet: RoundsInlet) -> bool:
+        """Enqueue the round that all is ready for; False if it is another one."""
+        message, self._next = self._next, None
+        if message is None or message.number != number:
+            return False
         buffers = self._buffers
         inlet.take(message, buffers.blob, buffers.expected, STATE_LIMIT_S)
         self._desk.graphs.run(self._key, self._round)
@@ -262,13 +276,25 @@ class RoundsDesk:
 
     @torch.inference_mode()
     def run(self, peer: PeerId, message: draft_pb2.RoundsNext, inlet: RoundsInlet) -> bool:
-        """Enqueue the next round; False when there are no such rounds, or they have come to an end."""
+        """Enqueue the next round, or make ready for it if its state comes later; False when there are no such rounds, or they have come to
+        an end."""
         self._engine.touch(peer)
         rounds = self._current(peer, message.rounds)
         if rounds is None:
             return False
         rounds.drop_forgotten(self._followed)
-        if inlet.broken or not rounds.run(message, inlet):
+        if inlet.broken or not rounds.ready(message) or not (inlet.comes_later or rounds.go(message.number, inlet)):
+            self.abandon(peer)
+            return False
+        return True
+
+    @torch.inference_mode()
+    def go(self, peer: PeerId, message: draft_pb2.RoundState, inlet: RoundsInlet) -> bool:
+        """Enqueue the round whose state has come; False when it is not the one that was made ready."""
+        rounds = self._current(peer, message.rounds)
+        if rounds is None:
+            return False
+        if not rounds.go(message.number, inlet):
             self.abandon(peer)
             return False
         return True

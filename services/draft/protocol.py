@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -15,6 +16,7 @@ from outrider.services.draft.convert import (
     opening_from,
     target_info,
 )
+from outrider.services.draft.inline_rounds import InlineRounds
 from outrider.services.draft.loop import DraftLoop, Outlet, Peer
 from outrider.services.draft.peer_rounds import RoundsDesk, RoundsInlet
 from outrider.services.draft.replies import NeedResync, Opened, Pong, Rejected, RoundsEnded, RoundsEntered
@@ -95,6 +97,9 @@ class DraftProtocol:
             case "rounds_next" if inlet is not None:
                 following = request.rounds_next
                 loop.run_here(lambda: self._run_round(peer, following, inlet))
+            case "round_state" if isinstance(inlet, InlineRounds):
+                state = request.round_state
+                loop.run_here(lambda: self._start_round(peer, state, inlet))
             case "rounds_enter" if inlet is not None:
                 entering = request.rounds_enter
                 loop.submit(lambda: self._enter_rounds(peer, entering, inlet))
@@ -167,18 +172,27 @@ class DraftProtocol:
         peer.send(RoundsEntered(message.rounds, reason))
 
     def _run_round(self, peer: Peer, message: draft_pb2.RoundsNext, inlet: RoundsInlet) -> None:
-        """Enqueue a round; one that cannot be is answered too, or the target would wait for it. Not always on the engine thread."""
+        """Enqueue a round, or make ready for it. Not always on the engine thread."""
+        self._answer_round(peer, message.rounds, message.number, inlet, lambda: self._desk.run(peer.id, message, inlet))
+
+    def _start_round(self, peer: Peer, message: draft_pb2.RoundState, inlet: InlineRounds) -> None:
+        """Enqueue a round whose state has come. Not always on the engine thread."""
+        inlet.arrived(message.state)
+        self._answer_round(peer, message.rounds, message.number, inlet, lambda: self._desk.go(peer.id, message, inlet))
+
+    def _answer_round(self, peer: Peer, rounds: int, number: int, inlet: RoundsInlet, run: Callable[[], bool]) -> None:
+        """Run a round; one that cannot be is answered too, or the target would wait for it."""
         try:
             with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
-                going_on = self._desk.run(peer.id, message, inlet)
+                going_on = run()
         except Exception:
             self._desk.abandon(peer.id)
-            inlet.skip(message)
-            peer.send(RoundsEnded(message.rounds, "failed"))
+            inlet.skip(rounds, number)
+            peer.send(RoundsEnded(rounds, "failed"))
             raise
         if not going_on:
-            inlet.skip(message)
-            peer.send(RoundsEnded(message.rounds, "ended"))
+            inlet.skip(rounds, number)
+            peer.send(RoundsEnded(rounds, "ended"))
 
     def _leave_rounds(self, peer: Peer, message: draft_pb2.RoundsLeave, inlet: RoundsInlet) -> None:
         self._desk.leave(peer.id, message, inlet)

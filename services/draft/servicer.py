@@ -132,7 +132,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         except DecodeError:
             raise ProtocolError("A message does not parse.", field="message") from None
         self._protocol.take(peer, request, INLINE, inlet)
-        if request.HasField("rounds_next"):
+        if request.HasField("round_state"):
             self._vigil.expect(NEXT_ROUND_S)
         elif request.HasField("rounds_leave"):
             self._vigil.rest()

@@ -46,9 +46,14 @@ def decoder(folders: tuple[Path, Path]) -> Decoder:
     return load_toy(folders[0])
 
 
+@pytest.fixture(scope="module", params=["ipc://", "unix:"], ids=["ipc", "grpc"])
+def scheme(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def draft(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[DraftProcess]:
-    process = DraftProcess(tmp_path_factory.mktemp("draft"), *folders)
+def draft(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory, scheme: str) -> Iterator[DraftProcess]:
+    process = DraftProcess(tmp_path_factory.mktemp("draft"), scheme, *folders)
     yield process
     assert process.stop() == 0, process.output()
 
@@ -140,9 +145,9 @@ def test_batches_that_change(decoder: Decoder, drafter: RemoteDrafter, seed: int
 
 @pytest.mark.parametrize("spoil", ["noise", "near", "stale"])
 def test_whatever_bytes_a_draft_hands_over_no_token_changes(
-    decoder: Decoder, folders: tuple[Path, Path], tmp_path: Path, spoil: str
+    decoder: Decoder, folders: tuple[Path, Path], tmp_path: Path, scheme: str, spoil: str
 ) -> None:
-    draft = DraftProcess(tmp_path, *folders, spoil=spoil)
+    draft = DraftProcess(tmp_path, scheme, *folders, spoil=spoil)
     drafter = follow(draft, decoder)
     try:
         for temperature in (0.0, 1.0):
@@ -159,9 +164,9 @@ def test_whatever_bytes_a_draft_hands_over_no_token_changes(
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_draft_that_dies_or_stops_in_rounds_costs_no_token_and_is_used_again(
-    decoder: Decoder, folders: tuple[Path, Path], tmp_path: Path, number: signal.Signals
+    decoder: Decoder, folders: tuple[Path, Path], tmp_path: Path, scheme: str, number: signal.Signals
 ) -> None:
-    draft = DraftProcess(tmp_path, *folders)
+    draft = DraftProcess(tmp_path, scheme, *folders)
     drafter = follow(draft, decoder)
     revived: list[DraftProcess] = []
     try:
@@ -176,7 +181,7 @@ def test_a_draft_that_dies_or_stops_in_rounds_costs_no_token_and_is_used_again(
             draft.send_signal(signal.SIGCONT)
         else:
             draft.popen.wait()
-            revived.append(DraftProcess(tmp_path, *folders))
+            revived.append(DraftProcess(tmp_path, scheme, *folders))
         again = 0
         deadline = time.monotonic() + 60.0
         while not again and time.monotonic() < deadline:
@@ -194,9 +199,9 @@ def test_a_draft_that_dies_or_stops_in_rounds_costs_no_token_and_is_used_again(
             process.stop()
 
 
-def test_a_draft_model_without_features(decoder: Decoder, folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_draft_model_without_features(decoder: Decoder, folders: tuple[Path, Path], tmp_path: Path, scheme: str) -> None:
     small = make_toy_target(tmp_path / "small", vocab_size=VOCAB, hidden_size=24, num_layers=2, head_dim=8, seed=4)
-    draft = DraftProcess(tmp_path, folders[0], small)
+    draft = DraftProcess(tmp_path, scheme, folders[0], small)
     drafter = follow(draft, decoder)
     try:
         sampling = SamplingParams(temperature=1.0, seed=3)

@@ -50,8 +50,9 @@ def desk(engine: DraftEngine) -> RoundsDesk:
 class Inlet:
     """Hands over the state that the test has put into it, or none."""
 
-    def __init__(self) -> None:
+    def __init__(self, comes_later: bool = False) -> None:
         self.broken = False
+        self.comes_later = comes_later
         self.state: RoundState | None = RoundState.idle(1, COLUMNS, HIDDEN, torch.float32, CPU)
         self.given: list[torch.Tensor] = []
         self.room = 1 << 30

@@ -31,7 +31,7 @@ class RoundsChannel(Protocol):
         """Send the message and the state, and have the trees come, in stream order.
 
         Args:
-            message: Of the round; `state` in it may be filled.
+            message: Of the round.
             state: ``[n] uint8``, its header to be set to the round's number.
             trees: ``[n] uint8``, where they come to with their header.
             expected: ``[1] int32``, to be set to the number.

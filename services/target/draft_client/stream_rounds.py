@@ -1,4 +1,6 @@
-"""Rounds that stay on the device, over a gRPC stream: a state goes with the message, trees come in the reply, and the host waits for both.
+"""Rounds that stay on the device, over a gRPC stream: the host waits for the state, sends it, and waits for the trees.
+
+The message of the round goes ahead, while the device still works, so that only bytes are left to be copied when the state is there.
 
 It waits awake (see `shared.rpc.polling`): when the pass is done its result is on its way at once, and so is the next pass when trees come.
 """
@@ -54,13 +56,13 @@ class StreamRounds:
         self, message: draft_pb2.RoundsNext, state: torch.Tensor, trees: torch.Tensor, expected: torch.Tensor, limit_s: float
     ) -> None:
         """See `RoundsChannel.exchange`."""
-        request = draft_pb2.SessionRequest(rounds_next=message)
+        self._stream.send(draft_pb2.SessionRequest(rounds_next=message).SerializeToString())
         expected.fill_(message.number)
         fetched = self._staging.fetch(state)
         self._vigil.expect(limit_s)
         self._staging.settle(state)
-        request.rounds_next.state = fetched.numpy().tobytes()
-        self._stream.send(request.SerializeToString())
+        start = draft_pb2.RoundState(rounds=message.rounds, number=message.number, state=fetched.numpy().tobytes())
+        self._stream.send(draft_pb2.SessionRequest(round_state=start).SerializeToString())
         reply = self._await(message.number, time.monotonic() + limit_s)
         self._vigil.rest()
         if reply is None:

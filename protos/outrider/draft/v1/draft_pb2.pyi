@@ -412,6 +412,7 @@ class SessionRequest(_message.Message):
     ROUNDS_ENTER_FIELD_NUMBER: _builtins.int
     ROUNDS_NEXT_FIELD_NUMBER: _builtins.int
     ROUNDS_LEAVE_FIELD_NUMBER: _builtins.int
+    ROUND_STATE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -430,6 +431,8 @@ class SessionRequest(_message.Message):
     def rounds_next(self) -> Global___RoundsNext: ...
     @_builtins.property
     def rounds_leave(self) -> Global___RoundsLeave: ...
+    @_builtins.property
+    def round_state(self) -> Global___RoundState: ...
     def __init__(
         self,
         *,
@@ -442,12 +445,13 @@ class SessionRequest(_message.Message):
         rounds_enter: Global___RoundsEnter | None = ...,
         rounds_next: Global___RoundsNext | None = ...,
         rounds_leave: Global___RoundsLeave | None = ...,
+        round_state: Global___RoundState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "frame", b"frame", "hello", b"hello", "message", b"message", "open", b"open", "ping", b"ping", "rounds_enter", b"rounds_enter", "rounds_leave", b"rounds_leave", "rounds_next", b"rounds_next"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "frame", b"frame", "hello", b"hello", "message", b"message", "open", b"open", "ping", b"ping", "round_state", b"round_state", "rounds_enter", b"rounds_enter", "rounds_leave", b"rounds_leave", "rounds_next", b"rounds_next"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "frame", b"frame", "hello", b"hello", "message", b"message", "open", b"open", "ping", b"ping", "rounds_enter", b"rounds_enter", "rounds_leave", b"rounds_leave", "rounds_next", b"rounds_next"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "frame", b"frame", "hello", b"hello", "message", b"message", "open", b"open", "ping", b"ping", "round_state", b"round_state", "rounds_enter", b"rounds_enter", "rounds_leave", b"rounds_leave", "rounds_next", b"rounds_next"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "open", "frame", "close", "ping", "cancel", "rounds_enter", "rounds_next", "rounds_leave"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "open", "frame", "close", "ping", "cancel", "rounds_enter", "rounds_next", "rounds_leave", "round_state"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -537,11 +541,8 @@ class RoundsNext(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     COMMITTED_UPPER_FIELD_NUMBER: _builtins.int
     CHOSEN_FIELD_NUMBER: _builtins.int
-    STATE_FIELD_NUMBER: _builtins.int
     rounds: _builtins.int
     number: _builtins.int
-    state: _builtins.bytes
-    """The state, where the two share no memory."""
     @_builtins.property
     def committed_upper(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """One per row: no sequence is longer when the round starts; 0 where it ended."""
@@ -557,15 +558,41 @@ class RoundsNext(_message.Message):
         number: _builtins.int = ...,
         committed_upper: _abc.Iterable[_builtins.int] | None = ...,
         chosen: _abc.Iterable[Global___RoundTokens] | None = ...,
-        state: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "committed_upper", b"committed_upper", "number", b"number", "rounds", b"rounds", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "committed_upper", b"committed_upper", "number", b"number", "rounds", b"rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RoundsNext: _TypeAlias = RoundsNext  # noqa: Y015
+
+@_typing.final
+class RoundState(_message.Message):
+    """The state that the round of the last RoundsNext starts from, where the two share no memory: that message is sent ahead of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUNDS_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    rounds: _builtins.int
+    number: _builtins.int
+    state: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        rounds: _builtins.int = ...,
+        number: _builtins.int = ...,
+        state: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "rounds", b"rounds", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoundState: _TypeAlias = RoundState  # noqa: Y015
 
 @_typing.final
 class RoundsLeave(_message.Message):
