@@ -201,10 +201,9 @@ class RoundRunner:
             roots = begin_round(round_state, tables.limits)
         drafts = root_batch(roots, tables) if batch.rounds is None else batch.rounds.draft(state)
         model = self._runner.step_model(batch.capture)
-        step = verify_step(model, tables, batch.mode, state.counts, state.committed_lens, drafts, state.columns, round_state)
-        if step.features is not None and batch.rounds is not None:
-            state.features[:, : step.features.shape[1]].copy_(step.features)
-        return step.packed
+        features = state.features if batch.rounds is not None else None
+        live, lens = state.counts, state.committed_lens
+        return verify_step(model, tables, batch.mode, live, lens, drafts, state.columns, round_state, features).packed
 
     def _key(self, batch: _Batch) -> tuple[object, ...]:
         tables = self._current

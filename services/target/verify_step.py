@@ -77,6 +77,7 @@ def verify_step(
     drafts: DraftBatch,
     columns: int,
     state: RoundTensors | None = None,
+    features_out: torch.Tensor | None = None,
 ) -> VerifiedStep:
     """Verify one tree per row; move the accepted K/V to its place, compute and store the feature rows of the accepted nodes.
 
@@ -89,6 +90,7 @@ def verify_step(
         drafts: The trees, padded to the table's nodes.
         columns: R; a path with more tokens is cut, which is exact.
         state: Where the next round starts from, see `accept_round`; None if there is none.
+        features_out: ``[bs, C or more, feature_size]``, where `VerifiedStep.features` is written; allocated if None.
     """
     bs, nodes = drafts.tokens.shape
     pool, page_size = model.pool, tables.page_size
@@ -117,9 +119,10 @@ def verify_step(
         pool.compact(tables.page_table, placed.cached_lens, accepted.path, accepted.num_accepted)
     features = None
     if projector is not None:
-        rows = projector(_picked(output, accepted.feature_rows, projector.spec.final_hidden))
-        pool.store_some_features(rows, accepted.feature_slots)
-        features = rows.view(bs, -1, rows.shape[1])
+        rows = projector.parts(_picked(output, accepted.feature_rows, projector.spec.final_hidden))
+        kept = min(nodes, columns)
+        features = rows.new_empty((bs, kept, rows.shape[-1]), dtype=pool.dtype) if features_out is None else features_out[:, :kept]
+        pool.place_features(rows, accepted.feature_slots, features)
     return VerifiedStep(accepted.packed, features)
 
 

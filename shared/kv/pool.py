@@ -7,10 +7,12 @@ from math import prod
 
 import torch
 
+from outrider.kernels.feature_rows import place_rows
 from outrider.kernels.kv_compact import kv_compact
 from outrider.kernels.kv_store import kv_store
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.kv.pages import PageAllocator, PageLease
+from outrider.shared.kv.upload import upload
 
 
 class KVPool:
@@ -152,7 +154,7 @@ class KVPool:
         """Return ``[bs, max_pages] int32`` on the pool's device, rows padded with page 0 (never read: lengths bound the reads)."""
         width = max((len(lease.pages) for lease in leases), default=0)
         rows = [lease.pages + [0] * (width - len(lease.pages)) for lease in leases]
-        return torch.tensor(rows, dtype=torch.int32).view(len(leases), width).to(self.device)
+        return upload(rows, torch.int32, self.device).view(len(leases), width)
 
     def slots(self, page_table: torch.Tensor, start: torch.Tensor, n: int) -> torch.Tensor:
         """Return the slots of token indices ``[start[b], start[b] + n)`` of every sequence: ``[bs, n] int64``.
@@ -182,6 +184,11 @@ class KVPool:
         plane = self.features[:, :, None]  # one head per token
         rows = rows[:, None]
         kv_store(rows, rows, plane, plane, slots)  # the kernel stores pairs: twice the same
+
+    def place_features(self, rows: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
+        """Write feature rows to their slots like `store_some_features`, and to ``out [bs, n, feature_size]``."""
+        assert self.features is not None, "the pool has no feature plane; call resize_features first"
+        place_rows(rows, slots, self.features, out)
 
     def read_features(self, lease: PageLease, start: int, stop: int) -> torch.Tensor:
         """Return the stored feature rows of token indices ``[start, stop)`` of one lease: a copy, ``[stop - start, feature_size]``."""

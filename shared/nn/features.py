@@ -6,6 +6,8 @@ import re
 
 import torch
 
+from outrider.kernels.skinny_gemm import project
+from outrider.kernels.stream import FEW_ROWS
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.decoder import DecoderOutput
 from outrider.shared.nn.layers import Linear, RMSNorm
@@ -49,6 +51,18 @@ class FeatureProjector:
 
     def __call__(self, output: DecoderOutput) -> torch.Tensor:
         """Return the rows to store, ``[rows, feature_size]``, for the states of one forward pass."""
+        states = self._entering(output)
+        return states if self._fc is None else self._fc(states)
+
+    def parts(self, output: DecoderOutput) -> torch.Tensor:
+        """Return what a call returns, or ``[splits, rows, feature_size] fp32`` whose sum it is: of few rows on a GPU."""
+        states, fc = self._entering(output), self._fc
+        if fc is None or fc.bias is not None or not states.is_cuda or states.shape[0] > FEW_ROWS:
+            return states if fc is None else fc(states)
+        return project(states, fc.weight)
+
+    def _entering(self, output: DecoderOutput) -> torch.Tensor:
+        """Return the rows that `fc` reads."""
         states = output.hidden if self.spec.final_hidden else output.aux
         assert states is not None, "forward must be given the spec's aux_layer_ids"
         if self._fc_norms:
@@ -56,7 +70,7 @@ class FeatureProjector:
             states = torch.cat([norm(part) for norm, part in zip(self._fc_norms, parts, strict=True) if norm is not None], dim=-1)
         if self._input_norm is not None:
             states = self._input_norm(states)
-        return states if self._fc is None else self._fc(states)
+        return states
 
     def _norm(self, name: str, size: int, eps: float) -> RMSNorm | None:
         weight = self._tensors.get(name)

@@ -1,8 +1,10 @@
-"""verify_round compiled: equal to the references on a GPU."""
+"""verify_round and feature_rows compiled: equal to the references on a GPU."""
 
 from __future__ import annotations
 
 import pytest
+import torch
+from feature_cases import check_feature_rows
 from guards import Guards
 from round_cases import check_accept_round, check_begin_round, check_place_rows
 
@@ -24,3 +26,10 @@ def test_place_rows(bs: int, nodes: int, page_size: int) -> None:
 @pytest.mark.parametrize(("bs", "nodes", "columns"), [(1, 1, 1), (64, 6, 6), (16, 128, 17), (7, 2, 6), (4, 1, 6)])
 def test_accept_round(bs: int, nodes: int, columns: int, with_state: bool) -> None:
     check_accept_round("cuda", bs, nodes, columns, 16, with_state, Guards())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("splits", [0, 2])
+@pytest.mark.parametrize(("bs", "count", "width"), [(1, 6, 4096), (3, 1, 37), (2, 9, 256)])
+def test_feature_rows(dtype: torch.dtype, splits: int, bs: int, count: int, width: int) -> None:
+    check_feature_rows("cuda", dtype, bs, count, width, splits, Guards())
