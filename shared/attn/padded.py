@@ -37,13 +37,15 @@ class PaddedRows:
         self.size = size
         self.pages = pages
         self._pool = pool
-        self._bounds = np.cumsum([2 * size, extra, size, size, 1, 1])
-        self._host = np.zeros(int(self._bounds[-1]) + pages, dtype=np.int32)
+        bounds = np.cumsum([2 * size, extra, size, size, 1, 1]).tolist()
+        self._host = np.zeros(bounds[-1] + pages, dtype=np.int32)
+        host_slots, *self._columns = np.split(self._host, bounds)
+        self._slots = host_slots.view(np.int64)
         device = pool.device
         with torch.inference_mode(False):
             self._buffer = torch.zeros(len(self._host), dtype=torch.int32, device=device)
             query_start = torch.tensor([0, size], dtype=torch.int32).to(device)
-        slots, self.extra, self.tokens, self.positions, prefix_lens, kv_lens, table = self._buffer.tensor_split(self._bounds.tolist())
+        slots, self.extra, self.tokens, self.positions, prefix_lens, kv_lens, table = self._buffer.tensor_split(bounds)
         self.batch = AttentionBatch(
             page_table=table.view(1, pages),
             prefix_lens=prefix_lens,
@@ -69,25 +71,23 @@ class PaddedRows:
             start: Index, and rotary position, of the first.
             extra: ``[extra] int32``; None leaves zeros.
         """
-        count, pad, page_size = len(tokens), self.size - len(tokens), self._pool.page_size
-        slots, more, token_ids, positions, prefix_lens, kv_lens, table = np.split(self._host, self._bounds)
-        held = np.asarray(lease.pages[: self.pages], dtype=np.int32)
-        index = np.arange(start, start + count)
-        rows = slots.view(np.int64)
-        rows[:pad] = -1
-        rows[pad:] = held[index // page_size].astype(np.int64) * page_size + index % page_size
+        stop, pad = start + len(tokens), self.size - len(tokens)
+        more, token_ids, positions, prefix_lens, kv_lens, table = self._columns
+        pages = lease.pages[: self.pages]
+        self._slots[:pad] = -1
+        self._slots[pad:] = self._pool.token_slots(lease, start, stop)
         if extra is not None:
             more[:] = extra
         token_ids[:pad], token_ids[pad:] = 0, tokens
-        positions[:pad], positions[pad:] = 0, index
-        prefix_lens[0], kv_lens[0] = start, start + count
-        table[: len(held)] = held
+        positions[:pad], positions[pad:] = 0, range(start, stop)
+        prefix_lens[0], kv_lens[0] = start, stop
+        table[: len(pages)] = pages
         self._upload()
 
     def make_idle(self) -> None:
         """Make all rows padding: a pass over them stores nothing."""
         self._host[:] = 0
-        np.split(self._host, self._bounds)[0].view(np.int64)[:] = -1
+        self._slots[:] = -1
         self._upload()
 
     def _upload(self) -> None:

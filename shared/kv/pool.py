@@ -193,8 +193,13 @@ class KVPool:
     def read_features(self, lease: PageLease, start: int, stop: int) -> torch.Tensor:
         """Return the stored feature rows of token indices ``[start, stop)`` of one lease: a copy, ``[stop - start, feature_size]``."""
         assert self.features is not None, "the pool has no feature plane; call resize_features first"
+        rows = self.features.view(-1, self.feature_size)
+        pages = lease.pages[start // self.page_size : self.pages_for(stop)]
+        if pages and pages == list(range(pages[0], pages[0] + len(pages))):  # as a rule: one range, of which the device need not be told
+            first = pages[0] * self.page_size + start % self.page_size
+            return rows[first : first + stop - start].clone()
         slots = torch.tensor(self.token_slots(lease, start, stop), dtype=torch.int64).to(self.device)
-        return self.features.view(-1, self.feature_size).index_select(0, slots)
+        return rows.index_select(0, slots)
 
 
 def token_bytes(

@@ -82,13 +82,23 @@ def test_reserve_grows_by_tokens_and_refuses_without_change() -> None:
     assert pool.allocator.free_pages == 12
 
 
-def test_features_are_read_back_from_where_they_were_stored() -> None:
+@pytest.mark.parametrize("scattered", [False, True])
+def test_features_are_read_back_from_where_they_were_stored(scattered: bool) -> None:
     pool = make_pool(feature_size=5)
+    blockers = [pool.allocator.allocate(1) for _ in range(12)] if scattered else []
+    for blocker in blockers[::2]:
+        assert blocker is not None
+        blocker.release()
     lease = pool.lease(10)
     assert lease is not None
+    ascending = lease.pages == list(range(lease.pages[0], lease.pages[0] + len(lease.pages)))
+    assert ascending is not scattered
     rows = torch.randn(7, 5)
     pool.store_features(rows, torch.tensor(pool.token_slots(lease, 2, 9)))
-    assert torch.equal(pool.read_features(lease, 3, 9), rows[1:])
+    read = pool.read_features(lease, 3, 9)
+    assert torch.equal(read, rows[1:])
+    read.zero_()
+    assert torch.equal(pool.read_features(lease, 2, 9), rows), "what was read is a copy"
 
 
 def test_resizing_features_replaces_the_plane() -> None:
