@@ -1,4 +1,4 @@
-"""verify in Triton: argmax with noise in two launches (the vocabulary split over programs), and the walk.
+"""verify in Triton: argmax with noise in two launches (a large vocabulary is split over programs), and the walk.
 
 The contract is in the package's docstring. Batches that ask for filters (top-k, top-p, min-p) take `filtered_choice` in place of the
 first launch.
@@ -21,8 +21,8 @@ _BLOCK = 4096
 
 @triton.jit
 def _argmax_split(
-    logits, row_stride, temperature, seeds, positions, choices, best, ids, poisoned, vocab, splits,
-    NOISE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    logits, row_stride, temperature, seeds, positions, choices, best, ids, poisoned, chosen, vocab, splits,
+    NOISE: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -42,9 +42,12 @@ def _argmax_split(
     out = row * splits + split
     if PDL:
         gdc_launch_dependents()
-    tl.store(best + out, top)
-    tl.store(ids + out, first)
-    tl.store(poisoned + out, spoiled)
+    if WHOLE:
+        tl.store(chosen + row, tl.where((spoiled > 0) | (top == -float("inf")), -1, first).to(tl.int64))
+    else:
+        tl.store(best + out, top)
+        tl.store(ids + out, first)
+        tl.store(poisoned + out, spoiled)
 
 
 @triton.jit
@@ -74,7 +77,9 @@ def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: to
     if sampling.any_filter and not sampling.all_greedy:
         parts = best_kept(logits, sampling, positions)
     else:
-        parts = _best(logits, sampling, positions)
+        parts = _best(logits, sampling, positions, chosen)
+        if vocab <= _BLOCK:
+            return chosen
     splits = parts.ids.shape[1]
     with _launch.on_device_of(logits):
         _argmax_merge[(rows,)](
@@ -84,8 +89,8 @@ def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: to
     return chosen
 
 
-def _best(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> Parts:
-    """Return the best token of every part of the vocabulary, noise included."""
+def _best(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor, chosen: torch.Tensor) -> Parts:
+    """Return the best token of every part of the vocabulary, noise included; of a vocabulary in one part it goes to `chosen` instead."""
     rows, vocab = logits.shape
     size = (rows, _launch.ceil_div(vocab, _BLOCK))
     scores = _launch.empty(size, torch.float32, logits.device)
@@ -93,8 +98,8 @@ def _best(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tens
     with _launch.on_device_of(logits):
         _argmax_split[size](
             logits, logits.stride(0), sampling.temperature.contiguous(), sampling.seeds.contiguous(), positions.contiguous(),
-            sampling.choices.contiguous(), scores, ids, poisoned, vocab, size[1], NOISE=not sampling.all_greedy,
-            BLOCK=min(_BLOCK, _launch.next_power_of_2(vocab)), num_warps=8, **_launch.dependent(logits),
+            sampling.choices.contiguous(), scores, ids, poisoned, chosen, vocab, size[1], NOISE=not sampling.all_greedy,
+            WHOLE=vocab <= _BLOCK, BLOCK=min(_BLOCK, _launch.next_power_of_2(vocab)), num_warps=8, **_launch.dependent(logits),
         )  # fmt: skip
     return Parts(scores, ids, poisoned)
 
