@@ -73,6 +73,12 @@ class DeviceLoop:
         """Whether a sequence can enter in the step that prefilled it: there is no draft, or one that is here."""
         return self._parts.drafter.device_resident or self._parts.drafter.state() is DrafterState.NONE
 
+    @property
+    def undisturbed(self) -> bool:
+        """Whether all that decodes is here, and nobody elsewhere takes part: other work may then be enqueued behind the rounds."""
+        parts = self._parts
+        return self.takes_prefilled and not self._rounds.exchanges and parts.follower.settled and self._holds(parts.scheduler.decoding())
+
     def takes(self, shape: DraftShape) -> bool:
         """Whether rounds of this shape can stay on the device."""
         return not shape.drafts or self._parts.drafter.device_resident
@@ -101,9 +107,8 @@ class DeviceLoop:
         return True
 
     def step(self) -> bool:
-        """Launch the next round and finish the one before; False, with nothing left on its way, when the loop was left."""
+        """Launch the next round and finish the one before; False when that cannot be: `drain` then, with other work begun or not."""
         if not (self._stays() and self._launch()):
-            self.drain()
             return False
         self._finish(self._rounds.read())
         if not self._places:
@@ -136,11 +141,15 @@ class DeviceLoop:
         if not self._places or not self._parts.follower.settled or self._parts.scheduler.has_other_work():
             return False
         decoding = self._parts.scheduler.decoding()
-        if len(decoding) != len(self._places) or any(sequence.session_id not in self._places for sequence in decoding):
+        if not self._holds(decoding):
             return False
         if self._bucket(len(decoding)) != self._bs or self._drafter_falls_behind(decoding):
             return False
         return self._parts.proposals.common_shape(decoding) == self._shape
+
+    def _holds(self, decoding: Seq[Sequence]) -> bool:
+        """Whether exactly these sequences are here."""
+        return len(decoding) == len(self._places) and all(sequence.session_id in self._places for sequence in decoding)
 
     def _drafter_falls_behind(self, decoding: Seq[Sequence]) -> bool:
         """Whether plain rounds have gone on for so long that the drafter should be told of them: `catch_up` is one message."""

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import torch
+
 from outrider.services.target.batch_tables import SamplingMode
 from outrider.services.target.controller import SpeculationController
 from outrider.services.target.delivery import Delivery
@@ -251,7 +253,7 @@ class TargetEngine:
         """One step of every request that can advance."""
         started = time.monotonic()
         self._receive(started)
-        if self._loop is not None and self._loop.active and self._loop.step():
+        if self._loop is not None and self._loop.active and (self._loop.step() or self._leaves_and_enters(self._loop, started)):
             return
         self._follower.refresh()
         plan = self._scheduler.schedule(started)
@@ -273,6 +275,25 @@ class TargetEngine:
         times.prefilled = time.monotonic()
         if plan.decodes:
             self._host.run(plan.decodes, proposal, times)
+
+    def _leaves_and_enters(self, loop: DeviceLoop, now: float) -> bool:
+        """End the rounds on the device; prompts that have come are enqueued behind them first, and take part in those that follow.
+
+        Returns:
+            Whether others have begun; else the step goes on.
+        """
+        if not (loop.undisturbed and self._scheduler.has_other_work()):
+            loop.drain()
+            return False
+        plan = self._scheduler.schedule(now)
+        self._follower.follow(plan)
+        chosen = self._runner.begin_prefill(plan.prefills) if plan.prefills else None
+        loop.drain()
+        if chosen is not None:
+            self._prefilled(plan.prefills, chosen)
+        entered = loop.enter(self._scheduler.decoding())
+        self._delivery.flush()
+        return entered
 
     def step_failed(self, error: Exception) -> None:
         """See `Steppable.step_failed`: requests in the batch fail, queued ones go on."""
@@ -337,9 +358,12 @@ class TargetEngine:
                 self._due_at(None if paused_at is None else paused_at + self.limits.pause_timeout_s)
 
     def _prefill(self, chunks: Seq[PrefillChunk]) -> None:
-        if not chunks:
-            return
-        tokens = iter(self._runner.prefill(chunks))
+        if chunks:
+            self._prefilled(chunks, self._runner.begin_prefill(chunks))
+
+    def _prefilled(self, chunks: Seq[PrefillChunk], chosen: torch.Tensor) -> None:
+        """Wait for prompt chunks that were enqueued, deliver first tokens, and tell the drafter."""
+        tokens = iter(chosen.tolist())
         commits: list[Commit | None] = []
         for chunk in chunks:
             sequence = chunk.sequence

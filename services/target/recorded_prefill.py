@@ -49,18 +49,18 @@ class RecordedPrefill:
         size = self._size_for(chunk.stop - chunk.start)
         return size is not None and self._at(size).rows.fits(chunk.start, chunk.stop - chunk.start) and self._graphs.replays(_key(size))
 
-    def run(self, chunk: PrefillChunk, features: bool) -> int:
-        """Compute a chunk that `takes` accepts, and store its K/V, and its feature rows if `features`.
+    def run(self, chunk: PrefillChunk, features: bool) -> torch.Tensor:
+        """Enqueue a chunk that `takes` accepts; its K/V is stored, and its feature rows if `features`.
 
         Returns:
-            The token behind it; of no meaning unless the chunk is the last of its prompt.
+            The token behind it, ``[1] int64``, a copy; of no meaning unless the chunk is the last of its prompt.
         """
         size = self._size_for(chunk.stop - chunk.start)
         assert size is not None
         inputs = self._at(size)
         inputs.load(chunk, features)
         chosen = self._graphs.run(_key(size), lambda: inputs.step(self._model(True)))
-        return int(chosen.item())
+        return chosen.clone()
 
     def capture(self, size: int) -> None:
         """Record the pass of one size before anybody is served."""

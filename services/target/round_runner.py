@@ -92,6 +92,11 @@ class RoundRunner:
         """Rounds that were enqueued and not read."""
         return len(self._enqueued)
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether another process takes part in the rounds that were entered."""
+        return self._batch is not None and self._batch.exchanged is not None
+
     @torch.inference_mode()
     def enter(self, sequences: Seq[Sequence], bs: int, shape: DraftShape) -> bool:
         """Load a batch, padded to `bs` rows; False when the drafter cannot take it now."""

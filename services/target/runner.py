@@ -23,6 +23,7 @@ from outrider.shared.attn.base import AttentionBackend, AttentionBatch, build_ba
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.kv.pages import PageLease
 from outrider.shared.kv.pool import KVPool
+from outrider.shared.kv.upload import upload
 from outrider.shared.nn.decoder import Decoder, DecoderOutput
 from outrider.shared.nn.features import FeatureProjector
 from outrider.shared.spec.drafter import FeatureSpec
@@ -108,18 +109,22 @@ class ModelRunner:
         """Return what `verify_step` runs with; `capture` computes feature rows."""
         return StepModel(self.decoder, self.pool, self.attention, self._projector if capture else None, self._synthetic)
 
-    @torch.inference_mode()
     def prefill(self, chunks: Seq[PrefillChunk]) -> list[int]:
-        """Compute prompt chunks in one pass, causal within each.
+        """Compute prompt chunks, see `begin_prefill`, and wait for their tokens."""
+        return [int(token) for token in self.begin_prefill(chunks).tolist()]
+
+    @torch.inference_mode()
+    def begin_prefill(self, chunks: Seq[PrefillChunk]) -> torch.Tensor:
+        """Enqueue prompt chunks in one pass, causal within each; rounds that are on their way are not waited for.
 
         Stores K/V, and feature rows for sequences that want them.
 
         Returns:
-            One token for each chunk that is the last of its prompt, in order: the token at index committed_len.
+            ``[n] int64``, on the device: for each chunk that is the last of its prompt, in order, the token at index committed_len.
         """
         if self._recorded.takes(chunks):
             token = self._recorded.run(chunks[0], self.captures and chunks[0].sequence.wants_drafts)
-            return [token] if chunks[0].is_last else []
+            return token if chunks[0].is_last else token[:0]
         sequences = [chunk.sequence for chunk in chunks]
         starts = [chunk.start for chunk in chunks]
         counts = [chunk.stop - chunk.start for chunk in chunks]
@@ -132,13 +137,12 @@ class ModelRunner:
             self._store_prefill_features(output, chunks, batch.slots)
         last = [chunk.is_last for chunk in chunks]
         if not any(last):
-            return []
+            return self._int64([])
         ends = [end for end, keep in zip(_ends(counts), last, strict=True) if keep]
         finished = [chunk.sequence for chunk in chunks if chunk.is_last]
         hidden = output.hidden[self._int64([end - 1 for end in ends])]
         sampling = self._sampling.rows(finished, [1] * len(finished))
-        chosen = self.decoder.choose(hidden, sampling, self._int64([sequence.committed_len for sequence in finished]))
-        return [int(token) for token in chosen.tolist()]
+        return self.decoder.choose(hidden, sampling, self._int64([sequence.committed_len for sequence in finished]))
 
     @torch.inference_mode()
     def verify(self, sequences: Seq[Sequence], drafts: DraftBatch) -> tuple[list[RoundOutcome], list[torch.Tensor | None]]:
@@ -274,7 +278,7 @@ class ModelRunner:
         return self._int64([index * width + node for index, count in enumerate(counts) for node in range(count)])
 
     def _int64(self, values: Seq[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return upload(values, torch.int64, self.device)
 
 
 def _output_rows(output: DecoderOutput, rows: torch.Tensor) -> DecoderOutput:

@@ -8,6 +8,7 @@ import torch
 
 from outrider.kernels.verify import SamplingTensors
 from outrider.services.target.sequence import Sequence
+from outrider.shared.kv.upload import upload
 
 MAX_CACHED_BATCHES = 64
 
@@ -36,7 +37,7 @@ class SamplingBatches:
         params = [sequence.request.sampling for sequence, count in zip(sequences, counts, strict=True) for _ in range(count)]
 
         def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=self._device)
+            return upload(values, dtype, self._device)
 
         return SamplingTensors(
             temperature=column([row.temperature for row in params], torch.float32),

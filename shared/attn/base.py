@@ -11,6 +11,7 @@ import torch
 
 from outrider.shared.kv.pages import PageLease
 from outrider.shared.kv.pool import KVPool
+from outrider.shared.kv.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ def build_batch(
     ancestors: torch.Tensor | None = None,
     prefix_lens: Sequence[int] | None = None,
 ) -> AttentionBatch:
-    """Build the batch of a step from host lengths, with one copy to the device per tensor.
+    """Build the batch of a step from host lengths, with one copy to the device per tensor; nothing waits for the device.
 
     Args:
         pool: The pool of the leases.
@@ -113,14 +114,14 @@ def build_batch(
             raise ValueError(f"the lease holds {len(lease.pages) * page_size} tokens; rows up to {stop} need KVPool.reserve first")
         slots.extend(pool.token_slots(lease, start, stop))
     kv_lens = [start + count for start, count in zip(starts, counts, strict=True)]
-    lengths = torch.tensor([starts if prefix_lens is None else prefix_lens, kv_lens], dtype=torch.int32).view(2, -1).to(pool.device)
+    lengths = upload([*(starts if prefix_lens is None else prefix_lens), *kv_lens], torch.int32, pool.device).view(2, -1)
     return AttentionBatch(
         page_table=pool.page_table(leases),
         prefix_lens=lengths[0],
         kv_lens=lengths[1],
-        query_start=torch.tensor([0, *accumulate(counts)], dtype=torch.int32).to(pool.device),
+        query_start=upload([0, *accumulate(counts)], torch.int32, pool.device),
         ancestors=ancestors,
-        slots=torch.tensor(slots, dtype=torch.int64).to(pool.device),
+        slots=upload(slots, torch.int64, pool.device),
         max_query_len=max(counts, default=0),
         max_kv_len=max(kv_lens, default=0),
     )

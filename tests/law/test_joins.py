@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from device_toys import AnswerDrafter
 from target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
 from toys import make_toy_target
@@ -14,6 +16,7 @@ from toys import make_toy_target
 from outrider.services.target.device_loop import OverlapPlan
 from outrider.services.target.drafter import NoDrafter
 from outrider.services.target.request import SamplingParams, SpeculationMode
+from outrider.services.target.scheduler import PrefillChunk
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import FeatureSpec
 
@@ -80,6 +83,65 @@ def test_without_a_draft_too(decoder: Decoder) -> None:
                 harness.step()
         harness.run()
     crowd.check(harness)
+
+
+@pytest.mark.parametrize("features", [False, True])
+def test_a_prompt_is_enqueued_before_the_last_round_is_read(decoder: Decoder, features: bool) -> None:
+    crowd = Crowd(decoder, 5, seed=4, shortest=40)
+    harness = make_harness(decoder, crowd.drafter(features), overlap=OVERLAP, max_running=8)
+    begin, on_their_way = harness.runner.begin_prefill, []
+    loop = harness.engine._loop
+    assert loop is not None
+
+    def noted(chunks: Sequence[PrefillChunk]) -> torch.Tensor:
+        on_their_way.append(loop._rounds.in_flight)
+        return begin(chunks)
+
+    with mock.patch.object(harness.runner, "begin_prefill", side_effect=noted):
+        for index in range(5):
+            crowd.submit(harness, index)
+            for _ in range(4):
+                harness.step()
+        harness.run()
+    assert on_their_way == [0, 1, 1, 1, 1]
+    crowd.check(harness)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_requests_that_come_and_go_in_a_small_pool(decoder: Decoder, seed: int) -> None:
+    crowd = Crowd(decoder, 14, seed=10 + seed)
+    rng = random.Random(seed)
+    drafter = crowd.drafter(features=seed % 2 == 0)
+    drafter.refuse_every = 7
+    harness = make_harness(decoder, drafter, overlap=OVERLAP, max_running=6, prefill_chunk=16, num_pages=30, page_size=4)
+    waiting, handles, cancelled, paused = list(range(14)), {}, set(), set()
+    while waiting or paused or harness.engine.has_work():
+        if waiting and rng.random() < 0.3:
+            index = waiting.pop(0)
+            mode = rng.choice([SpeculationMode.ON, SpeculationMode.AUTO, SpeculationMode.OFF])
+            handles[index] = crowd.submit(harness, index, mode=mode)
+        live = [index for index in handles if index not in cancelled and str(index) not in harness.sink.finished]
+        if live and rng.random() < 0.05:
+            index = rng.choice(live)
+            if index in paused:
+                paused.discard(index)
+                harness.engine.resume(handles[index])
+            else:
+                paused.add(index)
+                harness.engine.pause(handles[index])
+        if live and rng.random() < 0.01:
+            cancelled.add(live[0])
+            harness.engine.cancel(handles[live[0]])
+        if not harness.engine.has_work():
+            for index in paused:
+                harness.engine.resume(handles[index])
+            paused.clear()
+        harness.step()
+    harness.engine.check_idle()
+    assert not harness.sink.failed
+    for index in set(range(14)) - cancelled:
+        assert_same_tokens(decoder, crowd.prompts[index], crowd.plain[index], harness.sink.tokens[str(index)], crowd.samplings[index])
+    assert not drafter.sequences, "the drafter forgot everybody"
 
 
 def test_those_who_decode_go_on_between_the_chunks_of_a_long_prompt(decoder: Decoder) -> None:
