@@ -89,7 +89,7 @@ def test_the_engine_writes_what_it_writes_by_our_own(shape: tuple[int, int, int]
 
 @pytest.mark.flashinfer
 def test_it_serves_the_embedded_pair() -> None:
-    with supervised("--attention-backend", "flashinfer", "--dtype", "bfloat16", device="cuda") as stack:
+    with supervised("--attention-backend", "flashinfer", "--dtype", "bfloat16", "--kv-tokens", "65536", device="cuda") as stack:
         texts = []
         for mode in (common_pb2.SPECULATION_MODE_ON, common_pb2.SPECULATION_MODE_OFF):
             result = stack.client.chat(PROMPTS[0], mode=mode, max_tokens=64)

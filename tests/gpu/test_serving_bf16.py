@@ -35,7 +35,7 @@ def tokens(stack: Stack, mode: int, temperature: float, together: int) -> list[l
 
 def test_deterministic_text_is_equal_in_bf16() -> None:
     """With speculation and without, alone and together: not one token differs, and no near-tie is excused."""
-    with supervised("--dtype", "bfloat16", "--deterministic", device="cuda") as stack:
+    with supervised("--dtype", "bfloat16", "--deterministic", "--kv-tokens", "65536", device="cuda") as stack:
         for temperature in (0.0, 1.0):
             alone = tokens(stack, OFF, temperature, 1)
             assert tokens(stack, ON, temperature, 1) == alone
