@@ -15,6 +15,9 @@ from outrider.kernels.stream import FEW_ROWS
 from outrider.shared.nn.layers import Attention, DecoderLayer, GatedMLP
 from outrider.shared.nn.linear import Linear
 
+_LIBRARY_MULTIPLE = 16
+"""What both sizes of a weight must be multiples of for the library's FP8 products."""
+
 
 def quantize_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a weight ``[out, in]`` in e4m3 and the scales of its rows, ``[out] fp32``."""
@@ -61,6 +64,8 @@ class Fp8Linear(Linear):
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """See `Linear.product`."""
         if x.shape[0] > FEW_ROWS and x.is_cuda:
+            if any(size % _LIBRARY_MULTIPLE for size in self._weight.shape):
+                return torch.cat([self.product(part) for part in x.split(FEW_ROWS)])
             rows, row_scales = quantize_rows(x)
             return torch._scaled_mm(rows, self._weight.t(), row_scales[:, None], self._scales[None, :], out_dtype=x.dtype)
         if x.is_cuda:
