@@ -7,6 +7,8 @@ it is read from memory once. SPLITS as in the kernels for few rows: fp32 parts, 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -105,8 +107,14 @@ def _wide_tiles(
 
 
 def fits(x: torch.Tensor, weight: torch.Tensor, half: int = 1) -> bool:
-    """Whether these kernels take a product: addresses and strides that a tensor map can express, and heads of a power of two."""
-    return can_map(x, weight) and half & (half - 1) == 0
+    """Whether these kernels take a product: on their kind of GPU, of what a tensor map can express, and of heads of a power of two."""
+    return _has_room(x.device) and can_map(x, weight) and half & (half - 1) == 0
+
+
+@functools.cache
+def _has_room(device: torch.device) -> bool:
+    """Whether a device has tensor maps and the shared memory that the measured tiles use: Hopper, and the large Blackwells."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def project(x: torch.Tensor, weight: torch.Tensor, tile: Tile) -> torch.Tensor:
