@@ -51,6 +51,13 @@ class OverlapSchedule(Enum):
     OFF = "off"
 
 
+class DraftRounds(Enum):
+    """Where rounds with a draft in another process run: by way of the host, or on the devices of both (`shared.spec.device`)."""
+
+    HOST = "host"
+    DEVICE = "device"
+
+
 class Quantization(Enum):
     """How the products of the layers are computed; NONE in the model's type."""
 
@@ -119,6 +126,9 @@ class TargetSettings(ServiceSettings):
     threads: int | None = Field(None, ge=1, description="CPU threads of the model; by default half of the cores.")
     draft_wait_s: float = Field(20.0, ge=0, description="At start: wait this long for the draft before serving without it.")
     draft_fault_deadline_s: float = Field(2.0, gt=0, description="A draft that owes an answer for longer counts as faulty.")
+    draft_rounds: DraftRounds = Field(
+        DraftRounds.HOST, description="Rounds with a draft in another process: by way of the host, or kept on the device on both sides."
+    )
     drain_notice_s: float = Field(0.0, ge=0, description="On SIGTERM: time between not serving and refusing new requests.")
     drain_grace_s: float = Field(30.0, ge=0, description="On SIGTERM: time that running requests get to finish.")
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")

@@ -62,6 +62,7 @@ UP: Mapping[str, tuple[str, Any]] = {
     "disable_cuda_graph": ("", True),
     "overlap_schedule": ("off", "off"),
     "disable_overlap_schedule": ("", True),
+    "draft_rounds": ("device", "device"),
 }
 """Option of `up` → what is typed, and what becomes of it."""
 

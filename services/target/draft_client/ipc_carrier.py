@@ -202,9 +202,13 @@ class MailboxRounds:
         self, message: draft_pb2.RoundsNext, state: torch.Tensor, trees: torch.Tensor, expected: torch.Tensor, limit_s: float
     ) -> None:
         """See `RoundsChannel.exchange`: enqueued, the host does not wait where there is a GPU."""
-        self._mailbox.send(message.number, state)
-        self._send(draft_pb2.SessionRequest(rounds_next=message))
-        self._mailbox.receive(message.number, trees, expected, limit_s)
+        try:
+            self._mailbox.send(message.number, state)
+            self._send(draft_pb2.SessionRequest(rounds_next=message))
+            self._mailbox.receive(message.number, trees, expected, limit_s)
+        except CudaError as error:
+            log.warning("no more rounds on the device with this draft", reason=error.message)
+            self.close()
 
 
 @contextlib.contextmanager

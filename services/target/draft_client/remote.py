@@ -50,7 +50,7 @@ class RemoteDrafter:
         weight: Lends weights of the target.
         device: Of the target.
         fault_deadline_s: A draft that owes an answer for longer is faulty.
-        rounds: Keep rounds on the device where the transport can; by default on GPUs, as a CPU gains nothing by it.
+        rounds: Keep rounds on the device where the transport can.
     """
 
     def __init__(
@@ -61,14 +61,13 @@ class RemoteDrafter:
         device: torch.device,
         *,
         fault_deadline_s: float = 2.0,
-        rounds: bool | None = None,
+        rounds: bool = False,
     ) -> None:
         self._identity = identity
         self._fault_deadline_s = fault_deadline_s
         self._breaker = Breaker()
         self._gate = RoundsGate(device, identity.vocab_size, fault_deadline_s, lambda: self._breaker.trip(time.monotonic()))
-        make_carrier = carrier_of(address, device, device.type == "cuda" if rounds is None else rounds)
-        self._link = DraftLink(address, identity, weight, self._breaker, make_carrier)
+        self._link = DraftLink(address, identity, weight, self._breaker, carrier_of(address, device, rounds))
         self._connection: Connection | None = None
         self._hello = draft_pb2.HelloAck()
         self._spec: FeatureSpec | None = None

@@ -15,6 +15,8 @@ from outrider.services.target.draft_client.session import DraftSession
 from outrider.shared.spec.device import RoundState
 from outrider.shared.spec.tree import DraftShape
 
+ENTER_LIMIT_S = 0.5
+"""How long decoding stands still for the draft's answer; one that records a size it has not met takes about as long."""
 FIRST_PAUSE_S = 0.1
 LAST_PAUSE_S = 5.0
 NOT_YET = "warming"
@@ -101,7 +103,7 @@ class RoundsGate:
             self._pause(ended.reason)
 
     def _await_answer(self, connection: Connection, take_reply: Callable[[Connection, float], bool]) -> draft_pb2.RoundsEntered | None:
-        until = time.monotonic() + self._patience_s
+        until = time.monotonic() + min(ENTER_LIMIT_S, self._patience_s)
         while self._answer is None and (remaining := until - time.monotonic()) > 0:
             if not take_reply(connection, remaining):
                 break

@@ -51,6 +51,7 @@ class StreamMailbox:
         weakref.finalize(self, _let_go, self._words, slots, device).atexit = False
         out, back = (layout.state_slot, layout.trees_slot) if side is Side.TARGET else (layout.trees_slot, layout.state_slot)
         self._out, self._in = out, back
+        self._try()
 
     @property
     def broken(self) -> bool:
@@ -87,6 +88,13 @@ class StreamMailbox:
     def close(self) -> None:
         """See `RoundMailbox.close`."""
         self._watch.close()
+
+    def _try(self) -> None:
+        """Have the stream write a word of this side's and await it, so that a driver which cannot is found out now."""
+        with self._current() as stream:
+            _write_value(stream, self._base + self._words.passed_at, 0)
+            _wait_value(stream, self._base + self._words.passed_at, 0)
+            torch.cuda.current_stream(self._device).synchronize()
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[int]:

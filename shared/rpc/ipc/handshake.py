@@ -82,9 +82,12 @@ def _offer(
         files: list[int] = [first, second]
         mailbox: RoundMailbox | None = None
         if make_rounds is not None:
-            rounds, third, mailbox = make_rounds(made)
-            offer.rounds.CopyFrom(rounds)
-            files.append(third)
+            try:
+                rounds, third, mailbox = make_rounds(made)
+                offer.rounds.CopyFrom(rounds)
+                files.append(third)
+            except CudaError as error:
+                log.warning("no rounds on the device", reason=error.message)
         made.pop_all()
     return Offered(offer, files, writer, bulk_writer, mailbox)
 
