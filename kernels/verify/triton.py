@@ -6,6 +6,9 @@ first launch.
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -14,9 +17,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from outrider.kernels import _launch
 from outrider.kernels.filtered_choice.triton import Parts, best_kept
 from outrider.kernels.philox.triton import gumbel
+from outrider.kernels.verify.filters import filter_logits
 from outrider.kernels.verify.types import SamplingTensors, VerifiedTree
 
 _BLOCK = 4096
+
+_log = logging.getLogger("outrider.kernels")
+
+_agreed: dict[tuple[torch.device, torch.dtype, int], bool] = {}
 
 
 @triton.jit
@@ -69,14 +77,21 @@ def _argmax_merge(best, ids, poisoned, chosen, vocab, splits, BLOCK: tl.constexp
 
 def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> torch.Tensor:
     """See `outrider.kernels.verify.choose_tokens`."""
+    filtered = sampling.any_filter and not sampling.all_greedy
+    return _choose(logits, sampling, positions, filtered, filtered and _searches(logits))
+
+
+def _choose(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor, filtered: bool, search: bool) -> torch.Tensor:
+    """Choose; what filters keep is searched for, or sorted out before."""
     rows, vocab = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     chosen = _launch.empty((rows,), torch.int64, logits.device)
     if rows == 0:
         return chosen
-    if sampling.any_filter and not sampling.all_greedy:
+    if search:
         parts = best_kept(logits, sampling, positions)
     else:
+        logits, sampling = _sorted(logits, sampling) if filtered else (logits, sampling)
         parts = _best(logits, sampling, positions, chosen)
         if vocab <= _BLOCK:
             return chosen
@@ -87,6 +102,52 @@ def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: to
             **_launch.dependent(logits),
         )  # fmt: skip
     return chosen
+
+
+def _sorted(logits: torch.Tensor, sampling: SamplingTensors) -> tuple[torch.Tensor, SamplingTensors]:
+    """Return rows that are filtered already, by sorting, and how the rest is chosen from."""
+    heat = torch.where(sampling.temperature > 0, sampling.temperature, 1.0)
+    filtered = filter_logits(logits.float() / heat[:, None], sampling.top_k, sampling.top_p, sampling.min_p)
+    return filtered, replace(sampling, temperature=(sampling.temperature > 0).float())
+
+
+def _searches(logits: torch.Tensor) -> bool:
+    """Whether what filters keep is searched for. On a GPU it has to choose what sorting does, once for every kind of row; else it sorts."""
+    if not logits.is_cuda:
+        return True
+    kind = (logits.device, logits.dtype, logits.shape[1])
+    if kind not in _agreed:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        try:
+            _agreed[kind] = _agrees(*kind)
+        except Exception:
+            _log.exception("filters are applied by sorting: the search does not run here")
+            _agreed[kind] = False
+    return _agreed[kind]
+
+
+def _agrees(device: torch.device, dtype: torch.dtype, vocab: int) -> bool:
+    """Choose from made-up rows both ways."""
+    kinds = [(0, 0.9, 0.0), (40, 1.0, 0.0), (20, 0.8, 0.0), (0, 1.0, 0.05), (50, 0.95, 0.02), (0, 0.5, 0.0), (1, 1.0, 0.0), (0, 1.0, 0.0)]
+    top_k, top_p, min_p = zip(*kinds, strict=True)
+    rows = len(kinds)
+    logits = (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * 3).to(device, dtype)
+    sampling = SamplingTensors(
+        temperature=torch.full((rows,), 0.8, device=device),
+        top_k=torch.tensor(top_k, dtype=torch.int32, device=device),
+        top_p=torch.tensor(top_p, device=device),
+        min_p=torch.tensor(min_p, device=device),
+        seeds=torch.arange(rows, device=device) * 7919,
+        choices=torch.zeros(rows, dtype=torch.int32, device=device),
+        all_greedy=False,
+        any_filter=True,
+    )
+    positions = torch.arange(rows, device=device)
+    searched, by_sorting = (_choose(logits, sampling, positions, True, search).tolist() for search in (True, False))
+    if searched != by_sorting:
+        _log.error("filters are applied by sorting: the search chooses %s, sorting %s", searched, by_sorting)
+    return searched == by_sorting
 
 
 def _best(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor, chosen: torch.Tensor) -> Parts:

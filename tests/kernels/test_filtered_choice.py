@@ -5,6 +5,9 @@ import torch
 from filter_cases import check_choices, check_kept_tokens
 from guards import Guards
 
+from outrider.kernels.filtered_choice.triton import best_kept as right
+from outrider.kernels.verify import triton as compiled
+
 
 @pytest.mark.parametrize(
     ("kind", "dtype", "vocab"),
@@ -26,3 +29,10 @@ def test_small_vocabularies(vocab: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tokens_are_chosen_as_from_what_sorting_keeps(dtype: torch.dtype) -> None:
     check_choices(70, 8, dtype, "cpu", Guards())
+
+
+def test_a_search_that_does_not_choose_what_sorting_does_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = (torch.device("cpu"), torch.float32, 60)
+    assert compiled._agrees(*kind)
+    monkeypatch.setattr(compiled, "best_kept", lambda logits, sampling, positions: right(logits.flip(1), sampling, positions))
+    assert not compiled._agrees(*kind)
