@@ -14,10 +14,10 @@ from outrider.kernels.rope_store import rope_store
 from outrider.kernels.silu_mul import silu_mul
 from outrider.kernels.skinny_gemm import library, reference
 from outrider.kernels.skinny_gemm.table import choose_tile
-from outrider.kernels.skinny_gemm.types import LIBRARY, Epilogue, Method, Rotary, Tile
+from outrider.kernels.skinny_gemm.types import LIBRARY, Epilogue, Method, Overlap, Rotary, Tile
 from outrider.kernels.stream import FEW_ROWS, MANY_ROWS, Stream
 
-__all__ = ["Epilogue", "Method", "Rotary", "Tile", "choose_tile", "project", "project_add", "project_gated", "project_rotated"]
+__all__ = ["Epilogue", "Method", "Overlap", "Rotary", "Tile", "choose_tile", "project", "project_add", "project_gated", "project_rotated"]
 
 
 def project(x: torch.Tensor, weight: torch.Tensor, *, scales: torch.Tensor | None = None, tile: Tile | None = None) -> torch.Tensor:
@@ -89,7 +89,7 @@ def project_add(
         tile = _usable(tile or choose_tile(Epilogue.ADD, x, weight), x, weight)
         if tile.splits == 1 and tile.method is Method.WIDE:
             return wide.project_add(x, weight, bias, residual, norm_weight, eps, out, tile)
-        if tile.splits == 1 and tile.method is not Method.LIBRARY:
+        if tile.method is not Method.LIBRARY and (tile.splits == 1 or compiled.can_gather(weight, tile)):
             return compiled.project_add(x, weight, scales, bias, residual, norm_weight, eps, out, tile)
     parts = project(x, weight, scales=scales, tile=tile)
     return add_sums(parts, residual, norm_weight, eps, bias=bias, out=out)

@@ -9,11 +9,13 @@ from pathlib import Path
 import torch
 
 from outrider.kernels._launch import next_power_of_2
-from outrider.kernels.skinny_gemm.types import LIBRARY, Epilogue, Method, Tile
+from outrider.kernels.skinny_gemm.types import LIBRARY, Epilogue, Method, Overlap, Tile
 from outrider.kernels.stream import FEW_ROWS
 
 _SUM_ROWS = 2
 _SUM_BYTES = 65536
+_SPLIT_FEATURES = 1024
+_SIZES = 6  # numbers of a tile in its table, before the overlap
 
 
 def choose_tile(epilogue: Epilogue, x: torch.Tensor, weight: torch.Tensor) -> Tile:
@@ -40,7 +42,8 @@ def _measured() -> dict[tuple[Epilogue, int, int, int], dict[int, Tile]]:
     table: dict[tuple[Epilogue, int, int, int], dict[int, Tile]] = {}
     path = Path(__file__).with_name("tiles.json")
     for epilogue, out_features, in_features, rows, itemsize, method, *numbers in json.loads(path.read_text()):
-        table.setdefault((Epilogue[epilogue], out_features, in_features, itemsize), {})[rows] = Tile(Method(method), *numbers)
+        tile = Tile(Method(method), *numbers[:_SIZES], *map(Overlap, numbers[_SIZES:]))
+        table.setdefault((Epilogue[epilogue], out_features, in_features, itemsize), {})[rows] = tile
     return table
 
 

@@ -1,11 +1,11 @@
 """skinny_gemm in Triton; the contract is in the package's docstring.
 
 The weight is the left operand of the dot, so that its rows fill the tensor core's 64 and the few activations its narrow side. With SPLIT
-above 1 each program sums a part of the columns and leaves fp32 partial sums; whoever reads them adds them in order, so results do not
-depend on timing. For a dot with a weight in FP8 the rows of x are brought to FP8 as well, by a launch of their own: both operands then go
-from shared memory to the tensor cores untouched; widening the weight in registers took more time than reading it in bf16 (measured). Tensor
-cores sum FP8 products in few bits, so what they sum is added up in fp32 after each BLOCK_K. A sum of single rows widens the weight. WIDEN
-is set under the interpreter, whose dot takes the bits of a bf16 for an integer.
+above 1 each program sums a part of the columns and leaves fp32 partial sums; whoever reads them, the next kernel or the program that ends
+last, adds them in order, so results do not depend on timing. For a dot with a weight in FP8 the rows of x are brought to FP8 as well, by a
+launch of their own: both operands then go from shared memory to the tensor cores untouched; widening the weight in registers took more time
+than reading it in bf16 (measured). Tensor cores sum FP8 products in few bits, so what they sum is added up in fp32 after each BLOCK_K. A
+sum of single rows widens the weight. WIDEN is set under the interpreter, whose dot takes the bits of a bf16 for an integer.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
 from outrider.kernels.quantize_rows.triton import quantize_rows
 from outrider.kernels.skinny_gemm.epilogue.triton import finish, load_constants, load_rows, tile_rows
-from outrider.kernels.skinny_gemm.types import Epilogue, Method, Rotary, Tile
+from outrider.kernels.skinny_gemm.types import Epilogue, Method, Overlap, Rotary, Tile
 from outrider.kernels.stream import Stream
 
 
 @triton.jit
 def _dot_tiles(
-    x, weight, out, bias, scales, row_scales, residual, norm_weight, scaled, sums, cos, sin, slots, k_plane, v_plane,
+    x, weight, out, bias, scales, row_scales, residual, norm_weight, scaled, sums, cos, sin, slots, k_plane, v_plane, partials, arrivals,
     rows, N, K, second, x_row, residual_row, out_row, steps, parts, eps,
-    EPILOGUE: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, ROW_SCALED: tl.constexpr,
+    EPILOGUE: tl.constexpr, SPLIT: tl.constexpr, GATHER: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, ROW_SCALED: tl.constexpr,
     NORMED: tl.constexpr, GELU: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
-    EVEN: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+    EVEN: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, FETCH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(1)
     m, k = tl.arange(0, BLOCK_M), split * steps * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -39,8 +40,15 @@ def _dot_tiles(
     real_n, real_m = n < N, m < rows
     output = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     constants = load_constants(output, N, second, bias, scales, norm_weight, EPILOGUE, BIAS, SCALED, HALF)
+    if FETCH > 0:
+        tl.inline_asm_elementwise(
+            "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+            "=r,l,r", [(weight + row * K + split * steps * BLOCK_K).to(tl.int64), FETCH], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
     if PDL:
         gdc_wait()
+        if EARLY:
+            gdc_launch_dependents()
     acc = tl.zeros((row.shape[0], BLOCK_M), tl.float32)
     for step in range(steps):
         if EVEN:
@@ -58,10 +66,26 @@ def _dot_tiles(
     factor, before = load_rows(
         m, output, rows, N, K, row_scales, sums, residual, residual_row, parts, eps, EPILOGUE, ROW_SCALED, NORMED, PARTS
     )  # fmt: skip
-    finish(
-        acc, m, tile, constants, factor, before, out + split.to(tl.int64) * rows * N, scaled, sums, cos, sin, slots, k_plane, v_plane,
-        rows, N, out_row, EPILOGUE, BIAS, SCALED, GELU, HEADS, KV_HEADS, HALF, PDL, BLOCK_N
-    )  # fmt: skip
+    last = split >= 0
+    if GATHER:  # the program that ends last adds what all of the tile left, in the order of the splits
+        place = partials + m.to(tl.int64)[None, :] * N + output[:, None]
+        element = (output < N)[:, None] & real_m[None, :]
+        stride = rows * N
+        tl.store(place + split * stride, acc, mask=element)
+        tl.debug_barrier()  # all threads have stored before one says so
+        last = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
+        if last:
+            tl.store(arrivals + tile, 0)
+            acc = tl.load(place, mask=element, other=0.0, cache_modifier=".cg")
+            for nth in tl.static_range(1, SPLIT):
+                acc += tl.load(place + nth * stride, mask=element, other=0.0, cache_modifier=".cg")
+    elif SPLIT > 1:
+        out += split.to(tl.int64) * rows * N
+    if last:
+        finish(
+            acc, m, tile, constants, factor, before, out, scaled, sums, cos, sin, slots, k_plane, v_plane,
+            rows, N, out_row, EPILOGUE, BIAS, SCALED, GELU, HEADS, KV_HEADS, HALF, PDL, BLOCK_N
+        )  # fmt: skip
 
 
 @triton.jit
@@ -112,7 +136,7 @@ def project_add(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None, residual: torch.Tensor,
     norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None, tile: Tile,
 ) -> Stream:  # fmt: skip
-    """See `outrider.kernels.skinny_gemm.project_add`; the tile has one split."""
+    """See `outrider.kernels.skinny_gemm.project_add`; a tile with splits needs `can_gather`."""
     rows, width = residual.shape
     total = _launch.empty((rows, width), x.dtype, x.device) if out is None else out
     scaled = _launch.empty((rows, width), x.dtype, x.device)
@@ -182,6 +206,7 @@ def _run(
     if tail.scales is not None and tile.method is Method.DOT:
         x, row_scales = quantize_rows(x)
     optional = (tail.residual, tail.norm_weight, tail.scaled, tail.sums)
+    gathers = tile.splits > 1 and epilogue is Epilogue.ADD
     turned = (rotary.cos, rotary.sin, rotary.slots, rotary.k_plane, rotary.v_plane) if rotary else (x,) * 5
     scales = (tail.scales, row_scales) if tile.method is Method.DOT else (tail.scales,)
     tensors = (x, weight, out, *(x if tensor is None else tensor for tensor in (tail.bias, *scales, *optional)), *turned)
@@ -199,13 +224,41 @@ def _run(
                 EVEN=block_k == columns and tail.count % tile.block_n == 0, BLOCK_K=block_k, **flags,
             )  # fmt: skip
             return
+        gathered = (x, x)
+        if gathers:
+            gathered = _launch.empty((tile.splits, rows, tail.count), torch.float32, x.device), _arrivals(weight)
         steps = _launch.ceil_div(columns, tile.block_k * tile.splits)
         even = columns == steps * tile.block_k * tile.splits and tail.count % tile.block_n == 0
+        fetches = tile.overlap is Overlap.FETCH and even and flags["PDL"] and weight.data_ptr() % 16 == 0
         _dot_tiles[(blocks, tile.splits)](
-            *tensors, rows, tail.count, columns, tail.second, *strides, steps, parts, tail.eps, SPLIT=tile.splits, EVEN=even,
+            *tensors, *gathered, rows, tail.count, columns, tail.second, *strides, steps, parts, tail.eps, SPLIT=tile.splits, EVEN=even,
+            GATHER=gathers, EARLY=tile.overlap is not Overlap.LATE, FETCH=_FETCHED if fetches else 0,
             ROW_SCALED=row_scales is not None, WIDEN=not isinstance(_dot_tiles, triton.JITFunction), BLOCK_M=block_rows(rows),
             BLOCK_K=tile.block_k, num_stages=tile.stages, **flags,
         )  # fmt: skip
+
+
+_ARRIVALS: dict[tuple[torch.device, int], torch.Tensor] = {}
+_MOST_TILES = 1024
+_FETCHED = 512  # bytes of a row of the weight
+
+
+def can_gather(weight: torch.Tensor, tile: Tile) -> bool:
+    """Whether the programs of a tile can count each other: counters are made on a first call, which must not be a recorded one."""
+    few = tile.method is Method.DOT and _launch.ceil_div(weight.shape[0], tile.block_n) <= _MOST_TILES
+    made = (weight.device, weight.data_ptr()) in _ARRIVALS
+    return few and (made or not (weight.is_cuda and torch.cuda.is_current_stream_capturing()))
+
+
+def _arrivals(weight: torch.Tensor) -> torch.Tensor:
+    """Return the counters of the programs of a weight's tiles that have ended, all zero between its products.
+
+    One set per weight: products with the same weight follow each other, those with others may overlap.
+    """
+    key = (weight.device, weight.data_ptr())
+    if key not in _ARRIVALS:
+        _ARRIVALS[key] = torch.zeros(_MOST_TILES, dtype=torch.int32, device=weight.device)
+    return _ARRIVALS[key]
 
 
 def block_rows(rows: int) -> int:

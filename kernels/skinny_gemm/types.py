@@ -30,6 +30,21 @@ class Epilogue(Enum):
     ROTATED = 3
 
 
+class Overlap(Enum):
+    """How a product shares the device with the kernel behind it, whose programs wait for its end, and with the one before it.
+
+    What starts early takes registers and shared memory from nobody who has not started, but its programs settle where there is room then,
+    unevenly: which is best is measured.
+    """
+
+    LATE = 0
+    """The programs of the next kernel may start when those of this one are about to store their last results."""
+    EARLY = 1
+    """They may start when all programs of this one run, and know what older kernels wrote."""
+    FETCH = 2
+    """As EARLY; and programs of this one, which may be early themselves, ask for their first columns of the weight before they wait."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rotary:
     """Where a q-k-v product goes: queries and keys rotated, keys and values into the paged planes.
@@ -55,9 +70,11 @@ class Tile:
         method: See `Method`.
         block_n: Outputs that a program computes: rows of the weight, or pairs of them if gated or rotated.
         block_k: Columns that it takes at a time (DOT, WIDE).
-        splits: Programs that share the columns; their sums are added by the next kernel, in order (of single outputs; not SUM).
+        splits: Programs that share the columns; their sums are added in order, by the next kernel or, where they are added to a residual, by
+            the program that ends last (of single outputs; not SUM; WIDE: by the next kernel).
         warps, stages: Of a program.
         block_m: Rows that a program computes (WIDE).
+        overlap: See `Overlap` (DOT).
     """
 
     method: Method
@@ -67,6 +84,7 @@ class Tile:
     warps: int = 4
     stages: int = 4
     block_m: int = 128
+    overlap: Overlap = Overlap.LATE
 
 
 LIBRARY = Tile(Method.LIBRARY)

@@ -1,5 +1,7 @@
 """The ops of a fused decoder layer: their Triton versions, interpreted, equal the references and stay within their buffers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from guards import Guards
@@ -16,7 +18,9 @@ from layer_cases import (
     check_silu_mul,
 )
 
-from outrider.kernels.skinny_gemm import Epilogue, Method, Tile, choose_tile, project
+from outrider.kernels._dispatch import Backend, force_backend
+from outrider.kernels.add_norm import normalise
+from outrider.kernels.skinny_gemm import Epilogue, Method, Overlap, Tile, choose_tile, project, project_add
 from outrider.kernels.skinny_gemm.table import guess_tile
 
 DOT = Tile(Method.DOT, 32, 32)
@@ -49,6 +53,31 @@ def test_projections_of_any_size(dtype: torch.dtype, rows: int, out: int, column
 )
 def test_products_added_to_the_residual(dtype: torch.dtype, rows: int, width: int, columns: int, tile: Tile, bias: bool) -> None:
     check_project_add("cpu", dtype, rows, width, columns, tile, Guards(), bias=bias)
+
+
+def test_the_program_that_ends_last_adds_the_parts_and_leaves_its_counter_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    from outrider.kernels.skinny_gemm import triton as compiled
+
+    generator = torch.Generator().manual_seed(1)
+    x, weight = torch.randn(6, 96, generator=generator), torch.randn(50, 96, generator=generator)
+    residual, norm = torch.randn(6, 50, generator=generator), torch.ones(50)
+    with force_backend(Backend.TRITON):
+        gathered = [project_add(x, weight, residual, norm, 1e-5, tile=SPLIT) for _ in range(2)]
+        assert compiled.can_gather(weight, SPLIT)
+        assert not bool(compiled._arrivals(weight).any())
+        monkeypatch.setattr(compiled, "can_gather", lambda weight, tile: False)
+        apart = project_add(x, weight, residual, norm, 1e-5, tile=SPLIT)
+    assert torch.equal(gathered[0].residual, gathered[1].residual)
+    torch.testing.assert_close(gathered[0].residual, apart.residual, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(normalise(gathered[0]), normalise(apart), rtol=1e-5, atol=1e-5)
+    assert gathered[0].sums is not None
+    assert apart.sums is not None
+    assert gathered[0].sums.shape != apart.sums.shape, "one of them was added by a launch of its own"
+
+
+@pytest.mark.parametrize("overlap", list(Overlap))
+def test_overlaps_change_no_number(overlap: Overlap) -> None:
+    check_project_add("cpu", torch.float32, 6, 64, 96, replace(DOT, overlap=overlap), Guards())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
