@@ -102,7 +102,7 @@ def _attention(
     q_row, q_head, out_row, table_stride, words, window, scale, softcap, rows, splits,
     WIDEN: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, TREE: tl.constexpr,
     WINDOW: tl.constexpr, POSITIONS: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
-    SPLIT: tl.constexpr, PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+    SPLIT: tl.constexpr, PDL: tl.constexpr, RELEASE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     kv_head, sequence, split = tl.program_id(1), tl.program_id(2) // splits, tl.program_id(2) % splits
     start = tl.load(query_start + sequence)
@@ -114,8 +114,12 @@ def _attention(
     prefix_len = kv_len
     if TREE:
         prefix_len = tl.minimum(tl.load(prefix_lens + sequence), kv_len)
+    if PDL and RELEASE == 2:
+        gdc_launch_dependents()
     if PDL:
         gdc_wait()
+    if PDL and RELEASE == 1:
+        gdc_launch_dependents()
     if first_pair < q_len * GROUP:
         pair = first_pair + tl.arange(0, BLOCK_M)
         local = pair // GROUP
@@ -183,13 +187,17 @@ def _attention(
 @triton.jit
 def _merge(
     query_start, partial, stats, sinks, out, rows, splits, HEADS: tl.constexpr, DIM: tl.constexpr, SINKS: tl.constexpr,
-    PDL: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
+    PDL: tl.constexpr, RELEASE: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     local, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(query_start + sequence)
     q_len = tl.load(query_start + sequence + 1) - start
+    if PDL and RELEASE == 2:
+        gdc_launch_dependents()
     if PDL:
         gdc_wait()
+    if PDL and RELEASE == 1:
+        gdc_launch_dependents()
     if local < q_len:
         split, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
         place = (split.to(tl.int64) * rows + start + local) * HEADS + head
@@ -246,12 +254,12 @@ def tree_attention(
     tree = ancestors is not None
     masks = ancestors.contiguous() if ancestors is not None else query_start
     block_d = max(16, _launch.next_power_of_2(dim))
-    blocks = choose_blocks(bs, pairs, kv_heads, block_d, q.element_size(), max_kv_len, _processors(q.device))
+    blocks = choose_blocks(bs, q.shape[0], pairs, kv_heads, block_d, q.element_size(), max_kv_len, _processors(q.device))
     splits = blocks.splits
     rows = q.shape[0]
     starts = query_start.contiguous()
     logits = starts if sinks is None else sinks.contiguous()
-    late = _launch.dependent(q)
+    late = {"RELEASE": blocks.release.value, **_launch.dependent(q)}
     partial = stats = out
     if splits > 1:
         partial = _launch.empty((splits, rows, heads, dim), torch.float32, q.device)
