@@ -18,6 +18,8 @@ EXPERIMENTS = "GRPC_EXPERIMENTS"
 WITHOUT_EVENT_ENGINE = "-event_engine_client,-event_engine_listener,-event_engine_callback_cq"
 SLEEP_MS = 200
 """How long grpcio's waits sleep before they look whether a signal arrived; grpcio's own number."""
+AWAKE_MS = -10
+"""A wait until a moment that is past asks once and does not sleep. (Until now would be rounded up to the next millisecond.)"""
 LIBRARY = "grpc._cython.cygrpc"
 
 
@@ -54,7 +56,7 @@ class Vigil:
     def begin(self) -> None:
         """Called by a thread that is about to wait for messages."""
         if self._period is not None:
-            self._period.value = 0 if time.monotonic() < self._until else SLEEP_MS
+            self._period.value = AWAKE_MS if time.monotonic() < self._until else SLEEP_MS
 
 
 def _period_of_library() -> ctypes.c_int | None:

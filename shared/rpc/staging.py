@@ -35,8 +35,9 @@ class Staging:
         if len(data) != blob.nbytes:
             raise ProtocolError(f"A blob of {len(data)} bytes where {blob.nbytes} are due.", field="rounds")
         place = self._place("in", blob)
-        place.numpy()[:] = np.frombuffer(data, dtype=np.uint8)
-        place[:4].view(torch.int32)[0] = number
+        array = place.numpy()
+        array[:] = np.frombuffer(data, dtype=np.uint8)
+        array[:4].view(np.int32)[0] = number
         blob.copy_(place, non_blocking=True)
 
     def _place(self, use: str, blob: torch.Tensor) -> torch.Tensor:

@@ -58,11 +58,12 @@ class StreamRounds:
         """See `RoundsChannel.exchange`."""
         self._stream.send(draft_pb2.SessionRequest(rounds_next=message).SerializeToString())
         expected.fill_(message.number)
-        fetched = self._staging.fetch(state)
-        self._vigil.expect(limit_s)
+        fetched = self._staging.fetch(state).numpy()
+        request = draft_pb2.SessionRequest(round_state=draft_pb2.RoundState(rounds=message.rounds, number=message.number))
         self._staging.settle(state)
-        start = draft_pb2.RoundState(rounds=message.rounds, number=message.number, state=fetched.numpy().tobytes())
-        self._stream.send(draft_pb2.SessionRequest(round_state=start).SerializeToString())
+        request.round_state.state = fetched.tobytes()
+        self._stream.send(request.SerializeToString())
+        self._vigil.expect(limit_s)
         reply = self._await(message.number, time.monotonic() + limit_s)
         self._vigil.rest()
         if reply is None:
