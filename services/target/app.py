@@ -186,8 +186,8 @@ class Target:
         synthetic = stand_in.synthetic if stand_in is not None else None
         attention = prepare_attention(settings, decoder)
         graph_plan = plan_graphs(settings, cuda=device.type == "cuda", waits=waits_for_device(attention))
-        if stand_in is not None:  # measurements ask for shapes, and leave nothing to `auto`
-            graph_plan = replace(graph_plan, forms=())
+        if stand_in is not None:  # measurements ask for shapes and greedy rows, and leave nothing to `auto`
+            graph_plan = replace(graph_plan, forms=(), filters=False)
         runner = ModelRunner(
             decoder,
             pool,

@@ -46,7 +46,8 @@ from outrider.shared.spec.tree import DraftShape
 DRAIN_RETRY_AFTER_S = 5.0
 NO_DRAFT_REASON = "no_draft"
 USUAL_MODES = (SamplingMode.NOISE, SamplingMode.GREEDY)
-"""What passes are recorded for before anybody is served; filters sort the vocabulary, and theirs are recorded when first met."""
+"""What all passes are recorded for before anybody is served."""
+ALL_MODES = (SamplingMode.FILTERED, *USUAL_MODES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,20 +213,20 @@ class TargetEngine:
         self._parts.metrics = self.metrics
         self._counter.value = 0
 
-    def recordings(self, bs: int, shape: DraftShape) -> list[Callable[[], None]]:
+    def recordings(self, bs: int, shape: DraftShape, modes: Seq[SamplingMode] = USUAL_MODES) -> list[Callable[[], None]]:
         """Return what records the passes of one size, see `record_graphs`. Call them before the engine's thread runs."""
         self._follower.refresh()
         runner = self._runner
         if self._loop is None or not self._loop.takes(shape):
             if shape.drafts and not self._drafts:
                 return []
-            return [lambda mode=mode: runner.capture_verify(bs, shape.max_nodes, mode) for mode in USUAL_MODES]  # type: ignore[misc]
+            return [lambda mode=mode: runner.capture_verify(bs, shape.max_nodes, mode) for mode in modes]  # type: ignore[misc]
         loop = self._loop
         # Plain rounds store feature rows for sequences that are drafted at times, and none for others.
         kinds = [runner.captures] if shape.drafts or not runner.captures else [True, False]
         return [
             lambda mode=mode, capture=kind: loop.capture(bs, shape, mode, capture)  # type: ignore[misc]
-            for mode in USUAL_MODES
+            for mode in modes
             for kind in kinds
         ]
 

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from outrider.services.target.bucketed_verify import Buckets
 from outrider.services.target.device_loop import OverlapPlan
-from outrider.services.target.engine import TargetEngine
+from outrider.services.target.engine import ALL_MODES, USUAL_MODES, TargetEngine
 from outrider.services.target.offers import MOST_ROWS, offered_shapes
 from outrider.services.target.request import SpeculationMode
 from outrider.services.target.settings import OverlapSchedule, TargetSettings
@@ -36,6 +36,7 @@ class GraphPlan:
         shapes: The usual shapes of rounds.
         forms: What `auto` chooses shapes within, where a request names none; see `SpeculationParams.forms`.
         prefills: Rows of the passes over short prompts.
+        filters: Whether the usual shapes are recorded for filtered rows too (top-k, top-p, min-p).
     """
 
     graphs: bool
@@ -44,6 +45,7 @@ class GraphPlan:
     shapes: tuple[DraftShape, ...]
     forms: tuple[DraftShape, ...]
     prefills: tuple[int, ...]
+    filters: bool = True
 
     def shapes_at(self, batch_size: int) -> tuple[DraftShape, ...]:
         """Return the shapes of rounds that are recorded for one bucket: the usual ones if not too large, and what `auto` offers."""
@@ -97,7 +99,8 @@ def _recordings(engine: TargetEngine, plan: GraphPlan) -> Iterator[tuple[str, Ca
         yield f"prompts of {size} tokens", engine.prefill_recording(size)
     for bs in reversed(plan.buckets.batch_sizes):
         for shape in plan.shapes_at(bs):
-            for record in engine.recordings(bs, shape):
+            modes = ALL_MODES if plan.filters and shape in plan.shapes else USUAL_MODES
+            for record in engine.recordings(bs, shape, modes):
                 yield f"batch {bs}, {shape.max_nodes} nodes", record
 
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from outrider.shared.spec.tree import DraftShape
 
-CHAIN_DEPTHS = (1, 2, 3, 5, 8, 12)
+CHAIN_DEPTHS = (1, 2, 3, 5, 7)
 TREE_DEPTHS = (3, 8)
 """Beside a tree's own depth, and where chains stand for what is shallower."""
 

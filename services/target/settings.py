@@ -22,7 +22,7 @@ from outrider.shared.spec.tree import DraftShape
 CUDA_PREFILL_TOKENS = 8192
 """What SGLang's `chunked_prefill_size` and vLLM's `max_num_batched_tokens` are on GPUs of this size."""
 CPU_PREFILL_TOKENS = 512
-AUTO_CHAIN_STEPS = 8
+AUTO_CHAIN_STEPS = 10
 """The longest chain that `auto` chooses where nobody bounds its depth: few drafts are good enough for more."""
 
 

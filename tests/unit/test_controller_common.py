@@ -14,7 +14,7 @@ from outrider.services.target.offers import CHAIN_DEPTHS, offered_shapes
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 BOUND = DraftShape(5, 4, 16)
-CHAIN = DraftShape(8, 1, 9)
+CHAIN = DraftShape(10, 1, 11)
 
 
 @dataclass
