@@ -27,12 +27,13 @@ from outrider.services.draft.session import PeerId, Session
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.rpc.rounds import TreesBlob
 from outrider.shared.rpc.tensors import wire_dtype
-from outrider.shared.spec.device import RoundState
+from outrider.shared.spec.device import RoundState, packed_bytes
 from outrider.shared.spec.fence import extend_prefix_hash
 from outrider.shared.spec.tree import DraftShape
 
-MAX_BATCH = 1024
-MAX_COLUMNS = 128
+MAX_STATE_BYTES = 16 * 1024 * 1024
+MAX_SIZES = 64
+"""Sizes of rounds that are kept; each has memory and graphs of its own."""
 STATE_LIMIT_S = 2.0
 """How long this device waits for a target that owes a state, which it puts a pass after the last: longer, and it is stopped."""
 
@@ -351,16 +352,23 @@ class RoundsDesk:
         engine = self._engine
         if not shape.drafts or not engine.sessions.allows(shape):
             return False
-        if not len(message.rows) <= message.batch <= MAX_BATCH or not round_rows(shape.bounded()) <= message.columns <= MAX_COLUMNS:
+        if len(message.rows) > message.batch or round_rows(shape.bounded()) > message.columns:
             return False
-        size = engine.strategy.info.feature_size
-        return message.feature_size == size and (not size or message.feature_dtype == wire_dtype(rounds.memory.pool.dtype))
+        size, dtype = engine.strategy.info.feature_size, rounds.memory.pool.dtype
+        if message.feature_size != size or (size and message.feature_dtype != wire_dtype(dtype)):
+            return False
+        known = len(self._buffers) < MAX_SIZES or _size(message) in self._buffers
+        return known and packed_bytes(message.batch, message.columns, size, dtype) <= MAX_STATE_BYTES
 
     def _buffers_for(self, message: draft_pb2.RoundsEnter, rounds: DraftRounds) -> _Buffers:
-        key = (message.batch, message.columns, message.shape.max_nodes)
+        key = _size(message)
         if key not in self._buffers:
             self._buffers[key] = _Buffers.make(message, rounds.memory.pool.dtype, self._device)
         return self._buffers[key]
+
+
+def _size(message: draft_pb2.RoundsEnter) -> tuple[int, int, int]:
+    return message.batch, message.columns, message.shape.max_nodes
 
 
 def _tell_pending(session: Session, row: draft_pb2.Commit, now: float) -> None:
