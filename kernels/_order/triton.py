@@ -76,3 +76,15 @@ def best_short_keys(keys, k, BLOCK: tl.constexpr):
         best = tl.where(place == i, top, best)
         keys = tl.where(keys == top, NO_SHORT_KEY, keys)
     return best
+
+
+@triton.jit
+def best_keys_of_rows(keys, k, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return what `best_keys` does for every row of ``keys [ROWS, n]``: ``[ROWS, BLOCK]``."""
+    place = tl.arange(0, BLOCK)
+    best = tl.full((ROWS, BLOCK), NO_KEY, tl.int64)
+    for i in range(k):
+        top = tl.max(keys, 1)
+        best = tl.where((place == i)[None, :], top[:, None], best)
+        keys = tl.where(keys == top[:, None], NO_KEY, keys)
+    return best

@@ -6,7 +6,6 @@ import torch
 
 from outrider.kernels._dispatch import use_triton
 from outrider.kernels._launch import expect
-from outrider.kernels.stream import Stream
 from outrider.kernels.topk_expand import reference
 from outrider.kernels.topk_expand.types import Beam, Candidates, Expansion, Noise, num_candidates
 
@@ -100,7 +99,6 @@ def expand_level(
     last: bool,
     d2t: torch.Tensor | None = None,
     noise: Noise | None = None,
-    norm: Stream | None = None,
 ) -> Beam | None:
     """Score the children of a level's rows by `topk_expand`, note them as candidates, and make the next beam as `select_beam` picks it.
 
@@ -114,7 +112,6 @@ def expand_level(
         last: No beam is wanted.
         d2t: As in `topk_expand`.
         noise: One entry per **sequence**, its positions those of the tokens behind the roots (a level adds its number); None = greedy.
-        norm: The logits are a product of ``norm.scaled [rows, width]``, still to be divided by its root mean square. None: they are whole.
 
     Returns:
         The next beam, or None.
@@ -134,10 +131,8 @@ def expand_level(
     if noise is not None:
         expect("noise.temperature", noise.temperature, (bs,), torch.float32)
         expect("noise.positions", noise.positions, (bs,))
-    if norm is not None:
-        expect("norm.scaled", norm.scaled, (rows, None))
     if use_triton(logits):
         from outrider.kernels.topk_expand import triton as compiled
 
-        return compiled.expand_level(logits, beam, level, topk, candidates, words, last, d2t, noise, norm)
-    return reference.expand_level(logits, beam, level, topk, candidates, words, last, d2t, noise, norm)
+        return compiled.expand_level(logits, beam, level, topk, candidates, words, last, d2t, noise)
+    return reference.expand_level(logits, beam, level, topk, candidates, words, last, d2t, noise)

@@ -7,7 +7,6 @@ import torch
 
 from outrider.kernels._order import ranked_indices, ranked_topk
 from outrider.kernels.philox.reference import gumbel_noise
-from outrider.kernels.stream import Stream
 from outrider.kernels.topk_expand.types import Beam, Candidates, Expansion, Noise
 
 
@@ -46,12 +45,8 @@ def expand_level(
     last: bool,
     d2t: torch.Tensor | None,
     noise: Noise | None,
-    norm: Stream | None,
 ) -> Beam | None:
     """See `outrider.kernels.topk_expand.expand_level`."""
-    factor = None if norm is None else norm.inverse_rms()
-    if factor is not None:
-        logits = logits.float() * factor
     bs, device = candidates.scores.shape[0], logits.device
     width = logits.shape[0] // bs
     if noise is not None and not bool((noise.temperature > 0).any()):

@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from outrider.kernels import _launch
 from outrider.kernels._order.triton import NO_KEY, best_keys, key_index, rank_key
 from outrider.kernels.topk_expand.levels.triton import expand_level
-from outrider.kernels.topk_expand.parts.triton import UNFUSED, NormParts, merged, split_rows
+from outrider.kernels.topk_expand.parts.triton import UNFUSED, merged, split_rows
 from outrider.kernels.topk_expand.types import Expansion, Noise
 
 __all__ = ["expand_level", "select_beam", "topk_expand"]
@@ -30,8 +30,8 @@ def _expand_merge(
         gdc_wait()
     row = tl.program_id(0).to(tl.int64) + tl.zeros((1,), tl.int64)
     token, score, logprob, inside = merged(
-        logits, row_stride, d2t, keys, shares, ranked, parent_scores, logits, row, row >= 0, splits, topk, 0, 1, 0.0, NOISE, HAS_D2T, 0,
-        1, False, 1, BLOCK_S, BLOCK_C, BLOCK_K
+        logits, row_stride, d2t, keys, shares, ranked, parent_scores, row, row >= 0, splits, topk, NOISE, HAS_D2T, False, 1, BLOCK_S,
+        BLOCK_C, BLOCK_K
     )  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -52,7 +52,7 @@ def topk_expand(logits: torch.Tensor, parent_scores: torch.Tensor, topk: int, d2
     if rows:
         offsets = None if d2t is None else d2t.contiguous()
         with _launch.on_device_of(logits):
-            keys, shares, ranked = split_rows(logits, topk, 1, 0, offsets, noise, NormParts.of(None, logits))
+            keys, shares, ranked = split_rows(logits, topk, 1, 0, offsets, noise)
             splits = keys.shape[1]
             _expand_merge[(rows,)](
                 logits, logits.stride(0), parent_scores.contiguous(), logits if offsets is None else offsets, keys, shares, ranked, tokens,

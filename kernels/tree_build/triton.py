@@ -16,8 +16,8 @@ from outrider.kernels._order.triton import NO_KEY, rank_key
 from outrider.kernels.tree_build.types import DraftTreeTensors
 
 _WORD_BITS = 32
-_COUNTED = 512
-"""Up to so many candidates each is compared with all others; beyond, the best are found one by one."""
+_COUNTED = 128
+"""Up to so many candidates each is compared with all others: of 68 that took 3.8 us in place of 5.7, of 264 17.7 in place of 10.3."""
 
 
 @triton.jit
@@ -126,6 +126,7 @@ def tree_build(
                 root_tokens.contiguous(), max_nodes.contiguous(), integers(bs, total), tree.tokens, tree.parents, tree.depths,
                 tree.num_nodes, tree.ancestors, tree.candidates, given if tree.logprobs is None else tree.logprobs, total, num_columns,
                 words, LOGPROBS=logprobs is not None, COUNTED=total <= _COUNTED, UNROLL=8, BLOCK_C=block,
-                BLOCK_N=_launch.next_power_of_2(num_columns), BLOCK_W=_launch.next_power_of_2(words), num_warps=8 if block > 1024 else 4, **_launch.dependent(scores),
+                BLOCK_N=_launch.next_power_of_2(num_columns), BLOCK_W=_launch.next_power_of_2(words),
+                num_warps=8 if block > 1024 else 4, **_launch.dependent(scores),
             )  # fmt: skip
     return tree

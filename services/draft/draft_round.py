@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 
 from outrider.kernels.round_plan import RoundPlan, round_plan
-from outrider.kernels.stream import Stream
 from outrider.kernels.topk_expand import Beam, Candidates, Noise, expand_level, num_candidates
 from outrider.kernels.tree_build import tree_build
 from outrider.services.draft.round_model import RoundModel, RoundPass
@@ -152,23 +151,14 @@ class RoundDrafter:
                 masks = beam.ancestors if topk > 1 else None
                 self._attention.plan(self._visible(inputs, plan.lens[1], plan.lens[1 + level], plan.level_slots[level - 1], topk, masks))
                 states = levels[level - 1](beam.tokens, states, beam.parents)
-            beam = self._expand(*model.logits(states), beam, level, topk, candidates, words, depth, noise)
+            beam = self._expand(model.logits(states), beam, level, topk, candidates, words, depth, noise)
         return candidates
 
     def _expand(
-        self,
-        logits: torch.Tensor,
-        norm: Stream | None,
-        beam: Beam | None,
-        level: int,
-        topk: int,
-        candidates: Candidates,
-        words: int,
-        depth: int,
-        noise: Noise,
+        self, logits: torch.Tensor, beam: Beam | None, level: int, topk: int, candidates: Candidates, words: int, depth: int, noise: Noise
     ) -> Beam | None:
         d2t, last = self._model.vocabulary.d2t, level == depth - 1
-        return expand_level(logits, beam, level, topk, candidates, words=words, last=last, d2t=d2t, noise=noise, norm=norm)
+        return expand_level(logits, beam, level, topk, candidates, words=words, last=last, d2t=d2t, noise=noise)
 
     def _visible(
         self, inputs: RoundInputs, prefix: torch.Tensor, ends: torch.Tensor, slots: torch.Tensor, rows: int, masks: torch.Tensor | None

@@ -8,7 +8,6 @@ from typing import Protocol
 
 import torch
 
-from outrider.kernels.stream import Stream
 from outrider.services.draft.heads.base import RecurrentHead
 from outrider.services.draft.vocab import DraftVocabulary
 from outrider.shared.attn.base import AttentionBackend
@@ -38,8 +37,8 @@ class RoundModel(Protocol):
         """Return a pass for each of `widths` rows in turn, at ``positions [sum(widths)] int32``."""
         ...
 
-    def logits(self, states: torch.Tensor) -> tuple[torch.Tensor, Stream | None]:
-        """Return ``[rows, vocabulary.size]`` for ``states [rows, hidden]``, and the stream whose norm they are still to be divided by."""
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Return ``[rows, vocabulary.size]`` for ``states [rows, hidden]``."""
         ...
 
 
@@ -63,9 +62,9 @@ class HeadRounds:
 
         return [partial(run, Rotation(*angles)) for angles in zip(cos, sin, strict=True)]
 
-    def logits(self, states: torch.Tensor) -> tuple[torch.Tensor, Stream | None]:
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
         """See `RoundModel.logits`."""
-        return self._head.unnormed_logits(states) or (self._head.logits(states), None)
+        return self._head.logits(states)
 
 
 class DecoderRounds:
@@ -93,6 +92,6 @@ class DecoderRounds:
 
         return [partial(run, rows) for rows in positions.split_with_sizes(list(widths))]
 
-    def logits(self, states: torch.Tensor) -> tuple[torch.Tensor, Stream | None]:
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
         """See `RoundModel.logits`."""
-        return self._logits(states), None
+        return self._logits(states)

@@ -154,14 +154,6 @@ def test_expand_level(dtype: torch.dtype, coupled: bool, mapped: bool, bs: int, 
     check_expand_level("cuda", dtype, bs, vocab, topk, depth, coupled=coupled, mapped=mapped, guards=Guards(64))
 
 
-@pytest.mark.parametrize("coupled", [False, True])
-@pytest.mark.parametrize(("bs", "vocab", "topk", "depth"), [(1, 32000, 8, 3), (2, 2048, 4, 3), (3, 2048, 1, 3)])
-def test_logits_that_are_still_to_be_divided(coupled: bool, bs: int, vocab: int, topk: int, depth: int) -> None:
-    check_expand_level(
-        "cuda", torch.bfloat16, bs, vocab, topk, depth, coupled=coupled, mapped=True, guards=Guards(64), normed=True
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("lead", [0, 1])
 @pytest.mark.parametrize(("bs", "rows", "depth", "topk", "page_size"), [(1, 6, 5, 8, 16), (64, 4, 3, 1, 16), (7, 17, 16, 16, 3)])
 def test_round_plan(bs: int, rows: int, depth: int, topk: int, page_size: int, lead: int) -> None:

@@ -6,7 +6,6 @@ import torch
 from guards import Guards, reference_version, triton_version
 from sampling_cases import noise_rows
 
-from outrider.kernels.stream import Stream
 from outrider.kernels.topk_expand import Beam, Candidates, Noise, expand_level, num_candidates
 
 
@@ -18,17 +17,7 @@ def empty_candidates(bs: int, depth: int, topk: int, device: str) -> Candidates:
 
 
 def check_expand_level(
-    device: str,
-    dtype: torch.dtype,
-    bs: int,
-    vocab: int,
-    topk: int,
-    depth: int,
-    *,
-    coupled: bool,
-    mapped: bool,
-    guards: Guards,
-    normed: bool = False,
+    device: str, dtype: torch.dtype, bs: int, vocab: int, topk: int, depth: int, *, coupled: bool, mapped: bool, guards: Guards
 ) -> None:
     """All levels of a tree, each version on its own beams."""
     generator = torch.Generator().manual_seed(bs * vocab + topk * 7 + depth)
@@ -48,13 +37,7 @@ def check_expand_level(
         logits = (torch.randn(rows, vocab, generator=generator) * 3).to(device, dtype)
         if not coupled:
             logits = logits.round()  # ties within rows and between them
-        norm = None
-        if normed:
-            # Factors of a power of two, so that ties stay ties.
-            sums = (4.0 ** torch.randint(-2, 3, (3, rows), generator=generator) * 16 / 3).to(device)
-            sums = sums[:1].expand(3, rows).contiguous()
-            norm = Stream(logits, torch.empty(rows, 16, device=device, dtype=dtype), sums, 0.0)
-        arguments = {"words": words, "last": level == depth - 1, "d2t": d2t, "noise": noise, "norm": norm}
+        arguments = {"words": words, "last": level == depth - 1, "d2t": d2t, "noise": noise}
         with reference_version():
             wanted = expand_level(logits, wanted, level, topk, expected, **arguments)
         with triton_version(guards):

@@ -14,6 +14,7 @@ from outrider.kernels._order.triton import (
     NO_KEY,
     NO_SHORT_KEY,
     best_keys,
+    best_keys_of_rows,
     best_short_keys,
     key_index,
     key_value,
@@ -22,12 +23,13 @@ from outrider.kernels._order.triton import (
     short_key,
 )
 from outrider.kernels.philox.triton import gumbel
-from outrider.kernels.stream import Stream
 from outrider.kernels.topk_expand.types import Noise
 
 MAX_BLOCK = 4096  # what a short key has places for
 WANTED_PROGRAMS = 128
 MAX_SPLITS = 32  # beyond, the merge is what takes time
+COUNTED = tl.constexpr(16)
+"""Up to so many keys are ranked by counting; of 128, each thread's loads took three times what the maxima take (measured)."""
 UNFUSED = {"enable_fp_fusion": False}
 """For merges. A product that is rounded in one lane and fused into the sum in another gives the lanes of a row different log-sum-exps,
 and equal logits scores that differ in the last bit: their order would not be that of their indices."""
@@ -61,27 +63,10 @@ def _best_of_plain(values, place, inside, first, topk, SHORT: tl.constexpr, BLOC
     return best
 
 
-@triton.jit
-def inverse_rms(sums, row, real, rows, size, eps, PARTS: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Return what the logits of the rows ``row [n]`` are still to be multiplied by, of ``sums [PARTS, rows]``: ``[n]``."""
-    part = tl.arange(0, BLOCK_P)
-    there = real[:, None] & (part < PARTS)[None, :]
-    total = tl.sum(tl.load(sums + part[None, :] * rows + row[:, None], mask=there, other=0.0), 1)
-    return tl.rsqrt(tl.where(real, total, 1.0) / size + eps)
-
-
-@triton.jit
-def scaled_keys(keys, factor):
-    """Return the keys of the values times a positive factor."""
-    return tl.where(keys == NO_KEY, NO_KEY, rank_key(key_value(keys) * factor, key_index(keys)))
-
-
 @triton.jit(do_not_specialize=["width", "level"])
 def _expand_split(
-    logits, row_stride, d2t, temperature, seeds, positions, choices, sums, keys, shares, vocab, splits, topk, width, level,
-    rows, size, eps,
-    NOISE: tl.constexpr, HAS_D2T: tl.constexpr, SHORT: tl.constexpr, NORM_PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr
+    logits, row_stride, d2t, temperature, seeds, positions, choices, keys, shares, vocab, splits, topk, width, level,
+    NOISE: tl.constexpr, HAS_D2T: tl.constexpr, SHORT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Leave the best keys and the shares of one block of one row; `width` rows share an entry of the noise."""
     if PDL:
@@ -90,12 +75,7 @@ def _expand_split(
     place = tl.arange(0, BLOCK)
     draft_id = split * BLOCK + place
     inside = draft_id < vocab
-    raw = tl.load(logits + row * row_stride + draft_id, mask=inside, other=-float("inf")).to(tl.float32)
-    factor = 1.0
-    if NORM_PARTS:
-        only = row + tl.zeros((1,), tl.int64)
-        factor = tl.sum(inverse_rms(sums, only, only >= 0, rows, size, eps, NORM_PARTS, BLOCK_P), 0)
-    plain = raw * factor
+    plain = tl.load(logits + row * row_stride + draft_id, mask=inside, other=-float("inf")).to(tl.float32)
     top, total = max_and_sum(plain)
     noisy_top, noisy_total = top, total
     if NOISE:
@@ -111,9 +91,9 @@ def _expand_split(
             noisy_top, noisy_total = max_and_sum(value)
             best = best_keys(tl.where(inside, rank_key(value, draft_id), NO_KEY), topk, BLOCK_K)
         else:
-            best = scaled_keys(_best_of_plain(raw, place, inside, split * BLOCK, topk, SHORT, BLOCK_K), factor)
+            best = _best_of_plain(plain, place, inside, split * BLOCK, topk, SHORT, BLOCK_K)
     else:
-        best = scaled_keys(_best_of_plain(raw, place, inside, split * BLOCK, topk, SHORT, BLOCK_K), factor)
+        best = _best_of_plain(plain, place, inside, split * BLOCK, topk, SHORT, BLOCK_K)
     if PDL:
         gdc_launch_dependents()
     share = shares + (row * splits + split) * 4
@@ -129,28 +109,32 @@ def _expand_split(
 def _best_of_splits(keys, ranked, row, real, splits, topk, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr):
     """Return the best keys ``[BLOCK_W, BLOCK_K]`` of every row among those of its splits, descending, by way of ``ranked [rows, topk]``.
 
-    Each key's place is the number of keys above it. Counting them asks no other thread, whereas finding one maximum after the other waits
-    for all of them each time.
+    Of few keys each one's place is the number of keys above it: counting them asks no other thread, whereas finding one maximum after
+    the other waits for all of them each time.
     """
     count = splits * topk
     candidate = tl.arange(0, BLOCK_C)
     found = tl.load(keys + row[:, None] * count + candidate[None, :], mask=real[:, None] & (candidate < count)[None, :], other=NO_KEY)
-    rank = tl.zeros((BLOCK_W, BLOCK_C), tl.int32)
-    for split in range(splits):
-        for i in tl.static_range(BLOCK_K):
-            other = tl.load(keys + row * count + split * topk + i, mask=real & (i < topk), other=NO_KEY)
-            rank += (other[:, None] > found).to(tl.int32)
-    tl.store(ranked + row[:, None] * topk + rank, found, mask=(found > NO_KEY) & (rank < topk))
-    tl.debug_barrier()  # other threads have stored the rest of a row
-    place = tl.arange(0, BLOCK_K)
-    return tl.load(ranked + row[:, None] * topk + place[None, :], mask=real[:, None] & (place < topk)[None, :], other=NO_KEY)
+    if BLOCK_C <= COUNTED:
+        rank = tl.zeros((BLOCK_W, BLOCK_C), tl.int32)
+        for split in range(splits):
+            for i in tl.static_range(BLOCK_K):
+                other = tl.load(keys + row * count + split * topk + i, mask=real & (i < topk), other=NO_KEY)
+                rank += (other[:, None] > found).to(tl.int32)
+        tl.store(ranked + row[:, None] * topk + rank, found, mask=(found > NO_KEY) & (rank < topk))
+        tl.debug_barrier()  # other threads have stored the rest of a row
+        place = tl.arange(0, BLOCK_K)
+        best = tl.load(ranked + row[:, None] * topk + place[None, :], mask=real[:, None] & (place < topk)[None, :], other=NO_KEY)
+    else:
+        best = best_keys_of_rows(found, topk, BLOCK_W, BLOCK_K)
+    return best
 
 
 @triton.jit
 def merged(
-    logits, row_stride, d2t, keys, shares, ranked, parent_scores, sums, row, real, splits, topk, rows, size, eps,
-    NOISE: tl.constexpr, HAS_D2T: tl.constexpr, NORM_PARTS: tl.constexpr, BLOCK_P: tl.constexpr, ROOTS: tl.constexpr, BLOCK_W: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr
+    logits, row_stride, d2t, keys, shares, ranked, parent_scores, row, real, splits, topk,
+    NOISE: tl.constexpr, HAS_D2T: tl.constexpr, ROOTS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Return the tokens, scores and log-probs ``[BLOCK_W, BLOCK_K]`` of the children of the rows ``row [BLOCK_W]``."""
     split = tl.arange(0, BLOCK_S)
@@ -169,8 +153,6 @@ def merged(
         noisy_log_total = _log_sum_exp(tl.load(share + 2, mask=there, other=-float("inf")), tl.load(share + 3, mask=there, other=0.0))
         step = key_value(best) - noisy_log_total[:, None]
         plain = tl.load(logits + row[:, None] * row_stride + draft_id, mask=inside, other=0.0).to(tl.float32)
-        if NORM_PARTS:
-            plain *= inverse_rms(sums, row, real, rows, size, eps, NORM_PARTS, BLOCK_P)[:, None]
         logprob = plain - log_total[:, None]
     score = step
     if not ROOTS:
@@ -192,37 +174,7 @@ class Parts(NamedTuple):
     ranked: torch.Tensor
 
 
-class NormParts(NamedTuple):
-    """What a norm that is still to be divided by leaves, as the kernels take it.
-
-    Attributes:
-        sums: ``[parts, rows] fp32``; any tensor where there are no parts.
-        rows: Of `sums`.
-        size: Of the normed rows.
-        eps: Of the norm.
-        parts: 0 without a norm.
-        block: Power of two that holds them.
-    """
-
-    sums: torch.Tensor
-    rows: int
-    size: int
-    eps: float
-    parts: int
-    block: int
-
-    @classmethod
-    def of(cls, norm: Stream | None, logits: torch.Tensor) -> NormParts:
-        """Return those of a stream whose product the logits are; without one, nothing."""
-        if norm is None or norm.sums is None:
-            return cls(logits, 0, 1, 0.0, 0, 1)
-        sums = norm.sums.contiguous()
-        return cls(sums, sums.shape[1], norm.scaled.shape[1], norm.eps, sums.shape[0], _launch.next_power_of_2(sums.shape[0]))
-
-
-def split_rows(
-    logits: torch.Tensor, topk: int, width: int, level: int, d2t: torch.Tensor | None, noise: Noise | None, norm: NormParts
-) -> Parts:
+def split_rows(logits: torch.Tensor, topk: int, width: int, level: int, d2t: torch.Tensor | None, noise: Noise | None) -> Parts:
     """Launch the first pass over ``logits [rows, V]``, of which `width` rows share an entry of the noise."""
     rows, vocab = logits.shape
     wanted = _launch.ceil_div(vocab, max(1, min(MAX_SPLITS, WANTED_PROGRAMS // rows)))
@@ -232,9 +184,8 @@ def split_rows(
     shares = _launch.empty((rows, splits, 4), torch.float32, logits.device)
     heat, seeds, positions, choices = (part.contiguous() for part in noise) if noise is not None else (logits,) * 4
     _expand_split[(rows, splits)](
-        logits, logits.stride(0), logits if d2t is None else d2t, heat, seeds, positions, choices, norm.sums, keys, shares, vocab,
-        splits, topk, width, level, norm.rows, norm.size, norm.eps, NOISE=noise is not None, HAS_D2T=d2t is not None,
-        SHORT=logits.dtype is torch.bfloat16, NORM_PARTS=norm.parts, BLOCK_P=norm.block, BLOCK=block,
-        BLOCK_K=_launch.next_power_of_2(topk), num_warps=max(1, min(8, block // 256)), **_launch.dependent(logits),
+        logits, logits.stride(0), logits if d2t is None else d2t, heat, seeds, positions, choices, keys, shares, vocab, splits, topk,
+        width, level, NOISE=noise is not None, HAS_D2T=d2t is not None, SHORT=logits.dtype is torch.bfloat16,
+        BLOCK=block, BLOCK_K=_launch.next_power_of_2(topk), num_warps=max(1, min(8, block // 256)), **_launch.dependent(logits),
     )  # fmt: skip
     return Parts(keys, shares, _launch.empty((rows, topk), torch.int64, logits.device))

@@ -7,7 +7,6 @@ from typing import Protocol
 
 import torch
 
-from outrider.kernels.stream import Stream
 from outrider.services.draft.strategy import TargetInfo
 from outrider.services.draft.vocab import DraftVocabulary
 from outrider.shared.attn.base import AttentionBackend
@@ -82,15 +81,4 @@ class RecurrentHead(Protocol):
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, vocabulary.size]`` for ``states [rows, hidden_size]``."""
-        ...
-
-    def unnormed_logits(self, states: torch.Tensor) -> tuple[torch.Tensor, Stream] | None:
-        """Return logits that are still to be divided by the root mean square of their rows, which a launch less makes, or None.
-
-        Args:
-            states: As `forward` returned them last, whole; of others None is returned.
-
-        Returns:
-            ``[rows, vocabulary.size]``, and the stream that says what to divide by.
-        """
         ...

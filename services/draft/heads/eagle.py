@@ -18,7 +18,6 @@ import torch
 
 from outrider.kernels.add_norm import normalise
 from outrider.kernels.head_input import head_input
-from outrider.kernels.stream import Stream
 from outrider.services.draft.heads.eagle_config import EagleConfig
 from outrider.services.draft.heads.fused import FusedHead, fuse, runs_fused
 from outrider.services.draft.heads.hot_vocab import HOT_IDS, take_hot_ids
@@ -127,10 +126,6 @@ class EagleHead(LoadedHead):
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """See `RecurrentHead.logits`."""
         return self._tables.logits(states) if self._fused is None else self._fused.logits(states)
-
-    def unnormed_logits(self, states: torch.Tensor) -> tuple[torch.Tensor, Stream] | None:
-        """See `RecurrentHead.unnormed_logits`: states are normed here, if at all."""
-        return None
 
     @cached_property
     def _fused(self) -> FusedHead | None:

@@ -20,7 +20,6 @@ import torch
 
 from outrider.kernels.add_norm import normalise, rms_norm
 from outrider.kernels.head_input import Residual, head_input
-from outrider.kernels.stream import Stream
 from outrider.services.draft.heads.eagle3_config import Eagle3Config
 from outrider.services.draft.heads.eagle3_keys import layer_norm_name, resolve, take_projector, take_vocabulary
 from outrider.services.draft.heads.fused import FusedHead, fuse, runs_fused
@@ -144,10 +143,6 @@ class Eagle3Head(LoadedHead):
         if self._fused is None:
             return self._tables.logits(states if self.config.norm_output else self._norm(states))
         return self._fused.logits(states if self.config.norm_output else rms_norm(states, self._norm.weight, self._norm.eps))
-
-    def unnormed_logits(self, states: torch.Tensor) -> tuple[torch.Tensor, Stream] | None:
-        """See `RecurrentHead.unnormed_logits`."""
-        return None if self._fused is None or self.config.norm_output else self._fused.unnormed_logits(states)
 
     @cached_property
     def _fused(self) -> FusedHead | None:

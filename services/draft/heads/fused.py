@@ -38,7 +38,6 @@ class FusedHead:
     def __init__(self, blocks: Sequence[FusedBlock], lm_head: Linear) -> None:
         self._blocks = blocks
         self._lm_head = lm_head
-        self._last: Stream | None = None
 
     def forward(
         self, entering: torch.Tensor, residual: torch.Tensor, rotation: Rotation, attention: StoredAttention, pool: KVPool
@@ -54,23 +53,7 @@ class FusedHead:
         for block in self._blocks:
             stream = attention_block(block.attention, stream, rotation, attention, pool, block.between)
             stream = mlp_block(block.mlp, stream, block.after)
-        self._last = stream
         return stream
-
-    def unnormed_logits(self, states: torch.Tensor) -> tuple[torch.Tensor, Stream] | None:
-        """Return the product of the output head with the rows of the last pass short of the division by their root mean square.
-
-        Args:
-            states: ``[rows, hidden]``; None is returned unless they are the last pass's residual stream, few rows that are not normed yet.
-
-        Returns:
-            ``[rows, vocabulary]``, and the stream, whose `sums` say what to divide by.
-        """
-        stream = self._last
-        if stream is None or states is not stream.residual or stream.sums is None or self._lm_head.bias is not None:
-            return None
-        parts = project(stream.scaled, self._lm_head.weight)
-        return (parts.sum(0) if parts.dim() == 3 else parts), stream
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, vocabulary]`` for normed ``states [rows, hidden]``."""
