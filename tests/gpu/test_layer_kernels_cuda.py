@@ -43,7 +43,8 @@ SUM = Tile(Method.SUM, 4, 128, 1, 8)
 WIDE = Tile(Method.WIDE, 64, 64, 1, 4, 3)
 WIDE_SPLIT = Tile(Method.WIDE, 128, 64, 3, 8, 4)
 TALL = Tile(Method.WIDE, 32, 64, 1, 8, 3, block_m=256)
-PIECES = Tile(Method.WIDE, 112, 64, 1, 8, 5)
+GATES = Tile(Method.WIDE, 64, 64, 1, 4, 3)
+TALL_GATES = Tile(Method.WIDE, 64, 64, 1, 8, 4, block_m=256)
 PARTS = Tile(Method.LIBRARY, splits=2)
 AUX = (0, 2)
 SHAPE: dict[str, Any] = {
@@ -113,7 +114,7 @@ def test_products_of_many_rows(dtype: torch.dtype, rows: int, tile: Tile) -> Non
 
 
 @pytest.mark.parametrize(
-    ("rows", "tile"), [(65, WIDE), (96, PIECES), (128, PIECES), (300, PIECES), (512, TALL), (100, Tile(Method.LIBRARY))]
+    ("rows", "tile"), [(65, GATES), (96, GATES), (128, GATES), (300, TALL_GATES), (512, TALL), (100, Tile(Method.LIBRARY))]
 )
 def test_gated_products_of_many_rows(rows: int, tile: Tile) -> None:
     for columns, out in ((1024, 640), (328, 200)):
@@ -207,7 +208,7 @@ def test_wide_tiles_from_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(decoder, 70, tree=True)
 
     def measured(epilogue: Epilogue, x: torch.Tensor, weight: torch.Tensor) -> Tile:
-        return PIECES if epilogue is Epilogue.GATED else WIDE if epilogue is Epilogue.ROTATED else WIDE_SPLIT
+        return GATES if epilogue is Epilogue.GATED else WIDE if epilogue is Epilogue.ROTATED else WIDE_SPLIT
 
     for module in (blocks, skinny_gemm):
         monkeypatch.setattr(module, "choose_tile", measured)
