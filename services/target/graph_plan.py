@@ -71,8 +71,8 @@ def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool) -> GraphPl
     buckets = Buckets.make(max_bs, settings.max_nodes, [shape.max_nodes for shape in (*usual, *offered_shapes(forms, 1))])
     overlap = OverlapPlan(buckets.batch_sizes, settings.num_steps + 1)
     on = overlaps[settings.overlap_schedule] and not settings.disable_overlap_schedule
-    # Padding moves a row within its tile, which batch-invariant kernels do not allow for.
-    prefills = PREFILL_SIZES if graphs and not settings.deterministic else ()
+    # Padding moves a row within its tile, which batch-invariant kernels do not allow for; ranks would have to gather one row's logits.
+    prefills = PREFILL_SIZES if graphs and not settings.deterministic and settings.tp == 1 else ()
     return GraphPlan(graphs, overlap if on else None, buckets if graphs else None, (NO_DRAFT, *dict.fromkeys(usual)), forms, prefills)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outrider.services.target.bucketed_verify import Buckets
-from outrider.services.target.graph_plan import plan_graphs
+from outrider.services.target.graph_plan import PREFILL_SIZES, plan_graphs
 from outrider.services.target.request import SpeculationMode
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
@@ -80,6 +80,13 @@ def test_chains_stay_within_the_bounds_that_somebody_gave(given: dict[str, Any],
 def test_each_can_be_turned_off(values: dict[str, Any], graphs: bool, overlaps: bool) -> None:
     plan = plan_graphs(settings(**values), cuda=True, waits=False)
     assert (plan.graphs, plan.overlap is not None) == (graphs, overlaps)
+
+
+@pytest.mark.parametrize("values", [{"deterministic": True}, {"tp": 2}, {"disable_cuda_graph": True}], ids=str)
+def test_short_prompts_are_recorded_where_that_changes_nothing(values: dict[str, Any]) -> None:
+    assert plan_graphs(settings(), cuda=True, waits=False).prefills == PREFILL_SIZES
+    assert plan_graphs(settings(), cuda=False, waits=True).prefills == ()
+    assert plan_graphs(settings(**values), cuda=True, waits=False).prefills == ()
 
 
 def test_a_backend_that_waits_for_the_device_is_not_recorded() -> None:
