@@ -15,7 +15,7 @@ SHAPE = "llama3.1-8b"
 PLAIN_SETTINGS = frozenset(
     (
         "shape", "device", "dtype", "weights", "transport", "draft_device", "tp", "prompt", "new_tokens", "repeats", "read_bandwidth_gbs",
-        "matrix_rate_tflops", "mps",
+        "matrix_rate_tflops", "mps", "draft_rounds",
     )
 )  # fmt: skip
 """What every run of `outrider bench latency` tells; a run that tells more was told to compute otherwise (``--set``)."""
