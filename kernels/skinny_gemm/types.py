@@ -70,8 +70,8 @@ class Tile:
         method: See `Method`.
         block_n: Outputs that a program computes: rows of the weight, or pairs of them if gated or rotated.
         block_k: Columns that it takes at a time (DOT, WIDE).
-        splits: Programs that share the columns; their sums are added in order, by the next kernel or, where they are added to a residual, by
-            the program that ends last (of single outputs; not SUM; WIDE: by the next kernel).
+        splits: Programs that share the columns (of single outputs; not SUM). Their sums are added in order: by the next kernel or, of DOT
+            where they are added to a residual, by the program that ends last.
         warps, stages: Of a program.
         block_m: Rows that a program computes (WIDE).
         overlap: See `Overlap` (DOT).

@@ -65,7 +65,7 @@ class Fp8Linear(Linear):
         """See `Linear.product`."""
         if x.shape[0] > FEW_ROWS and x.is_cuda:
             if any(size % _LIBRARY_MULTIPLE for size in self._weight.shape):
-                return torch.cat([self.product(part) for part in x.split(FEW_ROWS)])
+                return torch.cat([self.product(x[first : first + FEW_ROWS]) for first in range(0, x.shape[0], FEW_ROWS)])
             rows, row_scales = quantize_rows(x)
             return torch._scaled_mm(rows, self._weight.t(), row_scales[:, None], self._scales[None, :], out_dtype=x.dtype)
         if x.is_cuda:
