@@ -4,7 +4,8 @@
     host      launch n + 1 · wait for n · deliver n · launch n + 2 · wait for n + 1 …
 
 The loop is entered when every decoding sequence can have the same shape and the drafter (if there is drafting) lives on the device, and
-left when anything else must be done: prefill, another composition, another shape, no page left. What ends a sequence is seen one round
+left when anything else must be done: prefill (which is enqueued before the last round is read, see `TargetEngine`), another composition,
+another shape, no page left. What ends a sequence is seen one round
 late; the tokens of that round are dropped, so they are never emitted, billed or cached.
 """
 
@@ -70,7 +71,7 @@ class DeviceLoop:
 
     @property
     def takes_prefilled(self) -> bool:
-        """Whether a sequence can enter in the step that prefilled it: there is no draft, or one that is here."""
+        """Whether a sequence can enter in the step that prefilled it: there is no draft, or its rounds are on the device too."""
         return self._parts.drafter.device_resident or self._parts.drafter.state() is DrafterState.NONE
 
     @property

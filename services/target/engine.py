@@ -293,6 +293,8 @@ class TargetEngine:
         if chosen is not None:
             self._prefilled(plan.prefills, chosen)
         entered = loop.enter(self._scheduler.decoding())
+        if entered:
+            self._host.drop()
         self._delivery.flush()
         return entered
 
