@@ -99,8 +99,9 @@ class RoundsGate:
         if rounds is not None and reply.HasField("rounds_entered") and entered.rounds == rounds.id:
             self._answer = entered
         elif rounds is not None and reply.HasField("rounds_ended") and ended.rounds == rounds.id:
+            if not rounds.ended:
+                self._pause(ended.reason)
             rounds.ended = True
-            self._pause(ended.reason)
 
     def _await_answer(self, connection: Connection, take_reply: Callable[[Connection, float], bool]) -> draft_pb2.RoundsEntered | None:
         until = time.monotonic() + min(ENTER_LIMIT_S, self._patience_s)
@@ -127,7 +128,7 @@ class RoundsGate:
             return
         connection.send(draft_pb2.SessionRequest(rounds_leave=message))
         channel = connection.carrier.rounds
-        if channel is not None and channel.broken:
+        if channel is not None and channel.broken and not connection.ended.is_set():
             self._pause("trees came late")
             if rounds.patient:
                 self._late()
