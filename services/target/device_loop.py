@@ -4,9 +4,9 @@
     host      launch n + 1 · wait for n · deliver n · launch n + 2 · wait for n + 1 …
 
 The loop is entered when every decoding sequence can have the same shape and the drafter (if there is drafting) lives on the device, and
-left when anything else must be done: prefill (which is enqueued before the last round is read, see `TargetEngine`), another composition,
-another shape, no page left. What ends a sequence is seen one round
-late; the tokens of that round are dropped, so they are never emitted, billed or cached.
+left when anything else must be done: another composition, another shape, no page left, a prefill (which the engine enqueues before the
+last round is read). What ends a sequence is seen one round late; the tokens of that round are dropped, so they are never emitted, billed
+or cached.
 """
 
 from __future__ import annotations
