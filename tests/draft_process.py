@@ -20,25 +20,26 @@ from outrider.shared.rpc.ipc.cuda_round_mailbox import StreamMailbox
 from outrider.shared.rpc.ipc.round_mailbox import HostMailbox
 from outrider.shared.rpc.staging import Staging
 
-values, spoil = json.loads(sys.argv[1]), sys.argv[2]
+values, spoils = json.loads(sys.argv[1]), sys.argv[2] == "spoil"
 rng = random.Random(7)
 
 def spoilt(owner, name):
     true_send = getattr(owner, name)
     def send(self, *numbers_and_blob):
         *number, blob = numbers_and_blob
-        if spoil == "noise":  # any bytes
+        kind = rng.choice(["noise", "near", "stale", "true"])
+        last.setdefault("blob", blob.clone())
+        if kind == "noise":  # any bytes
             blob[256:].view(torch.int32).random_(-(1 << 31), (1 << 31) - 1)
-        elif spoil == "near":  # small numbers: some pass as trees
+        elif kind == "near":  # small numbers: some pass as trees
             blob[256:].view(torch.int32).random_(-1, 12)
-        elif spoil == "stale":  # the trees of another round, as if they were of this one
-            if rng.random() < 0.5:
-                blob = last.setdefault("blob", blob.clone())
+        elif kind == "stale":  # the trees of another round, as if they were of this one
+            blob = last["blob"]
         return true_send(self, *number, blob)
     last = {}
     setattr(owner, name, send)
 
-if spoil:
+if spoils:
     spoilt(HostMailbox, "send")
     spoilt(StreamMailbox, "send")
     spoilt(Staging, "fetch")
@@ -53,10 +54,10 @@ class DraftProcess:
         folder: Where its sockets are.
         scheme: Of its address: ``ipc://`` or ``unix:``, which is gRPC.
         target, head: Checkpoints.
-        spoil: What it makes of the trees of rounds on the device: nothing, noise, near or stale.
+        spoils: Now and then it hands over nonsense in place of the trees of rounds on the device.
     """
 
-    def __init__(self, folder: Path, scheme: str, target: Path, head: Path, *, spoil: str = "") -> None:
+    def __init__(self, folder: Path, scheme: str, target: Path, head: Path, *, spoils: bool = False) -> None:
         self.address = f"{scheme}{folder}/draft.sock"
         values = {
             "draft": str(head),
@@ -68,7 +69,7 @@ class DraftProcess:
             "kv_tokens": 8192,
         }
         self._log = (folder / "draft.log").open("a+")
-        command = [sys.executable, "-c", SCRIPT, json.dumps(values), spoil]
+        command = [sys.executable, "-c", SCRIPT, json.dumps(values), "spoil" if spoils else ""]
         self.popen = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True)
 
     def send_signal(self, number: signal.Signals) -> None:

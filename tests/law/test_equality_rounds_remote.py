@@ -143,19 +143,18 @@ def test_batches_that_change(decoder: Decoder, drafter: RemoteDrafter, seed: int
         assert_same_tokens(decoder, prompt, plain, harness.sink.tokens[str(index)], samplings[index])
 
 
-@pytest.mark.parametrize("spoil", ["noise", "near", "stale"])
 def test_whatever_bytes_a_draft_hands_over_no_token_changes(
-    decoder: Decoder, folders: tuple[Path, Path], tmp_path: Path, scheme: str, spoil: str
+    decoder: Decoder, folders: tuple[Path, Path], tmp_path: Path, scheme: str
 ) -> None:
-    draft = DraftProcess(tmp_path, scheme, *folders, spoil=spoil)
+    draft = DraftProcess(tmp_path, scheme, *folders, spoils=True)
     drafter = follow(draft, decoder)
     try:
         for temperature in (0.0, 1.0):
             sampling = SamplingParams(temperature=temperature, seed=4)
             harness = make_harness(decoder, drafter, overlap=OVERLAP)
-            harness.submit(PROMPT, 80, request_id="a", sampling=sampling, shape=(5, 4, 16))
-            assert run(harness) > 5
-            plain = generate_plain(decoder, NoDrafter(), PROMPT, 80, sampling=sampling)
+            harness.submit(PROMPT, 150, request_id="a", sampling=sampling, shape=(5, 4, 16))
+            assert run(harness) > 20
+            plain = generate_plain(decoder, NoDrafter(), PROMPT, 150, sampling=sampling)
             assert_same_tokens(decoder, PROMPT, plain, harness.sink.tokens["a"], sampling)
     finally:
         drafter.shutdown()
