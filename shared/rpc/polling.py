@@ -66,4 +66,7 @@ def _period_of_library() -> ctypes.c_int | None:
         return None
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    return ctypes.c_int.from_address(pointer(exported, b"int"))
+    try:
+        return ctypes.c_int.from_address(pointer(exported, b"int"))
+    except ValueError:  # of another type by now
+        return None

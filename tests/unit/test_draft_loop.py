@@ -1,0 +1,108 @@
+"""Who runs commands of the draft's engine: its thread, or, for what is urgent, the thread that brings them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from queue import SimpleQueue
+
+import pytest
+import torch
+from toys import make_toy_eagle3, make_toy_target
+
+from outrider.services.draft.build import build_engine
+from outrider.services.draft.engine import DraftEngine
+from outrider.services.draft.loop import DraftLoop
+from outrider.services.draft.settings import DraftSettings
+
+CPU = torch.device("cpu")
+WAIT_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> DraftEngine:
+    folder = tmp_path_factory.mktemp("pair")
+    target = make_toy_target(folder / "target", vocab_size=40, hidden_size=32)
+    values = {"draft": make_toy_eagle3(folder / "head", target), "target_weights": target, "device": "cpu", "kv_tokens": 512}
+    return build_engine(DraftSettings.load(values), CPU, torch.float32)
+
+
+@pytest.fixture
+def loop(engine: DraftEngine) -> Iterator[DraftLoop]:
+    made = DraftLoop(engine)
+    made.start()
+    yield made
+    made.stop()
+
+
+def runner(seen: SimpleQueue[int]) -> None:
+    seen.put(threading.get_ident())
+
+
+def test_what_is_urgent_runs_where_it_came(loop: DraftLoop) -> None:
+    assert loop.call(lambda: True)
+    seen: SimpleQueue[int] = SimpleQueue()
+    here = False
+    for _ in range(50):  # the engine's thread may be looking for work in that very moment
+        loop.run_here(lambda: runner(seen))
+        here |= seen.get(timeout=WAIT_S) == threading.get_ident()
+    assert here
+
+
+def test_it_waits_its_turn_behind_a_step_and_behind_older_commands(loop: DraftLoop) -> None:
+    started, go_on = threading.Event(), threading.Event()
+    order: SimpleQueue[str] = SimpleQueue()
+
+    def step() -> None:
+        started.set()
+        assert go_on.wait(WAIT_S)
+        order.put("step")
+
+    loop.submit(step)
+    assert started.wait(WAIT_S)
+    loop.submit(lambda: order.put("older"))
+    loop.run_here(lambda: order.put("urgent"))
+    assert order.empty()
+    go_on.set()
+    assert [order.get(timeout=WAIT_S) for _ in range(3)] == ["step", "older", "urgent"]
+
+
+def test_two_threads_never_run_commands_at_once(loop: DraftLoop) -> None:
+    inside = 0
+    clashes = 0
+
+    def command() -> None:
+        nonlocal inside, clashes
+        inside += 1
+        clashes += inside > 1
+        threading.Event().wait(1e-4)
+        inside -= 1
+
+    def bring() -> None:
+        for number in range(100):
+            (loop.run_here if number % 3 else loop.submit)(command)
+
+    threads = [threading.Thread(target=bring) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert loop.call(lambda: inside) == 0
+    assert clashes == 0
+
+
+def test_a_command_that_fails_where_it_came_costs_what_a_failed_step_does(loop: DraftLoop, engine: DraftEngine) -> None:
+    before = engine.metrics.failures._value.get()
+
+    def fail() -> None:
+        raise RuntimeError("a fault of the device")
+
+    loop.run_here(fail)
+    assert loop.call(lambda: engine.metrics.failures._value.get()) == before + 1
+    assert loop.call(lambda: "alive") == "alive"
+
+
+def test_ticks_come_by_themselves(loop: DraftLoop) -> None:
+    ticked = threading.Event()
+    loop.tick(ticked.set)
+    assert ticked.wait(WAIT_S)

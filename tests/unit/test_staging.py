@@ -1,0 +1,29 @@
+"""Blobs between a device and messages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.shared.base.errors import ProtocolError
+from outrider.shared.rpc.staging import Staging
+
+
+def test_a_blob_comes_back_as_it_was_with_the_number_of_its_round() -> None:
+    there, back = Staging(), Staging()
+    for number, size in ((7, 300), (8, 300), (9, 4096)):
+        blob = torch.randint(0, 256, (size,), dtype=torch.uint8)
+        fetched = there.fetch(blob)
+        there.settle(blob)
+        other = torch.zeros(size, dtype=torch.uint8)
+        back.load(fetched.numpy().tobytes(), number, other)
+        assert other[:4].view(torch.int32).item() == number
+        assert torch.equal(other[4:], blob[4:])
+
+
+def test_bytes_of_another_size_are_refused_and_nothing_is_written() -> None:
+    blob = torch.ones(64, dtype=torch.uint8)
+    for data in (b"", bytes(63), bytes(65)):
+        with pytest.raises(ProtocolError, match="64"):
+            Staging().load(data, 1, blob)
+    assert torch.equal(blob, torch.ones(64, dtype=torch.uint8))
