@@ -49,7 +49,7 @@ class ShardedDecoder(Decoder):
         fingerprint: str,
         reduce: Reduce,
     ) -> None:
-        self._reduce = reduce
+        self.reduce = reduce
         super().__init__(shard.config, embedding, layers, norm, head, fingerprint)
         self.shard = shard
         self.collectives = collectives
@@ -58,7 +58,7 @@ class ShardedDecoder(Decoder):
     def _fuse(self) -> None:
         super()._fuse()
         if self.fused is not None:
-            self.fused.reduce = self._reduce
+            self.fused.reduce = self.reduce
 
     def quantize(self) -> None:
         """Compute this rank's products in FP8 from now on; its columns of o and down have scales of their own. To be called on every rank.
@@ -72,7 +72,7 @@ class ShardedDecoder(Decoder):
             quantize_fp8(self)
         finally:
             for layer in self.layers:
-                parallelise(layer, self._reduce)
+                parallelise(layer, self.reduce)
 
     def make_pool(self, num_pages: int, page_size: int, feature_size: int = 0) -> KVPool:
         """Make this rank's part of a pool."""

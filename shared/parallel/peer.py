@@ -1,10 +1,14 @@
 """Ranks on the GPUs of one machine, which write into each other's memory: sums and messages of few rows without NCCL's protocol.
 
-What a rank waits for in vain, for `timeout_s`, ends as rows that are no numbers, of which no token is chosen; that a rank is gone is seen
-on the control channel long before (`lead`).
+What a rank waits for in vain ends as rows that are no numbers, of which no token is chosen, and `watch_peers` tells. That a rank is gone is
+seen on the control channel long before (`lead`); this is for one that lives and does not come.
 """
 
 from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -17,6 +21,9 @@ from outrider.shared.parallel.collectives import Collectives, TorchCollectives
 from outrider.shared.parallel.reduce import GroupReduce, Reduce, ReduceKind
 
 PEER_DTYPES = (torch.float32, torch.bfloat16)
+MOST_WAIT_S = 60.0
+"""The longest that a rank's host is away from launching: while it compiles and loads kernels that it meets for the first time."""
+WATCH_S = 1.0
 LOOKS_PER_SECOND = 1_000_000
 """How often a kernel that waits looks, about: as often as the device's L2 answers."""
 
@@ -52,6 +59,11 @@ class PeerReduce(GroupReduce):
         shared = self._memory.view(torch.uint8)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         summed: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(shared, tensor, "sum", self._name)
         return summed
+
+    def lost(self) -> bool:
+        """Whether a rank was waited for in vain; asks the device beside what runs on it."""
+        with torch.cuda.stream(torch.cuda.Stream(self._boxes.lost.device)):  # type: ignore[no-untyped-call]
+            return bool(self._boxes.lost.item())
 
     def add(
         self,
@@ -136,16 +148,29 @@ def connect_peers(
         return group, GroupReduce(group)
     first = (device.index or 0) - group.rank
     reachable = all(peer == device.index or torch.cuda.can_device_access_peer(device, peer) for peer in range(first, first + group.size))
-    made: tuple[PeerCollectives, PeerReduce] | None = None
+    made: tuple[Collectives, PeerReduce] | None = None
     if _agreed(reachable, device):
         try:
-            made = PeerCollectives(group, timeout_s), PeerReduce(group, hidden_size, dtype, timeout_s)
+            messages = PeerCollectives(group, timeout_s) if kind is ReduceKind.PEER else group
+            made = messages, PeerReduce(group, hidden_size, dtype, timeout_s)
         except RuntimeError as error:  # a driver or a sandbox that shares no memory between processes
             _log.warning("no symmetric memory; NCCL adds up", error=str(error).splitlines()[0])
     if _agreed(made is not None, device) and made is not None:
         _log.info("ranks reach each other's memory", ranks=group.size, rows=FEW_ROWS)
         return made
     return group, GroupReduce(group)
+
+
+def watch_peers(reduce: Reduce, tell: Callable[[], object]) -> None:
+    """Look every second, on a thread, whether `reduce` has lost a rank; call `tell` once then."""
+    if isinstance(reduce, PeerReduce):
+        threading.Thread(target=_watch, args=(reduce, tell), name="tp-peers", daemon=True).start()
+
+
+def _watch(reduce: PeerReduce, tell: Callable[[], object]) -> None:
+    while not reduce.lost():
+        time.sleep(WATCH_S)
+    tell()
 
 
 def _shared(group: TorchCollectives, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -158,7 +183,7 @@ def _shared(group: TorchCollectives, shape: tuple[int, ...], dtype: torch.dtype)
 
 
 def _looks(timeout_s: float) -> int:
-    return min(int(timeout_s * LOOKS_PER_SECOND), 2**31 - 1)
+    return int(min(timeout_s, MOST_WAIT_S) * LOOKS_PER_SECOND)
 
 
 def _is_small(tensor: torch.Tensor) -> bool:

@@ -38,9 +38,10 @@ class Reduce(Protocol):
 
 
 class ReduceKind(Enum):
-    """How sums are made: AUTO writes into the other GPUs' memory where it can."""
+    """How ranks exchange: AUTO sums few rows through the other GPUs' memory where it can, PEER passes small messages there too."""
 
     AUTO = "auto"
+    PEER = "peer"
     GROUP = "group"
 
 

@@ -124,7 +124,7 @@ def relative_errors(folder: Path, size: int, dtype: str, reduce: str, quantizati
         group.close()
 
 
-@pytest.mark.parametrize("reduce", ["auto", "group"])
+@pytest.mark.parametrize("reduce", ["auto", "peer", "group"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 3e-2)])
 @pytest.mark.parametrize("size", SIZES)
 def test_numbers_are_those_of_one_gpu_eager_and_in_graphs(folder: Path, size: int, dtype: str, tolerance: float, reduce: str) -> None:
