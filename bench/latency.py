@@ -29,6 +29,8 @@ from outrider.shared.base.errors import ConfigurationError, OutriderError
 from outrider.shared.spec.tree import DraftShape
 
 WARM_UP_TOKENS = 24
+WARM_UP_RUNS = 3
+"""A draft in a process of its own meets the size of the rounds in the first, and takes part in all of them by the last."""
 STEADY_AFTER = 5
 """Steps after which a batch is steady: its last prefill, what the draft makes up for, the first rounds on the device."""
 PROFILED_ROUNDS = 40
@@ -195,7 +197,8 @@ class Latency:
         """Return the row of one kind of round at one batch size."""
         options, engine = self._options, self._engine
         acceptance = engine.set_accept_length(shape.accept_length) if shape.tree else "none"
-        engine.run_batch(self._prompts(batch), min(WARM_UP_TOKENS, options.new_tokens), shape.tree)
+        for _ in range(WARM_UP_RUNS):
+            engine.run_batch(self._prompts(batch), min(WARM_UP_TOKENS, options.new_tokens), shape.tree)
         first = min(engine.run_batch(self._prompts(batch), 1, shape.tree)[0] for _ in range(2))
         total, answers = min(
             (engine.run_batch(self._prompts(batch), options.new_tokens, shape.tree) for _ in range(options.repeats)), key=_taken
