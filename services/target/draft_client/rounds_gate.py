@@ -18,6 +18,7 @@ from outrider.shared.spec.tree import DraftShape
 ENTER_LIMIT_S = 0.5
 """How long decoding stands still for the draft's answer; one that records a size it has not met takes about as long."""
 FIRST_PAUSE_S = 0.1
+SHORT_PAUSE_S = 1.0
 LAST_PAUSE_S = 5.0
 NOT_YET = "warming"
 """The draft has not got all rows of a prompt yet: no reason for a pause."""
@@ -46,6 +47,7 @@ class RoundsGate:
         self._buffers: dict[tuple[int, int], TreesBuffer] = {}
         self._rounds: RemoteRounds | None = None
         self._answer: draft_pb2.RoundsEntered | None = None
+        self._unanswered: int | None = None
         self._pause_s = FIRST_PAUSE_S
         self._not_before = 0.0
 
@@ -89,8 +91,11 @@ class RoundsGate:
             rounds.fill(state)
             return rounds
         rounds.leave()
-        if answer is None or answer.reason != NOT_YET:
-            self._pause("no answer" if answer is None else answer.reason)
+        if answer is None:
+            self._unanswered = rounds.id
+            self._pause("no answer yet")
+        elif answer.reason != NOT_YET:
+            self._pause(answer.reason)
         return None
 
     def hear(self, reply: draft_pb2.SessionReply) -> None:
@@ -98,6 +103,10 @@ class RoundsGate:
         rounds, entered, ended = self._rounds, reply.rounds_entered, reply.rounds_ended
         if rounds is not None and reply.HasField("rounds_entered") and entered.rounds == rounds.id:
             self._answer = entered
+        elif reply.HasField("rounds_entered") and entered.rounds == self._unanswered:
+            self._unanswered = None
+            if entered.accepted and self._pause_s <= SHORT_PAUSE_S:
+                self._not_before = 0.0  # it had to record this size, and will be in time from now on
         elif rounds is not None and reply.HasField("rounds_ended") and ended.rounds == rounds.id:
             if not rounds.ended:
                 self._pause(ended.reason)
