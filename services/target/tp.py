@@ -35,7 +35,7 @@ from outrider.shared.parallel.channel import Connection, Report, ReportKind, acc
 from outrider.shared.parallel.collectives import NO_MULTICAST, Collectives, TorchCollectives
 from outrider.shared.parallel.decoder import ShardedDecoder, build_rank
 from outrider.shared.parallel.lead import FailureHandler, Lead, LeadDecoder
-from outrider.shared.parallel.peer import connect_peers, watch_peers
+from outrider.shared.parallel.peer import connect_peers
 from outrider.shared.parallel.reduce import Reduce
 from outrider.shared.parallel.shard import Shard
 from outrider.shared.parallel.worker import RankLost, Worker, report_failure
@@ -47,7 +47,6 @@ LOAD_TIMEOUT_S = 3600.0
 END_GRACE_S = 5.0
 """After a rank was lost: time for an error and an orderly end, before the process is ended."""
 STOP_TIMEOUT_S = 10.0
-OUT_OF_STEP = "tp: a rank did not send its part of a sum; the ranks are out of step. Start the target again."
 AWAKE_S = 0.01
 """How long the other ranks of a GPU stay awake for rank 0's next word, longer than a step: one core each while tokens are decoded."""
 
@@ -153,7 +152,6 @@ def start_group(
         with weights.open(shard.config, device, dtype, progress) as checkpoint:
             decoder = build_rank(LeadDecoder, checkpoint, shard, collectives, reduce)
         decoder.connect(lead, head_reader(weights, shard.config, device, dtype))
-        watch_peers(reduce, lambda: lead.fail(UnavailableError(OUT_OF_STEP, reason="rank_lost")))
         for rank, fingerprint in lead.wait_done(LOAD_TIMEOUT_S).items():
             if fingerprint != decoder.fingerprint:
                 raise ConfigurationError(f"model: rank {rank} has other weights than rank 0; give all hosts one checkpoint.", field="model")
@@ -200,7 +198,6 @@ def _load_rank(order: Order, ranks: Ranks, device: torch.device) -> ShardedDecod
 
 def _mirror(decoder: ShardedDecoder, settings: TargetSettings, device: torch.device, connection: Connection) -> int:
     connection.awake_s = AWAKE_S if device.type == "cuda" else 0.0
-    watch_peers(decoder.reduce, lambda: report_failure(connection, UnavailableError(OUT_OF_STEP, reason="rank_lost")))
     try:
         Worker(decoder, create_backend(settings.attention_backend, device), connection).run()
     except RankLost:

@@ -1,14 +1,10 @@
 """Ranks on the GPUs of one machine, which write into each other's memory: sums and messages of few rows without NCCL's protocol.
 
-What a rank waits for in vain ends as rows that are no numbers, of which no token is chosen, and `watch_peers` tells. That a rank is gone is
-seen on the control channel long before (`lead`); this is for one that lives and does not come.
+What a rank waits for in vain ends as rows that are no numbers, of which no token is chosen: requests end with an error. That a rank is gone
+is seen on the control channel long before (`lead`); this is for one that lives and does not come.
 """
 
 from __future__ import annotations
-
-import threading
-import time
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -23,7 +19,6 @@ from outrider.shared.parallel.reduce import GroupReduce, Reduce, ReduceKind
 PEER_DTYPES = (torch.float32, torch.bfloat16)
 MOST_WAIT_S = 60.0
 """The longest that a rank's host is away from launching: while it compiles and loads kernels that it meets for the first time."""
-WATCH_S = 1.0
 LOOKS_PER_SECOND = 1_000_000
 """How often a kernel that waits looks, about: as often as the device's L2 answers."""
 
@@ -59,11 +54,6 @@ class PeerReduce(GroupReduce):
         shared = self._memory.view(torch.uint8)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         summed: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(shared, tensor, "sum", self._name)
         return summed
-
-    def lost(self) -> bool:
-        """Whether a rank was waited for in vain; asks the device beside what runs on it."""
-        with torch.cuda.stream(torch.cuda.Stream(self._boxes.lost.device)):  # type: ignore[no-untyped-call]
-            return bool(self._boxes.lost.item())
 
     def add(
         self,
@@ -159,18 +149,6 @@ def connect_peers(
         _log.info("ranks reach each other's memory", ranks=group.size, rows=FEW_ROWS)
         return made
     return group, GroupReduce(group)
-
-
-def watch_peers(reduce: Reduce, tell: Callable[[], object]) -> None:
-    """Look every second, on a thread, whether `reduce` has lost a rank; call `tell` once then."""
-    if isinstance(reduce, PeerReduce):
-        threading.Thread(target=_watch, args=(reduce, tell), name="tp-peers", daemon=True).start()
-
-
-def _watch(reduce: PeerReduce, tell: Callable[[], object]) -> None:
-    while not reduce.lost():
-        time.sleep(WATCH_S)
-    tell()
 
 
 def _shared(group: TorchCollectives, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
