@@ -1,0 +1,205 @@
+"""When rounds on the device begin with a draft elsewhere, and when they wait: refusals, answers that come late, drafts that want out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.draft.v1 import draft_pb2
+from outrider.services.target.draft_client import rounds_gate
+from outrider.services.target.draft_client.rounds import RemoteRounds
+from outrider.services.target.draft_client.rounds_gate import RoundsGate
+from outrider.services.target.draft_client.session import DraftSession
+from outrider.shared.spec.device import RoundState
+from outrider.shared.spec.fence import Fence, extend_prefix_hash
+from outrider.shared.spec.tree import DraftShape
+
+CPU = torch.device("cpu")
+SHAPE = DraftShape(3, 2, 8)
+VOCAB, WIDTH, COLUMNS = 64, 4, 6
+
+
+class Channel:
+    """Carries nothing; keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.broken = False
+        self.room = True
+        self.told: list[draft_pb2.RoundsNext] = []
+
+    def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
+        return self.room
+
+    def mend(self) -> bool:
+        self.broken = False
+        return True
+
+    def exchange(
+        self, message: draft_pb2.RoundsNext, state: torch.Tensor, trees: torch.Tensor, expected: torch.Tensor, limit_s: float
+    ) -> None:
+        self.told.append(message)
+        expected.fill_(message.number)
+
+
+class Draft:
+    """A connection whose other end is the test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        self.lateness = 0
+        monkeypatch.setattr(rounds_gate.time, "monotonic", lambda: self.now)
+        self.channel = Channel()
+        self.sent: list[draft_pb2.SessionRequest] = []
+        self.connection: Any = SimpleNamespace(carrier=SimpleNamespace(rounds=self.channel), send=self.sent.append, ended=threading.Event())
+        self.gate = RoundsGate(CPU, VOCAB, 2.0, self._late)
+        self.state = RoundState.idle(2, COLUMNS, WIDTH, torch.float32, CPU)
+
+    def _late(self) -> None:
+        self.lateness += 1
+
+    def answer(self, accepted: bool, reason: str = "") -> None:
+        """Answer the last RoundsEnter."""
+        rounds = next(m.rounds_enter.rounds for m in reversed(self.sent) if m.HasField("rounds_enter"))
+        entered = draft_pb2.RoundsEntered(rounds=rounds, accepted=accepted, reason=reason)
+        self.gate.hear(draft_pb2.SessionReply(rounds_entered=entered))
+
+    def enter(self, session: DraftSession, reply: Callable[[], object]) -> RemoteRounds | None:
+        def take_reply(_connection: Any, timeout_s: float) -> bool:
+            if reply() is None:
+                self.now += timeout_s
+            return True
+
+        return self.gate.enter(self.connection, [session], SHAPE, self.state, take_reply)
+
+    @property
+    def kinds(self) -> list[str | None]:
+        return [message.WhichOneof("message") for message in self.sent]
+
+    @property
+    def open(self) -> bool:
+        return self.gate.is_open(self.connection)
+
+
+@pytest.fixture
+def draft(monkeypatch: pytest.MonkeyPatch) -> Draft:
+    return Draft(monkeypatch)
+
+
+@pytest.fixture
+def session() -> DraftSession:
+    made = DraftSession(Fence(9, 1, 6, 1234))
+    made.live = made.acked = True
+    made.base_len, made.token_ids = 4, [3, 5]
+    made.features = [torch.full((1, WIDTH), 1.0), torch.full((1, WIDTH), 2.0)]
+    return made
+
+
+def accept(draft: Draft) -> Callable[[], object]:
+    return lambda: (draft.answer(True), True)
+
+
+def test_what_is_pending_begins_the_rounds_and_stays_pending_until_one_was_read(draft: Draft, session: DraftSession) -> None:
+    rounds = draft.enter(session, accept(draft))
+    assert rounds is not None
+    (row,) = draft.sent[0].rounds_enter.rows
+    assert (row.base_len, list(row.token_ids), row.fence.committed_len) == (4, [3, 5], 6)
+    assert draft.state.counts.tolist() == [2, 0]
+    assert draft.state.tokens[0].tolist() == [3, 5, 0, 0, 0, 0]
+    assert draft.state.features[0, :2, 0].tolist() == [1.0, 2.0]
+    rounds.leave()
+    assert (session.base_len, session.token_ids, len(session.features)) == (4, [3, 5], 2)
+    assert draft.kinds == ["rounds_enter", "rounds_leave"]
+
+
+def test_the_last_round_stays_pending_and_what_came_before_is_told(draft: Draft, session: DraftSession) -> None:
+    rounds = draft.enter(session, accept(draft))
+    assert rounds is not None
+    for chosen in ([7], [8, 9], [10]):
+        assert rounds.reserve([20])
+        rounds.exchange(draft.state, None)
+        rounds.committed([chosen])
+    draft.state.features[0] = 5.0
+    rounds.leave()
+    assert [list(outcome.token_ids) for message in draft.channel.told for outcome in message.chosen] == [[7], [8, 9]]
+    assert not draft.sent[-1].rounds_leave.chosen
+    assert (session.base_len, session.token_ids) == (9, [10])
+    assert session.features[0].tolist() == [[5.0] * WIDTH]
+    assert session.fence == Fence(9, 1, 10, extend_prefix_hash(1234, [7, 8, 9, 10]))
+    numbers = [message.number for message in draft.channel.told]
+    assert numbers == list(range(numbers[0], numbers[0] + 3))
+
+
+def test_a_refusal_closes_the_gate_for_longer_each_time(draft: Draft, session: DraftSession) -> None:
+    pauses = []
+    for _ in range(4):
+        assert draft.open
+        assert draft.enter(session, lambda: (draft.answer(False, "busy"), True)) is None
+        began = draft.now
+        while not draft.open:
+            draft.now += 0.05
+        pauses.append(draft.now - began)
+    assert pauses == sorted(pauses)
+    assert pauses[-1] > 4 * pauses[0]
+
+
+def test_rows_that_are_on_their_way_close_nothing(draft: Draft, session: DraftSession) -> None:
+    assert draft.enter(session, lambda: (draft.answer(False, "warming"), True)) is None
+    assert draft.open
+
+
+def test_an_answer_that_comes_late_opens_the_gate_again(draft: Draft, session: DraftSession) -> None:
+    began = draft.now
+    assert draft.enter(session, lambda: None) is None
+    assert 0 < draft.now - began <= 0.5
+    assert not draft.open
+    assert draft.kinds == ["rounds_enter", "rounds_leave"], "if it accepts yet, it is left"
+    draft.answer(True)
+    assert draft.open
+    assert draft.enter(session, accept(draft)) is not None
+
+
+def test_a_draft_that_wants_out_is_left_and_not_asked_for_a_while(draft: Draft, session: DraftSession) -> None:
+    rounds = draft.enter(session, accept(draft))
+    assert rounds is not None
+    assert rounds.reserve([20])
+    draft.gate.hear(draft_pb2.SessionReply(rounds_ended=draft_pb2.RoundsEnded(rounds=rounds.id + 1, reason="busy")))
+    assert rounds.reserve([20]), "of other rounds"
+    draft.gate.hear(draft_pb2.SessionReply(rounds_ended=draft_pb2.RoundsEnded(rounds=rounds.id, reason="busy")))
+    assert not rounds.reserve([20])
+    rounds.leave()
+    assert not draft.open
+
+
+@pytest.mark.parametrize(("limit_s", "faulty"), [(None, 1), (0.02, 0)])
+def test_trees_that_come_late_end_the_rounds(draft: Draft, session: DraftSession, limit_s: float | None, faulty: int) -> None:
+    rounds = draft.enter(session, accept(draft))
+    assert rounds is not None
+    rounds.exchange(draft.state, limit_s)
+    draft.channel.broken = True
+    assert not rounds.reserve([20])
+    rounds.committed([[7]])
+    rounds.leave()
+    assert not draft.open
+    assert draft.lateness == faulty, "only a draft that was waited for as long as it takes is faulty"
+
+
+def test_a_connection_that_ended_is_no_fault(draft: Draft, session: DraftSession) -> None:
+    rounds = draft.enter(session, accept(draft))
+    assert rounds is not None
+    rounds.exchange(draft.state, None)
+    draft.connection.ended.set()
+    draft.channel.broken = True
+    session.lose("draft_down")
+    rounds.leave()
+    assert (draft.lateness, session.lost, session.token_ids) == (0, True, [])
+
+
+def test_a_batch_that_does_not_fit_is_not_asked_for(draft: Draft, session: DraftSession) -> None:
+    draft.channel.room = False
+    assert draft.enter(session, accept(draft)) is None
+    assert draft.sent == []
