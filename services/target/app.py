@@ -22,7 +22,7 @@ from outrider.services.target.numerics import prepare_attention, prepare_decoder
 from outrider.services.target.runner import ModelRunner
 from outrider.services.target.scheduler import Scheduler, SchedulerLimits
 from outrider.services.target.servicer import SERVICE_NAME, Serving, TargetServicer, register
-from outrider.services.target.settings import DraftRounds, TargetSettings
+from outrider.services.target.settings import TargetSettings
 from outrider.services.target.synthetic import SyntheticAcceptance
 from outrider.services.target.tp import Order, RankGroup, end_soon, run_rank, start_group
 from outrider.services.target.warmup import check_parity, run_through
@@ -265,10 +265,9 @@ def _make_drafter(settings: TargetSettings, decoder: Decoder) -> Drafter:
     if address is None:
         return NoDrafter(decoder.device)
     identity = TargetIdentity.of(decoder, tokenizer_fingerprint(settings.model), settings.speculative_algorithm)
-    on_device = settings.draft_rounds is DraftRounds.DEVICE
-    return RemoteDrafter(
-        address, identity, decoder.weight, decoder.device, fault_deadline_s=settings.draft_fault_deadline_s, rounds=on_device
-    )
+    rounds = settings.keeps_draft_rounds(decoder.device)
+    deadline_s = settings.draft_fault_deadline_s
+    return RemoteDrafter(address, identity, decoder.weight, decoder.device, fault_deadline_s=deadline_s, rounds=rounds)
 
 
 def _plan(settings: TargetSettings, decoder: Decoder, drafts: bool, draft_bytes: int = 0) -> MemoryPlan:

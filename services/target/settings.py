@@ -52,8 +52,12 @@ class OverlapSchedule(Enum):
 
 
 class DraftRounds(Enum):
-    """Where rounds with a draft in another process run: by way of the host, or on the devices of both (`shared.spec.device`)."""
+    """Where rounds with a draft in another process run: by way of the host, or on the devices of both (`shared.spec.device`).
 
+    AUTO keeps them on the device where a target on one GPU shares memory with its draft (``ipc:``).
+    """
+
+    AUTO = "auto"
     HOST = "host"
     DEVICE = "device"
 
@@ -127,7 +131,9 @@ class TargetSettings(ServiceSettings):
     draft_wait_s: float = Field(20.0, ge=0, description="At start: wait this long for the draft before serving without it.")
     draft_fault_deadline_s: float = Field(2.0, gt=0, description="A draft that owes an answer for longer counts as faulty.")
     draft_rounds: DraftRounds = Field(
-        DraftRounds.HOST, description="Rounds with a draft in another process: by way of the host, or kept on the device on both sides."
+        DraftRounds.AUTO,
+        description="Rounds with a draft in another process: by way of the host, or kept on the device on both sides; auto: the latter on "
+        "a GPU over ipc:.",
     )
     drain_notice_s: float = Field(0.0, ge=0, description="On SIGTERM: time between not serving and refusing new requests.")
     drain_grace_s: float = Field(30.0, ge=0, description="On SIGTERM: time that running requests get to finish.")
@@ -169,6 +175,12 @@ class TargetSettings(ServiceSettings):
         self.draft_address()
         self._check_numerics()
         self._check_ranks()
+
+    def keeps_draft_rounds(self, device: torch.device) -> bool:
+        """Whether rounds with a draft in another process stay on the device of the target."""
+        if self.draft_rounds is DraftRounds.AUTO:
+            return device.type == "cuda" and self.tp == 1 and self.draft.startswith("ipc:")
+        return self.draft_rounds is DraftRounds.DEVICE
 
     def draft_address(self) -> str | None:
         """Return the draft's address, or None without a draft."""

@@ -62,7 +62,7 @@ UP: Mapping[str, tuple[str, Any]] = {
     "disable_cuda_graph": ("", True),
     "overlap_schedule": ("off", "off"),
     "disable_overlap_schedule": ("", True),
-    "draft_rounds": ("device", "device"),
+    "draft_rounds": ("host", "host"),
 }
 """Option of `up` → what is typed, and what becomes of it."""
 

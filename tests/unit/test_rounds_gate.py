@@ -15,6 +15,7 @@ from outrider.services.target.draft_client import rounds_gate
 from outrider.services.target.draft_client.rounds import RemoteRounds
 from outrider.services.target.draft_client.rounds_gate import RoundsGate
 from outrider.services.target.draft_client.session import DraftSession
+from outrider.services.target.settings import TargetSettings
 from outrider.shared.spec.device import RoundState
 from outrider.shared.spec.fence import Fence, extend_prefix_hash
 from outrider.shared.spec.tree import DraftShape
@@ -197,6 +198,22 @@ def test_a_connection_that_ended_is_no_fault(draft: Draft, session: DraftSession
     session.lose("draft_down")
     rounds.leave()
     assert (draft.lateness, session.lost, session.token_ids) == (0, True, [])
+
+
+@pytest.mark.parametrize(
+    ("values", "on_gpu", "on_cpu"),
+    [
+        ({"draft": "ipc:///d"}, True, False),
+        ({"draft": "grpc://h:1"}, False, False),
+        ({"draft": "ipc:///d", "tp": 2}, False, False),
+        ({"draft": "ipc:///d", "draft_rounds": "host"}, False, False),
+        ({"draft": "grpc://h:1", "draft_rounds": "device"}, True, True),
+    ],
+)
+def test_rounds_stay_on_the_device_by_default_where_that_was_measured(values: dict[str, object], on_gpu: bool, on_cpu: bool) -> None:
+    settings = TargetSettings.load({"model": "/m", **values})
+    assert settings.keeps_draft_rounds(torch.device("cuda")) == on_gpu
+    assert settings.keeps_draft_rounds(CPU) == on_cpu
 
 
 def test_a_batch_that_does_not_fit_is_not_asked_for(draft: Draft, session: DraftSession) -> None:
