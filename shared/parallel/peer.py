@@ -1,4 +1,4 @@
-"""Ranks on the GPUs of one machine, which write into each other's memory: sums and messages of few rows without NCCL's protocol.
+"""Ranks on the GPUs of one machine, which reach each other's memory: sums and messages of few rows without NCCL's protocol.
 
 What a rank waits for in vain ends as rows that are no numbers, of which no token is chosen: requests end with an error. That a rank is gone
 is seen on the control channel long before (`lead`); this is for one that lives and does not come.
@@ -25,14 +25,40 @@ LOOKS_PER_SECOND = 1_000_000
 _log = get_logger("outrider.parallel")
 
 
-class PeerReduce(GroupReduce):
-    """`Reduce` by kernels that reach the other ranks' memory, for few rows.
+class OneShotReduce(GroupReduce):
+    """`Reduce` of few rows by a kernel that reads the other ranks' memory.
+
+    On two H200s in a CUDA graph 1 / 64 rows of 4096 bf16 take 6.4 / 9.5 µs against NCCL's 18 / 18.
 
     Used from one stream at a time: consecutive sums share the memory.
 
     Args:
         collectives: Of all ranks; what is too large for this, or neither fp32 nor bf16, goes through them.
         hidden_size, dtype: Of the rows.
+
+    Raises:
+        RuntimeError: This machine shares no memory between processes.
+    """
+
+    def __init__(self, collectives: TorchCollectives, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__(collectives)
+        self._name = collectives.group.group_name
+        self._memory = _shared(collectives, (FEW_ROWS * hidden_size * dtype.itemsize,), torch.uint8)[collectives.rank]
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Reduce.__call__`."""
+        if tensor.nbytes > self._memory.numel() or tensor.dtype not in PEER_DTYPES:
+            return super().__call__(tensor)
+        shared = self._memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        summed: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(shared, tensor, "sum", self._name)
+        return summed
+
+
+class PeerReduce(OneShotReduce):
+    """`OneShotReduce` whose `add` is one kernel, `exchange_add`.
+
+    Args:
+        collectives, hidden_size, dtype: As there.
         timeout_s: How long `add` waits for a rank.
 
     Raises:
@@ -40,20 +66,9 @@ class PeerReduce(GroupReduce):
     """
 
     def __init__(self, collectives: TorchCollectives, hidden_size: int, dtype: torch.dtype, timeout_s: float) -> None:
-        super().__init__(collectives)
-        self._name = collectives.group.group_name
-        self._memory = _shared(collectives, (FEW_ROWS * hidden_size,), dtype)[collectives.rank]
-        self._boxes = Boxes.of(
-            collectives.rank, _shared(collectives, inbox_shape(collectives.size, hidden_size), torch.int32), _looks(timeout_s)
-        )  # fmt: skip
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `Reduce.__call__`."""
-        if tensor.nbytes > self._memory.nbytes or tensor.dtype not in PEER_DTYPES:
-            return super().__call__(tensor)
-        shared = self._memory.view(torch.uint8)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        summed: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(shared, tensor, "sum", self._name)
-        return summed
+        super().__init__(collectives, hidden_size, dtype)
+        inboxes = _shared(collectives, inbox_shape(collectives.size, hidden_size), torch.int32)
+        self._boxes = Boxes.of(collectives.rank, inboxes, _looks(timeout_s))
 
     def add(
         self,
@@ -138,11 +153,13 @@ def connect_peers(
         return group, GroupReduce(group)
     first = (device.index or 0) - group.rank
     reachable = all(peer == device.index or torch.cuda.can_device_access_peer(device, peer) for peer in range(first, first + group.size))
-    made: tuple[Collectives, PeerReduce] | None = None
+    made: tuple[Collectives, Reduce] | None = None
     if _agreed(reachable, device):
         try:
-            messages = PeerCollectives(group, timeout_s) if kind is ReduceKind.PEER else group
-            made = messages, PeerReduce(group, hidden_size, dtype, timeout_s)
+            if kind is ReduceKind.PEER:
+                made = PeerCollectives(group, timeout_s), PeerReduce(group, hidden_size, dtype, timeout_s)
+            else:
+                made = group, OneShotReduce(group, hidden_size, dtype)
         except RuntimeError as error:  # a driver or a sandbox that shares no memory between processes
             _log.warning("no symmetric memory; NCCL adds up", error=str(error).splitlines()[0])
     if _agreed(made is not None, device) and made is not None:

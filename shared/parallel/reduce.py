@@ -15,6 +15,9 @@ from outrider.kernels.add_norm import add_sums
 from outrider.kernels.stream import Stream
 from outrider.shared.parallel.collectives import Collectives
 
+SUMMED_PARTS_BYTES = 128 << 10
+"""Up to here it takes less time to sum each part of a product over the ranks than to add the parts up before, in two launches."""
+
 
 class Reduce(Protocol):
     """How the ranks sum."""
@@ -38,7 +41,10 @@ class Reduce(Protocol):
 
 
 class ReduceKind(Enum):
-    """How ranks exchange: AUTO sums few rows through the other GPUs' memory where it can, PEER passes small messages there too."""
+    """How ranks exchange. AUTO: few rows are summed by one shot where the GPUs reach each other's memory.
+
+    PEER: there one kernel sums them and adds the residual, and small messages pass there too.
+    """
 
     AUTO = "auto"
     PEER = "peer"
@@ -70,5 +76,6 @@ class GroupReduce:
         out: torch.Tensor | None = None,
     ) -> Stream:
         """See `Reduce.add`."""
-        summed = self(parts.sum(0).to(residual.dtype) if parts.dim() == 3 else parts)
+        whole = parts.dim() == 2 or parts.nbytes <= SUMMED_PARTS_BYTES
+        summed = self(parts if whole else parts.sum(0).to(residual.dtype))
         return add_sums(summed, residual, norm_weight, eps, bias=bias, out=out)
