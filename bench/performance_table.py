@@ -39,8 +39,10 @@ def run_table(results: Path, document: Path | None, check: bool) -> int:
     """Print the tables, or write those that a document has a place for; see `outrider bench table`.
 
     Raises:
-        ConfigurationError: The document has no place for any, or a result cannot be read.
+        ConfigurationError: There is no folder of results, the document has no place for any table, or a result cannot be read.
     """
+    if not results.is_dir():
+        raise ConfigurationError(f"--results {results}: there is no such folder.", field="--results")
     recorded = Results(results)
     if document is None:
         print(*("\n".join(table.lines(recorded)) for table in TABLES), sep="\n\n")

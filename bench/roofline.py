@@ -62,7 +62,7 @@ def roofline_rows(options: RooflineOptions) -> list[Row]:
         _rate("device copy, read + write", 2 * nbytes / GB, copy, "GB/s"),
         _rate("device read", nbytes / GB, read, "GB/s"),
     ]
-    for size in (128,) if options.small else (4096, 8192):
+    for size in _matrix_sizes(device, options.small):
         rows.append(_rate(f"matrix product {size}³ {_name(options.dtype)}", 2 * size**3 / 1e12, _matmul(options, size), "TFLOP/s"))
     rows += [
         _time("launch of a small kernel, eager", measure_eager(_small_kernel(device), device)),
@@ -76,7 +76,7 @@ def roofline_rows(options: RooflineOptions) -> list[Row]:
 def measure_ceilings(device: torch.device, dtype: torch.dtype, small: bool = False) -> Ceilings:
     """Measure what floors need; about a second on a GPU."""
     nbytes = _working_set(device, small)
-    size = 128 if small else 8192
+    size = _matrix_sizes(device, small)[-1]
     options = RooflineOptions(device, dtype, None, small)
     return Ceilings(nbytes / _read(device, nbytes).p10, 2 * size**3 / _matmul(options, size).median)
 
@@ -84,6 +84,11 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype, small: bool = Fal
 def _working_set(device: torch.device, small: bool) -> int:
     """Return a size far beyond the caches."""
     return 1 << 20 if small else 4 << 30 if device.type == "cuda" else 1 << 28
+
+
+def _matrix_sizes(device: torch.device, small: bool) -> tuple[int, ...]:
+    """Return rows of the products; the largest takes a GPU milliseconds, and two CPU cores minutes."""
+    return (128,) if small else (4096, 8192) if device.type == "cuda" else (1024, 2048)
 
 
 def _copy(device: torch.device, nbytes: int) -> Times:

@@ -12,9 +12,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -47,6 +49,8 @@ LOAD_TIMEOUT_S = 3600.0
 END_GRACE_S = 5.0
 """After a rank was lost: time for an error and an orderly end, before the process is ended."""
 STOP_TIMEOUT_S = 10.0
+FAILED_STOP_TIMEOUT_S = 2.0
+"""The same once the group is broken: shorter than `END_GRACE_S`, or a rank that is stopped would stay behind with its memory."""
 AWAKE_S = 0.01
 """How long the other ranks of a GPU stay awake for rank 0's next word, longer than a step: one core each while tokens are decoded."""
 
@@ -101,7 +105,7 @@ class RankGroup:
     def close(self) -> None:
         """End the other ranks; returns when those that this process started are gone."""
         self._lead.close()
-        _end(self._processes)
+        _end(self._processes, STOP_TIMEOUT_S if self.failure is None else FAILED_STOP_TIMEOUT_S)
         if self.failure is None:
             self._collectives.close()
 
@@ -222,10 +226,23 @@ def _meet(order: Order, ranks: Ranks | None) -> tuple[Store, list[subprocess.Pop
     """Open the store on rank 0, and start the other ranks unless `torchrun` did."""
     if ranks is not None:
         return _join(ranks), []
-    store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=MEET_TIMEOUT_S))
+    store = _local_store()
     size = order.settings.tp
     shared = Ranks(rank=0, size=size, local_rank=0, local_size=size, host=LOOPBACK, port=store.port)
     return PrefixStore(_prefix(shared), store), [_spawn(order, shared, rank) for rank in range(1, size)]
+
+
+def _local_store() -> TCPStore:
+    """Open a store that only this host reaches; left to itself it would listen on all addresses."""
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        return TCPStore(
+            LOOPBACK,
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=MEET_TIMEOUT_S),
+            master_listen_fd=listener.detach(),
+        )
 
 
 def _join(ranks: Ranks) -> Store:
@@ -279,10 +296,11 @@ def _check_alive(processes: list[subprocess.Popen[bytes]]) -> None:
             raise UnavailableError(f"tp: rank {rank} ended with code {process.returncode} while starting; its output says why.", field="tp")
 
 
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+def _end(processes: list[subprocess.Popen[bytes]], timeout_s: float = STOP_TIMEOUT_S) -> None:
+    until = time.monotonic() + timeout_s
     for process in processes:
         try:
-            process.wait(STOP_TIMEOUT_S)
+            process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
