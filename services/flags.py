@@ -35,7 +35,7 @@ TARGET_FLAGS: Mapping[str, TargetFlag] = {
     "disable_cuda_graph": TargetFlag(bool, "Record no CUDA graphs."),
     "overlap_schedule": TargetFlag(str, "Launch a round before the last one is read; auto: on a GPU.", "auto|on|off", "auto"),
     "disable_overlap_schedule": TargetFlag(bool, "The same as --overlap-schedule off."),
-    "draft_rounds": TargetFlag(str, "Where rounds with a draft apart run; auto: on GPUs over ipc.", "auto|host|device", "auto"),
+    "draft_rounds": TargetFlag(str, "Where rounds with a draft apart run; auto: on GPUs.", "auto|host|device", "auto"),
 }
 """Setting of the target → flag of `outrider up`. The target alone says which values it takes, and which not together."""
 

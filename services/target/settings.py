@@ -54,7 +54,7 @@ class OverlapSchedule(Enum):
 class DraftRounds(Enum):
     """Where rounds with a draft in another process run: by way of the host, or on the devices of both (`shared.spec.device`).
 
-    AUTO keeps them on the device where a target on one GPU shares memory with its draft (``ipc:``).
+    AUTO keeps them on the device of a target on one GPU.
     """
 
     AUTO = "auto"
@@ -88,7 +88,9 @@ class TargetSettings(ServiceSettings):
     device: str = Field("auto", pattern="^(auto|cpu|cuda(:[0-9]+)?)$", description="auto, cpu, cuda or cuda:N.")
     dtype: Dtype = Field(Dtype.AUTO, description="auto, float32, bfloat16 or float16.")
     tp: int = Field(1, ge=1, le=64, description="Tensor parallelism: GPUs (processes, on a CPU) that share the model.")
-    tp_all_reduce: ReduceKind = Field(ReduceKind.AUTO, description="auto: one-shot sums where GPUs reach each other; group: NCCL; peer: see docs.")
+    tp_all_reduce: ReduceKind = Field(
+        ReduceKind.AUTO, description="auto: one-shot sums where GPUs reach each other; group: NCCL; peer: see docs."
+    )
     tp_timeout_s: float = Field(120.0, gt=0, description="A step that a rank does not join for so long ends the target.")
     attention_backend: AttentionKind = Field(
         AttentionKind.AUTO,
@@ -133,7 +135,7 @@ class TargetSettings(ServiceSettings):
     draft_rounds: DraftRounds = Field(
         DraftRounds.AUTO,
         description="Rounds with a draft in another process: by way of the host, or kept on the device on both sides; auto: the latter on "
-        "a GPU over ipc:.",
+        "a GPU.",
     )
     drain_notice_s: float = Field(0.0, ge=0, description="On SIGTERM: time between not serving and refusing new requests.")
     drain_grace_s: float = Field(30.0, ge=0, description="On SIGTERM: time that running requests get to finish.")
@@ -179,7 +181,7 @@ class TargetSettings(ServiceSettings):
     def keeps_draft_rounds(self, device: torch.device) -> bool:
         """Whether rounds with a draft in another process stay on the device of the target."""
         if self.draft_rounds is DraftRounds.AUTO:
-            return device.type == "cuda" and self.tp == 1 and self.draft.startswith("ipc:")
+            return device.type == "cuda" and self.tp == 1
         return self.draft_rounds is DraftRounds.DEVICE
 
     def draft_address(self) -> str | None:

@@ -204,7 +204,8 @@ def test_a_connection_that_ended_is_no_fault(draft: Draft, session: DraftSession
     ("values", "on_gpu", "on_cpu"),
     [
         ({"draft": "ipc:///d"}, True, False),
-        ({"draft": "grpc://h:1"}, False, False),
+        ({"draft": "grpc://h:1"}, True, False),
+        ({"draft": "grpc://h:1", "draft_rounds": "host"}, False, False),
         ({"draft": "ipc:///d", "tp": 2}, False, False),
         ({"draft": "ipc:///d", "draft_rounds": "host"}, False, False),
         ({"draft": "grpc://h:1", "draft_rounds": "device"}, True, True),
