@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -186,8 +186,6 @@ class Target:
         synthetic = stand_in.synthetic if stand_in is not None else None
         attention = prepare_attention(settings, decoder)
         graph_plan = plan_graphs(settings, cuda=device.type == "cuda", waits=waits_for_device(attention))
-        if stand_in is not None:  # measurements ask for shapes and greedy rows, and leave nothing to `auto`
-            graph_plan = replace(graph_plan, forms=(), filters=False)
         runner = ModelRunner(
             decoder,
             pool,

@@ -89,8 +89,7 @@ class CommonChoice:
             tokens = expected[shape.topk == 1][shape.depth] if shape.drafts else batch_size
             return tokens / costs.round(batch_size, batch_size * shape.max_nodes, shape.depth)
 
-        largest = max(SMALL_STEP_ROWS, 2 * costs.most_rows(batch_size))
-        allowed = [shape for shape in offered if batch_size * shape.max_nodes <= largest] or [min(offered, key=_nodes)]
+        allowed = _allowed(offered, costs.most_rows(batch_size), batch_size)
         best = self._best(allowed, rate, acceptance)
         if rate(best) > ADVANTAGE * rate(NO_DRAFT):
             self._probe_gap, self._since_drafted = FIRST_PROBE_GAP, 0
@@ -123,6 +122,13 @@ def _summed(rows: Sequence[RowBound], form: DraftShape) -> list[float]:
     speakers = rows[:: -(-len(rows) // MOST_SPEAKERS)]
     share = len(rows) / len(speakers)
     return [share * sum(tokens) for tokens in zip(*(row.expected_tokens(form, form.depth) for row in speakers), strict=True)]
+
+
+def _allowed(offered: Sequence[DraftShape], most_rows: int, batch_size: int) -> list[DraftShape]:
+    """Return the shapes that are no more than twice as large as any step measured, and the smallest of each form."""
+    largest = max(SMALL_STEP_ROWS, 2 * most_rows)
+    smallest = {chain: min((one for one in offered if (one.topk == 1) is chain), key=_nodes, default=None) for chain in (False, True)}
+    return [shape for shape in offered if batch_size * shape.max_nodes <= largest or shape in smallest.values()]
 
 
 def _probe(allowed: Sequence[DraftShape], chains: bool) -> DraftShape:

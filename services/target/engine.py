@@ -23,6 +23,7 @@ from outrider.services.target.device_loop import DeviceLoop, OverlapPlan
 from outrider.services.target.engine_parts import EngineParts
 from outrider.services.target.follower import Follower
 from outrider.services.target.host_rounds import HostRounds
+from outrider.services.target.inbox import Cancel, Pause, Submit
 from outrider.services.target.limits import EngineLimits
 from outrider.services.target.metrics import TargetMetrics
 from outrider.services.target.proposals import Proposals
@@ -46,25 +47,7 @@ from outrider.shared.spec.tree import DraftShape
 DRAIN_RETRY_AFTER_S = 5.0
 NO_DRAFT_REASON = "no_draft"
 USUAL_MODES = (SamplingMode.NOISE, SamplingMode.GREEDY)
-"""What all passes are recorded for before anybody is served."""
-ALL_MODES = (SamplingMode.FILTERED, *USUAL_MODES)
-
-
-@dataclass(frozen=True, slots=True)
-class _Submit:
-    sequence: Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class _Cancel:
-    session_id: int
-    keep_tokens: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Pause:
-    session_id: int
-    paused: bool
+"""What passes are recorded for before anybody is served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +99,7 @@ class TargetEngine:
         self._follower = Follower(drafter, runner, scheduler)
         self._delivery = Delivery(scheduler, self._follower, self.metrics, self.controller)
         self._proposals = Proposals(drafter, self._follower, self.controller, self.metrics)
-        self._inbox: deque[_Submit | _Cancel | _Pause] = deque()
+        self._inbox: deque[Submit | Cancel | Pause] = deque()
         self._session_ids = itertools.count(1)
         self._live: dict[int, Sequence] = {}
         self._next_check: float | None = None
@@ -161,22 +144,22 @@ class TargetEngine:
         )
         self.limits.check(sequence, self._scheduler.capacity)
         self._scheduler.gate.enter(sequence.prompt_len)
-        self._inbox.append(_Submit(sequence))
+        self._inbox.append(Submit(sequence))
         self.wake()
         return sequence.session_id
 
     def cancel(self, handle: int, keep_tokens: int | None = None) -> None:
         """End a request; tokens after `keep_tokens` are not billed (a stop string ended the text there). Unknown handles are ignored."""
-        self._inbox.append(_Cancel(handle, keep_tokens))
+        self._inbox.append(Cancel(handle, keep_tokens))
         self.wake()
 
     def pause(self, handle: int) -> None:
         """Skip a request whose reader is slow; its K/V is kept unless others need the pages."""
-        self._inbox.append(_Pause(handle, True))
+        self._inbox.append(Pause(handle, True))
 
     def resume(self, handle: int) -> None:
         """Go on with a paused request."""
-        self._inbox.append(_Pause(handle, False))
+        self._inbox.append(Pause(handle, False))
         self.wake()
 
     def prometheus_text(self) -> str:
@@ -202,7 +185,7 @@ class TargetEngine:
     @property
     def num_live(self) -> int:
         """Requests that are queued or running, those in the inbox included."""
-        return len(self._live) + sum(isinstance(message, _Submit) for message in tuple(self._inbox))
+        return len(self._live) + sum(isinstance(message, Submit) for message in tuple(self._inbox))
 
     def forget_warm_up(self) -> None:
         """Start all counters over; what the controller has learnt of costs stays. Call while no request is live."""
@@ -213,20 +196,20 @@ class TargetEngine:
         self._parts.metrics = self.metrics
         self._counter.value = 0
 
-    def recordings(self, bs: int, shape: DraftShape, modes: Seq[SamplingMode] = USUAL_MODES) -> list[Callable[[], None]]:
+    def recordings(self, bs: int, shape: DraftShape) -> list[Callable[[], None]]:
         """Return what records the passes of one size, see `record_graphs`. Call them before the engine's thread runs."""
         self._follower.refresh()
         runner = self._runner
         if self._loop is None or not self._loop.takes(shape):
             if shape.drafts and not self._drafts:
                 return []
-            return [lambda mode=mode: runner.capture_verify(bs, shape.max_nodes, mode) for mode in modes]  # type: ignore[misc]
+            return [lambda mode=mode: runner.capture_verify(bs, shape.max_nodes, mode) for mode in USUAL_MODES]  # type: ignore[misc]
         loop = self._loop
         # Plain rounds store feature rows for sequences that are drafted at times, and none for others.
         kinds = [runner.captures] if shape.drafts or not runner.captures else [True, False]
         return [
             lambda mode=mode, capture=kind: loop.capture(bs, shape, mode, capture)  # type: ignore[misc]
-            for mode in modes
+            for mode in USUAL_MODES
             for kind in kinds
         ]
 
@@ -323,13 +306,13 @@ class TargetEngine:
     def _receive(self, now: float) -> None:
         while self._inbox:
             message = self._inbox.popleft()
-            if isinstance(message, _Submit):
+            if isinstance(message, Submit):
                 self._accept(message.sequence)
                 continue
             sequence = self._live.get(message.session_id)
             if sequence is None:
                 continue
-            if isinstance(message, _Cancel):
+            if isinstance(message, Cancel):
                 self._delivery.cancel(sequence, message.keep_tokens)
                 self._forget(sequence)
             else:

@@ -11,8 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from outrider.services.target.bucketed_verify import Buckets
 from outrider.services.target.device_loop import OverlapPlan
-from outrider.services.target.engine import ALL_MODES, USUAL_MODES, TargetEngine
-from outrider.services.target.offers import MOST_ROWS, offered_shapes
+from outrider.services.target.engine import TargetEngine
+from outrider.services.target.offers import MOST_ROWS
 from outrider.services.target.request import SpeculationMode
 from outrider.services.target.settings import OverlapSchedule, TargetSettings
 from outrider.shared.engine.graphs import GraphCache
@@ -34,23 +34,18 @@ class GraphPlan:
         overlap: Which rounds stay on the device; None for none.
         buckets: What passes of host-driven rounds are padded to; None runs them as they come.
         shapes: The usual shapes of rounds.
-        forms: What `auto` chooses shapes within, where a request names none; see `SpeculationParams.forms`.
         prefills: Rows of the passes over short prompts.
-        filters: Whether the usual shapes are recorded for filtered rows too (top-k, top-p, min-p).
     """
 
     graphs: bool
     overlap: OverlapPlan | None
     buckets: Buckets | None
     shapes: tuple[DraftShape, ...]
-    forms: tuple[DraftShape, ...]
     prefills: tuple[int, ...]
-    filters: bool = True
 
     def shapes_at(self, batch_size: int) -> tuple[DraftShape, ...]:
-        """Return the shapes of rounds that are recorded for one bucket: the usual ones if not too large, and what `auto` offers."""
-        usual = [shape for shape in self.shapes if batch_size * shape.max_nodes <= MOST_ROWS]
-        return tuple(dict.fromkeys((*usual, *offered_shapes(self.forms, batch_size))))
+        """Return the shapes of rounds that are recorded for one bucket: the usual ones if not too large."""
+        return tuple(shape for shape in self.shapes if batch_size * shape.max_nodes <= MOST_ROWS)
 
 
 def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool) -> GraphPlan:
@@ -66,14 +61,13 @@ def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool) -> GraphPl
     auto = settings.limits().resolve(SpeculationMode.AUTO)
     tree = auto.shape
     usual = (tree, DraftShape(tree.depth, 1, tree.depth + 1)) if tree.drafts else ()
-    forms = auto.forms if tree.drafts else ()
     max_bs = min(settings.cuda_graph_max_bs, settings.max_running_requests)
-    buckets = Buckets.make(max_bs, settings.max_nodes, [shape.max_nodes for shape in (*usual, *offered_shapes(forms, 1))])
+    buckets = Buckets.make(max_bs, settings.max_nodes, [shape.max_nodes for shape in usual])
     overlap = OverlapPlan(buckets.batch_sizes, settings.num_steps + 1)
     on = overlaps[settings.overlap_schedule] and not settings.disable_overlap_schedule
     # Padding moves a row within its tile, which batch-invariant kernels do not allow for; ranks would have to gather one row's logits.
     prefills = PREFILL_SIZES if graphs and not settings.deterministic and settings.tp == 1 else ()
-    return GraphPlan(graphs, overlap if on else None, buckets if graphs else None, (NO_DRAFT, *dict.fromkeys(usual)), forms, prefills)
+    return GraphPlan(graphs, overlap if on else None, buckets if graphs else None, (NO_DRAFT, *dict.fromkeys(usual)), prefills)
 
 
 def record_graphs(engine: TargetEngine, graphs: GraphCache, plan: GraphPlan, *, to_console: bool) -> None:
@@ -99,8 +93,7 @@ def _recordings(engine: TargetEngine, plan: GraphPlan) -> Iterator[tuple[str, Ca
         yield f"prompts of {size} tokens", engine.prefill_recording(size)
     for bs in reversed(plan.buckets.batch_sizes):
         for shape in plan.shapes_at(bs):
-            modes = ALL_MODES if plan.filters and shape in plan.shapes else USUAL_MODES
-            for record in engine.recordings(bs, shape, modes):
+            for record in engine.recordings(bs, shape):
                 yield f"batch {bs}, {shape.max_nodes} nodes", record
 
 

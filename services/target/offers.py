@@ -6,9 +6,10 @@ from functools import lru_cache
 
 from outrider.shared.spec.tree import DraftShape
 
-CHAIN_DEPTHS = (1, 2, 3, 5, 7)
-TREE_DEPTHS = (3, 8)
-"""Beside a tree's own depth, and where chains stand for what is shallower."""
+CHAIN_DEPTHS = (1, 3, 5)
+"""Beside the longest chain that is allowed."""
+TREE_DEPTHS = (1, 2, 3, 5, 8, 12)
+"""Beside a tree's own depth, where there are no chains for what is shallower."""
 
 MOST_ROWS = 512
 """A larger pass is bound by arithmetic: what more it verifies it takes longer for."""
@@ -37,7 +38,7 @@ def offered_shapes(forms: tuple[DraftShape, ...], batch_size: int) -> tuple[Draf
     shapes: list[DraftShape] = []
     for form in forms:
         if form.drafts:
-            usual = CHAIN_DEPTHS if form.topk == 1 or len(forms) == 1 else TREE_DEPTHS
-            shapes += [cut(form, depth) for depth in (*(one for one in usual if one < form.depth), form.depth)]
+            depths = CHAIN_DEPTHS if form.topk == 1 else TREE_DEPTHS if len(forms) == 1 else ()
+            shapes += [cut(form, depth) for depth in (*(one for one in depths if one < form.depth), form.depth)]
     fitting = [shape for shape in shapes if batch_size * shape.max_nodes <= MOST_ROWS]
     return tuple(dict.fromkeys(fitting or sorted(shapes, key=lambda shape: shape.max_nodes)[:1]))

@@ -10,7 +10,7 @@ import pytest
 
 from outrider.services.target.controller import ExecutedRow, ExecutedStep, RowBound, RowState, SpeculationController
 from outrider.services.target.cost_model import StepCosts
-from outrider.services.target.offers import CHAIN_DEPTHS, offered_shapes
+from outrider.services.target.offers import TREE_DEPTHS, offered_shapes
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 BOUND = DraftShape(5, 4, 16)
@@ -100,7 +100,7 @@ def test_depths_are_of_a_small_set_and_are_kept() -> None:
     controller = SpeculationController()
     bound = DraftShape(7, 4, 16)
     _rate, depths = machine.run(controller, [controller.new_row()], 800, bound)
-    assert set(depths) <= {0, 7, *CHAIN_DEPTHS}
+    assert set(depths) <= {0, 7, *TREE_DEPTHS}
     lengths = [len(list(run)) for _depth, run in groupby(depths)]
     assert min(lengths[:-1]) >= 4
 
@@ -146,6 +146,15 @@ def test_the_better_form_is_found_at_every_batch_size(batch_size: int, acceptanc
     machine.run_forms(controller, states, 600, BOUND, CHAIN)
     rate, _shapes = machine.run_forms(controller, states, 1500, BOUND, CHAIN)
     assert rate > 0.93 * machine.best(batch_size, offered_shapes((BOUND, CHAIN), batch_size))
+
+
+@pytest.mark.parametrize("batch_size", [3, 8, 16])
+def test_a_tree_much_larger_than_the_longest_chain_is_reached(batch_size: int) -> None:
+    machine = Machine(base_s=0.004, row_s=0.0000005, level_s=0.0001, acceptance=0.9, chain_acceptance=0.3)
+    controller = SpeculationController()
+    tree = DraftShape(5, 8, 32)
+    _rate, shapes = machine.run_forms(controller, [controller.new_row() for _ in range(batch_size)], 600, tree, DraftShape(5, 1, 6))
+    assert sum(shape == tree for shape in shapes[300:]) > 200
 
 
 def test_a_large_batch_that_trees_are_too_dear_for_gets_chains() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from outrider.services.target.bucketed_verify import Buckets
 from outrider.services.target.graph_plan import PREFILL_SIZES, plan_graphs
+from outrider.services.target.offers import offered_shapes
 from outrider.services.target.request import SpeculationMode
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
@@ -36,17 +37,20 @@ def test_a_gpu_records_the_usual_shapes() -> None:
     assert plan.overlap.batch_sizes == (1, 2, 4, 8, 16, 32, 48)
     assert plan.overlap.columns == 6
     assert plan.buckets is not None
-    assert plan.buckets.nodes == (1, 2, 3, 4, 6, 8, 16, 20, 32, 64, 128)
+    assert plan.buckets.nodes == (1, 2, 4, 6, 8, 16, 32, 64, 128)
     assert plan.shapes == (NO_DRAFT, DraftShape(5, 8, 32), DraftShape(5, 1, 6))
+    assert plan.shapes_at(16) == plan.shapes
+    assert plan.shapes_at(48) == (NO_DRAFT, DraftShape(5, 1, 6)), "1536 rows are recorded when they are first met"
 
 
-def test_what_auto_may_choose_is_recorded_as_far_as_it_is_no_larger_than_pays() -> None:
-    plan = plan_graphs(settings(max_running_requests=64), cuda=True, waits=False)
-    tree, chains = DraftShape(5, 4, 16), [DraftShape(depth, 1, depth + 1) for depth in (1, 2, 3, 5, 7, 10)]
-    assert plan.forms == (tree, chains[-1])
-    assert set(plan.shapes_at(1)) == {NO_DRAFT, tree, DraftShape(3, 4, 10), *chains}
-    assert set(plan.shapes_at(32)) == {NO_DRAFT, tree, DraftShape(3, 4, 10), *chains}
-    assert set(plan.shapes_at(64)) == {NO_DRAFT, *chains[:-1]}, "a chain of 7 is 512 rows"
+def test_auto_is_offered_a_tree_and_chains_no_larger_than_pays() -> None:
+    forms = settings(max_running_requests=64).limits().resolve(SpeculationMode.AUTO).forms
+    tree, chains = DraftShape(5, 4, 16), [DraftShape(depth, 1, depth + 1) for depth in (1, 3, 5, 10)]
+    assert forms == (tree, chains[-1])
+    assert set(offered_shapes(forms, 1)) == {tree, *chains}
+    assert set(offered_shapes(forms, 32)) == {tree, *chains}
+    assert set(offered_shapes(forms, 64)) == set(chains[:-1]), "704 rows cost more than they yield"
+    assert offered_shapes(forms[1:], 400) == (chains[0],), "the smallest is always there"
 
 
 @pytest.mark.parametrize(
