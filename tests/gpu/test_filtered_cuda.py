@@ -1,4 +1,4 @@
-"""filtered_choice compiled: at the size of a real vocabulary it keeps, and chooses, what sorting does."""
+"""filtered_choice compiled: at the size of a real vocabulary it keeps what the law keeps, and chooses what sorting does."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("kind", ["peaked", "flat", "ties", "masked"])
-def test_what_is_kept_is_what_sorting_keeps(kind: str, dtype: torch.dtype) -> None:
+def test_what_is_kept_is_what_the_law_keeps(kind: str, dtype: torch.dtype) -> None:
     for rows, vocab in ((13, 128_256), (40, 32_003)):
         check_kept_tokens(kind, rows, vocab, dtype, "cuda", Guards(64))
 

@@ -9,8 +9,8 @@ from outrider.kernels.filtered_choice import kept_tokens
 from outrider.kernels.filtered_choice.reference import scaled, token_keys
 from outrider.kernels.verify import SamplingTensors, choose_tokens
 
-ROUNDING = 2e-6
-"""Probabilities are sums of many: how far a token's beginning may be from p for either side to be right."""
+ROUNDING = 1e-6
+"""Probabilities are fp32 sums of many: how far a token's beginning may be from p for either side to be right."""
 FILTERS = [
     (0, 0.9, 0.0), (50, 1.0, 0.0), (50, 0.9, 0.0), (1, 1.0, 0.0), (7, 0.5, 0.05), (0, 1.0, 0.1), (0, 0.999, 0.0), (100_000_000, 0.8, 0.0),
     (0, 0.0, 0.0), (3000, 0.3, 0.0), (0, 1.0, 0.0), (0, 1e-9, 1.0),
@@ -48,27 +48,43 @@ def logits_of(kind: str, rows: int, vocab: int, dtype: torch.dtype, device: str)
 
 
 def check_kept_tokens(kind: str, rows: int, vocab: int, dtype: torch.dtype, device: str, guards: Guards) -> None:
-    """What is kept is what sorting keeps, tie by tie, except where a sum of probabilities is p to within rounding."""
+    """What is kept is what the law says, tie by tie, except where a sum of probabilities is p to within rounding.
+
+    The law is sorted and summed in fp64: the reference's own fp32 sums over 128,256 tokens are up to 4e-6 off on a GPU.
+    """
     logits, sampling = logits_of(kind, rows, vocab, dtype, device), filters_of(rows, device, 0.7)
-    keys = token_keys(logits, sampling.temperature)
-    with reference_version():
-        expected = kept_tokens(logits, sampling).mask(keys) & (logits > -torch.inf)
+    finite = logits > -torch.inf
     with triton_version(guards):
-        actual = kept_tokens(guards.put(logits, "logits"), sampling).mask(keys) & (logits > -torch.inf)
+        found = kept_tokens(guards.put(logits, "logits"), sampling)
+    actual = found.mask(token_keys(logits, sampling.temperature)) & finite
     scores = scaled(logits, sampling.temperature).double()
-    warm = sampling.temperature > 0
-    for row in (actual != expected).any(dim=1).nonzero().flatten().tolist():
-        assert warm[row], "a greedy row keeps everything"
+    for row in range(rows):
+        if sampling.temperature[row] == 0:
+            assert torch.equal(actual[row], finite[row]), "a greedy row keeps everything"
+            continue
+        top_k, p = int(sampling.top_k[row]), float(sampling.top_p[row])
         order = scores[row].sort(descending=True, stable=True)
         weights = (order.values - order.values[0]).exp()
-        limit = int(sampling.top_k[row]) or vocab
-        weights[limit:] = 0.0
+        weights[top_k or vocab :] = 0.0
         before = (weights.cumsum(0) - weights) / weights.sum()
-        between = (actual[row] != expected[row])[order.indices].nonzero().flatten()
-        p = float(sampling.top_p[row])
-        assert p < 1, f"top-k {limit} keeps {int(actual[row].sum())} tokens"
-        off = (before[between] - p).abs().max()
-        assert off < ROUNDING, f"row {row} keeps {int(actual[row].sum())} tokens, sorting {int(expected[row].sum())}; {off:.1e} from p"
+        kept = ((before < p) | (p >= 1)) & (torch.arange(vocab, device=device) < (top_k or vocab)) & finite[row][order.indices]
+        kept[0] = True
+        wrong = actual[row][order.indices] != kept
+        if bool(wrong.any()):
+            assert p < 1, f"row {row}: top-k {top_k} keeps {int(actual[row].sum())} tokens"
+            off = float((before[wrong] - p).abs().max())
+            assert off < ROUNDING, f"row {row} keeps {int(actual[row].sum())} tokens, the law {int(kept.sum())}; {off:.1e} from p"
+
+
+def check_reference(kind: str, rows: int, vocab: int, dtype: torch.dtype) -> None:
+    """The reference and the compiled version say the same of rows whose sums are short."""
+    logits, sampling = logits_of(kind, rows, vocab, dtype, "cpu"), filters_of(rows, "cpu", 0.7)
+    keys, finite = token_keys(logits, sampling.temperature), logits > -torch.inf
+    with reference_version():
+        expected = kept_tokens(logits, sampling).mask(keys) & finite
+    with triton_version(Guards()):
+        actual = kept_tokens(logits, sampling).mask(keys) & finite
+    assert torch.equal(actual, expected)
 
 
 def check_choices(vocab: int, draws: int, dtype: torch.dtype, device: str, guards: Guards) -> None:

@@ -1,8 +1,8 @@
-"""filtered_choice: the Triton version, interpreted, keeps what sorting keeps and stays within its buffers."""
+"""filtered_choice: the Triton version, interpreted, keeps what the law keeps and stays within its buffers."""
 
 import pytest
 import torch
-from filter_cases import check_choices, check_kept_tokens
+from filter_cases import check_choices, check_kept_tokens, check_reference
 from guards import Guards
 
 from outrider.kernels.filtered_choice.triton import best_kept as right
@@ -16,8 +16,13 @@ from outrider.kernels.verify import triton as compiled
         ("ties", torch.float32, 5000), ("ties", torch.bfloat16, 900), ("ties", torch.float16, 900), ("masked", torch.bfloat16, 900),
     ],
 )  # fmt: skip
-def test_what_is_kept_is_what_sorting_keeps(kind: str, dtype: torch.dtype, vocab: int) -> None:
+def test_what_is_kept_is_what_the_law_keeps(kind: str, dtype: torch.dtype, vocab: int) -> None:
     check_kept_tokens(kind, 13, vocab, dtype, "cpu", Guards())
+
+
+@pytest.mark.parametrize("kind", ["ties", "masked"])
+def test_the_reference_keeps_the_same(kind: str) -> None:
+    check_reference(kind, 13, 60, torch.float32)
 
 
 @pytest.mark.parametrize("vocab", [1, 3, 37])
