@@ -18,10 +18,10 @@ from outrider.kernels.tree_check import tree_check
 from outrider.services.target.draft_client.fences import fence_to_proto
 from outrider.services.target.draft_client.rounds_channel import RoundsChannel
 from outrider.services.target.draft_client.session import DraftSession
-from outrider.shared.rpc.rounds import TreesBlob
 from outrider.shared.rpc.tensors import wire_dtype
 from outrider.shared.spec.device import RoundState
 from outrider.shared.spec.fence import Fence, extend_prefix_hash
+from outrider.shared.spec.rounds import TreesBlob
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 

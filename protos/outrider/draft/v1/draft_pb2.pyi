@@ -461,7 +461,7 @@ Global___SessionRequest: _TypeAlias = SessionRequest  # noqa: Y015
 class RoundsEnter(_message.Message):
     """Rounds that stay on the devices of both sides. Between RoundsEnter and RoundsLeave every round of one batch takes a state of the target
     to the draft (what the last round chose, with its features) and trees back; the hosts tell each other lengths and tokens beside it,
-    ahead of time or after it. Layouts of state and trees: shared/rpc/rounds.py.
+    ahead of time or after it. Layouts of state and trees: shared/spec/rounds.py.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
