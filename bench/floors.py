@@ -31,11 +31,11 @@ class Narrow:
     """Bytes of the target's numbers that are not as wide as the others; None where they are.
 
     Attributes:
-        layers: Of a weight of the layers; the output head stays as it is.
+        products: Of a weight of the layers and of the output head.
         cache: Of a cached number.
     """
 
-    layers: int | None = None
+    products: int | None = None
     cache: int | None = None
 
 
@@ -63,8 +63,8 @@ def forward_pass(config: ModelConfig, rows: int, sequences: int, context: int, i
         narrow: Those that have fewer.
     """
     narrow = narrow or Narrow()
-    parameters, head = target_parameters(config), config.vocab_size * config.hidden_size
-    weights = (parameters - head) * (narrow.layers or itemsize) + head * itemsize
+    parameters = target_parameters(config)
+    weights = parameters * (narrow.products or itemsize)
     cached = 2 * config.num_layers * config.num_kv_heads * config.head_dim * context * sequences * (narrow.cache or itemsize)
     attention = 4 * config.num_layers * config.num_heads * config.head_dim * context * rows
     return Work(weights + cached, 2 * parameters * rows + attention)

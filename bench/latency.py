@@ -28,6 +28,7 @@ from outrider.bench.roofline import Ceilings, measure_ceilings
 from outrider.shared.base.errors import ConfigurationError, OutriderError
 from outrider.shared.spec.tree import DraftShape
 
+SYNTHETIC = "synthetic acceptance"
 WARM_UP_TOKENS = 24
 WARM_UP_RUNS = 3
 """A draft in a process of its own meets the size of the rounds in the first, and takes part in all of them by the last."""
@@ -112,7 +113,8 @@ def run_latency(options: LatencyOptions) -> int:
     rows: list[Row] = []
     failed: dict[str, str] = {}
     profiles: dict[str, Any] = {}
-    result = Result("latency", _settings(options, device, dtype, ceilings), rows, {"profiles": profiles, "failed": failed})
+    note = SYNTHETIC if any(shape.tree for shape in options.shapes) else ""
+    result = Result("latency", _settings(options, device, dtype, ceilings), rows, {"profiles": profiles, "failed": failed}, note)
     with running_engine(options.engine) as engine:
         bench = Latency(engine, options, ceilings, profiles)
         for case, measured in bench.cases():

@@ -146,7 +146,9 @@ def _perplexity(case: str) -> Callable[[Results], Figure | None]:
         increase = float(found[1]["increase_percent"])
         wide = found[0].row("as it is")
         before = "" if wide is None else f"{_number(wide['value'])} as it is"
-        return Figure(increase, f"{increase:+.2f} % ({_number(found[1]['value'])})", found[0].path, before, f"{1 + increase / 100:.3f}")
+        where = f"{found[0].settings('device')}, {found[0].settings('dtype')}"
+        text = f"{increase:+.2f} % ({_number(found[1]['value'])}; {where})"
+        return Figure(increase, text, found[0].path, before, f"{1 + increase / 100:.3f}")
 
     return find
 
