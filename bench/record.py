@@ -69,12 +69,14 @@ class Result:
         settings: What it ran with, resolved.
         rows: Its figures.
         more: Whatever else the JSON shall hold (a profile, single runs).
+        note: What a reader of the table must know of its figures; stands in the title.
     """
 
     name: str
     settings: Mapping[str, Any]
     rows: Sequence[Row]
     more: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
 
     def save(self, output: Path | None) -> Path:
         """Write the JSON: to `output` if that ends in .json, else into it (or `bench/results`) under the benchmark's name and device."""
@@ -96,7 +98,8 @@ class Result:
 
     def table(self, shown: Sequence[str] = ()) -> Table:
         """Return the rows as a table; `shown` names the entries of `more` that get columns."""
-        table = Table(title=f"{self.name}: {self.settings.get('machine') or self.settings.get('device', '')}")
+        where = self.settings.get("machine") or self.settings.get("device", "")
+        table = Table(title=f"{self.name}: {where}" + (f", {self.note}" if self.note else ""))
         for name in ("case", "figure", "floor", "× floor", *shown):
             table.add_column(name, justify="left" if name == "case" else "right", overflow="fold", no_wrap=name == "case")
         for row in self.rows:

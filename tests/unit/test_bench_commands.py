@@ -36,6 +36,7 @@ def test_latency_measures_rounds_and_prefill(tmp_path: Path, transport: str) -> 
     flags = ("--rounds", "plain,chain3@3,3/2/6@2", "--batch", "1,2", "--prefill", "24", "--transport", transport)
     output = run("latency", *LATENCY, *flags, "--output", str(tmp_path / "l.json"))
     assert "round tree 3/2/6, batch 2" in output
+    assert "latency: cpu, synthetic acceptance" in output
     written = json.loads((tmp_path / "l.json").read_text())
     assert written["settings"]["transport"] == transport
     assert written["settings"]["weights"] == "random"
