@@ -51,6 +51,12 @@ def check_values(options: StackOptions, devices: Path = Path("/dev")) -> None:
             raise _wrong(flag, text, f"one of {', '.join(allowed)}")
     _check_shape(options)
     _check_files(options)
+    if options.transport.value != "auto" and not options.speculates:
+        raise ConfigurationError(
+            f"--transport {options.transport.value} says how the target reaches a draft, and nothing drafts; "
+            "leave it out, or give a --draft or a --speculative-algorithm that drafts.",
+            field="--transport",
+        )
     for flag, number in (
         ("--max-running-requests", options.max_running_requests),
         ("--kv-tokens", options.kv_tokens),

@@ -10,7 +10,7 @@ import pytest
 
 from outrider.services import cli, option_checks
 from outrider.services.draft.settings import DraftSettings
-from outrider.services.launch import StackOptions
+from outrider.services.launch import StackOptions, Transport
 from outrider.services.option_checks import check_values
 from outrider.services.target.request import SpeculationLimits
 from outrider.services.target.settings import TargetSettings
@@ -51,6 +51,9 @@ from outrider.shared.spec.algorithm import Algorithm
         ({"token_map": Path(__file__)}, "--speculative-token-map", "must be a file of .pt, .pth, .bin, .safetensors, .json"),
         ({"ngram_corpus": Path("/no/corpus.txt"), "algorithm": Algorithm.NGRAM}, "--ngram-corpus", "there is no such file"),
         ({"ngram_corpus": Path(__file__)}, "--ngram-corpus", "is read by NGRAM only"),
+        ({"transport": Transport.IPC, "draft": None}, "--transport", "--transport ipc says .* nothing drafts; leave it out"),
+        ({"transport": Transport.GRPC, "algorithm": Algorithm.NONE}, "--transport", "--transport grpc says"),
+        ({"transport": Transport.INPROC, "draft": None}, "--transport", "--transport inproc says"),
     ],
 )
 def test_a_wrong_value_is_refused_by_its_flag(options: dict[str, Any], flag: str, message: str) -> None:
@@ -65,6 +68,8 @@ def test_defaults_and_limits_pass() -> None:
     check_values(StackOptions(num_steps=20, max_steps=20, topk=1, num_draft_tokens=21))
     check_values(StackOptions(topk=1))  # of the default number of nodes a chain takes what it needs
     check_values(StackOptions(algorithm=Algorithm.NGRAM, draft=None, ngram_corpus=Path(__file__)))
+    check_values(StackOptions(algorithm=Algorithm.NGRAM, draft=None, transport=Transport.IPC))
+    check_values(StackOptions(draft=None, transport=Transport.AUTO))
 
 
 @pytest.mark.parametrize(("options", "why"), [({"algorithm": Algorithm.NGRAM}, "n-grams have no vocabulary"), ({}, "nothing drafts")])
