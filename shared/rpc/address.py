@@ -49,7 +49,7 @@ class IpcAddress:
             )
         if len(path.encode()) > MAX_UNIX_PATH_BYTES - len(IPC_SUFFIX):
             longest = MAX_UNIX_PATH_BYTES - len(IPC_SUFFIX)
-            raise ConfigurationError(f"{field}: the socket path is longer than {longest} bytes: {path}.", field=field)
+            raise _too_long(path, longest, field)
         return cls(path)
 
 
@@ -68,12 +68,17 @@ def check_address(address: str, field: str) -> str:
                 f"{field}: a unix socket needs an absolute path (unix:/run/outrider/target.sock), not {address!r}.", field=field
             )
         if len(path.encode()) > MAX_UNIX_PATH_BYTES:
-            raise ConfigurationError(f"{field}: the socket path is longer than {MAX_UNIX_PATH_BYTES} bytes: {path}.", field=field)
+            raise _too_long(path, MAX_UNIX_PATH_BYTES, field)
         return f"unix:{path}"
     host, separator, port = address.rpartition(":")
     if not separator or not host or not port.isdigit() or int(port) > 65535:
         raise ConfigurationError(f"{field}: expected host:port (a port is at most 65535) or unix:/path, not {address!r}.", field=field)
     return address
+
+
+def _too_long(path: str, longest: int, field: str) -> ConfigurationError:
+    message = f"{field}: the socket path is longer than {longest} bytes: {path}; use a shorter one, in a folder under /run or /tmp."
+    return ConfigurationError(message, field=field)
 
 
 def is_local(host: str) -> bool:
