@@ -5,6 +5,7 @@ A server starts NOT_SERVING; `set_serving(True)` is the service's own decision (
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -125,7 +126,7 @@ def sync_server(
     """Build and bind a threaded server.
 
     Args:
-        address: ``host:port`` (port 0 picks one) or ``unix:/path``.
+        address: ``host:port`` (port 0 picks one) or ``unix:/path``, whose file gets mode 0600.
         servicers: What to serve.
         service_names: Full names, e.g. ``outrider.target.v1.Target``; for health and reflection.
         max_workers: Threads; every open stream occupies one.
@@ -177,11 +178,19 @@ def _reflected(service_names: Sequence[str]) -> tuple[str, ...]:
 
 def _bind(server: grpc.Server | grpc.aio.Server, address: str) -> tuple[str, int]:
     address = check_address(address, "listen")
+    path = address.removeprefix("unix:") if address.startswith("unix:") else None
+    # gRPC binds and listens in one step, so others are kept out by the mask; folders made meanwhile by other threads stay usable.
+    mask = None if path is None else os.umask(0o077)
     try:
         port = server.add_insecure_port(address)
-    except RuntimeError as error:
+        if path is not None:
+            os.chmod(path, 0o600)
+    except (RuntimeError, OSError) as error:
         message = f"Cannot listen on {address}: {error}. Is another process using it?"
         raise ConfigurationError(message, field="listen", reason="address_in_use") from None
-    if address.startswith("unix:"):
+    finally:
+        if mask is not None:
+            os.umask(mask)
+    if path is not None:
         return address, 0
     return f"{address.rpartition(':')[0]}:{port}", port

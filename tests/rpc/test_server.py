@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import stat
 import threading
 from pathlib import Path
 
@@ -175,6 +177,18 @@ async def test_the_asyncio_server_offers_the_same(tmp_path: Path) -> None:
             assert NAME in {service.name for service in (await reflected.read()).list_services_response.service}
     finally:
         await server.stop(0)
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o022, 0o177])
+def test_a_unix_socket_is_for_its_user_only(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        server = sync_server(f"unix:{tmp_path}/s.sock", servicers(), [NAME])
+        assert os.umask(mask) == mask, "the process's own mask holds again"
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "s.sock").stat().st_mode) == 0o600
+    server.stop(0)
 
 
 def test_a_taken_port_is_a_configuration_error_that_names_it() -> None:
