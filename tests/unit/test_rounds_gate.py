@@ -12,7 +12,7 @@ import torch
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client import rounds_gate
-from outrider.services.target.draft_client.rounds import RemoteRounds
+from outrider.services.target.draft_client.rounds import MAX_ROUND_NUMBER, RemoteRounds
 from outrider.services.target.draft_client.rounds_gate import RoundsGate
 from outrider.services.target.draft_client.session import DraftSession
 from outrider.services.target.settings import TargetSettings
@@ -56,9 +56,14 @@ class Draft:
         monkeypatch.setattr(rounds_gate.time, "monotonic", lambda: self.now)
         self.channel = Channel()
         self.sent: list[draft_pb2.SessionRequest] = []
-        self.connection: Any = SimpleNamespace(carrier=SimpleNamespace(rounds=self.channel), send=self.sent.append, ended=threading.Event())
+        self.connection = self.connect()
         self.gate = RoundsGate(CPU, VOCAB, 2.0, self._late)
         self.state = RoundState.idle(2, COLUMNS, WIDTH, torch.float32, CPU)
+
+    def connect(self) -> Any:
+        ended = threading.Event()
+        carrier = SimpleNamespace(rounds=self.channel)
+        return SimpleNamespace(carrier=carrier, send=self.sent.append, ended=ended, close=ended.set)
 
     def _late(self) -> None:
         self.lateness += 1
@@ -221,3 +226,31 @@ def test_a_batch_that_does_not_fit_is_not_asked_for(draft: Draft, session: Draft
     draft.channel.room = False
     assert draft.enter(session, accept(draft)) is None
     assert draft.sent == []
+
+
+def test_numbers_begin_again_with_a_new_connection_long_before_they_are_too_large(draft: Draft, session: DraftSession) -> None:
+    draft.gate._numbers._last = MAX_ROUND_NUMBER - 3
+    rounds = draft.enter(session, accept(draft))
+    assert rounds is not None
+    for chosen in ([7], [8]):
+        assert rounds.reserve([20])
+        rounds.exchange(draft.state, None)
+        rounds.committed([chosen])
+    assert not rounds.reserve([20]), "these rounds end"
+    rounds._buffer.trees.number.fill_(2)  # what a round of long ago had
+    assert draft.open
+    assert not draft.connection.ended.is_set(), "while rounds go on the connection stays"
+    rounds.leave()
+    assert not draft.open
+    assert draft.connection.ended.is_set()
+    assert not draft.open, "nothing of the new numbers goes over the old connection"
+
+    session.token_ids, session.base_len = [3, 5], 4
+    draft.connection = draft.connect()
+    assert draft.open
+    again = draft.enter(session, accept(draft))
+    assert again is not None
+    assert again.reserve([20])
+    again.exchange(draft.state, None)
+    assert (again.id, draft.channel.told[-1].number) == (1, 2)
+    assert rounds._buffer.trees.number.item() == 0, "no tree of before is taken for one of this round"

@@ -44,10 +44,26 @@ class TreesBuffer:
             return cls(TreesBlob.make(bs, nodes, device), torch.zeros(1, dtype=torch.int32, device=device))
 
 
+MAX_ROUND_NUMBER = 1 << 30
+"""Half of what an int32 header holds, and what the words of a mailbox end with lies above: months of rounds."""
+
+
 class RoundNumbers:
-    """Numbers of rounds, never used twice: a header of an older connection is not taken for one of this."""
+    """Numbers of rounds, not used twice until they are spent: a header of an older connection is not taken for one of this.
+
+    They ascend as long as a connection lasts, since streams wait for a number or a greater one.
+    """
 
     def __init__(self) -> None:
+        self._last = 0
+
+    @property
+    def spent(self) -> bool:
+        """Whether it is time to `restart`; those of rounds that are under way may still be taken."""
+        return self._last >= MAX_ROUND_NUMBER
+
+    def restart(self) -> None:
+        """Begin again, for a connection that has not seen any."""
         self._last = 0
 
     def take(self) -> int:
@@ -139,9 +155,9 @@ class RemoteRounds:
                     start += part.shape[0]
 
     def reserve(self, committed_upper: Sequence[int]) -> bool:
-        """See `DeviceRounds.reserve`. False too when the draft has had enough, or has been late."""
+        """See `DeviceRounds.reserve`. False too when the draft has had enough, or has been late, and when the numbers are spent."""
         self._upper = committed_upper
-        if self.ended or self._channel is None or self._channel.broken:
+        if self.ended or self._numbers.spent or self._channel is None or self._channel.broken:
             return False
         return all(session is None or session.live for session in self._sessions)
 

@@ -53,7 +53,13 @@ class RoundsGate:
 
     def is_open(self, connection: Connection) -> bool:
         """Whether rounds may begin, or go on, over a connection."""
-        return connection.carrier.rounds is not None and (self._rounds is not None or time.monotonic() >= self._not_before)
+        if connection.carrier.rounds is None:
+            return False
+        if self._rounds is not None:
+            return True
+        if self._numbers.spent:
+            self._restart_numbers(connection)
+        return not connection.ended.is_set() and time.monotonic() >= self._not_before
 
     def for_capture(self, shape: DraftShape, state: RoundState) -> RemoteRounds:
         """Return rounds without sessions and without a draft."""
@@ -111,6 +117,15 @@ class RoundsGate:
             if not rounds.ended:
                 self._pause(ended.reason)
             rounds.ended = True
+
+    def _restart_numbers(self, connection: Connection) -> None:
+        """End the connection, whose words and slots know greater numbers; the link makes another. What trees have come is forgotten."""
+        _log.info("numbers of rounds begin again, over a new connection")
+        connection.close()
+        self._numbers.restart()
+        self._unanswered = None
+        for buffer in self._buffers.values():
+            buffer.trees.number.zero_()
 
     def _await_answer(self, connection: Connection, take_reply: Callable[[Connection, float], bool]) -> draft_pb2.RoundsEntered | None:
         until = time.monotonic() + min(ENTER_LIMIT_S, self._patience_s)
