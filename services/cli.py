@@ -136,6 +136,7 @@ def up(
     transport: Annotated[
         Transport, typer.Option(help="auto puts the draft into the target's process on a machine with one GPU, else runs it apart.")
     ] = Transport.AUTO,
+    mps: Annotated[bool, typer.Option("--mps", help="Share the GPU by NVIDIA's multi-process service; the draft runs apart.")] = False,
     log_level: Annotated[str, typer.Option(help="Of all services.")] = "info",
     **target_flags: Any,
 ) -> None:
@@ -164,6 +165,7 @@ def up(
         port=port,
         skip_tokenizer=skip_tokenizer,
         transport=transport,
+        mps=mps,
         log_level=log_level,
         target_flags={name: value for name, value in target_flags.items() if value is not None},
     )

@@ -18,8 +18,9 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outrider.services.mps import shared_gpu
 from outrider.services.option_checks import DEFAULT_MAX_SESSIONS, check_values
-from outrider.services.supervisor import ChildSpec, Echo, Supervisor
+from outrider.services.supervisor import ChildSpec, Echo, Supervisor, Surroundings
 from outrider.shared.base.errors import CancelledError, ConfigurationError, UnavailableError
 from outrider.shared.rpc.polling import watch_sockets
 from outrider.shared.spec.algorithm import Algorithm, check_given
@@ -72,6 +73,7 @@ class StackOptions:
         kv_tokens: Size of the KV caches in tokens, of target and draft alike, for several stacks on one GPU.
         max_running_requests: Sequences that the target works on at once, and that the draft follows if they are more than its default.
         mem_fraction_static: Share of the GPU's memory for the target's weights and KV cache.
+        mps: Share the GPU by the multi-process service; the draft then has a process of its own.
         tp: GPUs (processes, on a CPU) that share the target. AUTO transport then takes the draft into the target's first process.
         target_flags: Further settings that only the target reads, by their names.
     """
@@ -98,6 +100,7 @@ class StackOptions:
     max_running_requests: int | None = None
     mem_fraction_static: float | None = None
     tp: int | None = None
+    mps: bool = False
     target_flags: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -127,7 +130,8 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
         inproc: Whether the draft runs inside the target.
     """
     target_address = f"unix:{runtime_dir / 'target.sock'}"
-    scheme = "ipc://" if options.transport is Transport.IPC else "unix:"
+    by_ipc = options.transport is Transport.IPC or (options.mps and options.transport is Transport.AUTO)
+    scheme = "ipc://" if by_ipc else "unix:"
     draft_address = f"{scheme}{runtime_dir / 'draft.sock'}" if options.speculates and not inproc else None
     shape = {"num-steps": options.num_steps, "topk": options.topk, "num-draft-tokens": options.num_draft_tokens}
     caps = {"max-steps": options.max_steps, "max-topk": options.max_topk, "max-nodes": options.max_nodes}
@@ -246,7 +250,7 @@ def _check_model_folder(folder: Path, flag: str, hint: str = "") -> None:
 
 def wants_inproc(options: StackOptions) -> bool:
     """Decide whether the draft runs in the target's process: as asked; for AUTO n-grams always, a model with one GPU or with ``--tp``."""
-    if not options.speculates or options.transport in (Transport.GRPC, Transport.IPC):
+    if not options.speculates or options.mps or options.transport in (Transport.GRPC, Transport.IPC):
         return False
     if options.transport is Transport.INPROC or options.algorithm is Algorithm.NGRAM:
         return True
@@ -304,7 +308,8 @@ def running_stack(options: StackOptions, echo: Echo, progress: Progress, stopped
     with ExitStack() as cleanup:
         runtime_dir = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
         plan = plan_stack(options, runtime_dir, wants_inproc(options))
-        supervisor = cleanup.enter_context(Supervisor(plan.children, echo))
+        around = cleanup.enter_context(shared_gpu(runtime_dir / "mps", echo)) if options.mps else Surroundings()
+        supervisor = cleanup.enter_context(Supervisor(plan.children, echo, around))
         _wait_until_ready(plan, supervisor, progress, stopped)
         supervisor.settle()
         yield Stack(plan, supervisor)

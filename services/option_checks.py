@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outrider.services.mps import mps_program
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.spec.algorithm import TOKEN_MAP_SUFFIXES, Algorithm
 
@@ -23,8 +24,9 @@ DEFAULT_NUM_STEPS, DEFAULT_TOPK, DEFAULT_NUM_DRAFT_TOKENS = 5, 4, 16
 DEFAULT_MAX_STEPS, DEFAULT_MAX_TOPK, DEFAULT_MAX_NODES = 16, 16, 128
 DEFAULT_MAX_SESSIONS = 64
 """The services' own defaults, known here without importing them; a test compares."""
+NVIDIA_DEVICE = "nvidia[0-9]*"
 # NVIDIA's driver, the same under WSL, and ROCm's, whose GPUs torch calls cuda too.
-GPU_DEVICES = ("nvidia[0-9]*", "dxg", "kfd")
+GPU_DEVICES = (NVIDIA_DEVICE, "dxg", "kfd")
 
 
 def check_values(options: StackOptions, devices: Path = Path("/dev")) -> None:
@@ -57,6 +59,8 @@ def check_values(options: StackOptions, devices: Path = Path("/dev")) -> None:
             "leave it out, or give a --draft or a --speculative-algorithm that drafts.",
             field="--transport",
         )
+    if options.mps:
+        _check_mps(options, devices)
     for flag, number in (
         ("--max-running-requests", options.max_running_requests),
         ("--kv-tokens", options.kv_tokens),
@@ -66,6 +70,20 @@ def check_values(options: StackOptions, devices: Path = Path("/dev")) -> None:
             raise _wrong(flag, number, "at least 1")
     if options.mem_fraction_static is not None and not 0 < options.mem_fraction_static < 1:
         raise _wrong("--mem-fraction-static", options.mem_fraction_static, "between 0 and 1, both excluded")
+
+
+def _check_mps(options: StackOptions, devices: Path) -> None:
+    """Refuse the multi-process service where no two processes would share an NVIDIA GPU, or where it is not installed."""
+    why = None
+    if options.device == "cpu":
+        why = "shares a GPU, and --device cpu uses none"
+    elif next(devices.glob(NVIDIA_DEVICE), None) is None:
+        why = "shares an NVIDIA GPU, and this machine shows none"
+    elif not options.speculates or options.algorithm is Algorithm.NGRAM or options.transport.value == "inproc":
+        why = "is for a target and a draft that are two processes on a GPU, and here only the target is"
+    if why is not None:
+        raise ConfigurationError(f"--mps {why}; leave it out.", field="--mps")
+    mps_program()
 
 
 def _check_shape(options: StackOptions) -> None:

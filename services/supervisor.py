@@ -7,14 +7,15 @@ stopping them (Linux's parent-death signal, bound to the thread that started the
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 FIRST_BACKOFF_S = 0.2
 LAST_BACKOFF_S = 5.0
@@ -49,11 +50,25 @@ class ChildSpec:
     drain_s: float = 30.0
 
 
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the children live in.
+
+    Attributes:
+        variables: Of their environment, beside this process's.
+        before_kill: Called with the id of a process that did not stop in time, before it is killed.
+    """
+
+    variables: Mapping[str, str] = field(default_factory=dict)
+    before_kill: Callable[[int], None] = lambda _process_id: None
+
+
 class Child:
     """A supervised process. Restarted from the moment the supervisor is `settled`; a death before that is for the caller to see."""
 
-    def __init__(self, spec: ChildSpec, echo: Echo, settled: threading.Event) -> None:
+    def __init__(self, spec: ChildSpec, echo: Echo, settled: threading.Event, around: Surroundings) -> None:
         self.spec = spec
+        self._around = around
         self.starts = 0
         self.exit_code: int | None = None
         self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)
@@ -90,6 +105,8 @@ class Child:
         self._thread.join(self.spec.drain_s)
         if self._thread.is_alive():
             self._echo(self.spec.name, f"did not stop within {self.spec.drain_s:g} s; killed")
+            if (process_id := self.process_id) is not None:
+                self._around.before_kill(process_id)
             self._signal(signal.SIGKILL)
             self._thread.join()
 
@@ -105,7 +122,7 @@ class Child:
                     return
                 started = time.monotonic()
                 try:
-                    process = self._process = _spawn(self.spec)
+                    process = self._process = _spawn(self.spec, self._around.variables)
                 except OSError as error:
                     self.exit_code = COMMAND_NOT_FOUND
                     self._echo(self.spec.name, f"cannot start {self.spec.command[0]}: {error}")
@@ -131,9 +148,9 @@ class Supervisor:
     Use as a context manager: leaving it stops everything.
     """
 
-    def __init__(self, specs: Sequence[ChildSpec], echo: Echo) -> None:
+    def __init__(self, specs: Sequence[ChildSpec], echo: Echo, around: Surroundings | None = None) -> None:
         self._settled = threading.Event()
-        self.children = [Child(spec, echo, self._settled) for spec in specs]
+        self.children = [Child(spec, echo, self._settled, around or Surroundings()) for spec in specs]
 
     def __enter__(self) -> Supervisor:
         for child in self.children:
@@ -162,13 +179,14 @@ class Supervisor:
             child.join()
 
 
-def _spawn(spec: ChildSpec) -> subprocess.Popen[str]:
+def _spawn(spec: ChildSpec, variables: Mapping[str, str]) -> subprocess.Popen[str]:
     """Start a child in a session of its own (a terminal's Ctrl-C shall reach the supervisor only), tied to this thread's life."""
     return subprocess.Popen(
         spec.command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        env={**os.environ, **variables},
         text=True,
         errors="replace",
         start_new_session=True,

@@ -51,6 +51,7 @@ UP: Mapping[str, tuple[str, Any]] = {
     "port": ("9100", 9100),
     "skip_tokenizer": ("", True),
     "transport": ("inproc", Transport.INPROC),
+    "mps": ("", True),
     "log_level": ("debug", "debug"),
     "deterministic": ("", True),
     "quantization": ("fp8", "fp8"),
@@ -105,7 +106,7 @@ def test_a_flag_of_up_arrives_under_each_of_its_names(option: str, monkeypatch: 
         value = not wanted if name.startswith("--no-") else wanted
         arrived = up(monkeypatch, [name, typed] if typed else [name])
         assert (arrived.target_flags.get(option) if option in TARGET_FLAGS else getattr(arrived, option)) == value
-    if option in ("transport", "skip_tokenizer"):
+    if option in ("transport", "skip_tokenizer", "mps"):
         return
     lines = [" ".join(child.command) for child in plan_stack(StackOptions(**basis | changed), Path("/run/x"), inproc=False).children]
     shown = "NGRAM" if option == "algorithm" else typed or flag_name(option)
