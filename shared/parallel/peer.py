@@ -151,10 +151,8 @@ def connect_peers(
     device = group.device
     if device.type != "cuda" or kind is ReduceKind.GROUP or not one_host or dtype not in PEER_DTYPES:
         return group, GroupReduce(group)
-    first = (device.index or 0) - group.rank
-    reachable = all(peer == device.index or torch.cuda.can_device_access_peer(device, peer) for peer in range(first, first + group.size))
     made: tuple[Collectives, Reduce] | None = None
-    if _agreed(reachable, device):
+    if _agreed(reaches_all(device, group.rank, group.size), device):
         try:
             if kind is ReduceKind.PEER:
                 made = PeerCollectives(group, timeout_s), PeerReduce(group, hidden_size, dtype, timeout_s)
@@ -166,6 +164,20 @@ def connect_peers(
         _log.info("ranks reach each other's memory", ranks=group.size, rows=FEW_ROWS)
         return made
     return group, GroupReduce(group)
+
+
+def reaches_all(device: torch.device, rank: int, size: int) -> bool:
+    """Whether this rank's GPU reaches the memory of the others', which are consecutive: rank r's is as far behind rank 0's as r.
+
+    A process that sees its own GPU alone cannot tell, and says no.
+    """
+    index = device.index or 0
+    first = index - rank
+    seen = torch.cuda.device_count()
+    if first < 0 or first + size > seen:
+        _log.warning("not every rank's GPU is visible to this rank; NCCL adds up", rank=rank, device=index, ranks=size, visible=seen)
+        return False
+    return all(peer == index or torch.cuda.can_device_access_peer(index, peer) for peer in range(first, first + size))
 
 
 def _shared(group: TorchCollectives, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
