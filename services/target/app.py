@@ -35,6 +35,7 @@ from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.tokenizer_file import tokenizer_fingerprint
 from outrider.shared.obs.logging import configure_logging, get_logger
 from outrider.shared.parallel.lead import FailureHandler, graph_observer
+from outrider.shared.parallel.watched import watched, watched_engine
 from outrider.shared.rpc.server import aio_server
 from outrider.shared.spec.drafter import Drafter, DrafterState
 
@@ -205,10 +206,11 @@ class Target:
         )
         limits = EngineLimits(config.vocab_size, longest_text(config, settings.max_model_len), frozenset(config.eos_token_ids))
         self.engine = TargetEngine(runner, scheduler, self.drafter, limits, overlap=graph_plan.overlap)
-        if stand_in is None:  # random weights have near-ties everywhere
-            check_parity(runner, self.engine.controller)
-        record_graphs(self.engine, runner.graphs, graph_plan, to_console=not settings.log_json)
-        self._thread = EngineThread(self.engine, on_start=lambda: _use_device(device))
+        with watched(decoder):
+            if stand_in is None:  # random weights have near-ties everywhere
+                check_parity(runner, self.engine.controller)
+            record_graphs(self.engine, runner.graphs, graph_plan, to_console=not settings.log_json)
+        self._thread = EngineThread(watched_engine(self.engine, decoder), on_start=lambda: _use_device(device))
         self.engine.wake = self._thread.wake
         self._thread.start()
         self.serving = Serving(

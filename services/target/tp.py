@@ -10,6 +10,7 @@ again.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -111,7 +112,11 @@ class RankGroup:
 
 
 def end_soon(error: OutriderError) -> None:
-    """The usual failure handler: end this process within `END_GRACE_S`, whatever its threads wait for."""
+    """The usual failure handler: end this process within `END_GRACE_S`, whatever its threads wait for.
+
+    The alarm is for a process that is at its end already, where no thread of Python's runs and a library waits for the device.
+    """
+    signal.alarm(math.ceil(2 * END_GRACE_S))
     timer = threading.Timer(END_GRACE_S, os._exit, (1,))
     timer.daemon = True
     timer.start()
@@ -150,7 +155,7 @@ def start_group(
     except BaseException:
         _end(processes)
         raise
-    lead = Lead(connections, on_failure)
+    lead = Lead(connections, on_failure, settings.tp_timeout_s, bounded=device.type == "cpu")
     try:
         collectives, reduce = _join_group(store, shard, device, dtype, settings, ranks)
         with weights.open(shard.config, device, dtype, progress) as checkpoint:

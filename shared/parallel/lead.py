@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
+from torch.distributed import DistError
 
 from outrider.kernels.verify import SamplingTensors, choose_tokens
 from outrider.shared.attn.base import AttentionBackend, AttentionBatch
@@ -36,9 +39,12 @@ from outrider.shared.parallel.packing import StepInputs, pack
 
 SILENT_BEATS = 15
 """A rank from which nothing came for so many beats is stopped or cut off."""
+QUIET_BEATS = 3
+"""So many are enough to name it when something went wrong anyway."""
 POOL_TIMEOUT_S = 120.0
 NOTICE_S = 1.0
 
+_LIBRARY_PLACE = re.compile(r"\[[^\]]*\.(cc|cpp|h|hpp|cu):\d+\]")
 _log = get_logger("outrider.parallel")
 
 FailureHandler = Callable[[OutriderError], None]
@@ -51,9 +57,18 @@ class Lead:
         connections: One per rank from 1 on.
         on_failure: Called once, from the thread that notices, when a rank is lost or did not keep step. Nothing can be computed afterwards,
             and a collective that is under way may never return: the process has to end.
+        step_timeout_s: The longest that a step (see `step`) may take between two commands; without end by default.
+        bounded: Whether the collectives under way in `together` end by themselves, as gloo's do. NCCL's in a CUDA graph wait for ever.
     """
 
-    def __init__(self, connections: Mapping[int, Connection], on_failure: FailureHandler) -> None:
+    def __init__(
+        self,
+        connections: Mapping[int, Connection],
+        on_failure: FailureHandler,
+        step_timeout_s: float = math.inf,
+        *,
+        bounded: bool = False,
+    ) -> None:
         self.failure: OutriderError | None = None
         self._connections = dict(connections)
         self._on_failure = on_failure
@@ -62,6 +77,11 @@ class Lead:
         self._lock = threading.Lock()
         self._noticed = threading.Event()
         self._closing = False
+        self._step_timeout_s = step_timeout_s
+        self._bounded = bounded
+        self._in_step = False
+        self._together = False
+        self._step_beats = 0
         for rank in connections:
             threading.Thread(target=self._listen, args=(rank,), name=f"tp-rank-{rank}", daemon=True).start()
         threading.Thread(target=self._watch, name="tp-watch", daemon=True).start()
@@ -74,6 +94,7 @@ class Lead:
         """
         if self.failure is not None:
             raise self.failure
+        self._step_beats = 0
         body = encode(command)
         for rank, connection in self._connections.items():
             try:
@@ -85,12 +106,27 @@ class Lead:
     def together(self, command: Command) -> Iterator[None]:
         """Tell all ranks a command and take this rank's part in it; an error in the middle of it leaves the ranks out of step for good."""
         self.send(command)
+        self._together = True
         try:
             yield
         except BaseException as error:
-            self._noticed.wait(NOTICE_S)  # a collective fails because a rank is lost: say that
-            problem = f"tp: rank 0 failed in {type(command).__name__}: {error}"
-            raise self.fail(UnavailableError(problem, reason="rank_failed")) from error
+            raise self.fail(self._explained(command, error)) from error
+        finally:
+            self._step_beats = 0
+            self._together = False
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Watch what is done in it, by one thread at a time: when it does not come back, the group has failed.
+
+        A host that waits for the device cannot be woken, so the one who fails the group here is the thread that counts beats.
+        """
+        self._step_beats = 0
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
 
     def wait_done(self, timeout_s: float) -> dict[int, str]:
         """Wait until every rank has reported what it was told to do; returns the texts by rank.
@@ -125,6 +161,8 @@ class Lead:
 
     def close(self) -> None:
         """Let the other ranks end."""
+        if self._in_step:  # nobody will see it end, and this process could not either
+            self.fail(UnavailableError("tp: told to end in the middle of a step that does not come back.", reason="rank_failed"))
         with self._lock:
             self._closing = True
         for connection in self._connections.values():
@@ -152,7 +190,32 @@ class Lead:
             for rank in self._silent:
                 self._silent[rank] += 1
                 if self._silent[rank] > SILENT_BEATS:
-                    self.fail(_lost(rank, f"it has been silent for {SILENT_BEATS} beats"))
+                    self.fail(_silent([rank], SILENT_BEATS))
+            if self._in_step and not (self._together and self._bounded):
+                self._step_beats += 1
+                if self._step_beats * BEAT_S > self._step_timeout_s and not self._undecided():
+                    problem = f"tp: a step has not come back for {self._step_timeout_s:g} s, and all ranks run; start the target again."
+                    self.fail(self._blame() or UnavailableError(problem, reason="rank_failed"))
+
+    def _explained(self, command: Command, error: BaseException) -> OutriderError:
+        """Say who is to blame for an error of rank 0 in the middle of a command; a collective fails because a rank is lost."""
+        self._noticed.wait(NOTICE_S)
+        for _ in range(QUIET_BEATS):
+            if not self._undecided() or self._noticed.wait(BEAT_S):
+                break
+        text = str(error)
+        if isinstance(error, DistError) or _LIBRARY_PLACE.match(text):
+            _log.warning("collective failed", command=type(command).__name__, error=text)
+            text = "the ranks did not compute it together in time"
+        return self._blame() or UnavailableError(f"tp: rank 0 failed in {type(command).__name__}: {text}", reason="rank_failed")
+
+    def _undecided(self) -> bool:
+        """Whether a rank is late with its beat, and not late enough to be called silent."""
+        return any(1 < beats < QUIET_BEATS for beats in self._silent.values())
+
+    def _blame(self) -> OutriderError | None:
+        ranks = [rank for rank, beats in self._silent.items() if beats >= QUIET_BEATS]
+        return _silent(ranks, min(self._silent[rank] for rank in ranks)) if ranks else None
 
 
 class LeadDecoder(ShardedDecoder):
@@ -244,6 +307,10 @@ class LeadDecoder(ShardedDecoder):
         with self._lead.together(Scrub(pages.shape[0])):
             self.collectives.broadcast(pages.to(torch.int64, copy=True))
 
+    def watched(self) -> AbstractContextManager[None]:
+        """See `Lead.step`."""
+        return self._lead.step()
+
     def recording(self, graph: int) -> None:
         """See `GraphObserver.recording`."""
         self._lead.send(Record(graph))
@@ -293,6 +360,14 @@ class SpreadPool(KVPool):
 def graph_observer(decoder: Decoder) -> LeadDecoder | None:
     """Return who must hear of the CUDA graphs that this decoder's calls are recorded into, if anybody."""
     return decoder if isinstance(decoder, LeadDecoder) else None
+
+
+def _silent(ranks: Sequence[int], beats: int) -> UnavailableError:
+    if len(ranks) == 1:
+        return _lost(ranks[0], f"it has been silent for {beats} beats")
+    names = ", ".join(map(str, ranks))
+    problem = f"tp: ranks {names} are lost: they have been silent for {beats} beats. Their own output says why; start the target again."
+    return UnavailableError(problem, reason="rank_lost")
 
 
 def _lost(rank: int, how: str) -> UnavailableError:

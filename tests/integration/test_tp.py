@@ -178,10 +178,10 @@ def long_request() -> target_pb2.GenerateRequest:
 
 
 @contextlib.contextmanager
-def serving(model: Path, log: Path) -> Iterator[tuple[Process, target_pb2_grpc.TargetStub, int]]:
+def serving(model: Path, log: Path, *arguments: str) -> Iterator[tuple[Process, target_pb2_grpc.TargetStub, int]]:
     """A target of two processes; yields it, its API, and the process of rank 1."""
     address = f"unix:{log}/t.sock"
-    process = serve(model, log / "target.log", "--listen", address)
+    process = serve(model, log / "target.log", "--listen", address, *arguments)
     try:
         process.wait_serving(address, TARGET_SERVICE)
         (rank,) = child_pids(process.popen.pid, "tp_worker")
@@ -209,6 +209,23 @@ def test_a_killed_rank_ends_the_target_with_an_error(folder: Path, tmp_path: Pat
             assert last.WhichOneof("event") == "error"
         assert process.popen.wait(END_S) not in (0, None)
         assert "rank 1 is lost" in process.output
+
+
+@pytest.mark.parametrize("told_to_end", [False, True])
+def test_a_stopped_rank_ends_the_target_with_an_error_that_names_it(told_to_end: bool, folder: Path, tmp_path: Path) -> None:
+    with serving(folder, tmp_path, "--tp-timeout-s", "3") as (process, stub, rank):
+        replies = stub.Generate(long_request(), timeout=60)
+        next(replies)
+        os.kill(rank, signal.SIGSTOP)
+        if told_to_end:
+            process.popen.terminate()
+        with pytest.raises(grpc.RpcError) as told:
+            list(replies)
+        assert "tp: rank 1 is lost: it has been silent" in str(told.value)
+        assert "Timed out waiting" not in str(told.value)
+        assert process.popen.wait(END_S) not in (0, None)
+        assert "error: tp: rank 1 is lost" in process.output
+        assert_gone(rank)
 
 
 def test_a_killed_rank_ends_an_idle_target_too(folder: Path, tmp_path: Path) -> None:

@@ -63,6 +63,8 @@ UP: Mapping[str, tuple[str, Any]] = {
     "disable_cuda_graph": ("", True),
     "overlap_schedule": ("off", "off"),
     "disable_overlap_schedule": ("", True),
+    "tp_timeout_s": ("9.5", 9.5),
+    "tp_all_reduce": ("group", "group"),
     "draft_rounds": ("host", "host"),
 }
 """Option of `up` → what is typed, and what becomes of it."""

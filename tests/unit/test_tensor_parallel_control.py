@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -166,6 +167,86 @@ def test_an_error_on_rank_0_in_the_middle_of_a_command_breaks_the_group(pair: tu
     with pytest.raises(UnavailableError, match="rank 0 failed in MakePool: out of memory"):
         work()
     assert failures.error is not None
+
+
+def test_an_error_while_a_rank_is_silent_names_the_rank_and_not_torch(
+    pair: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.shared.parallel.lead.BEAT_S", 0.05)
+    lead = Lead({1: pair[0]}, Failures())
+    with pytest.raises(UnavailableError, match="rank 1 is lost: it has been silent") as raised, lead.together(MakePool(1, 1)):
+        raise RuntimeError("[unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete")
+    assert "unbound_buffer" not in raised.value.message
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_step_that_does_not_come_back_breaks_the_group(
+    alive: bool, pair: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.shared.parallel.lead.BEAT_S", 0.1)
+    failures = Failures()
+    lead = Lead({1: pair[0]}, failures, step_timeout_s=0.5)
+    with lead.step():
+        lead.send(MakePool(1, 1))
+        while not failures.noticed.wait(0.02):
+            if alive:
+                pair[1].report(Report(ReportKind.BEAT))
+    assert re.search("a step has not come back for 0.5 s, and all ranks run" if alive else "rank 1 is lost: .* silent", str(failures.error))
+
+
+def test_between_steps_nothing_is_overdue(pair: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.shared.parallel.lead.BEAT_S", 0.05)
+    failures = Failures()
+    lead = Lead({1: pair[0]}, failures, step_timeout_s=0.05, bounded=True)
+    with lead.step():
+        lead.send(MakePool(1, 1))
+        with lead.together(MakePool(1, 1)):  # gloo ends by itself
+            for _ in range(8):
+                pair[1].report(Report(ReportKind.BEAT))
+                assert not failures.noticed.wait(0.05)
+    for _ in range(8):
+        pair[1].report(Report(ReportKind.BEAT))
+        assert not failures.noticed.wait(0.05)
+
+
+def test_a_process_that_hangs_in_a_step_ends_by_itself_and_says_why() -> None:
+    """The main thread waits in it for something that never comes, as it does for a device; a SIGTERM's handler never gets its turn."""
+    code = (
+        "import socket, signal, sys, threading\n"
+        "from outrider.services.target import tp\n"
+        "from outrider.shared.parallel.channel import Connection\n"
+        "from outrider.shared.parallel.lead import Lead\n"
+        "tp.END_GRACE_S = 0.1\n"
+        "signal.signal(signal.SIGTERM, lambda *_: None)\n"
+        "connection = Connection(socket.create_connection(('127.0.0.1', int(sys.argv[1]))))\n"
+        "with Lead({1: connection}, tp.end_soon, 1.0).step():\n"
+        "    connection.send(b'in the step')\n"
+        "    threading.Event().wait()\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        lead = subprocess.Popen(
+            [sys.executable, "-c", code, str(server.getsockname()[1])], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        try:
+            connection = Connection(server.accept()[0])
+            assert connection.receive() == b"in the step"
+            lead.terminate()
+            output, _ = lead.communicate(timeout=20)
+            connection.close()
+            assert lead.returncode == 1
+            assert "rank 1 is lost" in output
+        finally:
+            if lead.poll() is None:
+                lead.kill()
+                lead.wait()
+
+
+def test_closing_in_the_middle_of_a_step_is_a_failure(pair: tuple[Connection, Connection]) -> None:
+    failures = Failures()
+    lead = Lead({1: pair[0]}, failures)
+    with lead.step():
+        lead.close()
+    assert "in the middle of a step" in str(failures.error)
 
 
 def test_closing_is_no_failure(pair: tuple[Connection, Connection]) -> None:
