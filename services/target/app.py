@@ -25,6 +25,7 @@ from outrider.services.target.servicer import SERVICE_NAME, Serving, TargetServi
 from outrider.services.target.settings import TargetSettings
 from outrider.services.target.synthetic import SyntheticAcceptance
 from outrider.services.target.tp import Order, RankGroup, end_soon, run_rank, start_group
+from outrider.services.target.tp_watch import watched, watched_engine
 from outrider.services.target.warmup import check_parity, run_through
 from outrider.shared.attn.create import waits_for_device
 from outrider.shared.base.errors import OutriderError
@@ -35,7 +36,6 @@ from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.tokenizer_file import tokenizer_fingerprint
 from outrider.shared.obs.logging import configure_logging, get_logger
 from outrider.shared.parallel.lead import FailureHandler, graph_observer
-from outrider.shared.parallel.watched import watched, watched_engine
 from outrider.shared.rpc.server import aio_server
 from outrider.shared.spec.drafter import Drafter, DrafterState
 

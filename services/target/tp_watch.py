@@ -1,4 +1,4 @@
-"""Steps of an engine whose model is spread: one that does not come back ends the target (`lead.Lead.step`)."""
+"""Steps of an engine whose model is spread: one that does not come back ends the target (`shared.parallel.lead.Lead.step`)."""
 
 from __future__ import annotations
 
