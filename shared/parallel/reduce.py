@@ -13,30 +13,18 @@ import torch
 
 from outrider.kernels.add_norm import add_sums
 from outrider.kernels.stream import Stream
+from outrider.shared.nn.fused.blocks import Reduce as ResidualReduce
 from outrider.shared.parallel.collectives import Collectives
 
 SUMMED_PARTS_BYTES = 128 << 10
 """Up to here it takes less time to sum each part of a product over the ranks than to add the parts up before, in two launches."""
 
 
-class Reduce(Protocol):
+class Reduce(ResidualReduce, Protocol):
     """How the ranks sum."""
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks of a contiguous tensor, which may have been overwritten."""
-        ...
-
-    def add(
-        self,
-        parts: torch.Tensor,
-        residual: torch.Tensor,
-        norm_weight: torch.Tensor,
-        eps: float,
-        *,
-        bias: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> Stream:
-        """Return the residual stream after ``residual + sum over ranks of parts + bias``; the arguments are those of `add_sums`."""
         ...
 
 

@@ -32,7 +32,7 @@ class Reduce(Protocol):
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> Stream:
-        """Do what `add_sums` does with the sum over the ranks of the parts."""
+        """Return the residual stream after ``residual + sum over ranks of parts + bias``; the arguments are those of `add_sums`."""
         ...
 
 
