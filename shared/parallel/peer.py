@@ -154,8 +154,9 @@ def connect_peers(
     made: tuple[Collectives, Reduce] | None = None
     if _agreed(reaches_all(device, group.rank, group.size), device):
         try:
-            if kind is ReduceKind.PEER:
-                made = PeerCollectives(group, timeout_s), PeerReduce(group, hidden_size, dtype, timeout_s)
+            if kind in (ReduceKind.EXCHANGE, ReduceKind.PEER):
+                messages = PeerCollectives(group, timeout_s) if kind is ReduceKind.PEER else group
+                made = messages, PeerReduce(group, hidden_size, dtype, timeout_s)
             else:
                 made = group, OneShotReduce(group, hidden_size, dtype)
         except RuntimeError as error:  # a driver or a sandbox that shares no memory between processes

@@ -31,10 +31,11 @@ class Reduce(ResidualReduce, Protocol):
 class ReduceKind(Enum):
     """How ranks exchange. AUTO: few rows are summed by one shot where the GPUs reach each other's memory.
 
-    PEER: there one kernel sums them and adds the residual, and small messages pass there too.
+    EXCHANGE: there one kernel sums them and adds the residual. PEER: that, and small messages pass there too.
     """
 
     AUTO = "auto"
+    EXCHANGE = "exchange"
     PEER = "peer"
     GROUP = "group"
 
