@@ -150,6 +150,7 @@ class LoadSummary:
         requests, failed: Counts.
         request_rate, token_rate: Answered per second, over the time from the first arrival to the last answer.
         good_rate: Answered per second within the limits; equal to `request_rate` without limits.
+        tokens_per_request: Mean of those answered.
         accept_length: Mean over requests with drafts, weighted by tokens; 1.0 without any.
         errors: Of failed requests, each once.
     """
@@ -163,6 +164,7 @@ class LoadSummary:
     request_rate: float
     token_rate: float
     good_rate: float
+    tokens_per_request: float
     accept_length: float
     errors: list[str]
 
@@ -193,6 +195,7 @@ def summarise_load(experiences: Sequence[Experience], first_token_limit_ms: floa
         request_rate=len(answered) / span,
         token_rate=sum(experience.tokens for experience in answered) / span,
         good_rate=len(good) / span,
+        tokens_per_request=sum(experience.tokens for experience in answered) / max(len(answered), 1),
         accept_length=sum(experience.accept_length * experience.tokens for experience in drafted) / weight if weight else 1.0,
         errors=sorted({experience.error for experience in experiences if experience.error}),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 from importlib import metadata
@@ -12,12 +13,13 @@ PACKAGES = ("outrider", "torch", "grpcio", "triton")
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return processor, cores, memory (GiB), GPUs, Python and the versions that matter."""
+    """Return processor, cores, memory (GiB), GPUs and their ids, Python and the versions that matter."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "gpus": _gpus(),
+        "gpus": [name for name, _ in _gpus()],
+        "gpu_ids": [identifier for _, identifier in _gpus()],
         "system": platform.platform(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
@@ -30,10 +32,12 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
-def _gpus() -> list[str]:
+def _gpus() -> list[tuple[str, str]]:
+    """Return names, and digests of the ids by which one GPU is told from another of its kind."""
     import torch
 
-    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [(known.name, hashlib.sha256(str(known.uuid).encode()).hexdigest()[:8]) for known in found]
 
 
 def _version(package: str) -> str | None:

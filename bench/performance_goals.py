@@ -104,7 +104,7 @@ def _against_vllm(kind: str, batch: int, config: str, metric: str) -> Callable[[
 
 
 def _transports(transport: str, **settings: Any) -> Callable[[Results], Figure | None]:
-    """A round through a transport over one in process, of the run next to it in time."""
+    """A round through a transport over one in process, of the same GPU's run next to it in time."""
 
     def find(results: Results) -> Figure | None:
         case = "round tree 5/8/32, batch 1"
@@ -113,15 +113,14 @@ def _transports(transport: str, **settings: Any) -> Callable[[Results], Figure |
         if found is None or inproc is None:
             return None
         ratio = found[1]["value"] / inproc[1]["value"]
-        return Figure(
-            ratio, f"{ratio:.3f} × ({_number(found[1]['value'])} ms)", found[0].path, f"{_number(inproc[1]['value'])} ms in process"
-        )
+        text = f"{ratio:.3f} × ({_number(found[1]['value'])} ms)"
+        return Figure(ratio, text, found[0].path, f"{_number(inproc[1]['value'])} ms in process", f"{ratio:.3f}")
 
     return find
 
 
 def _over_wide(case: str, **changes: Any) -> Callable[[Results], Figure | None]:
-    """A round with `changes` over the same without, of the run next to it in time."""
+    """A round with `changes` over the same without, of the same GPU's run next to it in time."""
 
     def find(results: Results) -> Figure | None:
         found = results.latency(case, changes=changes)
@@ -168,11 +167,15 @@ def _share(case: str, name: str) -> Callable[[Results], Figure | None]:
 
 
 def _demo_pair(results: Results) -> Figure | None:
+    """How many times as many tokens a second the embedded pair writes with drafts, of answers one at a time."""
     found = results.summary("speculation-cuda.json")
     if found is None:
         return None
-    ratio = float(found[1]["on_over_off"]["median"])
-    return Figure(ratio, f"{ratio:.2f} ×", found[0].path)
+    summary = found[1]
+    ratio = float(summary["on_over_off"]["median"])
+    most = float(summary["accept_length"]["on"])
+    text = f"{ratio:.2f} × (`auto` {summary['auto_over_off']['median']:.2f} ×)"
+    return Figure(ratio, text, found[0].path, f"{most:.2f} × (accept length: a round as short as a step)", f"{most / ratio:.2f}")
 
 
 def _figure(found: tuple[Recorded, Mapping[str, Any]], peer: str = "") -> Figure:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,17 @@ class Recorded:
         return {name: value for name, value in settings.items() if name not in PLAIN_SETTINGS and str(value).lower() not in OFF}
 
     @property
+    def gpu(self) -> str | None:
+        """The id of the GPU that computed; None in files that do not tell."""
+        ids: Sequence[str] = self.content.get("machine", {}).get("gpu_ids", ())
+        index = int(str(self.settings("device")).partition(":")[2] or 0)
+        return ids[index] if index < len(ids) else None
+
+    def distance(self, other: Recorded) -> tuple[bool, timedelta]:
+        """Return how far apart two runs are: by GPU first, as two of a kind differ by percents, then in time."""
+        return self.gpu != other.gpu, abs(self.date - other.date)
+
+    @property
     def under_mps(self) -> bool:
         """Whether the processes shared the GPU through the multi-process service."""
         return bool(self.settings("mps"))
@@ -85,7 +96,7 @@ class Results:
             needs: What the row must tell.
             changes: What the run was told to compute otherwise, all of it.
             mps: Whether it ran under the multi-process service.
-            near: Take the file that was measured closest to this one.
+            near: Take the file of the same GPU that was measured closest to this one.
             settings: Of the run; in process, on one GPU, unless they say otherwise.
         """
         here = {"shape": SHAPE, "prompt": 512, "new_tokens": 384, "draft_device": None, "tp": None}
@@ -130,7 +141,7 @@ class Results:
         near: Recorded | None = None,
         device: str = "cuda",
     ) -> tuple[Recorded, Mapping[str, Any]] | None:
-        files = self._files if near is None else sorted(self._files, key=lambda recorded: abs(recorded.date - near.date))
+        files = self._files if near is None else sorted(self._files, key=near.distance)
         for recorded in files:
             if recorded.content.get("benchmark") != benchmark or not str(recorded.settings("device")).startswith(device):
                 continue

@@ -82,7 +82,7 @@ def goal_lines(results: Results) -> Iterator[str]:
 
 
 def cost_lines(results: Results) -> Iterator[str]:
-    """Yield the lines of what `--deterministic` costs, each round beside the same without, of the run next to it in time."""
+    """Yield the lines of what `--deterministic` costs, each round beside the same without, of the same GPU's run next to it in time."""
     yield "| round | usual | deterministic | × |"
     yield "| --- | --- | --- | --- |"
     sources: set[Path] = set()

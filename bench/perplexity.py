@@ -22,6 +22,8 @@ from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.quantized import quantize_fp8
 
+WIDE = "as it is"
+"""The model in the type that it is served in: what rounding can at best keep."""
 TEXT_FIELDS = ("text", "prompt", "question", "answer")
 
 
@@ -69,10 +71,11 @@ def run_perplexity(options: PerplexityOptions) -> int:
         raise ConfigurationError(f"--text {options.text}: holds fewer than two tokens.", field="--text")
     counted = {"tokens": sum(len(window) - 1 for window in windows)}
     plain = perplexity(_load(options, changed=False), windows)
-    rows = [Row("as it is", plain, "perplexity", more=counted)]
+    rows = [Row(WIDE, plain, "perplexity", plain, WIDE, counted)]
     if options.changes:
         other = perplexity(_load(options, changed=True), windows)
-        rows.append(Row(options.changes, other, "perplexity", more={**counted, "increase_percent": round(100 * (other / plain - 1), 4)}))
+        more = {**counted, "increase_percent": round(100 * (other / plain - 1), 4)}
+        rows.append(Row(options.changes, other, "perplexity", plain, WIDE, more))
     settings = {
         **asdict(options),
         "text": options.text.name,

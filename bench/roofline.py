@@ -9,9 +9,11 @@ from pathlib import Path
 import torch
 
 from outrider.bench.clock import Times, measure, measure_eager
+from outrider.bench.rated import rated_bandwidth, rated_matrix_rate
 from outrider.bench.record import Result, Row, finish
 
 GB = 1e9
+FASTEST = "p10"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +56,23 @@ def run_roofline(options: RooflineOptions) -> int:
 
 
 def roofline_rows(options: RooflineOptions) -> list[Row]:
-    """Return a row per ceiling; a ceiling has no floor but itself."""
+    """Return a row per ceiling. Its floor is what the GPU is rated at, of a launch what the kernel takes, else its own fastest tenth."""
     device, nbytes = options.device, _working_set(options.device, options.small)
+    bandwidth = rated_bandwidth(device)
     copy = _copy(device, nbytes)
     read = _read(device, nbytes)
     rows = [
-        _rate("device copy, read + write", 2 * nbytes / GB, copy, "GB/s"),
-        _rate("device read", nbytes / GB, read, "GB/s"),
+        _rate("device copy, read + write", 2 * nbytes / GB, copy, "GB/s", bandwidth and bandwidth / GB),
+        _rate("device read", nbytes / GB, read, "GB/s", bandwidth and bandwidth / GB),
     ]
+    matrix_rate = rated_matrix_rate(device, options.dtype)
     for size in _matrix_sizes(device, options.small):
-        rows.append(_rate(f"matrix product {size}³ {_name(options.dtype)}", 2 * size**3 / 1e12, _matmul(options, size), "TFLOP/s"))
+        case = f"matrix product {size}³ {_name(options.dtype)}"
+        rows.append(_rate(case, 2 * size**3 / 1e12, _matmul(options, size), "TFLOP/s", matrix_rate and matrix_rate / 1e12))
+    inside = measure(_small_kernel(device, 100), device, copies=100)
     rows += [
-        _time("launch of a small kernel, eager", measure_eager(_small_kernel(device), device)),
-        _time("small kernel inside a graph", measure(_small_kernel(device, 100), device, copies=100)),
+        _time("launch of a small kernel, eager", measure_eager(_small_kernel(device), device), inside.median, "the kernel in a graph"),
+        _time("small kernel inside a graph", inside),
     ]
     if device.type == "cuda":
         rows += _bus(device, min(nbytes, 1 << 28))
@@ -144,12 +150,15 @@ def _noise(nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.randint(0x3F000000, 0x3F800000, (nbytes // 4,), dtype=torch.int32, device=device)
 
 
-def _rate(case: str, amount: float, times: Times, unit: str) -> Row:
-    return Row(case, amount / times.median, unit, more={"p10": round(amount / times.p90, 3), "p90": round(amount / times.p10, 3)})
+def _rate(case: str, amount: float, times: Times, unit: str, rated: float | None = None) -> Row:
+    floor, of = (amount / times.p10, FASTEST) if rated is None else (rated, "rated")
+    return Row(case, amount / times.median, unit, floor, of, {"p10": round(amount / times.p90, 3), "p90": round(amount / times.p10, 3)})
 
 
-def _time(case: str, times: Times) -> Row:
-    return Row(case, times.median * 1e6, "us", more={"p10": round(times.p10 * 1e6, 3), "p90": round(times.p90 * 1e6, 3)})
+def _time(case: str, times: Times, floor_s: float | None = None, floor_of: str = FASTEST) -> Row:
+    floor = times.p10 if floor_s is None else floor_s
+    more = {"p10": round(times.p10 * 1e6, 3), "p90": round(times.p90 * 1e6, 3)}
+    return Row(case, times.median * 1e6, "us", floor * 1e6, floor_of, more)
 
 
 def _name(dtype: torch.dtype) -> str:

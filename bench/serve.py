@@ -125,7 +125,7 @@ def serve_rows(summary: LoadSummary, alone: LoadSummary, load: Load) -> list[Row
     rows += [
         Row("requests", summary.request_rate, "req/s", load.rate, "offered"),
         Row("requests within the limits (goodput)", summary.good_rate, "req/s", load.rate, "offered"),
-        Row("tokens", summary.token_rate, "tok/s"),
+        Row("tokens", summary.token_rate, "tok/s", load.rate * summary.tokens_per_request, "offered"),
     ]
     return rows
 

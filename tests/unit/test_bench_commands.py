@@ -109,6 +109,7 @@ def test_roofline_measures_the_machine(tmp_path: Path) -> None:
     rows = rows_of(tmp_path / "roofline-cpu.json")
     assert rows["device read"]["unit"] == "GB/s"
     assert all(row["value"] > 0 for row in rows.values())
+    assert all(row["floor"] > 0 and row["ratio"] for row in rows.values()), "every ceiling stands beside a floor"
 
 
 def test_the_table_is_printed() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from outrider.bench.performance_results import Results
 from outrider.bench.performance_table import NOT_MEASURED, TABLES, cost_lines, goal_lines, run_table
 from outrider.bench.record import Result, Row
 from outrider.bench.roofline import Ceilings
+from outrider.bench.serve import serve_rows
 from outrider.bench.shapes import named_shape
 from outrider.shared.base.errors import ConfigurationError
 
@@ -156,12 +158,31 @@ def test_a_load_is_summed_up() -> None:
     assert summary.request_rate == pytest.approx(2 / 2.5)
     assert summary.good_rate == pytest.approx(1 / 2.5)
     assert summary.token_rate == pytest.approx(10 / 2.5)
+    assert summary.tokens_per_request == 5
+    rows = serve_rows(summary, summary, Load(2.0, 1.0))
+    assert all(row.ratio is not None for row in rows), "every figure stands beside its floor"
+    assert rows[-1].floor == pytest.approx(10), "two requests of five tokens are offered a second"
     assert summary.accept_length == pytest.approx((3.0 * 7 + 1.5 * 3) / 10)
 
 
-def record(folder: Path, name: str, benchmark: str, settings: dict[str, Any], rows: list[dict[str, Any]], date: str = "2026-01-01") -> None:
+def record(
+    folder: Path,
+    name: str,
+    benchmark: str,
+    settings: dict[str, Any],
+    rows: list[dict[str, Any]],
+    date: str = "2026-01-01",
+    gpus: Sequence[str] = (),
+) -> None:
     """Write one file of results."""
-    content = {"benchmark": benchmark, "command": ["outrider", "bench", benchmark], "date": date, "settings": settings, "rows": rows}
+    content = {
+        "benchmark": benchmark,
+        "command": ["outrider", "bench", benchmark],
+        "date": date,
+        "machine": {"gpu_ids": gpus},
+        "settings": settings,
+        "rows": rows,
+    }
     (folder / f"{name}.json").write_text(json.dumps(content))
 
 
@@ -218,6 +239,14 @@ def test_runs_that_were_told_to_compute_otherwise_have_rows_of_their_own(tmp_pat
     narrow = line_of(tmp_path, "FP8 products ÷ bf16, plain decode, batch 1, a step")
     assert "**0.600 × (2.40 ms; 4.00 ms)** |" in narrow, "compared with the run beside it, not with the latest"
     assert narrow.endswith("| fp8 |")
+
+
+def test_runs_are_compared_on_one_gpu(tmp_path: Path) -> None:
+    case = "round tree 5/8/32, batch 1"
+    record(tmp_path, "same", "latency", SETTINGS, [latency_row(case, 5.0)], "2026-01-01T10:00:00Z", ["a"])
+    record(tmp_path, "near", "latency", SETTINGS, [latency_row(case, 5.4)], "2026-01-01T10:04:00Z", ["b"])
+    record(tmp_path, "ipc", "latency", SETTINGS | {"transport": "ipc"}, [latency_row(case, 5.5)], "2026-01-01T10:05:00Z", ["a", "b"])
+    assert "**1.100 × (5.50 ms)** (missed) | 5.00 ms in process | 1.100 |" in line_of(tmp_path, "`ipc:` ÷ in process, one GPU")
 
 
 def test_the_multi_process_service_and_more_gpus_have_rows_of_their_own(tmp_path: Path) -> None:
