@@ -120,11 +120,10 @@ class RoundDrafter:
         extend, *levels = model.passes(
             plan.positions, [bs * shape.rows] + [bs * topk] * (shape.depth - 1), self._attention, pool
         )  # fmt: skip
-        self._attention.plan(
-            self._visible(inputs, plan.lens[0], plan.lens[1], plan.extend_slots, shape.rows, None),
-        )
-        extended = extend(plan.tokens, inputs.features.flatten(0, 1), plan.features)  # [bs * R, hidden]
-        roots = extended.view(bs, shape.rows, -1)[:, -1].contiguous()
+        every, last = (self._visible(inputs, plan.lens[0], plan.lens[1], plan.extend_slots, rows, None) for rows in (shape.rows, 1))
+        self._attention.plan(every)
+        # The tree grows from the last row's state: of the others nothing is wanted but K and V.
+        roots = extend(plan.tokens, inputs.features.flatten(0, 1), plan.features, last)  # [bs, hidden]
         candidates = self._grow(inputs, plan, levels, roots, shape.depth, topk)
         tree = tree_build(
             candidates.scores, candidates.tokens, candidates.parents, plan.root_tokens, plan.max_nodes, shape.nodes, candidates.logprobs

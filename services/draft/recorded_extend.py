@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -88,7 +89,7 @@ class RecordedExtend:
         rows = inputs.rows
         (run,) = self._model.passes(rows.positions, [rows.size], self._attention, self._pool)
         self._attention.plan(rows.batch)
-        return run(rows.tokens, inputs.features, inputs.source)
+        return run(rows.tokens, inputs.features, inputs.source, inputs.ends)  # [1, hidden]
 
     def _size_for(self, count: int) -> int | None:
         index = bisect_left(self._sizes, count)
@@ -108,6 +109,7 @@ class _Inputs:
         rows: Tokens and places.
         features: ``[size, feature_size]``.
         source: ``[size] int32``: every row takes its own.
+        ends: What the last row sees.
     """
 
     def __init__(self, size: int, pool: KVPool, feature_size: int, dtype: torch.dtype) -> None:
@@ -115,3 +117,5 @@ class _Inputs:
         with torch.inference_mode(False):
             self.features = torch.zeros((size, feature_size), dtype=dtype, device=pool.device)
             self.source = torch.arange(size, dtype=torch.int32).to(pool.device)
+            one = torch.arange(2, dtype=torch.int32).to(pool.device)
+        self.ends = replace(self.rows.batch, query_start=one, max_query_len=1)

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from outrider.services.draft.heads.base import RecurrentHead
+from outrider.services.draft.heads.base import RecurrentHead, last_rows
 from outrider.services.draft.vocab import DraftVocabulary
-from outrider.shared.attn.base import AttentionBackend
+from outrider.shared.attn.base import AttentionBackend, AttentionBatch
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.rope import Rotation
 
-RoundPass = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(tokens ``[rows] int32``, features ``[m, width]``, which of them each row takes ``[rows] int32``) → states ``[rows, hidden]``.
-Attention is planned before. The features of a level are the states of the level before."""
+
+class RoundPass(Protocol):
+    """One pass over rows. Attention is planned before. The features of a level are the states of the level before."""
+
+    def __call__(
+        self, tokens: torch.Tensor, features: torch.Tensor, source: torch.Tensor, ends: AttentionBatch | None = None
+    ) -> torch.Tensor:
+        """Return states ``[rows, hidden]``, or with `ends` ``[sequences, hidden]``.
+
+        Args:
+            tokens: ``[rows] int32``.
+            features: ``[m, width]``.
+            source: ``[rows] int32``, which of them each row takes.
+            ends: See `RecurrentHead.forward`.
+        """
+        ...
 
 
 class RoundModel(Protocol):
@@ -42,6 +55,37 @@ class RoundModel(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _HeadPass:
+    """`RoundPass` of a recurrent head."""
+
+    head: RecurrentHead
+    rotation: Rotation
+    attention: AttentionBackend
+    pool: KVPool
+
+    def __call__(
+        self, tokens: torch.Tensor, features: torch.Tensor, source: torch.Tensor, ends: AttentionBatch | None = None
+    ) -> torch.Tensor:
+        return self.head.forward(tokens, features, self.rotation, self.attention, self.pool, source, ends)
+
+
+@dataclass(frozen=True, slots=True)
+class _DecoderPass:
+    """`RoundPass` of a decoder at ``positions [rows] int32``."""
+
+    decoder: Decoder
+    positions: torch.Tensor
+    attention: AttentionBackend
+    pool: KVPool
+
+    def __call__(
+        self, tokens: torch.Tensor, features: torch.Tensor, source: torch.Tensor, ends: AttentionBatch | None = None
+    ) -> torch.Tensor:
+        states = self.decoder.forward(tokens, self.positions, self.attention, self.pool).hidden
+        return states if ends is None else last_rows(states, ends.page_table.shape[0]).contiguous()
+
+
 class HeadRounds:
     """`RoundModel` of a recurrent head."""
 
@@ -55,12 +99,7 @@ class HeadRounds:
     def passes(self, positions: torch.Tensor, widths: Sequence[int], attention: AttentionBackend, pool: KVPool) -> list[RoundPass]:
         """See `RoundModel.passes`; the angles of all rows are computed at once."""
         cos, sin = (part.split_with_sizes(list(widths)) for part in self._head.rotation(positions))
-        head = self._head
-
-        def run(rotation: Rotation, tokens: torch.Tensor, features: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-            return head.forward(tokens, features, rotation, attention, pool, source)
-
-        return [partial(run, Rotation(*angles)) for angles in zip(cos, sin, strict=True)]
+        return [_HeadPass(self._head, Rotation(*angles), attention, pool) for angles in zip(cos, sin, strict=True)]
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """See `RoundModel.logits`."""
@@ -86,11 +125,7 @@ class DecoderRounds:
 
     def passes(self, positions: torch.Tensor, widths: Sequence[int], attention: AttentionBackend, pool: KVPool) -> list[RoundPass]:
         """See `RoundModel.passes`."""
-
-        def run(rows: torch.Tensor, tokens: torch.Tensor, _features: torch.Tensor, _source: torch.Tensor) -> torch.Tensor:
-            return self._decoder.forward(tokens, rows, attention, pool).hidden
-
-        return [partial(run, rows) for rows in positions.split_with_sizes(list(widths))]
+        return [_DecoderPass(self._decoder, rows, attention, pool) for rows in positions.split_with_sizes(list(widths))]
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """See `RoundModel.logits`."""

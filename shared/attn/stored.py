@@ -6,11 +6,16 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from outrider.shared.attn.base import AttentionBatch
 from outrider.shared.kv.pool import KVPool
 
 
 class StoredAttention(ABC):
     """An `AttentionBackend` whose storing and attending can be called apart. A class to inherit: it is asked for at every pass."""
+
+    @abstractmethod
+    def plan(self, batch: AttentionBatch) -> None:
+        """See `AttentionBackend.plan`."""
 
     @property
     @abstractmethod

@@ -9,7 +9,7 @@ import torch
 
 from outrider.services.draft.strategy import TargetInfo
 from outrider.services.draft.vocab import DraftVocabulary
-from outrider.shared.attn.base import AttentionBackend
+from outrider.shared.attn.base import AttentionBackend, AttentionBatch
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.rope import Rotation
 from outrider.shared.spec.drafter import FeatureSpec
@@ -63,6 +63,7 @@ class RecurrentHead(Protocol):
         attention: AttentionBackend,
         pool: KVPool,
         source: torch.Tensor | None = None,
+        ends: AttentionBatch | None = None,
     ) -> torch.Tensor:
         """Run the head over rows; writes their K/V.
 
@@ -73,12 +74,19 @@ class RecurrentHead(Protocol):
             attention: Planned for these rows.
             pool: The head's KV.
             source: ``[rows] int32``, which of `features` each row takes, however many there are; None: each its own.
+            ends: What the last row of each sequence sees, where only their states are wanted; sequences then have equally many rows.
 
         Returns:
-            States ``[rows, hidden_size]``: what `logits` reads and what serves as the next feature.
+            States ``[rows, hidden_size]`` (with `ends` ``[sequences, hidden_size]``): what `logits` reads and what serves as the next
+            feature.
         """
         ...
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, vocabulary.size]`` for ``states [rows, hidden_size]``."""
         ...
+
+
+def last_rows(rows: torch.Tensor, sequences: int) -> torch.Tensor:
+    """Return the last row of each sequence, ``[sequences, ...]``, of ``rows [sequences * n, ...]``; a view."""
+    return rows.view(sequences, -1, *rows.shape[1:])[:, -1]

@@ -18,6 +18,7 @@ import torch
 
 from outrider.kernels.add_norm import normalise
 from outrider.kernels.head_input import head_input
+from outrider.services.draft.heads.base import last_rows
 from outrider.services.draft.heads.eagle_config import EagleConfig
 from outrider.services.draft.heads.fused import FusedHead, fuse, runs_fused
 from outrider.services.draft.heads.hot_vocab import HOT_IDS, take_hot_ids
@@ -27,7 +28,7 @@ from outrider.services.draft.heads.mistral_format import is_native
 from outrider.services.draft.heads.tables import TokenTables
 from outrider.services.draft.strategy import TargetInfo
 from outrider.services.draft.vocab import DraftVocabulary
-from outrider.shared.attn.base import AttentionBackend
+from outrider.shared.attn.base import AttentionBackend, AttentionBatch
 from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.kv.pool import KVPool
@@ -105,6 +106,7 @@ class EagleHead(LoadedHead):
         attention: AttentionBackend,
         pool: KVPool,
         source: torch.Tensor | None = None,
+        ends: AttentionBatch | None = None,
     ) -> torch.Tensor:
         """See `RecurrentHead.forward`."""
         if features.is_cuda:
@@ -115,12 +117,13 @@ class EagleHead(LoadedHead):
         mixed = self._fc(pair)  # [rows, hidden]
         entering = mixed if self._first_norm is None else self._first_norm(mixed)
         if self._fused is not None and isinstance(attention, StoredAttention):
-            stream = self._fused.forward(entering, mixed, rotation, attention, pool)
+            stream = self._fused.forward(entering, mixed, rotation, attention, pool, ends)
             return stream.residual if self._norm is None else normalise(stream)
         hidden = self._first_attention(entering, mixed, rotation, attention, pool)
         hidden = self._first_mlp(self._first_post_norm(hidden), hidden)
         for layer in self._layers:
             hidden = layer(hidden, rotation, attention, pool)
+        hidden = hidden if ends is None else last_rows(hidden, ends.page_table.shape[0]).contiguous()
         return hidden if self._norm is None else self._norm(hidden)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:

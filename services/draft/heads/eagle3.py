@@ -20,6 +20,7 @@ import torch
 
 from outrider.kernels.add_norm import normalise, rms_norm
 from outrider.kernels.head_input import Residual, head_input
+from outrider.services.draft.heads.base import last_rows
 from outrider.services.draft.heads.eagle3_config import Eagle3Config
 from outrider.services.draft.heads.eagle3_keys import layer_norm_name, resolve, take_projector, take_vocabulary
 from outrider.services.draft.heads.fused import FusedHead, fuse, runs_fused
@@ -28,7 +29,7 @@ from outrider.services.draft.heads.loaded import LoadedHead
 from outrider.services.draft.heads.tables import EMBEDDING, LM_HEAD, TokenTables
 from outrider.services.draft.strategy import TargetInfo
 from outrider.services.draft.vocab import DraftVocabulary
-from outrider.shared.attn.base import AttentionBackend
+from outrider.shared.attn.base import AttentionBackend, AttentionBatch
 from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.layers import DecoderLayer
@@ -118,6 +119,7 @@ class Eagle3Head(LoadedHead):
         attention: AttentionBackend,
         pool: KVPool,
         source: torch.Tensor | None = None,
+        ends: AttentionBatch | None = None,
     ) -> torch.Tensor:
         """See `RecurrentHead.forward`."""
         if features.is_cuda:
@@ -130,12 +132,13 @@ class Eagle3Head(LoadedHead):
             pair = torch.cat([self._embedding_norm(self._tables.embed(tokens)), normed], dim=-1)  # [rows, 2 * hidden]
             residual = normed if self.config.norm_before_residual else features
         if self._fused is not None and isinstance(attention, StoredAttention):
-            stream = self._fused.forward(pair, residual, rotation, attention, pool)
+            stream = self._fused.forward(pair, residual, rotation, attention, pool, ends)
             return normalise(stream) if self.config.norm_output else stream.residual
         hidden = self._attention(pair, residual, rotation, attention, pool)
         hidden = self._mlp(self._post_attention_norm(hidden), hidden)
         for layer in self._layers:
             hidden = layer(hidden, rotation, attention, pool)
+        hidden = hidden if ends is None else last_rows(hidden, ends.page_table.shape[0]).contiguous()
         return self._norm(hidden) if self.config.norm_output else hidden
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
