@@ -109,6 +109,8 @@ class AnswerDrafter(FakeDrafter):
         self.refuse_every = 0
         self.reservations = 0
         self.fail_reserve_at = -1
+        self.moves = 0
+        self.fail_move_at = -1
 
     def open(self, sequences: Sequence[SequenceOpen]) -> None:
         super().open(sequences)
@@ -175,19 +177,23 @@ class AnswerRounds:
         self.state = state
         self.sessions: list[int | None] = list(session_ids)
         self.upper = [0] * len(session_ids)
-        self.told = [0] * len(session_ids)
+        self.told = [len(drafter.sequences[one]) - drafter.consumed[one] for one in session_ids]
         self.checked = drafter.checked
         self.left = False
-        # One static set per batch size and shape, as graphs hold the addresses.
-        if (state.bs, shape) not in drafter.static:
-            drafter.static[state.bs, shape] = StaticTrees.make(state.bs, shape, state.tokens.device)
-        self.static = drafter.static[state.bs, shape]
-        rows = torch.zeros((state.bs, LONGEST), dtype=torch.int64)
-        for row, session_id in enumerate(session_ids):
+        self.static = self._fill_static()
+
+    def _fill_static(self) -> StaticTrees:
+        """Return the one static set of this batch size and shape, as graphs hold the addresses, with the answers of these sessions."""
+        drafter, key = self.drafter, (self.state.bs, self.shape)
+        if key not in drafter.static:
+            drafter.static[key] = StaticTrees.make(*key, self.state.tokens.device)
+        rows = torch.zeros((self.state.bs, LONGEST), dtype=torch.int64)
+        for row, session_id in enumerate(self.sessions):
+            assert session_id is not None, "nobody enters or moves who has ended"
             answer = drafter.truth(drafter.sequences[session_id])
             rows[row, : len(answer)] = torch.tensor(answer)
-            self.told[row] = len(drafter.sequences[session_id]) - drafter.consumed[session_id]
-        self.static.truth.copy_(rows)
+        drafter.static[key].truth.copy_(rows)
+        return drafter.static[key]
 
     def reserve(self, committed_upper: Sequence[int]) -> bool:
         assert len(committed_upper) == len(self.sessions)
@@ -245,6 +251,17 @@ class AnswerRounds:
         for row in rows:
             assert self.sessions[row] is not None
             self.sessions[row] = None
+
+    def move(self, rows: Sequence[int], state: RoundState) -> bool:
+        self.drafter.moves += 1
+        if self.drafter.moves == self.drafter.fail_move_at:
+            return False
+        assert state.bs < self.state.bs
+        assert {row for row, session_id in enumerate(self.sessions) if session_id is not None} == set(rows), "nobody is left behind"
+        self.sessions, self.upper, self.told = ([field[row] for row in rows] for field in (self.sessions, self.upper, self.told))
+        self.state = state
+        self.static = self._fill_static()
+        return True
 
     def leave(self) -> None:
         assert not self.left

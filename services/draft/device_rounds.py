@@ -88,10 +88,7 @@ class SessionRounds:
         self._state = state
         self._now = now
         self._counts = [session.num_rows - session.cached_rows for session in sessions]
-        self._round = RoundShape(
-            state.bs, min(round_rows(shape.bounded()), state.columns), self._bounded.depth, self._bounded.topk, shape.max_nodes
-        )
-        self._budgets = memory.budgets(state.bs, self._bounded.max_nodes)
+        self._round, self._budgets = self._sized(state)
         longest = max((session.committed_len for session in sessions), default=1)
         self._table = self._table_for(memory.tokens_needed(longest, self._bounded))
         self._table.lent = bool(sessions)
@@ -167,6 +164,21 @@ class SessionRounds:
                 self._sessions[row] = None
 
     @torch.inference_mode()
+    def move(self, rows: Sequence[int], state: RoundState) -> bool:
+        """See `DeviceRounds.move`: the pages go into the table of the new size, the sessions stay as they are."""
+        width = self._table.tensor.shape[1]
+        self._sessions = [self._sessions[row] for row in rows]
+        self._counts = [self._counts[row] for row in rows]
+        self._state = state
+        self._round, self._budgets = self._sized(state)
+        self._table.lent = False
+        self._table = self._memory.tables.find(state.bs, width)
+        self._table.lent = True
+        self.key = self._table.tensor.data_ptr()
+        self._table.update(self._leases())
+        return True
+
+    @torch.inference_mode()
     def leave(self) -> None:
         """See `DeviceRounds.leave`."""
         for row, session in enumerate(self._sessions):
@@ -180,6 +192,13 @@ class SessionRounds:
                 session.features.add(session.cached_rows, self._state.features[row, : self._counts[row]].clone())
         self._sessions = [None] * len(self._sessions)
         self._table.lent = False
+
+    def _sized(self, state: RoundState) -> tuple[RoundShape, torch.Tensor]:
+        """Return the host's numbers of rounds with this state, and every row's budget of nodes."""
+        bounded = self._bounded
+        rows = min(round_rows(bounded), state.columns)
+        shape = RoundShape(state.bs, rows, bounded.depth, bounded.topk, self._shape.max_nodes)
+        return shape, self._memory.budgets(state.bs, bounded.max_nodes)
 
     def _leases(self) -> list[PageLease | None]:
         return [None if session is None else session.lease for session in self._sessions]

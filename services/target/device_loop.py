@@ -4,9 +4,9 @@
     host      launch n + 1 · wait for n · deliver n · launch n + 2 · wait for n + 1 …
 
 The loop is entered when every decoding sequence can have the same shape and the drafter (if there is drafting) lives on the device, and
-left when anything else must be done: another composition, another shape, no page left, a prefill (which the engine enqueues before the
+left when anything else must be done: a sequence that comes, another shape, no page left, a prefill (which the engine enqueues before the
 last round is read). What ends a sequence is seen one round late; the tokens of that round are dropped, so they are never emitted, billed
-or cached.
+or cached. Its row stays idle until the others fit into the next smaller batch, to which they move in stream order.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class DeviceLoop:
         decoding = self._parts.scheduler.decoding()
         if not self._holds(decoding):
             return False
-        if self._bucket(len(decoding)) != self._bs or self._drafter_falls_behind(decoding):
+        if self._drafter_falls_behind(decoding):
             return False
         return self._parts.proposals.common_shape(decoding) == self._shape
 
@@ -166,12 +166,27 @@ class DeviceLoop:
         """Enqueue a round behind those on their way, unless those end every sequence; False when there is no room."""
         if not self._worth_another():
             return True
+        if not self._fits_its_bucket():
+            return False
         most = (self._shape.depth + 1) * self._rounds.in_flight
         upper = [0 if one is None else min(one.committed_len + most, one.end_len) for one in self._sequences]
         for sequence, committed_upper in zip(self._sequences, upper, strict=True):
             if sequence is not None and not self._parts.scheduler.reserve_ahead(sequence, committed_upper):
                 return False
         return self._rounds.launch(upper, self._wait_limit_s)
+
+    def _fits_its_bucket(self) -> bool:
+        """Go on in a smaller batch where so many rows have ended that one holds the others; False when they have to enter anew."""
+        bs = self._bucket(len(self._places))
+        if bs == self._bs:
+            return True
+        rows = [row for row, sequence in enumerate(self._sequences) if sequence is not None]
+        if not self._rounds.move(rows, bs):
+            return False
+        self._sequences = [self._sequences[row] for row in rows]
+        self._places = {sequence.session_id: row for row, sequence in enumerate(self._sequences) if sequence is not None}
+        self._bs = bs
+        return True
 
     def _wait_limit_s(self) -> float | None:
         return self._parts.proposals.wait_limit_s([sequence for sequence in self._sequences if sequence is not None])

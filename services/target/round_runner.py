@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,6 +22,7 @@ from outrider.services.target.runner import ModelRunner
 from outrider.services.target.sequence import Sequence
 from outrider.services.target.verify_step import HostRow, root_batch, unpack, verify_step
 from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.kv.upload import upload
 from outrider.shared.spec.device import DeviceDrafter, DeviceRounds, ExchangedRounds, RoundState
 from outrider.shared.spec.tree import DraftShape
 
@@ -47,11 +48,13 @@ class _Enqueued:
     launched_at: float
     result: torch.Tensor
     copied: torch.cuda.Event | None
+    order: Seq[int]
+    """Which row of the result each row of the batch takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedRound:
-    """One round on the host: a row per sequence of `enter` (None: it was idle), and how long the device took for it."""
+    """One round on the host: a row per sequence of `enter` or `move` (None: it was idle), and how long the device took for it."""
 
     rows: list[HostRow | None]
     seconds: float
@@ -151,7 +154,8 @@ class RoundRunner:
         enqueued = self._enqueued.popleft()
         if enqueued.copied is not None:
             enqueued.copied.synchronize()
-        rows = unpack(enqueued.result[: len(self._rows)].tolist())
+        result = enqueued.result.tolist()
+        rows = unpack([result[row] for row in enqueued.order])
         now = time.monotonic()
         seconds = now - max(enqueued.launched_at, self._last_read)
         self._last_read = now
@@ -170,6 +174,28 @@ class RoundRunner:
             self._rows[row] = None
             if rounds is not None:
                 rounds.retire([row])
+
+    @torch.inference_mode()
+    def move(self, rows: Seq[int], bs: int) -> bool:
+        """Go on with these rows alone, none of which ended, padded to `bs`, less than now; False when the drafter cannot.
+
+        All of it is enqueued behind the rounds that are on their way, which are not waited for. What is read of them from now on, and
+        all later calls, speak of the new rows.
+        """
+        batch, sequences = self._entered(), [self._rows[row] for row in rows]
+        state = self._state(bs, batch.shape)
+        assert state is not batch.state
+        if batch.rounds is not None and not batch.rounds.move(rows, state):
+            return False
+        going = [sequence for sequence in sequences if sequence is not None]
+        tables = self._tables_for(bs, batch.shape.max_nodes, table_pages(going, self._runner.pool.page_size, batch.shape.max_nodes))
+        tables.load(sequences)
+        _load(state, tables)
+        _take_rows(state, batch.state, rows)
+        self._batch = replace(batch, state=state, mode=SamplingMode.of(going))
+        self._current, self._rows = tables, sequences
+        self._enqueued = deque(replace(one, order=[one.order[row] for row in rows]) for one in self._enqueued)
+        return True
 
     def leave(self) -> None:
         """End the batch. Rounds that were not read are dropped: only those may be that have nothing to tell, all rows having ended."""
@@ -239,8 +265,9 @@ class RoundRunner:
             tables.refresh(self._rows)
 
     def _copy_back(self, packed: torch.Tensor, launched_at: float) -> _Enqueued:
+        order = range(len(self._rows))
         if not packed.is_cuda:
-            return _Enqueued(launched_at, packed, None)
+            return _Enqueued(launched_at, packed, None, order)
         size = (packed.shape[0], packed.shape[1])
         ring = self._results.get(size)
         if ring is None:
@@ -249,7 +276,7 @@ class RoundRunner:
         ring[self._turn].copy_(packed, non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
-        return _Enqueued(launched_at, ring[self._turn], copied)
+        return _Enqueued(launched_at, ring[self._turn], copied, order)
 
     def _state(self, bs: int, shape: DraftShape) -> RoundState:
         pool = self._runner.pool
@@ -290,3 +317,15 @@ def _load(state: RoundState, tables: BatchTables) -> None:
     state.temperature.copy_(rows.temperature)
     state.seeds.copy_(rows.seeds)
     state.choices.copy_(rows.choices)
+
+
+def _take_rows(state: RoundState, source: RoundState, rows: Seq[int]) -> None:
+    """Copy what a round left in `rows` of one state to the first rows of another."""
+    index = upload(rows, torch.int64, state.counts.device)
+    for mine, theirs in (
+        (state.committed_lens, source.committed_lens),
+        (state.counts, source.counts),
+        (state.tokens, source.tokens),
+        (state.features, source.features),
+    ):
+        mine[: len(rows)].copy_(theirs.index_select(0, index))

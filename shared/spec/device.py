@@ -160,6 +160,17 @@ class DeviceRounds(Protocol):
         """
         ...
 
+    def move(self, rows: Sequence[int], state: RoundState) -> bool:
+        """Go on with these rows alone, from the next enqueued round on: row i of `state` is what row ``rows[i]`` was until now.
+
+        The engine fills the new state itself, in stream order behind the rounds that are on their way; all later calls speak of its rows.
+        No row that goes on is left out.
+
+        Returns:
+            False when these rounds cannot move: nothing has changed then, and the engine leaves and enters anew.
+        """
+        ...
+
     def leave(self) -> None:
         """End the rounds, after every enqueued one was read back and told by `committed`.
 

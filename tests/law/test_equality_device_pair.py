@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -96,6 +97,28 @@ def test_rounds_on_the_device_are_those_of_the_hosts_way(
         rounds.append((report.rounds, report.accepted_tokens))
     assert rounds[0] == rounds[1]
     assert rounds[0][1] > 0 or not pair.often
+
+
+@pytest.mark.parametrize("graphs", GRAPHS)
+@pytest.mark.parametrize("shape", [(5, 1, 6), (5, 4, 16)])
+def test_drafts_are_as_good_in_a_batch_that_shrinks(
+    pair: Pair, decoder: Decoder, drafter: InprocDrafter, shape: tuple[int, int, int], graphs: bool
+) -> None:
+    prompts, lengths = [[1, 2, 3, 4], [9, 8, 7], [5, 5], [6, 1, 6, 1, 6]], [60, 12, 25, 43]
+    plain = [generate_plain(decoder, NoDrafter(), prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
+    reports = []
+    for overlap in (None, OVERLAP):
+        harness = make_harness(decoder, drafter, overlap=overlap, graphs=GraphCache(DEVICE, graphs))
+        for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+            harness.submit(prompt, length, request_id=str(index), shape=shape)
+        with mock.patch.object(drafter, "enter", wraps=drafter.enter) as entered:
+            harness.run()
+        assert entered.call_count == (0 if overlap is None else 1), "they enter together and go on in ever smaller batches"
+        for index, prompt in enumerate(prompts):
+            assert_same_tokens(decoder, prompt, plain[index], harness.sink.tokens[str(index)])
+        found = [harness.sink.finished[str(index)].speculation for index in range(len(prompts))]
+        reports.append([(report.rounds, report.accepted_tokens) for report in found])
+    assert reports[0] == reports[1]
 
 
 @pytest.mark.parametrize("graphs", GRAPHS)

@@ -1,4 +1,4 @@
-"""Requests that come while others are on the device: what they are told, who computes it, and that nothing is lost."""
+"""Requests that come while others are on the device, and that go: what they are told, who computes it, and that nothing is lost."""
 
 from __future__ import annotations
 
@@ -140,6 +140,77 @@ def test_requests_that_come_and_go_in_a_small_pool(decoder: Decoder, seed: int) 
     harness.engine.check_idle()
     assert not harness.sink.failed
     for index in set(range(14)) - cancelled:
+        assert_same_tokens(decoder, crowd.prompts[index], crowd.plain[index], harness.sink.tokens[str(index)], crowd.samplings[index])
+    assert not drafter.sequences, "the drafter forgot everybody"
+
+
+def shrinking(decoder: Decoder, seed: int) -> Crowd:
+    """Eight requests that end one after the other."""
+    crowd = Crowd(decoder, 8, seed, shortest=59)
+    order = list(range(8))
+    random.Random(seed).shuffle(order)
+    crowd.lengths = [5 + 7 * place for place in order]
+    crowd.plain = [answer[:length] for answer, length in zip(crowd.plain, crowd.lengths, strict=True)]
+    return crowd
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("features", [False, True])
+@pytest.mark.parametrize("shape", [None, (5, 1, 6), (3, 2, 7)])
+def test_those_who_go_on_move_to_a_smaller_batch_at_once(
+    decoder: Decoder, seed: int, features: bool, shape: tuple[int, int, int] | None
+) -> None:
+    crowd = shrinking(decoder, seed)
+    drafter = crowd.drafter(features)
+    harness = make_harness(decoder, drafter, overlap=OVERLAP, max_running=8, prefill_chunk=512, page_size=4)
+    loop = harness.engine._loop
+    assert loop is not None
+    rounds, moved = loop._rounds, []
+    move = rounds.move
+
+    def noted(rows: Sequence[int], bs: int) -> bool:
+        moved.append((bs, rounds.in_flight))
+        return move(rows, bs)
+
+    with (
+        mock.patch.object(harness.runner, "verify", side_effect=AssertionError("a round by way of the host")),
+        mock.patch.object(rounds, "enter", wraps=rounds.enter) as entered,
+        mock.patch.object(rounds, "move", side_effect=noted),
+    ):
+        for index in range(8):
+            crowd.submit(harness, index, **({"shape": shape} if shape else {"mode": SpeculationMode.OFF}))
+        harness.run()
+    assert entered.call_count == 1, "nobody left the device"
+    assert moved == [(4, 1), (2, 1), (1, 1)], "each bucket in turn, behind the round on its way"
+    crowd.check(harness)
+    assert not drafter.sequences, "the drafter forgot everybody"
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_rounds_that_cannot_move_are_left_and_entered_anew(decoder: Decoder, at: int) -> None:
+    crowd = shrinking(decoder, seed=5)
+    drafter = crowd.drafter(features=True)
+    drafter.fail_move_at = at
+    harness = make_harness(decoder, drafter, overlap=OVERLAP, max_running=8, prefill_chunk=512)
+    for index in range(8):
+        crowd.submit(harness, index)
+    harness.run()
+    assert drafter.entered == 2
+    crowd.check(harness)
+
+
+@pytest.mark.parametrize("steps", range(1, 24))
+def test_many_who_give_up_at_once(decoder: Decoder, steps: int) -> None:
+    crowd = shrinking(decoder, seed=6)
+    drafter = crowd.drafter(features=True)
+    harness = make_harness(decoder, drafter, overlap=OVERLAP, max_running=8, prefill_chunk=512, page_size=4)
+    handles = [crowd.submit(harness, index) for index in range(8)]
+    for _ in range(steps):
+        harness.step()
+    for index in (0, 2, 3, 5, 7):
+        harness.engine.cancel(handles[index])
+    harness.run()
+    for index in (1, 4, 6):
         assert_same_tokens(decoder, crowd.prompts[index], crowd.plain[index], harness.sink.tokens[str(index)], crowd.samplings[index])
     assert not drafter.sequences, "the drafter forgot everybody"
 

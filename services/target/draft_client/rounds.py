@@ -204,6 +204,10 @@ class RemoteRounds:
         for row in rows:
             self._sessions[row] = None
 
+    def move(self, rows: Sequence[int], state: RoundState) -> bool:
+        """See `DeviceRounds.move`; the draft has tables of its own, made for the rows of `enter`."""
+        return False
+
     def leave(self) -> None:
         """See `DeviceRounds.leave`. The draft is told all that was not told, but for what the last round chose, which is pending."""
         for row, session in enumerate(self._sessions):
