@@ -104,11 +104,13 @@ class RankGroup:
         return [process.pid for process in self._processes]
 
     def close(self) -> None:
-        """End the other ranks; returns when those that this process started are gone."""
+        """End the other ranks; returns when those that this process started are gone, or ends this process too if it cannot leave them."""
         self._lead.close()
         _end(self._processes, STOP_TIMEOUT_S if self.failure is None else FAILED_STOP_TIMEOUT_S)
         if self.failure is None:
+            leaving = _exit_in(STOP_TIMEOUT_S)  # NCCL waits for ever for what a rank that had to be killed does not do
             self._collectives.close()
+            leaving.cancel()
 
 
 def end_soon(error: OutriderError) -> None:
@@ -117,9 +119,14 @@ def end_soon(error: OutriderError) -> None:
     The alarm is for a process that is at its end already, where no thread of Python's runs and a library waits for the device.
     """
     signal.alarm(math.ceil(2 * END_GRACE_S))
-    timer = threading.Timer(END_GRACE_S, os._exit, (1,))
+    _exit_in(END_GRACE_S)
+
+
+def _exit_in(seconds: float) -> threading.Timer:
+    timer = threading.Timer(seconds, os._exit, (1,))
     timer.daemon = True
     timer.start()
+    return timer
 
 
 def start_group(

@@ -15,10 +15,12 @@ from outrider.kernels.stream import FEW_ROWS, Stream
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.parallel.collectives import Collectives, TorchCollectives
 from outrider.shared.parallel.reduce import GroupReduce, Reduce, ReduceKind
+from outrider.shared.parallel.trial import sums_agree
 
 PEER_DTYPES = (torch.float32, torch.bfloat16)
 MOST_WAIT_S = 60.0
 """The longest that a rank's host is away from launching: while it compiles and loads kernels that it meets for the first time."""
+TRIAL_WAIT_S = 5.0
 LOOKS_PER_SECOND = 1_000_000
 """How often a kernel that waits looks, about: as often as the device's L2 answers."""
 
@@ -67,8 +69,28 @@ class PeerReduce(OneShotReduce):
 
     def __init__(self, collectives: TorchCollectives, hidden_size: int, dtype: torch.dtype, timeout_s: float) -> None:
         super().__init__(collectives, hidden_size, dtype)
-        inboxes = _shared(collectives, inbox_shape(collectives.size, hidden_size), torch.int32)
-        self._boxes = Boxes.of(collectives.rank, inboxes, _looks(timeout_s))
+        self._inboxes = _shared(collectives, inbox_shape(collectives.size, hidden_size), torch.int32)
+        self._width, self._dtype, self._timeout_s = hidden_size, dtype, timeout_s
+        self._group = collectives
+        self._boxes = self._emptied(timeout_s)
+
+    def proves_itself(self) -> bool:
+        """Try sums out, see `sums_agree`. Every rank calls it, and none is waited for long: what runs in it was compiled before."""
+        self._boxes.lost.fill_(1)  # nobody is waited for while others compile
+        for rows in (1, FEW_ROWS):
+            zeros = torch.zeros(rows, self._width, dtype=self._dtype, device=self._group.device)
+            self.add(zeros, zeros, zeros[0], 1.0)
+        self._boxes = self._emptied(min(self._timeout_s, TRIAL_WAIT_S))
+        agrees = sums_agree(self, self._group, self._width, self._dtype, self._group.device)
+        self._boxes = self._emptied(self._timeout_s)
+        return agrees
+
+    def _emptied(self, timeout_s: float) -> Boxes:
+        """Return boxes with nothing in them, on every rank; what was sent before has arrived."""
+        _agreed(True, self._group.device)
+        boxes = Boxes.of(self._group.rank, self._inboxes, _looks(timeout_s))
+        _agreed(True, self._group.device)
+        return boxes
 
     def add(
         self,
@@ -156,15 +178,22 @@ def connect_peers(
         try:
             if kind in (ReduceKind.EXCHANGE, ReduceKind.PEER):
                 messages = PeerCollectives(group, timeout_s) if kind is ReduceKind.PEER else group
-                made = messages, PeerReduce(group, hidden_size, dtype, timeout_s)
+                made = messages, _proven(PeerReduce(group, hidden_size, dtype, timeout_s), group, hidden_size, dtype)
             else:
                 made = group, OneShotReduce(group, hidden_size, dtype)
         except RuntimeError as error:  # a driver or a sandbox that shares no memory between processes
             _log.warning("no symmetric memory; NCCL adds up", error=str(error).splitlines()[0])
     if _agreed(made is not None, device) and made is not None:
-        _log.info("ranks reach each other's memory", ranks=group.size, rows=FEW_ROWS)
+        _log.info("ranks reach each other's memory", ranks=group.size, rows=FEW_ROWS, sums=type(made[1]).__name__)
         return made
     return group, GroupReduce(group)
+
+
+def _proven(reduce: PeerReduce, group: TorchCollectives, hidden_size: int, dtype: torch.dtype) -> Reduce:
+    if reduce.proves_itself():
+        return reduce
+    _log.error("sums through peer memory came out wrong in a trial; one shot adds up")
+    return OneShotReduce(group, hidden_size, dtype)
 
 
 def reaches_all(device: torch.device, rank: int, size: int) -> bool:
