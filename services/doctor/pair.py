@@ -23,6 +23,7 @@ from outrider.services.draft.vocab import DraftVocabulary
 from outrider.shared.nn.config import ConfigReader, ModelConfig
 from outrider.shared.nn.decoder import expected_headers
 from outrider.shared.nn.fp8 import expect_scales
+from outrider.shared.nn.kv_scales import find_scales
 from outrider.shared.nn.loader import CheckpointReader, ExpectedTensors
 from outrider.shared.spec.algorithm import Algorithm
 
@@ -138,7 +139,7 @@ class Pair:
 
 
 def expected_of(reader: CheckpointReader, config: ModelConfig) -> ExpectedTensors:
-    """Return what a model's files must hold, the scales of FP8 matrices included.
+    """Return what a model's files must hold, the scales of FP8 matrices and of an FP8 cache included.
 
     Nothing where `transformers` computes the model: it renames tensors while it loads them, and checks them itself.
     """
@@ -147,4 +148,5 @@ def expected_of(reader: CheckpointReader, config: ModelConfig) -> ExpectedTensor
     expected = expected_headers(config)
     if config.weight_block:
         expect_scales(expected, reader.tensors, config.weight_block)
+    expected.shapes |= find_scales(reader.tensors, config)
     return expected

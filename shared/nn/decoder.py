@@ -23,6 +23,7 @@ from outrider.shared.nn.fp8 import Fp8Source, expect_scales
 from outrider.shared.nn.fp8_linear import Fp8Linear, quantize_layer
 from outrider.shared.nn.fused import FusedForward, can_fuse
 from outrider.shared.nn.generic.layout import GenericConfig
+from outrider.shared.nn.kv_scales import ScaledSource, find_scales, read_scales
 from outrider.shared.nn.layers import DecoderLayer, Linear, RMSNorm
 from outrider.shared.nn.load import load_attention, load_layer, load_mlp
 from outrider.shared.nn.loader import CheckpointReader, ExpectedTensors, Shape, TensorSource
@@ -243,7 +244,7 @@ class CheckedSource:
     """An open checkpoint whose headers are what the configuration needs.
 
     Attributes:
-        source: Of its tensors, widened where they are stored in FP8.
+        source: Of its tensors, widened where they are stored in FP8, with the scales of its cache in them.
         fingerprint: Of configuration and weights.
     """
 
@@ -266,7 +267,12 @@ def checked_source(
         if config.weight_block:
             expect_scales(expected, reader.tensors, config.weight_block)
             source = Fp8Source(reader, reader.tensors, config.weight_block, dtype)
+        scaled = find_scales(reader.tensors, config)
+        expected.shapes |= scaled
         reader.check(expected.shapes, ignored=config.ignored, dtypes=expected.dtypes)
+        if scaled and dtype is not torch.float16:  # whose range the scaled weights might leave
+            _log.info("scales of an FP8 cache are moved into the weights", checkpoint=str(path), count=len(scaled))
+            source = ScaledSource(source, read_scales(reader, scaled), head_norm=config.head_norm)
         _log_ignored(path, config, [name for name in reader.names if name not in expected.shapes])
         yield CheckedSource(source, hashlib.sha256(f"{config.fingerprint} {reader.fingerprint}".encode()).hexdigest())
 

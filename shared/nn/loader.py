@@ -202,6 +202,11 @@ class CheckpointReader:
             self._progress(self._taken_bytes, self._all_bytes)
         return out
 
+    def number(self, name: str) -> float:
+        """Return the value of a tensor that `check` knew of and that holds one number, such as a scale."""
+        self._taken.add(name)
+        return float(self._file_of[name].read(name).float())
+
     def finish(self, *, ignored: Collection[str] = ()) -> None:
         """Raise for every tensor that was neither taken nor is ignored (names, or patterns with ``*``).
 

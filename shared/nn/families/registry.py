@@ -112,8 +112,17 @@ def _auto_map_modules(reader: ConfigReader) -> set[str]:
 
 def _check_quantisation(reader: ConfigReader, family: Family) -> None:
     section = reader.raw.get("quantization_config")
-    if not section:
+    if not section or _is_of_the_cache_alone(section):
         return
     method = section.get("quant_method") if isinstance(section, Mapping) else section
     if method not in family.quantisations:
         raise reader.error("quantization_config", f"quantised weights ({method}) are not supported; use a bf16, fp16 or fp32 checkpoint")
+
+
+def _is_of_the_cache_alone(section: object) -> bool:
+    """Whether nothing but scales of the K/V cache came of a quantisation: the weights are stored as they are."""
+    if not isinstance(section, Mapping) or not isinstance(section.get("kv_cache_scheme"), Mapping):
+        return False
+    of_weights = {"compressed-tensors": "config_groups", "modelopt": "quant_algo"}
+    method = section.get("quant_method")
+    return method in of_weights and not section.get(of_weights[method])
