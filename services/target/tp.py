@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -108,7 +108,7 @@ class RankGroup:
         self._lead.close()
         _end(self._processes, STOP_TIMEOUT_S if self.failure is None else FAILED_STOP_TIMEOUT_S)
         if self.failure is None:
-            leaving = _exit_in(STOP_TIMEOUT_S)  # NCCL waits for ever for what a rank that had to be killed does not do
+            leaving = _in(STOP_TIMEOUT_S, lambda: os._exit(1))  # NCCL waits for ever for what a rank that had to be killed does not do
             self._collectives.close()
             leaving.cancel()
 
@@ -119,11 +119,11 @@ def end_soon(error: OutriderError) -> None:
     The alarm is for a process that is at its end already, where no thread of Python's runs and a library waits for the device.
     """
     signal.alarm(math.ceil(2 * END_GRACE_S))
-    _exit_in(END_GRACE_S)
+    _in(END_GRACE_S, lambda: os._exit(1))
 
 
-def _exit_in(seconds: float) -> threading.Timer:
-    timer = threading.Timer(seconds, os._exit, (1,))
+def _in(seconds: float, act: Callable[[], None]) -> threading.Timer:
+    timer = threading.Timer(seconds, act)
     timer.daemon = True
     timer.start()
     return timer
@@ -162,7 +162,12 @@ def start_group(
     except BaseException:
         _end(processes)
         raise
-    lead = Lead(connections, on_failure, settings.tp_timeout_s, bounded=device.type == "cpu")
+
+    def failed(error: OutriderError) -> None:
+        on_failure(error)
+        _in(FAILED_STOP_TIMEOUT_S, lambda: _end(processes, 0.0))  # this process may end without coming to `RankGroup.close`
+
+    lead = Lead(connections, failed, settings.tp_timeout_s, bounded=device.type == "cpu")
     try:
         collectives, reduce = _join_group(store, shard, device, dtype, settings, ranks)
         with weights.open(shard.config, device, dtype, progress) as checkpoint:

@@ -1,46 +1,79 @@
-"""A target over several GPUs: the numbers and tokens of one GPU, eager and in CUDA graphs; by peer memory and by NCCL.
+"""A target over several GPUs: the numbers and tokens of one GPU, eager and in CUDA graphs; by peer memory and by NCCL; and its ends.
 
 Each case runs in a process of its own: a process joins one group in its life.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import signal
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+import traceback
+from collections.abc import Callable, Iterator
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
-from stack import PROMPTS, Process, child_pids, supervised
+from stack import PROMPTS, Process, child_pids, free_port, supervised
 from toys import make_toy_target
 
 from outrider.common.v1 import common_pb2
 from outrider.kernels.verify import SamplingTensors
 from outrider.services.target.numerics import prepare_decoder
 from outrider.services.target.settings import TargetSettings
-from outrider.services.target.tp import start_group
+from outrider.services.target.tp import end_soon, start_group
 from outrider.shared.attn.base import AttentionBatch, build_batch
 from outrider.shared.attn.create import create_backend
+from outrider.shared.base.errors import OutriderError
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.parallel.lead import graph_observer
+from outrider.target.v1 import target_pb2, target_pb2_grpc
 
-pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(150)]
 
 SIZES = [2, 4] if torch.cuda.device_count() >= 4 else [2]
 PROMPT, NODES = 300, 24
-REPLAYS = 50
+REPLAYS = 20
+CASE_S = 110
+END_S = 30
+STEP_S = 15
+TARGET_SERVICE = "outrider.target.v1.Target"
+FEW_GRAPHS = ("--max-running-requests", "2", "--cuda-graph-max-bs", "2")
 
 
 def in_a_process(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a function of this module in a fresh process, and return what it returns."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
-        return executor.submit(work, *arguments).result()
+    """Run a function of this module in a fresh process, and return what it returns.
+
+    Raises:
+        EOFError: The process ended before.
+    """
+    context = get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(theirs, work, arguments))
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(CASE_S), f"{work.__name__} did not end within {CASE_S} s"
+        problem, result = ours.recv()
+        assert not problem, problem
+        return result
+    finally:
+        process.kill()  # its ranks end by themselves
+        process.join()
+
+
+def _answer(pipe: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    try:
+        pipe.send(("", work(*arguments)))
+    except Exception:
+        pipe.send((traceback.format_exc(), None))
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +115,10 @@ def greedy(rows: int, device: torch.device) -> SamplingTensors:
 
 
 @torch.inference_mode()
-def relative_errors(folder: Path, size: int, dtype: str, reduce: str, quantization: str = "none") -> tuple[list[float], list[float], int]:
-    """Return the errors of logits against one GPU's, how far greedy tokens are from the best logit, and replays that differ from eager."""
+def relative_errors(
+    folder: Path, size: int, dtype: str, reduce: str, quantization: str = "none"
+) -> tuple[list[float], list[float], int, str]:
+    """Return errors of logits against one GPU's, how far greedy tokens are from the best, replays unlike eager, and what sums."""
     torch.cuda.set_device(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     settings = TargetSettings.load(
@@ -119,16 +154,18 @@ def relative_errors(folder: Path, size: int, dtype: str, reduce: str, quantizati
             eager, _ = spread.run(start, rows, spread.batch(start, rows), tokens)
             differing += not torch.allclose(logits, eager, rtol=1e-2, atol=1e-2)
         graphs.clear()
-        return errors, distances, differing
+        return errors, distances, differing, type(group.decoder.reduce).__name__
     finally:
         group.close()
 
 
-@pytest.mark.parametrize("reduce", ["auto", "peer", "group"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 3e-2)])
+@pytest.mark.parametrize(("dtype", "tolerance", "reduce"), [
+    ("bfloat16", 3e-2, "auto"), ("float32", 1e-4, "peer"), ("float32", 1e-4, "one-shot"), ("bfloat16", 3e-2, "group"),
+])  # fmt: skip
 @pytest.mark.parametrize("size", SIZES)
 def test_numbers_are_those_of_one_gpu_eager_and_in_graphs(folder: Path, size: int, dtype: str, tolerance: float, reduce: str) -> None:
-    errors, distances, differing = in_a_process(relative_errors, folder, size, dtype, reduce)
+    errors, distances, differing, summed_by = in_a_process(relative_errors, folder, size, dtype, reduce)
+    assert summed_by == {"group": "GroupReduce", "one-shot": "OneShotReduce"}.get(reduce, "PeerReduce")
     print(f"{size} GPUs, {dtype}, {reduce}: relative errors {errors}, greedy tokens below the best by {distances}")
     assert max(errors) < tolerance
     assert max(distances) <= (0 if dtype == "float32" else 0.1)
@@ -136,18 +173,18 @@ def test_numbers_are_those_of_one_gpu_eager_and_in_graphs(folder: Path, size: in
 
 
 def test_ranks_round_to_fp8_as_finely_as_one_gpu(folder: Path) -> None:
-    errors, _, differing = in_a_process(relative_errors, folder, 2, "bfloat16", "auto", "fp8")
+    errors, _, differing, _ = in_a_process(relative_errors, folder, 2, "bfloat16", "auto", "fp8")
     print(f"2 GPUs, FP8: relative errors {errors}")
     assert 1e-3 < max(errors) < 0.25, "each has roundings of its own"
     assert differing == 0
 
 
 @torch.inference_mode()
-def moved_rows(folder: Path, size: int) -> tuple[float, float]:
+def moved_rows(folder: Path, size: int, reduce: str) -> tuple[float, float]:
     """Return the change of logits by a compaction on one GPU, and the difference of the spread decoder's from it afterwards."""
     torch.cuda.set_device(0)
     torch.backends.cuda.matmul.allow_tf32 = False
-    group = start_group(TargetSettings.load({"model": folder, "device": "cuda", "dtype": "float32", "tp": size}))
+    group = start_group(TargetSettings.load({"model": folder, "device": "cuda", "dtype": "float32", "tp": size, "tp_all_reduce": reduce}))
     try:
         found = []
         for session in (Session(Decoder.load(folder, "cuda:0", torch.float32)), Session(group.decoder)):
@@ -163,9 +200,10 @@ def moved_rows(folder: Path, size: int) -> tuple[float, float]:
         group.close()
 
 
+@pytest.mark.parametrize("reduce", ["auto", "peer"])
 @pytest.mark.parametrize("size", SIZES)
-def test_accepted_rows_move_on_every_rank(folder: Path, size: int) -> None:
-    change, error = in_a_process(moved_rows, folder, size)
+def test_accepted_rows_move_on_every_rank(folder: Path, size: int, reduce: str) -> None:
+    change, error = in_a_process(moved_rows, folder, size, reduce)
     assert change > 1e-3, "the compaction must matter"
     assert error < 1e-4
 
@@ -173,7 +211,7 @@ def test_accepted_rows_move_on_every_rank(folder: Path, size: int) -> None:
 def test_the_embedded_pair_over_two_gpus_answers_as_over_one() -> None:
     answers = []
     for ranks in ("1", "2"):
-        with supervised("--dtype", "float32", "--tp", ranks, "--transport", "inproc", device="cuda") as stack:
+        with supervised("--dtype", "float32", "--tp", ranks, "--transport", "inproc", *FEW_GRAPHS, device="cuda") as stack:
             for mode in (common_pb2.SPECULATION_MODE_OFF, common_pb2.SPECULATION_MODE_ON):
                 answers.append([stack.client.chat(prompt, mode=mode, max_tokens=64).token_ids for prompt in PROMPTS])
             sampled = stack.client.chat(PROMPTS[0], temperature=0.8, seed=5, mode=common_pb2.SPECULATION_MODE_ON, max_tokens=64)
@@ -183,13 +221,97 @@ def test_the_embedded_pair_over_two_gpus_answers_as_over_one() -> None:
     assert answers[1] == answers[3]
 
 
-def test_a_killed_rank_ends_a_target_in_cuda_graphs(folder: Path, tmp_path: Path) -> None:
-    address = f"unix:{tmp_path}/t.sock"
-    process = Process("serve", "target", "--model", str(folder), "--tp", "2", "--listen", address, log=tmp_path / "log")
+@contextlib.contextmanager
+def serving(folder: Path, log: Path, *arguments: str) -> Iterator[tuple[Process, target_pb2_grpc.TargetStub, int]]:
+    """A target over two GPUs; yields it, its API, and the process of rank 1."""
+    address = f"unix:{log}/t.sock"
+    flags = ("--model", str(folder), "--tp", "2", "--listen", address, *FEW_GRAPHS)
+    process = Process("serve", "target", *flags, *arguments, log=log / "log")
     try:
-        process.wait_serving(address, "outrider.target.v1.Target")
-        os.kill(child_pids(process.popen.pid, "tp_worker")[0], signal.SIGKILL)
-        assert process.popen.wait(30) != 0
-        assert "rank 1 is lost" in process.output
+        process.wait_serving(address, TARGET_SERVICE)
+        (rank,) = child_pids(process.popen.pid, "tp_worker")
+        with grpc.insecure_channel(address) as channel:
+            yield process, target_pb2_grpc.TargetStub(channel), rank
+    except BaseException:
+        print(process.output[-8000:])
+        raise
     finally:
         process.stop()
+
+
+def assert_ends(pid: int) -> None:
+    """A process that is no child of this one is gone within `END_S`."""
+    with contextlib.suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(pid)
+        try:
+            assert select.select([descriptor], [], [], END_S)[0], f"process {pid} stays behind"
+        finally:
+            os.close(descriptor)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_lost_in_cuda_graphs_ends_the_target(folder: Path, tmp_path: Path, how: signal.Signals) -> None:
+    """The kernels of rank 0 wait for it meanwhile, and its host for them."""
+    with serving(folder, tmp_path) as (process, stub, rank):
+        request = target_pb2.GenerateRequest(request_id="long", prompt_ids=[1, 2, 3], max_new_tokens=900, ignore_eos=True)
+        replies = stub.Generate(request, timeout=CASE_S)
+        next(replies)
+        os.kill(rank, how)
+        assert process.popen.wait(END_S) not in (0, None)
+        assert "rank 1 is lost" in process.output
+        assert_ends(rank)
+
+
+@torch.inference_mode()
+def wait_for_what_does_not_come(folder: Path, told: Path) -> None:
+    """Replay a sum that rank 1 has no part in, and wait for it in a step."""
+
+    def failed(error: OutriderError) -> None:
+        told.write_text(f"{group.process_ids[0]} {error.message}")
+        end_soon(error)
+
+    torch.cuda.set_device(0)
+    settings = TargetSettings.load({"model": folder, "device": "cuda", "tp": 2, "tp_timeout_s": STEP_S})
+    group = start_group(settings, failed)
+    session = Session(group.decoder)
+    session.run(0, 4, session.batch(0, 4), session.tokens[:4])
+    numbers = torch.zeros(1, dtype=torch.int32, device=session.device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        group.decoder.collectives.all_reduce(numbers)
+    with group.decoder.watched():
+        graph.replay()
+        torch.cuda.synchronize()
+
+
+def test_a_step_that_does_not_come_back_from_the_gpu_ends_the_process(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(EOFError):
+        in_a_process(wait_for_what_does_not_come, folder, tmp_path / "told")
+    rank, _, told = (tmp_path / "told").read_text().partition(" ")
+    assert told.startswith(f"tp: a step has not come back for {STEP_S} s")
+    assert_ends(int(rank))
+
+
+def test_ranks_of_two_hosts_serve_together(folder: Path, tmp_path: Path) -> None:
+    """As torchrun starts one rank on each of two hosts, of which each sees one GPU."""
+    address, port = f"unix:{tmp_path}/t.sock", free_port()
+
+    def start(rank: int) -> Process:
+        numbers = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": rank}
+        environment = {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        flags = ("--model", str(folder), "--tp", "2", "--listen", address, *FEW_GRAPHS)
+        return Process("serve", "target", *flags, log=tmp_path / f"{rank}.log", environment=environment)
+
+    first, second = start(0), start(1)
+    try:
+        first.wait_serving(address, TARGET_SERVICE)
+        with grpc.insecure_channel(address) as channel:
+            request = target_pb2.GenerateRequest(request_id="a", prompt_ids=[1, 2, 3], max_new_tokens=40, ignore_eos=True)
+            replies = list(target_pb2_grpc.TargetStub(channel).Generate(request, timeout=60))
+        assert sum(len(reply.delta.token_ids) for reply in replies) == 40
+        first.popen.terminate()
+        assert first.popen.wait(END_S) == 0
+        assert second.popen.wait(END_S) == 0
+    finally:
+        first.stop()
+        second.stop()
