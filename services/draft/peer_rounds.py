@@ -46,9 +46,13 @@ class RoundsInlet(Protocol):
         """See above."""
         ...
 
-    @property
-    def comes_later(self) -> bool:
-        """Whether a round waits on the host for a message with its state."""
+    def goes_ahead(self, message: draft_pb2.RoundsNext, tried: bool) -> bool:
+        """Whether the round is enqueued before its state has come, or by the message that brings it.
+
+        Args:
+            message: Of the round.
+            tried: This very round has run before: enqueuing it does not make the host wait for the device.
+        """
         ...
 
     def take(self, message: draft_pb2.RoundsNext, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
@@ -149,6 +153,7 @@ class PeerRounds:
         inlet.take(message, buffers.blob, buffers.expected, STATE_LIMIT_S)
         self._desk.graphs.run(self._key, self._round)
         inlet.give(message, buffers.trees.blob)
+        self._desk.tried.add(self._key)
         self._num_run += 1
         return True
 
@@ -190,6 +195,11 @@ class PeerRounds:
         return lost
 
     @property
+    def tried(self) -> bool:
+        """Whether the next round is one that has run before, as a graph if there are graphs."""
+        return self._key in self._desk.tried
+
+    @property
     def _key(self) -> Hashable:
         return (*self._size, self._rounds.key)
 
@@ -228,6 +238,7 @@ class RoundsDesk:
 
     def __init__(self, engine: DraftEngine, device: torch.device, now: Callable[[], float] = time.monotonic) -> None:
         self.graphs = GraphCache(device)
+        self.tried: set[Hashable] = set()
         self._engine = engine
         self._device = device
         self._now = now
@@ -284,7 +295,7 @@ class RoundsDesk:
         if rounds is None:
             return False
         rounds.drop_forgotten(self._followed)
-        if inlet.broken or not rounds.ready(message) or not (inlet.comes_later or rounds.go(message.number, inlet)):
+        if inlet.broken or not rounds.ready(message) or (inlet.goes_ahead(message, rounds.tried) and not rounds.go(message.number, inlet)):
             self.abandon(peer)
             return False
         return True

@@ -99,6 +99,8 @@ class DraftProtocol:
                 loop.run_here(lambda: self._run_round(peer, following, inlet))
             case "round_state" if isinstance(inlet, InlineRounds):
                 state = request.round_state
+                if inlet.finish(state):  # at once: the engine's thread may be waiting for the device, which waits for this
+                    return
                 loop.run_here(lambda: self._start_round(peer, state, inlet))
             case "rounds_enter" if inlet is not None:
                 entering = request.rounds_enter
@@ -177,6 +179,8 @@ class DraftProtocol:
 
     def _start_round(self, peer: Peer, message: draft_pb2.RoundState, inlet: InlineRounds) -> None:
         """Enqueue a round whose state has come. Not always on the engine thread."""
+        if inlet.finish(message):  # enqueued since this message came
+            return
         inlet.arrived(message.state)
         self._answer_round(peer, message.rounds, message.number, inlet, lambda: self._desk.go(peer.id, message, inlet))
 

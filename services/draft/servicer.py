@@ -20,7 +20,9 @@ from outrider.services.draft.replies import Reply
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.direct import ServerStream
+from outrider.shared.rpc.ipc.round_words import Side
 from outrider.shared.rpc.polling import Vigil
+from outrider.shared.rpc.relay import StreamRelay
 from outrider.shared.rpc.tensors import InlineTensors, join_tensors, split_tensor
 
 R = TypeVar("R")
@@ -84,7 +86,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         outlet = StreamOutlet(lambda: endings.put(None))
         peer, ack = self._protocol.welcome(first.hello, outlet)
         yield draft_pb2.SessionReply(hello=ack)
-        inlet = InlineRounds(peer)
+        inlet = InlineRounds(peer, StreamRelay.try_make(Side.DRAFT, self._protocol.device))
         stream = ServerStream(context, lambda message: self._take(peer, message, inlet), endings.put, MAX_UNSENT, self._vigil)
         outlet.open(stream)
         stream.start()
@@ -93,6 +95,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             if error is not None:
                 raise error
         finally:
+            inlet.close()  # from this thread: the engine's may be waiting for a stream that waits for this target
             stream.flush()
             self._protocol.leave(peer)
 

@@ -82,6 +82,8 @@ class RoundRunner:
         self._current: BatchTables | None = None
         self._rows: list[Sequence | None] = []
         self._enqueued: deque[_Enqueued] = deque()
+        # Rounds that have run with a draft in another process.
+        self._tried: set[tuple[object, ...]] = set()
         self._turn = 0
         self._last_read = 0.0
 
@@ -141,12 +143,18 @@ class RoundRunner:
             self._capture(batch, key)
         launched_at = time.monotonic()
         exchanged = batch.exchanged
-        if exchanged is not None:
-            assert self._current is not None
-            begin_round(_round_tensors(batch.state), self._current.limits)
-            exchanged.exchange(batch.state, wait_limit_s())
-        packed = self._graphs.run(key, self._round)
-        self._enqueued.append(self._copy_back(packed, launched_at))
+        if exchanged is None:
+            self._enqueued.append(self._copy_back(self._graphs.run(key, self._round), launched_at))
+            return True
+        assert self._current is not None
+        begin_round(_round_tensors(batch.state), self._current.limits)
+        ahead = self._graphs.replays(key) and key in self._tried
+        try:
+            exchanged.exchange(batch.state, wait_limit_s(), ahead)
+            self._enqueued.append(self._copy_back(self._graphs.run(key, self._round), launched_at))
+        finally:
+            exchanged.carry()
+        self._tried.add(key)
         return True
 
     def read(self) -> FinishedRound:

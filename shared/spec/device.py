@@ -185,10 +185,11 @@ class DeviceRounds(Protocol):
 class ExchangedRounds(DeviceRounds, Protocol):
     """Rounds of a drafter in another process: the state goes there and the trees come, outside of what is recorded.
 
-    For every round: `reserve`, `exchange`, then `draft`, which only checks on the device what came, and so can be part of a graph.
+    For every round: `reserve`, `exchange`, then `draft`, which only checks on the device what came, and so can be part of a graph; then
+    `carry`, whatever happened after `exchange`.
     """
 
-    def exchange(self, state: RoundState, limit_s: float | None) -> None:
+    def exchange(self, state: RoundState, limit_s: float | None, ahead: bool) -> None:
         """Hand the state of the round that is enqueued next over, and have its trees come, in stream order; never captured.
 
         It may block the host until they are there, or only enqueue. Either way they are waited for no longer than a bound, and `draft` then
@@ -197,7 +198,13 @@ class ExchangedRounds(DeviceRounds, Protocol):
         Args:
             state: What `draft` will be given.
             limit_s: How long the device may stand still for the trees; None: until the draft counts as faulty.
+            ahead: The device may wait for what the host does in `carry`: what is enqueued in between was enqueued before, and the host does
+                not have to wait for the device to enqueue it, as it may for graphs and kernels that run for the first time.
         """
+        ...
+
+    def carry(self) -> None:
+        """Do on the host what `exchange` has left to do."""
         ...
 
 

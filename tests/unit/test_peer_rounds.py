@@ -50,12 +50,14 @@ def desk(engine: DraftEngine) -> RoundsDesk:
 class Inlet:
     """Hands over the state that the test has put into it, or none."""
 
-    def __init__(self, comes_later: bool = False) -> None:
+    def __init__(self) -> None:
         self.broken = False
-        self.comes_later = comes_later
         self.state: RoundState | None = RoundState.idle(1, COLUMNS, HIDDEN, torch.float32, CPU)
         self.given: list[torch.Tensor] = []
         self.room = 1 << 30
+
+    def goes_ahead(self, message: draft_pb2.RoundsNext, tried: bool) -> bool:
+        return True
 
     def take(self, message: draft_pb2.RoundsNext, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
         expected.fill_(message.number)

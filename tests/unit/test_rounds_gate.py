@@ -41,10 +41,18 @@ class Channel:
         return True
 
     def exchange(
-        self, message: draft_pb2.RoundsNext, state: torch.Tensor, trees: torch.Tensor, expected: torch.Tensor, limit_s: float
+        self,
+        message: draft_pb2.RoundsNext,
+        state: torch.Tensor,
+        trees: torch.Tensor,
+        expected: torch.Tensor,
+        limit_s: float,
+        ahead: bool,
     ) -> None:
         self.told.append(message)
         expected.fill_(message.number)
+
+    def carry(self) -> None: ...
 
 
 class Draft:
@@ -127,7 +135,7 @@ def test_the_last_round_stays_pending_and_what_came_before_is_told(draft: Draft,
     assert rounds is not None
     for chosen in ([7], [8, 9], [10]):
         assert rounds.reserve([20])
-        rounds.exchange(draft.state, None)
+        rounds.exchange(draft.state, None, False)
         rounds.committed([chosen])
     draft.state.features[0] = 5.0
     rounds.leave()
@@ -185,7 +193,7 @@ def test_a_draft_that_wants_out_is_left_and_not_asked_for_a_while(draft: Draft, 
 def test_trees_that_come_late_end_the_rounds(draft: Draft, session: DraftSession, limit_s: float | None, faulty: int) -> None:
     rounds = draft.enter(session, accept(draft))
     assert rounds is not None
-    rounds.exchange(draft.state, limit_s)
+    rounds.exchange(draft.state, limit_s, False)
     draft.channel.broken = True
     assert not rounds.reserve([20])
     rounds.committed([[7]])
@@ -197,7 +205,7 @@ def test_trees_that_come_late_end_the_rounds(draft: Draft, session: DraftSession
 def test_a_connection_that_ended_is_no_fault(draft: Draft, session: DraftSession) -> None:
     rounds = draft.enter(session, accept(draft))
     assert rounds is not None
-    rounds.exchange(draft.state, None)
+    rounds.exchange(draft.state, None, False)
     draft.connection.ended.set()
     draft.channel.broken = True
     session.lose("draft_down")
@@ -234,7 +242,7 @@ def test_numbers_begin_again_with_a_new_connection_long_before_they_are_too_larg
     assert rounds is not None
     for chosen in ([7], [8]):
         assert rounds.reserve([20])
-        rounds.exchange(draft.state, None)
+        rounds.exchange(draft.state, None, False)
         rounds.committed([chosen])
     assert not rounds.reserve([20]), "these rounds end"
     rounds._buffer.trees.number.fill_(2)  # what a round of long ago had
@@ -251,6 +259,6 @@ def test_numbers_begin_again_with_a_new_connection_long_before_they_are_too_larg
     again = draft.enter(session, accept(draft))
     assert again is not None
     assert again.reserve([20])
-    again.exchange(draft.state, None)
+    again.exchange(draft.state, None, False)
     assert (again.id, draft.channel.told[-1].number) == (1, 2)
     assert rounds._buffer.trees.number.item() == 0, "no tree of before is taken for one of this round"

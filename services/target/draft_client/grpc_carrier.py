@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import cast
 
 import grpc
+import torch
 from google.protobuf.message import DecodeError
 
 from outrider.common.v1 import common_pb2
@@ -20,13 +21,16 @@ from outrider.shared.base.errors import ProtocolError
 from outrider.shared.rpc.client import connect
 from outrider.shared.rpc.direct import ClientStream
 from outrider.shared.rpc.interceptors import error_from_rpc
+from outrider.shared.rpc.ipc.round_words import Side
 from outrider.shared.rpc.polling import Vigil
+from outrider.shared.rpc.relay import StreamRelay
 from outrider.shared.rpc.tensors import InlineTensors, TensorWriter
 
 REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND)
 SESSION_METHOD = "/outrider.draft.v1.Draft/Session"
 BULK_METHOD = "/outrider.draft.v1.Draft/Bulk"
 JOIN_S = 5.0
+CPU = torch.device("cpu")
 
 
 @contextlib.contextmanager
@@ -67,9 +71,10 @@ class GrpcCarrier:
     Args:
         address: Of the draft.
         rounds: Offer rounds that stay on the device.
+        device: Of the target.
     """
 
-    def __init__(self, address: str, *, rounds: bool = False) -> None:
+    def __init__(self, address: str, *, rounds: bool = False, device: torch.device = CPU) -> None:
         self.ended = threading.Event()
         self.tensors: TensorWriter = InlineTensors()
         self.bulk_tensors: TensorWriter = self.tensors
@@ -85,6 +90,7 @@ class GrpcCarrier:
         self._bulk: ClientStream | None = None
         self._stream_rounds: StreamRounds | None = None
         self._offers_rounds = rounds
+        self._device = device
         self._on_pong: Callable[[draft_pb2.Pong], None] = lambda _pong: None
         self._bulk_reader = threading.Thread(target=self._read_bulk, name="draft-bulk", daemon=True)
 
@@ -114,7 +120,7 @@ class GrpcCarrier:
         self._bulk = self._own(ClientStream(self._bulk_channel, BULK_METHOD, Vigil(enabled=self._vigil.enabled)))
         self._bulk_reader.start()
         if self._offers_rounds:
-            self._stream_rounds = StreamRounds(self._stream, self._vigil, self._dispatch)
+            self._stream_rounds = StreamRounds(self._stream, self._vigil, self._dispatch, StreamRelay.try_make(Side.TARGET, self._device))
             self.rounds = self._stream_rounds
 
     def follow(self, on_pong: Callable[[draft_pb2.Pong], None]) -> None:

@@ -199,7 +199,13 @@ class MailboxRounds:
         return state.nbytes <= layout.state_bytes and trees.nbytes <= layout.trees_bytes
 
     def exchange(
-        self, message: draft_pb2.RoundsNext, state: torch.Tensor, trees: torch.Tensor, expected: torch.Tensor, limit_s: float
+        self,
+        message: draft_pb2.RoundsNext,
+        state: torch.Tensor,
+        trees: torch.Tensor,
+        expected: torch.Tensor,
+        limit_s: float,
+        ahead: bool,
     ) -> None:
         """See `RoundsChannel.exchange`: enqueued, the host does not wait where there is a GPU."""
         try:
@@ -209,6 +215,9 @@ class MailboxRounds:
         except CudaError as error:
             log.warning("no more rounds on the device with this draft", reason=error.message)
             self.close()
+
+    def carry(self) -> None:
+        """See `RoundsChannel.carry`: nothing is left to the host."""
 
 
 @contextlib.contextmanager

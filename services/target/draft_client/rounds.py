@@ -161,7 +161,7 @@ class RemoteRounds:
             return False
         return all(session is None or session.live for session in self._sessions)
 
-    def exchange(self, state: RoundState, limit_s: float | None) -> None:
+    def exchange(self, state: RoundState, limit_s: float | None, ahead: bool) -> None:
         """See `ExchangedRounds.exchange`."""
         assert self._channel is not None, "rounds without a connection are only recorded"
         assert state.packed is not None, "the engine's states are packed"
@@ -171,7 +171,12 @@ class RemoteRounds:
         self.num_exchanged += 1
         self.patient = limit_s is None or limit_s >= self._patience_s
         limit_s = self._patience_s if limit_s is None else min(limit_s, self._patience_s)
-        self._channel.exchange(message, state.packed, self._buffer.trees.blob, self._buffer.expected, limit_s)
+        self._channel.exchange(message, state.packed, self._buffer.trees.blob, self._buffer.expected, limit_s, ahead)
+
+    def carry(self) -> None:
+        """See `ExchangedRounds.carry`."""
+        if self._channel is not None:
+            self._channel.carry()
 
     def draft(self, state: RoundState) -> DraftBatch:
         """See `DeviceRounds.draft`: what came, if it is of this round and a tree."""

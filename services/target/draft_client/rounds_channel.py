@@ -26,7 +26,13 @@ class RoundsChannel(Protocol):
         ...
 
     def exchange(
-        self, message: draft_pb2.RoundsNext, state: torch.Tensor, trees: torch.Tensor, expected: torch.Tensor, limit_s: float
+        self,
+        message: draft_pb2.RoundsNext,
+        state: torch.Tensor,
+        trees: torch.Tensor,
+        expected: torch.Tensor,
+        limit_s: float,
+        ahead: bool,
     ) -> None:
         """Send the message and the state, and have the trees come, in stream order.
 
@@ -36,7 +42,12 @@ class RoundsChannel(Protocol):
             trees: ``[n] uint8``, where they come to with their header.
             expected: ``[1] int32``, to be set to the number.
             limit_s: How long after the state is there they may take.
+            ahead: See `ExchangedRounds.exchange`.
         """
+        ...
+
+    def carry(self) -> None:
+        """See `ExchangedRounds.carry`."""
         ...
 
     def mend(self) -> bool:

@@ -1,8 +1,10 @@
 """Rounds that stay on the device, over a gRPC stream: the host waits for the state, sends it, and waits for the trees.
 
-The message of the round goes ahead, while the device still works, so that only bytes are left to be copied when the state is there.
+The message of the round goes ahead, while the device still works, so that only bytes are left to be copied when the state is there. On a
+GPU the next pass goes ahead too: it is enqueued behind a word that the host writes when the trees have come (see `shared.rpc.relay`).
 
-It waits awake (see `shared.rpc.polling`): when the pass is done its result is on its way at once, and so is the next pass when trees come.
+The host waits awake (see `shared.rpc.polling`): when the pass is done its result is on its way at once, and so is the next pass when trees
+come.
 """
 
 from __future__ import annotations
@@ -10,20 +12,32 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from outrider.draft.v1 import draft_pb2
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.direct import ClientStream
+from outrider.shared.rpc.ipc.cuda import CudaError
 from outrider.shared.rpc.polling import Vigil
+from outrider.shared.rpc.relay import STATE_BYTES, StreamRelay
 from outrider.shared.rpc.staging import Staging
 
-STATE_BYTES = 512 * 1024
-"""Ten sequences of 6 rows of 4096 in bf16. A state holds all rows, accepted or not: of larger batches less travels by way of the host."""
-
 log = get_logger("outrider.target.draft")
+
+
+@dataclass(frozen=True, slots=True)
+class _Enqueued:
+    """A round whose exchange is left to `carry`; its state may not have been enqueued, where that failed."""
+
+    rounds: int
+    number: int
+    state_bytes: int
+    limit_s: float
 
 
 class StreamRounds:
@@ -33,16 +47,24 @@ class StreamRounds:
         stream: Of the session.
         vigil: Of the stream.
         dispatch: Takes in a message that the engine thread happened to receive.
+        relay: Of the connection; None where nothing is enqueued ahead.
     """
 
-    def __init__(self, stream: ClientStream, vigil: Vigil, dispatch: Callable[[bytes], None]) -> None:
-        self.broken = False
+    def __init__(self, stream: ClientStream, vigil: Vigil, dispatch: Callable[[bytes], None], relay: StreamRelay | None = None) -> None:
         self._stream = stream
         self._vigil = vigil
         self._dispatch = dispatch
+        self._relay = relay
         self._staging = Staging()
         self._arrived: deque[draft_pb2.RoundTrees] = deque()
+        self._enqueued: _Enqueued | None = None
+        self._missed = False
         self._closed = False
+
+    @property
+    def broken(self) -> bool:
+        """See `RoundsChannel.broken`."""
+        return self._missed or self._closed or (self._relay is not None and self._relay.broken)
 
     def arrived(self, trees: draft_pb2.RoundTrees) -> None:
         """Take in the trees of a round; any thread."""
@@ -53,37 +75,90 @@ class StreamRounds:
         return state.nbytes <= STATE_BYTES
 
     def exchange(
-        self, message: draft_pb2.RoundsNext, state: torch.Tensor, trees: torch.Tensor, expected: torch.Tensor, limit_s: float
+        self,
+        message: draft_pb2.RoundsNext,
+        state: torch.Tensor,
+        trees: torch.Tensor,
+        expected: torch.Tensor,
+        limit_s: float,
+        ahead: bool,
     ) -> None:
         """See `RoundsChannel.exchange`."""
         self._stream.send(draft_pb2.SessionRequest(rounds_next=message).SerializeToString())
+        if ahead and self._relay is not None and self._relay.fits(state, trees):
+            self._enqueue(self._relay, message, state, trees, expected, limit_s)
+            return
         expected.fill_(message.number)
         fetched = self._staging.fetch(state).numpy()
-        request = draft_pb2.SessionRequest(round_state=draft_pb2.RoundState(rounds=message.rounds, number=message.number))
         self._staging.settle(state)
-        request.round_state.state = fetched.tobytes()
-        self._stream.send(request.SerializeToString())
-        self._vigil.expect(limit_s)
-        reply = self._await(message.number, time.monotonic() + limit_s)
-        self._vigil.rest()
-        if reply is None:
-            self.broken = True
-        elif reply.trees:
+        data = self._trade(message.rounds, message.number, fetched, limit_s)
+        if data:
             try:
-                self._staging.load(reply.trees, message.number, trees)
+                self._staging.load(data, message.number, trees)
             except ProtocolError as error:
-                log.warning("the draft broke the protocol", error=error.message)
-                self.broken = True
+                self._distrust(error)
+
+    def carry(self) -> None:
+        """See `RoundsChannel.carry`."""
+        enqueued, self._enqueued = self._enqueued, None
+        if enqueued is None or self._relay is None:
+            return
+        came = False
+        try:
+            state = self._relay.settle(enqueued.number, enqueued.state_bytes)
+            data = self._trade(enqueued.rounds, enqueued.number, state, enqueued.limit_s)
+            if data:
+                self._relay.put(enqueued.number, data)
+                came = True
+        except ProtocolError as error:
+            self._distrust(error)
+        finally:
+            if not came:
+                self._relay.release(enqueued.number)
 
     def mend(self) -> bool:
         """See `RoundsChannel.mend`."""
-        self.broken = self._closed
+        if self._closed or (self._relay is not None and not self._relay.mend()):
+            return False
+        self._missed = False
         self._arrived.clear()
-        return not self._closed
+        return not self.broken
 
     def close(self) -> None:
         """See `RoundsChannel.close`. Who waits hears of it when the stream is cancelled."""
-        self._closed = self.broken = True
+        self._closed = True
+        if self._relay is not None:
+            self._relay.close()
+
+    def _enqueue(
+        self,
+        relay: StreamRelay,
+        message: draft_pb2.RoundsNext,
+        state: torch.Tensor,
+        trees: torch.Tensor,
+        expected: torch.Tensor,
+        limit_s: float,
+    ) -> None:
+        """Enqueue the exchange, and leave the host's part to `carry`."""
+        try:
+            relay.give(message.number, state)
+            self._enqueued = _Enqueued(message.rounds, message.number, state.nbytes, limit_s)
+            relay.take(message.number, trees, expected, limit_s)
+        except CudaError as error:
+            log.warning("no more rounds on the device with this draft", reason=error.message)
+            self.close()
+
+    def _trade(self, rounds: int, number: int, state: NDArray[np.uint8], limit_s: float) -> bytes:
+        """Send a state and return the trees; empty if the draft has none, or if they do not come in time."""
+        request = draft_pb2.SessionRequest(round_state=draft_pb2.RoundState(rounds=rounds, number=number, state=state.tobytes()))
+        self._stream.send(request.SerializeToString())
+        self._vigil.expect(limit_s)
+        reply = self._await(number, time.monotonic() + limit_s)
+        self._vigil.rest()
+        if reply is None:
+            self._missed = True
+            return b""
+        return reply.trees
 
     def _await(self, number: int, until: float) -> draft_pb2.RoundTrees | None:
         """Return the trees of a round, or None if they do not come in time; late ones of earlier rounds are dropped."""
@@ -103,6 +178,10 @@ class StreamRounds:
             try:
                 self._dispatch(received)
             except ProtocolError as error:
-                log.warning("the draft broke the protocol", error=error.message)
+                self._distrust(error)
                 self._stream.cancel()
                 return None
+
+    def _distrust(self, error: ProtocolError) -> None:
+        log.warning("the draft broke the protocol", error=error.message)
+        self._missed = True

@@ -11,11 +11,11 @@ import ctypes
 import functools
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from outrider.shared.rpc.ipc.cuda import CudaError, DeviceMemory, PeerMemory, copy_async, runtime_call
+from outrider.shared.rpc.ipc.cuda import CudaError, PeerMemory, copy_async, runtime_call
 from outrider.shared.rpc.ipc.round_mailbox import RoundsLayout
 from outrider.shared.rpc.ipc.round_words import RoundWatch, RoundWords, Side
 from outrider.shared.rpc.ipc.slots import PAGE_BYTES, SharedMemory
@@ -23,6 +23,12 @@ from outrider.shared.rpc.ipc.slots import PAGE_BYTES, SharedMemory
 REGISTER_PORTABLE_AND_MAPPED = 3
 WAIT_UNTIL_AT_LEAST = 0
 RELEASED = 0x7FFFFFFF
+
+
+class SlotMemory(Protocol):
+    """Where the slots lie, for copies of streams: `pointer` is their address."""
+
+    pointer: int
 
 
 class StreamMailbox:
@@ -39,9 +45,7 @@ class StreamMailbox:
         CudaError: streams cannot await words in host memory here.
     """
 
-    def __init__(
-        self, layout: RoundsLayout, memory: SharedMemory, slots: DeviceMemory | PeerMemory, side: Side, device: torch.device
-    ) -> None:
+    def __init__(self, layout: RoundsLayout, memory: SharedMemory, slots: SlotMemory, side: Side, device: torch.device) -> None:
         self.layout = layout
         self._words = RoundWords(memory, side)
         self._watch = RoundWatch(self._words)
@@ -141,7 +145,7 @@ def _register(memory: SharedMemory, device: torch.device) -> int:
     return int(there.value or 0)
 
 
-def _let_go(words: RoundWords, slots: DeviceMemory | PeerMemory, device: torch.device) -> None:
+def _let_go(words: RoundWords, slots: SlotMemory, device: torch.device) -> None:
     """Undo `_register`, and unmap the slots, when no stream needs them any more."""
     words.release(RELEASED)
     with torch.cuda.device(device):

@@ -1,0 +1,102 @@
+"""Rounds that are enqueued behind a word that this process's host writes: they run then, and no wait outlasts its limit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from outrider.shared.base.errors import ProtocolError
+from outrider.shared.rpc.ipc.round_words import Side
+from outrider.shared.rpc.relay import LAYOUT, StreamRelay
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+
+IN_BYTES, OUT_BYTES = 49_408, 1024
+LIMIT_S = 30.0
+LATENESS_S = 0.5
+"""A watch looks every 2 ms; a machine with other work is later."""
+
+
+class Half:
+    """One side's part of a round: what came, plus one, goes out."""
+
+    def __init__(self, side: Side) -> None:
+        device = torch.device("cuda", torch.cuda.current_device())
+        self.relay = StreamRelay(side, device)
+        self.came = torch.zeros(IN_BYTES, dtype=torch.uint8, device=device)
+        self.goes = torch.zeros(OUT_BYTES, dtype=torch.uint8, device=device)
+        self.expected = torch.zeros(1, dtype=torch.int32, device=device)
+        self._work()  # kernels are loaded when they are first launched, which waits for the device
+        torch.cuda.synchronize()
+
+    def enqueue(self, number: int, limit_s: float = LIMIT_S) -> None:
+        self.relay.take(number, self.came, self.expected, limit_s)
+        self._work()
+        self.relay.give(number, self.goes)
+
+    def _work(self) -> None:
+        self.goes[4:].copy_(self.came[4:OUT_BYTES] + 1)
+
+
+@pytest.fixture(params=Side, ids=lambda side: str(side.value))
+def half(request: pytest.FixtureRequest) -> Iterator[Half]:
+    half = Half(request.param)
+    yield half
+    half.relay.close()
+    torch.cuda.synchronize()
+
+
+def test_a_round_runs_when_the_host_puts_what_it_waits_for(half: Half) -> None:
+    for number in range(1, 12):
+        half.enqueue(number)
+        time.sleep(0.002)
+        assert not half.relay._given[number % 2].query(), "it waits"
+        half.relay.put(number, bytes([number]) * IN_BYTES)
+        trees = half.relay.settle(number, OUT_BYTES)
+        assert set(trees[4:].tolist()) == {number + 1}
+        assert trees[:4].view("int32").item() == number
+        assert half.came[:4].view(torch.int32).item() == half.expected.item() == number
+    assert not half.relay.broken
+
+
+@pytest.mark.parametrize("how", ["limit", "release", "close"])
+def test_a_wait_ends_without_what_it_is_for(half: Half, how: str) -> None:
+    began = time.monotonic()
+    half.relay.give(2, half.goes)  # the target's limit counts from then
+    half.enqueue(2, 0.1 if how == "limit" else LIMIT_S)
+    if how == "release":
+        half.relay.release(2)
+    elif how == "close":
+        half.relay.close()
+    half.relay.settle(2, OUT_BYTES)
+    torch.cuda.synchronize()
+    assert time.monotonic() - began < 0.1 + LATENESS_S
+    assert half.came[:4].view(torch.int32).item() != half.expected.item() == 2, "what lies there is of no round"
+    assert half.relay.broken == (how != "release")
+    assert half.relay.mend()
+    if how != "close":
+        half.enqueue(3)
+        half.relay.put(3, bytes(IN_BYTES))
+        half.relay.settle(3, OUT_BYTES)
+        assert half.came[:4].view(torch.int32).item() == 3
+
+
+def test_blobs_of_another_round_or_size_are_refused(half: Half) -> None:
+    half.enqueue(1)
+    for number, size in ((1, IN_BYTES - 1), (1, 0), (3, IN_BYTES)):
+        with pytest.raises(ProtocolError):
+            half.relay.put(number, bytes(size))
+    half.relay.put(1, bytes(IN_BYTES))
+    half.relay.settle(1, OUT_BYTES)
+
+
+def test_what_fits() -> None:
+    relay = StreamRelay.try_make(Side.TARGET, torch.device("cuda", torch.cuda.current_device()))
+    assert relay is not None
+    trees = torch.zeros(OUT_BYTES, dtype=torch.uint8)
+    assert relay.fits(torch.zeros(LAYOUT.state_bytes, dtype=torch.uint8), trees)
+    assert not relay.fits(torch.zeros(LAYOUT.state_bytes + 1, dtype=torch.uint8), trees)
+    assert StreamRelay.try_make(Side.TARGET, torch.device("cpu")) is None

@@ -1,0 +1,293 @@
+"""Rounds over a gRPC stream that are enqueued before what they need has come: whatever comes, the stream's wait ends."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from outrider.draft.v1 import draft_pb2
+from outrider.services.draft.inline_rounds import InlineRounds
+from outrider.services.draft.loop import Peer
+from outrider.services.draft.replies import Reply, RoundTrees
+from outrider.services.draft.session import PeerId
+from outrider.services.target.draft_client.stream_rounds import StreamRounds
+from outrider.shared.base.errors import ProtocolError
+from outrider.shared.rpc.ipc.cuda import CudaError
+from outrider.shared.rpc.polling import Vigil
+
+SIZE = 512
+
+
+class Relay:
+    """What a GPU's stream would see: what it was given, and whether it stands still."""
+
+    def __init__(self) -> None:
+        self.broken = False
+        self.closed = False
+        self.fails = False
+        self.room = 1 << 20
+        self.waits: set[int] = set()
+        self.blobs: dict[int, bytes] = {}
+        self.came: dict[int, bytes] = {}
+
+    def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
+        return state.nbytes <= self.room
+
+    def give(self, number: int, blob: torch.Tensor) -> None:
+        self.blobs[number] = bytes(blob.numpy())
+
+    def take(self, number: int, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
+        if self.fails:
+            raise CudaError("this driver cannot")
+        self.waits.add(number)
+
+    def settle(self, number: int, num_bytes: int) -> NDArray[np.uint8]:
+        return np.frombuffer(self.blobs[number][:num_bytes], dtype=np.uint8)
+
+    def put(self, number: int, data: bytes) -> None:
+        if len(data) != SIZE:
+            raise ProtocolError("of another size", field="rounds")
+        self.came[number] = data
+        self.waits.remove(number)
+
+    def release(self, number: int) -> None:
+        self.waits.discard(number)
+
+    def mend(self) -> bool:
+        return not self.waits
+
+    def close(self) -> None:
+        self.closed = self.broken = True
+        self.waits.clear()
+
+
+class Stream:
+    """A stream whose other end is the test: `answers` are called with what was sent last, and return a message or nothing."""
+
+    def __init__(self) -> None:
+        self.sent: list[draft_pb2.SessionRequest] = []
+        self.answers: deque[Callable[[draft_pb2.SessionRequest], draft_pb2.SessionReply | None]] = deque()
+        self.ended = False
+        self.cancelled = False
+
+    def send(self, message: bytes) -> None:
+        self.sent.append(draft_pb2.SessionRequest.FromString(message))
+
+    def receive_within(self, seconds: float) -> bytes | None:
+        answer = self.answers.popleft()(self.sent[-1]) if self.answers else None
+        if answer is None:
+            self.ended = True
+            return None
+        return answer.SerializeToString()
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Target:
+    """The target's side with a stream and a GPU that are the test's."""
+
+    def __init__(self) -> None:
+        self.stream, self.relay = Stream(), Relay()
+        self.channel = StreamRounds(self.stream, Vigil(enabled=False), self.dispatch, self.relay)  # type: ignore[arg-type]
+        self.state = torch.arange(SIZE, dtype=torch.int64).to(torch.uint8)
+        self.trees = torch.zeros(SIZE, dtype=torch.uint8)
+        self.expected = torch.zeros(1, dtype=torch.int32)
+
+    def dispatch(self, message: bytes) -> None:
+        self.channel.arrived(draft_pb2.SessionReply.FromString(message).round_trees)
+
+    def exchange(self, number: int, ahead: bool = True) -> None:
+        message = draft_pb2.RoundsNext(rounds=1, number=number)
+        self.channel.exchange(message, self.state, self.trees, self.expected, 1.0, ahead)
+
+    def answer(self, data: bytes, number: int | None = None) -> None:
+        def of(request: draft_pb2.SessionRequest) -> draft_pb2.SessionReply:
+            known = request.round_state.number if number is None else number
+            return draft_pb2.SessionReply(round_trees=draft_pb2.RoundTrees(rounds=1, number=known, trees=data))
+
+        self.stream.answers.append(of)
+
+
+@pytest.fixture
+def target() -> Target:
+    return Target()
+
+
+def test_the_state_goes_out_and_the_trees_come_while_the_stream_waits(target: Target) -> None:
+    for number in (1, 2, 3):
+        target.exchange(number)
+        assert target.relay.waits == {number}
+        assert target.stream.sent[-1].rounds_next.number == number, "the message goes ahead of the state"
+        target.answer(bytes([number]) * SIZE)
+        target.channel.carry()
+        assert target.stream.sent[-1].round_state.state == bytes(target.state.numpy())
+        assert target.relay.came[number] == bytes([number]) * SIZE
+        assert not target.relay.waits
+    assert not target.channel.broken
+
+
+def test_trees_of_earlier_rounds_are_passed_over(target: Target) -> None:
+    target.exchange(5)
+    target.answer(b"old" * 9, number=4)
+    target.answer(bytes(SIZE))
+    target.channel.carry()
+    assert target.relay.came == {5: bytes(SIZE)}
+
+
+@pytest.mark.parametrize(("data", "broken"), [(b"", False), (b"short", True), (None, True)], ids=["none", "malformed", "never"])
+def test_without_trees_the_stream_is_released(target: Target, data: bytes | None, broken: bool) -> None:
+    target.exchange(1)
+    if data is not None:
+        target.answer(data)
+    target.channel.carry()
+    assert not target.relay.waits
+    assert not target.relay.came
+    assert target.channel.broken == broken
+    assert target.channel.mend()
+
+
+def test_what_fails_after_the_wait_was_enqueued_does_not_leave_it_standing(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    target.exchange(1)
+
+    def settle(number: int, num_bytes: int) -> NDArray[np.uint8]:
+        raise RuntimeError("the device has failed")
+
+    monkeypatch.setattr(target.relay, "settle", settle)
+    with pytest.raises(RuntimeError, match="failed"):
+        target.channel.carry()
+    assert not target.relay.waits
+    target.channel.carry()  # nothing is left to do
+
+
+def test_a_round_that_is_new_or_too_large_is_not_enqueued_ahead(target: Target) -> None:
+    for number, room, ahead in ((1, 1 << 20, False), (2, SIZE - 1, True)):
+        target.relay.room = room
+        target.answer(bytes([7]) * SIZE)
+        target.exchange(number, ahead)
+        assert not target.relay.blobs
+        assert target.trees[4:].tolist() == [7] * (SIZE - 4)
+        assert target.trees[:4].view(torch.int32).item() == target.expected.item() == number
+        target.channel.carry()
+    assert len(target.stream.sent) == 4
+
+
+def test_a_driver_that_cannot_wait_ends_the_rounds(target: Target) -> None:
+    target.relay.fails = True
+    target.exchange(1)
+    target.channel.carry()
+    assert target.channel.broken
+    assert not target.channel.mend()
+
+
+def test_the_end_of_the_connection_ends_the_wait(target: Target) -> None:
+    target.exchange(1)
+    target.channel.close()
+    assert not target.relay.waits
+    target.channel.carry()
+    assert not target.channel.mend()
+
+
+class Outlet:
+    """Keeps what the draft says."""
+
+    def __init__(self) -> None:
+        self.said: list[Reply] = []
+
+    def send(self, reply: Reply) -> None:
+        self.said.append(reply)
+
+    def end(self) -> None: ...
+
+
+class Draft:
+    """The draft's side."""
+
+    def __init__(self) -> None:
+        self.outlet, self.relay = Outlet(), Relay()
+        self.inlet = InlineRounds(Peer(PeerId(1), "t", self.outlet), self.relay)  # type: ignore[arg-type]
+        self.blob, self.trees = torch.zeros(SIZE, dtype=torch.uint8), torch.ones(SIZE, dtype=torch.uint8)
+        assert self.inlet.fits(self.blob, self.trees)
+
+    def enqueue(self, number: int, tried: bool = True) -> bool:
+        message = draft_pb2.RoundsNext(rounds=1, number=number)
+        if not self.inlet.goes_ahead(message, tried):
+            return False
+        self.inlet.take(message, self.blob, torch.zeros(1, dtype=torch.int32), 1.0)
+        self.inlet.give(message, self.trees)
+        return True
+
+    def finish(self, number: int, state: bytes = bytes(SIZE)) -> bool:
+        return self.inlet.finish(draft_pb2.RoundState(rounds=1, number=number, state=state))
+
+
+@pytest.fixture
+def draft() -> Draft:
+    return Draft()
+
+
+def test_a_state_starts_the_round_that_waits_and_its_trees_are_sent(draft: Draft) -> None:
+    for number in (1, 2, 3):
+        assert draft.enqueue(number)
+        assert draft.relay.waits == {number}
+        assert draft.finish(number, bytes([number]) * SIZE)
+        assert draft.relay.came[number] == bytes([number]) * SIZE
+        assert draft.outlet.said[-1] == RoundTrees(1, number, bytes([1]) * SIZE)
+    assert not draft.inlet.broken
+
+
+def test_a_state_of_another_round_releases_the_one_that_waits(draft: Draft) -> None:
+    assert draft.enqueue(4)
+    assert not draft.finish(9)
+    assert not draft.relay.waits
+    assert not draft.finish(4), "it is over"
+    assert not draft.outlet.said
+
+
+def test_a_state_of_another_size_is_refused_and_releases(draft: Draft) -> None:
+    assert draft.enqueue(1)
+    with pytest.raises(ProtocolError, match="size"):
+        draft.finish(1, b"short")
+    assert not draft.relay.waits
+
+
+def test_a_round_that_failed_half_way_is_released_and_answered(draft: Draft) -> None:
+    message = draft_pb2.RoundsNext(rounds=1, number=3)
+    assert draft.inlet.goes_ahead(message, True)
+    draft.inlet.take(message, draft.blob, torch.zeros(1, dtype=torch.int32), 1.0)
+    draft.inlet.skip(1, 3)
+    assert not draft.relay.waits
+    assert draft.outlet.said == [RoundTrees(1, 3, b"")]
+
+
+@pytest.mark.parametrize("number", [0, 2, 1 << 31, (1 << 32) - 1])
+def test_numbers_that_no_watch_could_follow_wait_for_nothing(draft: Draft, number: int) -> None:
+    assert draft.enqueue(2)
+    assert draft.finish(2)
+    assert not draft.enqueue(number)
+    draft.inlet.skip(1, number)
+    assert draft.enqueue(3), "and harm nothing that follows"
+    assert draft.finish(3)
+
+
+def test_a_round_that_is_new_waits_for_its_state_on_the_host(draft: Draft) -> None:
+    assert not draft.enqueue(1, tried=False)
+    assert not draft.finish(1)
+    draft.inlet.arrived(bytes([5]) * SIZE)
+    message = draft_pb2.RoundsNext(rounds=1, number=1)
+    draft.inlet.take(message, draft.blob, torch.zeros(1, dtype=torch.int32), 1.0)
+    draft.inlet.give(message, draft.trees)
+    assert draft.blob[4:].tolist() == [5] * (SIZE - 4)
+    assert draft.outlet.said == [RoundTrees(1, 1, bytes([1]) * SIZE)]
+
+
+def test_a_target_that_has_gone_leaves_nothing_waiting(draft: Draft) -> None:
+    assert draft.enqueue(1)
+    draft.inlet.close()
+    assert not draft.relay.waits
+    assert not draft.inlet.mend()
