@@ -116,6 +116,10 @@ class Answer:
     fallback: str
 
 
+Taken = tuple[float, list[Answer]]
+"""The seconds of a batch, and its answers."""
+
+
 class BenchEngine:
     """A running engine. Make it by `running_engine`."""
 
@@ -136,30 +140,30 @@ class BenchEngine:
         self.synthetic.set_rates(rates_of_mean(accept_length))
         return self.synthetic.describe()
 
-    def run_batch(self, prompts: Sequence[Sequence[int]], new_tokens: int, tree: DraftShape | None) -> tuple[float, list[Answer]]:
+    def run_batch(self, prompts: Sequence[Sequence[int]], new_tokens: int | Sequence[int], tree: DraftShape | None) -> Taken:
         """Generate for all prompts at once; see `start_batch` and `RunningBatch.wait`."""
         return self.start_batch(prompts, new_tokens, tree).wait()
 
-    def start_batch(self, prompts: Sequence[Sequence[int]], new_tokens: int, tree: DraftShape | None) -> RunningBatch:
+    def start_batch(self, prompts: Sequence[Sequence[int]], new_tokens: int | Sequence[int], tree: DraftShape | None) -> RunningBatch:
         """Hand over prompts to be answered at once, greedily, with exactly `new_tokens` each.
 
         Args:
-            prompts: Token ids.
-            new_tokens: Per prompt.
+            new_tokens: Of every answer, or of each.
             tree: Shape of every round, or None for plain decoding.
         """
         sink = _Sink(len(prompts))
         engine = self._target.engine
         mode = SpeculationMode.ON if tree else SpeculationMode.OFF
         shape = tree or DraftShape(1, 1, 1)
+        lengths = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else new_tokens
         self._batches += 1
         wake, engine.wake = engine.wake, lambda: None  # the first step shall see the whole batch
         try:
-            for index, prompt in enumerate(prompts):
+            for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
                 request = GenerationRequest(
                     request_id=str(index),
                     prompt_ids=prompt,
-                    max_new_tokens=new_tokens,
+                    max_new_tokens=length,
                     sampling=SamplingParams(temperature=0.0, seed=1000 * self._batches + index),
                     speculation=self._limits.resolve(mode, depth=shape.depth, topk=shape.topk, max_nodes=shape.max_nodes),
                     ignore_eos=True,
@@ -178,11 +182,8 @@ class RunningBatch:
     def __init__(self, sink: _Sink) -> None:
         self._sink = sink
 
-    def wait(self) -> tuple[float, list[Answer]]:
-        """Wait for the last token.
-
-        Returns:
-            Seconds from handing over the batch until then, and every sequence's answer.
+    def wait(self) -> Taken:
+        """Wait for the last token; returns the seconds from handing over the batch until then, and every sequence's answer.
 
         Raises:
             OutriderError: A request failed.

@@ -32,6 +32,8 @@ SYNTHETIC = "synthetic acceptance"
 WARM_UP_TOKENS = 24
 WARM_UP_RUNS = 3
 """A draft in a process of its own meets the size of the rounds in the first, and takes part in all of them by the last."""
+HALVING_TOKENS = 12
+"""What the answers of each half are longer by than those of the other, so that the batch shrinks through all sizes."""
 STEADY_AFTER = 5
 """Steps after which a batch is steady: its last prefill, what the draft makes up for, the first rounds on the device."""
 PROFILED_ROUNDS = 40
@@ -200,7 +202,7 @@ class Latency:
         options, engine = self._options, self._engine
         acceptance = engine.set_accept_length(shape.accept_length) if shape.tree else "none"
         for _ in range(WARM_UP_RUNS):
-            engine.run_batch(self._prompts(batch), min(WARM_UP_TOKENS, options.new_tokens), shape.tree)
+            engine.run_batch(self._prompts(batch), shrinking_lengths(batch, options.new_tokens), shape.tree)
         first = min(engine.run_batch(self._prompts(batch), 1, shape.tree)[0] for _ in range(2))
         total, answers = min(
             (engine.run_batch(self._prompts(batch), options.new_tokens, shape.tree) for _ in range(options.repeats)), key=_taken
@@ -271,6 +273,12 @@ class Latency:
     def _itemsize(self) -> int:
         dtype: torch.dtype = self._engine.decoder.dtype
         return dtype.itemsize
+
+
+def shrinking_lengths(batch: int, most: int) -> list[int]:
+    """Return lengths of answers, `most` at most, with which a batch halves again and again: rounds of all its sizes are recorded then."""
+    halvings = [(batch // place).bit_length() - 1 for place in range(1, batch + 1)]
+    return [min(WARM_UP_TOKENS + HALVING_TOKENS * survived, most) for survived in halvings]
 
 
 def _taken(run: tuple[float, list[Answer]]) -> float:

@@ -246,6 +246,9 @@ class TargetEngine:
         if loop is not None and loop.takes_prefilled:  # a draft elsewhere is asked first, and works while the target prefills
             self._delivery.flush()
             self._prefill(prefills)
+            if prefills and self._scheduler.worth_waiting_for(prefills):
+                self._delivery.flush()
+                return
             prefills = []
         if loop is not None and not prefills and loop.enter(self._scheduler.decoding()):
             self._host.drop()

@@ -162,6 +162,17 @@ class Scheduler:
         first = next((sequence for sequence in self.waiting if sequence.paused_at is None), None)
         return first is not None and self._admissible(first)
 
+    def worth_waiting_for(self, prefilled: list[PrefillChunk]) -> bool:
+        """Whether those whose prompts this step computed had better wait for the next, which computes the rest of the prompts.
+
+        That is so if nobody else decodes: a round of some takes about as long as one of all, and nobody waits for more than one step.
+        """
+        prefilling = [one for one in self.active if one.status is SequenceStatus.PREFILLING and one.paused_at is None]
+        if not 0 < sum(one.committed_len - one.cached_len for one in prefilling) <= self.limits.prefill_chunk:
+            return False
+        fresh = {chunk.sequence.session_id for chunk in prefilled}
+        return all(one.session_id in fresh for one in self.decoding())
+
     def release(self, sequence: Sequence, now: float) -> None:
         """Drop a sequence that finished, failed or was cancelled, and give back its pages. Safe to call twice."""
         if sequence.status is SequenceStatus.ENDED:

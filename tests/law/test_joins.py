@@ -144,6 +144,52 @@ def test_requests_that_come_and_go_in_a_small_pool(decoder: Decoder, seed: int) 
     assert not drafter.sequences, "the drafter forgot everybody"
 
 
+def test_who_is_prefilled_first_waits_for_the_rest_of_a_burst(decoder: Decoder) -> None:
+    crowd = Crowd(decoder, 6, seed=7, shortest=30)
+    crowd.prompts = [[index + 1] * 10 for index in range(6)]
+    crowd.plain = [
+        generate_plain(decoder, NoDrafter(), prompt, length, sampling=sampling)
+        for prompt, length, sampling in zip(crowd.prompts, crowd.lengths, crowd.samplings, strict=True)
+    ]
+    harness = make_harness(decoder, crowd.drafter(features=True), overlap=OVERLAP, max_running=8, prefill_chunk=25)
+    loop = harness.engine._loop
+    assert loop is not None
+    sizes = []
+    for index in range(4):  # 25 + 15 tokens
+        crowd.submit(harness, index)
+    with mock.patch.object(loop, "enter", side_effect=lambda decodes, enter=loop.enter: sizes.append(len(decodes)) or enter(decodes)):
+        harness.step()
+        assert sizes == [], "two of them have their first token, and wait"
+        assert set(harness.sink.tokens) == {"0", "1"}
+        harness.step()
+        assert sizes == [4]
+        for index in (4, 5):
+            crowd.submit(harness, index)
+        harness.run()
+    assert sizes[1] == 6
+    crowd.check(harness)
+
+
+def test_nobody_waits_for_more_than_one_step_of_prompts(decoder: Decoder) -> None:
+    crowd = Crowd(decoder, 5, seed=8, shortest=40)
+    crowd.prompts = [[index + 1] * 20 for index in range(5)]
+    crowd.plain = [
+        generate_plain(decoder, NoDrafter(), prompt, length, sampling=sampling)
+        for prompt, length, sampling in zip(crowd.prompts, crowd.lengths, crowd.samplings, strict=True)
+    ]
+    harness = make_harness(decoder, crowd.drafter(), overlap=OVERLAP, max_running=8, prefill_chunk=20)
+    crowd.submit(harness, 0)
+    told = []
+    for index in range(1, 5):  # one more comes in every step
+        crowd.submit(harness, index)
+        harness.step()
+        told.append(len(harness.sink.tokens["0"]))
+    assert told[0] == 1
+    assert told[2] > 1, "the first decodes though prompts keep coming"
+    harness.run()
+    crowd.check(harness)
+
+
 def shrinking(decoder: Decoder, seed: int) -> Crowd:
     """Eight requests that end one after the other."""
     crowd = Crowd(decoder, 8, seed, shortest=59)

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from outrider.bench.engine_stack import EngineOptions, Transport, running_engine
+from outrider.bench.latency import shrinking_lengths
 from outrider.bench.shapes import named_shape
 from outrider.services.cli import app
 from outrider.shared.base.errors import ConfigurationError
@@ -69,6 +70,16 @@ def test_steps_of_a_batch_can_be_waited_for() -> None:
         _taken, answers = running.wait()
     assert all(len(answer.arrivals) == 40 for answer in answers)
     assert all(answer.arrivals[2] < third and answer.arrivals[6] < seventh for answer in answers)
+
+
+def test_the_answers_of_a_batch_may_differ_in_length_and_halve_it_for_a_warm_up() -> None:
+    lengths = shrinking_lengths(12, 50)
+    steps = sorted(set(lengths))
+    assert steps == [24, 36, 48, 50]
+    assert [sum(length >= step for length in lengths) for step in steps] == [12, 6, 3, 1]
+    with running_engine(EngineOptions(named_shape("tiny"), "cpu", "float32", Transport.INPROC, max_batch=12, max_len=64)) as engine:
+        _taken, answers = engine.run_batch([[1, 2, 3]] * 12, lengths, None)
+    assert [answer.tokens for answer in answers] == lengths
 
 
 def test_a_batch_with_an_ended_sequence_is_not_waited_for() -> None:
