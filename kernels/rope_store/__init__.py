@@ -49,7 +49,8 @@ def rope_store(
     """Return the rotated queries of a q-k-v product, and store its rotated keys and its values at their slots.
 
     Args:
-        parts: ``[rows, (heads + 2 * kv_heads) * dim]``, or ``[splits, rows, same] fp32`` to be added in order; rows q, k, v.
+        parts: ``[rows, (heads + 2 * kv_heads) * dim]``, or ``[splits, rows, same] fp32`` to be added in order; rows q, k, v. Without any
+            heads of queries, keys and values are stored, and that is all.
         cos, sin: ``[rows, 1, dim]`` of `rope_angles`.
         k_plane, v_plane: ``[pages, page_size, kv_heads, dim]``, contiguous.
         slots: ``[rows] int64``; -1: do not store this row. Slots >= 0 must be distinct.
@@ -67,7 +68,7 @@ def rope_store(
     kv_heads, dim = k_plane.shape[2:]
     rows = parts.shape[-2]
     heads = parts.shape[-1] // dim - 2 * kv_heads
-    if heads < 1 or parts.shape[-1] % dim:
+    if heads < 0 or parts.shape[-1] % dim:
         raise ValueError(f"parts has {parts.shape[-1]} columns; planes of {kv_heads} heads of {dim} need (heads + {2 * kv_heads}) * {dim}")
     expect_contiguous("parts", parts)
     expect("cos", cos, (rows, 1, dim))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -46,11 +47,14 @@ def leases_of(chunks: Sequence[RowChunk]) -> list[PageLease]:
     return [chunk.session.lease for chunk in chunks if chunk.session.lease is not None]
 
 
-def finish_chunks(chunks: Sequence[RowChunk], states: torch.Tensor) -> None:
-    """Note that the rows of the chunks are cached, and keep the state of each one's last row; ``states [rows, hidden]``."""
-    last = -1
-    for chunk in chunks:
-        last += chunk.count
+def finish_chunks(chunks: Sequence[RowChunk], states: Sequence[torch.Tensor | None]) -> None:
+    """Note that the rows of the chunks are cached, and keep the state of each one's last row, ``[hidden]``; None where it was not asked."""
+    for chunk, state in zip(chunks, states, strict=True):
         chunk.session.cached_rows += chunk.count
-        # A copy: a view would keep the states of a whole prompt.
-        chunk.session.last_state = states[last] if states.shape[0] <= len(chunks) else states[last].clone()
+        chunk.session.last_state = state
+
+
+def last_states(chunks: Sequence[RowChunk], states: torch.Tensor) -> list[torch.Tensor]:
+    """Return the states of the chunks' last rows of ``states [rows, hidden]``, as copies: a view would keep those of a whole prompt."""
+    ends = [end - 1 for end in accumulate(chunk.count for chunk in chunks)]
+    return [states[end].clone() for end in ends]

@@ -13,6 +13,7 @@ import torch
 from outrider.kernels.round_plan import RoundPlan, round_plan
 from outrider.kernels.topk_expand import Beam, Candidates, Noise, expand_level, num_candidates
 from outrider.kernels.tree_build import tree_build
+from outrider.services.draft.heads.base import Ends
 from outrider.services.draft.round_model import RoundModel, RoundPass
 from outrider.shared.attn.base import AttentionBackend, AttentionBatch
 from outrider.shared.kv.pool import KVPool
@@ -123,7 +124,7 @@ class RoundDrafter:
         every, last = (self._visible(inputs, plan.lens[0], plan.lens[1], plan.extend_slots, rows, None) for rows in (shape.rows, 1))
         self._attention.plan(every)
         # The tree grows from the last row's state: of the others nothing is wanted but K and V.
-        roots = extend(plan.tokens, inputs.features.flatten(0, 1), plan.features, last)  # [bs, hidden]
+        roots = extend(plan.tokens, inputs.features.flatten(0, 1), plan.features, Ends(last))  # [bs, hidden]
         candidates = self._grow(inputs, plan, levels, roots, shape.depth, topk)
         tree = tree_build(
             candidates.scores, candidates.tokens, candidates.parents, plan.root_tokens, plan.max_nodes, shape.nodes, candidates.logprobs

@@ -25,9 +25,6 @@ from outrider.shared.spec.drafter import Commit, SequenceOpen
 from outrider.shared.spec.fence import Fence
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
-EXTEND_ROWS = 512
-"""Rows per forward pass over prompts: bounds memory, and how long other sessions wait."""
-
 OUT_OF_PAGES_RETRY_MS = 1000
 
 
@@ -178,7 +175,7 @@ class DraftEngine:
     def _extend(self, sessions: Sequence[Session], left: Mapping[int, int] | None = None) -> None:
         """Take in the rows of sessions; where at most `left` rows (by id of a `Session`) wait, they go with the tree, and at least one."""
         while behind := [session for session in sessions if session.extendable_rows > (left[id(session)] if left else 0)]:
-            self.strategy.extend(behind, EXTEND_ROWS, keep=1 if left else 0)
+            self.strategy.extend(behind, self.strategy.info.extend_rows, keep=1 if left else 0)
 
     def _propose(self, group: Sequence[Session], in_one_go: bool) -> Proposal:
         asked = tuple(Asked(session.peer, session.fence, session.ask.round) for session in group if session.ask is not None)
@@ -210,7 +207,7 @@ class DraftEngine:
     def _warm(self) -> tuple[Refusal, ...]:
         kept, refusals = self._reserve(self.sessions.extendable())
         if kept:
-            self.strategy.extend(kept, EXTEND_ROWS)
+            self.strategy.extend(kept, self.strategy.info.extend_rows)
         return refusals
 
     def _reserve(self, sessions: Sequence[Session]) -> tuple[list[Session], tuple[Refusal, ...]]:

@@ -20,7 +20,7 @@ import torch
 from outrider.draft.v1 import draft_pb2
 from outrider.services.draft.device_rounds import SessionRounds
 from outrider.services.draft.draft_round import round_rows
-from outrider.services.draft.engine import EXTEND_ROWS, DraftEngine
+from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.features import FeatureQueue
 from outrider.services.draft.host_rounds import DraftRounds
 from outrider.services.draft.session import PeerId, Session
@@ -275,7 +275,7 @@ class RoundsDesk:
         if not all(self._make_room(session, row, shape, rounds) for session, row in rows):
             return "kv_full"
         while behind := [session for session in sessions if session.extendable_rows > 0]:
-            self._engine.strategy.extend(behind, EXTEND_ROWS)
+            self._engine.strategy.extend(behind, self._engine.strategy.info.extend_rows)
         before = [session.prefix_hash for session in sessions]
         for session, row in rows:
             _tell_pending(session, row, self._now())

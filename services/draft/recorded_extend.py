@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from outrider.services.draft.chunks import RowChunk, take_features
+from outrider.services.draft.heads.base import Ends
 from outrider.services.draft.round_model import RoundModel
 from outrider.services.draft.session import RowSource
 from outrider.shared.attn.base import AttentionBackend
@@ -109,7 +110,7 @@ class _Inputs:
         rows: Tokens and places.
         features: ``[size, feature_size]``.
         source: ``[size] int32``: every row takes its own.
-        ends: What the last row sees.
+        ends: The last row.
     """
 
     def __init__(self, size: int, pool: KVPool, feature_size: int, dtype: torch.dtype) -> None:
@@ -118,4 +119,4 @@ class _Inputs:
             self.features = torch.zeros((size, feature_size), dtype=dtype, device=pool.device)
             self.source = torch.arange(size, dtype=torch.int32).to(pool.device)
             one = torch.arange(2, dtype=torch.int32).to(pool.device)
-        self.ends = replace(self.rows.batch, query_start=one, max_query_len=1)
+        self.ends = Ends(replace(self.rows.batch, query_start=one, max_query_len=1))

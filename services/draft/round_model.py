@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 
-from outrider.services.draft.heads.base import RecurrentHead, last_rows
+from outrider.services.draft.heads.base import Ends, RecurrentHead
 from outrider.services.draft.vocab import DraftVocabulary
-from outrider.shared.attn.base import AttentionBackend, AttentionBatch
+from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.rope import Rotation
@@ -19,10 +19,8 @@ from outrider.shared.nn.rope import Rotation
 class RoundPass(Protocol):
     """One pass over rows. Attention is planned before. The features of a level are the states of the level before."""
 
-    def __call__(
-        self, tokens: torch.Tensor, features: torch.Tensor, source: torch.Tensor, ends: AttentionBatch | None = None
-    ) -> torch.Tensor:
-        """Return states ``[rows, hidden]``, or with `ends` ``[sequences, hidden]``.
+    def __call__(self, tokens: torch.Tensor, features: torch.Tensor, source: torch.Tensor, ends: Ends | None = None) -> torch.Tensor:
+        """Return states ``[rows, hidden]`` of the rows that `ends` wants, or of all.
 
         Args:
             tokens: ``[rows] int32``.
@@ -64,9 +62,7 @@ class _HeadPass:
     attention: AttentionBackend
     pool: KVPool
 
-    def __call__(
-        self, tokens: torch.Tensor, features: torch.Tensor, source: torch.Tensor, ends: AttentionBatch | None = None
-    ) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor, features: torch.Tensor, source: torch.Tensor, ends: Ends | None = None) -> torch.Tensor:
         return self.head.forward(tokens, features, self.rotation, self.attention, self.pool, source, ends)
 
 
@@ -79,11 +75,9 @@ class _DecoderPass:
     attention: AttentionBackend
     pool: KVPool
 
-    def __call__(
-        self, tokens: torch.Tensor, features: torch.Tensor, source: torch.Tensor, ends: AttentionBatch | None = None
-    ) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor, features: torch.Tensor, source: torch.Tensor, ends: Ends | None = None) -> torch.Tensor:
         states = self.decoder.forward(tokens, self.positions, self.attention, self.pool).hidden
-        return states if ends is None else last_rows(states, ends.page_table.shape[0]).contiguous()
+        return states if ends is None else ends.of(states).contiguous()
 
 
 class HeadRounds:

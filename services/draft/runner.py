@@ -11,23 +11,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
 
 import torch
 
 from outrider.services.draft.chunks import RowChunk, finish_chunks, leases_of, take_chunks, take_features
 from outrider.services.draft.expand import Coupling, GrowBatch, TreeGrower, scratch_rows
 from outrider.services.draft.growth import GrowingModel, HeadGrowth
-from outrider.services.draft.heads.base import RecurrentHead
+from outrider.services.draft.heads.base import ONLY_KEYS, Ends, RecurrentHead
 from outrider.services.draft.host_rounds import DraftRounds
 from outrider.services.draft.round_model import HeadRounds, RoundModel
 from outrider.services.draft.session import Session
-from outrider.services.draft.strategy import Pages, StrategyInfo, TargetInfo
+from outrider.services.draft.strategy import EXTEND_ROWS, Pages, StrategyInfo, TargetInfo
 from outrider.shared.attn.base import AttentionBackend, build_batch
 from outrider.shared.kv.pool import KVPool
+from outrider.shared.kv.upload import upload
 from outrider.shared.spec.drafter import FeatureSpec
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 SIGN_BIT = 1 << 63
+CUDA_EXTEND_ROWS = 8192
+"""On a GPU a pass over few rows takes the host longer than the device."""
 
 
 class PagedStrategy(ABC):
@@ -171,6 +176,7 @@ class HeadRunner(PagedStrategy):
             feature_size=head.hidden_size,
             max_len=longest_session(pool, max_shape),
             hidden_size=head.hidden_size,
+            extend_rows=CUDA_EXTEND_ROWS if head.device.type == "cuda" else EXTEND_ROWS,
         )
         super().__init__(info, HeadGrowth(head), pool, attention, HeadRounds(head), head.dtype)
         self._head = head
@@ -201,7 +207,14 @@ class HeadRunner(PagedStrategy):
             tokens += chunk.session.tokens[chunk.start + 1 : chunk.stop + 1]
             positions += range(chunk.start, chunk.stop)
         features = take_features(chunks, head.device, head.dtype)
-        host = torch.tensor([tokens, positions], dtype=torch.int32).to(head.device)
+        host = upload([tokens, positions], torch.int32, head.device)
         starts, counts = [chunk.start for chunk in chunks], [chunk.count for chunk in chunks]
-        self._attention.plan(build_batch(self._pool, leases_of(chunks), starts, counts))
-        finish_chunks(chunks, head.forward(host[0], features, head.rotation(host[1]), self._attention, self._pool))
+        batch = build_batch(self._pool, leases_of(chunks), starts, counts)
+        ends = ONLY_KEYS  # where rows are kept, the last of them gives the state that a tree grows from
+        if not keep:
+            order = upload([*range(len(chunks) + 1), *(stop - 1 for stop in accumulate(counts))], torch.int64, head.device)
+            firsts, lasts = order.split_with_sizes([len(chunks) + 1, len(chunks)])
+            ends = Ends(replace(batch, query_start=firsts.to(torch.int32), max_query_len=1), lasts)
+        self._attention.plan(batch)
+        states = head.forward(host[0], features, head.rotation(host[1]), self._attention, self._pool, None, ends)
+        finish_chunks(chunks, [None] * len(chunks) if keep else states.unbind(0))

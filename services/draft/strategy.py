@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from outrider.services.draft.host_rounds import DraftRounds
 
 
+EXTEND_ROWS = 512
+"""Rows per pass over prompts: bounds memory, and how long other sessions wait."""
+
+
 @dataclass(frozen=True, slots=True)
 class TargetInfo:
     """What a target says of itself in its Hello.
@@ -62,6 +66,7 @@ class StrategyInfo:
         row_source: What the rows of its KV are made of.
         hidden_size: Of its model; 0 without one.
         rewind: Rows, besides the last, of a session's common prefix that are computed again when it is opened again.
+        extend_rows: Rows per pass over prompts.
     """
 
     algorithm: str
@@ -73,6 +78,7 @@ class StrategyInfo:
     row_source: RowSource = RowSource.FEATURES
     hidden_size: int = 0
     rewind: int = 0
+    extend_rows: int = EXTEND_ROWS
 
 
 @dataclass(frozen=True, slots=True)

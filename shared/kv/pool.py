@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+import numpy as np
 import torch
 
 from outrider.kernels.feature_rows import place_rows
@@ -13,6 +14,9 @@ from outrider.kernels.kv_store import kv_store
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.kv.pages import PageAllocator, PageLease
 from outrider.shared.kv.upload import upload
+
+FEW_TOKENS = 16
+"""So many slots take Python less time than numpy."""
 
 
 class KVPool:
@@ -171,7 +175,11 @@ class KVPool:
     def token_slots(self, lease: PageLease, start: int, stop: int) -> list[int]:
         """Return the slots of token indices ``[start, stop)`` of one lease, on the host."""
         size, pages = self.page_size, lease.pages
-        return [pages[index // size] * size + index % size for index in range(start, stop)]
+        if stop - start <= FEW_TOKENS:
+            return [pages[index // size] * size + index % size for index in range(start, stop)]
+        index = np.arange(start, stop)
+        slots: list[int] = (np.asarray(pages)[index // size] * size + index % size).tolist()
+        return slots
 
     def store_features(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Write feature rows ``[n, feature_size]`` to slots ``[n] int64`` of the feature plane."""

@@ -110,7 +110,9 @@ def test_gated_activations(dtype: torch.dtype, rows: int, size: int, splits: int
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "heads", "kv_heads", "dim", "splits"), [(1, 4, 2, 16, 2), (7, 6, 1, 24, 1), (70, 2, 2, 8, 1)])
+@pytest.mark.parametrize(
+    ("rows", "heads", "kv_heads", "dim", "splits"), [(1, 4, 2, 16, 2), (7, 6, 1, 24, 1), (70, 2, 2, 8, 1), (70, 0, 2, 8, 1)]
+)
 @pytest.mark.parametrize(("bias", "head_norm", "normed"), [(False, False, True), (True, True, True), (False, True, False)])
 def test_rotation_and_store(
     dtype: torch.dtype, rows: int, heads: int, kv_heads: int, dim: int, splits: int, bias: bool, head_norm: bool, normed: bool

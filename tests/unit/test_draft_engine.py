@@ -68,7 +68,7 @@ def sessions_of(drafted: Drafted) -> list[int]:
 
 
 def test_prompts_are_extended_in_chunks_before_anybody_asks(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.services.draft.engine.EXTEND_ROWS", 16)
+    monkeypatch.setattr("outrider.services.draft.runner.EXTEND_ROWS", 16)
     engine = make_engine(pair)
     tokens = prompt_of(1, 50)
     engine.open(PEER, SequenceOpen(fence_of(1, tokens), tokens, 0, 0.0))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,9 @@ from toy_heads import HIDDEN, VOCAB, base_config, eagle3_tensors, eagle_tensors,
 from toys import make_toy_target, read_target_tensor
 
 from outrider.services.draft.heads import eagle, eagle3
+from outrider.services.draft.heads.base import ONLY_KEYS, Ends
 from outrider.services.draft.heads.registry import load_head
-from outrider.shared.attn.base import build_batch
+from outrider.shared.attn.base import AttentionBatch, build_batch
 from outrider.shared.attn.create import create_backend
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn import linear
@@ -68,29 +71,59 @@ def test_fused_layers_equal_the_plain_ones(kind: str, rows: int, tmp_path: Path,
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", HEADS)
 def test_the_last_rows_alone_are_what_all_rows_end_with(kind: str, fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sequences, count = 3, 4
+    counts = [4, 4, 4]
+    every, planes = forward_ends(kind, fused, counts, lambda batch: None, tmp_path, monkeypatch)
+    starts = torch.arange(4, dtype=torch.int32)
+    last = partial(replace, query_start=starts, max_query_len=1)
+    alike, alike_planes = forward_ends(kind, fused, counts, lambda batch: Ends(last(batch)), tmp_path, monkeypatch)
+    index = torch.tensor([3, 7, 11])
+    chosen, chosen_planes = forward_ends(kind, fused, counts, lambda batch: Ends(last(batch), index), tmp_path, monkeypatch)
+    none, none_planes = forward_ends(kind, fused, counts, lambda batch: ONLY_KEYS, tmp_path, monkeypatch)
+    for states in (alike, chosen):
+        torch.testing.assert_close(states, every[index], atol=2e-4, rtol=1e-4)
+    assert none.shape == (0, HIDDEN)
+    assert any(bool((plane != 0).any()) for plane in planes)
+    for other in (alike_planes, chosen_planes, none_planes):
+        for have, want in zip(other, planes, strict=True):
+            torch.testing.assert_close(have, want, atol=2e-4, rtol=1e-4)
+
+
+def test_ends_of_unequal_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, index = [2, 5, 1], torch.tensor([1, 6, 7])
+    every, _ = forward_ends("eagle3", True, counts, lambda batch: None, tmp_path, monkeypatch)
+    starts = torch.arange(4, dtype=torch.int32)
+    ends, _ = forward_ends(
+        "eagle3", True, counts, lambda batch: Ends(replace(batch, query_start=starts, max_query_len=1), index), tmp_path, monkeypatch
+    )
+    torch.testing.assert_close(ends, every[index], atol=2e-4, rtol=1e-4)
+
+
+def forward_ends(
+    kind: str,
+    fused: bool,
+    counts: list[int],
+    make_ends: Callable[[AttentionBatch], Ends | None],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the states and the planes of a pass over sequences of so many rows."""
     monkeypatch.setattr(linear, "can_pack", lambda _: False)
-    target = make_toy_target(tmp_path / "target", vocab_size=VOCAB, hidden_size=HIDDEN)
+    target = make_toy_target(folder / "target", vocab_size=VOCAB, hidden_size=HIDDEN)
     for module in (eagle, eagle3):
         monkeypatch.setattr(module, "runs_fused", lambda *_: fused)
-    head = load_head(write_head(tmp_path / "head", *HEADS[kind]), CPU, torch.float32)
+    head = load_head(write_head(folder / "head", *HEADS[kind]), CPU, torch.float32)
     for name in list(head.missing()):
         head.lend(name, read_target_tensor(target, name))
     generator = torch.Generator().manual_seed(1)
-    rows = sequences * count
+    rows = sum(counts)
     tokens = torch.randint(0, VOCAB, (rows,), generator=generator, dtype=torch.int32)
     features = torch.randn(rows, HIDDEN, generator=generator)
-    rotation = head.rotation(torch.arange(count).repeat(sequences))
-    outputs = []
-    for last in (False, True):
-        pool = KVPool(32, 4, head.num_layers, head.kv_heads, head.head_dim, torch.float32, CPU)
-        leases = [lease for lease in (pool.lease(count) for _ in range(sequences)) if lease is not None]
-        attention = create_backend("triton", CPU)
-        every = build_batch(pool, leases, [0] * sequences, [count] * sequences)
-        ends = replace(every, query_start=torch.arange(sequences + 1, dtype=torch.int32), max_query_len=1)
-        with torch.inference_mode():
-            attention.plan(every)
-            states = head.forward(tokens, features, rotation, attention, pool, None, ends if last else None)
-        outputs.append((states if last else states.view(sequences, count, HIDDEN)[:, -1], *pool.planes()))
-    for have, want in zip(outputs[1], outputs[0], strict=True):
-        torch.testing.assert_close(have, want, atol=2e-4, rtol=1e-4)
+    pool = KVPool(32, 4, head.num_layers, head.kv_heads, head.head_dim, torch.float32, CPU)
+    leases = [lease for lease in map(pool.lease, counts) if lease is not None]
+    attention = create_backend("triton", CPU)
+    batch = build_batch(pool, leases, [0] * len(counts), counts)
+    rotation = head.rotation(torch.cat([torch.arange(count) for count in counts]))
+    with torch.inference_mode():
+        attention.plan(batch)
+        states = head.forward(tokens, features, rotation, attention, pool, None, make_ends(batch))
+    return states, pool.planes()

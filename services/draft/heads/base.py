@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -13,6 +14,31 @@ from outrider.shared.attn.base import AttentionBackend, AttentionBatch
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.rope import Rotation
 from outrider.shared.spec.drafter import FeatureSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Which states are wanted of a pass over rows: those of the last row of each sequence, or none. Of the others K and V are computed.
+
+    Attributes:
+        batch: What those rows see, one a sequence; None: no state is wanted.
+        rows: ``[sequences] int64``, which rows they are; None: the sequences have equally many.
+    """
+
+    batch: AttentionBatch | None
+    rows: torch.Tensor | None = None
+
+    def of(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return those of ``rows [rows, ...]``: ``[sequences, ...]``, or none of them; a view where that is possible."""
+        if self.batch is None:
+            return rows[:0]
+        if self.rows is not None:
+            return rows.index_select(0, self.rows)
+        return rows.view(self.batch.page_table.shape[0], -1, *rows.shape[1:])[:, -1]
+
+
+ONLY_KEYS = Ends(None)
+"""No state is wanted, only K and V."""
 
 
 class RecurrentHead(Protocol):
@@ -63,7 +89,7 @@ class RecurrentHead(Protocol):
         attention: AttentionBackend,
         pool: KVPool,
         source: torch.Tensor | None = None,
-        ends: AttentionBatch | None = None,
+        ends: Ends | None = None,
     ) -> torch.Tensor:
         """Run the head over rows; writes their K/V.
 
@@ -74,19 +100,13 @@ class RecurrentHead(Protocol):
             attention: Planned for these rows.
             pool: The head's KV.
             source: ``[rows] int32``, which of `features` each row takes, however many there are; None: each its own.
-            ends: What the last row of each sequence sees, where only their states are wanted; sequences then have equally many rows.
+            ends: Which rows' states are wanted; None: those of all.
 
         Returns:
-            States ``[rows, hidden_size]`` (with `ends` ``[sequences, hidden_size]``): what `logits` reads and what serves as the next
-            feature.
+            States ``[rows, hidden_size]`` of the wanted rows: what `logits` reads and what serves as the next feature.
         """
         ...
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, vocabulary.size]`` for ``states [rows, hidden_size]``."""
         ...
-
-
-def last_rows(rows: torch.Tensor, sequences: int) -> torch.Tensor:
-    """Return the last row of each sequence, ``[sequences, ...]``, of ``rows [sequences * n, ...]``; a view."""
-    return rows.view(sequences, -1, *rows.shape[1:])[:, -1]

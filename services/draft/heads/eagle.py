@@ -18,7 +18,7 @@ import torch
 
 from outrider.kernels.add_norm import normalise
 from outrider.kernels.head_input import head_input
-from outrider.services.draft.heads.base import last_rows
+from outrider.services.draft.heads.base import Ends
 from outrider.services.draft.heads.eagle_config import EagleConfig
 from outrider.services.draft.heads.fused import FusedHead, fuse, runs_fused
 from outrider.services.draft.heads.hot_vocab import HOT_IDS, take_hot_ids
@@ -28,7 +28,7 @@ from outrider.services.draft.heads.mistral_format import is_native
 from outrider.services.draft.heads.tables import TokenTables
 from outrider.services.draft.strategy import TargetInfo
 from outrider.services.draft.vocab import DraftVocabulary
-from outrider.shared.attn.base import AttentionBackend, AttentionBatch
+from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.kv.pool import KVPool
@@ -106,7 +106,7 @@ class EagleHead(LoadedHead):
         attention: AttentionBackend,
         pool: KVPool,
         source: torch.Tensor | None = None,
-        ends: AttentionBatch | None = None,
+        ends: Ends | None = None,
     ) -> torch.Tensor:
         """See `RecurrentHead.forward`."""
         if features.is_cuda:
@@ -123,7 +123,7 @@ class EagleHead(LoadedHead):
         hidden = self._first_mlp(self._first_post_norm(hidden), hidden)
         for layer in self._layers:
             hidden = layer(hidden, rotation, attention, pool)
-        hidden = hidden if ends is None else last_rows(hidden, ends.page_table.shape[0]).contiguous()
+        hidden = hidden if ends is None else ends.of(hidden).contiguous()
         return hidden if self._norm is None else self._norm(hidden)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ import torch
 
 from outrider.kernels.add_norm import normalise, rms_norm
 from outrider.kernels.head_input import Residual, head_input
-from outrider.services.draft.heads.base import last_rows
+from outrider.services.draft.heads.base import Ends
 from outrider.services.draft.heads.eagle3_config import Eagle3Config
 from outrider.services.draft.heads.eagle3_keys import layer_norm_name, resolve, take_projector, take_vocabulary
 from outrider.services.draft.heads.fused import FusedHead, fuse, runs_fused
@@ -29,7 +29,7 @@ from outrider.services.draft.heads.loaded import LoadedHead
 from outrider.services.draft.heads.tables import EMBEDDING, LM_HEAD, TokenTables
 from outrider.services.draft.strategy import TargetInfo
 from outrider.services.draft.vocab import DraftVocabulary
-from outrider.shared.attn.base import AttentionBackend, AttentionBatch
+from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.layers import DecoderLayer
@@ -119,7 +119,7 @@ class Eagle3Head(LoadedHead):
         attention: AttentionBackend,
         pool: KVPool,
         source: torch.Tensor | None = None,
-        ends: AttentionBatch | None = None,
+        ends: Ends | None = None,
     ) -> torch.Tensor:
         """See `RecurrentHead.forward`."""
         if features.is_cuda:
@@ -138,7 +138,7 @@ class Eagle3Head(LoadedHead):
         hidden = self._mlp(self._post_attention_norm(hidden), hidden)
         for layer in self._layers:
             hidden = layer(hidden, rotation, attention, pool)
-        hidden = hidden if ends is None else last_rows(hidden, ends.page_table.shape[0]).contiguous()
+        hidden = hidden if ends is None else ends.of(hidden).contiguous()
         return self._norm(hidden) if self.config.norm_output else hidden
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch.nn import functional
 
+from outrider.kernels.rope_store import rope_store
 from outrider.kernels.skinny_gemm import project
 from outrider.kernels.stream import MANY_ROWS, Stream
-from outrider.services.draft.heads.base import last_rows
+from outrider.services.draft.heads.base import Ends
 from outrider.shared.attn.base import AttentionBatch
 from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.kv.pool import KVPool
@@ -48,21 +50,22 @@ class FusedHead:
         rotation: Rotation,
         attention: StoredAttention,
         pool: KVPool,
-        ends: AttentionBatch | None = None,
+        ends: Ends | None = None,
     ) -> Stream:
         """Return the residual stream behind the last layer, prepared for its norm.
 
         Args:
             entering: ``[rows, input]``, what the first q-k-v product reads, normed.
             residual: ``[rows, hidden]``, what goes round the first layer.
-            rotation, attention, pool, ends: As in `RecurrentHead.forward`; with `ends`, of the last layer's other rows K and V alone are
-                computed.
+            rotation, attention, pool, ends: As in `RecurrentHead.forward`.
         """
         stream = Stream(residual, entering, None, 0.0)
         for block in self._blocks:
             if ends is not None and block is self._blocks[-1]:
-                stream = replace(stream, residual=last_rows(stream.residual, ends.page_table.shape[0]))
-                attention = _Ends(attention, ends)
+                if ends.batch is None:
+                    return _store(block.attention, stream, rotation, attention.slots, pool)
+                stream = replace(stream, residual=ends.of(stream.residual))
+                attention = _EndAttention(attention, ends, ends.batch)
             stream = attention_block(block.attention, stream, rotation, attention, pool, block.between)
             stream = mlp_block(block.mlp, stream, block.after)
         return stream
@@ -75,17 +78,32 @@ class FusedHead:
         return parts.sum(0) if parts.dim() == 3 else parts
 
 
-class _Ends(StoredAttention):
+def _store(block: Attention, stream: Stream, rotation: Rotation, slots: torch.Tensor, pool: KVPool) -> Stream:
+    """Write K and V of all rows; return a stream of no rows."""
+    weight, first = block.qkv.weight, block.num_heads * block.head_dim
+    k_plane, v_plane = pool.k_planes[block.layer], pool.v_planes[block.layer]
+    rope_store(
+        functional.linear(stream.scaled, weight[first:]), rotation.cos, rotation.sin, k_plane, v_plane, slots, stream=stream,
+        bias=None if block.qkv.bias is None else block.qkv.bias[first:],
+        head_norm=block.head_norm.weight[block.num_heads :] if block.head_norm else None,
+        head_eps=block.head_norm.eps if block.head_norm else 0.0,
+    )  # fmt: skip
+    return Stream(stream.residual[:0], stream.residual[:0], None, 0.0)
+
+
+class _EndAttention(StoredAttention):
     """Stores K and V of all rows that were planned, and attends from the last of each sequence.
 
     Args:
         attention: Planned for all rows; attending plans it for the last ones.
-        ends: What those see.
+        ends: Which they are.
+        batch: What they see.
     """
 
-    def __init__(self, attention: StoredAttention, ends: AttentionBatch) -> None:
+    def __init__(self, attention: StoredAttention, ends: Ends, batch: AttentionBatch) -> None:
         self._attention = attention
         self._ends = ends
+        self._batch = batch
         self._slots = attention.slots
 
     @property
@@ -109,8 +127,8 @@ class _Ends(StoredAttention):
         softcap: float = 0.0,
     ) -> torch.Tensor:
         """See `StoredAttention.attend`."""
-        self._attention.plan(self._ends)
-        return self._attention.attend(layer, last_rows(q, self._ends.page_table.shape[0]), pool, scale, window, sinks, softcap)
+        self._attention.plan(self._batch)
+        return self._attention.attend(layer, self._ends.of(q), pool, scale, window, sinks, softcap)
 
 
 def fuse(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.services.draft.chunks import finish_chunks, leases_of, take_chunks
+from outrider.services.draft.chunks import finish_chunks, last_states, leases_of, take_chunks
 from outrider.services.draft.growth import ONE_STAGE, LevelPass, Stage
 from outrider.services.draft.round_model import DecoderRounds
 from outrider.services.draft.runner import PagedStrategy, longest_session
@@ -159,4 +159,5 @@ class StandaloneStrategy(PagedStrategy):
         host = torch.tensor([tokens, positions], dtype=torch.int32).to(self._device)
         starts, counts = [chunk.start for chunk in chunks], [chunk.count for chunk in chunks]
         self._attention.plan(build_batch(self._pool, leases_of(chunks), starts, counts))
-        finish_chunks(chunks, self._decoder.forward(host[0], host[1], self._attention, self._pool).hidden)
+        states = self._decoder.forward(host[0], host[1], self._attention, self._pool).hidden
+        finish_chunks(chunks, last_states(chunks, states))
