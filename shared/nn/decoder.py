@@ -274,6 +274,7 @@ def checked_source(
             _log.info("scales of an FP8 cache are moved into the weights", checkpoint=str(path), count=len(scaled))
             source = ScaledSource(source, read_scales(reader, scaled), head_norm=config.head_norm)
         _log_ignored(path, config, [name for name in reader.names if name not in expected.shapes])
+        reader.read_ahead(expected.shapes)
         yield CheckedSource(source, hashlib.sha256(f"{config.fingerprint} {reader.fingerprint}".encode()).hexdigest())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +13,7 @@ import torch
 
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.config_reader import read_json
+from outrider.shared.nn.read_ahead import ReadAhead
 from outrider.shared.nn.tensor_file import Shape, TensorFile, TensorInfo, open_tensor_file
 
 __all__ = ["CheckpointReader", "ExpectedTensors", "Shape", "TensorSource", "dtype_name", "is_weight"]
@@ -105,6 +106,7 @@ class CheckpointReader:
         self._file_of: dict[str, TensorFile] = {}
         self._taken: set[str] = set()
         self._ignored: set[str] = set()
+        self._ahead: ReadAhead | None = None
         try:
             self._open()
         except CheckpointError:
@@ -167,6 +169,11 @@ class CheckpointReader:
         self._raise(problems)
         self._ignored |= {name for name in self.tensors if name not in expected}
 
+    def read_ahead(self, names: Iterable[str]) -> None:
+        """Read the files of these tensors, several parts at a time, ahead of `take`, which will ask for them in about this order."""
+        if self.device.type != "meta" and self._ahead is None:
+            self._ahead = ReadAhead(self._file_of[name].read(name) for name in names)
+
     def take(self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None) -> torch.Tensor:
         """Copy one tensor to the device.
 
@@ -196,6 +203,8 @@ class CheckpointReader:
             position += shape[0]
             self._taken.add(name)
             self._taken_bytes += self.tensors[name].nbytes
+            if self._ahead is not None:
+                self._ahead.used(self.tensors[name].nbytes)
         if out.numel() and out.dtype.is_floating_point and not out.is_meta and not _is_finite(out):
             raise self._not_finite([name for name, _ in parts], target)
         if self._progress is not None:
@@ -218,6 +227,9 @@ class CheckpointReader:
 
     def close(self) -> None:
         """Unmap the files. Taken tensors stay valid."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
         for file in self.files:
             file.close()
         self.files = []
