@@ -19,11 +19,9 @@ TIMEOUT_S = 10.0
 
 
 class Streams(Protocol):
-    """What is served: `Session` and `Bulk` of a draft servicer. Parameters are positional."""
+    """What is served: `Session` of a draft servicer, which takes rows too. Parameters are positional."""
 
     def Session(self, request_iterator: Iterator[Any], context: Any) -> Iterator[draft_pb2.SessionReply]: ...
-
-    def Bulk(self, request_iterator: Iterator[Any], context: Any) -> Iterator[draft_pb2.BulkReply]: ...
 
 
 class Context:
@@ -52,7 +50,6 @@ class IpcBridge:
         self._listener = Listener(path)
         self._sockets: list[FrameSocket] = []
         self._bulk: FrameSocket | None = None
-        self._reader: TensorReader | None = None
         self._requests: queue.SimpleQueue[draft_pb2.SessionRequest | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
@@ -81,8 +78,7 @@ class IpcBridge:
                 self._session(frames, draft_pb2.Hello.FromString(payload))
             else:
                 self._bulk = frames
-                for _ in self._streams.Bulk(self._rows(frames), Context()):
-                    pass
+                self._pings(frames)
         except EndOfStream:
             pass
         finally:
@@ -102,15 +98,16 @@ class IpcBridge:
         answer, mapped = acknowledge(offer, frames.take_files(2), torch.device("cpu"))
         frames.send(FrameKind.MAILBOX, answer.SerializeToString())
         assert mapped is not None
-        self._reader = mapped.bulk
-        reader = threading.Thread(target=self._read, args=(frames, mapped.session, requests, context), daemon=True)
+        reader = threading.Thread(target=self._read, args=(frames, mapped.session, mapped.bulk, requests, context), daemon=True)
         reader.start()
         for reply in replies:
             to = self._bulk if reply.HasField("pong") else frames
             if to is not None:
                 to.send(FrameKind.SESSION, reply.SerializeToString())
 
-    def _read(self, frames: FrameSocket, tensors: TensorReader, requests: queue.SimpleQueue[Any], context: Context) -> None:
+    def _read(
+        self, frames: FrameSocket, tensors: TensorReader, bulk: TensorReader, requests: queue.SimpleQueue[Any], context: Context
+    ) -> None:
         try:
             while True:
                 received = frames.receive(TIMEOUT_S)
@@ -118,27 +115,18 @@ class IpcBridge:
                     request = draft_pb2.SessionRequest.FromString(received[1])
                     if request.frame.HasField("features"):
                         _make_inline(request.frame.features, tensors)
+                    if request.HasField("rows"):
+                        _make_inline(request.rows.features, bulk)
                     requests.put(request)
         except EndOfStream:
             requests.put(None)
             context.end()
 
-    def _rows(self, frames: FrameSocket) -> Iterator[draft_pb2.BulkRequest]:
+    def _pings(self, frames: FrameSocket) -> None:
         while True:
-            try:
-                received = frames.receive(TIMEOUT_S)
-            except EndOfStream:
-                return
-            if received is None:
-                continue
-            kind, payload = received
-            if kind is FrameKind.SESSION:
-                self._requests.put(draft_pb2.SessionRequest.FromString(payload))
-                continue
-            request = draft_pb2.BulkRequest.FromString(payload)
-            assert self._reader is not None
-            _make_inline(request.features, self._reader)
-            yield request
+            received = frames.receive(TIMEOUT_S)
+            if received is not None:
+                self._requests.put(draft_pb2.SessionRequest.FromString(received[1]))
 
 
 def _make_inline(data: Any, tensors: TensorReader) -> None:

@@ -121,31 +121,25 @@ class IpcServer:
         self._protocol.loop.call(lambda: session.begin(peer, mapped))
 
     def _bulk(self, frames: FrameSocket, target_id: str) -> None:
-        """Take the rows of a target's prompts, and its pings, until it hangs up."""
+        """Take a target's pings until it hangs up."""
         with self._lock:
             following = self._following.get(target_id)
             if following is None:
                 raise EndOfStream("the target's session stream has ended, or never was")
             session, peer, mapped = following
             session.bulk = frames
-        device = self._protocol.device
         try:
-            with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-                while True:
-                    received = frames.receive(IDLE_S)
-                    if received is None:
-                        continue
-                    kind, payload = received
-                    if kind is FrameKind.BULK:
-                        self._protocol.take_bulk(draft_pb2.BulkRequest.FromString(payload), mapped.bulk)
-                    elif kind is FrameKind.SESSION:
-                        self._protocol.take(peer, draft_pb2.SessionRequest.FromString(payload), INLINE)
-                    else:
-                        raise ProtocolError(f"A frame of kind {kind.name} on a bulk stream.", field="frame")
+            while True:
+                received = frames.receive(IDLE_S)
+                if received is None:
+                    continue
+                kind, payload = received
+                if kind is not FrameKind.SESSION:
+                    raise ProtocolError(f"A frame of kind {kind.name} on a bulk stream.", field="frame")
+                self._protocol.take(peer, draft_pb2.SessionRequest.FromString(payload), INLINE)
         finally:
             if mapped.rounds is not None:
                 mapped.rounds.close()  # from this thread: the engine's may be waiting for a stream that waits for this target
-            mapped.bulk.close()
             self._protocol.loop.submit(session.end)
 
     def _left(self, target_id: str, session: IpcSession) -> None:
@@ -201,7 +195,8 @@ class IpcSession:
                 kind, payload = received
                 if kind is not FrameKind.SESSION:
                     raise ProtocolError(f"A frame of kind {kind.name} on a session stream.", field="frame")
-                self._protocol.take(peer, draft_pb2.SessionRequest.FromString(payload), mapped.session, self._inlet)
+                request = draft_pb2.SessionRequest.FromString(payload)
+                self._protocol.take(peer, request, mapped.bulk if request.HasField("rows") else mapped.session, self._inlet)
         except EndOfStream:
             self.end()
         except Exception as error:
@@ -236,8 +231,7 @@ class IpcSession:
             if mapped.rounds is not None:
                 mapped.rounds.close()
             mapped.session.close()
-            if self.bulk is None:
-                mapped.bulk.close()
+            mapped.bulk.close()
 
 
 class IpcRoundsInlet:

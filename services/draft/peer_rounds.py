@@ -32,6 +32,8 @@ from outrider.shared.spec.rounds import TreesBlob
 from outrider.shared.spec.tree import DraftShape
 
 MAX_STATE_BYTES = 16 * 1024 * 1024
+WARMING = "warming"
+"""Rows of a prompt are still on their way."""
 MAX_SIZES = 64
 """Sizes of rounds that are kept; each has memory and graphs of its own."""
 STATE_LIMIT_S = 2.0
@@ -270,8 +272,8 @@ class RoundsDesk:
         rows = list(zip(sessions, message.rows, strict=False))
         if len(sessions) < len(found) or not all(self._continues(session, row, message.columns) for session, row in rows):
             return "resync"
-        if not all(self._engine.sessions.complete(session) for session in sessions):
-            return "warming"
+        if self.warming(peer, message):
+            return WARMING
         if not all(self._make_room(session, row, shape, rounds) for session, row in rows):
             return "kv_full"
         while behind := [session for session in sessions if session.extendable_rows > 0]:
@@ -285,6 +287,11 @@ class RoundsDesk:
         self._peer = peer
         self._rounds.prepare()
         return ""
+
+    def warming(self, peer: PeerId, message: draft_pb2.RoundsEnter) -> bool:
+        """Whether rows of sessions are still on their way; not, if one of them is not followed."""
+        found = [self._engine.sessions.get(peer, row.fence.session_id) for row in message.rows]
+        return None not in found and not all(self._engine.sessions.complete(session) for session in found if session is not None)
 
     @torch.inference_mode()
     def run(self, peer: PeerId, message: draft_pb2.RoundsNext, inlet: RoundsInlet) -> bool:
@@ -393,8 +400,12 @@ def _tell_pending(session: Session, row: draft_pb2.Commit, now: float) -> None:
 
 def _load_sampling(state: RoundState, sessions: Sequence[Session]) -> None:
     """Fill what a state does not carry from round to round."""
-    count, device = len(sessions), state.counts.device
     signed = [seed - (1 << 64) if seed >= 1 << 63 else seed for seed in (session.seed & 0xFFFFFFFFFFFFFFFF for session in sessions)]
-    state.temperature[:count].copy_(torch.tensor([session.temperature for session in sessions], dtype=torch.float32, device=device))
-    state.seeds[:count].copy_(torch.tensor(signed, dtype=torch.int64, device=device))
-    state.choices[:count].copy_(torch.tensor([session.choice_index for session in sessions], dtype=torch.int32, device=device))
+    for field, values in (
+        (state.temperature, [session.temperature for session in sessions]),
+        (state.seeds, signed),
+        (state.choices, [session.choice_index for session in sessions]),
+    ):
+        host = torch.tensor(values, dtype=field.dtype)
+        # From pinned memory, or the host would wait here for the prompts' passes.
+        field[: len(sessions)].copy_(host.pin_memory() if field.is_cuda else host, non_blocking=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,9 +19,9 @@ from outrider.services.draft.convert import (
 )
 from outrider.services.draft.inline_rounds import InlineRounds
 from outrider.services.draft.loop import DraftLoop, Outlet, Peer
-from outrider.services.draft.peer_rounds import RoundsDesk, RoundsInlet
+from outrider.services.draft.peer_rounds import WARMING, RoundsDesk, RoundsInlet
 from outrider.services.draft.replies import NeedResync, Opened, Pong, Rejected, RoundsEnded, RoundsEntered
-from outrider.services.draft.session import Answer, Verdict
+from outrider.services.draft.session import Answer, PeerId, Verdict
 from outrider.services.draft.strategy import TargetInfo
 from outrider.shared.base.errors import CheckpointError, ProtocolError
 from outrider.shared.obs.logging import get_logger
@@ -28,6 +29,15 @@ from outrider.shared.rpc.tensors import TensorReader
 from outrider.shared.spec.drafter import SequenceOpen
 
 log = get_logger("outrider.draft")
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """Rounds of a target that begin when all rows are there; if it has `left` since, it is only told."""
+
+    message: draft_pb2.RoundsEnter
+    inlet: RoundsInlet
+    left: bool = False
 
 
 class DraftProtocol:
@@ -46,6 +56,7 @@ class DraftProtocol:
         self._tokenizer = tokenizer
         self._desk = RoundsDesk(loop.engine, device)
         self._in_rounds: tuple[Peer, int] | None = None
+        self._waiting: dict[PeerId, _Waiting] = {}
         # Fingerprints of the target that was asked to lend its tensors, and of the one that did.
         self._asked_to_lend = ""
         self._lender = ""
@@ -85,6 +96,10 @@ class DraftProtocol:
             case "open":
                 opening = opening_from(request.open)
                 loop.submit(lambda: self._open(peer, opening))
+            case "rows":
+                some = request.rows
+                rows = tensors.read(some.features, "rows.features", self.feature_size)
+                loop.submit(lambda: self._add_features(peer, some, rows))
             case "close":
                 session_id = request.close.session_id
                 loop.submit(lambda: self._engine.close(peer.id, session_id))
@@ -114,7 +129,7 @@ class DraftProtocol:
     def take_bulk(self, request: draft_pb2.BulkRequest, tensors: TensorReader) -> draft_pb2.BulkReply:
         """Take rows of a prompt or a resync; not on the engine thread. The reply says how many are held now."""
         rows = tensors.read(request.features, "bulk.features", self.feature_size)
-        answer = self.loop.call(lambda: self._add_features(request, rows))
+        answer = self.loop.call(lambda: self._add_features(self.loop.peer_of(request.target_id), request, rows))
         return draft_pb2.BulkReply(session_id=request.session_id, epoch=request.epoch, have_len=answer.have_len)
 
     def lend(self, name: str, tensor: torch.Tensor) -> None:
@@ -160,16 +175,22 @@ class DraftProtocol:
         return hello_ack(strategy.info, spec, missing, feature_dtype, limits.max_sessions, limits.max_shape)
 
     def _leave(self, peer: Peer) -> None:
+        self._waiting.pop(peer.id, None)
         self._desk.abandon(peer.id)
         self.loop.leave(peer)
 
     def _enter_rounds(self, peer: Peer, message: draft_pb2.RoundsEnter, inlet: RoundsInlet) -> None:
+        """Begin rounds, now or when the rows of all their prompts are there; the target leaves when that takes it too long."""
+        self._waiting.pop(peer.id, None)
         try:
             reason = self._desk.enter(peer.id, message, inlet)
         except Exception:
             self._desk.abandon(peer.id)
             peer.send(RoundsEntered(message.rounds, "failed"))
             raise
+        if reason == WARMING:
+            self._waiting[peer.id] = _Waiting(message, inlet)
+            return
         self._in_rounds = None if reason else (peer, message.rounds)
         peer.send(RoundsEntered(message.rounds, reason))
 
@@ -199,6 +220,10 @@ class DraftProtocol:
             peer.send(RoundsEnded(rounds, "ended"))
 
     def _leave_rounds(self, peer: Peer, message: draft_pb2.RoundsLeave, inlet: RoundsInlet) -> None:
+        waiting = self._waiting.get(peer.id)
+        if waiting is not None and waiting.message.rounds == message.rounds:
+            self._waiting[peer.id] = replace(waiting, left=True)
+            return
         self._desk.leave(peer.id, message, inlet)
         self._in_rounds = None
 
@@ -222,12 +247,17 @@ class DraftProtocol:
             answer = self._engine.commit(peer.id, message.commit, message.ask)
             self._refuse(peer, message.commit.fence.session_id, message.commit.fence.epoch, answer)
 
-    def _add_features(self, request: draft_pb2.BulkRequest, rows: torch.Tensor) -> Answer:
-        peer = self.loop.peer_of(request.target_id)
+    def _add_features(self, peer: Peer | None, request: draft_pb2.BulkRequest, rows: torch.Tensor) -> Answer:
         if peer is None:
             return Answer(Verdict.DROPPED)
         answer = self._engine.add_features(peer.id, request.session_id, request.epoch, request.base, rows)
         self._refuse(peer, request.session_id, request.epoch, answer)
+        waiting = self._waiting.get(peer.id)
+        if waiting is not None and not waiting.left:
+            self._enter_rounds(peer, waiting.message, waiting.inlet)
+        elif waiting is not None and not self._desk.warming(peer.id, waiting.message):
+            del self._waiting[peer.id]
+            peer.send(RoundsEntered(waiting.message.rounds, ""))
         return answer
 
     @staticmethod

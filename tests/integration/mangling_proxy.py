@@ -153,10 +153,6 @@ class _Streams:
         sent = (request.SerializeToString() for request in requests)
         return map(draft_pb2.SessionReply.FromString, self._proxy.forward(SERVICE + "Session", sent, context))
 
-    def Bulk(self, requests: Iterator[draft_pb2.BulkRequest], context: Any) -> Iterator[draft_pb2.BulkReply]:
-        sent = (request.SerializeToString() for request in requests)
-        return map(draft_pb2.BulkReply.FromString, self._proxy.forward(SERVICE + "Bulk", sent, context))
-
 
 class _Handlers(grpc.GenericRpcHandler):
     def __init__(self, proxy: ManglingProxy) -> None:

@@ -127,13 +127,8 @@ class FakeDraft(draft_pb2_grpc.DraftServicer):
     def Bulk(self, request_iterator: Iterator[draft_pb2.BulkRequest], context: grpc.ServicerContext) -> Iterator[draft_pb2.BulkReply]:
         for request in _until_gone(request_iterator):
             with self._lock:
-                followed = self.sessions.get(request.session_id)
-                if followed is None or followed.epoch != request.epoch:
-                    self.problems.append(f"rows for session {request.session_id} epoch {request.epoch}, which is not open")
-                    continue
-                if not followed.add(request.base, decode_tensor(request.features, columns=FEATURE_SIZE)):
-                    self.problems.append(f"rows from {request.base} came twice")
-            yield draft_pb2.BulkReply(session_id=request.session_id, epoch=request.epoch, have_len=len(followed.rows))
+                have_len = self._take_rows(request)
+            yield draft_pb2.BulkReply(session_id=request.session_id, epoch=request.epoch, have_len=have_len)
 
     def GetTensor(self, request: draft_pb2.GetTensorRequest, context: grpc.ServicerContext) -> Iterator[draft_pb2.GetTensorReply]:
         self.tensor_requests += 1
@@ -155,6 +150,17 @@ class FakeDraft(draft_pb2_grpc.DraftServicer):
                 outbox.put(draft_pb2.SessionReply(pong=draft_pb2.Pong(nonce=request.ping.nonce)))
         elif request.HasField("frame"):
             self._take_frame(request.frame, outbox)
+        elif request.HasField("rows"):
+            self._take_rows(request.rows)
+
+    def _take_rows(self, request: draft_pb2.BulkRequest) -> int:
+        followed = self.sessions.get(request.session_id)
+        if followed is None or followed.epoch != request.epoch:
+            self.problems.append(f"rows for session {request.session_id} epoch {request.epoch}, which is not open")
+            return 0
+        if not followed.add(request.base, decode_tensor(request.features, columns=FEATURE_SIZE)):
+            self.problems.append(f"rows from {request.base} came twice")
+        return len(followed.rows)
 
     def _take_frame(self, frame: draft_pb2.TargetFrame, outbox: queue.SimpleQueue[draft_pb2.SessionReply | None]) -> None:
         rows = decode_tensor(frame.features, columns=FEATURE_SIZE) if frame.HasField("features") else torch.empty(0, FEATURE_SIZE)

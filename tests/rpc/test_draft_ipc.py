@@ -59,8 +59,8 @@ def address(service: DraftService) -> IpcAddress:
 class IpcTarget:
     """A target's carrier, driven by hand."""
 
-    def __init__(self, service: DraftService, target_id: str = "t1", **hello: object) -> None:
-        self.carrier = IpcCarrier(address(service), torch.device("cpu"))
+    def __init__(self, service: DraftService, target_id: str = "t1", *, rounds: bool = False, **hello: object) -> None:
+        self.carrier = IpcCarrier(address(service), torch.device("cpu"), rounds=rounds)
         self.pongs: list[int] = []
         values = {"protocol_version": 1, "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_layers": LAYERS, "target_fingerprint": "f"}
         self.hello = draft_pb2.Hello(target_id=target_id, **(values | hello))  # type: ignore[arg-type]
@@ -87,9 +87,7 @@ class IpcTarget:
     def feed(self, session_id: int, count: int) -> None:
         rows = torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(session_id))
         message = draft_pb2.BulkRequest(session_id=session_id, epoch=1, base=0, target_id=self.hello.target_id)
-        message.features.CopyFrom(self.carrier.bulk_tensors.write([rows]))
-        assert message.features.HasField("shared_memory")
-        self.carrier.send_bulk(message)
+        self.carrier.send_rows(message, rows)
 
     def round(self, session_id: int, number: int, tokens: list[int], base_len: int) -> draft_pb2.DraftFrame:
         rows = torch.randn(len(tokens) - base_len, HIDDEN, generator=torch.Generator().manual_seed(number))
@@ -99,6 +97,19 @@ class IpcTarget:
         assert request.frame.features.HasField("shared_memory")
         self.carrier.send(request)
         return self.expect("frame").frame
+
+    def enter(self, session_id: int, number: int) -> None:
+        """Ask for rounds on the device of a session that has chosen one token behind its prompt."""
+        message = draft_pb2.RoundsEnter(
+            rounds=number,
+            shape=draft_pb2.Shape(depth=3, topk=2, max_nodes=7),
+            batch=1,
+            columns=6,
+            feature_size=HIDDEN,
+            feature_dtype=common_pb2.DATA_TYPE_FLOAT32,
+        )
+        message.rows.add(fence=fence(session_id, 1, [*PROMPT, 8]), base_len=len(PROMPT), token_ids=[8])
+        self.carrier.send(draft_pb2.SessionRequest(rounds_enter=message))
 
     def open(self, session_id: int) -> None:
         self.carrier.send(open_request(session_id, PROMPT))
@@ -143,8 +154,7 @@ def test_the_trees_are_those_of_grpc(service: DraftService) -> None:
     target = IpcTarget(service).start()
     target.open(7)
     message = draft_pb2.BulkRequest(session_id=7, epoch=1, base=0, target_id="t1")
-    message.features.CopyFrom(target.carrier.bulk_tensors.write([rows[:-1]]))
-    target.carrier.send_bulk(message)
+    target.carrier.send_rows(message, rows[:-1])
     request = commit_request(1, [(7, tokens, len(PROMPT))], None)
     request.frame.commits[0].num_feature_rows = 1
     request.frame.features.CopyFrom(target.carrier.tensors.write([rows[-1:]]))
@@ -159,6 +169,31 @@ def test_the_trees_are_those_of_grpc(service: DraftService) -> None:
         other.send(commit_request(1, [(7, tokens, len(PROMPT))], rows[-1:]))
         (there,) = other.expect("frame").frame.trees
     assert (here.fence, here.token_ids, here.parents) == (there.fence, there.token_ids, there.parents)
+
+
+def test_rounds_on_the_device_begin_when_the_rows_of_the_prompt_are_there(service: DraftService) -> None:
+    target = IpcTarget(service, rounds=True).start()
+    target.open(7)
+    target.enter(7, 1)
+    assert target.carrier.receive(0.2) is None, "neither begun nor refused"
+    target.feed(7, len(PROMPT) - 1)
+    entered = target.expect("rounds_entered").rounds_entered
+    assert (entered.rounds, entered.accepted) == (1, True)
+    target.leave()
+    wait_for(lambda: sessions(service) == 0)
+
+
+def test_a_target_that_has_not_waited_for_its_rows_is_told_when_they_are_there(service: DraftService) -> None:
+    target = IpcTarget(service, rounds=True).start()
+    target.open(7)
+    target.enter(7, 1)
+    target.carrier.send(draft_pb2.SessionRequest(rounds_leave=draft_pb2.RoundsLeave(rounds=1)))
+    target.feed(7, len(PROMPT) - 1)
+    entered = target.expect("rounds_entered").rounds_entered
+    assert (entered.rounds, entered.accepted) == (1, True)
+    assert len(target.round(7, 1, [*PROMPT, 8], len(PROMPT)).trees) == 1, "by way of the host: no rounds have begun"
+    target.leave()
+    wait_for(lambda: sessions(service) == 0)
 
 
 def test_several_targets_share_a_draft(service: DraftService) -> None:
@@ -260,7 +295,7 @@ def test_a_hello_that_does_not_parse_is_hung_up_on(service: DraftService) -> Non
     assert "parse" in told(frames).message
 
 
-@pytest.mark.parametrize("kind", [FrameKind.SESSION, FrameKind.BULK, FrameKind.ERROR])
+@pytest.mark.parametrize("kind", [FrameKind.SESSION, FrameKind.MAILBOX, FrameKind.ERROR])
 def test_a_stream_that_does_not_begin_with_hello_is_hung_up_on(service: DraftService, kind: FrameKind) -> None:
     frames = FrameSocket(connect(address(service).streams, 1.0))
     frames.send(kind, b"")

@@ -161,11 +161,6 @@ def test_a_refusal_closes_the_gate_for_longer_each_time(draft: Draft, session: D
     assert pauses[-1] > 4 * pauses[0]
 
 
-def test_rows_that_are_on_their_way_close_nothing(draft: Draft, session: DraftSession) -> None:
-    assert draft.enter(session, lambda: (draft.answer(False, "warming"), True)) is None
-    assert draft.open
-
-
 def test_an_answer_that_comes_late_opens_the_gate_again(draft: Draft, session: DraftSession) -> None:
     began = draft.now
     assert draft.enter(session, lambda: None) is None

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+import torch
+
 from outrider.common.v1 import common_pb2
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client.rounds_channel import RoundsChannel
@@ -26,13 +28,13 @@ class Carrier(Protocol):
     Attributes:
         ended: Set before anybody hears of the end.
         tensors: Puts the rows of a frame into its message; for the engine thread.
-        bulk_tensors: The same for messages of the bulk stream.
+        rows_follow_open: What `send_rows` sends arrives behind what was sent before, so it need not wait for OpenAck.
         rounds: For rounds that stay on the device; None where they go the host's way.
     """
 
     ended: threading.Event
     tensors: TensorWriter
-    bulk_tensors: TensorWriter
+    rows_follow_open: bool
     rounds: RoundsChannel | None
 
     def hello(self, hello: draft_pb2.Hello) -> draft_pb2.HelloAck:
@@ -64,8 +66,13 @@ class Carrier(Protocol):
         """Send on the session stream, without waiting; a connection that is lost ends later."""
         ...
 
-    def send_bulk(self, message: draft_pb2.BulkRequest) -> None:
-        """Send on the bulk stream, without waiting."""
+    def send_rows(self, message: draft_pb2.BulkRequest, rows: torch.Tensor) -> None:
+        """Send feature rows of a prompt, in as many messages as it takes, without waiting for the draft.
+
+        Args:
+            message: Names their session, and the place of the first.
+            rows: ``[rows, feature_size]``, on the target's device or the host; not to be changed afterwards.
+        """
         ...
 
     def ping(self, message: draft_pb2.SessionRequest) -> None:

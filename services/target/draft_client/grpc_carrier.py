@@ -16,6 +16,7 @@ from outrider.common.v1 import common_pb2
 from outrider.draft.v1 import draft_pb2, draft_pb2_grpc
 from outrider.services.target.draft_client.connection import CONNECT_TIMEOUT_S, HANDSHAKE_TIMEOUT_S, ConnectionLost
 from outrider.services.target.draft_client.rounds_channel import RoundsChannel
+from outrider.services.target.draft_client.rows import parts_of
 from outrider.services.target.draft_client.stream_rounds import StreamRounds
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.rpc.client import connect
@@ -24,7 +25,7 @@ from outrider.shared.rpc.interceptors import error_from_rpc
 from outrider.shared.rpc.ipc.round_words import Side
 from outrider.shared.rpc.polling import Vigil
 from outrider.shared.rpc.relay import StreamRelay
-from outrider.shared.rpc.tensors import InlineTensors, TensorWriter
+from outrider.shared.rpc.tensors import MAX_CHUNK_BYTES, InlineTensors, TensorWriter, encode_tensor
 
 REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND)
 SESSION_METHOD = "/outrider.draft.v1.Draft/Session"
@@ -74,10 +75,11 @@ class GrpcCarrier:
         device: Of the target.
     """
 
+    rows_follow_open = False
+
     def __init__(self, address: str, *, rounds: bool = False, device: torch.device = CPU) -> None:
         self.ended = threading.Event()
         self.tensors: TensorWriter = InlineTensors()
-        self.bulk_tensors: TensorWriter = self.tensors
         self.rounds: RoundsChannel | None = None
         self._channel, self._bulk_channel = connect(address), connect(address)
         weights = WeightCalls(self._channel)
@@ -136,10 +138,12 @@ class GrpcCarrier:
         if self._stream is not None:
             self._stream.send(message.SerializeToString())
 
-    def send_bulk(self, message: draft_pb2.BulkRequest) -> None:
-        """See `Carrier.send_bulk`."""
+    def send_rows(self, message: draft_pb2.BulkRequest, rows: torch.Tensor) -> None:
+        """See `Carrier.send_rows`: on the bulk stream."""
         if self._bulk is not None:
-            self._bulk.send(message.SerializeToString())
+            for part, some in parts_of(message, rows, MAX_CHUNK_BYTES):
+                part.features.CopyFrom(encode_tensor(some))
+                self._bulk.send(part.SerializeToString())
 
     def ping(self, message: draft_pb2.SessionRequest) -> None:
         """See `Carrier.ping`."""

@@ -1,13 +1,13 @@
 """The streams to a draft of this host: the engine thread itself writes to and reads from the session's socket.
 
-The bulk socket has threads of its own: one sends rows of prompts, the link's thread hears signs of life and the end.
+Rows of prompts go through a mailbox, and their messages the same way. On a second socket the link's thread hears signs of life and the end.
 """
 
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -18,6 +18,7 @@ from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client.connection import CONNECT_TIMEOUT_S, HANDSHAKE_TIMEOUT_S, ConnectionLost
 from outrider.services.target.draft_client.grpc_carrier import WeightCalls
 from outrider.services.target.draft_client.rounds_channel import RoundsChannel
+from outrider.services.target.draft_client.rows import RowsOutbox
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.address import IpcAddress
@@ -30,10 +31,9 @@ from outrider.shared.rpc.ipc.round_mailbox import RoundMailbox
 from outrider.shared.rpc.ipc.sockets import connect
 from outrider.shared.rpc.tensors import InlineTensors, TensorWriter
 
-JOIN_S = 5.0
-STALL_S = 60.0
-"""A draft that reads no rows for so long is hung up on."""
 IDLE_S = 3600.0
+PUMP_S = 5e-4
+"""How often a slot is looked for while rows wait for one."""
 
 log = get_logger("outrider.target.draft")
 
@@ -47,10 +47,11 @@ class IpcCarrier:
         rounds: Offer rounds that stay on the device.
     """
 
+    rows_follow_open = True
+
     def __init__(self, address: IpcAddress, device: torch.device, *, rounds: bool = False) -> None:
         self.ended = threading.Event()
         self.tensors: TensorWriter = InlineTensors()
-        self.bulk_tensors: TensorWriter = InlineTensors()
         self.rounds: RoundsChannel | None = None
         self._offers_rounds = rounds
         self._address = address
@@ -60,8 +61,7 @@ class IpcCarrier:
         self.get_tensor, self.put_tensors = weights.get_tensor, weights.put_tensors
         self._lock = threading.Lock()
         self._sockets: list[FrameSocket] = []
-        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._bulk_writer = threading.Thread(target=self._write_bulk, name="draft-bulk", daemon=True)
+        self._rows: RowsOutbox | None = None
 
     def hello(self, hello: draft_pb2.Hello) -> draft_pb2.HelloAck:
         """See `Carrier.hello`."""
@@ -74,10 +74,9 @@ class IpcCarrier:
         """See `Carrier.open_bulk`."""
         with _lost():
             offered = self._agree()
-            self.tensors, self.bulk_tensors = offered.session, offered.bulk
+            self.tensors, self._rows = offered.session, RowsOutbox(offered.bulk, self.send)
             self._bulk = self._connect()
             self._bulk.send(FrameKind.BULK_HELLO, draft_pb2.BulkHello(target_id=target_id).SerializeToString())
-        self._bulk_writer.start()
 
     def follow(self, on_pong: Callable[[draft_pb2.Pong], None]) -> None:
         """See `Carrier.follow`."""
@@ -94,9 +93,14 @@ class IpcCarrier:
         except EndOfStream:
             self.close()
 
-    def send_bulk(self, message: draft_pb2.BulkRequest) -> None:
-        """See `Carrier.send_bulk`."""
-        self._outbox.put(message.SerializeToString())
+    def send_rows(self, message: draft_pb2.BulkRequest, rows: torch.Tensor) -> None:
+        """See `Carrier.send_rows`."""
+        try:
+            if self._rows is not None:
+                self._rows.put(message, rows)
+        except EndOfStream as error:
+            log.warning("hung up on the draft", reason=str(error))
+            self.close()
 
     def ping(self, message: draft_pb2.SessionRequest) -> None:
         """See `Carrier.ping`: over the bulk socket, whose thread always listens."""
@@ -109,7 +113,7 @@ class IpcCarrier:
     def receive(self, timeout_s: float) -> draft_pb2.SessionReply | None:
         """See `Carrier.receive`."""
         try:
-            received = self._session.receive(timeout_s)
+            received = self._receive(timeout_s)
             return None if received is None else draft_pb2.SessionReply.FromString(_checked(received, FrameKind.SESSION))
         except EndOfStream:
             self.close()
@@ -125,14 +129,12 @@ class IpcCarrier:
             self.rounds.close()
         with self._lock:
             sockets = list(self._sockets)
-        self._outbox.put(None)
         for frames in sockets:
             frames.close()
 
     def release(self) -> None:
         """See `Carrier.release`."""
-        if self._bulk_writer.is_alive():
-            self._bulk_writer.join(JOIN_S)
+        self._rows = None  # the mailbox goes with it
         self._channel.close()
 
     def _connect(self) -> FrameSocket:
@@ -164,14 +166,19 @@ class IpcCarrier:
             log.warning("the draft took no mailbox on the GPU; rows travel through host memory", reason=reason)
         raise ProtocolError(f"the draft takes no mailbox: {reason}", field="mailbox")
 
-    def _write_bulk(self) -> None:
-        """Send rows of prompts; waits for a draft that is slow to read them."""
-        try:
-            while (payload := self._outbox.get()) is not None:
-                self._bulk.send(FrameKind.BULK, payload)
-                self._bulk.wait_sent(STALL_S)
-        except EndOfStream:
-            self.close()
+    def _receive(self, timeout_s: float) -> tuple[FrameKind, bytes] | None:
+        """Receive a frame; rows that wait for room are sent meanwhile."""
+        until = time.monotonic() + timeout_s
+        while True:
+            rows = self._rows
+            if rows is not None:
+                rows.pump()
+            if rows is None or not rows.waiting or not timeout_s:
+                return self._session.receive(timeout_s)
+            received = self._session.receive(min(timeout_s, PUMP_S))
+            timeout_s = max(0.0, until - time.monotonic())
+            if received is not None or not timeout_s:
+                return received
 
 
 class MailboxRounds:

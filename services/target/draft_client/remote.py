@@ -35,6 +35,7 @@ BAD_TREES_TO_TRIP = 3
 WARMING_PATIENCE = 5.0
 """A draft that shows life may take this many fault deadlines to open a session."""
 NO_DEADLINE_US = 0
+FIRST_EPOCH = 1
 REJECTED_FOR_S = 5.0
 """How long a session is not offered again after a refusal that names no time."""
 
@@ -139,20 +140,21 @@ class RemoteDrafter:
             )
             connection.send(draft_pb2.SessionRequest(open=message))
             session.live = True
+            # Of a sequence that it has followed before the draft may have kept rows: its answer says so.
+            session.acked = connection.carrier.rows_follow_open and sequence.fence.epoch == FIRST_EPOCH
 
     def features(self, session_id: int, base: int, rows: torch.Tensor) -> None:
-        """See `Drafter.features`: they travel on the bulk stream once the draft has taken the session up."""
+        """See `Drafter.features`: they travel once the draft has taken the session up."""
         session = self._sessions.get(session_id)
+        if session is not None and session.live and not session.acked:
+            self._drain()
         connection = self._usable()
         if session is None or not session.live:
             return
         if connection is None:
             session.lose()
             return
-        if session.acked:
-            session.send_rows(connection, self._identity.target_id, base, rows)
-        else:
-            session.held.append((base, rows))
+        session.send_rows(connection, self._identity.target_id, base, rows)
 
     def commit(self, result: RoundResult) -> None:
         """See `Drafter.commit`. Kept until the next frame."""
@@ -345,16 +347,10 @@ class RemoteDrafter:
             raise ProtocolError("a second Hello", field="hello")
 
     def _opened(self, ack: draft_pb2.OpenAck) -> None:
-        """Send the rows that were held back, without those that the draft has kept from an earlier epoch."""
         session = self._sessions.get(ack.session_id)
         if session is None or not session.live or session.acked or session.fence.epoch != ack.epoch or self._connection is None:
             return
-        session.acked = True
-        for base, rows in session.held:
-            known = min(max(ack.have_len - base, 0), rows.shape[0])
-            if known < rows.shape[0]:
-                session.send_rows(self._connection, self._identity.target_id, base + known, rows[known:])
-        session.held = []
+        session.opened(self._connection, self._identity.target_id, ack.have_len)
 
     def _take_tree(self, tree: draft_pb2.Tree) -> None:
         """Keep a tree if it answers what is asked now; anything late, twice or of another epoch is dropped."""

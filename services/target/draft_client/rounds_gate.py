@@ -15,13 +15,11 @@ from outrider.services.target.draft_client.session import DraftSession
 from outrider.shared.spec.device import RoundState
 from outrider.shared.spec.tree import DraftShape
 
-ENTER_LIMIT_S = 0.5
-"""How long decoding stands still for the draft's answer; one that records a size it has not met takes about as long."""
+ENTER_LIMIT_S = 0.2
+"""How long decoding stands still for the draft's answer, which comes when it has taken in the prompts' rows."""
 FIRST_PAUSE_S = 0.1
 SHORT_PAUSE_S = 1.0
 LAST_PAUSE_S = 5.0
-NOT_YET = "warming"
-"""The draft has not got all rows of a prompt yet: no reason for a pause."""
 GOOD_ROUNDS = 64
 """So many in a row make a draft that was late as good as any."""
 
@@ -100,7 +98,7 @@ class RoundsGate:
         if answer is None:
             self._unanswered = rounds.id
             self._pause("no answer yet")
-        elif answer.reason != NOT_YET:
+        else:
             self._pause(answer.reason)
         return None
 
@@ -112,7 +110,7 @@ class RoundsGate:
         elif reply.HasField("rounds_entered") and entered.rounds == self._unanswered:
             self._unanswered = None
             if entered.accepted and self._pause_s <= SHORT_PAUSE_S:
-                self._not_before = 0.0  # it had to record this size, and will be in time from now on
+                self._not_before = 0.0  # it had to record this size, or had long prompts to take in, and will be in time from now on
         elif rounds is not None and reply.HasField("rounds_ended") and ended.rounds == rounds.id:
             if not rounds.ended:
                 self._pause(ended.reason)

@@ -8,7 +8,6 @@ from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client.connection import Connection
 from outrider.services.target.draft_client.fences import fence_to_proto
 from outrider.services.target.draft_client.trees import CheckedTree
-from outrider.shared.rpc.tensors import MAX_CHUNK_BYTES
 from outrider.shared.spec.drafter import ProposalRow
 from outrider.shared.spec.fence import Fence
 
@@ -18,7 +17,7 @@ class DraftSession:
 
     Attributes:
         live: Open went out on the present connection and the draft has not lost it since.
-        acked: The draft has taken it up; rows on the bulk stream could overtake Open, so they are held until then.
+        acked: The draft has taken it up, or rows cannot overtake Open; they are held until then.
         held: Rows that wait for that, by their first position.
         lost: The engine must reopen it.
         warm: The draft has answered for it since it was opened.
@@ -91,17 +90,21 @@ class DraftSession:
         return commit
 
     def send_rows(self, connection: Connection, target_id: str, base: int, rows: torch.Tensor) -> None:
-        """Send feature rows on the bulk stream in chunks of at most 1 MiB."""
-        per_chunk = max(1, MAX_CHUNK_BYTES // max(1, rows.shape[1] * rows.element_size()))
-        for start in range(0, rows.shape[0], per_chunk):
-            message = draft_pb2.BulkRequest(
-                session_id=self.fence.session_id,
-                epoch=self.fence.epoch,
-                base=base + start,
-                features=connection.carrier.bulk_tensors.write([rows[start : start + per_chunk]]),
-                target_id=target_id,
-            )
-            connection.carrier.send_bulk(message)
+        """Send feature rows, or hold them back until the draft has taken the sequence up."""
+        if not self.acked:
+            self.held.append((base, rows))
+            return
+        place = draft_pb2.BulkRequest(session_id=self.fence.session_id, epoch=self.fence.epoch, base=base, target_id=target_id)
+        connection.carrier.send_rows(place, rows)
+
+    def opened(self, connection: Connection, target_id: str, have_len: int) -> None:
+        """The draft has taken the sequence up: send the rows that were held back, without the first `have_len`, which it has kept."""
+        self.acked = True
+        held, self.held = self.held, []
+        for base, rows in held:
+            known = min(max(have_len - base, 0), rows.shape[0])
+            if known < rows.shape[0]:
+                self.send_rows(connection, target_id, base + known, rows[known:])
 
     def send_unasked(self, connection: Connection, round_number: int) -> None:
         """Send what is pending without asking for a tree."""

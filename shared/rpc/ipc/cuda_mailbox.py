@@ -18,7 +18,7 @@ from outrider.shared.rpc.tensors import decode_tensor, encode_tensor, read_shape
 
 
 class CudaTensorWriter:
-    """`TensorWriter` of rows of a GPU into its own memory.
+    """`SlotTensorWriter` of rows of a GPU into its own memory.
 
     Args:
         ledger: The counters; its layout says how large a slot is.
@@ -27,28 +27,37 @@ class CudaTensorWriter:
     """
 
     def __init__(self, ledger: SharedMemory, memory: DeviceMemory, device: torch.device) -> None:
-        self._layout = ledger.layout
+        self.slot_bytes = ledger.layout.slot_bytes
         self._ledger = SlotWriter(ledger)
         self._memory = memory
         self._device = device
+        self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def write(self, parts: Sequence[torch.Tensor]) -> common_pb2.TensorData:
         """See `TensorWriter.write`. Waits for the copies, a few microseconds after the work that made the rows."""
-        rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
-        dtype = parts[0].dtype
-        num_bytes = rows * columns * dtype.itemsize
+        num_bytes = sum(part.nbytes for part in parts)
         on_device = all(part.device == self._device for part in parts)
-        slot = self._ledger.take() if on_device and 0 < num_bytes <= self._layout.slot_bytes else None
+        slot = self._ledger.take() if on_device and 0 < num_bytes <= self.slot_bytes else None
         if slot is None:
             return encode_tensor(parts[0] if len(parts) == 1 else torch.cat(list(parts)))
-        there = self._memory.pointer + slot * self._layout.slot_bytes
+        return self._fill(slot, parts, torch.cuda.current_stream(self._device))
+
+    def offer(self, rows: torch.Tensor) -> common_pb2.TensorData | None:
+        """See `SlotTensorWriter.offer`. The copy goes past whatever the device is busy with; rows may also lie on the host."""
+        slot = self._ledger.take() if 0 < rows.nbytes <= self.slot_bytes else None
+        return None if slot is None else self._fill(slot, [rows], self._beside)
+
+    def _fill(self, slot: int, parts: Sequence[torch.Tensor], stream: torch.cuda.Stream) -> common_pb2.TensorData:
+        there = start = self._memory.pointer + slot * self.slot_bytes
         kept = [part.contiguous() for part in parts]  # alive until the copies are done
-        for part in kept:
-            copy_async(there, part.data_ptr(), part.nbytes, self._device)
-            there += part.nbytes
-        torch.cuda.current_stream(self._device).synchronize()
-        where = common_pb2.SharedSlot(slot=slot, generation=self._ledger.publish(slot), num_bytes=num_bytes)
-        return common_pb2.TensorData(shape=(rows, columns), dtype=wire_dtype(dtype), cuda_ipc=where)
+        with torch.cuda.stream(stream):
+            for part in kept:
+                copy_async(there, part.data_ptr(), part.nbytes, self._device)
+                there += part.nbytes
+        stream.synchronize()
+        shape = (sum(part.shape[0] for part in kept), kept[0].shape[1])
+        where = common_pb2.SharedSlot(slot=slot, generation=self._ledger.publish(slot), num_bytes=there - start)
+        return common_pb2.TensorData(shape=shape, dtype=wire_dtype(kept[0].dtype), cuda_ipc=where)
 
 
 class CudaTensorReader:
@@ -57,8 +66,8 @@ class CudaTensorReader:
     Args:
         ledger: The counters, mapped.
         memory: The slots, mapped.
-        device: Where tensors are returned; their copies run on its current stream.
-        wait: Wait for each copy, for readers whose rows are used on other streams.
+        device: Where tensors are returned, for its current stream.
+        wait: Wait for each copy, beside whatever the device is busy with, so that its slot is free at once: for long rows.
     """
 
     def __init__(self, ledger: SharedMemory, memory: PeerMemory, device: torch.device, *, wait: bool) -> None:
@@ -67,7 +76,7 @@ class CudaTensorReader:
         self._ledger = SlotReader(ledger)
         self._memory = memory
         self._device = device
-        self._wait = wait
+        self._beside = torch.cuda.Stream(device) if wait else None  # type: ignore[no-untyped-call]
         self._copying: deque[tuple[torch.cuda.Event, int, int]] = deque()
 
     def read(self, data: common_pb2.TensorData, name: str, columns: int) -> torch.Tensor:
@@ -78,14 +87,19 @@ class CudaTensorReader:
         where = data.cuda_ipc
         shape, dtype = read_shape(data, where.num_bytes, name, columns)
         self._ledger.check(where.slot, where.generation, where.num_bytes)
-        rows = torch.empty(shape, dtype=dtype, device=self._device)
-        copy_async(rows.data_ptr(), self._memory.pointer + where.slot * self._layout.slot_bytes, where.num_bytes, self._device)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record(torch.cuda.current_stream(self._device))
-        self._copying.append((done, where.slot, where.generation))
-        if self._wait:
-            done.synchronize()
-            self._release_copied()
+        source = self._memory.pointer + where.slot * self._layout.slot_bytes
+        if self._beside is None:
+            rows = self._copy(source, shape, dtype, where.num_bytes)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(torch.cuda.current_stream(self._device))
+            self._copying.append((done, where.slot, where.generation))
+            return rows
+        user = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._beside):
+            rows = self._copy(source, shape, dtype, where.num_bytes)
+        self._beside.synchronize()
+        rows.record_stream(user)
+        self._ledger.release(where.slot, where.generation)
         return rows
 
     def close(self) -> None:
@@ -94,6 +108,11 @@ class CudaTensorReader:
             done.synchronize()
         self._memory.close()
         self._shared.close()
+
+    def _copy(self, source: int, shape: Sequence[int], dtype: torch.dtype, num_bytes: int) -> torch.Tensor:
+        rows = torch.empty(shape, dtype=dtype, device=self._device)
+        copy_async(rows.data_ptr(), source, num_bytes, self._device)
+        return rows
 
     def _release_copied(self) -> None:
         while self._copying and self._copying[0][0].query():  # type: ignore[no-untyped-call]

@@ -35,8 +35,7 @@ class FrameKind(IntEnum):
     BULK_HELLO = 2
     MAILBOX = 3
     SESSION = 4
-    BULK = 5
-    ERROR = 6
+    ERROR = 5
     """A `common.v1.ErrorDetail`; the sender hangs up after it."""
 
 
@@ -132,20 +131,6 @@ class FrameSocket:
                     return None
                 if now >= spin_until:
                     self._sleep(deadline - now)
-
-    def wait_sent(self, timeout_s: float) -> None:
-        """Block until everything was sent.
-
-        Raises:
-            EndOfStream: the peer is gone, or did not read for `timeout_s`.
-        """
-        deadline = time.monotonic() + timeout_s
-        while self._unsent:
-            self.flush()
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                raise EndOfStream("the peer does not read")
-            self._poll(select.POLLOUT, remaining)
 
     def take_files(self, count: int) -> list[int]:
         """Return descriptors that came with the frames so far; the caller closes them.

@@ -16,7 +16,7 @@ from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.ipc.cuda import HANDLE_BYTES, CudaError, DeviceMemory, PeerMemory
 from outrider.shared.rpc.ipc.cuda_mailbox import CudaTensorReader, CudaTensorWriter
 from outrider.shared.rpc.ipc.cuda_round_mailbox import StreamMailbox
-from outrider.shared.rpc.ipc.mailbox import SharedTensorReader, SharedTensorWriter
+from outrider.shared.rpc.ipc.mailbox import SharedTensorReader, SharedTensorWriter, SlotTensorWriter
 from outrider.shared.rpc.ipc.round_mailbox import HostMailbox, RoundMailbox, RoundsLayout
 from outrider.shared.rpc.ipc.round_words import Side
 from outrider.shared.rpc.ipc.slots import Layout, SharedMemory
@@ -25,6 +25,8 @@ from outrider.shared.rpc.tensors import MAX_CHUNK_BYTES, TensorReader, TensorWri
 SESSION_LAYOUT = (4, 4 * 1024 * 1024)
 """Slots and bytes: a frame holds the rows of one round, 3 MiB for 64 sequences of 6 rows of 4096 in bf16."""
 BULK_LAYOUT = (8, MAX_CHUNK_BYTES)
+"""Rows of prompts in host memory; on a GPU, where one slot holds those of 512 tokens of 4096 in bf16:"""
+BULK_LAYOUT_ON_GPU = (16, 4 * 1024 * 1024)
 
 log = get_logger("outrider.rpc.ipc")
 
@@ -39,7 +41,7 @@ class Offered:
     offer: draft_pb2.MailboxOffer
     files: Sequence[int]
     session: TensorWriter
-    bulk: TensorWriter
+    bulk: SlotTensorWriter
     rounds: RoundMailbox | None = None
 
     def sent(self) -> None:
@@ -50,7 +52,7 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """Mailboxes of the reading side; each is closed by the thread that reads it."""
+    """Mailboxes of the reading side; those of tensors are closed by the thread that reads them."""
 
     session: TensorReader
     bulk: TensorReader
@@ -60,13 +62,13 @@ class Mapped:
 def offers(device: torch.device, *, rounds: bool = False) -> Sequence[Callable[[], Offered]]:
     """Return what a writer whose rows are on `device` offers, best first; a way may raise `CudaError`. `rounds`: also for rounds."""
     if device.type == "cpu":
-        return [functools.partial(_offer, _shared, _rounds_on_host if rounds else None)]
+        return [functools.partial(_offer, _shared, BULK_LAYOUT, _rounds_on_host if rounds else None)]
     on_gpu = functools.partial(_on_gpu, device=device)
     rounds_on_gpu = functools.partial(_rounds_on_gpu, device=device) if rounds else None
-    return [functools.partial(_offer, on_gpu, rounds_on_gpu), functools.partial(_offer, _shared, None)]
+    return [functools.partial(_offer, on_gpu, BULK_LAYOUT_ON_GPU, rounds_on_gpu), functools.partial(_offer, _shared, BULK_LAYOUT, None)]
 
 
-Made = tuple[draft_pb2.Mailbox, int, TensorWriter]
+Made = tuple[draft_pb2.Mailbox, int, SlotTensorWriter]
 """A mailbox's description, its descriptor, and what writes to it."""
 
 
@@ -74,10 +76,12 @@ MadeRounds = tuple[draft_pb2.RoundsMailbox, int, RoundMailbox]
 
 
 def _offer(
-    make: Callable[[tuple[int, int], contextlib.ExitStack], Made], make_rounds: Callable[[contextlib.ExitStack], MadeRounds] | None
+    make: Callable[[tuple[int, int], contextlib.ExitStack], Made],
+    bulk_layout: tuple[int, int],
+    make_rounds: Callable[[contextlib.ExitStack], MadeRounds] | None,
 ) -> Offered:
     with contextlib.ExitStack() as made:
-        (session, first, writer), (bulk, second, bulk_writer) = make(SESSION_LAYOUT, made), make(BULK_LAYOUT, made)
+        (session, first, writer), (bulk, second, bulk_writer) = make(SESSION_LAYOUT, made), make(bulk_layout, made)
         offer = draft_pb2.MailboxOffer(session=session, bulk=bulk)
         files: list[int] = [first, second]
         mailbox: RoundMailbox | None = None

@@ -1,33 +1,57 @@
-"""Tensors through a mailbox of shared memory. What finds no free slot, or no room in one, travels inline."""
+"""Tensors through a mailbox of shared memory. What finds no free slot, or no room in one, travels inline, or waits for one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Protocol
 
 import torch
 
 from outrider.common.v1 import common_pb2
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.rpc.ipc.slots import SharedMemory, SlotReader, SlotWriter
-from outrider.shared.rpc.tensors import decode_tensor, encode_tensor, read_shape, wire_dtype
+from outrider.shared.rpc.tensors import TensorWriter, decode_tensor, encode_tensor, read_shape, wire_dtype
+
+
+class SlotTensorWriter(TensorWriter, Protocol):
+    """A `TensorWriter` into a mailbox.
+
+    Attributes:
+        slot_bytes: The most that a slot holds.
+    """
+
+    slot_bytes: int
+
+    def offer(self, rows: torch.Tensor) -> common_pb2.TensorData | None:
+        """Return the message of ``[rows, columns]`` in a slot, None while none is free. All work that makes the rows is done."""
+        ...
 
 
 class SharedTensorWriter:
-    """`TensorWriter` into shared memory; rows of a GPU are copied there (and waited for)."""
+    """`SlotTensorWriter` into shared memory; rows of a GPU are copied there (and waited for)."""
 
     def __init__(self, memory: SharedMemory) -> None:
+        self.slot_bytes = memory.layout.slot_bytes
         self._memory = memory
         self._ledger = SlotWriter(memory)
 
     def write(self, parts: Sequence[torch.Tensor]) -> common_pb2.TensorData:
         """See `TensorWriter.write`."""
+        found = self._into_slot(parts)
+        return found if found is not None else encode_tensor(parts[0] if len(parts) == 1 else torch.cat(list(parts)))
+
+    def offer(self, rows: torch.Tensor) -> common_pb2.TensorData | None:
+        """See `SlotTensorWriter.offer`."""
+        return self._into_slot([rows])
+
+    def _into_slot(self, parts: Sequence[torch.Tensor]) -> common_pb2.TensorData | None:
         rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
         dtype = parts[0].dtype
         num_bytes = rows * columns * dtype.itemsize
-        slot = self._ledger.take() if 0 < num_bytes <= self._memory.layout.slot_bytes else None
+        slot = self._ledger.take() if 0 < num_bytes <= self.slot_bytes else None
         if slot is None:
-            return encode_tensor(parts[0] if len(parts) == 1 else torch.cat(list(parts)))
+            return None
         there = torch.frombuffer(self._memory.slot(slot, num_bytes), dtype=dtype).view(rows, columns)
         row = 0
         for part in parts:

@@ -413,6 +413,8 @@ class SessionRequest(_message.Message):
     ROUNDS_NEXT_FIELD_NUMBER: _builtins.int
     ROUNDS_LEAVE_FIELD_NUMBER: _builtins.int
     ROUND_STATE_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    ROUNDS_PREPARE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -433,6 +435,14 @@ class SessionRequest(_message.Message):
     def rounds_leave(self) -> Global___RoundsLeave: ...
     @_builtins.property
     def round_state(self) -> Global___RoundState: ...
+    @_builtins.property
+    def rows(self) -> Global___BulkRequest:
+        """Over ipc, where they lie in a mailbox: behind the Open that they belong to, so they need not wait for its OpenAck."""
+
+    @_builtins.property
+    def rounds_prepare(self) -> Global___RoundsEnter:
+        """A size of rounds that may be entered later, without rows: made ready when there is time."""
+
     def __init__(
         self,
         *,
@@ -446,12 +456,14 @@ class SessionRequest(_message.Message):
         rounds_next: Global___RoundsNext | None = ...,
         rounds_leave: Global___RoundsLeave | None = ...,
         round_state: Global___RoundState | None = ...,
+        rows: Global___BulkRequest | None = ...,
+        rounds_prepare: Global___RoundsEnter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "frame", b"frame", "hello", b"hello", "message", b"message", "open", b"open", "ping", b"ping", "round_state", b"round_state", "rounds_enter", b"rounds_enter", "rounds_leave", b"rounds_leave", "rounds_next", b"rounds_next"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "frame", b"frame", "hello", b"hello", "message", b"message", "open", b"open", "ping", b"ping", "round_state", b"round_state", "rounds_enter", b"rounds_enter", "rounds_leave", b"rounds_leave", "rounds_next", b"rounds_next", "rounds_prepare", b"rounds_prepare", "rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "frame", b"frame", "hello", b"hello", "message", b"message", "open", b"open", "ping", b"ping", "round_state", b"round_state", "rounds_enter", b"rounds_enter", "rounds_leave", b"rounds_leave", "rounds_next", b"rounds_next"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "frame", b"frame", "hello", b"hello", "message", b"message", "open", b"open", "ping", b"ping", "round_state", b"round_state", "rounds_enter", b"rounds_enter", "rounds_leave", b"rounds_leave", "rounds_next", b"rounds_next", "rounds_prepare", b"rounds_prepare", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "open", "frame", "close", "ping", "cancel", "rounds_enter", "rounds_next", "rounds_leave", "round_state"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "open", "frame", "close", "ping", "cancel", "rounds_enter", "rounds_next", "rounds_leave", "round_state", "rows", "rounds_prepare"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -971,7 +983,7 @@ Global___RoundsEnded: _TypeAlias = RoundsEnded  # noqa: Y015
 
 @_typing.final
 class BulkRequest(_message.Message):
-    """Feature rows of positions [base, base + rows) of one sequence, at most 1 MiB."""
+    """Feature rows of positions [base, base + rows) of one sequence, at most 1 MiB of them inline."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1031,8 +1043,8 @@ Global___BulkReply: _TypeAlias = BulkReply  # noqa: Y015
 
 @_typing.final
 class BulkHello(_message.Message):
-    """The colocated transport (ipc:///path): the same SessionRequest, SessionReply and BulkRequest in frames on two unix sockets, tensors in
-    mailboxes. A connection starts with Hello (the session stream) or BulkHello (the bulk stream of a target that has said Hello).
+    """The colocated transport (ipc:///path): the same SessionRequest and SessionReply in frames on unix sockets, tensors in mailboxes. A
+    connection starts with Hello (the session stream) or BulkHello (a second one of the same target, which carries signs of life).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1082,7 +1094,7 @@ Global___Mailbox: _TypeAlias = Mailbox  # noqa: Y015
 
 @_typing.final
 class MailboxOffer(_message.Message):
-    """Sent once, after HelloAck: one mailbox for the frames of the session stream, one for the bulk stream."""
+    """Sent once, after HelloAck: one mailbox for the rows of frames, one for those of prompts."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -1,0 +1,104 @@
+"""Feature rows of prompts on their way to a draft: cut into messages, and waiting for room where they go through a mailbox."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from outrider.draft.v1 import draft_pb2
+from outrider.shared.rpc.ipc.frames import EndOfStream
+from outrider.shared.rpc.ipc.mailbox import SlotTensorWriter
+
+MADE_WITHIN_S = 5e-5
+"""Rows are copied out of the cache right before they are sent: it is awaited for so long, if the device has nothing else to do."""
+MAX_ON_DEVICE_BYTES = 64 * 1024 * 1024
+"""Rows beyond that wait on the host: the device's memory is the cache's."""
+MAX_WAITING_BYTES = 1 << 30
+"""A draft that has left so much unread counts as gone."""
+
+
+def parts_of(message: draft_pb2.BulkRequest, rows: torch.Tensor, most_bytes: int) -> Iterator[tuple[draft_pb2.BulkRequest, torch.Tensor]]:
+    """Cut rows into messages of at most `most_bytes`, and at least one row.
+
+    Args:
+        message: Names the session, and the place of the first row.
+        rows: ``[rows, feature_size]``.
+        most_bytes: Of the rows of a message.
+
+    Yields:
+        A message without rows, and the rows that belong into it.
+    """
+    per_part = max(1, most_bytes // max(1, rows.shape[1] * rows.element_size()))
+    for start in range(0, rows.shape[0], per_part):
+        part = draft_pb2.BulkRequest()
+        part.CopyFrom(message)
+        part.base = message.base + start
+        yield part, rows[start : start + per_part]
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """Rows that were not sent yet. `made` is behind the work that makes them."""
+
+    message: draft_pb2.BulkRequest
+    rows: torch.Tensor
+    made: torch.cuda.Event | None
+
+
+class RowsOutbox:
+    """Sends rows in their order, each part once a slot is free. For one thread; call `pump` now and then while `waiting`.
+
+    Args:
+        tensors: Writes into the mailbox.
+        send: Sends a message on the session stream.
+    """
+
+    def __init__(self, tensors: SlotTensorWriter, send: Callable[[draft_pb2.SessionRequest], None]) -> None:
+        self._tensors = tensors
+        self._send = send
+        self._parts: deque[_Waiting] = deque()
+        self._waiting_bytes = 0
+
+    @property
+    def waiting(self) -> bool:
+        """Whether rows wait for a slot, or to be made."""
+        return bool(self._parts)
+
+    def put(self, message: draft_pb2.BulkRequest, rows: torch.Tensor) -> None:
+        """Send rows, now or later; they must not change.
+
+        Raises:
+            EndOfStream: the draft does not read.
+        """
+        made = None
+        if rows.is_cuda and self._waiting_bytes + rows.nbytes > MAX_ON_DEVICE_BYTES:
+            rows = rows.cpu()
+        elif rows.is_cuda:
+            made = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            made.record(torch.cuda.current_stream(rows.device))
+        self._waiting_bytes += rows.nbytes
+        if self._waiting_bytes > MAX_WAITING_BYTES:
+            raise EndOfStream("the draft does not read")
+        self._parts.extend(_Waiting(part, some, made) for part, some in parts_of(message, rows, self._tensors.slot_bytes))
+        until = time.monotonic() + MADE_WITHIN_S
+        while made is not None and not made.query() and time.monotonic() < until:  # type: ignore[no-untyped-call]
+            pass
+        self.pump()
+
+    def pump(self) -> None:
+        """Send what there is room for; never waits."""
+        while self._parts:
+            first = self._parts[0]
+            if first.made is not None and not first.made.query():  # type: ignore[no-untyped-call]
+                return
+            data = self._tensors.offer(first.rows)
+            if data is None:
+                return
+            self._parts.popleft()
+            self._waiting_bytes -= first.rows.nbytes
+            first.message.features.CopyFrom(data)
+            self._send(draft_pb2.SessionRequest(rows=first.message))
