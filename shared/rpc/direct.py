@@ -90,6 +90,8 @@ class ClientStream:
         self._dealt = 0
         self._dealt_known = 0
         self._dealing = False
+        # Messages that came while `tend` looked.
+        self._early: deque[bytes] = deque()
         starts = (
             ((cygrpc.SendInitialMetadataOperation(None, NO_FLAGS), cygrpc.ReceiveStatusOnClientOperation(NO_FLAGS)), _Tag.STATUS),
             ((cygrpc.ReceiveInitialMetadataOperation(NO_FLAGS),), _Tag.HEADERS),
@@ -148,6 +150,8 @@ class ClientStream:
     def receive_within(self, seconds: float) -> bytes | None:
         """Wait for the next message; None when none came in time, when the thread in `receive` has dealt with one in between, or when the
         stream has ended, which `receive` tells."""
+        if self._early:
+            return self._early.popleft()
         deadline = time.monotonic() + seconds
         with self._lock:
             first, self._taken = not self._taken, True
@@ -161,6 +165,18 @@ class ClientStream:
         with self._lock:
             self._deadline, self._taken_at = math.inf, time.monotonic()
         return message
+
+    def tend(self) -> None:
+        """Take in what the core has finished, so that the next `send` starts at once instead of behind one that is long on its way.
+
+        For the thread of `receive_within`, between two calls of it; never waits. While the thread in `receive` reads, it does this itself.
+        """
+        with self._lock:
+            if not (self._taken and self._sending and self._operate((), _Tag.LOOK)):
+                return
+        with self._reading:
+            while (message := self._read(lambda: True)) is not None:
+                self._early.append(message)
 
     def _dealt_with_others(self) -> bool:
         with self._lock:

@@ -169,6 +169,11 @@ def exchange(stream: ClientStream, reader: Reader, message: bytes, pause_s: floa
     stream.send(message)
     if pause_s:
         reader.thread.join(pause_s)
+    return receive(stream, reader, message)
+
+
+def receive(stream: ClientStream, reader: Reader, message: bytes) -> bool:
+    """Wait for a message; returns whether this thread received it, not the reader."""
     while True:
         if not reader.got.empty():
             assert reader.got.get() == message
@@ -225,6 +230,26 @@ def test_a_wait_ends_in_time_though_nothing_comes(serve: Serve) -> None:
     assert time.monotonic() - started < WAIT_S / 2
     reader.thread.join(WAIT_S)
     assert not reader.thread.is_alive()
+
+
+def test_a_thread_that_tends_to_the_stream_sends_at_once_and_loses_no_message(serve: Serve) -> None:
+    stream = serve(Echo(lambda to, message: to.send(message)))
+    reader = Reader(stream)
+    assert exchange(stream, reader, b"reader", 0.1) is False
+    stream.receive_within(0.0)  # takes over
+    taken = 0
+    for number in range(100):
+        stream.tend()
+        stream.send(b"ahead %d" % number)
+        reader.thread.join(number % 4 * 1e-3)  # by now it is on its way, and perhaps back already
+        stream.tend()
+        if number % 4 == 3:
+            assert not stream._sending
+        taken += receive(stream, reader, b"ahead %d" % number)
+    assert taken >= 98
+    stream.cancel()
+    reader.thread.join(WAIT_S)
+    stream.tend()  # of a stream that has ended
 
 
 SERVER = """

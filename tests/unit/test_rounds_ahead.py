@@ -85,6 +85,8 @@ class Stream:
             return None
         return answer.SerializeToString()
 
+    def tend(self) -> None: ...
+
     def cancel(self) -> None:
         self.cancelled = True
 

@@ -84,12 +84,14 @@ class StreamRounds:
         ahead: bool,
     ) -> None:
         """See `RoundsChannel.exchange`."""
+        self._stream.tend()
         self._stream.send(draft_pb2.SessionRequest(rounds_next=message).SerializeToString())
         if ahead and self._relay is not None and self._relay.fits(state, trees):
             self._enqueue(self._relay, message, state, trees, expected, limit_s)
             return
         expected.fill_(message.number)
         fetched = self._staging.fetch(state).numpy()
+        self._stream.tend()
         self._staging.settle(state)
         data = self._trade(message.rounds, message.number, fetched, limit_s)
         if data:
@@ -105,6 +107,7 @@ class StreamRounds:
             return
         came = False
         try:
+            self._stream.tend()
             state = self._relay.settle(enqueued.number, enqueued.state_bytes)
             data = self._trade(enqueued.rounds, enqueued.number, state, enqueued.limit_s)
             if data:
