@@ -285,9 +285,10 @@ class TargetEngine:
         return entered
 
     def step_failed(self, error: Exception) -> None:
-        """See `Steppable.step_failed`: requests in the batch fail, queued ones go on."""
+        """See `Steppable.step_failed`: requests in the batch fail, queued ones go on. A lost rank is no fault of the request: try again."""
+        code, reason = (error.code, error.reason) if isinstance(error, UnavailableError) else (ErrorCode.INTERNAL, None)
         for sequence in list(self._scheduler.active):
-            self._fail(sequence, OutriderError(f"The engine failed on this request: {error}", code=ErrorCode.INTERNAL))
+            self._fail(sequence, OutriderError(f"The engine failed on this request: {error}", code=code, reason=reason))
         self._host.drop()
         if self._loop is not None:
             self._loop.abandon()

@@ -221,6 +221,7 @@ def test_a_stopped_rank_ends_the_target_with_an_error_that_names_it(told_to_end:
             process.popen.terminate()
         with pytest.raises(grpc.RpcError) as told:
             list(replies)
+        assert told.value.code() is grpc.StatusCode.UNAVAILABLE, "no fault of the request"
         assert "tp: rank 1 is lost: it has been silent" in str(told.value)
         assert "Timed out waiting" not in str(told.value)
         assert process.popen.wait(END_S) not in (0, None)

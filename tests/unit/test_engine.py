@@ -147,19 +147,27 @@ def test_a_rejected_node_that_is_not_a_number_harms_nobody(decoder: Decoder, pla
     assert harness.sink.tokens["a"] == plain
 
 
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (RuntimeError("out of memory"), ErrorCode.INTERNAL),
+        (InvalidRequestError("a bug of ours, whatever its code"), ErrorCode.INTERNAL),
+        (UnavailableError("rank 1 is lost"), ErrorCode.UNAVAILABLE),
+    ],
+)
 def test_a_failing_step_fails_its_requests_and_the_engine_lives(
-    harness: Harness, plain: list[int], monkeypatch: pytest.MonkeyPatch
+    harness: Harness, plain: list[int], monkeypatch: pytest.MonkeyPatch, error: Exception, code: ErrorCode
 ) -> None:
     harness.submit(PROMPT, 60, request_id="a")
     harness.step()
     with monkeypatch.context() as patch:
-        patch.setattr(harness.runner, "verify", lambda *arguments: (_ for _ in ()).throw(RuntimeError("out of memory")))
-        with pytest.raises(RuntimeError) as failure:
+        patch.setattr(harness.runner, "verify", lambda *arguments: (_ for _ in ()).throw(error))
+        with pytest.raises(type(error)) as failure:
             harness.engine.step()
         harness.engine.step_failed(failure.value)
     harness.submit(PROMPT, 60, request_id="b")
     harness.run()
-    assert harness.sink.failed["a"].error.code is ErrorCode.INTERNAL
+    assert harness.sink.failed["a"].error.code is code
     assert harness.sink.tokens["b"] == plain
 
 
