@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.session import Ask, PeerId
 from outrider.shared.base.errors import CheckpointError
+from outrider.shared.obs.logging import get_logger
 from outrider.shared.spec.drafter import Commit, SequenceOpen
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
 from outrider.shared.spec.tree import DraftShape
+
+_log = get_logger("outrider.draft")
 
 WARM_UP_PEER = PeerId(0)
 PROMPT_LEN = 20
@@ -40,9 +45,13 @@ def warm_up(engine: DraftEngine, device: torch.device, *, record: bool = True) -
     if rounds is not None and rounds.extension is not None:
         rounds.extension.record()
     if record and rounds is not None and rounds.host is not None:
+        started = time.monotonic()
         for sessions in batches:
             for shape in SHAPES:
                 rounds.host.record(sessions, _fitting(shape, engine.sessions.limits.max_shape))
+        if rounds.host.graph_bytes:
+            mib = round(rounds.host.graph_bytes / 2**20)
+            _log.info("CUDA graphs recorded", memory_mib=mib, seconds=round(time.monotonic() - started, 1))
 
 
 def _fitting(shape: DraftShape, most: DraftShape) -> DraftShape:
