@@ -114,6 +114,7 @@ def run_serve(options: ServeOptions) -> int:
 
 def serve_rows(summary: LoadSummary, alone: LoadSummary, load: Load) -> list[Row]:
     """Return the figures; the floor of a time is that of requests that had the stack to themselves, of a rate what was offered."""
+    offered = len(load.arrivals()) / load.duration_s  # of these arrivals, not on average
     rows = []
     for name, under_load, floor in (
         ("time to first token", summary.first_token, alone.first_token),
@@ -123,9 +124,9 @@ def serve_rows(summary: LoadSummary, alone: LoadSummary, load: Load) -> list[Row
     ):
         rows += [Row(f"{name}, p{percent}", under_load[percent], "ms", floor[50], "alone, p50") for percent in PERCENTILES]
     rows += [
-        Row("requests", summary.request_rate, "req/s", load.rate, "offered"),
-        Row("requests within the limits (goodput)", summary.good_rate, "req/s", load.rate, "offered"),
-        Row("tokens", summary.token_rate, "tok/s", load.rate * summary.tokens_per_request, "offered"),
+        Row("requests", summary.request_rate, "req/s", offered, "offered"),
+        Row("requests within the limits (goodput)", summary.good_rate, "req/s", offered, "offered"),
+        Row("tokens", summary.token_rate, "tok/s", offered * summary.tokens_per_request, "offered"),
     ]
     return rows
 

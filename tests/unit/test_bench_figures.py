@@ -159,9 +159,10 @@ def test_a_load_is_summed_up() -> None:
     assert summary.good_rate == pytest.approx(1 / 2.5)
     assert summary.token_rate == pytest.approx(10 / 2.5)
     assert summary.tokens_per_request == 5
-    rows = serve_rows(summary, summary, Load(2.0, 1.0))
+    load = Load(2.0, 3.0)
+    rows = serve_rows(summary, summary, load)
     assert all(row.ratio is not None for row in rows), "every figure stands beside its floor"
-    assert rows[-1].floor == pytest.approx(10), "two requests of five tokens are offered a second"
+    assert rows[-1].floor == pytest.approx(5 * len(load.arrivals()) / 3.0), "requests of five tokens each"
     assert summary.accept_length == pytest.approx((3.0 * 7 + 1.5 * 3) / 10)
 
 
