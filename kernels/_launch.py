@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 import torch
@@ -43,9 +44,23 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+_zeros = False
+
+
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Allocate what a Triton launch writes. One place, so that the tests can put guard bands round every buffer."""
-    return torch.empty(shape, dtype=dtype, device=device)
+    return torch.zeros(shape, dtype=dtype, device=device) if _zeros else torch.empty(shape, dtype=dtype, device=device)
+
+
+@contextlib.contextmanager
+def outputs_of_zeros() -> Iterator[None]:
+    """Make what launches write zeros before: a launch may be left out inside the block, and others may take its output for indices."""
+    global _zeros
+    previous, _zeros = _zeros, True
+    try:
+        yield
+    finally:
+        _zeros = previous
 
 
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from outrider.kernels import _launch
+
 
 class Noise(NamedTuple):
     """What couples the draft's choice to the target's: one entry per row, as in `gumbel_noise`.
@@ -51,6 +53,14 @@ class Candidates(NamedTuple):
     tokens: torch.Tensor
     parents: torch.Tensor
     logprobs: torch.Tensor
+
+    @staticmethod
+    def make(bs: int, depth: int, topk: int, device: torch.device) -> Candidates:
+        """Allocate the candidates of trees, to be filled level by level."""
+        columns = (bs, num_candidates(depth, topk))
+        scores, logprobs = (_launch.empty(columns, torch.float32, device) for _ in range(2))
+        tokens, parents = (_launch.empty(columns, torch.int32, device) for _ in range(2))
+        return Candidates(scores, tokens, parents, logprobs)
 
     def level(self, level: int, topk: int) -> slice:
         """Return the columns that the children of level `level` (0: of the root) take."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.kernels.round_plan import RoundPlan, round_plan
-from outrider.kernels.topk_expand import Beam, Candidates, Noise, expand_level, num_candidates
+from outrider.kernels.topk_expand import Beam, Candidates, Noise, expand_level
 from outrider.kernels.tree_build import tree_build
 from outrider.services.draft.heads.base import Ends
 from outrider.services.draft.round_model import RoundModel, RoundPass
@@ -138,10 +138,7 @@ class RoundDrafter:
     ) -> Candidates:
         """Return every candidate of the trees that grow from the states ``roots [bs, hidden]``."""
         model, bs, device = self._model, roots.shape[0], roots.device
-        columns = (bs, num_candidates(depth, topk))
-        scores, logprobs = (torch.empty(columns, dtype=torch.float32, device=device) for _ in range(2))
-        tokens, parents = (torch.empty(columns, dtype=torch.int32, device=device) for _ in range(2))
-        candidates = Candidates(scores, tokens, parents, logprobs)
+        candidates = Candidates.make(bs, depth, topk, device)
         words = mask_words(max(1, depth - 1) * topk)
         noise = Noise(inputs.temperature, inputs.seeds, inputs.committed_lens, inputs.choices)
         states, beam = roots, None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 
+from outrider.kernels.ahead import Work, compile_ahead, rehearsing
 from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.session import Ask, PeerId
 from outrider.shared.base.errors import CheckpointError
@@ -37,21 +40,31 @@ def warm_up(engine: DraftEngine, device: torch.device, *, record: bool = True) -
     Raises:
         CheckpointError: the draft's output is not finite: its weights are damaged, or its dtype is too narrow.
     """
+    works = list(_works(engine, device, record))
+    if compiled := compile_ahead(device, works):
+        _log.info("kernels compiled", kernels=compiled)
+    engine.drop_peer(WARM_UP_PEER)  # whom a rehearsal that failed may have left
+    started = time.monotonic()
+    for work in works:
+        work()
+    rounds = engine.strategy.rounds
+    if rounds is not None and rounds.host is not None and rounds.host.graph_bytes:
+        mib = round(rounds.host.graph_bytes / 2**20)
+        _log.info("CUDA graphs recorded", memory_mib=mib, seconds=round(time.monotonic() - started, 1))
+
+
+def _works(engine: DraftEngine, device: torch.device, record: bool) -> Iterator[Work]:
     batches = COMPILED_BATCHES if device.type == "cuda" else COMPILED_BATCHES[:1]
     for sessions in batches:
         for temperature in (1.0, 0.0) if device.type == "cuda" else (1.0,):
-            _follow(engine, min(sessions, engine.sessions.limits.max_sessions), temperature)
+            yield partial(_follow, engine, min(sessions, engine.sessions.limits.max_sessions), temperature)
     rounds = engine.strategy.rounds
     if rounds is not None and rounds.extension is not None:
-        rounds.extension.record()
+        yield rounds.extension.record
     if record and rounds is not None and rounds.host is not None:
-        started = time.monotonic()
         for sessions in batches:
             for shape in SHAPES:
-                rounds.host.record(sessions, _fitting(shape, engine.sessions.limits.max_shape))
-        if rounds.host.graph_bytes:
-            mib = round(rounds.host.graph_bytes / 2**20)
-            _log.info("CUDA graphs recorded", memory_mib=mib, seconds=round(time.monotonic() - started, 1))
+                yield partial(rounds.host.record, sessions, _fitting(shape, engine.sessions.limits.max_shape))
 
 
 def _fitting(shape: DraftShape, most: DraftShape) -> DraftShape:
@@ -71,7 +84,7 @@ def _follow(engine: DraftEngine, sessions: int, temperature: float) -> None:
         for fence in fences:
             engine.commit(WARM_UP_PEER, Commit(fence, len(tokens), (), None), Ask(0, fitting, asked_s=0.0))
         for proposal in engine.step().proposals:
-            if fitting.bounded().drafts and int(proposal.trees.num_nodes.min()) < 2:
+            if fitting.bounded().drafts and not rehearsing() and int(proposal.trees.num_nodes.min()) < 2:
                 raise CheckpointError(
                     f"{info.model_id}: its logits are not finite; its weights are damaged, or --dtype is too narrow.",
                     field="draft",

@@ -15,7 +15,7 @@ from outrider.services.target.draft_client.link import TargetIdentity
 from outrider.services.target.draft_client.remote import RemoteDrafter
 from outrider.services.target.drafter import NoDrafter
 from outrider.services.target.engine import TargetEngine
-from outrider.services.target.graph_plan import plan_graphs, record_graphs
+from outrider.services.target.graph_plan import compile_kernels, plan_graphs, record_graphs
 from outrider.services.target.limits import EngineLimits, longest_text
 from outrider.services.target.memory import Memory, MemoryPlan, draft_tokens, plan_memory, working_bytes
 from outrider.services.target.numerics import prepare_attention, prepare_decoder
@@ -25,7 +25,7 @@ from outrider.services.target.servicer import SERVICE_NAME, Serving, TargetServi
 from outrider.services.target.settings import TargetSettings
 from outrider.services.target.synthetic import SyntheticAcceptance
 from outrider.services.target.tp import Order, RankGroup, end_soon, run_rank, start_group
-from outrider.services.target.tp_watch import watched, watched_engine
+from outrider.services.target.tp_watch import forget_graphs, watched, watched_engine
 from outrider.services.target.warmup import check_parity, run_through
 from outrider.shared.attn.create import waits_for_device
 from outrider.shared.base.errors import OutriderError
@@ -197,6 +197,7 @@ class Target:
             max_depth=settings.max_steps,
             prefill_sizes=graph_plan.prefills,
         )
+        self._graphs = runner.graphs
         scheduler = Scheduler(
             pool.allocator,
             settings.page_size,
@@ -207,6 +208,7 @@ class Target:
         limits = EngineLimits(config.vocab_size, longest_text(config, settings.max_model_len), frozenset(config.eos_token_ids))
         self.engine = TargetEngine(runner, scheduler, self.drafter, limits, overlap=graph_plan.overlap)
         with watched(decoder):
+            compile_kernels(self.engine, runner.graphs, graph_plan, to_console=not settings.log_json)
             if stand_in is None:  # random weights have near-ties everywhere
                 check_parity(runner, self.engine.controller)
             record_graphs(self.engine, runner.graphs, graph_plan, to_console=not settings.log_json)
@@ -243,6 +245,7 @@ class Target:
         try:
             self._thread.stop()
             self.drafter.shutdown()
+            forget_graphs(self._graphs, self.serving.decoder)
         finally:
             if self._ranks is not None:
                 self._ranks.close()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from outrider.kernels.ahead import compile_ahead
 from outrider.services.target.bucketed_verify import Buckets
 from outrider.services.target.device_loop import OverlapPlan
 from outrider.services.target.engine import TargetEngine
@@ -79,12 +80,26 @@ def record_graphs(engine: TargetEngine, graphs: GraphCache, plan: GraphPlan, *, 
         return
     started = time.monotonic()
     work = list(_recordings(engine, plan))
-    with _progress(len(work), to_console) as progress:
+    with _progress("recording CUDA graphs", to_console) as progress:
         for done, (description, record) in enumerate(work, 1):
             record()
-            progress.tell(done, description)
+            progress.tell(done, len(work), description)
     mib = round(graphs.memory_bytes / 2**20)
     _log.info("CUDA graphs recorded", graphs=len(graphs.keys), memory_mib=mib, seconds=round(time.monotonic() - started, 1))
+
+
+def compile_kernels(engine: TargetEngine, graphs: GraphCache, plan: GraphPlan, *, to_console: bool) -> None:
+    """Have the kernels of all that `record_graphs` records compiled by several processes at once, if they are not yet.
+
+    Not where other ranks would have to go along.
+    """
+    if not graphs.enabled or graphs.observed:
+        return
+    started = time.monotonic()
+    with _progress("compiling kernels", to_console) as progress:
+        compiled = compile_ahead(graphs.device, [record for _, record in _recordings(engine, plan)], progress.tell)
+    if compiled:
+        _log.info("kernels compiled", kernels=compiled, seconds=round(time.monotonic() - started, 1))
 
 
 def _recordings(engine: TargetEngine, plan: GraphPlan) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -98,12 +113,12 @@ def _recordings(engine: TargetEngine, plan: GraphPlan) -> Iterator[tuple[str, Ca
 
 
 class _Teller:
-    """Says in the log, at every quarter, how many recordings are done."""
+    """Says on a bar, or in the log at every quarter, how much of something is done."""
 
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self._total = total
+    def __init__(self, title: str, progress: Progress | None) -> None:
+        self._title = title
         self._progress = progress
-        self._task = None if progress is None else progress.add_task("CUDA graphs", total=total)
+        self._task = None if progress is None else progress.add_task(title, total=None)
         self._quarters = 0
 
     def __enter__(self) -> _Teller:
@@ -115,18 +130,19 @@ class _Teller:
         if self._progress is not None:
             self._progress.stop()
 
-    def tell(self, done: int, description: str) -> None:
-        """Count one recording."""
+    def tell(self, done: int, total: int, description: str = "") -> None:
+        """Note how many of how many are done."""
         if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=done, description=f"CUDA graphs: {description}")
-        elif 4 * done // self._total > self._quarters:
-            self._quarters = 4 * done // self._total
-            _log.info("recording CUDA graphs", percent=25 * self._quarters)
+            text = f"{self._title}: {description}" if description else self._title
+            self._progress.update(self._task, completed=done, total=total, description=text)
+        elif 4 * done // total > self._quarters:
+            self._quarters = 4 * done // total
+            _log.info(self._title, percent=25 * self._quarters)
 
 
-def _progress(total: int, to_console: bool) -> _Teller:
+def _progress(title: str, to_console: bool) -> _Teller:
     console = Console(stderr=True)
     if not (to_console and console.is_terminal):
-        return _Teller(total, None)
+        return _Teller(title, None)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return _Teller(total, Progress(*columns, console=console, transient=True))
+    return _Teller(title, Progress(*columns, console=console, transient=True))

@@ -15,6 +15,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from outrider.kernels.ahead import rehearsing
+
 WARM_UP_RUNS = 2
 """Eager runs before a capture: Triton compiles, cuBLAS makes its workspaces, caches of addresses fill."""
 
@@ -75,6 +77,16 @@ class GraphCache:
         self._memory_bytes = 0
 
     @property
+    def device(self) -> torch.device:
+        """Where the functions run."""
+        return self._device
+
+    @property
+    def observed(self) -> bool:
+        """Whether somebody hears of every graph."""
+        return self._observer is not None
+
+    @property
     def keys(self) -> tuple[Hashable, ...]:
         """What is recorded, oldest first."""
         return tuple(self._recorded)
@@ -97,9 +109,12 @@ class GraphCache:
 
         `record` runs `WARM_UP_RUNS` times for real. Call this while the static inputs hold idle rows (lengths 0, slots -1), so that
         those runs store nothing that anybody reads. Waits for the device. What cannot be captured, because it asks the device something,
-        is logged and runs eagerly from then on.
+        is logged and runs eagerly from then on. In a rehearsal (`kernels.ahead`) `record` runs once, and nothing is kept.
         """
         if self.holds(key):
+            return
+        if rehearsing():
+            record()
             return
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()

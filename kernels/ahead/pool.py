@@ -1,0 +1,121 @@
+"""Processes that compile kernels into Triton's cache, and the hook by which Triton tells what it would compile."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from triton import knobs
+from triton._C.libtriton import get_cache_invalidating_env_vars
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.cache import get_cache_key, get_cache_manager
+from triton.runtime.driver import driver
+
+from outrider.kernels.ahead.worker import restored
+
+MOST_PROCESSES = 16
+IDLE_S = 15.0
+WORKER = "outrider.kernels.ahead.worker"
+
+
+class CompilerPool:
+    """Compiles what it is given, each kernel once, in processes that end when nothing has come for a while, or with this process.
+
+    Attributes:
+        submitted: Kernels that were missing so far.
+    """
+
+    def __init__(self) -> None:
+        self.submitted = 0
+        self._jobs: SimpleQueue[str] = SimpleQueue()
+        self._known: set[tuple[str, str, str]] = set()
+        self._threads: list[threading.Thread] = []
+        self._changed = threading.Condition()
+        self._done = 0
+
+    @contextlib.contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Have kernels that are not in the cache compiled here instead of where they are launched, which then does nothing."""
+        before = knobs.runtime.jit_cache_hook
+        knobs.runtime.jit_cache_hook = self._missing
+        try:
+            yield
+        finally:
+            knobs.runtime.jit_cache_hook = before
+
+    def wait(self, since: int, tell: Callable[[int, int], None] | None = None) -> None:
+        """Wait until all that was submitted is compiled, or nobody is left to do it.
+
+        Args:
+            since: Kernels that were submitted before those that `tell` shall hear of.
+            tell: Hears how many kernels of how many are compiled.
+        """
+        told = 0
+        with self._changed:
+            while self._done < self.submitted and any(thread.is_alive() for thread in self._threads):
+                self._changed.wait(0.5)
+                done = max(0, self._done - since)
+                if tell is not None and done > told:
+                    told = done
+                    tell(done, self.submitted - since)
+
+    def submit(self, job: str) -> None:
+        """Compile what `worker` takes as one line."""
+        self.submitted += 1
+        self._jobs.put(job)
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        if len(self._threads) < min(MOST_PROCESSES, len(os.sched_getaffinity(0))):
+            thread = threading.Thread(target=self._work, name="compile-kernels", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _missing(self, *, fn: Any, compile: dict[str, Any], **_more: Any) -> bool | None:
+        """Say whether Triton shall leave a kernel alone: it is on its way. A `jit_cache_hook`."""
+        kernel = (fn.module, fn.name, str(compile["key"]))
+        if kernel in self._known:
+            return True
+        target, data = driver.active.get_current_target(), compile["specialization_data"]
+        backend = make_backend(target)
+        options = backend.parse_options(restored(json.loads(data)["options"]))
+        source = ASTSource(fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0])
+        key = get_cache_key(source, backend, options, get_cache_invalidating_env_vars())
+        name = f"{source.name[:150]}.json"
+        if name in (get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(name) or {}):
+            return None
+        self._known.add(kernel)
+        job = {"module": fn.module, "name": fn.name, "target": [target.backend, target.arch, target.warp_size], "data": data}
+        self.submit(json.dumps(job))
+        return True
+
+    def _work(self) -> None:
+        """Feed one process until nothing more comes, or it is gone."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", WORKER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(OSError, Empty), process:
+            answered = True
+            while answered:
+                job = self._jobs.get(timeout=IDLE_S)
+                try:
+                    process.stdin.write(job + "\n")
+                    process.stdin.flush()
+                    answered = bool(process.stdout.readline())
+                finally:
+                    with self._changed:
+                        self._done += 1
+                        self._changed.notify_all()

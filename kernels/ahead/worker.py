@@ -1,0 +1,72 @@
+"""A process that compiles kernels: one JSON object a line on its input, a line on its output for each, until the input ends.
+
+``module`` and ``name`` say which kernel of this package, ``target`` for which GPU (backend, architecture, warp size), and ``data`` is
+Triton's own description of what it was called with (`jit_cache_hook`). The result goes into Triton's cache. No GPU is touched.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from typing import Any
+
+PACKAGE = "outrider.kernels"
+
+
+def compile_kernel(job: dict[str, Any]) -> None:
+    """Compile one kernel.
+
+    Raises:
+        ValueError: It is not one of this package.
+    """
+    import triton
+    from triton import language
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+
+    module, name, data = job["module"], job["name"], json.loads(job["data"])
+    if not module.startswith(PACKAGE + "."):
+        raise ValueError(f"{module} is not a module of {PACKAGE}")
+    function = getattr(importlib.import_module(module), name)
+    constants = {
+        tuple(place): language.dtype(value) if language.dtype.is_dtype(value) else _constant(value)
+        for place, value in zip(data["constant_keys"], data["constant_vals"], strict=True)
+    }
+    attributes = {tuple(place): value for place, value in zip(data["attrs_keys"], data["attrs_vals"], strict=True)}
+    signature = {name: _tuples(kind) for name, kind in data["signature"].items()}
+    target = GPUTarget(*job["target"])
+    options = make_backend(target).parse_options(restored(data["options"]))
+    triton.compile(ASTSource(function, signature, constants, attributes), target=target, options=options.__dict__)
+
+
+def restored(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options as they were before they were written as JSON, which knows no tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+
+
+def _constant(value: Any) -> Any:
+    from triton import language
+
+    return language.constexpr(value["constexpr"]) if isinstance(value, dict) and "constexpr" in value else value
+
+
+def _tuples(kind: Any) -> Any:
+    return tuple(_tuples(part) for part in kind) if isinstance(kind, list) else kind
+
+
+def main() -> None:
+    """Answer every line; what cannot be compiled is left to whoever launches it, who then says why."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what compilers print is no answer
+    for line in sys.stdin:
+        try:
+            compile_kernel(json.loads(line))
+            answers.write("compiled\n")
+        except Exception as error:
+            answers.write(f"{type(error).__name__}: {error}".replace("\n", " ")[:500] + "\n")
+
+
+if __name__ == "__main__":
+    main()

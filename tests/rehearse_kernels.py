@@ -1,0 +1,63 @@
+"""Rehearses kernels for a GPU that is not there, in a process of its own; prints what became of it as JSON. Run by `test_compile_ahead`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from outrider.kernels import ahead
+from outrider.kernels._dispatch import force_backend
+from outrider.kernels.add_norm import rms_norm
+from outrider.kernels.ahead.pool import CompilerPool
+
+
+class AbsentGpu:
+    """What Triton asks a driver before it launches."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+
+def rehearse(pool: CompilerPool, times: int) -> torch.Tensor:
+    with ahead._rehearsal(pool), force_backend("triton"):
+        for _ in range(times):
+            result = rms_norm(torch.ones(3, 64), torch.ones(64), 1e-5)
+    return result
+
+
+def main() -> None:
+    driver.set_active(AbsentGpu())  # type: ignore[no-untyped-call]
+    found: dict[str, Any] = {}
+    pool = CompilerPool()
+    found["output"] = rehearse(pool, 5).abs().max().item()
+    found["submitted"] = pool.submitted
+    told: list[tuple[int, int]] = []
+    pool.wait(0, lambda done, total: told.append((done, total)))
+    found["told"] = told
+    again = CompilerPool()
+    try:
+        rehearse(again, 1)
+    except AttributeError:  # nothing is missing, so it is launched, which this driver cannot
+        found["launched"] = True
+    found["missing"] = again.submitted
+    broken = CompilerPool()
+    broken.submit(json.dumps({"module": "os", "name": "system", "target": ["cuda", 90, 32], "data": "{}"}))
+    broken.submit("no job")
+    broken.wait(0)
+    found["refused"] = broken._done
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
