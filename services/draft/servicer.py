@@ -30,8 +30,9 @@ R = TypeVar("R")
 SERVICE_NAME = "outrider.draft.v1.Draft"
 MAX_BULK_BYTES = 1024 * 1024
 MAX_FP32_BYTES = 4
-NEXT_ROUND_S = 0.05
-"""A target that is in rounds on the device is waited for awake for so long."""
+NEXT_S = 0.05
+"""The next message of a target that is in rounds, or has just opened a session, is waited for awake for so long."""
+BEFORE_OTHERS = frozenset(("open", "frame", "rounds_enter", "round_state"))
 MAX_UNSENT = 4096
 """Replies waiting for a target that does not read; beyond them its stream is ended."""
 
@@ -135,9 +136,10 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         except DecodeError:
             raise ProtocolError("A message does not parse.", field="message") from None
         self._protocol.take(peer, request, INLINE, inlet)
-        if request.HasField("round_state"):
-            self._vigil.expect(NEXT_ROUND_S)
-        elif request.HasField("rounds_leave"):
+        kind = request.WhichOneof("message")
+        if kind in BEFORE_OTHERS:
+            self._vigil.expect(NEXT_S)
+        elif kind == "rounds_leave":
             self._vigil.rest()
 
 

@@ -90,8 +90,6 @@ class ClientStream:
         self._dealt = 0
         self._dealt_known = 0
         self._dealing = False
-        # Messages that came while `tend` looked.
-        self._early: deque[bytes] = deque()
         starts = (
             ((cygrpc.SendInitialMetadataOperation(None, NO_FLAGS), cygrpc.ReceiveStatusOnClientOperation(NO_FLAGS)), _Tag.STATUS),
             ((cygrpc.ReceiveInitialMetadataOperation(NO_FLAGS),), _Tag.HEADERS),
@@ -108,6 +106,11 @@ class ClientStream:
     def ended(self) -> bool:
         """Whether nothing comes any more."""
         return not self._due
+
+    @property
+    def taken(self) -> bool:
+        """Whether the thread in `receive` makes way for the one of `receive_within`, for some time after its last call."""
+        return self._taken
 
     def send(self, message: bytes) -> None:
         """Send a message, or queue it behind one that is being sent; never waits. What a stream that has ended is given is dropped."""
@@ -150,8 +153,6 @@ class ClientStream:
     def receive_within(self, seconds: float) -> bytes | None:
         """Wait for the next message; None when none came in time, when the thread in `receive` has dealt with one in between, or when the
         stream has ended, which `receive` tells."""
-        if self._early:
-            return self._early.popleft()
         deadline = time.monotonic() + seconds
         with self._lock:
             first, self._taken = not self._taken, True
@@ -166,17 +167,20 @@ class ClientStream:
             self._deadline, self._taken_at = math.inf, time.monotonic()
         return message
 
-    def tend(self) -> None:
-        """Take in what the core has finished, so that the next `send` starts at once instead of behind one that is long on its way.
+    def poll(self) -> list[bytes]:
+        """Return what has come, without waiting; nothing while the thread in `receive` reads, which it does until `receive_within`.
 
-        For the thread of `receive_within`, between two calls of it; never waits. While the thread in `receive` reads, it does this itself.
+        For the thread of `receive_within`. It also takes in what was sent meanwhile, so that the next `send` starts at once instead of
+        behind one that is long on its way.
         """
         with self._lock:
-            if not (self._taken and self._sending and self._operate((), _Tag.LOOK)):
-                return
+            if not (self._taken and self._operate((), _Tag.LOOK)):
+                return []
+        messages: list[bytes] = []
         with self._reading:
             while (message := self._read(lambda: True)) is not None:
-                self._early.append(message)
+                messages.append(message)
+        return messages
 
     def _dealt_with_others(self) -> bool:
         with self._lock:

@@ -52,6 +52,7 @@ class Vigil:
     def rest(self) -> None:
         """No message is due any more. Any thread."""
         self._until = 0.0
+        self.begin()  # the number is the process's: threads that have nothing to do with this would poll too
 
     def begin(self) -> None:
         """Called by a thread that is about to wait for messages."""

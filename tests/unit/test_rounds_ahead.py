@@ -85,7 +85,8 @@ class Stream:
             return None
         return answer.SerializeToString()
 
-    def tend(self) -> None: ...
+    def poll(self) -> list[bytes]:
+        return []
 
     def cancel(self) -> None:
         self.cancelled = True

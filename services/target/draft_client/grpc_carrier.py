@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import cast
 
@@ -19,6 +20,7 @@ from outrider.services.target.draft_client.rounds_channel import RoundsChannel
 from outrider.services.target.draft_client.rows import parts_of
 from outrider.services.target.draft_client.stream_rounds import StreamRounds
 from outrider.shared.base.errors import ProtocolError
+from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.client import connect
 from outrider.shared.rpc.direct import ClientStream
 from outrider.shared.rpc.interceptors import error_from_rpc
@@ -31,7 +33,11 @@ REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grp
 SESSION_METHOD = "/outrider.draft.v1.Draft/Session"
 BULK_METHOD = "/outrider.draft.v1.Draft/Bulk"
 JOIN_S = 5.0
+AWAKE_S = 0.05
+"""So long is a reply waited for awake; from then on asleep."""
 CPU = torch.device("cpu")
+
+log = get_logger("outrider.target.draft")
 
 
 @contextlib.contextmanager
@@ -150,11 +156,18 @@ class GrpcCarrier:
         self.send(message)
 
     def receive(self, timeout_s: float) -> draft_pb2.SessionReply | None:
-        """See `Carrier.receive`."""
-        try:
+        """See `Carrier.receive`. Where waits are awake, and after rounds on the device, the engine thread reads the stream itself."""
+        with contextlib.suppress(queue.Empty):
+            return self._inbox.get_nowait()
+        if self._stream is not None:
+            for message in self._stream.poll():
+                self._take_in(message)
+            if timeout_s and (self._vigil.enabled or self._stream.taken):
+                self._read(self._stream, timeout_s)
+                timeout_s = 0.0
+        with contextlib.suppress(queue.Empty):
             return self._inbox.get(timeout=timeout_s) if timeout_s else self._inbox.get_nowait()
-        except queue.Empty:
-            return None
+        return None
 
     def close(self) -> None:
         """See `Carrier.close`."""
@@ -192,6 +205,24 @@ class GrpcCarrier:
             self._on_pong(reply.pong)
         else:
             self._inbox.put(reply)
+
+    def _read(self, stream: ClientStream, timeout_s: float) -> None:
+        """Wait until there is a reply in the inbox, or the stream has ended."""
+        until = time.monotonic() + timeout_s
+        self._vigil.expect(min(timeout_s, AWAKE_S))
+        while self._inbox.empty() and not stream.ended and (remaining := until - time.monotonic()) > 0:
+            message = stream.receive_within(min(remaining, AWAKE_S))
+            if message is not None:
+                self._take_in(message)
+        self._vigil.rest()
+
+    def _take_in(self, message: bytes) -> None:
+        """Hand a message on; on the engine's thread, where a malformed one ends the stream."""
+        try:
+            self._dispatch(message)
+        except ProtocolError as error:
+            log.warning("the draft broke the protocol", error=error.message)
+            self.close()
 
     def _read_bulk(self) -> None:
         """Drain the acknowledgements; a bulk stream that ends takes the connection with it."""

@@ -84,14 +84,14 @@ class StreamRounds:
         ahead: bool,
     ) -> None:
         """See `RoundsChannel.exchange`."""
-        self._stream.tend()
+        self._look()
         self._stream.send(draft_pb2.SessionRequest(rounds_next=message).SerializeToString())
         if ahead and self._relay is not None and self._relay.fits(state, trees):
             self._enqueue(self._relay, message, state, trees, expected, limit_s)
             return
         expected.fill_(message.number)
         fetched = self._staging.fetch(state).numpy()
-        self._stream.tend()
+        self._look()
         self._staging.settle(state)
         data = self._trade(message.rounds, message.number, fetched, limit_s)
         if data:
@@ -107,7 +107,7 @@ class StreamRounds:
             return
         came = False
         try:
-            self._stream.tend()
+            self._look()
             state = self._relay.settle(enqueued.number, enqueued.state_bytes)
             data = self._trade(enqueued.rounds, enqueued.number, state, enqueued.limit_s)
             if data:
@@ -178,12 +178,19 @@ class StreamRounds:
                 if self._stream.ended:
                     return None
                 continue
-            try:
-                self._dispatch(received)
-            except ProtocolError as error:
-                self._distrust(error)
-                self._stream.cancel()
-                return None
+            self._take_in(received)
+
+    def _look(self) -> None:
+        """Take in what has come, and that what was sent is on its way, so that nothing queues behind it."""
+        for received in self._stream.poll():
+            self._take_in(received)
+
+    def _take_in(self, received: bytes) -> None:
+        try:
+            self._dispatch(received)
+        except ProtocolError as error:
+            self._distrust(error)
+            self._stream.cancel()
 
     def _distrust(self, error: ProtocolError) -> None:
         log.warning("the draft broke the protocol", error=error.message)
