@@ -36,7 +36,7 @@ TARGET_FLAGS: Mapping[str, TargetFlag] = {
     "overlap_schedule": TargetFlag(str, "Launch a round before the last one is read; auto: on a GPU.", "auto|on|off", "auto"),
     "disable_overlap_schedule": TargetFlag(bool, "The same as --overlap-schedule off."),
     "tp_timeout_s": TargetFlag(float, "With --tp: a step that a GPU does not join for so long ends the target.", default="120.0"),
-    "tp_all_reduce": TargetFlag(str, "With --tp: how GPUs add up; see docs/architecture.md.", "auto|exchange|group|peer", "auto"),
+    "tp_all_reduce": TargetFlag(str, "With --tp: how GPUs add up; see docs/architecture.md.", "auto|one-shot|group", "auto"),
     "draft_rounds": TargetFlag(str, "Where rounds with a draft apart run; auto: on GPUs.", "auto|host|device", "auto"),
 }
 """Setting of the target → flag of `outrider up`. The target alone says which values it takes, and which not together."""

@@ -89,7 +89,7 @@ class TargetSettings(ServiceSettings):
     dtype: Dtype = Field(Dtype.AUTO, description="auto, float32, bfloat16 or float16.")
     tp: int = Field(1, ge=1, le=64, description="Tensor parallelism: GPUs (processes, on a CPU) that share the model.")
     tp_all_reduce: ReduceKind = Field(
-        ReduceKind.AUTO, description="auto: one-shot sums where GPUs reach each other; group: NCCL; peer: see docs."
+        ReduceKind.AUTO, description="auto: through peer memory where it works; one-shot: sums alone; group: NCCL."
     )
     tp_timeout_s: float = Field(120.0, gt=0, description="A step that a rank does not join for so long ends the target.")
     attention_backend: AttentionKind = Field(

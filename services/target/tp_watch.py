@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
+from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.engine.loop import Steppable
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.parallel.lead import LeadDecoder
@@ -47,3 +48,9 @@ def watched_engine(engine: Steppable, decoder: Decoder) -> Steppable:
 def watched(decoder: Decoder) -> AbstractContextManager[None]:
     """Watch what is done with a decoder outside of an engine's steps, if it is spread."""
     return decoder.watched() if isinstance(decoder, LeadDecoder) else nullcontext()
+
+
+def forget_graphs(graphs: GraphCache, decoder: Decoder) -> None:
+    """Drop the graphs of a spread model on all ranks, once nobody steps: NCCL waits for ever where a graph still holds a group."""
+    if isinstance(decoder, LeadDecoder) and decoder.failure is None:
+        graphs.clear()

@@ -233,6 +233,11 @@ class LeadDecoder(ShardedDecoder):
         self._lead = lead
         self._read_head = read_head
 
+    @property
+    def failure(self) -> OutriderError | None:
+        """Why the group is broken, if it is."""
+        return self._lead.failure
+
     def make_pool(self, num_pages: int, page_size: int, feature_size: int = 0) -> KVPool:
         """Make the pool on every rank; feature rows live on rank 0.
 

@@ -15,12 +15,12 @@ from outrider.kernels.stream import FEW_ROWS, Stream
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.parallel.collectives import Collectives, TorchCollectives
 from outrider.shared.parallel.reduce import GroupReduce, Reduce, ReduceKind
-from outrider.shared.parallel.trial import sums_agree
+from outrider.shared.parallel.trial import MESSAGES, TRIALS, messages_arrive, sums_agree
 
 PEER_DTYPES = (torch.float32, torch.bfloat16)
 MOST_WAIT_S = 60.0
 """The longest that a rank's host is away from launching: while it compiles and loads kernels that it meets for the first time."""
-TRIAL_WAIT_S = 5.0
+TRIAL_WAIT_S = 10.0
 LOOKS_PER_SECOND = 1_000_000
 """How often a kernel that waits looks, about: as often as the device's L2 answers."""
 
@@ -77,7 +77,7 @@ class PeerReduce(OneShotReduce):
     def proves_itself(self) -> bool:
         """Try sums out, see `sums_agree`. Every rank calls it, and none is waited for long: what runs in it was compiled before."""
         self._boxes.lost.fill_(1)  # nobody is waited for while others compile
-        for rows in (1, FEW_ROWS):
+        for rows in TRIALS:
             zeros = torch.zeros(rows, self._width, dtype=self._dtype, device=self._group.device)
             self.add(zeros, zeros, zeros[0], 1.0)
         self._boxes = self._emptied(min(self._timeout_s, TRIAL_WAIT_S))
@@ -124,9 +124,29 @@ class PeerCollectives:
     def __init__(self, group: TorchCollectives, timeout_s: float) -> None:
         self._group = group
         self.rank, self.size = group.rank, group.size
-        self._down, self._up = (
-            Mail.of(group.rank, _shared(group, box_shape(group.size), torch.int64), _looks(timeout_s)) for _ in range(2)
-        )  # fmt: skip
+        self._timeout_s = timeout_s
+        self._boxes = [_shared(group, box_shape(group.size), torch.int64) for _ in range(2)]
+        self._down, self._up = self._emptied(timeout_s)
+
+    def proves_itself(self) -> bool:
+        """Try messages out, see `messages_arrive`; as `PeerReduce.proves_itself`."""
+        self._down.lost.fill_(1)  # nobody is waited for while others compile
+        self._up.lost.fill_(1)
+        for words in MESSAGES:
+            message = torch.zeros(words, dtype=torch.int32, device=self._group.device)
+            self.broadcast(message)
+            self.gather(message)
+        self._down, self._up = self._emptied(min(self._timeout_s, TRIAL_WAIT_S))
+        arrive = messages_arrive(self, self._group, self._group.device)
+        self._down, self._up = self._emptied(self._timeout_s)
+        return arrive
+
+    def _emptied(self, timeout_s: float) -> tuple[Mail, Mail]:
+        """Return mail with nothing on its way, on every rank."""
+        _agreed(True, self._group.device)
+        down, up = (Mail.of(self.rank, boxes, _looks(timeout_s)) for boxes in self._boxes)
+        _agreed(True, self._group.device)
+        return down, up
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Collectives.all_reduce`."""
@@ -176,24 +196,33 @@ def connect_peers(
     made: tuple[Collectives, Reduce] | None = None
     if _agreed(reaches_all(device, group.rank, group.size), device):
         try:
-            if kind in (ReduceKind.EXCHANGE, ReduceKind.PEER):
-                messages = PeerCollectives(group, timeout_s) if kind is ReduceKind.PEER else group
-                made = messages, _proven(PeerReduce(group, hidden_size, dtype, timeout_s), group, hidden_size, dtype)
+            if kind is ReduceKind.AUTO:
+                made = _proven_messages(group, timeout_s), _proven_sums(group, hidden_size, dtype, timeout_s)
             else:
                 made = group, OneShotReduce(group, hidden_size, dtype)
         except RuntimeError as error:  # a driver or a sandbox that shares no memory between processes
             _log.warning("no symmetric memory; NCCL adds up", error=str(error).splitlines()[0])
     if _agreed(made is not None, device) and made is not None:
-        _log.info("ranks reach each other's memory", ranks=group.size, rows=FEW_ROWS, sums=type(made[1]).__name__)
+        messages, sums = made
+        _log.info("ranks reach each other's memory", ranks=group.size, sums=type(sums).__name__, messages=type(messages).__name__)
         return made
     return group, GroupReduce(group)
 
 
-def _proven(reduce: PeerReduce, group: TorchCollectives, hidden_size: int, dtype: torch.dtype) -> Reduce:
+def _proven_sums(group: TorchCollectives, hidden_size: int, dtype: torch.dtype, timeout_s: float) -> Reduce:
+    reduce = PeerReduce(group, hidden_size, dtype, timeout_s)
     if reduce.proves_itself():
         return reduce
     _log.error("sums through peer memory came out wrong in a trial; one shot adds up")
     return OneShotReduce(group, hidden_size, dtype)
+
+
+def _proven_messages(group: TorchCollectives, timeout_s: float) -> Collectives:
+    messages = PeerCollectives(group, timeout_s)
+    if messages.proves_itself():
+        return messages
+    _log.error("messages through peer memory came out wrong in a trial; NCCL passes them")
+    return group
 
 
 def reaches_all(device: torch.device, rank: int, size: int) -> bool:

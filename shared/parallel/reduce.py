@@ -29,14 +29,13 @@ class Reduce(ResidualReduce, Protocol):
 
 
 class ReduceKind(Enum):
-    """How ranks exchange. AUTO: few rows are summed by one shot where the GPUs reach each other's memory.
+    """How ranks exchange. AUTO: sums of few rows and small messages through peer memory, where GPUs reach it and a trial of it succeeds.
 
-    EXCHANGE: there one kernel sums them and adds the residual. PEER: that, and small messages pass there too.
+    ONE_SHOT: sums of few rows by the kernel of torch's symmetric memory there, all else by the group (NCCL). GROUP: all by the group.
     """
 
     AUTO = "auto"
-    EXCHANGE = "exchange"
-    PEER = "peer"
+    ONE_SHOT = "one-shot"
     GROUP = "group"
 
 

@@ -74,6 +74,7 @@ class Worker:
         try:
             while not isinstance(command := self._next(), Stop):
                 self._execute(command)
+            self._graphs.clear()  # NCCL leaves no group that a graph still holds
         except RankLost:
             raise
         except Exception as error:

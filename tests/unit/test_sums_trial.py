@@ -1,4 +1,4 @@
-"""The trial of the ranks' sums: right sums pass it, and a fault on any rank is seen by all."""
+"""The trials of the ranks' sums and messages: right ones pass, and a fault on any rank is seen by all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parallel_ranks import Meeting, ThreadCollectives
 
 from outrider.kernels.stream import Stream
 from outrider.shared.parallel.reduce import GroupReduce
-from outrider.shared.parallel.trial import TRIALS, sums_agree
+from outrider.shared.parallel.trial import MESSAGES, TRIALS, messages_arrive, sums_agree
 
 torch.set_num_threads(1)
 WIDTH = 48
@@ -75,3 +75,49 @@ def test_one_rank_that_is_wrong_once_fails_all(spoil: Callable[[torch.Tensor], t
 @pytest.mark.parametrize("spoil", [missing, half])
 def test_ranks_that_agree_on_something_wrong_fail(spoil: Callable[[torch.Tensor], torch.Tensor]) -> None:
     assert verdicts(3, torch.bfloat16, -1, spoil, 3) == [False] * 3
+
+
+class LossyMessages(ThreadCollectives):
+    """Of which one, in one direction, leaves its last word behind."""
+
+    def __init__(self, meeting: Meeting, rank: int, direction: str, call: int) -> None:
+        super().__init__(meeting, rank)
+        self._left = {direction: call}
+
+    def _spoils(self, direction: str) -> bool:
+        self._left[direction] = self._left.get(direction, 0) - 1
+        return self._left[direction] == 0
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        before = tensor[-1].clone()
+        super().broadcast(tensor)
+        if self._spoils("down"):
+            tensor[-1] = before
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        sent = tensor.clone()
+        if self._spoils("up"):
+            sent[-1] = -1
+        return super().gather(sent)
+
+
+def arrivals(size: int, direction: str, call: int) -> list[bool]:
+    trusted, tried = Meeting(size), Meeting(size)
+
+    def judged(rank: int) -> bool:
+        messages = LossyMessages(tried, rank, direction, call if rank == size - 1 else 0)
+        return messages_arrive(messages, ThreadCollectives(trusted, rank), torch.device("cpu"))
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(judged, range(size)))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_messages_that_arrive_pass(size: int) -> None:
+    assert arrivals(size, "down", 0) == [True] * size
+
+
+@pytest.mark.parametrize("direction", ["down", "up"])
+@pytest.mark.parametrize("call", [1, 2, len(MESSAGES)])
+def test_one_word_that_does_not_come_fails_all(direction: str, call: int) -> None:
+    assert arrivals(3, direction, call) == [False] * 3
