@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
@@ -105,7 +107,7 @@ def run_bench(options: BenchOptions) -> int:
     log: deque[str] = deque(maxlen=40)
     try:
         with ExitStack() as cleanup:
-            clients = {name: _start(cleanup, options, draft, log) for name, draft in (("draft", options.draft), ("plain", None))}
+            clients = _start(cleanup, options, log)
             runs = _measure(options, prompts, clients)
     except Exception:
         print(*log, sep="\n", file=sys.stderr)
@@ -153,20 +155,49 @@ def _messages(record: dict[str, Any], where: str) -> Messages:
     raise ConfigurationError(f"{where} has neither `messages` nor `prompt`.", field="--prompts")
 
 
-def _start(cleanup: ExitStack, options: BenchOptions, draft: Path | None, log: deque[str]) -> RestClient:
-    label = "draft" if draft else "plain"
+def _start(cleanup: ExitStack, options: BenchOptions, log: deque[str]) -> Clients:
+    """Start both servers at once: each takes a while to import, load and warm up."""
+    ports = [free_port()]
+    while len(ports) < 2:
+        if (port := free_port()) not in range(ports[0] - 1, ports[0] + 2):
+            ports.append(port)
+    given_up = threading.Event()
+    with ThreadPoolExecutor(len(ports)) as starting:
+        futures = [
+            starting.submit(_start_one, options, label, draft, port, log, given_up)
+            for port, label, draft in zip(ports, ("draft", "plain"), (options.draft, None), strict=True)
+        ]
+        try:
+            for future in as_completed(futures):
+                future.result()
+        finally:
+            given_up.set()
+            wait(futures)
+            started = [future.result() for future in futures if future.exception() is None]
+            for resources, _client in started:
+                cleanup.enter_context(resources)
+    return dict(zip(("draft", "plain"), (client for _resources, client in started), strict=True))
+
+
+def _start_one(
+    options: BenchOptions, label: str, draft: Path | None, port: int, log: deque[str], given_up: threading.Event
+) -> tuple[ExitStack, RestClient]:
     stack_options = StackOptions(
         target=options.target,
         draft=draft,
         device=options.device,
-        port=free_port(),
+        port=port,
         transport=options.transport,
         kv_tokens=KV_TOKENS,  # two stacks share one GPU, and each would take most of its memory
     )
-    stack = cleanup.enter_context(
-        running_stack(stack_options, lambda name, line: log.append(f"{label}/{name} | {line}"), lambda line: None)
-    )
-    return cleanup.enter_context(RestClient(stack.url))
+
+    def echo(name: str, line: str) -> None:
+        log.append(f"{label}/{name} | {line}")
+
+    with ExitStack() as resources:
+        stack = resources.enter_context(running_stack(stack_options, echo, lambda line: None, given_up.is_set))
+        client = resources.enter_context(RestClient(stack.url))
+        return resources.pop_all(), client
 
 
 def _measure(options: BenchOptions, prompts: Sequence[Messages], clients: Clients) -> Runs:
