@@ -186,6 +186,13 @@ class DraftEngine:
         self.metrics.trees.inc(len(group))
         return Proposal(asked, trees)
 
+    def absorb(self, peer: PeerId, session_ids: Sequence[int]) -> None:
+        """Take in the rows of these sessions but for the last, as far as there is memory at once; more rows are to come of each."""
+        found = [self.sessions.get(peer, session_id) for session_id in session_ids]
+        behind = [one for one in found if one is not None and one.extendable_rows > 1 and not one.engaged]
+        kept = [session for session in behind if self.strategy.reserve(session)]
+        self._extend(kept, {id(session): 1 for session in kept})
+
     def enter(self, peer: PeerId, session_ids: Sequence[int], shape: DraftShape, state: RoundState) -> SessionRounds | None:
         """Start rounds that stay on the device; see `DeviceDrafter.enter`. Rows beyond what a round takes in are extended at once."""
         rounds = self.strategy.rounds

@@ -110,6 +110,13 @@ class InprocDrafter:
         trees = _merge(proposals, request.rows, self._device, self._reasons)
         return replace(trees, draft_ms=(time.monotonic() - started) * 1000)
 
+    def absorb(self, session_ids: Sequence[int]) -> None:
+        """See `EagerDrafter.absorb`."""
+        try:
+            self._engine.absorb(HOST_PEER, session_ids)
+        except Exception:
+            self._fail(session_ids)
+
     def enter(self, session_ids: Sequence[int], shape: DraftShape, state: RoundState) -> DeviceRounds | None:
         """See `DeviceDrafter.enter`."""
         try:

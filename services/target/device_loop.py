@@ -70,6 +70,11 @@ class DeviceLoop:
         return self._rounds.active
 
     @property
+    def drafts(self) -> bool:
+        """Whether the rounds are drafted, or those that were on the device last."""
+        return self._shape.drafts
+
+    @property
     def takes_prefilled(self) -> bool:
         """Whether a sequence can enter in the step that prefilled it: there is no draft, or its rounds are on the device too."""
         return self._parts.drafter.device_resident or self._parts.drafter.state() is DrafterState.NONE

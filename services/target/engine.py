@@ -11,10 +11,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-
-import torch
 
 from outrider.services.target.batch_tables import SamplingMode
 from outrider.services.target.controller import SpeculationController
@@ -26,12 +23,13 @@ from outrider.services.target.host_rounds import HostRounds
 from outrider.services.target.inbox import Cancel, Pause, Submit
 from outrider.services.target.limits import EngineLimits
 from outrider.services.target.metrics import TargetMetrics
+from outrider.services.target.prompts import Prompts
 from outrider.services.target.proposals import Proposals
 from outrider.services.target.request import EventSink, GenerationRequest, SpeculationMode
 from outrider.services.target.round_runner import RoundRunner
-from outrider.services.target.rounds import RoundCounter, RoundTimes, advance
-from outrider.services.target.runner import FAILED_TOKEN, ModelRunner
-from outrider.services.target.scheduler import PrefillChunk, Scheduler
+from outrider.services.target.rounds import RoundCounter, RoundTimes
+from outrider.services.target.runner import ModelRunner
+from outrider.services.target.scheduler import Scheduler
 from outrider.services.target.sequence import Sequence, SequenceStatus
 from outrider.services.target.speculation import SpeculationStats
 from outrider.shared.base.errors import (
@@ -41,7 +39,7 @@ from outrider.shared.base.errors import (
     UnavailableError,
 )
 from outrider.shared.spec.device import DeviceDrafter
-from outrider.shared.spec.drafter import Commit, Drafter, DrafterState
+from outrider.shared.spec.drafter import Drafter, DrafterState
 from outrider.shared.spec.tree import DraftShape
 
 DRAIN_RETRY_AFTER_S = 5.0
@@ -118,6 +116,7 @@ class TargetEngine:
         )
         self._host = HostRounds(runner, self._parts)
         self._loop = None if overlap is None else self._make_loop(overlap)
+        self._prompts = Prompts(runner, self._parts, self._host, lambda: self._loop is not None and self._loop.drafts)
 
     # ---- any thread
 
@@ -245,10 +244,11 @@ class TargetEngine:
         loop, prefills = None if self._host.announced else self._loop, plan.prefills
         if loop is not None and loop.takes_prefilled:  # a draft elsewhere is asked first, and works while the target prefills
             self._delivery.flush()
-            self._prefill(prefills)
-            if prefills and self._scheduler.worth_waiting_for(prefills):
-                self._delivery.flush()
-                return
+            if prefills:
+                self._prompts.finish(self._prompts.begin(prefills))
+                if self._scheduler.worth_waiting_for(prefills):
+                    self._delivery.flush()
+                    return
             prefills = []
         if loop is not None and not prefills and loop.enter(self._scheduler.decoding()):
             self._host.drop()
@@ -258,7 +258,8 @@ class TargetEngine:
         proposal = self._host.announce(plan.decodes)
         times.announced = time.monotonic()
         self._delivery.flush()
-        self._prefill(prefills)
+        if prefills:
+            self._prompts.finish(self._prompts.begin(prefills))
         times.prefilled = time.monotonic()
         if plan.decodes:
             self._host.run(plan.decodes, proposal, times)
@@ -274,10 +275,10 @@ class TargetEngine:
             return False
         plan = self._scheduler.schedule(now)
         self._follower.follow(plan)
-        chosen = self._runner.begin_prefill(plan.prefills) if plan.prefills else None
+        prompts = self._prompts.begin(plan.prefills) if plan.prefills else None
         loop.drain()
-        if chosen is not None:
-            self._prefilled(plan.prefills, chosen)
+        if prompts is not None:
+            self._prompts.finish(prompts)
         entered = loop.enter(self._scheduler.decoding())
         if entered:
             self._host.drop()
@@ -346,35 +347,6 @@ class TargetEngine:
             else:
                 self._due_at(deadline)
                 self._due_at(None if paused_at is None else paused_at + self.limits.pause_timeout_s)
-
-    def _prefill(self, chunks: Seq[PrefillChunk]) -> None:
-        if chunks:
-            self._prefilled(chunks, self._runner.begin_prefill(chunks))
-
-    def _prefilled(self, chunks: Seq[PrefillChunk], chosen: torch.Tensor) -> None:
-        """Wait for prompt chunks that were enqueued, deliver first tokens, and tell the drafter."""
-        tokens = iter(chosen.tolist())
-        commits: list[Commit | None] = []
-        for chunk in chunks:
-            sequence = chunk.sequence
-            if self._runner.captures and sequence.wants_drafts and sequence.feature_len == chunk.start:
-                sequence.feature_len = chunk.stop
-            features = self._follower.send_prefill_features(chunk)
-            sequence.cached_len = chunk.stop
-            if not chunk.is_last:
-                continue
-            token = next(tokens)
-            if token == FAILED_TOKEN:
-                self._poisoned(sequence)
-                continue
-            base_len = sequence.committed_len
-            step = advance(sequence, [token])
-            sequence.status = SequenceStatus.RUNNING
-            if self._delivery.tokens(sequence, step, None):
-                self._forget(sequence)
-            else:
-                commits.append(self._follower.commit(sequence, base_len, step.kept, features))
-        self._host.commit(commits)
 
     def _poisoned(self, sequence: Sequence) -> None:
         self._runner.scrub(sequence)

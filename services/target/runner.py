@@ -46,6 +46,31 @@ class RoundOutcome:
     emitted: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class ChosenTokens:
+    """Tokens on their way to the host: what is enqueued after them is not waited for."""
+
+    _tokens: torch.Tensor
+    _copied: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, chosen: torch.Tensor) -> ChosenTokens:
+        """Enqueue the copy of ``chosen [n] int64``."""
+        if not chosen.is_cuda:
+            return cls(chosen, None)
+        host = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
+        host.copy_(chosen, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+        return cls(host, copied)
+
+    def wait(self) -> list[int]:
+        """Return the tokens when they are there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return [int(token) for token in self._tokens.tolist()]
+
+
 class ModelRunner:
     """Runs the decoder over the pool. Engine thread only; everything under inference mode.
 
@@ -111,17 +136,21 @@ class ModelRunner:
 
     def prefill(self, chunks: Seq[PrefillChunk]) -> list[int]:
         """Compute prompt chunks, see `begin_prefill`, and wait for their tokens."""
-        return [int(token) for token in self.begin_prefill(chunks).tolist()]
+        return self.begin_prefill(chunks).wait()
 
     @torch.inference_mode()
-    def begin_prefill(self, chunks: Seq[PrefillChunk]) -> torch.Tensor:
+    def begin_prefill(self, chunks: Seq[PrefillChunk]) -> ChosenTokens:
         """Enqueue prompt chunks in one pass, causal within each; rounds that are on their way are not waited for.
 
         Stores K/V, and feature rows for sequences that want them.
 
         Returns:
-            ``[n] int64``, on the device: for each chunk that is the last of its prompt, in order, the token at index committed_len.
+            For each chunk that is the last of its prompt, in order, the token at index committed_len.
         """
+        return ChosenTokens.of(self._prefilled(chunks))
+
+    def _prefilled(self, chunks: Seq[PrefillChunk]) -> torch.Tensor:
+        """See `begin_prefill`: ``[n] int64`` on the device."""
         if self._recorded.takes(chunks):
             token = self._recorded.run(chunks[0], self.captures and chunks[0].sequence.wants_drafts)
             return token if chunks[0].is_last else token[:0]

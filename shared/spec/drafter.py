@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -162,4 +162,16 @@ class Drafter(Protocol):
 
     def shutdown(self) -> None:
         """Close the connection, join threads."""
+        ...
+
+
+@runtime_checkable
+class EagerDrafter(Protocol):
+    """A drafter on the engine's thread that takes in prompts only when it is told to; others do so by themselves."""
+
+    def absorb(self, session_ids: Sequence[int]) -> None:
+        """Enqueue what can be done about the rows of these sequences that have come, but for the last, and wait for nothing.
+
+        Of no effect on what is drafted. Their next commit follows: the first token of a prompt, or there are more rows to come.
+        """
         ...

@@ -21,6 +21,7 @@ from outrider.services.target.bucketed_verify import Buckets
 from outrider.services.target.device_loop import OverlapPlan
 from outrider.services.target.drafter import NoDrafter
 from outrider.services.target.request import SamplingParams, SpeculationMode
+from outrider.services.target.runner import ChosenTokens
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
 
@@ -119,6 +120,59 @@ def test_drafts_are_as_good_in_a_batch_that_shrinks(
         found = [harness.sink.finished[str(index)].speculation for index in range(len(prompts))]
         reports.append([(report.rounds, report.accepted_tokens) for report in found])
     assert reports[0] == reports[1]
+
+
+@pytest.mark.parametrize("chunk", [512, 7])
+@pytest.mark.parametrize("overlap", [None, OVERLAP])
+def test_a_prompt_is_in_the_drafts_cache_before_its_token_is_waited_for(
+    decoder: Decoder, drafter: InprocDrafter, chunk: int, overlap: OverlapPlan | None
+) -> None:
+    prompts = [[7, 3, 5, 1] * 5, [2, 4] * 9]
+    plain = [generate_plain(decoder, NoDrafter(), prompt, 20) for prompt in prompts]
+    sessions, behind = drafter._engine.sessions, dict[int, int]()
+    wait = ChosenTokens.wait
+
+    def noted(chosen: ChosenTokens) -> list[int]:
+        behind.update({session.session_id: session.extendable_rows for session in sessions if session.tokens in prompts})
+        return wait(chosen)
+
+    harness = make_harness(decoder, drafter, overlap=overlap, prefill_chunk=chunk)
+    with mock.patch.object(ChosenTokens, "wait", noted):
+        for index, prompt in enumerate(prompts):
+            harness.submit(prompt, 20, request_id=str(index), shape=(5, 4, 16))
+        harness.run()
+    assert list(behind.values()) == [1, 1], "one row of each waits for the token"
+    for index, prompt in enumerate(prompts):
+        assert_same_tokens(decoder, prompt, plain[index], harness.sink.tokens[str(index)])
+        assert harness.sink.finished[str(index)].speculation.fallback_reason == ""
+
+
+def test_who_gets_one_token_is_not_drafted_for(decoder: Decoder, drafter: InprocDrafter) -> None:
+    harness = make_harness(decoder, drafter, overlap=OVERLAP)
+    with mock.patch.object(drafter._engine.strategy, "extend", side_effect=AssertionError("work for nobody")):
+        harness.submit([7, 3, 5, 1] * 5, 1, request_id="a")
+        harness.run()
+    assert len(harness.sink.tokens["a"]) == 1
+
+
+def test_a_draft_that_fails_on_a_prompt_costs_only_drafts(decoder: Decoder, drafter: InprocDrafter) -> None:
+    prompt = [7, 3, 5, 1] * 5
+    plain = generate_plain(decoder, NoDrafter(), prompt, 30)
+    harness = make_harness(decoder, drafter, overlap=OVERLAP)
+    strategy, calls = drafter._engine.strategy, []
+    extend = strategy.extend
+
+    def broken(*arguments: object, **options: object) -> None:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise RuntimeError("out of memory")
+        extend(*arguments, **options)  # type: ignore[arg-type]
+
+    with mock.patch.object(strategy, "extend", side_effect=broken):
+        harness.submit(prompt, 30, request_id="a", shape=(5, 4, 16))
+        harness.run()
+    assert_same_tokens(decoder, prompt, plain, harness.sink.tokens["a"])
+    assert len(calls) > 1, "the sequence was opened anew"
 
 
 @pytest.mark.parametrize("graphs", GRAPHS)
