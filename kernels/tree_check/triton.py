@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
 
@@ -14,8 +15,10 @@ WORD_BITS = 32
 @triton.jit
 def _check(
     number, expected, num_nodes, tokens, parents, fresh, fresh_stride, counts, out_tokens, out_parents, out_depths, out_nodes, out_masks,
-    columns, words, vocab_size, depth, BLOCK: tl.constexpr, WORDS: tl.constexpr
+    columns, words, vocab_size, depth, BLOCK: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(counts + row)
     root = tl.load(fresh + row * fresh_stride + count - 1, mask=(count > 0) & (count <= fresh_stride), other=0)
@@ -41,6 +44,8 @@ def _check(
         masks |= tl.where(word[None, :] == (current // 32)[:, None], 1 << (current % 32)[:, None], 0)
     fits = fits & (tl.sum((current > 0).to(tl.int32), axis=0) == 0)
     drafted = drafted & fits
+    if PDL:
+        gdc_launch_dependents()
     tl.store(out_nodes + row, tl.where(fits, nodes, 1))
     tl.store(out_tokens + at, tl.where(node == 0, root, tl.where(drafted, token, 0)), mask=inside)
     tl.store(out_parents + at, tl.where(drafted, parent, -1), mask=inside)
@@ -74,5 +79,6 @@ def tree_check(
                 number, expected, num_nodes, tokens, parents, fresh, fresh.shape[1], counts, *planes, nodes, masks,
                 columns, words, vocab_size, depth,
                 BLOCK=_launch.next_power_of_2(columns), WORDS=_launch.next_power_of_2(words), num_warps=1 if columns <= 64 else 4,
+                **_launch.dependent(tokens),
             )  # fmt: skip
     return (*planes, nodes, masks)

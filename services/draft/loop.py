@@ -69,6 +69,7 @@ class DraftLoop:
         self._stopped = False
         self._turn = threading.Lock()
         self._ticks: list[Callable[[], None]] = []
+        self._later: deque[Callable[[], object]] = deque()
         self._wake_up = SourceWakeUp()
         self._thread = EngineThread(self, name="draft-engine", event=self._wake_up)
 
@@ -90,6 +91,10 @@ class DraftLoop:
         self._commands.append(command)
         self._thread.wake()
 
+    def later(self, command: Callable[[], object]) -> None:
+        """Have `command` run when there is nothing else to do and nobody is followed, which may never be; called on the engine thread."""
+        self._later.append(command)
+
     def run_here(self, command: Callable[[], object]) -> None:
         """Run `command` on the caller's thread, instead of the engine's, if that has nothing to do now; else submit it.
 
@@ -107,6 +112,10 @@ class DraftLoop:
             finally:
                 self._turn.release()
         self.submit(command)
+
+    def stay_awake(self, seconds: float) -> None:
+        """Have the engine thread not sleep for so long, where it reads streams itself and there are cores for that; called on it."""
+        self._wake_up.stay_awake(seconds)
 
     def tick(self, function: Callable[[], None]) -> None:
         """Have the engine thread call `function` now and then."""
@@ -158,7 +167,8 @@ class DraftLoop:
     def has_work(self) -> bool:
         """See `Steppable.has_work`."""
         with self._turn:
-            return self._wake_up.ready() or bool(self._commands) or time.monotonic() >= self._expire_at_s or self.engine.has_work()
+            due = self._wake_up.ready() or bool(self._commands) or time.monotonic() >= self._expire_at_s
+            return due or self._idles() or self.engine.has_work()
 
     def step(self) -> None:
         """See `Steppable.step`: what arrived, then trees for all who asked, or one chunk of a prompt."""
@@ -170,6 +180,8 @@ class DraftLoop:
                 self._expire()
             if self.engine.has_work():
                 self._draft()
+            elif self._idles():
+                self._later.popleft()()
 
     def next_wakeup(self) -> float | None:
         """See `Steppable.next_wakeup`."""
@@ -179,6 +191,10 @@ class DraftLoop:
         """See `Steppable.step_failed`: the sessions in hand are forgotten; their targets open them again."""
         with self._turn:
             self._give_up(error)
+
+    def _idles(self) -> bool:
+        """Whether there is work for idle times, and this is one."""
+        return bool(self._later) and not len(self.engine.sessions)
 
     def _give_up(self, error: Exception) -> None:
         self.engine.metrics.failures.inc()

@@ -13,16 +13,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from outrider.draft.v1 import draft_pb2
+from outrider.kernels.round_trade import admit_counts, pack_trees
 from outrider.services.draft.device_rounds import SessionRounds
 from outrider.services.draft.draft_round import round_rows
 from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.features import FeatureQueue
 from outrider.services.draft.host_rounds import DraftRounds
+from outrider.services.draft.rounds_inlet import RoundsInlet
 from outrider.services.draft.session import PeerId, Session
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.rpc.tensors import wire_dtype
@@ -38,44 +39,6 @@ MAX_SIZES = 64
 """Sizes of rounds that are kept; each has memory and graphs of its own."""
 STATE_LIMIT_S = 2.0
 """How long this device waits for a target that owes a state, which it puts a pass after the last: longer, and it is stopped."""
-
-
-class RoundsInlet(Protocol):
-    """How states come and trees go. `broken`: a state did not come; the target is gone, or stopped."""
-
-    @property
-    def broken(self) -> bool:
-        """See above."""
-        ...
-
-    def goes_ahead(self, message: draft_pb2.RoundsNext, tried: bool) -> bool:
-        """Whether the round is enqueued before its state has come, or by the message that brings it.
-
-        Args:
-            message: Of the round.
-            tried: This very round has run before: enqueuing it does not make the host wait for the device.
-        """
-        ...
-
-    def take(self, message: draft_pb2.RoundsNext, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
-        """Have the state of a round come into ``blob [n] uint8``, in stream order; ``expected [1] int32`` becomes its number."""
-        ...
-
-    def give(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
-        """Hand the trees of a round over, ``blob [n] uint8``, in stream order."""
-        ...
-
-    def skip(self, rounds: int, number: int) -> None:
-        """Say that no trees come for a round, in stream order."""
-        ...
-
-    def mend(self) -> bool:
-        """Start over after `broken`; False while what was ended is not over yet."""
-        ...
-
-    def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
-        """Whether blobs of these sizes can travel."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,11 +172,9 @@ class PeerRounds:
         """One round; all that it touches stays where it is."""
         buffers = self._buffers
         # A state that did not come in time is one of an earlier round: nothing is stored or drafted for it.
-        buffers.state.counts.mul_((buffers.number == buffers.expected).to(torch.int32))
-        trees = self._rounds.draft(buffers.state)
-        buffers.trees.num_nodes.copy_(trees.num_nodes)
-        buffers.trees.tokens.copy_(trees.tokens)
-        buffers.trees.parents.copy_(trees.parents)
+        admit_counts(buffers.number, buffers.expected, buffers.state.counts)
+        trees, out = self._rounds.draft(buffers.state), buffers.trees
+        pack_trees(trees.num_nodes, trees.tokens, trees.parents, out.num_nodes, out.tokens, out.parents)
 
     def _tell(self, chosen: Sequence[draft_pb2.RoundTokens]) -> None:
         for outcome in chosen:
@@ -287,6 +248,16 @@ class RoundsDesk:
         self._peer = peer
         self._rounds.prepare()
         return ""
+
+    @torch.inference_mode()
+    def record(self, message: draft_pb2.RoundsEnter) -> None:
+        """Record rounds of a size that a target may ask for, so that it need not wait then; nothing happens if there can be none."""
+        rounds = self._engine.strategy.rounds
+        shape = DraftShape(message.shape.depth, message.shape.topk, message.shape.max_nodes)
+        if rounds is None or self._rounds is not None or self._engine.strategy.missing() or not self._serves(message, shape, rounds):
+            return
+        buffers = self._buffers_for(message, rounds)
+        PeerRounds(self, message, (), SessionRounds(rounds.memory, (), shape, buffers.state, self._now), buffers, ()).prepare()
 
     def warming(self, peer: PeerId, message: draft_pb2.RoundsEnter) -> bool:
         """Whether rows of sessions are still on their way; not, if one of them is not followed."""

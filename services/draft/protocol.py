@@ -19,8 +19,9 @@ from outrider.services.draft.convert import (
 )
 from outrider.services.draft.inline_rounds import InlineRounds
 from outrider.services.draft.loop import DraftLoop, Outlet, Peer
-from outrider.services.draft.peer_rounds import WARMING, RoundsDesk, RoundsInlet
+from outrider.services.draft.peer_rounds import WARMING, RoundsDesk
 from outrider.services.draft.replies import NeedResync, Opened, Pong, Rejected, RoundsEnded, RoundsEntered
+from outrider.services.draft.rounds_inlet import RoundsInlet
 from outrider.services.draft.session import Answer, PeerId, Verdict
 from outrider.services.draft.strategy import TargetInfo
 from outrider.shared.base.errors import CheckpointError, ProtocolError
@@ -29,6 +30,11 @@ from outrider.shared.rpc.tensors import TensorReader
 from outrider.shared.spec.drafter import SequenceOpen
 
 log = get_logger("outrider.draft")
+
+PREFILL_S = 0.03
+"""From Open to the prompt's rows, where the prompt is short: a thread that sleeps would wake up late, and the target waits for it then."""
+BEGINNING_S = 0.005
+"""From these rows to the first round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +126,9 @@ class DraftProtocol:
             case "rounds_enter" if inlet is not None:
                 entering = request.rounds_enter
                 loop.submit(lambda: self._enter_rounds(peer, entering, inlet))
+            case "rounds_prepare" if inlet is not None:
+                size = request.rounds_prepare
+                loop.submit(lambda: loop.later(lambda: self._desk.record(size)))
             case "rounds_leave" if inlet is not None:
                 leaving = request.rounds_leave
                 loop.submit(lambda: self._leave_rounds(peer, leaving, inlet))
@@ -181,6 +190,7 @@ class DraftProtocol:
 
     def _enter_rounds(self, peer: Peer, message: draft_pb2.RoundsEnter, inlet: RoundsInlet) -> None:
         """Begin rounds, now or when the rows of all their prompts are there; the target leaves when that takes it too long."""
+        self.loop.stay_awake(BEGINNING_S)
         self._waiting.pop(peer.id, None)
         try:
             reason = self._desk.enter(peer.id, message, inlet)
@@ -234,6 +244,7 @@ class DraftProtocol:
             other.send(RoundsEnded(rounds, "busy"))
 
     def _open(self, peer: Peer, opening: SequenceOpen) -> None:
+        self.loop.stay_awake(PREFILL_S)
         self._make_way(peer)
         session_id, epoch = opening.fence.session_id, opening.fence.epoch
         answer = self._engine.open(peer.id, opening)
@@ -250,6 +261,7 @@ class DraftProtocol:
     def _add_features(self, peer: Peer | None, request: draft_pb2.BulkRequest, rows: torch.Tensor) -> Answer:
         if peer is None:
             return Answer(Verdict.DROPPED)
+        self.loop.stay_awake(BEGINNING_S)
         answer = self._engine.add_features(peer.id, request.session_id, request.epoch, request.base, rows)
         self._refuse(peer, request.session_id, request.epoch, answer)
         waiting = self._waiting.get(peer.id)

@@ -40,6 +40,7 @@ class SourceWakeUp:
         self._poll = select.poll()
         self._poll.register(self._event, select.POLLIN)
         self._waiting_to_write: set[int] = set()
+        self._awake_until_s = 0.0
 
     def add(self, source: Source) -> None:
         """Wake up for `source` too."""
@@ -64,6 +65,10 @@ class SourceWakeUp:
             if source is not None:
                 source.ready()
 
+    def stay_awake(self, seconds: float) -> None:
+        """Ask again and again for so long from now before the next sleep, where there are cores for that: something is about to come."""
+        self._awake_until_s = max(self._awake_until_s, time.monotonic() + seconds)
+
     def set(self) -> None:
         """See `WakeUp.set`."""
         with self._lock:
@@ -82,7 +87,7 @@ class SourceWakeUp:
         """See `WakeUp.wait`; with sources it asks again and again for a moment before it sleeps."""
         self._watch_writers()
         if self._sources and SPIN_S:
-            until = time.monotonic() + SPIN_S
+            until = max(time.monotonic() + SPIN_S, self._awake_until_s)
             while time.monotonic() < until:
                 if self._poll.poll(0):
                     return True

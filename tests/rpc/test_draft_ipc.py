@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -237,6 +238,7 @@ def test_a_stranger_that_hangs_up_leaves_nothing(service: DraftService) -> None:
         links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
         return sum("outrider-mailbox" in os.readlink(link) for link in links if os.path.islink(link))
 
+    gc.collect()  # carriers of other tests
     before = mailboxes()
     for _ in range(5):
         connect(address(service).streams, 1.0).close()

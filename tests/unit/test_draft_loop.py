@@ -13,7 +13,10 @@ from toys import make_toy_eagle3, make_toy_target
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.loop import DraftLoop
+from outrider.services.draft.session import PeerId
 from outrider.services.draft.settings import DraftSettings
+from outrider.shared.spec.drafter import SequenceOpen
+from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
 
 CPU = torch.device("cpu")
 WAIT_S = 10.0
@@ -106,3 +109,21 @@ def test_ticks_come_by_themselves(loop: DraftLoop) -> None:
     ticked = threading.Event()
     loop.tick(ticked.set)
     assert ticked.wait(WAIT_S)
+
+
+def test_what_is_for_idle_times_waits_until_nobody_is_followed(loop: DraftLoop, engine: DraftEngine) -> None:
+    tokens = [1, 2, 3]
+    opening = SequenceOpen(Fence(7, 1, 3, extend_prefix_hash(FNV_OFFSET, tokens)), tokens, seed=0, temperature=0.0)
+    done: SimpleQueue[int] = SimpleQueue()
+
+    def begin() -> None:
+        engine.open(PeerId(1), opening)
+        for number in range(2):
+            loop.later(lambda number=number: done.put(number))  # type: ignore[misc]
+
+    loop.call(begin)
+    loop.call(lambda: None)
+    loop.call(lambda: None)
+    assert done.empty()
+    loop.call(lambda: engine.close(PeerId(1), 7))
+    assert [done.get(timeout=WAIT_S), done.get(timeout=WAIT_S)] == [0, 1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 
 import pytest
@@ -154,6 +154,45 @@ def test_only_rows_that_go_on_where_their_sessions_are_may_enter(
 def test_rows_that_have_not_come_yet_are_waited_for_elsewhere(engine: DraftEngine, desk: RoundsDesk) -> None:
     follow(engine, rows=False)
     assert desk.enter(PEER, entering([8]), Inlet()) == "warming"
+
+
+class Graphs:
+    """Remembers what was recorded, and when a round was run that was not."""
+
+    def __init__(self) -> None:
+        self.keys: list[Hashable] = []
+        self.strange = 0
+
+    def holds(self, key: Hashable) -> bool:
+        return key in self.keys
+
+    def capture(self, key: Hashable, record: Callable[[], object]) -> None:
+        record()
+        self.keys.append(key)
+
+    def run(self, key: Hashable, record: Callable[[], object]) -> None:
+        self.strange += key not in self.keys
+        record()
+
+
+def test_a_size_that_was_recorded_ahead_is_not_recorded_when_it_is_entered(
+    engine: DraftEngine, desk: RoundsDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs, inlet, size = Graphs(), Inlet(), entering([8])
+    monkeypatch.setattr(desk, "graphs", graphs)
+    del size.rows[:]
+    desk.record(size)
+    assert len(graphs.keys) == 1
+    follow(engine)
+    assert desk.enter(PEER, entering([8]), inlet) == ""
+    put(inlet, len(PROMPT) + 1, [8])
+    assert desk.run(PEER, follow_up(1, 1, len(PROMPT) + 1), inlet)
+    assert (len(graphs.keys), graphs.strange) == (1, 0)
+    assert inlet.given[0][0] > 1
+    desk.record(size)  # not while rounds are under way
+    size.columns = 2
+    desk.record(size)  # served by nobody
+    assert len(graphs.keys) == 1
 
 
 def test_one_target_at_a_time(engine: DraftEngine, desk: RoundsDesk) -> None:

@@ -257,3 +257,16 @@ def test_numbers_begin_again_with_a_new_connection_long_before_they_are_too_larg
     again.exchange(draft.state, None, False)
     assert (again.id, draft.channel.told[-1].number) == (1, 2)
     assert rounds._buffer.trees.number.item() == 0, "no tree of before is taken for one of this round"
+
+
+def test_a_draft_is_told_once_of_each_size_and_again_over_a_new_connection(draft: Draft) -> None:
+    wide = RoundState.idle(4, COLUMNS, WIDTH, torch.float32, CPU)
+    draft.gate.for_capture(None, SHAPE, draft.state)
+    assert draft.sent == []
+    for state in (draft.state, wide, wide):
+        draft.gate.for_capture(draft.connection, SHAPE, state)
+    assert [message.rounds_prepare.batch for message in draft.sent] == [4]
+    draft.gate.connected(draft.connect())
+    assert [message.rounds_prepare.batch for message in draft.sent] == [4, 2, 4]
+    size = draft.sent[0].rounds_prepare
+    assert (size.rounds, size.columns, size.feature_size, size.shape.max_nodes) == (0, COLUMNS, WIDTH, SHAPE.max_nodes)

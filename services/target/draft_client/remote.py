@@ -121,7 +121,7 @@ class RemoteDrafter:
 
     def rounds_for_capture(self, shape: DraftShape, state: RoundState) -> DeviceRounds:
         """See `DeviceDrafter.rounds_for_capture`."""
-        return self._gate.for_capture(shape, state)
+        return self._gate.for_capture(self._usable(), shape, state)
 
     def open(self, sequences: Sequence[SequenceOpen]) -> None:
         """See `Drafter.open`."""
@@ -321,6 +321,7 @@ class RemoteDrafter:
             self._hello = connection.hello
             self._spec = connection.spec
             self._bad_trees = 0
+            self._gate.connected(connection)
         for session in self._sessions.values():
             session.lose("draft_down" if self._connection is None else "resync")
 

@@ -44,6 +44,17 @@ class TreesBuffer:
             return cls(TreesBlob.make(bs, nodes, device), torch.zeros(1, dtype=torch.int32, device=device))
 
 
+def size_message(shape: DraftShape, state: RoundState) -> draft_pb2.RoundsEnter:
+    """Return what names a size of rounds: the message that would begin them, without rows."""
+    return draft_pb2.RoundsEnter(
+        shape=draft_pb2.Shape(depth=shape.depth, topk=shape.topk, max_nodes=shape.max_nodes),
+        batch=state.bs,
+        columns=state.columns,
+        feature_size=state.features.shape[2],
+        feature_dtype=wire_dtype(state.features.dtype),
+    )
+
+
 MAX_ROUND_NUMBER = 1 << 30
 """Half of what an int32 header holds, and what the words of a mailbox end with lies above: months of rounds."""
 
@@ -124,14 +135,8 @@ class RemoteRounds:
 
     def entering(self, state: RoundState) -> draft_pb2.RoundsEnter:
         """Return the message that begins them."""
-        message = draft_pb2.RoundsEnter(
-            rounds=self.id,
-            shape=draft_pb2.Shape(depth=self._shape.depth, topk=self._shape.topk, max_nodes=self._shape.max_nodes),
-            batch=state.bs,
-            columns=state.columns,
-            feature_size=state.features.shape[2],
-            feature_dtype=wire_dtype(state.features.dtype),
-        )
+        message = size_message(self._shape, state)
+        message.rounds = self.id
         for session in self._sessions:
             assert session is not None, "all rows are there at the beginning"
             message.rows.add(fence=fence_to_proto(session.fence), base_len=session.base_len, token_ids=session.token_ids)

@@ -10,7 +10,7 @@ import torch
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client.connection import Connection
-from outrider.services.target.draft_client.rounds import RemoteRounds, RoundNumbers, TreesBuffer
+from outrider.services.target.draft_client.rounds import RemoteRounds, RoundNumbers, TreesBuffer, size_message
 from outrider.services.target.draft_client.session import DraftSession
 from outrider.shared.spec.device import RoundState
 from outrider.shared.spec.tree import DraftShape
@@ -43,6 +43,7 @@ class RoundsGate:
         self._late = late
         self._numbers = RoundNumbers()
         self._buffers: dict[tuple[int, int], TreesBuffer] = {}
+        self._sizes: list[draft_pb2.RoundsEnter] = []
         self._rounds: RemoteRounds | None = None
         self._answer: draft_pb2.RoundsEntered | None = None
         self._unanswered: int | None = None
@@ -59,9 +60,18 @@ class RoundsGate:
             self._restart_numbers(connection)
         return not connection.ended.is_set() and time.monotonic() >= self._not_before
 
-    def for_capture(self, shape: DraftShape, state: RoundState) -> RemoteRounds:
-        """Return rounds without sessions and without a draft."""
+    def for_capture(self, connection: Connection | None, shape: DraftShape, state: RoundState) -> RemoteRounds:
+        """Return rounds without sessions and without a draft, which is told of their size: it records its part too."""
+        size = size_message(shape, state)
+        if size not in self._sizes:
+            self._sizes.append(size)
+            if connection is not None:
+                self._tell(connection, [size])
         return self._make(None, (), shape, state)
+
+    def connected(self, connection: Connection) -> None:
+        """Tell a draft of the sizes that are recorded here."""
+        self._tell(connection, self._sizes)
 
     def enter(
         self,
@@ -115,6 +125,12 @@ class RoundsGate:
             if not rounds.ended:
                 self._pause(ended.reason)
             rounds.ended = True
+
+    @staticmethod
+    def _tell(connection: Connection, sizes: Sequence[draft_pb2.RoundsEnter]) -> None:
+        if connection.carrier.rounds is not None:
+            for size in sizes:
+                connection.send(draft_pb2.SessionRequest(rounds_prepare=size))
 
     def _restart_numbers(self, connection: Connection) -> None:
         """End the connection, whose words and slots know greater numbers; the link makes another. What trees have come is forgotten."""

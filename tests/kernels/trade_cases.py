@@ -1,0 +1,35 @@
+"""round_trade: the body of tests that run interpreted on a CPU and compiled on a GPU."""
+
+from __future__ import annotations
+
+import torch
+from guards import Guards, reference_version, triton_version
+
+from outrider.kernels.round_trade import admit_counts, pack_trees
+
+
+def check_admit_counts(device: str, bs: int, number: int, expected: int, guards: Guards) -> None:
+    """Rows of a state of this round stay as they are, those of any other go idle."""
+    counts = torch.arange(bs, dtype=torch.int32, device=device) % 5
+    want = counts.tolist() if number == expected else [0] * bs
+    header, now = (torch.tensor([value], dtype=torch.int32, device=device) for value in (number, expected))
+    for version in (reference_version(), triton_version(guards)):
+        with version:
+            changed = guards.put(counts)
+            admit_counts(guards.put(header), guards.put(now), changed)
+            assert changed.tolist() == want
+
+
+def check_pack_trees(device: str, bs: int, columns: int, guards: Guards) -> None:
+    """What is packed is what was there, to the last column."""
+    generator = torch.Generator().manual_seed(bs * 100 + columns)
+    trees = [
+        torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int32, generator=generator).to(device)
+        for shape in ((bs,), (bs, columns), (bs, columns))
+    ]
+    for version in (reference_version(), triton_version(guards)):
+        with version:
+            packed = [guards.empty(tuple(tree.shape), torch.int32, tree.device) for tree in trees]
+            pack_trees(*(guards.put(tree) for tree in trees), *packed)
+            for have, want in zip(packed, trees, strict=True):
+                assert torch.equal(have, want)
