@@ -21,6 +21,8 @@ _log = get_logger("outrider.draft")
 
 WARM_UP_PEER = PeerId(0)
 PROMPT_LEN = 20
+LONG_PROMPT_LEN = 300
+"""More rows than are recorded."""
 PERIOD = 7
 """The made-up sequence repeats itself, so that n-grams have something to find."""
 SHAPES = (DraftShape(5, 4, 16), DraftShape(5, 1, 6))
@@ -58,6 +60,8 @@ def _works(engine: DraftEngine, device: torch.device, record: bool) -> Iterator[
     for sessions in batches:
         for temperature in (1.0, 0.0) if device.type == "cuda" else (1.0,):
             yield partial(_follow, engine, min(sessions, engine.sessions.limits.max_sessions), temperature)
+    if device.type == "cuda":
+        yield partial(_follow, engine, 1, 0.0, LONG_PROMPT_LEN)
     rounds = engine.strategy.rounds
     if rounds is not None and rounds.extension is not None:
         yield rounds.extension.record
@@ -71,14 +75,15 @@ def _fitting(shape: DraftShape, most: DraftShape) -> DraftShape:
     return DraftShape(min(shape.depth, most.depth), min(shape.topk, most.topk), min(shape.max_nodes, most.max_nodes))
 
 
-def _follow(engine: DraftEngine, sessions: int, temperature: float) -> None:
+def _follow(engine: DraftEngine, sessions: int, temperature: float, length: int = PROMPT_LEN) -> None:
     info, limits = engine.strategy.info, engine.sessions.limits
-    tokens = [index % min(PERIOD, info.vocab_size) for index in range(PROMPT_LEN)]
+    length = max(PROMPT_LEN, min(length, info.max_len // 2))
+    tokens = [index % min(PERIOD, info.vocab_size) for index in range(length)]
     fences = [Fence(session, 1, len(tokens), extend_prefix_hash(FNV_OFFSET, tokens)) for session in range(sessions)]
     for fence in fences:
         engine.open(WARM_UP_PEER, SequenceOpen(fence, tokens, seed=0, temperature=temperature))
         if info.feature_size:
-            engine.add_features(WARM_UP_PEER, fence.session_id, 1, 0, torch.ones(PROMPT_LEN - 1, info.feature_size))
+            engine.add_features(WARM_UP_PEER, fence.session_id, 1, 0, torch.ones(length - 1, info.feature_size))
     for shape in SHAPES:
         fitting = _fitting(shape, limits.max_shape)
         for fence in fences:

@@ -26,7 +26,7 @@ from outrider.services.target.settings import TargetSettings
 from outrider.services.target.synthetic import SyntheticAcceptance
 from outrider.services.target.tp import Order, RankGroup, end_soon, run_rank, start_group
 from outrider.services.target.tp_watch import forget_graphs, watched, watched_engine
-from outrider.services.target.warmup import check_parity, run_through
+from outrider.services.target.warmup import check_parity, prompt_rehearsals, run_through
 from outrider.shared.attn.create import waits_for_device
 from outrider.shared.base.errors import OutriderError
 from outrider.shared.base.lifecycle import watch_stop_signals
@@ -208,7 +208,7 @@ class Target:
         limits = EngineLimits(config.vocab_size, longest_text(config, settings.max_model_len), frozenset(config.eos_token_ids))
         self.engine = TargetEngine(runner, scheduler, self.drafter, limits, overlap=graph_plan.overlap)
         with watched(decoder):
-            compile_kernels(self.engine, runner.graphs, graph_plan, to_console=not settings.log_json)
+            compile_kernels(self.engine, runner.graphs, graph_plan, prompt_rehearsals(runner), to_console=not settings.log_json)
             if stand_in is None:  # random weights have near-ties everywhere
                 check_parity(runner, self.engine.controller)
             record_graphs(self.engine, runner.graphs, graph_plan, to_console=not settings.log_json)

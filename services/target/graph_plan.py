@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -88,8 +88,10 @@ def record_graphs(engine: TargetEngine, graphs: GraphCache, plan: GraphPlan, *, 
     _log.info("CUDA graphs recorded", graphs=len(graphs.keys), memory_mib=mib, seconds=round(time.monotonic() - started, 1))
 
 
-def compile_kernels(engine: TargetEngine, graphs: GraphCache, plan: GraphPlan, *, to_console: bool) -> None:
-    """Have the kernels of all that `record_graphs` records compiled by several processes at once, if they are not yet.
+def compile_kernels(
+    engine: TargetEngine, graphs: GraphCache, plan: GraphPlan, more: Sequence[Callable[[], object]], *, to_console: bool
+) -> None:
+    """Have the kernels of all that `record_graphs` records, and of `more`, compiled by several processes at once, if they are not yet.
 
     Not where other ranks would have to go along.
     """
@@ -97,7 +99,8 @@ def compile_kernels(engine: TargetEngine, graphs: GraphCache, plan: GraphPlan, *
         return
     started = time.monotonic()
     with _progress("compiling kernels", to_console) as progress:
-        compiled = compile_ahead(graphs.device, [record for _, record in _recordings(engine, plan)], progress.tell)
+        works = [*(record for _, record in _recordings(engine, plan)), *more]
+        compiled = compile_ahead(graphs.device, works, progress.tell)
     if compiled:
         _log.info("kernels compiled", kernels=compiled, seconds=round(time.monotonic() - started, 1))
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 
 import torch
 
@@ -35,6 +37,7 @@ from outrider.shared.spec.tree import NO_DRAFT, DraftBatch
 PROMPT_LEN = 9
 PLAIN_STEPS = 8
 TREE_DEPTH = 4
+REHEARSED_PROMPTS = ((300,), (2000,), (40, 50), (300, 400))
 RUN_THROUGH_PROMPT = 48
 RUN_THROUGH_TOKENS = 32
 RUN_THROUGH_TIMEOUT_S = 5.0
@@ -163,18 +166,35 @@ def _prefill(runner: ModelRunner, sequence: Sequence) -> list[int]:
     return emitted
 
 
-def _sequence(runner: ModelRunner, attempt: int) -> Sequence:
+def prompt_rehearsals(runner: ModelRunner) -> list[Callable[[], object]]:
+    """Return passes over prompts longer than those that are recorded, alone and two at a time; see `kernels.ahead`."""
+    return [partial(_prefill_together, runner, lengths) for lengths in REHEARSED_PROMPTS]
+
+
+def _prefill_together(runner: ModelRunner, lengths: Seq[int]) -> None:
+    sequences: list[Sequence] = []
+    try:
+        for index, length in enumerate(lengths):
+            sequences.append(_sequence(runner, index, length))
+            sequences[-1].wants_drafts = runner.captures
+        runner.prefill([PrefillChunk(sequence, 0, length) for sequence, length in zip(sequences, lengths, strict=True)])
+    finally:
+        for sequence in sequences:
+            _release(sequence)
+
+
+def _sequence(runner: ModelRunner, attempt: int, length: int = PROMPT_LEN) -> Sequence:
     vocab_size = runner.decoder.config.vocab_size
     request = GenerationRequest(
         request_id="warm-up",
-        prompt_ids=[(7 + 13 * index + 31 * attempt) % vocab_size for index in range(PROMPT_LEN)],
+        prompt_ids=[(7 + 13 * index + 31 * attempt) % vocab_size for index in range(length)],
         max_new_tokens=1 << 16,
         sampling=SamplingParams(temperature=0.0),
         speculation=SpeculationParams(SpeculationMode.OFF, NO_DRAFT),
         ignore_eos=True,
     )
     sequence = Sequence(request, _NoSink(), session_id=0, page_size=runner.pool.page_size)
-    sequence.lease = runner.pool.lease(PROMPT_LEN + PLAIN_STEPS + 2 * TREE_DEPTH + 2)
+    sequence.lease = runner.pool.lease(length + PLAIN_STEPS + 2 * TREE_DEPTH + 2)
     if sequence.lease is None:
         raise OutriderError("The KV cache is too small for the warm-up; raise --kv-tokens.", field="kv_tokens")
     return sequence
