@@ -54,6 +54,9 @@ class ThreadCollectives:
         stacked = self._all(tensor)
         return stacked if self.rank == 0 else None
 
+    def lost(self) -> bool:
+        return False
+
     def close(self) -> None:
         pass
 

@@ -28,7 +28,7 @@ class Boxes:
         inboxes: Of every rank, ``[2, ranks, tiles, BLOCK] int32``: by slot, sender, and place in the rows.
         addresses: ``[ranks] int64``, where they begin.
         slots: ``[tiles] int32``, which slot each tile takes next.
-        lost: ``[1] int32``, 1 once a rank was waited for in vain.
+        lost: ``[1] int32``, 1 once a rank was waited for in vain; may be shared with `peer_words.Mail` of this rank.
         patience: How often a word is looked for before its rank is taken for lost; a look takes about a microsecond.
     """
 
@@ -40,12 +40,13 @@ class Boxes:
     patience: int
 
     @classmethod
-    def of(cls, rank: int, inboxes: Sequence[torch.Tensor], patience: int) -> Boxes:
+    def of(cls, rank: int, inboxes: Sequence[torch.Tensor], patience: int, lost: torch.Tensor | None = None) -> Boxes:
         """Return rank's view of these inboxes, and empty its own; no rank may use its boxes before all are made."""
         own = inboxes[rank].fill_(ABSENT)
         addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], dtype=torch.int64, device=own.device)
         slots = torch.zeros(own.shape[2], dtype=torch.int32, device=own.device)
-        return cls(rank, tuple(inboxes), addresses, slots, torch.zeros(1, dtype=torch.int32, device=own.device), patience)
+        lost = torch.zeros(1, dtype=torch.int32, device=own.device) if lost is None else lost.zero_()
+        return cls(rank, tuple(inboxes), addresses, slots, lost, patience)
 
     @property
     def ranks(self) -> int:

@@ -15,13 +15,14 @@ from outrider.kernels.peer_words.types import BLOCK, TILES, Mail, box_shape, can
 __all__ = ["BLOCK", "TILES", "Mail", "box_shape", "can_pass", "receive_words", "send_words"]
 
 
-def send_words(words: torch.Tensor, mail: Mail, readers: range) -> None:
+def send_words(words: torch.Tensor, mail: Mail, readers: range, *, missing: int) -> None:
     """Send a message to each of the ranks `readers`, which are not this one and call `receive_words`.
 
     Args:
         words: ``[n] int32``, n as `can_pass` allows.
         mail: Of this rank.
         readers: Ranks that follow one another; the same for every message that this rank sends by this mail.
+        missing: What is sent instead once `Mail.lost` is 1: this rank may have computed with words that did not come.
     """
     expect("words", words, (None,), torch.int32)
     expect_contiguous("words", words)
@@ -30,9 +31,9 @@ def send_words(words: torch.Tensor, mail: Mail, readers: range) -> None:
     if use_triton(words):
         from outrider.kernels.peer_words import triton as compiled
 
-        compiled.send_words(words, mail, readers)
+        compiled.send_words(words, mail, readers, missing)
         return
-    reference.send_words(words, mail, readers)
+    reference.send_words(words, mail, readers, missing)
 
 
 def receive_words(out: torch.Tensor, mail: Mail, senders: range, *, missing: int, own: torch.Tensor | None = None) -> None:
@@ -42,7 +43,7 @@ def receive_words(out: torch.Tensor, mail: Mail, senders: range, *, missing: int
         out: ``[len(senders), n] int32``, written.
         mail: Of this rank.
         senders: Ranks that follow one another.
-        missing: What words are where a rank did not send in time; `Mail.lost` is 1 from then on, and nobody waits again.
+        missing: What words are that did not come in time. `Mail.lost` is 1 from then on: nobody waits again, and all words are that.
         own: ``[n] int32``, for the row of this rank itself, if it is among the senders.
     """
     if own is None and mail.rank in senders:

@@ -9,8 +9,9 @@ import torch
 from outrider.kernels.peer_words.types import BLOCK, Mail
 
 
-def send_words(words: torch.Tensor, mail: Mail, readers: range) -> None:
+def send_words(words: torch.Tensor, mail: Mail, readers: range, missing: int) -> None:
     """See `outrider.kernels.peer_words.send_words`."""
+    words = torch.full_like(words, missing) if mail.lost.item() else words
     for tile, part in _tiles(words):
         turn = int(mail.turns[mail.rank, tile])
         for reader in readers:
@@ -30,8 +31,9 @@ def receive_words(out: torch.Tensor, mail: Mail, senders: range, missing: int, o
         for tile, part in _tiles(row):
             turn = int(mail.turns[sender, tile]) + 1
             letters = mail.boxes[mail.rank][sender, tile, : part.shape[0]]
+            believed = not mail.lost.item()
             there = _comes(mail, lambda letters=letters, turn=turn: bool((letters >> 32 == turn).all()))  # type: ignore[misc]
-            part.copy_(letters.int() if there else torch.full_like(part, missing))
+            part.copy_(letters.int() if there and believed else torch.full_like(part, missing))
             mail.boxes[sender][mail.rank, tile, BLOCK] = turn
             mail.turns[sender, tile] = turn
 

@@ -19,7 +19,7 @@ _WARPS = 4
 
 @triton.jit
 def _send(
-    words, addresses, turns, lost, rank, first, last, count, patience,
+    words, addresses, turns, lost, rank, first, last, count, patience, absent,
     TILES: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -31,8 +31,10 @@ def _send(
     if PDL:
         gdc_wait()
     turn = tl.load(turns + rank * TILES + tile)
-    looks = tl.where(tl.load(lost) != 0, 1, patience)
+    gone = tl.load(lost) != 0
+    looks = tl.where(gone, 1, patience)
     values = tl.load(words + tile * BLOCK + lane, mask=inside, other=0)
+    values = tl.where(gone, absent, values)
     letters = (values.to(tl.int64) & 0xFFFFFFFF) | ((turn + 1).to(tl.int64) << 32)
     for reader in range(first, last):
         receipt = own_box + (reader * TILES + tile) * (BLOCK + 1) + BLOCK
@@ -75,8 +77,8 @@ def _receive(
             missing = tl.max(tl.where(inside & ((letters >> 32) != turn), 1 + gone, 0), 0)
             looks -= 1
         if missing > 0:
-            values = tl.full([BLOCK], 0, tl.int32) + absent
             tl.store(lost, 1)
+        values = tl.where((missing > 0) | (gone != 0), absent, values)
         tl.store(out + tl.program_id(1) * count + tile * BLOCK + lane, values, mask=inside)
         receipt = sender_box + (rank * TILES + tile) * (BLOCK + 1) + BLOCK
         tl.store(receipt, turn.to(tl.int64), cache_modifier=".wt")
@@ -86,14 +88,14 @@ def _receive(
         tl.store(out + tl.program_id(1) * count + tile * BLOCK + lane, values, mask=inside)
 
 
-def send_words(words: torch.Tensor, mail: Mail, readers: range) -> None:
+def send_words(words: torch.Tensor, mail: Mail, readers: range, missing: int) -> None:
     """See `outrider.kernels.peer_words.send_words`."""
     count = words.shape[0]
     if count == 0:
         return
     with _launch.on_device_of(words):
         _send[(_launch.ceil_div(count, BLOCK),)](
-            words, mail.addresses, mail.turns, mail.lost, mail.rank, readers.start, readers.stop, count, mail.patience,
+            words, mail.addresses, mail.turns, mail.lost, mail.rank, readers.start, readers.stop, count, mail.patience, missing,
             TILES=TILES, BLOCK=BLOCK, num_warps=_WARPS, **_launch.dependent(words),
         )  # fmt: skip
 

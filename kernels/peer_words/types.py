@@ -27,7 +27,7 @@ class Mail:
         boxes: Of every rank, ``[ranks, TILES, BLOCK + 1] int64``: letters by sender and place; last, receipts by reader and tile.
         addresses: ``[ranks] int64``, where they begin.
         turns: ``[ranks, TILES] int32``, how many messages of each sender have passed here.
-        lost: ``[1] int32``, 1 once a rank was waited for in vain.
+        lost: ``[1] int32``, 1 once a rank was waited for in vain; may be shared with other mail and `exchange_add.Boxes` of this rank.
         patience: How often a letter or receipt is looked for before its rank is taken for lost; a look takes about a microsecond.
     """
 
@@ -39,12 +39,13 @@ class Mail:
     patience: int
 
     @classmethod
-    def of(cls, rank: int, boxes: Sequence[torch.Tensor], patience: int) -> Mail:
+    def of(cls, rank: int, boxes: Sequence[torch.Tensor], patience: int, lost: torch.Tensor | None = None) -> Mail:
         """Return rank's view of these boxes, and empty its own; no rank may use its mail before all are made."""
         own = boxes[rank].zero_()
         addresses = torch.tensor([box.data_ptr() for box in boxes], dtype=torch.int64, device=own.device)
         turns = torch.zeros(len(boxes), TILES, dtype=torch.int32, device=own.device)
-        return cls(rank, tuple(boxes), addresses, turns, torch.zeros(1, dtype=torch.int32, device=own.device), patience)
+        lost = torch.zeros(1, dtype=torch.int32, device=own.device) if lost is None else lost.zero_()
+        return cls(rank, tuple(boxes), addresses, turns, lost, patience)
 
 
 def box_shape(ranks: int) -> tuple[int, int, int]:

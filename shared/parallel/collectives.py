@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from outrider.shared.base.errors import UnavailableError
+
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 """Multicast objects are a resource of the whole machine: a process that dies with one can put GPUs out of service that others use."""
 
@@ -42,9 +44,18 @@ class Collectives(Protocol):
         """Return ``[size, *tensor.shape]`` with every rank's tensor (contiguous) on rank 0, None on the others."""
         ...
 
+    def lost(self) -> bool:
+        """Whether this rank went on without what another did not send in time; waits for the device."""
+        ...
+
     def close(self) -> None:
         """Leave the group."""
         ...
+
+
+def missed(rank: int) -> UnavailableError:
+    """Return the error of a rank whose `lost` is true."""
+    return UnavailableError(f"tp: rank {rank} did not get in time what another had to send; start the target again.", reason="rank_lost")
 
 
 class TorchCollectives:
@@ -90,6 +101,10 @@ class TorchCollectives:
         out = tensor.new_empty((self.size, *tensor.shape))
         dist.gather(tensor, list(out.unbind(0)), 0)
         return out
+
+    def lost(self) -> bool:
+        """See `Collectives.lost`: they fail instead."""
+        return False
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -21,6 +21,7 @@ from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.decoder import LM_HEAD, Decoder, DecoderOutput
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.parallel.channel import BEAT_S, Connection, ReportKind
+from outrider.shared.parallel.collectives import missed
 from outrider.shared.parallel.commands import (
     Command,
     Compact,
@@ -308,7 +309,9 @@ class LeadDecoder(ShardedDecoder):
             self.collectives.broadcast(pack([path, num_accepted, *more]))
 
     def spread_scrub(self, pages: torch.Tensor) -> None:
-        """Tell the other ranks to zero pages."""
+        """Tell the other ranks to zero pages: a model that gives no numbers, or a rank that did not send any, which ends the group."""
+        if self.collectives.lost():
+            raise self._lead.fail(missed(0))
         with self._lead.together(Scrub(pages.shape[0])):
             self.collectives.broadcast(pages.to(torch.int64, copy=True))
 

@@ -1,7 +1,7 @@
 """Ranks on the GPUs of one machine, which reach each other's memory: sums and messages of few rows without NCCL's protocol.
 
-What a rank waits for in vain ends as rows that are no numbers, of which no token is chosen: requests end with an error. That a rank is gone
-is seen on the control channel long before (`lead`); this is for one that lives and does not come.
+What a rank waits for in vain ends as rows that are no numbers, of which no token is chosen: requests end with an error, and the group with
+them. That a rank is gone is seen on the control channel long before (`lead`); this is for one that lives and does not come.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from outrider.shared.parallel.reduce import GroupReduce, Reduce, ReduceKind
 from outrider.shared.parallel.trial import MESSAGES, TRIALS, messages_arrive, sums_agree
 
 PEER_DTYPES = (torch.float32, torch.bfloat16)
-MOST_WAIT_S = 60.0
-"""The longest that a rank's host is away from launching: while it compiles and loads kernels that it meets for the first time."""
+MOST_WAIT_S = 300.0
+"""Longer than a rank's host is away from launching, while it compiles and loads kernels that it meets for the first time."""
 TRIAL_WAIT_S = 10.0
 LOOKS_PER_SECOND = 1_000_000
 """How often a kernel that waits looks, about: as often as the device's L2 answers."""
@@ -62,13 +62,15 @@ class PeerReduce(OneShotReduce):
     Args:
         collectives, hidden_size, dtype: As there.
         timeout_s: How long `add` waits for a rank.
+        lost: See `Boxes.lost`.
 
     Raises:
         RuntimeError: This machine shares no memory between processes.
     """
 
-    def __init__(self, collectives: TorchCollectives, hidden_size: int, dtype: torch.dtype, timeout_s: float) -> None:
+    def __init__(self, collectives: TorchCollectives, hidden_size: int, dtype: torch.dtype, timeout_s: float, lost: torch.Tensor) -> None:
         super().__init__(collectives, hidden_size, dtype)
+        self._lost = lost
         self._inboxes = _shared(collectives, inbox_shape(collectives.size, hidden_size), torch.int32)
         self._width, self._dtype, self._timeout_s = hidden_size, dtype, timeout_s
         self._group = collectives
@@ -76,7 +78,7 @@ class PeerReduce(OneShotReduce):
 
     def proves_itself(self) -> bool:
         """Try sums out, see `sums_agree`. Every rank calls it, and none is waited for long: what runs in it was compiled before."""
-        self._boxes.lost.fill_(1)  # nobody is waited for while others compile
+        self._lost.fill_(1)  # nobody is waited for while others compile
         for rows in TRIALS:
             zeros = torch.zeros(rows, self._width, dtype=self._dtype, device=self._group.device)
             self.add(zeros, zeros, zeros[0], 1.0)
@@ -88,7 +90,7 @@ class PeerReduce(OneShotReduce):
     def _emptied(self, timeout_s: float) -> Boxes:
         """Return boxes with nothing in them, on every rank; what was sent before has arrived."""
         _agreed(True, self._group.device)
-        boxes = Boxes.of(self._group.rank, self._inboxes, _looks(timeout_s))
+        boxes = Boxes.of(self._group.rank, self._inboxes, _looks(timeout_s), self._lost)
         _agreed(True, self._group.device)
         return boxes
 
@@ -115,14 +117,16 @@ class PeerCollectives:
     Args:
         group: Of all ranks.
         timeout_s: How long a message is waited for. What does not come is 0 in a broadcast, which addresses nothing but what is there, and
-            -1 in a gather, which is no token.
+            -1 in a gather, which is no token; and a rank that something did not come to gives rank 0 nothing else from then on.
+        lost: See `Mail.lost`.
 
     Raises:
         RuntimeError: This machine shares no memory between processes.
     """
 
-    def __init__(self, group: TorchCollectives, timeout_s: float) -> None:
+    def __init__(self, group: TorchCollectives, timeout_s: float, lost: torch.Tensor) -> None:
         self._group = group
+        self._lost = lost
         self.rank, self.size = group.rank, group.size
         self._timeout_s = timeout_s
         self._boxes = [_shared(group, box_shape(group.size), torch.int64) for _ in range(2)]
@@ -130,8 +134,7 @@ class PeerCollectives:
 
     def proves_itself(self) -> bool:
         """Try messages out, see `messages_arrive`; as `PeerReduce.proves_itself`."""
-        self._down.lost.fill_(1)  # nobody is waited for while others compile
-        self._up.lost.fill_(1)
+        self._lost.fill_(1)  # nobody is waited for while others compile
         for words in MESSAGES:
             message = torch.zeros(words, dtype=torch.int32, device=self._group.device)
             self.broadcast(message)
@@ -144,7 +147,7 @@ class PeerCollectives:
     def _emptied(self, timeout_s: float) -> tuple[Mail, Mail]:
         """Return mail with nothing on its way, on every rank."""
         _agreed(True, self._group.device)
-        down, up = (Mail.of(self.rank, boxes, _looks(timeout_s)) for boxes in self._boxes)
+        down, up = (Mail.of(self.rank, boxes, _looks(timeout_s), self._lost) for boxes in self._boxes)
         _agreed(True, self._group.device)
         return down, up
 
@@ -157,21 +160,25 @@ class PeerCollectives:
         if not _is_small(tensor):
             self._group.broadcast(tensor)
         elif self.rank == 0:
-            send_words(tensor.view(-1).view(torch.int32), self._down, range(1, self.size))
+            send_words(tensor.view(-1).view(torch.int32), self._down, range(1, self.size), missing=0)
         else:
             receive_words(tensor.view(1, -1).view(torch.int32), self._down, range(1), missing=0)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """See `Collectives.gather`."""
         if not _is_small(tensor):
-            return self._group.gather(tensor)
+            return self._group.gather(torch.where(self._lost == 0, tensor, float("nan")) if tensor.is_floating_point() else tensor)
         words = tensor.view(-1).view(torch.int32)
         if self.rank > 0:
-            send_words(words, self._up, range(1))
+            send_words(words, self._up, range(1), missing=-1)
             return None
         out = tensor.new_empty((self.size, *tensor.shape))
         receive_words(out.view(self.size, -1).view(torch.int32), self._up, range(self.size), missing=-1, own=words)
         return out
+
+    def lost(self) -> bool:
+        """See `Collectives.lost`."""
+        return bool(self._lost.item())
 
     def close(self) -> None:
         """See `Collectives.close`."""
@@ -196,10 +203,8 @@ def connect_peers(
     made: tuple[Collectives, Reduce] | None = None
     if _agreed(reaches_all(device, group.rank, group.size), device):
         try:
-            if kind is ReduceKind.AUTO:
-                made = _proven_messages(group, timeout_s), _proven_sums(group, hidden_size, dtype, timeout_s)
-            else:
-                made = group, OneShotReduce(group, hidden_size, dtype)
+            made = _proven(group, hidden_size, dtype, timeout_s) if kind is ReduceKind.AUTO else None
+            made = made or (group, OneShotReduce(group, hidden_size, dtype))
         except RuntimeError as error:  # a driver or a sandbox that shares no memory between processes
             _log.warning("no symmetric memory; NCCL adds up", error=str(error).splitlines()[0])
     if _agreed(made is not None, device) and made is not None:
@@ -209,20 +214,15 @@ def connect_peers(
     return group, GroupReduce(group)
 
 
-def _proven_sums(group: TorchCollectives, hidden_size: int, dtype: torch.dtype, timeout_s: float) -> Reduce:
-    reduce = PeerReduce(group, hidden_size, dtype, timeout_s)
-    if reduce.proves_itself():
-        return reduce
-    _log.error("sums through peer memory came out wrong in a trial; one shot adds up")
-    return OneShotReduce(group, hidden_size, dtype)
-
-
-def _proven_messages(group: TorchCollectives, timeout_s: float) -> Collectives:
-    messages = PeerCollectives(group, timeout_s)
-    if messages.proves_itself():
-        return messages
-    _log.error("messages through peer memory came out wrong in a trial; NCCL passes them")
-    return group
+def _proven(group: TorchCollectives, hidden_size: int, dtype: torch.dtype, timeout_s: float) -> tuple[Collectives, Reduce] | None:
+    """Return messages and sums through peer memory if a trial of both succeeds."""
+    lost = torch.zeros(1, dtype=torch.int32, device=group.device)
+    messages = PeerCollectives(group, timeout_s, lost)
+    sums = PeerReduce(group, hidden_size, dtype, timeout_s, lost)
+    if messages.proves_itself() and sums.proves_itself():
+        return messages, sums
+    _log.error("messages or sums through peer memory came out wrong in a trial; NCCL and one shot take their place")
+    return None
 
 
 def reaches_all(device: torch.device, rank: int, size: int) -> bool:

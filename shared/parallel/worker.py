@@ -14,6 +14,7 @@ from outrider.shared.base.errors import OutriderError
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.parallel.channel import Connection, Report, ReportKind
+from outrider.shared.parallel.collectives import missed
 from outrider.shared.parallel.commands import (
     Command,
     Compact,
@@ -102,6 +103,8 @@ class Worker:
             case Scrub(num_pages):
                 pages = self._received(torch.empty(num_pages, dtype=torch.int64, device=self._decoder.device))
                 self._require_pool().scrub(pages)
+                if self._decoder.collectives.lost():
+                    raise missed(self._decoder.collectives.rank)
             case MakePool(num_pages, page_size):
                 self._pool = self._decoder.make_pool(num_pages, page_size)
                 self._connection.report(Report(ReportKind.DONE, "pool"))

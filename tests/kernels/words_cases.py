@@ -24,9 +24,9 @@ def check_words(device: str, ranks: int, counts: list[int], guards: Guards) -> N
     for turn, count in enumerate(counts):
         sent, given = words(count), [words(count) for _ in range(ranks)]
         with reference_version() if turn % 3 == 1 else triton_version(guards):
-            send_words(sent, down[0], range(1, ranks))
+            send_words(sent, down[0], range(1, ranks), missing=0)
             for rank in range(1, ranks):
-                send_words(given[rank], up[rank], range(1))
+                send_words(given[rank], up[rank], range(1), missing=-1)
         gathered = guards.empty((ranks, count), torch.int32, torch.device(device))
         with reference_version() if turn % 3 == 2 else triton_version(guards):
             for rank in range(1, ranks):
@@ -39,15 +39,23 @@ def check_words(device: str, ranks: int, counts: list[int], guards: Guards) -> N
 
 
 def check_lost_words(device: str, guards: Guards) -> None:
-    """A message that does not come, and a receipt that does not, are waited for once."""
+    """A message that does not come, and a receipt that does not, are waited for once; then no word is believed, nor sent as it is."""
     _, reader = mails(device, 2)
     writer, _ = mails(device, 2)
+    late, told = mails(device, 2)
     out = guards.empty((1, 5), torch.int32, torch.device(device))
     words = guards.put(torch.arange(5, dtype=torch.int32).to(device))
     with triton_version(guards):
         receive_words(out, reader, range(1), missing=-1)
         assert out.tolist() == [[-1] * 5]
-        send_words(words, writer, range(1, 2))
+        send_words(words, writer, range(1, 2), missing=-2)
         assert int(writer.lost) == 0
-        send_words(words, writer, range(1, 2))
+        assert (writer.boxes[1][0, 0, :5].int()).tolist() == [0, 1, 2, 3, 4]
+        send_words(words, writer, range(1, 2), missing=-2)
+        send_words(words, writer, range(1, 2), missing=-2)
+        assert (writer.boxes[1][0, 0, :5].int()).tolist() == [-2] * 5
+        told.lost.fill_(1)
+        send_words(words, late, range(1, 2), missing=-2)
+        receive_words(out, told, range(1), missing=-3)
+        assert out.tolist() == [[-3] * 5]
     assert int(writer.lost) == int(reader.lost) == 1

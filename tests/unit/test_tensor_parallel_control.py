@@ -11,6 +11,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +22,13 @@ from hypothesis import strategies as st
 
 from outrider.shared.attn.base import AttentionBatch
 from outrider.shared.base.errors import ConfigurationError, OutriderError, ProtocolError, UnavailableError
+from outrider.shared.kv.pool import KVPool
 from outrider.shared.parallel import commands
 from outrider.shared.parallel.channel import Connection, Report, ReportKind, accept_ranks, connect_rank
-from outrider.shared.parallel.commands import Forward, MakePool, Stop, decode, encode
-from outrider.shared.parallel.lead import Lead
+from outrider.shared.parallel.commands import Forward, MakePool, Scrub, Stop, decode, encode
+from outrider.shared.parallel.lead import Lead, LeadDecoder
 from outrider.shared.parallel.packing import StepInputs, packed_words
+from outrider.shared.parallel.worker import Worker
 
 KINDS = st.sampled_from(commands._KINDS)
 
@@ -239,6 +243,36 @@ def test_a_process_that_hangs_in_a_step_ends_by_itself_and_says_why() -> None:
             if lead.poll() is None:
                 lead.kill()
                 lead.wait()
+
+
+def late(rank: int) -> Any:
+    """Collectives of a rank that something did not come to in time."""
+    return SimpleNamespace(rank=rank, lost=lambda: True, broadcast=lambda tensor: tensor.zero_())
+
+
+def test_rows_that_are_no_numbers_because_a_rank_was_late_end_the_group_at_rank_0(pair: tuple[Connection, Connection]) -> None:
+    failures = Failures()
+    decoder = LeadDecoder.__new__(LeadDecoder)
+    decoder.collectives = late(0)
+    decoder.connect(Lead({1: pair[0]}, failures), read_head=lambda: pytest.fail("nobody asked"))
+    with pytest.raises(UnavailableError, match="rank 0 did not get in time"):
+        decoder.spread_scrub(torch.tensor([2]))
+    assert failures.error is not None
+
+
+def test_rows_that_are_no_numbers_because_a_rank_was_late_end_the_group_at_that_rank(pair: tuple[Connection, Connection]) -> None:
+    near, far = pair
+    pool = KVPool(4, 16, 1, 1, 8, torch.float32, "cpu")
+    decoder: Any = SimpleNamespace(collectives=late(1), device=torch.device("cpu"), make_pool=lambda *_: pool)
+    attention: Any = None
+    failures = Failures()
+    lead = Lead({1: near}, failures)
+    lead.send(MakePool(4, 16))
+    lead.send(Scrub(1))
+    with pytest.raises(UnavailableError, match="rank 1 did not get in time"):
+        Worker(decoder, attention, far).run()
+    assert failures.noticed.wait(5)
+    assert "rank 1 did not get in time" in str(failures.error)
 
 
 def test_closing_in_the_middle_of_a_step_is_a_failure(pair: tuple[Connection, Connection]) -> None:
