@@ -45,7 +45,8 @@ CASE_S = 110
 END_S = 30
 STEP_S = 15
 TARGET_SERVICE = "outrider.target.v1.Target"
-FEW_GRAPHS = ("--max-running-requests", "2", "--cuda-graph-max-bs", "2")
+SMALL = ("--max-running-requests", "2", "--cuda-graph-max-bs", "2", "--kv-tokens", "16384")
+"""Few graphs, and memory for others beside it."""
 
 
 def in_a_process(work: Callable[..., Any], *arguments: Any) -> Any:
@@ -211,7 +212,7 @@ def test_accepted_rows_move_on_every_rank(folder: Path, size: int, reduce: str) 
 def test_the_embedded_pair_over_two_gpus_answers_as_over_one() -> None:
     answers = []
     for ranks in ("1", "2"):
-        with supervised("--dtype", "float32", "--tp", ranks, "--transport", "inproc", *FEW_GRAPHS, device="cuda") as stack:
+        with supervised("--dtype", "float32", "--tp", ranks, "--transport", "inproc", *SMALL, device="cuda") as stack:
             for mode in (common_pb2.SPECULATION_MODE_OFF, common_pb2.SPECULATION_MODE_ON):
                 answers.append([stack.client.chat(prompt, mode=mode, max_tokens=64).token_ids for prompt in PROMPTS])
             sampled = stack.client.chat(PROMPTS[0], temperature=0.8, seed=5, mode=common_pb2.SPECULATION_MODE_ON, max_tokens=64)
@@ -225,7 +226,7 @@ def test_the_embedded_pair_over_two_gpus_answers_as_over_one() -> None:
 def serving(folder: Path, log: Path, *arguments: str) -> Iterator[tuple[Process, target_pb2_grpc.TargetStub, int]]:
     """A target over two GPUs; yields it, its API, and the process of rank 1."""
     address = f"unix:{log}/t.sock"
-    flags = ("--model", str(folder), "--tp", "2", "--listen", address, *FEW_GRAPHS)
+    flags = ("--model", str(folder), "--tp", "2", "--listen", address, *SMALL)
     process = Process("serve", "target", *flags, *arguments, log=log / "log")
     try:
         process.wait_serving(address, TARGET_SERVICE)
@@ -302,7 +303,7 @@ def test_ranks_of_two_hosts_serve_together(folder: Path, tmp_path: Path) -> None
         numbers = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
         environment = {name: str(number) for name, number in numbers.items()}
         environment |= {"MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": gpus[rank]}
-        flags = ("--model", str(folder), "--tp", "2", "--listen", address, *FEW_GRAPHS)
+        flags = ("--model", str(folder), "--tp", "2", "--listen", address, *SMALL)
         return Process("serve", "target", *flags, log=tmp_path / f"{rank}.log", environment=environment)
 
     first, second = start(0), start(1)
