@@ -245,6 +245,22 @@ def test_a_process_that_hangs_in_a_step_ends_by_itself_and_says_why() -> None:
                 lead.wait()
 
 
+def test_a_process_that_cannot_leave_its_group_ends_all_the_same() -> None:
+    """As NCCL's does not where one of its kernels never ends."""
+    code = (
+        "import threading\n"
+        "from types import SimpleNamespace\n"
+        "from outrider.services.target import tp\n"
+        "from outrider.shared.parallel.lead import Lead\n"
+        "tp.STOP_TIMEOUT_S = 0.1\n"
+        "stuck = SimpleNamespace(close=threading.Event().wait)\n"
+        "tp.RankGroup(None, Lead({}, tp.end_soon), stuck, []).close()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], timeout=60, check=False, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+
+
 def late(rank: int) -> Any:
     """Collectives of a rank that something did not come to in time."""
     return SimpleNamespace(rank=rank, lost=lambda: True, broadcast=lambda tensor: tensor.zero_())
