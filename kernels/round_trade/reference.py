@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
+
+
+def post_blob(blob: torch.Tensor, slot: int, number: int) -> None:
+    """See `outrider.kernels.round_trade.post_blob`; the slot is in memory of the host."""
+    ctypes.memmove(slot, blob.data_ptr(), blob.nbytes)
+    ctypes.c_int32.from_address(slot).value = number
+
+
+def fetch_blob(slot: int, blob: torch.Tensor, passed: int, number: int) -> None:
+    """See `outrider.kernels.round_trade.fetch_blob`; the slot is in memory of the host."""
+    ctypes.c_int32.from_address(passed).value = number
+    ctypes.memmove(blob.data_ptr(), slot, blob.nbytes)
 
 
 def admit_counts(number: torch.Tensor, expected: torch.Tensor, counts: torch.Tensor) -> None:

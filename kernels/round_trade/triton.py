@@ -9,6 +9,50 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
 
+WORDS_PER_PROGRAM = 2048
+
+
+@triton.jit(do_not_specialize=["number", "words"])
+def _post(blob, slot, number, words, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_wait()
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < words
+    place = tl.multiple_of(slot.to(tl.pointer_type(tl.int32)), 16)
+    word = tl.load(blob + at, mask=inside, other=0)
+    tl.store(place + at, tl.where(at == 0, number, word), mask=inside)
+
+
+@triton.jit(do_not_specialize=["number", "words"])
+def _fetch(slot, blob, passed, number, words, BLOCK: tl.constexpr):
+    program = tl.program_id(0)
+    at = program * BLOCK + tl.arange(0, BLOCK)
+    inside = at < words
+    place = tl.multiple_of(slot.to(tl.pointer_type(tl.int32)), 16)
+    # Written by another process since this memory was read last: past the caches of this GPU's processors.
+    word = tl.load(place + at, mask=inside, other=0, cache_modifier=".cg")
+    tl.store(blob + at, word, mask=inside)
+    if program == 0:
+        tl.store(passed.to(tl.pointer_type(tl.int32)), number)
+
+
+def post_blob(blob: torch.Tensor, slot: int, number: int) -> None:
+    """See `outrider.kernels.round_trade.post_blob`."""
+    words = blob.view(torch.int32)
+    with _launch.on_device_of(blob):
+        _post[(_launch.ceil_div(words.shape[0], WORDS_PER_PROGRAM),)](
+            words, slot, number, words.shape[0], BLOCK=WORDS_PER_PROGRAM, num_warps=8, **_launch.dependent(blob)
+        )  # fmt: skip
+
+
+def fetch_blob(slot: int, blob: torch.Tensor, passed: int, number: int) -> None:
+    """See `outrider.kernels.round_trade.fetch_blob`."""
+    words = blob.view(torch.int32)
+    with _launch.on_device_of(blob):
+        _fetch[(_launch.ceil_div(words.shape[0], WORDS_PER_PROGRAM),)](
+            slot, words, passed, number, words.shape[0], BLOCK=WORDS_PER_PROGRAM, num_warps=8
+        )  # fmt: skip
+
 
 @triton.jit
 def _admit(number, expected, counts, bs, BLOCK: tl.constexpr, PDL: tl.constexpr):

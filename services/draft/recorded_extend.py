@@ -17,7 +17,7 @@ from outrider.shared.attn.padded import PaddedRows
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.kv.pool import KVPool
 
-SIZES = (32, 64, 128, 256)
+SIZES = (32, 64, 128, 256, 512)
 """Rows of the recorded passes; longer ones keep the device busy by themselves."""
 LONGEST_CONTEXT = 1024
 """Tokens that the page table covers: attention is laid out for as many, whatever there are."""

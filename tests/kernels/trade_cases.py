@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from guards import Guards, reference_version, triton_version
 
-from outrider.kernels.round_trade import admit_counts, pack_trees
+from outrider.kernels.round_trade import admit_counts, fetch_blob, pack_trees, post_blob
 
 
 def check_admit_counts(device: str, bs: int, number: int, expected: int, guards: Guards) -> None:
@@ -33,3 +33,23 @@ def check_pack_trees(device: str, bs: int, columns: int, guards: Guards) -> None
             pack_trees(*(guards.put(tree) for tree in trees), *packed)
             for have, want in zip(packed, trees, strict=True):
                 assert torch.equal(have, want)
+
+
+def check_blobs(device: str, num_bytes: int, guards: Guards) -> None:
+    """A blob that is posted and fetched is what it was, but for its number; nothing beside slot and blob is written."""
+    generator = torch.Generator().manual_seed(num_bytes)
+    sent = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator).to(device)
+    for version in (reference_version, lambda: triton_version(guards)):
+        slot, word = guards.put(sent), guards.put(torch.zeros(16, dtype=torch.uint8, device=device))
+        slot.zero_()
+        received = guards.put(slot)
+        blob = guards.put(sent)
+        if device == "cuda" and version is reference_version:
+            continue  # its slots are in memory of the host
+        with version():
+            post_blob(blob, slot.data_ptr(), 7)
+            fetch_blob(slot.data_ptr(), received, word.data_ptr() + 4, 9)
+        assert torch.equal(blob, sent)
+        assert received[:4].view(torch.int32).tolist() == [7]
+        assert torch.equal(received[4:], sent[4:])
+        assert word.view(torch.int32).tolist() == [0, 9, 0, 0]

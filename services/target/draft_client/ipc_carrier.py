@@ -25,13 +25,15 @@ from outrider.shared.rpc.address import IpcAddress
 from outrider.shared.rpc.client import connect as connect_grpc
 from outrider.shared.rpc.convert import error_from_proto
 from outrider.shared.rpc.ipc.cuda import CudaError
-from outrider.shared.rpc.ipc.frames import EndOfStream, FrameKind, FrameSocket
+from outrider.shared.rpc.ipc.frames import SPIN_S, EndOfStream, FrameKind, FrameSocket
 from outrider.shared.rpc.ipc.handshake import Offered, offers
 from outrider.shared.rpc.ipc.round_mailbox import RoundMailbox
 from outrider.shared.rpc.ipc.sockets import connect
 from outrider.shared.rpc.tensors import InlineTensors, TensorWriter
 
 IDLE_S = 3600.0
+ENTER_AWAKE_S = 0.005 if SPIN_S else 0.0
+"""How long the answer to RoundsEnter is looked for before this thread sleeps, from which it wakes up late: decoding stands still."""
 PUMP_S = 5e-4
 """How often a slot is looked for while rows wait for one."""
 
@@ -62,6 +64,7 @@ class IpcCarrier:
         self._lock = threading.Lock()
         self._sockets: list[FrameSocket] = []
         self._rows: RowsOutbox | None = None
+        self._entering = False
 
     def hello(self, hello: draft_pb2.Hello) -> draft_pb2.HelloAck:
         """See `Carrier.hello`."""
@@ -88,6 +91,7 @@ class IpcCarrier:
 
     def send(self, message: draft_pb2.SessionRequest) -> None:
         """See `Carrier.send`."""
+        self._entering = message.HasField("rounds_enter")
         try:
             self._session.send(FrameKind.SESSION, message.SerializeToString())
         except EndOfStream:
@@ -174,7 +178,7 @@ class IpcCarrier:
             if rows is not None:
                 rows.pump()
             if rows is None or not rows.waiting or not timeout_s:
-                return self._session.receive(timeout_s)
+                return self._session.receive(timeout_s, ENTER_AWAKE_S if self._entering else SPIN_S)
             received = self._session.receive(min(timeout_s, PUMP_S))
             timeout_s = max(0.0, until - time.monotonic())
             if received is not None or not timeout_s:

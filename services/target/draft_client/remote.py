@@ -157,7 +157,8 @@ class RemoteDrafter:
         session.send_rows(connection, self._identity.target_id, base, rows)
 
     def commit(self, result: RoundResult) -> None:
-        """See `Drafter.commit`. Kept until the next frame."""
+        """See `Drafter.commit`. Kept until the next frame; rows of prompts that are computed by now are sent."""
+        self._drain()
         for commit in result.commits:
             session = self._sessions.get(commit.fence.session_id)
             if session is None or not session.live:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,8 +12,6 @@ from outrider.draft.v1 import draft_pb2
 from outrider.shared.rpc.ipc.frames import EndOfStream
 from outrider.shared.rpc.ipc.mailbox import SlotTensorWriter
 
-MADE_WITHIN_S = 5e-5
-"""Rows are copied out of the cache right before they are sent: it is awaited for so long, if the device has nothing else to do."""
 MAX_ON_DEVICE_BYTES = 64 * 1024 * 1024
 """Rows beyond that wait on the host: the device's memory is the cache's."""
 MAX_WAITING_BYTES = 1 << 30
@@ -84,9 +81,6 @@ class RowsOutbox:
         if self._waiting_bytes > MAX_WAITING_BYTES:
             raise EndOfStream("the draft does not read")
         self._parts.extend(_Waiting(part, some, made) for part, some in parts_of(message, rows, self._tensors.slot_bytes))
-        until = time.monotonic() + MADE_WITHIN_S
-        while made is not None and not made.query() and time.monotonic() < until:  # type: ignore[no-untyped-call]
-            pass
         self.pump()
 
     def pump(self) -> None:

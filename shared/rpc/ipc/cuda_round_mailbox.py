@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
-from outrider.shared.rpc.ipc.cuda import CudaError, PeerMemory, copy_async, runtime_call
+from outrider.kernels.round_trade import WORD_BYTES, fetch_blob, post_blob
+from outrider.shared.rpc.ipc.cuda import CudaError, DeviceMemory, PeerMemory, copy_async, runtime_call
 from outrider.shared.rpc.ipc.round_mailbox import RoundsLayout
 from outrider.shared.rpc.ipc.round_words import RoundWatch, RoundWords, Side
 from outrider.shared.rpc.ipc.slots import PAGE_BYTES, SharedMemory
@@ -23,6 +24,7 @@ from outrider.shared.rpc.ipc.slots import PAGE_BYTES, SharedMemory
 REGISTER_PORTABLE_AND_MAPPED = 3
 WAIT_UNTIL_AT_LEAST = 0
 RELEASED = 0x7FFFFFFF
+TRIED_BYTES = 1024
 
 
 class SlotMemory(Protocol):
@@ -64,21 +66,29 @@ class StreamMailbox:
 
     def send(self, number: int, blob: torch.Tensor) -> None:
         """See `RoundMailbox.send`."""
+        slot = self._slots.pointer + self._out(number)
         with self._current() as stream:
-            _write_value(stream, blob.data_ptr(), number)
-            copy_async(self._slots.pointer + self._out(number), blob.data_ptr(), blob.nbytes, self._device)
+            if self._by_kernel(blob):
+                post_blob(blob, slot, number)
+            else:
+                _write_value(stream, blob.data_ptr(), number)
+                copy_async(slot, blob.data_ptr(), blob.nbytes, self._device)
             _write_value(stream, self._base + self._words.given_at, number)
 
     def receive(self, number: int, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
         """See `RoundMailbox.receive`."""
+        slot, passed = self._slots.pointer + self._in(number), self._base + self._words.passed_at
         with self._current() as stream:
             _write_value(stream, expected.data_ptr(), number)
             if self.broken:
                 return
             self._watch.expect(number, limit_s)
             _wait_value(stream, self._base + self._words.awaited_at, number)
-            _write_value(stream, self._base + self._words.passed_at, number)
-            copy_async(blob.data_ptr(), self._slots.pointer + self._in(number), blob.nbytes, self._device)
+            if self._by_kernel(blob):
+                fetch_blob(slot, blob, passed, number)
+            else:
+                _write_value(stream, passed, number)
+                copy_async(blob.data_ptr(), slot, blob.nbytes, self._device)
 
     def skip(self, number: int) -> None:
         """See `RoundMailbox.skip`."""
@@ -94,11 +104,23 @@ class StreamMailbox:
         self._watch.close()
 
     def _try(self) -> None:
-        """Have the stream write a word of this side's and await it, so that a driver which cannot is found out now."""
+        """Have the stream write a word of this side's and await it, so that a driver which cannot is found out now.
+
+        Kernels are compiled here, not while a peer waits; nothing lies in the slots that round 0 copies from.
+        """
+        slot, passed = self._slots.pointer + self._in(0), self._base + self._words.passed_at
         with self._current() as stream:
-            _write_value(stream, self._base + self._words.passed_at, 0)
-            _wait_value(stream, self._base + self._words.passed_at, 0)
+            _write_value(stream, passed, 0)
+            _wait_value(stream, passed, 0)
+            if isinstance(self._slots, DeviceMemory | PeerMemory):
+                blob = torch.zeros(TRIED_BYTES, dtype=torch.uint8, device=self._device)
+                fetch_blob(slot, blob, passed, 0)
+                post_blob(torch.zeros_like(blob), self._slots.pointer + self._out(0), 0)
             torch.cuda.current_stream(self._device).synchronize()
+
+    def _by_kernel(self, blob: torch.Tensor) -> bool:
+        """Whether a blob is copied by a kernel: to or from a GPU, that is, in whole words."""
+        return isinstance(self._slots, DeviceMemory | PeerMemory) and blob.nbytes % WORD_BYTES == 0
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[int]:

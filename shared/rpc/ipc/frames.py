@@ -110,8 +110,8 @@ class FrameSocket:
                     return
                 self._unsent.popleft()
 
-    def receive(self, timeout_s: float = 0.0) -> tuple[FrameKind, bytes] | None:
-        """Return the next frame; None if none is complete after `timeout_s`. Flushes meanwhile.
+    def receive(self, timeout_s: float = 0.0, awake_s: float = SPIN_S) -> tuple[FrameKind, bytes] | None:
+        """Return the next frame; None if none is complete after `timeout_s`. Flushes meanwhile, and does not sleep before `awake_s`.
 
         Raises:
             EndOfStream: the stream has ended.
@@ -119,7 +119,7 @@ class FrameSocket:
         """
         with self._receive_lock:
             deadline = time.monotonic() + timeout_s if timeout_s else 0.0
-            spin_until = deadline - timeout_s + SPIN_S
+            spin_until = deadline - timeout_s + awake_s
             while True:
                 frame = self._take()
                 if frame is not None:
