@@ -15,7 +15,7 @@ from outrider.kernels.stream import FEW_ROWS
 _SUM_ROWS = 2
 _SUM_BYTES = 65536
 _SPLIT_FEATURES = 1024
-_SIZES = 6  # numbers of a tile in its table, before the overlap
+_OVERLAP = 6  # its place among the numbers of a tile
 
 
 def choose_tile(epilogue: Epilogue, x: torch.Tensor, weight: torch.Tensor) -> Tile:
@@ -42,7 +42,8 @@ def _measured() -> dict[tuple[Epilogue, int, int, int], dict[int, Tile]]:
     table: dict[tuple[Epilogue, int, int, int], dict[int, Tile]] = {}
     path = Path(__file__).with_name("tiles.json")
     for epilogue, out_features, in_features, rows, itemsize, method, *numbers in json.loads(path.read_text()):
-        tile = Tile(Method(method), *numbers[:_SIZES], *map(Overlap, numbers[_SIZES:]))
+        numbers[_OVERLAP:] = [*map(Overlap, numbers[_OVERLAP : _OVERLAP + 1]), *numbers[_OVERLAP + 1 :]]
+        tile = Tile(Method(method), *numbers)
         table.setdefault((Epilogue[epilogue], out_features, in_features, itemsize), {})[rows] = tile
     return table
 

@@ -4,8 +4,9 @@ The weight is the left operand of the dot, so that its rows fill the tensor core
 above 1 each program sums a part of the columns and leaves fp32 partial sums; whoever reads them, the next kernel or the program that ends
 last, adds them in order, so results do not depend on timing. For a dot with a weight in FP8 the rows of x are brought to FP8 as well, by a
 launch of their own: both operands then go from shared memory to the tensor cores untouched; widening the weight in registers took more time
-than reading it in bf16 (measured). Tensor cores sum FP8 products in few bits, so what they sum is added up in fp32 after each BLOCK_K. A
-sum of single rows widens the weight. WIDEN is set under the interpreter, whose dot takes the bits of a bf16 for an integer.
+than reading it in bf16 (measured). Tensor cores sum FP8 products in few bits, so what they sum is added up in fp32 after each BLOCK_K.
+Products of 1 to 4 rows, by the kernels of `rows`, widen the weight. WIDEN is set under the interpreter, whose dot takes the bits of a bf16
+for an integer.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from outrider.kernels import _launch
 from outrider.kernels.quantize_rows.triton import quantize_rows
 from outrider.kernels.skinny_gemm.epilogue.triton import finish, load_constants, load_rows, tile_rows
+from outrider.kernels.skinny_gemm.rows.triton import stay_rows, sum_rows
 from outrider.kernels.skinny_gemm.types import Epilogue, Method, Overlap, Rotary, Tile
 from outrider.kernels.stream import Stream
 
@@ -85,40 +87,6 @@ def _dot_tiles(
         finish(
             acc, m, tile, constants, factor, before, out, scaled, sums, cos, sin, slots, k_plane, v_plane,
             rows, N, out_row, EPILOGUE, BIAS, SCALED, GELU, HEADS, KV_HEADS, HALF, PDL, BLOCK_N
-        )  # fmt: skip
-
-
-@triton.jit
-def _sum_rows(
-    x, weight, out, bias, scales, residual, norm_weight, scaled, sums, cos, sin, slots, k_plane, v_plane,
-    N, K, second, x_row, residual_row, out_row, parts, eps,
-    ROWS: tl.constexpr, EPILOGUE: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, NORMED: tl.constexpr, GELU: tl.constexpr,
-    PARTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
-    EVEN: tl.constexpr, PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
-):  # fmt: skip
-    tile = tl.program_id(0)
-    k = tl.arange(0, BLOCK_K)
-    row, n = tile_rows(tile, second, EPILOGUE, HALF, BLOCK_N)
-    real_n, real_k = n < N, k < K
-    weights = weight + row[:, None] * K + k[None, :]
-    if EVEN:  # weights are never written, so they are asked for before the wait
-        left = tl.load(weights, eviction_policy="evict_first")
-    else:
-        left = tl.load(weights, mask=real_n[:, None] & real_k[None, :], other=0.0, eviction_policy="evict_first")
-    output = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    constants = load_constants(output, N, second, bias, scales, norm_weight, EPILOGUE, BIAS, SCALED, HALF)
-    if PDL:
-        gdc_wait()
-    for index in tl.static_range(ROWS):
-        m = index + tl.arange(0, 1)
-        values = tl.load(x + index * x_row + k, mask=real_k, other=0.0).to(tl.float32)
-        factor, before = load_rows(
-            m, output, ROWS, N, K, scales, sums, residual, residual_row, parts, eps, EPILOGUE, False, NORMED, PARTS
-        )  # fmt: skip
-        acc = tl.sum(left.to(tl.float32) * values[None, :], 1)[:, None]
-        finish(
-            acc, m, tile, constants, factor, before, out, scaled, sums, cos, sin, slots, k_plane, v_plane, ROWS, N, out_row, EPILOGUE,
-            BIAS, SCALED, GELU, HEADS, KV_HEADS, HALF, PDL and index == ROWS - 1, BLOCK_N
         )  # fmt: skip
 
 
@@ -217,12 +185,17 @@ def _run(
         "num_warps": tile.warps, **_launch.dependent(x),
     }  # fmt: skip
     with _launch.on_device_of(x):
-        if tile.method is Method.SUM:
+        if tile.method is not Method.DOT:
             block_k = _launch.next_power_of_2(columns)
-            _sum_rows[(blocks,)](
-                *tensors, tail.count, columns, tail.second, *strides, parts, tail.eps, ROWS=rows,
-                EVEN=block_k == columns and tail.count % tile.block_n == 0, BLOCK_K=block_k, **flags,
-            )  # fmt: skip
+            flags |= {"EVEN": block_k == columns, "EARLY": tile.overlap is not Overlap.LATE, "BLOCK_K": block_k}
+            sizes = (tail.count, columns, tail.second, *strides, parts, tail.eps)
+            if tile.method is Method.SUM:
+                sum_rows[(blocks,)](*tensors, *sizes, ROWS=rows, **flags)
+            elif rows == 1:
+                programs = min(blocks, tile.programs)
+                stay_rows[(programs,)](*tensors, *sizes, programs, **flags)
+            else:
+                raise ValueError(f"x has {rows} rows; programs that stay compute one")
             return
         gathered = (x, x)
         if gathers:

@@ -17,6 +17,8 @@ class Method(Enum):
     """Tensor cores, `Tile.block_m` rows and more outputs a program: more than 64 rows."""
     SUM = "sum"
     """Multiply and add, a whole row of the weight at once: 1 to 4 rows."""
+    STAY = "stay"
+    """As SUM, of one row, by `Tile.programs` programs that take tile after tile."""
     LIBRARY = "library"
     """torch's (cuBLAS)."""
 
@@ -74,7 +76,8 @@ class Tile:
             where they are added to a residual, by the program that ends last.
         warps, stages: Of a program.
         block_m: Rows that a program computes (WIDE).
-        overlap: See `Overlap` (DOT).
+        overlap: See `Overlap` (not WIDE; of SUM and STAY, which always fetch, FETCH is EARLY).
+        programs: Of the launch (STAY).
     """
 
     method: Method
@@ -85,6 +88,7 @@ class Tile:
     stages: int = 4
     block_m: int = 128
     overlap: Overlap = Overlap.LATE
+    programs: int = 0
 
 
 LIBRARY = Tile(Method.LIBRARY)

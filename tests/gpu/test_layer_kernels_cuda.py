@@ -26,7 +26,7 @@ from layer_cases import (
 )
 
 from outrider.kernels import skinny_gemm
-from outrider.kernels.skinny_gemm import Epilogue, Method, Tile
+from outrider.kernels.skinny_gemm import Epilogue, Method, Overlap, Tile
 from outrider.shared.attn.base import build_batch, causal_ancestors
 from outrider.shared.attn.triton import KernelAttention
 from outrider.shared.nn.config import ModelConfig
@@ -40,6 +40,8 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DOT = Tile(Method.DOT, 64, 64, 1, 4, 2)
 SPLIT = Tile(Method.DOT, 32, 32, 4, 4, 2)
 SUM = Tile(Method.SUM, 4, 128, 1, 8)
+STAY = Tile(Method.STAY, 2, 128, 1, 4, programs=100)
+EARLY = Tile(Method.STAY, 1, 128, 1, 8, overlap=Overlap.EARLY, programs=132)
 WIDE = Tile(Method.WIDE, 64, 64, 1, 4, 3)
 WIDE_SPLIT = Tile(Method.WIDE, 128, 64, 3, 8, 4)
 TALL = Tile(Method.WIDE, 32, 64, 1, 8, 3, block_m=256)
@@ -71,6 +73,10 @@ BOUND = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
         *((BF16, rows, SPLIT, False) for rows in (1, 5, 64)),
         *((BF16, rows, SUM, False) for rows in (1, 4)),
         *((BF16, rows, None, fp8) for rows in (1, 17, 64) for fp8 in (False, True)),
+        (BF16, 1, STAY, False),
+        (BF16, 1, EARLY, False),
+        (BF16, 1, STAY, True),
+        (F32, 1, STAY, False),
         (F32, 1, SUM, False),
         (F32, 17, DOT, False),
         (F32, 3, SPLIT, False),

@@ -26,6 +26,7 @@ from outrider.kernels.skinny_gemm.table import guess_tile
 DOT = Tile(Method.DOT, 32, 32)
 SPLIT = Tile(Method.DOT, 32, 16, splits=3)
 SUM = Tile(Method.SUM, 4)
+STAY = Tile(Method.STAY, 2, programs=3)
 LIBRARY = Tile(Method.LIBRARY)
 PROJECTIONS = [
     (1, 64, 64, DOT),
@@ -34,6 +35,8 @@ PROJECTIONS = [
     (64, 40, 96, SPLIT),
     (1, 7, 40, SUM),
     (3, 8, 64, SUM),
+    (1, 31, 40, STAY),
+    (1, 5, 64, STAY),
     (2, 9, 30, LIBRARY),
     (4, 50, 70, None),
 ]
@@ -49,7 +52,8 @@ def test_projections_of_any_size(dtype: torch.dtype, rows: int, out: int, column
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "width", "columns", "tile"), [(1, 64, 96, DOT), (17, 50, 70, DOT), (6, 50, 70, SPLIT), (2, 30, 64, SUM), (3, 20, 30, LIBRARY)]
+    ("rows", "width", "columns", "tile"),
+    [(1, 64, 96, DOT), (17, 50, 70, DOT), (6, 50, 70, SPLIT), (2, 30, 64, SUM), (1, 31, 70, STAY), (3, 20, 30, LIBRARY)],
 )
 def test_products_added_to_the_residual(dtype: torch.dtype, rows: int, width: int, columns: int, tile: Tile, bias: bool) -> None:
     check_project_add("cpu", dtype, rows, width, columns, tile, Guards(), bias=bias)
@@ -76,13 +80,21 @@ def test_the_program_that_ends_last_adds_the_parts_and_leaves_its_counter_at_zer
 
 
 @pytest.mark.parametrize("overlap", list(Overlap))
-def test_overlaps_change_no_number(overlap: Overlap) -> None:
-    check_project_add("cpu", torch.float32, 6, 64, 96, replace(DOT, overlap=overlap), Guards())
+@pytest.mark.parametrize("tile", [DOT, SUM, STAY])
+def test_overlaps_change_no_number(tile: Tile, overlap: Overlap) -> None:
+    check_project_add("cpu", torch.float32, 6 if tile is DOT else 1, 64, 96, replace(tile, overlap=overlap), Guards())
+
+
+def test_programs_that_stay_compute_one_row() -> None:
+    with force_backend(Backend.TRITON), pytest.raises(ValueError, match="2 rows"):
+        project(torch.zeros(2, 16), torch.zeros(8, 16), tile=STAY)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("bias", "gelu", "normed"), [(False, False, True), (True, True, True), (False, False, False)])
-@pytest.mark.parametrize(("rows", "size", "width", "tile"), [(1, 64, 96, DOT), (17, 50, 70, DOT), (2, 30, 64, SUM), (3, 20, 30, LIBRARY)])
+@pytest.mark.parametrize(
+    ("rows", "size", "width", "tile"), [(1, 64, 96, DOT), (17, 50, 70, DOT), (2, 30, 64, SUM), (1, 31, 64, STAY), (3, 20, 30, LIBRARY)]
+)
 def test_gated_products(dtype: torch.dtype, rows: int, size: int, width: int, tile: Tile, bias: bool, gelu: bool, normed: bool) -> None:
     check_project_gated("cpu", dtype, rows, size, width, tile, Guards(), bias=bias, gelu=gelu, normed=normed)
 
@@ -125,7 +137,8 @@ def test_rotation_and_store(
 @pytest.mark.parametrize(
     ("rows", "heads", "kv_heads", "dim", "width", "tile"),
     [
-        (1, 4, 2, 16, 64, Tile(Method.SUM, 2)), (3, 2, 1, 24, 40, Tile(Method.SUM, 4)), (7, 4, 2, 16, 64, DOT), (33, 3, 1, 24, 50, DOT),
+        (1, 4, 2, 16, 64, Tile(Method.SUM, 2)), (3, 2, 1, 24, 40, Tile(Method.SUM, 4)), (1, 3, 1, 24, 40, STAY),
+        (7, 4, 2, 16, 64, DOT), (33, 3, 1, 24, 50, DOT),
         (4, 4, 2, 16, 64, SPLIT), (2, 4, 2, 16, 64, LIBRARY), (1, 2, 2, 32, 32, None), (5, 2, 2, 32, 32, None),
     ],
 )  # fmt: skip
@@ -136,12 +149,13 @@ def test_rotated_products(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tile", [DOT, SUM])
+@pytest.mark.parametrize("tile", [DOT, SUM, STAY])
 def test_weights_in_fp8(dtype: torch.dtype, tile: Tile) -> None:
-    check_project("cpu", dtype, 3, 40, 70, tile, Guards(), fp8=True)
-    check_project_add("cpu", dtype, 3, 40, 70, tile, Guards(), bias=True, fp8=True)
-    check_project_gated("cpu", dtype, 3, 40, 70, tile, Guards(), bias=True, gelu=False, fp8=True)
-    check_project_rotated("cpu", dtype, 3, 4, 1, 16, 70, tile, Guards(), bias=True, fp8=True)
+    rows = 1 if tile is STAY else 3
+    check_project("cpu", dtype, rows, 40, 70, tile, Guards(), fp8=True)
+    check_project_add("cpu", dtype, rows, 40, 70, tile, Guards(), bias=True, fp8=True)
+    check_project_gated("cpu", dtype, rows, 40, 70, tile, Guards(), bias=True, gelu=False, fp8=True)
+    check_project_rotated("cpu", dtype, rows, 4, 1, 16, 70, tile, Guards(), bias=True, fp8=True)
 
 
 def test_parts_of_products_with_fp8() -> None:
