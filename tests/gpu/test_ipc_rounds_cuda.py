@@ -16,6 +16,7 @@ import pytest
 import torch
 from check_cases import check_tree_check
 from guards import Guards
+from trade_cases import check_admit_counts, check_blobs, check_pack_trees
 
 from outrider.draft.v1 import draft_pb2
 from outrider.shared.rpc.ipc.frames import FrameKind, FrameSocket
@@ -195,3 +196,18 @@ def test_the_round_trip_is_short(draft: Draft) -> None:
 @pytest.mark.parametrize("number", [7, 6])
 def test_tree_check(bs: int, columns: int, depth: int, number: int) -> None:
     check_tree_check("cuda", bs, columns, depth, Guards(67), number=number)
+
+
+@pytest.mark.parametrize("num_bytes", [4, 256, 8196, 50_004])
+def test_blobs_travel_through_a_slot(num_bytes: int) -> None:
+    check_blobs("cuda", num_bytes, Guards(64))
+
+
+@pytest.mark.parametrize(("number", "expected"), [(7, 7), (6, 7)])
+def test_a_state_counts_in_its_own_round_only(number: int, expected: int) -> None:
+    check_admit_counts("cuda", 33, number, expected, Guards(67))
+
+
+@pytest.mark.parametrize(("bs", "columns"), [(1, 32), (3, 33)])
+def test_trees_are_packed_whole(bs: int, columns: int) -> None:
+    check_pack_trees("cuda", bs, columns, Guards(67))

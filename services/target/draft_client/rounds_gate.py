@@ -87,7 +87,7 @@ class RoundsGate:
             connection: Usable.
             sessions: Live, with 1 to R pending tokens and their features.
             shape: Of every tree.
-            state: With idle rows; filled when the draft has agreed.
+            state: With idle rows; filled, whether the draft agrees or not.
             take_reply: Waits so many seconds for a message, takes it in, and says whether the connection goes on.
         """
         channel = connection.carrier.rounds
@@ -100,9 +100,9 @@ class RoundsGate:
         rounds = self._rounds = self._make(connection, sessions, shape, state)
         self._answer = None
         connection.send(draft_pb2.SessionRequest(rounds_enter=rounds.entering(state)))
+        rounds.fill(state)  # while the draft makes ready
         answer = self._await_answer(connection, take_reply)
         if answer is not None and answer.accepted:
-            rounds.fill(state)
             return rounds
         rounds.leave()
         if answer is None:
