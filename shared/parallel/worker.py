@@ -185,7 +185,8 @@ class _Graphs:
 
     def clear(self) -> None:
         """Drop all graphs and their memory."""
-        torch.cuda.synchronize(self._device)
+        if self._graphs:
+            torch.cuda.synchronize(self._device)
         self._graphs.clear()
         self._pool = None
 
