@@ -46,7 +46,7 @@ def tree_attention(
         kv_lens: ``[bs] int32``, tokens in the cache, this step's included.
         query_start: ``[bs + 1] int32``; rows of sequence b are ``query_start[b]:query_start[b + 1]``.
         ancestors: ``[rows, words] int32`` or None; bit j % 32 of word j // 32 is column j, columns past the words are hidden.
-        scale: Factor on the scores, usually dim ** -0.5.
+        scale: Positive factor on the scores, usually dim ** -0.5.
         max_query_len: Upper bound of the rows of a sequence, on the host (the grid).
         max_kv_len: Upper bound of kv_lens, on the host.
         window: If above 0, a row at position p sees only positions above p - window. Of the nodes on a tree row's path, that is the last

@@ -6,6 +6,8 @@ from attention_cases import Sequence, check_tree_attention
 from guards import Guards
 
 from outrider.kernels.tree_attention import tree_attention
+from outrider.kernels.tree_attention import triton as compiled
+from outrider.kernels.tree_attention.plan import Blocks
 
 MIXED = [Sequence(0, 5), Sequence(37, 1), Sequence(70, 9), Sequence(3, 2)]
 
@@ -93,6 +95,24 @@ def test_one_long_sequence_is_split_over_programs(tree: bool, dim: int) -> None:
     check_tree_attention(
         "cpu", torch.float32, sequences, heads=2, kv_heads=1, dim=dim, page_size=3, tree=tree, guards=Guards(), spare_rows=1
     )
+
+
+@pytest.mark.parametrize(
+    "options", [{"tree": True}, {"tree": False, "window": 40}, {"tree": True, "window": 5, "chain": True, "sinks": True}]
+)
+@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_every_form_merges_any_number_of_splits(
+    transposed: bool, gathers: bool, options: dict[str, bool | int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that no sequence fills, and shares that are empty for some sequences."""
+    blocks = Blocks(16, 32, 3, 4, 2, transposed=transposed, gathers=gathers)
+    monkeypatch.setattr(compiled, "choose_blocks", lambda *_sizes: blocks)
+    sequences = [Sequence(130, 5), Sequence(0, 3), Sequence(63, 20), Sequence(90, 2, 33)]
+    check_tree_attention(
+        "cpu", torch.bfloat16, sequences, heads=4, kv_heads=2, dim=32, page_size=3, guards=Guards(), spare_rows=1, **options
+    )
+    assert not any(bool(counters.any()) for counters in compiled._COUNTERS.values()), "the next launch counts from zero"
 
 
 def test_prefill_longer_than_a_block() -> None:

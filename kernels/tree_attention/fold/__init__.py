@@ -1,0 +1,1 @@
+"""The loop over token indices of attention."""

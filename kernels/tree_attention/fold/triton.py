@@ -1,0 +1,137 @@
+"""How a program of `tree_attention` folds token indices into the running softmax of its (row, head of the group) pairs.
+
+The tensor core takes 64 rows of its left operand at a time. Many pairs are those rows, as usual. A few, with TRANSPOSED, are the narrow
+side of the right operand, and the token indices, or the dimensions of a head, are the rows: nothing is padded to 64, K and V go from
+shared memory to the tensor cores untouched, and scores and results take few registers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def fold(
+    query, begin, shared_end, end, pages, table, k_head, v_head, row, position, first_column, prefix_len, ancestors, words, window,
+    scale, softcap,
+    SLOT_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Return maximum and sum of the pairs' weights, and the weighted sum of values, over the token indices [begin, end).
+
+    Args:
+        query: ``[BLOCK_M, BLOCK_D]``; with TRANSPOSED and in the results of that form, ``[BLOCK_D, BLOCK_M]``.
+        pages: Of the first step's token indices. Each step asks for those of the next, so that its fetches of K and V wait for nothing.
+        shared_end: All pairs see the indices below it, unless WINDOW.
+        scale: Positive; of scores in units of log2, or with SOFTCAP of what the cap is applied to.
+    """
+    d = tl.arange(0, BLOCK_D)
+    top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    if TRANSPOSED:
+        acc = tl.zeros((BLOCK_D, BLOCK_M), tl.float32)
+        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+    factor = scale
+    if SOFTCAP:
+        factor = 1.0
+    for first in range(begin, end, BLOCK_N):
+        index, inside, page = first + tl.arange(0, BLOCK_N), within(first, end, BLOCK_N), pages.to(tl.int64)
+        pages = tl.load(table + within(first + BLOCK_N, end, BLOCK_N) // PAGE_SIZE)
+        slot = (page * PAGE_SIZE + inside % PAGE_SIZE) * SLOT_STRIDE
+        if DIM == BLOCK_D:
+            k = tl.load(k_head + slot[:, None] + d[None, :])
+            v = tl.load(v_head + slot[:, None] + d[None, :])
+        else:
+            k = tl.load(k_head + slot[:, None] + d[None, :], mask=(d < DIM)[None, :], other=0.0)
+            v = tl.load(v_head + slot[:, None] + d[None, :], mask=(d < DIM)[None, :], other=0.0)
+        k, v = k.to(query.dtype), v.to(query.dtype)  # planes may be FP8
+        scores = tl.dot(k, query, input_precision="ieee") if TRANSPOSED else tl.dot(query, k.T, input_precision="ieee")
+        if SOFTCAP:
+            scores = softcap * (2.0 * tl.sigmoid(2.0 * scale * scores) - 1.0)  # tanh
+        if WINDOW or first + BLOCK_N > shared_end:
+            if TRANSPOSED:
+                visible = _visible(
+                    index[:, None], first, end, row[None, :], position[None, :], first_column[None, :], prefix_len, ancestors, words,
+                    window, TREE, WINDOW, BLOCK_N
+                )  # fmt: skip
+            else:
+                visible = _visible(
+                    index[None, :], first, end, row[:, None], position[:, None], first_column[:, None], prefix_len, ancestors, words,
+                    window, TREE, WINDOW, BLOCK_N
+                )  # fmt: skip
+            scores = tl.where(visible, scores, -float("inf"))
+        new_top = tl.maximum(top, tl.max(scores, 0 if TRANSPOSED else 1) * factor)
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)
+        fade = tl.exp2(top - base)
+        if TRANSPOSED:
+            weights = tl.exp2(scores * factor - base[None, :])
+            total = total * fade[None, :] + weights  # summed over the tokens at the end
+            acc = tl.dot(v.T, weights.to(v.dtype), acc * fade[None, :], input_precision="ieee")
+        else:
+            weights = tl.exp2(scores * factor - base[:, None])
+            total = total * fade + tl.sum(weights, 1)
+            acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+        top = new_top
+    return top, tl.sum(total, 0) if TRANSPOSED else total, acc
+
+
+@triton.jit
+def within(first, end, BLOCK_N: tl.constexpr):
+    """Return the token indices of a step; behind the end, where weights are zero, the last one again."""
+    return tl.maximum(tl.minimum(first + tl.arange(0, BLOCK_N), end - 1), 0)
+
+
+@triton.jit
+def _visible(
+    index, first, end, row, position, first_column, prefix_len, ancestors, words, window,
+    TREE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Return which token indices each pair sees: `index` along one dimension, what belongs to pairs along the other."""
+    visible = index < end
+    if TREE:
+        column = index - prefix_len
+        if WINDOW:
+            visible = visible & (((column < 0) & (index > position - window)) | ((column >= 0) & (column >= first_column)))
+        column = tl.maximum(column, 0)
+        base = tl.maximum(first - prefix_len, 0) // 32
+        bits = tl.where(index < prefix_len, 1, 0)
+        for nth in tl.static_range((BLOCK_N + 31) // 32 + 1):  # a block's columns lie in so many words at most
+            word = tl.load(ancestors + row * words + base + nth, mask=(row >= 0) & (base + nth < words), other=0)
+            bits |= tl.where(column // 32 == base + nth, (word >> (column % 32)) & 1, 0)
+        visible = visible & (bits != 0)
+    else:
+        visible = visible & (index <= position)
+        if WINDOW:
+            visible = visible & (index > position - window)
+    return visible
+
+
+@triton.jit
+def count_bits(word):
+    """Return how many of the 32 bits are set."""
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    word = word + (word >> 8)
+    return (word + (word >> 16)) & 0x3F
+
+
+@triton.jit
+def first_column_of(ancestors, row, words, window):
+    """Return the column of the window-th node of each row's path, counted from its end: what lies before it is out of the window."""
+    column = row.to(tl.int32) * 0
+    if window < words * 32:  # no path is longer than its mask
+        missing = column + window
+        for index in range(words):
+            word = tl.load(ancestors + row * words + (words - 1 - index), mask=row >= 0, other=0)
+            nodes = count_bits(word)
+            bit = column * 0  # the highest with `missing` nodes at and above it
+            for step in tl.static_range(5):
+                higher = bit + (16 >> step)
+                bit = tl.where(count_bits((word >> higher) & (0x7FFFFFFF >> (higher - 1))) >= missing, higher, bit)
+            column = tl.where((missing > 0) & (nodes >= missing), (words - 1 - index) * 32 + bit, column)
+            missing -= nodes
+    return column
