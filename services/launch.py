@@ -6,6 +6,7 @@ This module and `cli` alone see all services, and import them only when one is s
 from __future__ import annotations
 
 import importlib.util
+import secrets
 import shutil
 import socket
 import sysconfig
@@ -39,6 +40,8 @@ Progress = Callable[[str], None]
 
 # `--draft inproc:DIR` of the target: the draft lives in its process.
 INPROC = "inproc:"
+OWN_PORTS = range(20_000, 32_000)
+"""Below those that systems give to connections (Linux: 32768 on)."""
 START_TIMEOUT_S = 600.0
 POLL_S = 0.05
 DRAFT_DRAIN_S = 10.0
@@ -264,14 +267,14 @@ def wants_inproc(options: StackOptions) -> bool:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port that is free now, and so is the one after it."""
+    """Return a port that is free now, and so is the one after it; the system gives neither to a connection before a service listens."""
     while True:
+        port = OWN_PORTS[secrets.randbelow(len(OWN_PORTS))]
         with socket.socket() as first, socket.socket() as second:
-            first.bind((host, 0))
-            port = int(first.getsockname()[1])
             try:
+                first.bind((host, port))
                 second.bind((host, port + 1))
-            except (OSError, OverflowError):
+            except OSError:
                 continue
             return port
 

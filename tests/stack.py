@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.common.v1 import common_pb2
 from outrider.gateway.v1 import gateway_pb2, gateway_pb2_grpc
+from outrider.services.launch import free_port
 from outrider.shared.rpc import address as addresses
 from outrider.target.v1 import target_pb2, target_pb2_grpc
 
@@ -38,12 +38,6 @@ PROMPTS = (
     "Write a Python function that adds two numbers.",
     "How many centimetres are in 3 metres?",
 )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def health_changes(address: str, service: str = "") -> Iterator[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -11,14 +10,9 @@ from typing import Any
 
 from outrider.services.gateway.app import GatewayServer
 from outrider.services.gateway.settings import GatewaySettings
+from outrider.services.launch import free_port
 
 START_S = 20
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass(slots=True)
