@@ -62,6 +62,7 @@ class _Tag(Enum):
     SENT = auto()
     RECEIVED = auto()
     LOOK = auto()
+    PEEKED = auto()
 
 
 class ClientStream:
@@ -90,6 +91,8 @@ class ClientStream:
         self._dealt = 0
         self._dealt_known = 0
         self._dealing = False
+        # Messages that came while something else was looked for.
+        self._early: deque[bytes] = deque()
         starts = (
             ((cygrpc.SendInitialMetadataOperation(None, NO_FLAGS), cygrpc.ReceiveStatusOnClientOperation(NO_FLAGS)), _Tag.STATUS),
             ((cygrpc.ReceiveInitialMetadataOperation(NO_FLAGS),), _Tag.HEADERS),
@@ -115,10 +118,11 @@ class ClientStream:
     def send(self, message: bytes) -> None:
         """Send a message, or queue it behind one that is being sent; never waits. What a stream that has ended is given is dropped."""
         with self._lock:
-            if self._sending:
-                self._unsent.append(message)
-            else:
+            if not self._sending:
                 self._sending = self._operate((cygrpc.SendMessageOperation(message, NO_FLAGS),), _Tag.SENT)
+                return
+            self._unsent.append(message)
+        self.look()  # perhaps nobody reads now, and so nobody hears that the one before is on its way
 
     def receive(self) -> bytes | None:
         """Wait for the next message that no other thread takes; None when the stream ended with status OK.
@@ -138,8 +142,10 @@ class ClientStream:
             if self._taken:
                 self._watch()
                 continue
-            with self._reading:
-                message = self._read(lambda: self._taken)
+            message = self._pop_early()
+            if message is None:
+                with self._reading:
+                    message = self._read(lambda: self._taken)
             if message is not None:
                 self._dealing = True
                 return message
@@ -159,28 +165,57 @@ class ClientStream:
             self._deadline = deadline
             if first:
                 self._operate((), _Tag.LOOK)
-        message = None
-        if not self._dealt_with_others():
+        message = self._pop_early()
+        if message is None and not self._dealt_with_others():
             with self._reading:
                 message = self._read(lambda: self._dealt_with_others() or time.monotonic() >= deadline)
         with self._lock:
             self._deadline, self._taken_at = math.inf, time.monotonic()
         return message
 
+    def give_back(self) -> None:
+        """Let the thread in `receive` read again, now; for the thread of `receive_within`, which expects nothing soon."""
+        self._taken = False
+
     def poll(self) -> list[bytes]:
         """Return what has come, without waiting; nothing while the thread in `receive` reads, which it does until `receive_within`.
 
-        For the thread of `receive_within`. It also takes in what was sent meanwhile, so that the next `send` starts at once instead of
-        behind one that is long on its way.
+        For the thread of `receive_within`.
         """
-        with self._lock:
-            if not (self._taken and self._operate((), _Tag.LOOK)):
-                return []
         messages: list[bytes] = []
-        with self._reading:
-            while (message := self._read(lambda: True)) is not None:
+        if self._taken:
+            self.look()
+            while (message := self._pop_early()) is not None:
                 messages.append(message)
         return messages
+
+    def look(self) -> None:
+        """Take in what the core has finished, without waiting, unless somebody reads, who does. Any thread.
+
+        What was sent makes way for what is to be sent then, an end shows in `ended`, and messages are returned to whoever asks next.
+        """
+        if not self._reading.acquire(blocking=False):
+            return
+        try:
+            with self._lock:
+                peeking, told = self._operate((), _Tag.PEEKED), False
+            while peeking and self._due:
+                event = self._call.next_event()
+                with self._lock:
+                    self._due -= 1
+                    message = self._handle(event)
+                    if message is not None:
+                        self._early.append(message)
+                peeking, told = event.tag is not _Tag.PEEKED, told or event.tag is _Tag.LOOK
+            if told:  # somebody else was meant
+                with self._lock:
+                    self._operate((), _Tag.LOOK)
+        finally:
+            self._reading.release()
+
+    def _pop_early(self) -> bytes | None:
+        with self._lock:
+            return self._early.popleft() if self._early else None
 
     def _dealt_with_others(self) -> bool:
         with self._lock:
@@ -206,6 +241,8 @@ class ClientStream:
                 self._operate((), _Tag.LOOK)
             elif self._deadline == math.inf and now - self._taken_at > KEEP_S:
                 self._taken = False
+        if self._unsent:
+            self.look()
 
     def _read(self, enough: Callable[[], bool]) -> bytes | None:
         """Return the next message; None at the end of the stream, or when it is told to look and finds that it is `enough`."""

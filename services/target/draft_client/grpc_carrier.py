@@ -33,8 +33,12 @@ REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grp
 SESSION_METHOD = "/outrider.draft.v1.Draft/Session"
 BULK_METHOD = "/outrider.draft.v1.Draft/Bulk"
 JOIN_S = 5.0
+LOOK_S = 1.0
+"""How often it is looked whether a bulk stream without traffic has ended."""
 AWAKE_S = 0.05
 """So long is a reply waited for awake; from then on asleep."""
+BEFORE_A_PAUSE = frozenset(("open", "close", "rounds_leave"))
+"""Messages whose answer, if there is one, the engine thread does not wait for at once."""
 CPU = torch.device("cpu")
 
 log = get_logger("outrider.target.draft")
@@ -100,6 +104,8 @@ class GrpcCarrier:
         self._offers_rounds = rounds
         self._device = device
         self._on_pong: Callable[[draft_pb2.Pong], None] = lambda _pong: None
+        # Chunks of rows that have not been answered.
+        self._owed = threading.Semaphore(0)
         self._bulk_reader = threading.Thread(target=self._read_bulk, name="draft-bulk", daemon=True)
 
     def hello(self, hello: draft_pb2.Hello) -> draft_pb2.HelloAck:
@@ -143,6 +149,8 @@ class GrpcCarrier:
         """See `Carrier.send`."""
         if self._stream is not None:
             self._stream.send(message.SerializeToString())
+            if message.WhichOneof("message") in BEFORE_A_PAUSE:
+                self._stream.give_back()
 
     def send_rows(self, message: draft_pb2.BulkRequest, rows: torch.Tensor) -> None:
         """See `Carrier.send_rows`: on the bulk stream."""
@@ -150,6 +158,7 @@ class GrpcCarrier:
             for part, some in parts_of(message, rows, MAX_CHUNK_BYTES):
                 part.features.CopyFrom(encode_tensor(some))
                 self._bulk.send(part.SerializeToString())
+                self._owed.release()
 
     def ping(self, message: draft_pb2.SessionRequest) -> None:
         """See `Carrier.ping`."""
@@ -175,6 +184,7 @@ class GrpcCarrier:
         if self.rounds is not None:
             self.rounds.close()
         self._inbox.put(None)  # whoever waits in `receive`
+        self._owed.release()
         with self._lock:
             for stream in self._streams:
                 stream.cancel()
@@ -225,11 +235,17 @@ class GrpcCarrier:
             self.close()
 
     def _read_bulk(self) -> None:
-        """Drain the acknowledgements; a bulk stream that ends takes the connection with it."""
+        """Drain the acknowledgements; a bulk stream that ends takes the connection with it.
+
+        While none is due this thread stays out of gRPC's core: among threads that wait there only one watches the sockets, for all.
+        """
         assert self._bulk is not None
         with contextlib.suppress(grpc.RpcError):
-            while self._bulk.receive() is not None:
-                pass
+            while not self._bulk.ended:
+                if not self._owed.acquire(timeout=LOOK_S):
+                    self._bulk.look()
+                elif self._bulk.receive() is None:
+                    break
         self.close()
         self._bulk.drain()
 
