@@ -7,7 +7,10 @@ import triton.language as tl
 
 NO_KEY = tl.constexpr(-(1 << 63))  # below every key of a number
 NO_SHORT_KEY = tl.constexpr(-(1 << 31))  # below every short key
-_SHORT_INDEX = tl.constexpr(4095)  # the largest index within a block that a short key holds
+SHORT_INDEX = tl.constexpr(4095)
+"""The largest index within a block that a short key holds."""
+WIDE_INDEX = tl.constexpr(0xFFFF)
+"""The largest index that a key of 16 bits of value and 16 of index holds."""
 
 
 @triton.jit
@@ -29,7 +32,7 @@ def short_key(values, place):
 
     Half as wide, hence twice as quick to compare, and the hardware finds the maximum of a warp in one instruction.
     """
-    return ((ordered_bits(values) >> 16) << 12) | (_SHORT_INDEX - place)
+    return ((ordered_bits(values) >> 16) << 12) | (SHORT_INDEX - place)
 
 
 @triton.jit
@@ -37,8 +40,32 @@ def lengthen_key(short, first):
     """Return the `rank_key` of what a short key was made from, `first` being the index of the block's first place."""
     upper = short >> 12
     ordered = (upper << 16) | tl.where(upper < 0, 0xFFFF, 0)
-    place = _SHORT_INDEX - (short & _SHORT_INDEX)
+    place = SHORT_INDEX - (short & SHORT_INDEX)
     return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - (first + place)).to(tl.int64)
+
+
+@triton.jit
+def narrowed(key):
+    """Return int32 keys in the order of `rank_key`'s, of values that were bf16 and of indices up to `WIDE_INDEX`.
+
+    NO_KEY becomes NO_SHORT_KEY.
+    """
+    return (((key >> 48) << 16) | (key & WIDE_INDEX)).to(tl.int32)
+
+
+@triton.jit
+def widened(narrow):
+    """Return the `rank_key` that `narrowed` was given."""
+    upper = narrow >> 16
+    ordered = (upper << 16) | tl.where(upper < 0, 0xFFFF, 0)
+    key = (ordered.to(tl.int64) << 32) | ((narrow & WIDE_INDEX) + (0x7FFFFFFF - WIDE_INDEX)).to(tl.int64)
+    return tl.where(narrow == NO_SHORT_KEY, NO_KEY, key)
+
+
+@triton.jit
+def value_of_bits(ordered):
+    """Return the fp32 values that `ordered_bits` was given; +0 for -0."""
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -50,8 +77,7 @@ def key_index(key):
 @triton.jit
 def key_value(key):
     """Return the fp32 value that a key was made from."""
-    ordered = (key >> 32).to(tl.int32)
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return value_of_bits((key >> 32).to(tl.int32))
 
 
 @triton.jit

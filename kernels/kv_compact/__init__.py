@@ -25,7 +25,8 @@ def kv_compact(
             any dtype.
         page_table: ``[bs, max_pages] int32``, the pages of each sequence in token order.
         cached_lens: ``[bs] int32``; tree node n of sequence b sits at token index ``cached_lens[b] + n``.
-        path: ``[bs, N] int32``, what `verify_tree` returns: node indices, root first, -1 padded.
+        path: ``[bs, N] int32``, what `verify_tree` returns: node indices, root first, -1 padded; rows may be strided. No sequence accepts
+            N nodes or more.
         num_accepted: ``[bs] int32``, accepted drafts, the root excluded; -1 leaves the sequence alone.
 
     Raises:

@@ -65,13 +65,14 @@ def kv_compact(
     if not sizes:
         return
     unit = next(unit for unit in _UNITS if all(address % unit == 0 and row_bytes % unit == 0 for address, row_bytes in sizes))
+    path = path if path.stride(1) == 1 else path.contiguous()
     columns = path.shape[1]
     nodes = _launch.next_power_of_2(columns)
     block = max(16, 2048 // nodes)
     grid = (page_table.shape[0], len(sizes), _launch.ceil_div(max(row_bytes for _, row_bytes in sizes) // unit, block))
     with _launch.on_device_of(path):
         _compact[grid](
-            _addresses(sizes, unit, path.device), page_table.contiguous(), page_table.shape[1], cached_lens.contiguous(), path.contiguous(),
-            columns, num_accepted.contiguous(), columns, PAGE_SIZE=page_size, UNIT=_UNITS[unit], NODES=nodes, BLOCK=block,
+            _addresses(sizes, unit, path.device), page_table.contiguous(), page_table.shape[1], cached_lens.contiguous(), path,
+            path.stride(0), num_accepted.contiguous(), columns, PAGE_SIZE=page_size, UNIT=_UNITS[unit], NODES=nodes, BLOCK=block,
             **_launch.dependent(path),
         )  # fmt: skip

@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from outrider.kernels import _launch
 from outrider.kernels._order.triton import NO_KEY, best_keys, key_index, rank_key
 from outrider.kernels.topk_expand.levels.triton import expand_level
-from outrider.kernels.topk_expand.parts.triton import UNFUSED, merged, split_rows
+from outrider.kernels.topk_expand.parts.triton import UNFUSED, merged, narrow_keys, split_rows
 from outrider.kernels.topk_expand.types import Expansion, Noise
 
 __all__ = ["expand_level", "select_beam", "topk_expand"]
@@ -23,14 +23,18 @@ __all__ = ["expand_level", "select_beam", "topk_expand"]
 
 @triton.jit
 def _expand_merge(
-    logits, row_stride, parent_scores, d2t, keys, shares, ranked, tokens, scores, logprobs, splits, topk,
-    NOISE: tl.constexpr, HAS_D2T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr
+    logits, row_stride, parent_scores, d2t, temperature, keys, shares, tokens, scores, logprobs, splits, topk,
+    NOISE: tl.constexpr, HAS_D2T: tl.constexpr, SHORT: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64) + tl.zeros((1,), tl.int64)
+    warm = tl.program_id(0) * 0
+    if NOISE:
+        warm = (tl.load(temperature + tl.program_id(0)) > 0).to(tl.int32)
     token, score, logprob, inside = merged(
-        logits, row_stride, d2t, keys, shares, ranked, parent_scores, row, row >= 0, splits, topk, NOISE, HAS_D2T, False, 1, BLOCK_S,
+        logits, row_stride, d2t, keys, shares, parent_scores, row, row >= 0, splits, topk, warm, NOISE, HAS_D2T, False, SHORT, 1, BLOCK_S,
         BLOCK_C, BLOCK_K
     )  # fmt: skip
     if PDL:
@@ -52,11 +56,12 @@ def topk_expand(logits: torch.Tensor, parent_scores: torch.Tensor, topk: int, d2
     if rows:
         offsets = None if d2t is None else d2t.contiguous()
         with _launch.on_device_of(logits):
-            keys, shares, ranked = split_rows(logits, topk, 1, 0, offsets, noise)
+            keys, shares = split_rows(logits, topk, 1, 0, offsets, noise)
             splits = keys.shape[1]
             _expand_merge[(rows,)](
-                logits, logits.stride(0), parent_scores.contiguous(), logits if offsets is None else offsets, keys, shares, ranked, tokens,
-                scores, logprobs, splits, topk, NOISE=noise is not None, HAS_D2T=d2t is not None, BLOCK_S=_launch.next_power_of_2(splits),
+                logits, logits.stride(0), parent_scores.contiguous(), logits if offsets is None else offsets,
+                logits if noise is None else noise.temperature.contiguous(), keys, shares, tokens, scores, logprobs, splits, topk,
+                NOISE=noise is not None, HAS_D2T=d2t is not None, SHORT=narrow_keys(logits), BLOCK_S=_launch.next_power_of_2(splits),
                 BLOCK_C=_launch.next_power_of_2(splits * topk), BLOCK_K=_launch.next_power_of_2(topk), num_warps=1,
                 **UNFUSED, **_launch.dependent(logits),
             )  # fmt: skip

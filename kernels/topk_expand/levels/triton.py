@@ -8,9 +8,19 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
-from outrider.kernels._order.triton import NO_KEY, NO_SHORT_KEY, key_index, key_value, lengthen_key, rank_key, short_key
+from outrider.kernels._order.triton import (
+    NO_KEY,
+    NO_SHORT_KEY,
+    key_index,
+    key_value,
+    lengthen_key,
+    ordered_bits,
+    rank_key,
+    short_key,
+    value_of_bits,
+)
 from outrider.kernels.philox.triton import gumbel
-from outrider.kernels.topk_expand.parts.triton import COUNTED, MAX_BLOCK, UNFUSED, merged, split_rows
+from outrider.kernels.topk_expand.parts.triton import MAX_BLOCK, UNFUSED, merged, narrow_keys, split_rows
 from outrider.kernels.topk_expand.types import Beam, Candidates, Noise
 
 _WHOLE_ROWS = 1
@@ -19,21 +29,15 @@ _WHOLE_ROWS = 1
 
 @triton.jit
 def _note_and_pick(
-    token, score, logprob, inside, sequence, beam_candidates, beam_ancestors, scores, tokens, parents, logprobs, order,
+    token, score, logprob, inside, sequence, parent, beam_ancestors, scores, tokens, parents, logprobs,
     next_tokens, next_scores, next_parents, next_candidates, next_ancestors, columns, first, topk, width, words, column,
-    ROOTS: tl.constexpr, LAST: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr
+    ROOTS: tl.constexpr, LAST: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Note the children ``[BLOCK_W, BLOCK_K]`` of a sequence's rows from column `first` on, and pick the next beam among them.
 
-    `column` is the scratch column of the next beam's first row; `order` takes the keys of few children, which all threads then compare
-    theirs with.
+    `parent` are the candidates that the rows were; `column` is the scratch column of the next beam's first row.
     """
-    local = tl.arange(0, BLOCK_W)
-    child = local[:, None] * topk + tl.arange(0, BLOCK_K)[None, :]
-    parent = tl.full((BLOCK_W,), -1, tl.int32)
-    if not ROOTS:
-        parent = tl.load(beam_candidates + sequence * width + local, mask=local < width, other=-1)
+    child = tl.arange(0, BLOCK_W)[:, None] * topk + tl.arange(0, BLOCK_K)[None, :]
     table = sequence * columns + first
     if LAST and PDL:
         gdc_launch_dependents()
@@ -42,54 +46,55 @@ def _note_and_pick(
     tl.store(logprobs + table + child, logprob, mask=inside)
     tl.store(parents + table + child, tl.zeros_like(child) + parent[:, None], mask=inside)
     if not LAST:
-        if BLOCK_M <= COUNTED:
-            mine = order + sequence * width * topk
-            tl.store(mine + child, rank_key(score, child), mask=inside)
-            tl.debug_barrier()  # the children were stored by other threads
-            chosen = tl.arange(0, BLOCK_M)
-            key = tl.load(mine + chosen, mask=chosen < width * topk, other=NO_KEY)
-            place = tl.zeros((BLOCK_M,), tl.int32)
-            for at in range(width):
-                for i in tl.static_range(BLOCK_K):
-                    other = tl.load(mine + at * topk + i, mask=i < topk, other=NO_KEY)
-                    place += (other > key).to(tl.int32)
-            kept = (place < topk) & (chosen < width * topk)
-        else:
-            left = tl.where(inside, rank_key(score, child), NO_KEY)
-            place = tl.arange(0, BLOCK_K)
-            key = tl.full((BLOCK_K,), NO_KEY, tl.int64)
-            for i in range(topk):
-                top = tl.max(tl.max(left, 1), 0)
-                key = tl.where(place == i, top, key)
-                left = tl.where(left == top, NO_KEY, left)
-            kept = place < topk
-            chosen = tl.where(kept, key_index(key), 0)
-            tl.debug_barrier()  # the children were stored by other threads
+        # Value and index are compared one after the other: the hardware finds the extremum of 32 bits over a warp in one instruction.
+        left = tl.where(inside, ordered_bits(score), NO_SHORT_KEY)
+        place = tl.arange(0, BLOCK_K)
+        chosen = tl.zeros((BLOCK_K,), tl.int32)
+        bits = tl.zeros((BLOCK_K,), tl.int32)
+        chosen_token = tl.zeros((BLOCK_K,), tl.int32)
+        for i in range(topk):
+            top = tl.max(tl.max(left, 1), 0)
+            at = tl.min(tl.min(tl.where(inside & (left == top), child, 0x7FFFFFFF), 1), 0)
+            hit = inside & (child == at)
+            chosen = tl.where(place == i, at, chosen)
+            bits = tl.where(place == i, top, bits)
+            chosen_token = tl.where(place == i, tl.max(tl.max(tl.where(hit, token, -1), 1), 0), chosen_token)
+            left = tl.where(hit, NO_SHORT_KEY, left)
+        kept = place < topk
         above = sequence * width + chosen // topk  # among the rows of this level
         word = tl.arange(0, BLOCK_N)
-        bit = tl.full(place.shape, 1, tl.int32) << ((column + place) % 32)
+        bit = tl.full((BLOCK_K,), 1, tl.int32) << ((column + place) % 32)
         mask = tl.where(((column + place) // 32)[:, None] == word[None, :], bit[:, None], 0)
         seen = kept[:, None] & (word < words)[None, :]
         if not ROOTS:
             mask |= tl.load(beam_ancestors + above[:, None] * words + word[None, :], mask=seen, other=0)
-        chosen_token = tl.load(tokens + table + chosen, mask=kept, other=0)
         out = sequence * topk + place
         if PDL:
             gdc_launch_dependents()
         tl.store(next_tokens + out, chosen_token, mask=kept)
-        tl.store(next_scores + out, key_value(key), mask=kept)
+        tl.store(next_scores + out, value_of_bits(bits), mask=kept)
         tl.store(next_parents + out, above.to(tl.int32), mask=kept)
         tl.store(next_candidates + out, first + chosen, mask=kept)
         tl.store(next_ancestors + out[:, None] * words + word[None, :], mask, mask=seen)
 
 
+@triton.jit
+def _parents(beam_candidates, sequence, width, ROOTS: tl.constexpr, BLOCK_W: tl.constexpr):
+    """Return which candidates the rows of a sequence are, ``[BLOCK_W] int32``: -1 for a root."""
+    local = tl.arange(0, BLOCK_W)
+    parent = tl.full((BLOCK_W,), -1, tl.int32)
+    if not ROOTS:
+        parent = tl.load(beam_candidates + sequence * width + local, mask=local < width, other=-1)
+    return parent
+
+
 @triton.jit(do_not_specialize=["first", "width", "column"])
 def _level_merge(
-    logits, row_stride, d2t, keys, shares, beam_scores, beam_candidates, beam_ancestors, scores, tokens, parents, logprobs, ranked, order,
+    logits, row_stride, d2t, temperature, keys, shares, beam_scores, beam_candidates, beam_ancestors, scores, tokens, parents, logprobs,
     next_tokens, next_scores, next_parents, next_candidates, next_ancestors,
     columns, first, splits, topk, width, words, column,
-    NOISE: tl.constexpr, HAS_D2T: tl.constexpr, ROOTS: tl.constexpr, LAST: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
+    NOISE: tl.constexpr, HAS_D2T: tl.constexpr, SHORT: tl.constexpr, ROOTS: tl.constexpr, LAST: tl.constexpr, BLOCK_W: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Merge the splits of a sequence's rows, note the children and pick the next beam."""
     if PDL:
@@ -97,14 +102,18 @@ def _level_merge(
     sequence = tl.program_id(0).to(tl.int64)
     local = tl.arange(0, BLOCK_W)
     row = sequence * width + local
+    parent = _parents(beam_candidates, sequence, width, ROOTS, BLOCK_W)
+    warm = tl.program_id(0) * 0
+    if NOISE:
+        warm = (tl.load(temperature + sequence) > 0).to(tl.int32)
     token, score, logprob, inside = merged(
-        logits, row_stride, d2t, keys, shares, ranked, beam_scores, row, local < width, splits, topk, NOISE, HAS_D2T, ROOTS, BLOCK_W,
+        logits, row_stride, d2t, keys, shares, beam_scores, row, local < width, splits, topk, warm, NOISE, HAS_D2T, ROOTS, SHORT, BLOCK_W,
         BLOCK_S, BLOCK_C, BLOCK_K
     )  # fmt: skip
     _note_and_pick(
-        token, score, logprob, inside, sequence, beam_candidates, beam_ancestors, scores, tokens, parents, logprobs, order,
-        next_tokens, next_scores, next_parents, next_candidates, next_ancestors, columns, first, topk, width, words, column,
-        ROOTS, LAST, BLOCK_W, BLOCK_K, BLOCK_M, BLOCK_N, PDL
+        token, score, logprob, inside, sequence, parent, beam_ancestors, scores, tokens, parents, logprobs, next_tokens, next_scores,
+        next_parents, next_candidates, next_ancestors, columns, first, topk, width, words, column, ROOTS, LAST, BLOCK_W, BLOCK_K, BLOCK_N,
+        PDL
     )  # fmt: skip
 
 
@@ -142,10 +151,10 @@ def _best_of_plain_rows(values, draft_id, inside, topk, SHORT: tl.constexpr, BLO
 @triton.jit(do_not_specialize=["first", "width", "column", "level"])
 def _level_whole(
     logits, row_stride, d2t, temperature, seeds, positions, choices, beam_scores, beam_candidates, beam_ancestors,
-    scores, tokens, parents, logprobs, order, next_tokens, next_scores, next_parents, next_candidates, next_ancestors,
+    scores, tokens, parents, logprobs, next_tokens, next_scores, next_parents, next_candidates, next_ancestors,
     vocab, columns, first, topk, width, words, column, level,
     NOISE: tl.constexpr, HAS_D2T: tl.constexpr, SHORT: tl.constexpr, ROOTS: tl.constexpr, LAST: tl.constexpr, BLOCK_W: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
+    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Expand the rows of a sequence over the whole vocabulary, note the children and pick the next beam."""
     if PDL:
@@ -189,9 +198,9 @@ def _level_whole(
     if not ROOTS:
         score += tl.load(beam_scores + row, mask=real, other=0.0)[:, None]
     _note_and_pick(
-        child_token, score, logprob, inside, sequence, beam_candidates, beam_ancestors, scores, tokens, parents, logprobs, order,
-        next_tokens, next_scores, next_parents, next_candidates, next_ancestors, columns, first, topk, width, words, column,
-        ROOTS, LAST, BLOCK_W, BLOCK_K, BLOCK_M, BLOCK_N, PDL
+        child_token, score, logprob, inside, sequence, _parents(beam_candidates, sequence, width, ROOTS, BLOCK_W), beam_ancestors, scores,
+        tokens, parents, logprobs, next_tokens, next_scores, next_parents, next_candidates, next_ancestors, columns, first, topk, width,
+        words, column, ROOTS, LAST, BLOCK_W, BLOCK_K, BLOCK_N, PDL
     )  # fmt: skip
 
 
@@ -223,34 +232,32 @@ def expand_level(
         offsets = logits if d2t is None else d2t.contiguous()
         above = following if beam is None else beam
         block_w, block_v = _launch.next_power_of_2(width), _launch.next_power_of_2(vocab)
-        order = _launch.empty((bs, width * topk), torch.int64, device)
         begin = candidates.level(level, topk).start
         kinds = {"NOISE": noise is not None, "HAS_D2T": d2t is not None, "ROOTS": beam is None, "LAST": last}
         blocks = {
             "BLOCK_W": block_w,
             "BLOCK_K": _launch.next_power_of_2(topk),
-            "BLOCK_M": _launch.next_power_of_2(width * topk),
             "BLOCK_N": _launch.next_power_of_2(words),
         }
         with _launch.on_device_of(logits):
+            heat, seeds, positions, choices = (part.contiguous() for part in noise) if noise is not None else (logits,) * 4
             if block_v <= MAX_BLOCK and width <= _WHOLE_ROWS:
-                heat, seeds, positions, choices = (part.contiguous() for part in noise) if noise is not None else (logits,) * 4
                 _level_whole[(bs,)](
                     logits, logits.stride(0), offsets, heat, seeds, positions, choices, above.scores, above.candidates, above.ancestors,
-                    candidates.scores, candidates.tokens, candidates.parents, candidates.logprobs, order, following.tokens,
-                    following.scores, following.parents, following.candidates, following.ancestors, vocab, columns, begin, topk, width,
+                    candidates.scores, candidates.tokens, candidates.parents, candidates.logprobs, following.tokens, following.scores,
+                    following.parents, following.candidates, following.ancestors, vocab, columns, begin, topk, width,
                     words, level * topk, level, SHORT=logits.dtype is torch.bfloat16, BLOCK_V=block_v, **kinds, **blocks,
                     num_warps=max(1, min(16, block_w * block_v // 256)), **UNFUSED, **_launch.dependent(logits),
                 )  # fmt: skip
             else:
-                keys, shares, ranked = split_rows(logits, topk, width, level, None if d2t is None else offsets, noise)
-                splits = keys.shape[1]
+                keys, shares = split_rows(logits, topk, width, level, None if d2t is None else offsets, noise)
+                splits, narrow = keys.shape[1], narrow_keys(logits)
                 block_c = _launch.next_power_of_2(splits * topk)
                 _level_merge[(bs,)](
-                    logits, logits.stride(0), offsets, keys, shares, above.scores, above.candidates, above.ancestors,
-                    candidates.scores, candidates.tokens, candidates.parents, candidates.logprobs, ranked, order, following.tokens,
-                    following.scores, following.parents, following.candidates, following.ancestors, columns, begin, splits, topk, width,
-                    words, level * topk, BLOCK_S=_launch.next_power_of_2(splits), BLOCK_C=block_c, **kinds, **blocks,
-                    num_warps=1 if block_w * block_c <= 256 else 4, **UNFUSED, **_launch.dependent(logits),
+                    logits, logits.stride(0), offsets, heat, keys, shares, above.scores, above.candidates, above.ancestors,
+                    candidates.scores, candidates.tokens, candidates.parents, candidates.logprobs, following.tokens, following.scores,
+                    following.parents, following.candidates, following.ancestors, columns, begin, splits, topk, width,
+                    words, level * topk, SHORT=narrow, BLOCK_S=_launch.next_power_of_2(splits), BLOCK_C=block_c, **kinds, **blocks,
+                    num_warps=1 if block_w * block_c <= (1024 if narrow else 256) else 4, **UNFUSED, **_launch.dependent(logits),
                 )  # fmt: skip
     return None if last else following

@@ -13,14 +13,18 @@ from outrider.kernels import _launch
 from outrider.kernels._order.triton import (
     NO_KEY,
     NO_SHORT_KEY,
+    SHORT_INDEX,
+    WIDE_INDEX,
     best_keys,
     best_keys_of_rows,
     best_short_keys,
     key_index,
     key_value,
     lengthen_key,
+    narrowed,
     rank_key,
     short_key,
+    widened,
 )
 from outrider.kernels.philox.triton import gumbel
 from outrider.kernels.topk_expand.types import Noise
@@ -28,8 +32,8 @@ from outrider.kernels.topk_expand.types import Noise
 MAX_BLOCK = 4096  # what a short key has places for
 WANTED_PROGRAMS = 128
 MAX_SPLITS = 32  # beyond, the merge is what takes time
-COUNTED = tl.constexpr(16)
-"""Up to so many keys are ranked by counting; of 128, each thread's loads took three times what the maxima take (measured)."""
+CHUNKED = 1024
+"""Elements of a block from which on the best are looked for among those of its best chunks."""
 UNFUSED = {"enable_fp_fusion": False}
 """For merges. A product that is rounded in one lane and fused into the sum in another gives the lanes of a row different log-sum-exps,
 and equal logits scores that differ in the last bit: their order would not be that of their indices."""
@@ -53,20 +57,41 @@ def _log_sum_exp(tops, sums):
 
 
 @triton.jit
-def _best_of_plain(values, place, inside, first, topk, SHORT: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return the best keys of a block of logits whose first index is `first`."""
+def _best_of_plain(
+    part, values, place, inside, first, count, topk, SHORT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """Return the best keys of a block of logits: `count` of them at `part`, whose first index is `first`.
+
+    Finding one maximum after the other looks at all elements each time. So the maxima of chunks of CHUNK are found first (0: no chunks):
+    the best `topk` elements lie in the `topk` chunks whose maxima are the greatest, and only those are looked through, read once more.
+    """
     if SHORT:
-        short = best_short_keys(tl.where(inside, short_key(values, place), NO_SHORT_KEY), topk, BLOCK_K)
+        short = tl.where(inside, short_key(values, place), NO_SHORT_KEY)
+        if CHUNK > 0:
+            best_chunks = best_short_keys(tl.max(tl.reshape(short, (BLOCK // CHUNK, CHUNK)), 1), topk, BLOCK_K)
+            near = -((best_chunks & SHORT_INDEX) - SHORT_INDEX) // CHUNK * CHUNK
+            near = near[:, None] + tl.arange(0, CHUNK)[None, :]
+            again = tl.load(part + near, mask=near < count, other=-float("inf")).to(tl.float32)
+            short = tl.reshape(tl.where(near < count, short_key(again, near), NO_SHORT_KEY), (BLOCK_K * CHUNK,))
+        short = best_short_keys(short, topk, BLOCK_K)
         best = tl.where(short == NO_SHORT_KEY, NO_KEY, lengthen_key(short, first))
     else:
-        best = best_keys(tl.where(inside, rank_key(values, first + place), NO_KEY), topk, BLOCK_K)
+        keys = tl.where(inside, rank_key(values, first + place), NO_KEY)
+        if CHUNK > 0:
+            best_chunks = best_keys(tl.max(tl.reshape(keys, (BLOCK // CHUNK, CHUNK)), 1), topk, BLOCK_K)
+            near = tl.minimum(tl.maximum(key_index(best_chunks) - first, 0), BLOCK - 1) // CHUNK * CHUNK  # of NO_KEY, any
+            near = near[:, None] + tl.arange(0, CHUNK)[None, :]
+            again = tl.load(part + near, mask=near < count, other=-float("inf")).to(tl.float32)
+            keys = tl.reshape(tl.where(near < count, rank_key(again, first + near), NO_KEY), (BLOCK_K * CHUNK,))
+        best = best_keys(keys, topk, BLOCK_K)
     return best
 
 
 @triton.jit(do_not_specialize=["width", "level"])
 def _expand_split(
     logits, row_stride, d2t, temperature, seeds, positions, choices, keys, shares, vocab, splits, topk, width, level,
-    NOISE: tl.constexpr, HAS_D2T: tl.constexpr, SHORT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr
+    NOISE: tl.constexpr, HAS_D2T: tl.constexpr, SHORT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr
 ):  # fmt: skip
     """Leave the best keys and the shares of one block of one row; `width` rows share an entry of the noise."""
     if PDL:
@@ -75,7 +100,9 @@ def _expand_split(
     place = tl.arange(0, BLOCK)
     draft_id = split * BLOCK + place
     inside = draft_id < vocab
-    plain = tl.load(logits + row * row_stride + draft_id, mask=inside, other=-float("inf")).to(tl.float32)
+    first = split * BLOCK
+    part = logits + row * row_stride + first
+    plain = tl.load(part + place, mask=inside, other=-float("inf")).to(tl.float32)
     top, total = max_and_sum(plain)
     noisy_top, noisy_total = top, total
     if NOISE:
@@ -91,9 +118,9 @@ def _expand_split(
             noisy_top, noisy_total = max_and_sum(value)
             best = best_keys(tl.where(inside, rank_key(value, draft_id), NO_KEY), topk, BLOCK_K)
         else:
-            best = _best_of_plain(plain, place, inside, split * BLOCK, topk, SHORT, BLOCK_K)
+            best = _best_of_plain(part, plain, place, inside, first, vocab - first, topk, SHORT, BLOCK, CHUNK, BLOCK_K)
     else:
-        best = _best_of_plain(plain, place, inside, split * BLOCK, topk, SHORT, BLOCK_K)
+        best = _best_of_plain(part, plain, place, inside, first, vocab - first, topk, SHORT, BLOCK, CHUNK, BLOCK_K)
     if PDL:
         gdc_launch_dependents()
     share = shares + (row * splits + split) * 4
@@ -106,42 +133,56 @@ def _expand_split(
 
 
 @triton.jit
-def _best_of_splits(keys, ranked, row, real, splits, topk, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return the best keys ``[BLOCK_W, BLOCK_K]`` of every row among those of its splits, descending, by way of ``ranked [rows, topk]``.
+def _best_of_splits(
+    keys, row, real, splits, topk, narrow, SHORT: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """Return the best keys ``[BLOCK_W, BLOCK_K]`` of every row among those of its splits, descending.
 
-    Of few keys each one's place is the number of keys above it: counting them asks no other thread, whereas finding one maximum after
-    the other waits for all of them each time.
+    With SHORT, `narrow` says that the values were bf16: keys half as wide are then compared.
     """
     count = splits * topk
     candidate = tl.arange(0, BLOCK_C)
     found = tl.load(keys + row[:, None] * count + candidate[None, :], mask=real[:, None] & (candidate < count)[None, :], other=NO_KEY)
-    if BLOCK_C <= COUNTED:
-        rank = tl.zeros((BLOCK_W, BLOCK_C), tl.int32)
-        for split in range(splits):
-            for i in tl.static_range(BLOCK_K):
-                other = tl.load(keys + row * count + split * topk + i, mask=real & (i < topk), other=NO_KEY)
-                rank += (other[:, None] > found).to(tl.int32)
-        tl.store(ranked + row[:, None] * topk + rank, found, mask=(found > NO_KEY) & (rank < topk))
-        tl.debug_barrier()  # other threads have stored the rest of a row
-        place = tl.arange(0, BLOCK_K)
-        best = tl.load(ranked + row[:, None] * topk + place[None, :], mask=real[:, None] & (place < topk)[None, :], other=NO_KEY)
+    if SHORT:
+        if narrow:
+            best = widened(_best_narrow(narrowed(found), topk, BLOCK_W, BLOCK_K))
+        else:
+            best = best_keys_of_rows(found, topk, BLOCK_W, BLOCK_K)
     else:
         best = best_keys_of_rows(found, topk, BLOCK_W, BLOCK_K)
     return best
 
 
 @triton.jit
+def _best_narrow(keys, k, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return what `best_keys_of_rows` does, of keys of 32 bits."""
+    place = tl.arange(0, BLOCK)
+    best = tl.full((ROWS, BLOCK), NO_SHORT_KEY, tl.int32)
+    for i in range(k):
+        top = tl.max(keys, 1)
+        best = tl.where((place == i)[None, :], top[:, None], best)
+        keys = tl.where(keys == top[:, None], NO_SHORT_KEY, keys)
+    return best
+
+
+@triton.jit
 def merged(
-    logits, row_stride, d2t, keys, shares, ranked, parent_scores, row, real, splits, topk,
-    NOISE: tl.constexpr, HAS_D2T: tl.constexpr, ROOTS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_S: tl.constexpr,
+    logits, row_stride, d2t, keys, shares, parent_scores, row, real, splits, topk, warm,
+    NOISE: tl.constexpr, HAS_D2T: tl.constexpr, ROOTS: tl.constexpr, SHORT: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Return the tokens, scores and log-probs ``[BLOCK_W, BLOCK_K]`` of the children of the rows ``row [BLOCK_W]``."""
+    """Return the tokens, scores and log-probs ``[BLOCK_W, BLOCK_K]`` of the children of the rows ``row [BLOCK_W]``.
+
+    `warm`: the rows were given noise. Without it, what is ranked are the logits.
+    """
+    before = tl.zeros((BLOCK_W,), tl.float32)
+    if not ROOTS:
+        before = tl.load(parent_scores + row, mask=real, other=0.0)
     split = tl.arange(0, BLOCK_S)
     share = shares + (row[:, None] * splits + split[None, :]) * 4
     there = real[:, None] & (split < splits)[None, :]
     log_total = _log_sum_exp(tl.load(share, mask=there, other=-float("inf")), tl.load(share + 1, mask=there, other=0.0))
-    best = _best_of_splits(keys, ranked, row, real, splits, topk, BLOCK_W, BLOCK_C, BLOCK_K)
+    best = _best_of_splits(keys, row, real, splits, topk, warm == 0, SHORT, BLOCK_W, BLOCK_C, BLOCK_K)
     inside = real[:, None] & (tl.arange(0, BLOCK_K) < topk)[None, :]
     draft_id = tl.where(inside, key_index(best), 0)
     token = draft_id
@@ -150,28 +191,25 @@ def merged(
     step = key_value(best) - log_total[:, None]
     logprob = step
     if NOISE:
-        noisy_log_total = _log_sum_exp(tl.load(share + 2, mask=there, other=-float("inf")), tl.load(share + 3, mask=there, other=0.0))
-        step = key_value(best) - noisy_log_total[:, None]
-        plain = tl.load(logits + row[:, None] * row_stride + draft_id, mask=inside, other=0.0).to(tl.float32)
-        logprob = plain - log_total[:, None]
-    score = step
-    if not ROOTS:
-        score = tl.load(parent_scores + row, mask=real, other=0.0)[:, None] + step
-    return token, score, logprob, inside
+        noisy = warm > 0
+        if noisy:
+            noisy_log_total = _log_sum_exp(tl.load(share + 2, mask=there, other=-float("inf")), tl.load(share + 3, mask=there, other=0.0))
+            step = key_value(best) - noisy_log_total[:, None]
+            plain = tl.load(logits + row[:, None] * row_stride + draft_id, mask=inside, other=0.0).to(tl.float32)
+            logprob = plain - log_total[:, None]
+    return token, before[:, None] + step, logprob, inside
 
 
 class Parts(NamedTuple):
-    """What the splits of a vocabulary leave, and room to merge it.
+    """What the splits of a vocabulary leave.
 
     Attributes:
         keys: ``[rows, splits, topk] int64``.
         shares: ``[rows, splits, 4] fp32``.
-        ranked: ``[rows, topk] int64``.
     """
 
     keys: torch.Tensor
     shares: torch.Tensor
-    ranked: torch.Tensor
 
 
 def split_rows(logits: torch.Tensor, topk: int, width: int, level: int, d2t: torch.Tensor | None, noise: Noise | None) -> Parts:
@@ -180,12 +218,19 @@ def split_rows(logits: torch.Tensor, topk: int, width: int, level: int, d2t: tor
     wanted = _launch.ceil_div(vocab, max(1, min(MAX_SPLITS, WANTED_PROGRAMS // rows)))
     block = min(MAX_BLOCK, _launch.next_power_of_2(vocab), max(1024, _launch.next_power_of_2(wanted)))
     splits = _launch.ceil_div(vocab, block)
+    chunk = 0 if block < CHUNKED or topk < 3 else 64 if block >= 4096 else 32
     keys = _launch.empty((rows, splits, topk), torch.int64, logits.device)
     shares = _launch.empty((rows, splits, 4), torch.float32, logits.device)
     heat, seeds, positions, choices = (part.contiguous() for part in noise) if noise is not None else (logits,) * 4
     _expand_split[(rows, splits)](
         logits, logits.stride(0), logits if d2t is None else d2t, heat, seeds, positions, choices, keys, shares, vocab, splits, topk,
         width, level, NOISE=noise is not None, HAS_D2T=d2t is not None, SHORT=logits.dtype is torch.bfloat16,
-        BLOCK=block, BLOCK_K=_launch.next_power_of_2(topk), num_warps=max(1, min(8, block // 256)), **_launch.dependent(logits),
+        BLOCK=block, CHUNK=chunk, BLOCK_K=_launch.next_power_of_2(topk), num_warps=max(1, min(4 if chunk else 8, block // 256)),
+        **_launch.dependent(logits),
     )  # fmt: skip
-    return Parts(keys, shares, _launch.empty((rows, topk), torch.int64, logits.device))
+    return Parts(keys, shares)
+
+
+def narrow_keys(logits: torch.Tensor) -> bool:
+    """Whether the keys of these logits fit into 32 bits."""
+    return logits.dtype is torch.bfloat16 and logits.shape[1] <= WIDE_INDEX.value + 1
