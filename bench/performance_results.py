@@ -107,6 +107,17 @@ class Results:
 
         return self._latest("latency", case, wanted, needs, fits, near)
 
+    def profiled(self) -> Recorded | None:
+        """Return the latest file of `outrider bench latency --profile` on a GPU, of the shape that is promised for."""
+        for recorded in self._files:
+            if (
+                recorded.content.get("profiles")
+                and str(recorded.settings("device")).startswith("cuda")
+                and recorded.settings("shape") == SHAPE
+            ):
+                return recorded
+        return None
+
     def perplexity(self, case: str) -> tuple[Recorded, Mapping[str, Any]] | None:
         """Return the same of `outrider bench perplexity` on GSM8K's text, on any device: it rounds alike on all of them."""
 

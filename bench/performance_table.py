@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.bench.performance_goals import GOALS
+from outrider.bench.performance_profile import profile_lines
 from outrider.bench.performance_results import Results, read_result
 from outrider.shared.base.errors import ConfigurationError
 
@@ -98,6 +99,16 @@ def cost_lines(results: Results) -> Iterator[str]:
     yield from _commands(sources)
 
 
+def time_lines(results: Results) -> Iterator[str]:
+    """Yield the lines of where the GPU's time goes in a round, and the command of the file that lists every kernel."""
+    recorded = results.profiled()
+    if recorded is None:
+        yield f"Where a round's time goes is {NOT_MEASURED}."
+        return
+    yield from profile_lines(recorded)
+    yield from _commands({recorded.path})
+
+
 def _commands(sources: set[Path]) -> Iterator[str]:
     if sources:
         yield ""
@@ -110,4 +121,5 @@ def _commands(sources: set[Path]) -> Iterator[str]:
 TABLES = (
     Table("<!-- performance table: made by `outrider bench table` -->", "<!-- end of the performance table -->", goal_lines),
     Table("<!-- cost of --deterministic: made by `outrider bench table` -->", "<!-- end of that cost -->", cost_lines),
+    Table("<!-- time of a round: made by `outrider bench table` -->", "<!-- end of that time -->", time_lines),
 )

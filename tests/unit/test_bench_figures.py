@@ -18,7 +18,7 @@ from outrider.bench.latency import parse_shapes
 from outrider.bench.load import Experience, Load, summarise_load
 from outrider.bench.performance_goals import GOALS
 from outrider.bench.performance_results import Results
-from outrider.bench.performance_table import NOT_MEASURED, TABLES, cost_lines, goal_lines, run_table
+from outrider.bench.performance_table import NOT_MEASURED, TABLES, cost_lines, goal_lines, run_table, time_lines
 from outrider.bench.record import Result, Row
 from outrider.bench.roofline import Ceilings
 from outrider.bench.serve import serve_rows
@@ -272,6 +272,25 @@ def test_perplexity_has_its_rows(tmp_path: Path) -> None:
     record(tmp_path, "perplexity", "perplexity", {"device": "cpu", "dtype": "float32", "text": "gsm8k_test.jsonl"}, rows)
     assert "**+1.50 % (101.5; cpu, float32)** (missed)" in line_of(tmp_path, "FP8 products, perplexity on GSM8K's test text, demo target")
     assert not any("FP8 cache" in line for line in goal_lines(Results(tmp_path))), "no figure was promised for it"
+
+
+def test_a_profile_is_summed_up_by_what_kernels_are_for(tmp_path: Path) -> None:
+    assert NOT_MEASURED in "".join(time_lines(Results(tmp_path)))
+    kernels = [
+        ["_dot_tiles", 10, 5.0, 0.5], ["sum_rows", 1, 0.5, 0.05], ["nvjet_hsh_128x256", 2, 1.0, 0.1], ["_attention", 3, 2.0, 0.2],
+        ["_merge", 3, 0.1, 0.01], ["_level_merge", 3, 0.3, 0.03], ["_argmax_merge", 1, 0.1, 0.01], ["Memcpy DtoH", 1, 0.1, 0.01],
+    ]  # fmt: skip
+    content = {
+        "benchmark": "latency",
+        "command": ["outrider", "bench", "latency", "--profile"],
+        "settings": SETTINGS,
+        "profiles": {"plain, batch 1": {"kernels": kernels, "gpu_idle": 0.012, "gpu_idle_between": 0.004}},
+    }
+    (tmp_path / "p.json").write_text(json.dumps(content))
+    lines = list(time_lines(Results(tmp_path)))
+    assert lines[0] == "| shares of the GPU's time | plain, batch 1 |"
+    assert [line.rsplit("| ", 1)[1] for line in lines[2:7]] == ["65.0 % |", "21.0 % |", "3.0 % |", "2.0 % |", "1.2 %; 0.4 % |"]
+    assert lines[-1] == "- [p](../bench/results/p.json): `outrider bench latency --profile`"
 
 
 def test_the_table_is_written_between_its_marks(tmp_path: Path) -> None:
