@@ -1,4 +1,4 @@
-"""verify in Triton: argmax with noise in two launches (a large vocabulary is split over programs), and the walk.
+"""verify in Triton: argmax, with noise if wanted, in two launches (a large vocabulary is split over programs), and the walk.
 
 The contract is in the package's docstring. Batches that ask for filters (top-k, top-p, min-p) take `filtered_choice` in place of the
 first launch.
@@ -21,6 +21,8 @@ from outrider.kernels.verify.filters import filter_logits
 from outrider.kernels.verify.types import SamplingTensors, VerifiedTree
 
 _BLOCK = 4096
+_MANY_ROWS, _LONG_BLOCK = 64, 8192
+"""From so many rows on, argmax is bound by what it does with each logit: it finds maxima first, then the index in one block."""
 
 _log = logging.getLogger("outrider.kernels")
 
@@ -75,6 +77,37 @@ def _argmax_merge(best, ids, poisoned, chosen, vocab, splits, BLOCK: tl.constexp
     tl.store(chosen + row, tl.where((bad > 0) | (top == -float("inf")), -1, token).to(tl.int64))
 
 
+@triton.jit
+def _maxima(logits, row_stride, best, vocab, splits, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Find the maximum of each block of a row; +inf stands for a NaN as well."""
+    if PDL:
+        gdc_wait()
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = split * BLOCK + tl.arange(0, BLOCK)
+    score = tl.load(logits + row * row_stride + token, mask=token < vocab, other=-float("inf")).to(tl.float32)
+    top = tl.max(tl.where(score < float("inf"), score, float("inf")), 0)
+    if PDL:
+        gdc_launch_dependents()
+    tl.store(best + row * splits + split, top)
+
+
+@triton.jit
+def _first_maximum(logits, row_stride, best, chosen, vocab, splits, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Find the first token of a row's maximum, in the first block that has it."""
+    if PDL:
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    maxima = tl.load(best + row * splits + split, mask=split < splits, other=-float("inf"))
+    top = tl.max(maxima, 0)
+    token = tl.min(tl.where(maxima == top, split, splits - 1), 0) * BLOCK + tl.arange(0, BLOCK)
+    score = tl.load(logits + row * row_stride + token, mask=token < vocab, other=-float("inf")).to(tl.float32)
+    first = tl.min(tl.where(score == top, token, vocab), 0)
+    if PDL:
+        gdc_launch_dependents()
+    tl.store(chosen + row, tl.where(tl.abs(top) == float("inf"), -1, first).to(tl.int64))
+
+
 def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> torch.Tensor:
     """See `outrider.kernels.verify.choose_tokens`."""
     filtered = sampling.any_filter and not sampling.all_greedy
@@ -88,6 +121,8 @@ def _choose(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Te
     chosen = _launch.empty((rows,), torch.int64, logits.device)
     if rows == 0:
         return chosen
+    if sampling.all_greedy and rows >= _MANY_ROWS and vocab > _LONG_BLOCK:
+        return _argmax(logits, chosen)
     if search:
         parts = best_kept(logits, sampling, positions)
     else:
@@ -148,6 +183,20 @@ def _agrees(device: torch.device, dtype: torch.dtype, vocab: int) -> bool:
     if searched != by_sorting:
         _log.error("filters are applied by sorting: the search chooses %s, sorting %s", searched, by_sorting)
     return searched == by_sorting
+
+
+def _argmax(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Write the best token of every row to `chosen`."""
+    rows, vocab = logits.shape
+    splits = _launch.ceil_div(vocab, _LONG_BLOCK)
+    best = _launch.empty((rows, splits), torch.float32, logits.device)
+    sizes = {"BLOCK": _LONG_BLOCK, "num_warps": 8, **_launch.dependent(logits)}
+    with _launch.on_device_of(logits):
+        _maxima[(rows, splits)](logits, logits.stride(0), best, vocab, splits, **sizes)
+        _first_maximum[(rows,)](
+            logits, logits.stride(0), best, chosen, vocab, splits, SPLITS=_launch.next_power_of_2(splits), **sizes
+        )  # fmt: skip
+    return chosen
 
 
 def _best(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor, chosen: torch.Tensor) -> Parts:

@@ -7,7 +7,14 @@ import torch
 from attention_cases import Sequence, check_tree_attention
 from cache_cases import check_kv_compact, check_kv_store
 from guards import Guards
-from sampling_cases import check_choose_tokens, check_gumbel_noise, check_poisoned_rows, check_select_beam, check_topk_expand
+from sampling_cases import (
+    check_argmax_of_many_rows,
+    check_choose_tokens,
+    check_gumbel_noise,
+    check_poisoned_rows,
+    check_select_beam,
+    check_topk_expand,
+)
 from tree_cases import check_tree_build, check_verify_tree
 
 pytestmark = pytest.mark.gpu
@@ -46,6 +53,15 @@ def test_tree_attention(tree: bool, dtype: torch.dtype, page_size: int, dim: int
     )
 
 
+@pytest.mark.parametrize("tree", [True, False])
+@pytest.mark.parametrize(("dim", "rows"), [(128, 4), (128, 6), (256, 4), (256, 9), (64, 3)])
+def test_attention_of_batches_with_few_rows(tree: bool, dim: int, rows: int) -> None:
+    """Every way that a batch is cut: split over many programs, few that merge themselves, or none."""
+    for bs in (1, 2, 4, 16, 40):
+        sequences = [Sequence((97 * index) % 700, 1 + index % rows) for index in range(bs - 1)] + [Sequence(700, rows)]
+        check_tree_attention("cuda", BF16, sequences, heads=32, kv_heads=8, dim=dim, page_size=16, tree=tree, guards=Guards(64))
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_attention_over_many_mask_columns_prefill_and_window(dtype: torch.dtype) -> None:
     shape = {"heads": 8, "kv_heads": 2, "dim": 64, "page_size": 16, "guards": Guards(67)}
@@ -72,6 +88,12 @@ def test_choose_tokens(dtype: torch.dtype, temperatures: list[float]) -> None:
     check_choose_tokens("cuda", dtype, temperatures, 128256, filters=False, guards=Guards(64))
     check_choose_tokens("cuda", dtype, temperatures, 4099, filters=False, guards=Guards(67))
     check_choose_tokens("cuda", dtype, [*temperatures, 1.0], 5003, filters=True, guards=Guards(64))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+def test_argmax_of_many_rows(dtype: torch.dtype) -> None:
+    check_argmax_of_many_rows("cuda", dtype, 512, 128256, Guards(64))
+    check_argmax_of_many_rows("cuda", dtype, 64, 8193, Guards(67))
 
 
 @pytest.mark.parametrize(("temperature", "filters"), [(0.0, False), (1.0, False), (1.0, True)])

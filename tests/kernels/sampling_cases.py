@@ -69,6 +69,25 @@ def check_choose_tokens(device: str, dtype: torch.dtype, temperatures: list[floa
     assert all(0 <= token < vocab and token % 7 != 1 for token in actual.tolist())
 
 
+def check_argmax_of_many_rows(device: str, dtype: torch.dtype, rows: int, vocab: int, guards: Guards) -> None:
+    """Ties within a block and across blocks go to the lowest id; a NaN, +inf or nothing above -inf gives -1 and harms no other row."""
+    generator = torch.Generator().manual_seed(vocab)
+    logits = (torch.randn(rows, vocab, generator=generator) * 4).round()  # whole numbers: ties everywhere
+    logits[1, vocab - 1], logits[2, 0], logits[3] = torch.nan, torch.inf, -torch.inf
+    logits[4], logits[5] = -torch.inf, 1.0
+    logits[4, vocab - 2 :] = -7.0
+    logits[6] = -logits[6].abs() - 1.0
+    logits = logits.to(device, dtype)
+    sampling = sampling_rows([0.0] * rows, device, generator, filters=False)
+    positions = torch.arange(rows, device=device)
+    with reference_version():
+        expected = choose_tokens(logits, sampling, positions).tolist()
+    assert [expected[row] for row in (1, 2, 3, 4, 5)] == [-1, -1, -1, vocab - 2, 0]
+    guarded = guards.put(logits, "logits")
+    with triton_version(guards):
+        assert choose_tokens(guarded, sampling, positions).tolist() == expected
+
+
 def check_poisoned_rows(device: str, vocab: int, *, temperature: float, filters: bool, guards: Guards) -> None:
     """A NaN or +inf anywhere, or nothing above -inf, gives -1; the neighbours do not notice."""
     generator = torch.Generator().manual_seed(5)

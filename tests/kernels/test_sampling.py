@@ -3,7 +3,14 @@
 import pytest
 import torch
 from guards import Guards
-from sampling_cases import check_choose_tokens, check_gumbel_noise, check_poisoned_rows, check_select_beam, check_topk_expand
+from sampling_cases import (
+    check_argmax_of_many_rows,
+    check_choose_tokens,
+    check_gumbel_noise,
+    check_poisoned_rows,
+    check_select_beam,
+    check_topk_expand,
+)
 
 MIXED = [0.0, 1.0, 0.7, 0.0, 2.0]
 
@@ -23,6 +30,12 @@ def test_choose_tokens_equals_the_reference(dtype: torch.dtype, vocab: int, temp
 @pytest.mark.parametrize("vocab", [5, 300])
 def test_choose_tokens_with_filters_equals_the_reference(vocab: int) -> None:
     check_choose_tokens("cpu", torch.float32, [*MIXED, 1.0, 1.0, 0.3, 1.5, 1.0, 1.2], vocab, filters=True, guards=Guards())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [8193, 20000])
+def test_argmax_of_many_rows_equals_the_reference(dtype: torch.dtype, vocab: int) -> None:
+    check_argmax_of_many_rows("cpu", dtype, 64, vocab, Guards())
 
 
 @pytest.mark.parametrize(("temperature", "filters"), [(0.0, False), (1.0, False), (1.0, True)])
