@@ -97,17 +97,13 @@ class CompilerPool:
 
     def _work(self) -> None:
         """Feed one process until nothing more comes, or it is gone."""
-        process = subprocess.Popen(
-            [sys.executable, "-m", WORKER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with contextlib.suppress(OSError, Empty), process:
+        command, variables, pipe = [sys.executable, "-m", WORKER], {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, subprocess.PIPE
+        with (
+            contextlib.suppress(OSError, Empty),
+            subprocess.Popen(command, env=variables, text=True, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL) as process,
+        ):
+            assert process.stdin is not None
+            assert process.stdout is not None
             answered = True
             while answered:
                 job = self._jobs.get(timeout=IDLE_S)
