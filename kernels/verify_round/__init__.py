@@ -12,7 +12,7 @@ from outrider.kernels._launch import expect, expect_contiguous
 from outrider.kernels.verify_round import reference
 from outrider.kernels.verify_round.types import AcceptedRound, PlacedRows, RoundTensors
 
-__all__ = ["AcceptedRound", "PlacedRows", "RoundTensors", "accept_round", "begin_round", "place_rows"]
+__all__ = ["AcceptedRound", "PlacedRows", "RoundTensors", "accept_round", "begin_round", "place_rows", "post_round"]
 
 
 def begin_round(state: RoundTensors, limits: torch.Tensor) -> torch.Tensor:
@@ -124,6 +124,31 @@ def accept_round(
 
         return compiled.accept_round(*arguments)
     return reference.accept_round(*arguments)
+
+
+def post_round(packed: torch.Tensor, ring: torch.Tensor, turn: torch.Tensor) -> None:
+    """Write what a round chose into the next place of a ring that the host reads, as part of the round: no copy has to follow it.
+
+    Args:
+        packed: ``[bs, C] int32``, contiguous.
+        ring: ``[K, bs, C] int32``, contiguous; in pinned memory of the host where `packed` is on a GPU.
+        turn: ``[1] int32``, beside `packed`: the place, 0 to K - 1; becomes the one behind it, or 0.
+
+    Raises:
+        ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+    """
+    bs, columns = packed.shape
+    expect("packed", packed, (bs, columns), torch.int32)
+    expect("ring", ring, (None, bs, columns), torch.int32)
+    expect("turn", turn, (1,), torch.int32)
+    expect_contiguous("packed", packed)
+    expect_contiguous("ring", ring)
+    if use_triton(packed):
+        from outrider.kernels.verify_round import triton as compiled
+
+        compiled.post_round(packed, ring, turn)
+        return
+    reference.post_round(packed, ring, turn)
 
 
 def _expect_state(state: RoundTensors) -> None:

@@ -81,3 +81,10 @@ def _fit(tensor: torch.Tensor, columns: int) -> torch.Tensor:
     """Cut ``[bs, n]`` to R columns, or pad it with -1."""
     missing = columns - tensor.shape[1]
     return pad(tensor, (0, missing), value=-1) if missing > 0 else tensor[:, :columns]
+
+
+def post_round(packed: torch.Tensor, ring: torch.Tensor, turn: torch.Tensor) -> None:
+    """See `outrider.kernels.verify_round.post_round`."""
+    place = int(turn)
+    ring[place] = packed
+    turn.fill_((place + 1) % ring.shape[0])

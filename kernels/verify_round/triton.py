@@ -172,3 +172,26 @@ def accept_round(
                 BLOCK=_launch.next_power_of_2(max(nodes, columns)), num_warps=1, **_launch.dependent(tokens),
             )  # fmt: skip
     return accepted
+
+
+@triton.jit
+def _post(packed, ring, turn, size, PLACES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_wait()
+    now = tl.load(turn)
+    at = tl.arange(0, BLOCK)
+    place = ring + now.to(tl.int64) * size
+    for start in range(0, size, BLOCK):
+        inside = start + at < size
+        tl.store(place + start + at, tl.load(packed + start + at, mask=inside, other=0), mask=inside)
+    if PDL:
+        gdc_launch_dependents()
+    tl.store(turn, (now + 1) % PLACES)
+
+
+def post_round(packed: torch.Tensor, ring: torch.Tensor, turn: torch.Tensor) -> None:
+    """See `outrider.kernels.verify_round.post_round`; one program, as it is few words."""
+    with _launch.on_device_of(packed):
+        _post[(1,)](
+            packed, ring, turn, packed.numel(), PLACES=ring.shape[0], BLOCK=1024, num_warps=4, **_launch.dependent(packed)
+        )  # fmt: skip

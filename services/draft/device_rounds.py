@@ -57,9 +57,13 @@ class RoundMemory:
         """Return the tokens that a round takes of a sequence's lease."""
         return committed_len - 1 + self.lead + scratch_rows(shape.depth, shape.topk)
 
-    def reserve(self, lease: PageLease, num_tokens: int) -> bool:
-        """Grow a lease until it holds so many tokens, and some more if there is room."""
-        if num_tokens <= len(lease.pages) * self.pool.page_size:
+    def holds(self, lease: PageLease, num_tokens: int) -> bool:
+        """Whether a lease holds so many tokens."""
+        return num_tokens <= len(lease.pages) * self.pool.page_size
+
+    def reserve(self, lease: PageLease, num_tokens: int, *, grows: bool = False) -> bool:
+        """Grow a lease until it holds so many tokens, and some more if there is room; with `grows` even if it holds them already."""
+        if self.holds(lease, num_tokens) and not grows:
             return True
         return self.pool.reserve(lease, num_tokens + SPARE_TOKENS) or self.pool.reserve(lease, num_tokens)
 
@@ -109,12 +113,12 @@ class SessionRounds:
     def reserve(self, committed_upper: Sequence[int]) -> bool:
         """See `DeviceRounds.reserve`."""
         memory, longest = self._memory, 1
-        for session, upper in zip(self._sessions, committed_upper, strict=True):
-            if session is None:
-                continue
-            assert session.lease is not None, "sessions in rounds hold a lease"
-            needed = memory.tokens_needed(upper, self._bounded)
-            if memory.tables.width_for(needed) is None or not memory.reserve(session.lease, needed):
+        rows = [(one.lease, upper) for one, upper in zip(self._sessions, committed_upper, strict=True) if one is not None]
+        needs = [(lease, memory.tokens_needed(upper, self._bounded)) for lease, upper in rows if lease is not None]
+        assert len(needs) == len(rows), "sessions in rounds hold a lease"
+        grows = any(not memory.holds(lease, needed) for lease, needed in needs)  # the table is rewritten then: for long, if all grow
+        for lease, needed in needs:
+            if memory.tables.width_for(needed) is None or not memory.reserve(lease, needed, grows=grows):
                 return False
             longest = max(longest, needed)
         if longest > self._table.tensor.shape[1] * memory.pool.page_size:

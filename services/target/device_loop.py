@@ -175,9 +175,9 @@ class DeviceLoop:
             return False
         most = (self._shape.depth + 1) * self._rounds.in_flight
         upper = [0 if one is None else min(one.committed_len + most, one.end_len) for one in self._sequences]
-        for sequence, committed_upper in zip(self._sequences, upper, strict=True):
-            if sequence is not None and not self._parts.scheduler.reserve_ahead(sequence, committed_upper):
-                return False
+        uppers = [(sequence, bound) for sequence, bound in zip(self._sequences, upper, strict=True) if sequence is not None]
+        if not self._parts.scheduler.reserve_all_ahead(uppers):
+            return False
         return self._rounds.launch(upper, self._wait_limit_s)
 
     def _fits_its_bucket(self) -> bool:

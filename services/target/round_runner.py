@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from outrider.kernels.verify_round import RoundTensors, begin_round
+from outrider.kernels.verify_round import RoundTensors, begin_round, post_round
 from outrider.services.target.batch_tables import BatchTables, SamplingMode
 from outrider.services.target.bucketed_verify import table_pages
 from outrider.services.target.runner import ModelRunner
@@ -26,8 +26,8 @@ from outrider.shared.kv.upload import upload
 from outrider.shared.spec.device import DeviceDrafter, DeviceRounds, ExchangedRounds, RoundState
 from outrider.shared.spec.tree import DraftShape
 
-RESULTS_KEPT = 3
-"""Pinned places for results in turn; at most two rounds are on their way."""
+RESULTS_KEPT = 5
+"""Places for results in turn: two rounds may be on their way, and a recording runs two for trial."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,40 @@ class _Batch:
     """The rounds, if a draft in another process has a part in them."""
 
 
+class _Results:
+    """Results of rounds of one size: a ring in memory of the host, into which the rounds write.
+
+    Args:
+        bs, columns: Of the rounds' state.
+        device: Where they run.
+    """
+
+    def __init__(self, bs: int, columns: int, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            size = (RESULTS_KEPT, bs, 2 + 2 * columns)
+            self._ring = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+            self._turn = torch.zeros(1, dtype=torch.int32, device=device)
+        self._next = 0
+
+    def post(self, packed: torch.Tensor) -> None:
+        """Write a round's result to the next place: part of the round, recorded or not."""
+        post_round(packed, self._ring, self._turn)
+
+    def take(self) -> torch.Tensor:
+        """Return where the round that was enqueued just now writes."""
+        place, self._next = self._next, (self._next + 1) % RESULTS_KEPT
+        return self._ring[place]
+
+    def recorded(self) -> None:
+        """Go on behind what a recording has run for trial; waits for the device."""
+        self._next = int(self._turn)
+
+
 @dataclass(frozen=True, slots=True)
 class _Enqueued:
     launched_at: float
     result: torch.Tensor
-    copied: torch.cuda.Event | None
+    done: torch.cuda.Event | None
     order: Seq[int]
     """Which row of the result each row of the batch takes."""
 
@@ -77,14 +106,13 @@ class RoundRunner:
         self._columns = columns
         self._states: dict[tuple[int, int, int], RoundState] = {}
         self._tables: dict[tuple[int, int, int], BatchTables] = {}
-        self._results: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._results: dict[tuple[int, int], _Results] = {}
         self._batch: _Batch | None = None
         self._current: BatchTables | None = None
         self._rows: list[Sequence | None] = []
         self._enqueued: deque[_Enqueued] = deque()
         # Rounds that have run with a draft in another process.
         self._tried: set[tuple[object, ...]] = set()
-        self._turn = 0
         self._last_read = 0.0
 
     @property
@@ -144,14 +172,16 @@ class RoundRunner:
         launched_at = time.monotonic()
         exchanged = batch.exchanged
         if exchanged is None:
-            self._enqueued.append(self._copy_back(self._graphs.run(key, self._round), launched_at))
+            self._graphs.run(key, self._round)
+            self._enqueued.append(self._on_its_way(batch.state, launched_at))
             return True
         assert self._current is not None
         begin_round(_round_tensors(batch.state), self._current.limits)
         ahead = self._graphs.replays(key) and key in self._tried
         try:
             exchanged.exchange(batch.state, wait_limit_s(), ahead)
-            self._enqueued.append(self._copy_back(self._graphs.run(key, self._round), launched_at))
+            self._graphs.run(key, self._round)
+            self._enqueued.append(self._on_its_way(batch.state, launched_at))
         finally:
             exchanged.carry()
         self._tried.add(key)
@@ -160,8 +190,8 @@ class RoundRunner:
     def read(self) -> FinishedRound:
         """Wait for the oldest round that was enqueued, and return what it chose."""
         enqueued = self._enqueued.popleft()
-        if enqueued.copied is not None:
-            enqueued.copied.synchronize()
+        if enqueued.done is not None:
+            enqueued.done.synchronize()
         result = enqueued.result.tolist()
         rows = unpack([result[row] for row in enqueued.order])
         now = time.monotonic()
@@ -227,10 +257,11 @@ class RoundRunner:
         self._current = tables
         try:
             self._graphs.capture(self._key(self._batch), self._round)
+            self._results_of(state).recorded()
         finally:
             self._batch = None
 
-    def _round(self) -> torch.Tensor:
+    def _round(self) -> None:
         """One round, from where it can be recorded; all it touches stays where it is from round to round."""
         batch, tables = self._entered(), self._current
         assert tables is not None
@@ -242,7 +273,8 @@ class RoundRunner:
         model = self._runner.step_model(batch.capture)
         features = state.features if batch.rounds is not None else None
         live, lens = state.counts, state.committed_lens
-        return verify_step(model, tables, batch.mode, live, lens, drafts, state.columns, round_state, features).packed
+        packed = verify_step(model, tables, batch.mode, live, lens, drafts, state.columns, round_state, features).packed
+        self._results_of(state).post(packed)
 
     def _key(self, batch: _Batch) -> tuple[object, ...]:
         tables = self._current
@@ -257,6 +289,7 @@ class RoundRunner:
         held = [field.clone() for field in fields]
         state.counts.zero_()
         self._graphs.capture(key, self._round)
+        self._results_of(state).recorded()
         for field, value in zip(fields, held, strict=True):
             field.copy_(value)
 
@@ -272,19 +305,16 @@ class RoundRunner:
         else:
             tables.refresh(self._rows)
 
-    def _copy_back(self, packed: torch.Tensor, launched_at: float) -> _Enqueued:
-        order = range(len(self._rows))
-        if not packed.is_cuda:
-            return _Enqueued(launched_at, packed, None, order)
-        size = (packed.shape[0], packed.shape[1])
-        ring = self._results.get(size)
-        if ring is None:
-            ring = self._results[size] = [torch.empty(size, dtype=torch.int32, pin_memory=True) for _ in range(RESULTS_KEPT)]
-        self._turn = (self._turn + 1) % RESULTS_KEPT
-        ring[self._turn].copy_(packed, non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record()
-        return _Enqueued(launched_at, ring[self._turn], copied, order)
+    def _on_its_way(self, state: RoundState, launched_at: float) -> _Enqueued:
+        """Note the round that was enqueued just now."""
+        done = None
+        if state.counts.is_cuda:
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        return _Enqueued(launched_at, self._results_of(state).take(), done, range(len(self._rows)))
+
+    def _results_of(self, state: RoundState) -> _Results:
+        return self._results[state.bs, state.columns]
 
     def _state(self, bs: int, shape: DraftShape) -> RoundState:
         pool = self._runner.pool
@@ -294,6 +324,7 @@ class RoundRunner:
         found = self._states.get(key)
         if found is None:
             found = self._states[key] = RoundState.idle(bs, columns, feature_size, pool.dtype, pool.device)
+            self._results.setdefault((bs, columns), _Results(bs, columns, pool.device))
         return found
 
     def _tables_for(self, bs: int, nodes: int, pages: int) -> BatchTables:

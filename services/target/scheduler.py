@@ -19,6 +19,10 @@ from outrider.shared.kv.pages import PageAllocator, PageLease
 
 DEFAULT_RETRY_AFTER_S = 1.0
 DRAIN_RATE_WEIGHT = 0.2
+SPARE_TOKENS = 64
+"""What the leases of a batch on the device grow by beyond their need."""
+PLENTY = 4
+"""Spare pages are taken while there are so many times as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +151,21 @@ class Scheduler:
     def reserve_ahead(self, sequence: Sequence, committed_upper: int) -> bool:
         """Grow a running sequence's lease for a round that starts at most at this committed_len; False when no page is free."""
         assert sequence.lease is not None
-        missing = self._pages(committed_upper + sequence.node_bound) - len(sequence.lease.pages)
+        missing = self._missing(sequence, committed_upper)
         return missing <= 0 or sequence.lease.extend(missing)
+
+    def reserve_all_ahead(self, uppers: list[tuple[Sequence, int]]) -> bool:
+        """Grow the leases of a batch for a round, see `reserve_ahead`; if one must, all do, by more than is needed where there is plenty.
+
+        The device's page tables are written anew whenever a lease has grown: so they seldom are.
+        """
+        if any(self._missing(sequence, upper) > 0 for sequence, upper in uppers):
+            spare = [(one, self._missing(one, min(upper + SPARE_TOKENS, one.end_len))) for one, upper in uppers]
+            if PLENTY * sum(max(missing, 0) for _, missing in spare) <= self.allocator.free_pages:
+                for sequence, missing in spare:
+                    if missing > 0 and sequence.lease is not None:
+                        sequence.lease.extend(missing)
+        return all(self.reserve_ahead(sequence, upper) for sequence, upper in uppers)
 
     def decoding(self) -> list[Sequence]:
         """Return the sequences that would decode if a step were scheduled now, in its order."""
@@ -276,6 +293,11 @@ class Scheduler:
         if sequence.lease is not None:
             sequence.lease.release()
             sequence.lease = None
+
+    def _missing(self, sequence: Sequence, committed_upper: int) -> int:
+        """Return the pages that a lease lacks (below 0: has to spare) for a round that starts at most at this committed_len."""
+        assert sequence.lease is not None
+        return self._pages(committed_upper + sequence.node_bound) - len(sequence.lease.pages)
 
     def _pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)

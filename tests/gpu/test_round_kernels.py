@@ -6,7 +6,7 @@ import pytest
 import torch
 from feature_cases import check_feature_rows
 from guards import Guards
-from round_cases import check_accept_round, check_begin_round, check_place_rows
+from round_cases import check_accept_round, check_begin_round, check_place_rows, check_post_round
 
 pytestmark = pytest.mark.gpu
 
@@ -26,6 +26,11 @@ def test_place_rows(bs: int, nodes: int, page_size: int) -> None:
 @pytest.mark.parametrize(("bs", "nodes", "columns"), [(1, 1, 1), (64, 6, 6), (16, 128, 17), (7, 2, 6), (4, 1, 6)])
 def test_accept_round(bs: int, nodes: int, columns: int, with_state: bool) -> None:
     check_accept_round("cuda", bs, nodes, columns, 16, with_state, Guards())
+
+
+@pytest.mark.parametrize(("bs", "columns"), [(1, 4), (16, 14), (64, 18)])
+def test_post_round(bs: int, columns: int) -> None:
+    check_post_round("cuda", bs, columns, Guards())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

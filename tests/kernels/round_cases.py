@@ -9,7 +9,7 @@ from dataclasses import fields
 import torch
 from guards import Guards, reference_version, triton_version
 
-from outrider.kernels.verify_round import AcceptedRound, PlacedRows, RoundTensors, accept_round, begin_round, place_rows
+from outrider.kernels.verify_round import AcceptedRound, PlacedRows, RoundTensors, accept_round, begin_round, place_rows, post_round
 
 
 def assert_equal(have: PlacedRows | AcceptedRound | RoundTensors, want: PlacedRows | AcceptedRound | RoundTensors) -> None:
@@ -138,3 +138,24 @@ def check_accept_round(device: str, bs: int, nodes: int, columns: int, page_size
             assert int(expected_state.counts[row]) == (taken + 1 if goes_on else 0)
             assert expected_state.tokens[row].tolist() == (said if goes_on else []) + [0] * (columns - (len(said) if goes_on else 0))
             assert int(expected_state.committed_lens[row]) == int(state.committed_lens[row]) + (taken + 1 if goes_on else 0)
+
+
+def check_post_round(device: str, bs: int, columns: int, guards: Guards) -> None:
+    """Each round goes to the next place of the ring, which the host reads; the other places stay as they are."""
+    rounds = [torch.arange(bs * columns, dtype=torch.int32).view(bs, columns) + 1000 * number for number in range(5)]
+    for version in (reference_version, lambda: triton_version(guards)):
+        ring = guards.empty((3, bs, columns), torch.int32, torch.device("cpu"))
+        if device == "cuda":
+            if version is reference_version:
+                continue  # nothing but a kernel writes there from a GPU
+            ring = torch.zeros((3, bs, columns), dtype=torch.int32, pin_memory=True)
+        ring.zero_()
+        turn = guards.put(torch.zeros(1, dtype=torch.int32, device=device))
+        with version():
+            for packed in rounds:
+                post_round(guards.put(packed.to(device)), ring, turn)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        assert int(turn) == 2
+        assert [int(place[0, 0]) for place in ring] == [3000, 4000, 2000]
+        assert all(torch.equal(place, rounds[number]) for place, number in zip(ring, (3, 4, 2), strict=True))

@@ -2,7 +2,7 @@
 
 import pytest
 from guards import Guards
-from round_cases import check_accept_round, check_begin_round, check_place_rows
+from round_cases import check_accept_round, check_begin_round, check_place_rows, check_post_round
 
 
 @pytest.mark.parametrize(("bs", "columns"), [(1, 1), (3, 6), (9, 17)])
@@ -20,3 +20,8 @@ def test_place_rows(bs: int, nodes: int, page_size: int) -> None:
 @pytest.mark.parametrize(("bs", "nodes", "columns", "page_size"), [(1, 1, 1, 16), (6, 6, 6, 3), (5, 33, 7, 1), (7, 2, 6, 16), (4, 1, 6, 4)])
 def test_accept_round(bs: int, nodes: int, columns: int, page_size: int, with_state: bool) -> None:
     check_accept_round("cpu", bs, nodes, columns, page_size, with_state, Guards())
+
+
+@pytest.mark.parametrize(("bs", "columns"), [(1, 4), (16, 14), (64, 18)])
+def test_post_round(bs: int, columns: int) -> None:
+    check_post_round("cpu", bs, columns, Guards())

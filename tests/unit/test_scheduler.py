@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from outrider.services.target.request import Event, GenerationRequest, SamplingParams, SpeculationMode, SpeculationParams
-from outrider.services.target.scheduler import QueueGate, Scheduler, SchedulerLimits, StepPlan
+from outrider.services.target.scheduler import SPARE_TOKENS, QueueGate, Scheduler, SchedulerLimits, StepPlan
 from outrider.services.target.sequence import Sequence, SequenceStatus
 from outrider.shared.base.errors import OverloadedError
 from outrider.shared.kv.pages import PageAllocator
@@ -173,6 +173,46 @@ def test_the_youngest_is_retracted_and_keeps_its_tokens() -> None:
     assert retracted.committed_len > 6
     assert (retracted.cached_len, retracted.lease) == (0, None)
     assert [sequence.session_id for sequence in plan.decodes] == [1]
+
+
+def running(num_pages: int, prompts: Seq[int], max_new_tokens: int) -> tuple[Scheduler, list[Sequence]]:
+    scheduler = Scheduler(PageAllocator(num_pages), PAGE_SIZE, SchedulerLimits())
+    sequences = [make_sequence(session_id, prompt, max_new_tokens) for session_id, prompt in enumerate(prompts)]
+    for sequence in sequences:
+        scheduler.gate.enter(sequence.prompt_len)
+        scheduler.add(sequence)
+    execute(scheduler, scheduler.schedule(0.0))
+    return scheduler, sequences
+
+
+def test_where_pages_are_plenty_all_leases_of_a_batch_grow_at_once_and_seldom() -> None:
+    scheduler, sequences = running(1000, [4, 5, 6], 300)
+    grown = []
+    for ahead in range(200):
+        before = [len(sequence.lease.pages) for sequence in sequences if sequence.lease]
+        assert scheduler.reserve_all_ahead([(sequence, sequence.committed_len + ahead) for sequence in sequences])
+        after = [len(sequence.lease.pages) for sequence in sequences if sequence.lease]
+        if before != after:
+            assert all(now > then for now, then in zip(after, before, strict=True)), "none grows alone"
+            grown.append(ahead)
+        assert all(one.reserved_len >= one.committed_len + ahead + one.node_bound for one in sequences)
+        scheduler.check()
+    assert 200 // SPARE_TOKENS <= len(grown) <= 200 // SPARE_TOKENS + 1
+
+
+def test_no_lease_grows_beyond_what_its_sequence_can_need() -> None:
+    scheduler, sequences = running(1000, [4], 9)
+    assert scheduler.reserve_all_ahead([(sequences[0], sequences[0].committed_len + 4)])
+    assert sequences[0].reserved_len < sequences[0].max_len + PAGE_SIZE
+    scheduler.check()
+
+
+def test_where_pages_are_few_leases_grow_by_what_is_needed() -> None:
+    scheduler, sequences = running(8, [4, 5], 300)
+    assert scheduler.reserve_all_ahead([(sequence, sequence.committed_len + 4) for sequence in sequences])
+    assert [len(sequence.lease.pages) for sequence in sequences if sequence.lease] == [3, 3]
+    assert not scheduler.reserve_all_ahead([(sequence, sequence.committed_len + 20) for sequence in sequences])
+    scheduler.check()
 
 
 def test_the_gate_bounds_requests_and_prompt_tokens() -> None:
