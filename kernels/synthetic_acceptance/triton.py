@@ -13,8 +13,8 @@ from outrider.kernels.synthetic_acceptance.reference import NOISE_CHOICE
 
 @triton.jit
 def _plant(
-    tokens, parents, depths, num_nodes, ancestors, chosen, positions, seeds, thresholds, out, columns, words, levels, vocab_size,
-    CHOICE: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr
+    tokens, parents, depths, num_nodes, ancestors, chosen, positions, position_stride, seeds, seed_stride, thresholds, out, columns, words,
+    levels, vocab_size, CHOICE: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK)
@@ -28,7 +28,7 @@ def _plant(
     level = tl.arange(0, LEVELS)
     threshold = tl.load(thresholds + level, mask=level < levels, other=-float("inf"))
     lane = level * 0
-    noise = gumbel(tl.load(seeds + row), tl.load(positions + row), tl.sum(lane, 0) + CHOICE, lane)
+    noise = gumbel(tl.load(seeds + row * seed_stride), tl.load(positions + row * position_stride), tl.sum(lane, 0) + CHOICE, lane)
     drawn = tl.sum((noise < threshold).to(tl.int32), 0)
     accepted = tl.minimum(drawn, tl.max(tl.where(real, depth, 0), 0))
     end = tl.min(tl.where(real & (depth == accepted), node, BLOCK), 0)
@@ -63,7 +63,7 @@ def synthetic_acceptance(
         with _launch.on_device_of(tokens):
             _plant[(bs,)](
                 tokens.contiguous(), parents.contiguous(), depths.contiguous(), num_nodes.contiguous(), ancestors.contiguous(),
-                chosen.contiguous(), positions.contiguous(), seeds.contiguous(), thresholds.contiguous(), out, columns,
+                chosen.contiguous(), positions, positions.stride(0), seeds, seeds.stride(0), thresholds.contiguous(), out, columns,
                 ancestors.shape[2], thresholds.shape[0], vocab_size, CHOICE=NOISE_CHOICE, BLOCK=_launch.next_power_of_2(columns),
                 LEVELS=max(2, _launch.next_power_of_2(thresholds.shape[0])), num_warps=4,
             )  # fmt: skip

@@ -111,12 +111,11 @@ def verify_step(
     output = model.decoder.forward(drafts.tokens.flatten(), placed.positions, model.attention, pool, aux_layer_ids)
     chosen = model.decoder.choose(output.hidden, tables.sampling(mode), placed.next_positions).view(bs, nodes)
     if nodes > 1 and model.synthetic is not None:
-        positions = (placed.cached_lens + 1).to(torch.int64)
-        chosen = model.synthetic(chosen, drafts, positions, tables.first_rows.seeds.contiguous())
+        chosen = model.synthetic(chosen, drafts, placed.next_positions[::nodes], tables.first_rows.seeds)
     trees = drafts.tokens, drafts.parents, drafts.num_nodes
     accepted = accept_round(live, placed.cached_lens, *trees, chosen, tables.page_table, page_size, columns, state)
     if nodes > 1:
-        pool.compact(tables.page_table, placed.cached_lens, accepted.path, accepted.num_accepted)
+        pool.compact(tables.page_table, placed.cached_lens, accepted.path[:, :columns], accepted.num_accepted)
     features = None
     if projector is not None:
         rows = projector.parts(_picked(output, accepted.feature_rows, projector.spec.final_hidden))

@@ -55,6 +55,7 @@ def check_synthetic_acceptance(device: str, bs: int, columns: int, guards: Guard
     with reference_version():
         expected = synthetic_acceptance(*trees, *rest, VOCAB)
     guarded = [guards.put(tensor) for tensor in (*trees, *rest)]
+    guarded[6:8] = [guards.put(tensor.repeat_interleave(stride))[::stride] for tensor, stride in zip(rest[1:3], (columns, 3), strict=True)]
     with triton_version(guards):
         planted = synthetic_acceptance(*guarded, VOCAB)  # type: ignore[call-arg]
     assert torch.equal(planted, expected)
