@@ -1,9 +1,9 @@
 """ahead: kernels are compiled by several processes at once, before what launches them runs.
 
 A first start on a machine compiles some hundred variants of kernels, a third of a second each, one after the other. Which ones they are is
-known only to the code that launches them. So that code is rehearsed: it runs as usual, but a kernel that is not compiled yet is not
-launched; its name and the types and constants that it was called with go to a process that compiles it into Triton's cache on the disk.
-What it would have written is zeros meanwhile (`_launch.empty`). Then the real run finds everything there.
+known only to the code that launches them. So that code is rehearsed: it runs as usual, but no kernel is launched. Of one that is not
+compiled yet, the name and the types and constants that it was called with go to a process that compiles it into Triton's cache on the
+disk. What kernels would have written is zeros meanwhile (`_launch.empty`). Then the real run finds everything there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _rehearsing = False
 
 
 def rehearsing() -> bool:
-    """Whether kernels that are not compiled are skipped now: nothing that depends on what they compute may be kept."""
+    """Whether kernels are left out now: nothing that depends on what they compute may be kept."""
     return _rehearsing
 
 
@@ -84,7 +84,7 @@ def _rehearsal(pool: CompilerPool) -> Iterator[None]:
     assert not _rehearsing, "a rehearsal within a rehearsal"
     _rehearsing = True
     try:
-        with pool.hooked(), outputs_of_zeros():
+        with pool.instead_of_launches(), outputs_of_zeros():
             yield
     finally:
         _rehearsing = False

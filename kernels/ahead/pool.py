@@ -16,6 +16,7 @@ from typing import Any
 from triton import knobs
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.compiler import ASTSource, make_backend
+from triton.runtime import JITFunction
 from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.driver import driver
 
@@ -42,14 +43,23 @@ class CompilerPool:
         self._done = 0
 
     @contextlib.contextmanager
-    def hooked(self) -> Iterator[None]:
-        """Have kernels that are not in the cache compiled here instead of where they are launched, which then does nothing."""
-        before = knobs.runtime.jit_cache_hook
+    def instead_of_launches(self) -> Iterator[None]:
+        """Launch nothing inside the block; kernels that are not in Triton's cache are compiled here.
+
+        Kernels that are compiled already are left out, too: what they would read may be what one that was left out should have written.
+        """
+        before, run = knobs.runtime.jit_cache_hook, JITFunction.run
+
+        def only_compile(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            return run(function, *args, grid=grid, warmup=True, **options)
+
         knobs.runtime.jit_cache_hook = self._missing
+        JITFunction.run = only_compile
         try:
             yield
         finally:
             knobs.runtime.jit_cache_hook = before
+            JITFunction.run = run
 
     def wait(self, since: int, tell: Callable[[int, int], None] | None = None) -> None:
         """Wait until all that was submitted is compiled, or nobody is left to do it.

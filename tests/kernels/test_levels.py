@@ -9,7 +9,17 @@ from level_cases import check_expand_level
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("bs", "vocab", "topk", "depth"),
-    [(1, 40, 3, 4), (3, 2100, 4, 3), (2, 64, 1, 5), (2, 30, 9, 5), (1, 8, 8, 1), (2, 4500, 3, 3), (1, 9000, 1, 3), (1, 9000, 5, 3), (6, 9000, 8, 2)],
+    [
+        (1, 40, 3, 4),
+        (3, 2100, 4, 3),
+        (2, 64, 1, 5),
+        (2, 30, 9, 5),
+        (1, 8, 8, 1),
+        (2, 4500, 3, 3),
+        (1, 9000, 1, 3),
+        (1, 9000, 5, 3),
+        (6, 9000, 8, 2),
+    ],
 )
 @pytest.mark.parametrize(("coupled", "mapped"), [(False, False), (True, True)])
 def test_expand_level_equals_the_reference(

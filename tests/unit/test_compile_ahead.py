@@ -29,7 +29,7 @@ def test_a_rehearsal_compiles_each_kernel_once_and_launches_none(tmp_path: Path)
         "output": 0.0,  # of ones, the norm is ones: it was not launched
         "submitted": 1,
         "told": [[1, 1]],
-        "launched": True,
+        "output_again": 0.0,
         "missing": 0,
         "refused": 2,
     }
