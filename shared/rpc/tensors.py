@@ -45,6 +45,17 @@ def torch_dtype(wire: int, name: str = "tensor") -> torch.dtype:
     return dtype
 
 
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's copy in memory of the host, or itself if it is there; from a GPU by way of pinned memory, which torch keeps."""
+    if not tensor.is_cuda:
+        return tensor
+    with torch.inference_mode(False):
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return host
+
+
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
     """Return the row-major little-endian bytes of a tensor on any device."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
@@ -53,7 +64,16 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 def encode_tensor(tensor: torch.Tensor) -> common_pb2.TensorData:
     """Return the tensor as one inline message (any device; copied to the host)."""
-    return common_pb2.TensorData(shape=list(tensor.shape), dtype=wire_dtype(tensor.dtype), inline=tensor_bytes(tensor))
+    data = common_pb2.TensorData()
+    fill_tensor(data, tensor)
+    return data
+
+
+def fill_tensor(data: common_pb2.TensorData, tensor: torch.Tensor) -> None:
+    """Put the tensor into a message that is empty, see `encode_tensor`: into its place at once, or all bytes would be copied once more."""
+    data.shape.extend(tensor.shape)
+    data.dtype = wire_dtype(tensor.dtype)
+    data.inline = tensor_bytes(tensor)
 
 
 class TensorWriter(Protocol):

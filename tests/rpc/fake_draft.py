@@ -85,6 +85,7 @@ class FakeDraft(draft_pb2_grpc.DraftServicer):
         self.opens: list[tuple[int, int]] = []
         self.closed: list[int] = []
         self.asked = 0
+        self.bulk_requests = 0
         self.pings = 0
         self.frame_arrived = threading.Event()
         self._lock = threading.Lock()
@@ -127,6 +128,7 @@ class FakeDraft(draft_pb2_grpc.DraftServicer):
     def Bulk(self, request_iterator: Iterator[draft_pb2.BulkRequest], context: grpc.ServicerContext) -> Iterator[draft_pb2.BulkReply]:
         for request in _until_gone(request_iterator):
             with self._lock:
+                self.bulk_requests += 1
                 have_len = self._take_rows(request)
             yield draft_pb2.BulkReply(session_id=request.session_id, epoch=request.epoch, have_len=have_len)
 

@@ -14,6 +14,7 @@ from target_harness import Harness, generate_plain, load_toy, make_harness
 from toys import make_toy_target
 
 from outrider.draft.v1 import draft_pb2
+from outrider.services.target.draft_client import grpc_carrier
 from outrider.services.target.draft_client.link import TargetIdentity
 from outrider.services.target.draft_client.remote import RemoteDrafter
 from outrider.services.target.drafter import NoDrafter
@@ -88,7 +89,11 @@ def check_done(harness: Harness, plain: list[int], count: int = 1, max_new_token
     harness.engine.check_idle()
 
 
-def test_a_good_draft_is_believed(decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]) -> None:
+@pytest.mark.parametrize("most_short_bytes", [grpc_carrier.MAX_SHORT_BYTES, 0], ids=["short", "long"])
+def test_a_good_draft_is_believed(
+    decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int], most_short_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_carrier, "MAX_SHORT_BYTES", most_short_bytes)
     fake = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size)
     server = fake.serve(address)
     try:
@@ -100,6 +105,7 @@ def test_a_good_draft_is_believed(decoder: Decoder, drafter: RemoteDrafter, addr
             held |= {session_id: list(followed.rows) for session_id, followed in fake.sessions.items()}
         check_done(harness, plain, 3)
         assert fake.problems == []
+        assert (fake.bulk_requests > 0) == (address.startswith("unix:") and not most_short_bytes)
         report = harness.sink.finished["0"].speculation
         assert report.accept_length > 4
         assert report.fallback_reason == ""

@@ -27,12 +27,14 @@ from outrider.shared.rpc.interceptors import error_from_rpc
 from outrider.shared.rpc.ipc.round_words import Side
 from outrider.shared.rpc.polling import Vigil
 from outrider.shared.rpc.relay import StreamRelay
-from outrider.shared.rpc.tensors import MAX_CHUNK_BYTES, InlineTensors, TensorWriter, encode_tensor
+from outrider.shared.rpc.tensors import MAX_CHUNK_BYTES, InlineTensors, TensorWriter, fill_tensor, on_host
 
 REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND)
 SESSION_METHOD = "/outrider.draft.v1.Draft/Session"
 BULK_METHOD = "/outrider.draft.v1.Draft/Bulk"
 JOIN_S = 5.0
+MAX_SHORT_BYTES = 4 * 1024 * 1024
+"""Rows of a prompt that go on the session stream: what a commit of another sequence may have to queue behind."""
 LOOK_S = 1.0
 """How often it is looked whether a bulk stream without traffic has ended."""
 AWAKE_S = 0.05
@@ -77,7 +79,7 @@ class WeightCalls:
 
 
 class GrpcCarrier:
-    """`Carrier` over two channels, so that a commit never queues behind rows of a prompt.
+    """`Carrier` over two channels, so that a commit never queues behind rows of a long prompt.
 
     Args:
         address: Of the draft.
@@ -153,11 +155,17 @@ class GrpcCarrier:
                 self._stream.give_back()
 
     def send_rows(self, message: draft_pb2.BulkRequest, rows: torch.Tensor) -> None:
-        """See `Carrier.send_rows`: on the bulk stream."""
-        if self._bulk is not None:
-            for part, some in parts_of(message, rows, MAX_CHUNK_BYTES):
-                part.features.CopyFrom(encode_tensor(some))
-                self._bulk.send(part.SerializeToString())
+        """See `Carrier.send_rows`: on the bulk stream, but for short prompts, which decoding waits for."""
+        if self._stream is None or self._bulk is None:
+            return
+        short = rows.nbytes <= MAX_SHORT_BYTES
+        for part, some in parts_of(message, on_host(rows), MAX_CHUNK_BYTES):
+            request = draft_pb2.SessionRequest(rows=part)
+            fill_tensor(request.rows.features, some)
+            if short:
+                self._stream.send(request.SerializeToString())
+            else:
+                self._bulk.send(request.rows.SerializeToString())
                 self._owed.release()
 
     def ping(self, message: draft_pb2.SessionRequest) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from outrider.kernels.round_trade import WORD_BYTES, fetch_blob, post_blob
-from outrider.shared.rpc.ipc.cuda import CudaError, DeviceMemory, PeerMemory, copy_async, runtime_call
+from outrider.shared.rpc.ipc.cuda import CudaError, PeerMemory, copy_async, runtime_call
 from outrider.shared.rpc.ipc.round_mailbox import RoundsLayout
 from outrider.shared.rpc.ipc.round_words import RoundWatch, RoundWords, Side
 from outrider.shared.rpc.ipc.slots import PAGE_BYTES, SharedMemory
@@ -112,15 +112,14 @@ class StreamMailbox:
         with self._current() as stream:
             _write_value(stream, passed, 0)
             _wait_value(stream, passed, 0)
-            if isinstance(self._slots, DeviceMemory | PeerMemory):
-                blob = torch.zeros(TRIED_BYTES, dtype=torch.uint8, device=self._device)
-                fetch_blob(slot, blob, passed, 0)
-                post_blob(torch.zeros_like(blob), self._slots.pointer + self._out(0), 0)
+            blob = torch.zeros(TRIED_BYTES, dtype=torch.uint8, device=self._device)
+            fetch_blob(slot, blob, passed, 0)
+            post_blob(torch.zeros_like(blob), self._slots.pointer + self._out(0), 0)
             torch.cuda.current_stream(self._device).synchronize()
 
     def _by_kernel(self, blob: torch.Tensor) -> bool:
-        """Whether a blob is copied by a kernel: to or from a GPU, that is, in whole words."""
-        return isinstance(self._slots, DeviceMemory | PeerMemory) and blob.nbytes % WORD_BYTES == 0
+        """Whether a blob is copied by a kernel: in whole words."""
+        return blob.nbytes % WORD_BYTES == 0
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[int]:

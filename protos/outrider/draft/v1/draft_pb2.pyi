@@ -437,7 +437,7 @@ class SessionRequest(_message.Message):
     def round_state(self) -> Global___RoundState: ...
     @_builtins.property
     def rows(self) -> Global___BulkRequest:
-        """Over ipc, where they lie in a mailbox: behind the Open that they belong to, so they need not wait for its OpenAck."""
+        """Of short prompts, and over ipc, where they lie in a mailbox: behind the Open that they belong to."""
 
     @_builtins.property
     def rounds_prepare(self) -> Global___RoundsEnter:
