@@ -33,7 +33,9 @@ MAX_BLOCK = 4096  # what a short key has places for
 WANTED_PROGRAMS = 128
 MAX_SPLITS = 32  # beyond, the merge is what takes time
 CHUNKED = 1024
-"""Elements of a block from which on the best are looked for among those of its best chunks."""
+"""Elements of a block from which on the best are looked for among those of its best chunks …"""
+CHUNKED_PROGRAMS = 256
+"""… where there are so many programs at least: fewer wait for the steps of one, which are more this way."""
 UNFUSED = {"enable_fp_fusion": False}
 """For merges. A product that is rounded in one lane and fused into the sum in another gives the lanes of a row different log-sum-exps,
 and equal logits scores that differ in the last bit: their order would not be that of their indices."""
@@ -218,7 +220,8 @@ def split_rows(logits: torch.Tensor, topk: int, width: int, level: int, d2t: tor
     wanted = _launch.ceil_div(vocab, max(1, min(MAX_SPLITS, WANTED_PROGRAMS // rows)))
     block = min(MAX_BLOCK, _launch.next_power_of_2(vocab), max(1024, _launch.next_power_of_2(wanted)))
     splits = _launch.ceil_div(vocab, block)
-    chunk = 0 if block < CHUNKED or topk < 3 else 64 if block >= 4096 else 32
+    chunked = topk > 2 and block >= CHUNKED and rows * splits >= CHUNKED_PROGRAMS
+    chunk = 0 if not chunked else 64 if block >= MAX_BLOCK else 32
     keys = _launch.empty((rows, splits, topk), torch.int64, logits.device)
     shares = _launch.empty((rows, splits, 4), torch.float32, logits.device)
     heat, seeds, positions, choices = (part.contiguous() for part in noise) if noise is not None else (logits,) * 4
