@@ -1,6 +1,6 @@
 """States and trees of rounds on the device as parts of messages: for targets that share no memory with this draft.
 
-A round that has run before is enqueued by RoundsNext and waits on the device for its state; others are launched when their state comes.
+A round that has run before is enqueued by RoundsNext and waits on the device for its state; others are launched when their states come.
 """
 
 from __future__ import annotations
@@ -26,15 +26,19 @@ class InlineRounds:
 
     Args:
         peer: Whose rounds these are.
-        relay: Of its connection; None where nothing is enqueued ahead.
+        relay: Of its connection; None where there can be none.
+        ahead: Enqueue rounds before their states have come.
     """
 
-    def __init__(self, peer: Peer, relay: StreamRelay | None = None) -> None:
+    def __init__(self, peer: Peer, relay: StreamRelay | None = None, *, ahead: bool = True) -> None:
         self._peer = peer
         self._relay = relay
-        self._relays = False
+        self._may_go_ahead = ahead
         self._staging = Staging()
         self._state = b""
+        # Whether blobs of this size go through the relay; and of the present round, whether it does, and is enqueued ahead.
+        self._fits_relay = False
+        self._relayed = False
         self._ahead = False
         # The last round whose state the device was told to wait for, and whether that has not come.
         self._taken = 0
@@ -53,20 +57,14 @@ class InlineRounds:
         Raises:
             ProtocolError: It is no state of that round.
         """
-        waiting, self._waiting = self._waiting, None
-        if waiting is None or self._relay is None:
+        if self._waiting is None or self._relay is None:
             return False
-        following, num_bytes = waiting
+        following, _num_bytes = self._waiting
         if (following.rounds, following.number) != (message.rounds, message.number):
             self._release()
             return False
-        try:
-            self._relay.put(message.number, message.state)
-        except ProtocolError:
-            self._release()
-            raise
-        self._awaited = False
-        self._peer.send(RoundTrees(message.rounds, message.number, self._relay.settle(message.number, num_bytes).tobytes()))
+        self._put(self._relay, message.number, message.state)
+        self._answer(self._relay)
         return True
 
     def arrived(self, state: bytes) -> None:
@@ -75,23 +73,28 @@ class InlineRounds:
 
     def goes_ahead(self, message: draft_pb2.RoundsNext, tried: bool) -> bool:
         """See `RoundsInlet.goes_ahead`; numbers that do not ascend would not be waited for."""
-        self._ahead = tried and self._relays and self._taken < message.number <= MAX_NUMBER
+        self._relayed = self._fits_relay and self._taken < message.number <= MAX_NUMBER
+        self._ahead = tried and self._relayed and self._may_go_ahead
         return self._ahead
 
     def take(self, message: draft_pb2.RoundsNext, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
         """See `RoundsInlet.take`: it has arrived, or the stream waits for it."""
-        if self._ahead and self._relay is not None:
+        if self._relayed and self._relay is not None:
             self._taken, self._awaited = message.number, True
             self._relay.take(message.number, blob, expected, limit_s)
+            if not self._ahead:
+                self._put(self._relay, message.number, self._state)
             return
         self._staging.load(self._state, message.number, blob)
         expected.fill_(message.number)
 
     def give(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
         """See `RoundsInlet.give`."""
-        if self._ahead and self._relay is not None:
+        if self._relayed and self._relay is not None:
             self._relay.give(message.number, blob)
             self._waiting = message, blob.nbytes
+            if not self._ahead:
+                self._answer(self._relay)
             return
         trees = self._staging.fetch(blob)
         self._staging.settle(blob)
@@ -113,8 +116,23 @@ class InlineRounds:
 
     def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
         """See `RoundsInlet.fits`."""
-        self._relays = self._relay is not None and self._relay.fits(state, trees)
+        self._fits_relay = self._relay is not None and self._relay.fits(state, trees)
         return max(state.nbytes, trees.nbytes) + OTHER_FIELDS_BYTES <= INTERNAL_MESSAGE_LIMIT
+
+    def _put(self, relay: StreamRelay, number: int, state: bytes) -> None:
+        """Hand a state to the stream that waits for it."""
+        try:
+            relay.put(number, state)
+        except ProtocolError:
+            self._release()
+            raise
+        self._awaited = False
+
+    def _answer(self, relay: StreamRelay) -> None:
+        """Send the trees of the round that is enqueued, when they are there."""
+        assert self._waiting is not None, "a round was given"
+        (message, num_bytes), self._waiting = self._waiting, None
+        self._peer.send(RoundTrees(message.rounds, message.number, relay.settle(message.number, num_bytes).tobytes()))
 
     def _release(self) -> None:
         """Have the device go on without the state that it waits for."""

@@ -8,6 +8,7 @@ that waits for it; where it does, the watch ends the wait at its limit.
 
 from __future__ import annotations
 
+import ctypes
 import os
 
 import numpy as np
@@ -38,6 +39,7 @@ class PinnedSlots:
         with torch.inference_mode(False):
             self._tensor = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
         self.array: NDArray[np.uint8] = self._tensor.numpy()
+        self.words: NDArray[np.int32] = self.array.view(np.int32)
         self.pointer = self._tensor.data_ptr()
 
 
@@ -117,9 +119,8 @@ class StreamRelay:
         if enqueued != number or len(data) != num_bytes:
             raise ProtocolError(f"A blob of {len(data)} bytes where {num_bytes} are due.", field="rounds")
         start = self._in(number)
-        place = self._slots.array[start : start + num_bytes]
-        place[:] = np.frombuffer(data, dtype=np.uint8)
-        place[:4].view(np.int32)[0] = number
+        ctypes.memmove(self._slots.pointer + start, data, num_bytes)
+        self._slots.words[start // 4] = number
         self._peer.give(number)
 
     def release(self, number: int) -> None:

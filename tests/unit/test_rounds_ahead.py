@@ -211,9 +211,9 @@ class Outlet:
 class Draft:
     """The draft's side."""
 
-    def __init__(self) -> None:
+    def __init__(self, ahead: bool = True) -> None:
         self.outlet, self.relay = Outlet(), Relay()
-        self.inlet = InlineRounds(Peer(PeerId(1), "t", self.outlet), self.relay)  # type: ignore[arg-type]
+        self.inlet = InlineRounds(Peer(PeerId(1), "t", self.outlet), self.relay, ahead=ahead)  # type: ignore[arg-type]
         self.blob, self.trees = torch.zeros(SIZE, dtype=torch.uint8), torch.ones(SIZE, dtype=torch.uint8)
         assert self.inlet.fits(self.blob, self.trees)
 
@@ -278,15 +278,31 @@ def test_numbers_that_no_watch_could_follow_wait_for_nothing(draft: Draft, numbe
     assert draft.finish(3)
 
 
-def test_a_round_that_is_new_waits_for_its_state_on_the_host(draft: Draft) -> None:
-    assert not draft.enqueue(1, tried=False)
+@pytest.mark.parametrize(
+    ("ahead", "tried", "room"), [(True, False, SIZE), (False, True, SIZE), (True, True, 0)], ids=["new", "late", "large"]
+)
+def test_a_round_may_wait_for_its_state_on_the_host(ahead: bool, tried: bool, room: int) -> None:
+    draft = Draft(ahead)
+    draft.relay.room = room
+    assert draft.inlet.fits(draft.blob, draft.trees)
+    assert not draft.enqueue(1, tried=tried)
     assert not draft.finish(1)
-    draft.inlet.arrived(bytes([5]) * SIZE)
+    state = bytes([5]) * SIZE
+    draft.inlet.arrived(state)
     message = draft_pb2.RoundsNext(rounds=1, number=1)
     draft.inlet.take(message, draft.blob, torch.zeros(1, dtype=torch.int32), 1.0)
     draft.inlet.give(message, draft.trees)
-    assert draft.blob[4:].tolist() == [5] * (SIZE - 4)
+    assert draft.relay.came == {1: state} if room else draft.blob[4:].tolist() == [5] * (SIZE - 4)
+    assert not draft.relay.waits
     assert draft.outlet.said == [RoundTrees(1, 1, bytes([1]) * SIZE)]
+
+
+def test_a_malformed_state_of_a_round_that_is_new_is_refused_and_releases(draft: Draft) -> None:
+    assert not draft.enqueue(1, tried=False)
+    draft.inlet.arrived(b"short")
+    with pytest.raises(ProtocolError, match="size"):
+        draft.inlet.take(draft_pb2.RoundsNext(rounds=1, number=1), draft.blob, torch.zeros(1, dtype=torch.int32), 1.0)
+    assert not draft.relay.waits
 
 
 def test_a_target_that_has_gone_leaves_nothing_waiting(draft: Draft) -> None:

@@ -91,9 +91,10 @@ class StreamRounds:
             return
         expected.fill_(message.number)
         fetched = self._staging.fetch(state).numpy()
+        request = _state_of(message.rounds, message.number)
         self._look()
         self._staging.settle(state)
-        data = self._trade(message.rounds, message.number, fetched, limit_s)
+        data = self._trade(request, fetched, limit_s)
         if data:
             try:
                 self._staging.load(data, message.number, trees)
@@ -107,9 +108,10 @@ class StreamRounds:
             return
         came = False
         try:
+            request = _state_of(enqueued.rounds, enqueued.number)
             self._look()
             state = self._relay.settle(enqueued.number, enqueued.state_bytes)
-            data = self._trade(enqueued.rounds, enqueued.number, state, enqueued.limit_s)
+            data = self._trade(request, state, enqueued.limit_s)
             if data:
                 self._relay.put(enqueued.number, data)
                 came = True
@@ -151,12 +153,12 @@ class StreamRounds:
             log.warning("no more rounds on the device with this draft", reason=error.message)
             self.close()
 
-    def _trade(self, rounds: int, number: int, state: NDArray[np.uint8], limit_s: float) -> bytes:
+    def _trade(self, request: draft_pb2.SessionRequest, state: NDArray[np.uint8], limit_s: float) -> bytes:
         """Send a state and return the trees; empty if the draft has none, or if they do not come in time."""
-        request = draft_pb2.SessionRequest(round_state=draft_pb2.RoundState(rounds=rounds, number=number, state=state.tobytes()))
+        request.round_state.state = state.tobytes()
         self._stream.send(request.SerializeToString())
         self._vigil.expect(limit_s)
-        reply = self._await(number, time.monotonic() + limit_s)
+        reply = self._await(request.round_state.number, time.monotonic() + limit_s)
         self._vigil.rest()
         if reply is None:
             self._missed = True
@@ -195,3 +197,8 @@ class StreamRounds:
     def _distrust(self, error: ProtocolError) -> None:
         log.warning("the draft broke the protocol", error=error.message)
         self._missed = True
+
+
+def _state_of(rounds: int, number: int) -> draft_pb2.SessionRequest:
+    """Return a message that only its bytes are missing from."""
+    return draft_pb2.SessionRequest(round_state=draft_pb2.RoundState(rounds=rounds, number=number))
