@@ -12,8 +12,10 @@ from outrider.draft.v1 import draft_pb2
 from outrider.shared.rpc.ipc.frames import EndOfStream
 from outrider.shared.rpc.ipc.mailbox import SlotTensorWriter
 
-MAX_ON_DEVICE_BYTES = 64 * 1024 * 1024
-"""Rows beyond that wait on the host: the device's memory is the cache's."""
+ON_DEVICE_BYTES = 64 * 1024 * 1024
+SHARE_OF_FREE = 4
+"""Rows beyond that wait on the device only if so many times their bytes are free there, else on the host, which takes a copy that is
+waited for: most of the device's memory is the cache's."""
 MAX_WAITING_BYTES = 1 << 30
 """A draft that has left so much unread counts as gone."""
 
@@ -72,12 +74,12 @@ class RowsOutbox:
             EndOfStream: the draft does not read.
         """
         made = None
-        if rows.is_cuda and self._waiting_bytes + rows.nbytes > MAX_ON_DEVICE_BYTES:
+        self._waiting_bytes += rows.nbytes
+        if rows.is_cuda and not _may_wait_there(rows.device, self._waiting_bytes):
             rows = rows.cpu()
         elif rows.is_cuda:
             made = torch.cuda.Event()  # type: ignore[no-untyped-call]
             made.record(torch.cuda.current_stream(rows.device))
-        self._waiting_bytes += rows.nbytes
         if self._waiting_bytes > MAX_WAITING_BYTES:
             raise EndOfStream("the draft does not read")
         self._parts.extend(_Waiting(part, some, made) for part, some in parts_of(message, rows, self._tensors.slot_bytes))
@@ -96,3 +98,10 @@ class RowsOutbox:
             self._waiting_bytes -= first.rows.nbytes
             first.message.features.CopyFrom(data)
             self._send(draft_pb2.SessionRequest(rows=first.message))
+
+
+def _may_wait_there(device: torch.device, num_bytes: int) -> bool:
+    if num_bytes <= ON_DEVICE_BYTES:
+        return True
+    free, _total = torch.cuda.mem_get_info(device)
+    return free >= SHARE_OF_FREE * num_bytes
