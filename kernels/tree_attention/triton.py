@@ -101,7 +101,7 @@ def _attention(
         last = split >= 0
         if SPLIT:
             place = row * (KV_HEADS * GROUP) + head
-            stride = rows.to(tl.int64) * (KV_HEADS * GROUP)
+            stride = tl.cast(0 * split + rows, tl.int64) * (KV_HEADS * GROUP)  # an argument of 1 is no tensor of its own
             tl.store(partial + (split * stride + place)[:, None] * DIM + d[None, :], acc, mask=element)
             tl.store(stats + 2 * (split * stride + place), top, mask=real)
             tl.store(stats + 2 * (split * stride + place) + 1, total, mask=real)
