@@ -3,8 +3,8 @@
 isort:skip_file
 The draft service: proposes token trees. Nothing it says is trusted: a wrong, late or dead draft costs speed only.
 
-One Session stream per (target, draft), batched over sequences, and one Bulk stream on a channel of its own for prefill and
-resync features, so that a commit never queues behind them. Every per-sequence message carries its fence
+One Session stream per (target, draft), batched over sequences, and one Bulk stream on a channel of its own for features of long
+prompts and resyncs, so that a commit never queues behind them. Every per-sequence message carries its fence
 (session, epoch, committed_len, prefix_hash); what does not match concerns that one sequence, which reopens with epoch + 1.
 """
 
