@@ -125,6 +125,8 @@ def project_gated(
         tile = _usable(tile or choose_tile(Epilogue.GATED, x, weight), x, weight)
         if tile.method is Method.WIDE:
             return gated.project_gated(stream, weight, bias, gelu, tile)
+        if tile.method is Method.HALVES:
+            return silu_mul(library.project_halves(x, weight), stream, bias=bias, gelu=gelu)
         if tile.method is not Method.LIBRARY:
             return compiled.project_gated(stream, weight, scales, bias, gelu, tile)
     return silu_mul(project(x, weight, scales=scales, tile=tile), stream, bias=bias, gelu=gelu)

@@ -21,3 +21,11 @@ def project(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, 
     if x.is_cuda and x.dtype is not torch.float32:
         return torch.bmm(rows, columns, out_dtype=torch.float32)
     return torch.bmm(rows.float(), columns.float())
+
+
+def project_halves(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return ``x @ weight.T``, computed as two products with half of the weight each."""
+    out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+    for half, rows in zip(out.chunk(2, dim=1), weight.chunk(2), strict=True):
+        torch.mm(x, rows.T, out=half)
+    return out

@@ -5,7 +5,7 @@ above 1 each program sums a part of the columns and leaves fp32 partial sums; wh
 last, adds them in order, so results do not depend on timing. For a dot with a weight in FP8 the rows of x are brought to FP8 as well, by a
 launch of their own: both operands then go from shared memory to the tensor cores untouched; widening the weight in registers took more time
 than reading it in bf16 (measured). Tensor cores sum FP8 products in few bits, so what they sum is added up in fp32 after each BLOCK_K.
-Products of 1 to 4 rows, by the kernels of `rows`, widen the weight. WIDEN is set under the interpreter, whose dot takes the bits of a bf16
+Products of 1 to 4 rows, by the kernels of `rows`, leave x as it is. WIDEN is set under the interpreter, whose dot takes the bits of a bf16
 for an integer.
 """
 
@@ -193,7 +193,11 @@ def _run(
                 sum_rows[(blocks,)](*tensors, *sizes, ROWS=rows, **flags)
             elif rows == 1:
                 programs = min(blocks, tile.programs)
-                stay_rows[(programs,)](*tensors, *sizes, programs, **flags)
+                # The interpreter has no assembler; rows are read in whole words, aligned.
+                compiled = isinstance(stay_rows, triton.JITFunction)
+                words = compiled and weight.element_size() == 1 and not (columns % 16 or weight.data_ptr() % 16)
+                tensors = (x, weight.view(torch.int64) if words else weight, *tensors[2:])
+                stay_rows[(programs,)](*tensors, *sizes, programs, BYTES=words, DEEP=tile.stages > 2, **flags)
             else:
                 raise ValueError(f"x has {rows} rows; programs that stay compute one")
             return

@@ -21,6 +21,8 @@ class Method(Enum):
     """As SUM, of one row, by `Tile.programs` programs that take tile after tile."""
     LIBRARY = "library"
     """torch's (cuBLAS)."""
+    HALVES = "halves"
+    """torch's, the two outputs of a gated product one after the other: for sizes where the library is better at half the outputs."""
 
 
 class Epilogue(Enum):
@@ -74,7 +76,7 @@ class Tile:
         block_k: Columns that it takes at a time (DOT, WIDE).
         splits: Programs that share the columns (of single outputs; not SUM). Their sums are added in order: by the next kernel or, of DOT
             where they are added to a residual, by the program that ends last.
-        warps, stages: Of a program.
+        warps, stages: Of a program; of one that stays, 2 or 3 tiles are in it or on their way.
         block_m: Rows that a program computes (WIDE).
         overlap: See `Overlap` (not WIDE; of SUM and STAY, which always fetch, FETCH is EARLY).
         programs: Of the launch (STAY).
