@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from outrider.kernels._launch import ceil_div, next_power_of_2
+from outrider.kernels.stream import FEW_ROWS
 
 _FEW, _MANY = 16, 64
 _NARROW, _WIDE = 64, 256
@@ -75,7 +76,8 @@ def choose_blocks(
     most = min(_MOST_SPLITS, steps)
     deep = block_d <= 128
     if not few:  # one program of a block where they fill half of the device; the merge of many rows is dear
-        splits = min(most, max(8, steps // 4), processors * (2 if pairs > _MANY else 1) // programs)
+        room = processors // programs
+        splits = min(most, max(8, steps // 4), 2 * processors // programs if pairs > _MANY and room > 1 else room)
         if splits <= 1:
             return Blocks(block_pairs, 64, 1, 4, 3 if deep else 2, _release(bs, rows, 1))
         stages = (3 if pairs > _MANY else 4) if deep else 3
@@ -84,8 +86,9 @@ def choose_blocks(
         splits = min(_power_of_2(4 * processors // programs), next_power_of_2(most))
         return Blocks(block_pairs, 64, splits, 4, 2, _release(bs, rows, splits))
     splits = min(most, max(4, steps // 4), 2 * processors // programs)
-    if splits <= 1:
-        return Blocks(block_pairs, 64, 1, 4, 2, _release(bs, rows, 1))
+    if splits <= 1:  # beside our own products of few rows, which share multiprocessors with attention, longer steps are better
+        tokens, stages = (64, 2) if rows <= FEW_ROWS else (32, 3)
+        return Blocks(block_pairs, tokens, 1, 4, stages, _release(bs, rows, 1))
     splits = _power_of_2(splits)
     stages = (4 if programs * splits <= processors else 3) if deep else 2
     return Blocks(block_pairs, 64, splits, 4, stages, _release(bs, rows, splits), transposed=True, gathers=splits <= _MOST_GATHERED)
@@ -107,6 +110,6 @@ def _power_of_2(n: int) -> int:
 
 def _release(bs: int, rows: int, splits: int) -> Release:
     """Return when the product behind attention may start: as measured in whole passes, and late where nobody measured."""
-    if rows <= 2 or (32 < rows <= 64 and splits > 1):
+    if rows <= 2 or (splits > 1 and (bs >= 4 or 32 < rows <= 64)):
         return Release.AT_ONCE
     return Release.WAITED if bs == 1 and 16 < rows <= 32 and splits > 1 else Release.LATE

@@ -39,8 +39,13 @@ def test_few_pairs_of_some_sequences_are_the_narrow_side_and_merge_themselves() 
     assert not any(_plan(bs, rows).transposed for bs in (1, 4, 16, 64) for rows in (6, 8, 32))
 
 
+def test_steps_of_few_pairs_are_longer_beside_products_of_our_own() -> None:
+    assert [(_plan(bs, rows).tokens, _plan(bs, rows).stages) for bs, rows in ((64, 1), (32, 4), (64, 4))] == [(64, 2), (32, 3), (32, 3)]
+
+
 def test_blocks_of_many_pairs_are_not_split_where_they_fill_the_device() -> None:
     assert [(_plan(16, rows).splits, _plan(16, rows).tokens) for rows in (6, 8, 32)] == [(1, 64)] * 3
+    assert [_plan(bs, 32).splits for bs in (1, 4, 8, 16)] == [8, 4, 1, 1]
     assert [(_plan(bs, 6).splits, _plan(bs, 6).tokens) for bs in (1, 4)] == [(8, 32), (4, 32)]
 
 
@@ -62,9 +67,11 @@ def test_what_was_not_measured_needs_little(dim: int, itemsize: int) -> None:
         (1, 64, Release.AT_ONCE),
         (16, 4, Release.AT_ONCE),
         (1, 32, Release.WAITED),
-        (8, 4, Release.LATE),
+        (8, 4, Release.AT_ONCE),
+        (16, 1, Release.AT_ONCE),
+        (4, 32, Release.AT_ONCE),
+        (16, 6, Release.LATE),
         (1, 6, Release.LATE),
-        (16, 1, Release.LATE),
         (64, 1, Release.LATE),
         (1, 2048, Release.LATE),
     ],

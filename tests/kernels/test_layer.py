@@ -28,6 +28,7 @@ SPLIT = Tile(Method.DOT, 32, 16, splits=3)
 SUM = Tile(Method.SUM, 4)
 STAY = Tile(Method.STAY, 2, programs=3)
 LIBRARY = Tile(Method.LIBRARY)
+HALVES = Tile(Method.HALVES)
 PROJECTIONS = [
     (1, 64, 64, DOT),
     (5, 70, 50, DOT),
@@ -93,7 +94,8 @@ def test_programs_that_stay_compute_one_row() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("bias", "gelu", "normed"), [(False, False, True), (True, True, True), (False, False, False)])
 @pytest.mark.parametrize(
-    ("rows", "size", "width", "tile"), [(1, 64, 96, DOT), (17, 50, 70, DOT), (2, 30, 64, SUM), (1, 31, 64, STAY), (3, 20, 30, LIBRARY)]
+    ("rows", "size", "width", "tile"),
+    [(1, 64, 96, DOT), (17, 50, 70, DOT), (2, 30, 64, SUM), (1, 31, 64, STAY), (3, 20, 30, LIBRARY), (3, 20, 30, HALVES)],
 )
 def test_gated_products(dtype: torch.dtype, rows: int, size: int, width: int, tile: Tile, bias: bool, gelu: bool, normed: bool) -> None:
     check_project_gated("cpu", dtype, rows, size, width, tile, Guards(), bias=bias, gelu=gelu, normed=normed)
