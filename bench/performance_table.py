@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md and docs/numerics.md: what was promised, what options cost, and what recorded results say.
+"""The tables of docs/performance.md, docs/numerics.md and README.md: what was promised, what options cost, and what recorded results say.
 
 Never typed by hand, so that they cannot drift.
 """
@@ -16,6 +16,14 @@ from outrider.bench.performance_results import Results, read_result
 from outrider.shared.base.errors import ConfigurationError
 
 NOT_MEASURED = "not measured yet"
+ROUND_BATCHES = (1, 4, 16, 64)
+ROUND_KINDS = (
+    ("plain decode", "plain", "plain"),
+    ("EAGLE-3, chain of 3", "chain 3", "chain3"),
+    ("EAGLE-3, chain of 5", "chain 5", "chain5"),
+    ("EAGLE-3, tree 5/8/32 (vLLM has none)", "tree 5/8/32", ""),
+)
+"""What a round is called, by us and in the files of vLLM's."""
 COST_CASES = tuple(f"round {kind}, batch {batch}" for kind in ("plain", "tree 5/8/32") for batch in (1, 16))
 
 
@@ -109,6 +117,25 @@ def time_lines(results: Results) -> Iterator[str]:
     yield from _commands({recorded.path})
 
 
+def round_lines(results: Results) -> Iterator[str]:
+    """Yield the lines of rounds beside vLLM's, and the files that they are from; for the README, one folder above the documents."""
+    yield "| milliseconds a round, ours / vLLM | " + " | ".join(f"batch {batch}" for batch in ROUND_BATCHES) + " |"
+    yield "| --- |" + " --- |" * len(ROUND_BATCHES)
+    sources: dict[Path, None] = {}
+    for what, kind, config in ROUND_KINDS:
+        cells = []
+        for batch in ROUND_BATCHES:
+            found = results.latency(f"round {kind}, batch {batch}")
+            peer = results.vllm(config, batch)
+            ours = "" if found is None else f"{float(found[1]['value']):.2f}"
+            cells.append(f"{ours} / {float(peer['ms_round']):.2f}" if ours and peer else ours)
+            if found is not None:
+                sources[found[0].path] = None
+        yield f"| {what} | {' | '.join(cells)} |"
+    yield ""
+    yield "From " + ", ".join(f"[{path.name}](bench/results/{path.name})" for path in sources) + "."
+
+
 def _commands(sources: set[Path]) -> Iterator[str]:
     if sources:
         yield ""
@@ -122,4 +149,5 @@ TABLES = (
     Table("<!-- performance table: made by `outrider bench table` -->", "<!-- end of the performance table -->", goal_lines),
     Table("<!-- cost of --deterministic: made by `outrider bench table` -->", "<!-- end of that cost -->", cost_lines),
     Table("<!-- time of a round: made by `outrider bench table` -->", "<!-- end of that time -->", time_lines),
+    Table("<!-- rounds: made by `outrider bench table` -->", "<!-- end of the rounds -->", round_lines),
 )

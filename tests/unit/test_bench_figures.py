@@ -18,7 +18,7 @@ from outrider.bench.latency import parse_shapes
 from outrider.bench.load import Experience, Load, summarise_load
 from outrider.bench.performance_goals import GOALS
 from outrider.bench.performance_results import Results
-from outrider.bench.performance_table import NOT_MEASURED, TABLES, cost_lines, goal_lines, run_table, time_lines
+from outrider.bench.performance_table import NOT_MEASURED, TABLES, cost_lines, goal_lines, round_lines, run_table, time_lines
 from outrider.bench.record import Result, Row
 from outrider.bench.roofline import Ceilings
 from outrider.bench.serve import serve_rows
@@ -293,6 +293,16 @@ def test_a_profile_is_summed_up_by_what_kernels_are_for(tmp_path: Path) -> None:
     assert lines[-1] == "- [p](../bench/results/p.json): `outrider bench latency --profile`"
 
 
+def test_rounds_stand_beside_those_of_the_peer(tmp_path: Path) -> None:
+    rows = [latency_row("round chain 3, batch 64", 10.0), latency_row("round tree 5/8/32, batch 1", 6.5)]
+    record(tmp_path, "ours", "latency", SETTINGS, rows)
+    (tmp_path / "vllm.jsonl").write_text(json.dumps({"case": "run", "config": "chain3", "bs": 64, "ms_round": 11.0}) + "\n")
+    lines = list(round_lines(Results(tmp_path)))
+    assert lines[3] == "| EAGLE-3, chain of 3 |  |  |  | 10.00 / 11.00 |"
+    assert lines[5] == "| EAGLE-3, tree 5/8/32 (vLLM has none) | 6.50 |  |  |  |"
+    assert lines[-1] == "From [ours.json](bench/results/ours.json)."
+
+
 def test_the_table_is_written_between_its_marks(tmp_path: Path) -> None:
     begin, end = TABLES[0].begin, TABLES[0].end
     document = tmp_path / "doc.md"
@@ -318,6 +328,6 @@ def test_what_equal_bits_cost_is_shown_beside_the_usual_round(tmp_path: Path) ->
     assert "| tree 5/8/32, batch 16 | 16.00 ms | 40.00 ms | 2.50 |" in list(cost_lines(Results(tmp_path)))
 
 
-@pytest.mark.parametrize("document", ["performance.md", "numerics.md"])
+@pytest.mark.parametrize("document", ["docs/performance.md", "docs/numerics.md", "README.md"])
 def test_the_documented_tables_are_those_of_the_recorded_results(document: str) -> None:
-    assert run_table(ROOT / "bench" / "results", ROOT / "docs" / document, check=True) == 0
+    assert run_table(ROOT / "bench" / "results", ROOT / document, check=True) == 0
