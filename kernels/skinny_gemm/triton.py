@@ -197,7 +197,7 @@ def _run(
                 compiled = isinstance(stay_rows, triton.JITFunction)
                 words = compiled and weight.element_size() == 1 and not (columns % 16 or weight.data_ptr() % 16)
                 tensors = (x, weight.view(torch.int64) if words else weight, *tensors[2:])
-                stay_rows[(programs,)](*tensors, *sizes, programs, BYTES=words, DEEP=tile.stages > 2, **flags)
+                stay_rows[(programs,)](*tensors, *sizes, programs, BYTES=words, **flags)
             else:
                 raise ValueError(f"x has {rows} rows; programs that stay compute one")
             return

@@ -76,7 +76,7 @@ class Tile:
         block_k: Columns that it takes at a time (DOT, WIDE).
         splits: Programs that share the columns (of single outputs; not SUM). Their sums are added in order: by the next kernel or, of DOT
             where they are added to a residual, by the program that ends last.
-        warps, stages: Of a program; of one that stays, 2 or 3 tiles are in it or on their way.
+        warps, stages: Of a program.
         block_m: Rows that a program computes (WIDE).
         overlap: See `Overlap` (not WIDE; of SUM and STAY, which always fetch, FETCH is EARLY).
         programs: Of the launch (STAY).

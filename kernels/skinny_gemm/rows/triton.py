@@ -135,19 +135,14 @@ def stay_rows(
     N, K, second, x_row, residual_row, out_row, parts, eps, programs,
     EPILOGUE: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, NORMED: tl.constexpr, GELU: tl.constexpr,
     PARTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr, BYTES: tl.constexpr,
-    DEEP: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+    PDL: tl.constexpr, EARLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Compute every `programs`-th tile of one row of x, which is read once; what the next tile needs is on its way meanwhile.
-
-    DEEP: and the weights of the one after it.
-    """
+    """Compute every `programs`-th tile of one row of x, which is read once; what the next tile needs is on its way meanwhile."""
     first = tl.program_id(0)
     m = tl.arange(0, 1)
     weights = _load_weights(weight, first, second, N, K, EPILOGUE, HALF, EVEN, BYTES, BLOCK_N, BLOCK_K)
     output = first * BLOCK_N + tl.arange(0, BLOCK_N)
     constants = load_constants(output, N, second, bias, scales, norm_weight, EPILOGUE, BIAS, SCALED, HALF)
-    if DEEP:
-        next_weights = _load_weights(weight, first + programs, second, N, K, EPILOGUE, HALF, EVEN, BYTES, BLOCK_N, BLOCK_K)
     if PDL:
         gdc_wait()
         if EARLY:
@@ -157,9 +152,7 @@ def stay_rows(
     factor *= undo
     tiles = tl.cdiv(N, BLOCK_N)
     for tile in range(first, tiles, programs):
-        last_weights = _load_weights(
-            weight, tile + (2 * programs if DEEP else programs), second, N, K, EPILOGUE, HALF, EVEN, BYTES, BLOCK_N, BLOCK_K
-        )  # fmt: skip
+        next_weights = _load_weights(weight, tile + programs, second, N, K, EPILOGUE, HALF, EVEN, BYTES, BLOCK_N, BLOCK_K)
         output = (tile + programs) * BLOCK_N + tl.arange(0, BLOCK_N)
         next_constants = load_constants(output, N, second, bias, scales, norm_weight, EPILOGUE, BIAS, SCALED, HALF)
         _, next_before = load_rows(m, output, 1, N, K, scales, sums, residual, residual_row, parts, eps, EPILOGUE, False, False, PARTS)
@@ -170,8 +163,4 @@ def stay_rows(
             acc, m, tile, constants, factor, before, out, scaled, sums, cos, sin, slots, k_plane, v_plane, 1, N, out_row, EPILOGUE, BIAS,
             SCALED, GELU, HEADS, KV_HEADS, HALF, False, BLOCK_N
         )  # fmt: skip
-        constants, before = next_constants, next_before
-        if DEEP:
-            weights, next_weights = next_weights, last_weights
-        else:
-            weights = last_weights
+        weights, constants, before = next_weights, next_constants, next_before
