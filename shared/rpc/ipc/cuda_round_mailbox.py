@@ -125,6 +125,7 @@ class StreamMailbox:
     def _current(self) -> Iterator[int]:
         """Yield the device's current stream, with the device current: the driver takes stream 0 for that of the current device."""
         with torch.cuda.device(self._device):
+            _bind_context(torch.cuda.current_device())
             yield torch.cuda.current_stream(self._device).cuda_stream
 
 
@@ -137,6 +138,23 @@ def _wait_value(stream: int, address: int, value: int) -> None:
     """Hold the stream until 4 bytes are at least `value`."""
     flags = ctypes.c_uint(WAIT_UNTIL_AT_LEAST)
     _driver_call("cuStreamWaitValue32_v2", ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(value), flags)
+
+
+def _bind_context(device: int) -> None:
+    """Give this thread the context of its device, as the runtime does when a thread first asks it for something; the driver does not."""
+    context = ctypes.c_void_p()
+    _driver_call("cuCtxGetCurrent", ctypes.byref(context))
+    if not context.value:
+        _driver_call("cuCtxSetCurrent", ctypes.c_void_p(_primary_context(device)))
+
+
+@functools.cache
+def _primary_context(device: int) -> int:
+    """Return the context that the runtime uses on a device; kept for good, as torch keeps it."""
+    handle, context = ctypes.c_int(), ctypes.c_void_p()
+    _driver_call("cuDeviceGet", ctypes.byref(handle), ctypes.c_int(device))
+    _driver_call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
+    return int(context.value or 0)
 
 
 def _driver_call(name: str, *arguments: Any) -> None:
