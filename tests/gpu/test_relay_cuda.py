@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -100,3 +101,10 @@ def test_what_fits() -> None:
     assert relay.fits(torch.zeros(LAYOUT.state_bytes, dtype=torch.uint8), trees)
     assert not relay.fits(torch.zeros(LAYOUT.state_bytes + 1, dtype=torch.uint8), trees)
     assert StreamRelay.try_make(Side.TARGET, torch.device("cpu")) is None
+
+
+def test_a_thread_that_has_asked_the_device_for_nothing_yet_may_enqueue(half: Half) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(half.enqueue, 1).result(LIMIT_S)
+    half.relay.put(1, bytes([1]) * IN_BYTES)
+    assert set(half.relay.settle(1, OUT_BYTES)[4:].tolist()) == {2}
