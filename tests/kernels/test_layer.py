@@ -21,7 +21,7 @@ from layer_cases import (
 from outrider.kernels._dispatch import Backend, force_backend
 from outrider.kernels.add_norm import normalise
 from outrider.kernels.skinny_gemm import Epilogue, Method, Overlap, Tile, choose_tile, project, project_add
-from outrider.kernels.skinny_gemm.table import guess_tile
+from outrider.kernels.skinny_gemm.table import _measured, guess_tile
 
 DOT = Tile(Method.DOT, 32, 32)
 SPLIT = Tile(Method.DOT, 32, 16, splits=3)
@@ -176,6 +176,15 @@ def test_more_rows_than_fit_are_refused() -> None:
         project(torch.zeros(513, 16), torch.zeros(8, 16))
     with pytest.raises(ValueError, match="65 rows"):
         project(torch.zeros(65, 16), torch.zeros(8, 16).to(torch.float8_e4m3fn), scales=torch.ones(8))
+
+
+def test_measured_tiles_fit_the_rows_they_were_measured_for() -> None:
+    tiles = [(rows, tile) for counts in _measured().values() for rows, tile in counts.items()]
+    assert {tile.method for _, tile in tiles} == set(Method)
+    for rows, tile in tiles:
+        assert (tile.programs > 0) == (tile.method is Method.STAY)
+        assert tile.method is not Method.STAY or rows == 1
+        assert tile.method is not Method.SUM or rows <= 4
 
 
 @pytest.mark.parametrize("epilogue", list(Epilogue))
