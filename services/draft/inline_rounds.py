@@ -11,12 +11,16 @@ from outrider.draft.v1 import draft_pb2
 from outrider.services.draft.loop import Peer
 from outrider.services.draft.replies import RoundTrees
 from outrider.shared.base.errors import ProtocolError
+from outrider.shared.obs.logging import get_logger
+from outrider.shared.rpc.ipc.cuda import CudaError
 from outrider.shared.rpc.options import INTERNAL_MESSAGE_LIMIT
 from outrider.shared.rpc.relay import StreamRelay
 from outrider.shared.rpc.staging import Staging
 
 OTHER_FIELDS_BYTES = 1024 * 1024
 MAX_NUMBER = (1 << 31) - 1
+
+log = get_logger("outrider.draft")
 
 
 class InlineRounds:
@@ -81,7 +85,13 @@ class InlineRounds:
         """See `RoundsInlet.take`: it has arrived, or the stream waits for it."""
         if self._relayed and self._relay is not None:
             self._taken, self._awaited = message.number, True
-            self._relay.take(message.number, blob, expected, limit_s)
+            try:
+                self._relay.take(message.number, blob, expected, limit_s)
+            except CudaError as error:
+                log.warning("rounds are launched when their messages arrive", reason=error.message)
+                self._relay.close()
+                self._relay, self._fits_relay = None, False
+                raise
             if not self._ahead:
                 self._put(self._relay, message.number, self._state)
             return

@@ -180,12 +180,17 @@ def test_a_round_that_is_new_or_too_large_is_not_enqueued_ahead(target: Target) 
     assert len(target.stream.sent) == 4
 
 
-def test_a_driver_that_cannot_wait_ends_the_rounds(target: Target) -> None:
+def test_a_driver_that_cannot_wait_costs_a_round(target: Target) -> None:
     target.relay.fails = True
     target.exchange(1)
     target.channel.carry()
     assert target.channel.broken
-    assert not target.channel.mend()
+    assert target.relay.closed
+    assert target.channel.mend()
+    target.answer(bytes([7]) * SIZE)
+    target.exchange(2)
+    assert target.trees[:4].view(torch.int32).item() == target.expected.item() == 2, "without it"
+    target.channel.carry()
 
 
 def test_the_end_of_the_connection_ends_the_wait(target: Target) -> None:
@@ -295,6 +300,23 @@ def test_a_round_may_wait_for_its_state_on_the_host(ahead: bool, tried: bool, ro
     assert draft.relay.came == {1: state} if room else draft.blob[4:].tolist() == [5] * (SIZE - 4)
     assert not draft.relay.waits
     assert draft.outlet.said == [RoundTrees(1, 1, bytes([1]) * SIZE)]
+
+
+def test_a_draft_whose_driver_cannot_wait_goes_on_without(draft: Draft) -> None:
+    draft.relay.fails = True
+    with pytest.raises(CudaError):
+        draft.enqueue(1)
+    assert draft.relay.closed
+    draft.inlet.skip(1, 1)
+    assert draft.inlet.mend()
+    assert draft.inlet.fits(draft.blob, draft.trees)
+    assert not draft.enqueue(2)
+    draft.inlet.arrived(bytes([5]) * SIZE)
+    message = draft_pb2.RoundsNext(rounds=1, number=2)
+    draft.inlet.take(message, draft.blob, torch.zeros(1, dtype=torch.int32), 1.0)
+    draft.inlet.give(message, draft.trees)
+    assert draft.blob[4:].tolist() == [5] * (SIZE - 4)
+    assert draft.outlet.said == [RoundTrees(1, 1, b""), RoundTrees(1, 2, bytes([1]) * SIZE)]
 
 
 def test_a_malformed_state_of_a_round_that_is_new_is_refused_and_releases(draft: Draft) -> None:

@@ -150,8 +150,10 @@ class StreamRounds:
             self._enqueued = _Enqueued(message.rounds, message.number, state.nbytes, limit_s)
             relay.take(message.number, trees, expected, limit_s)
         except CudaError as error:
-            log.warning("no more rounds on the device with this draft", reason=error.message)
-            self.close()
+            log.warning("rounds are launched when their messages arrive", reason=error.message)
+            relay.close()
+            self._relay, self._enqueued = None, None
+            self._missed = True
 
     def _trade(self, request: draft_pb2.SessionRequest, state: NDArray[np.uint8], limit_s: float) -> bytes:
         """Send a state and return the trees; empty if the draft has none, or if they do not come in time."""
