@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compute_device import DEVICE, GRAPHS
+from compute_device import DEVICE, GRAPHS, ON_GPU
 from draft_process import DraftProcess
 from target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
 from toys import make_toy_eagle3, make_toy_target
@@ -28,7 +28,8 @@ from outrider.shared.spec.drafter import DrafterState
 torch.set_num_threads(1)
 VOCAB = 64
 OVERLAP = OverlapPlan((1, 2, 4), 6)
-FAULT_S = 1.0
+FAULT_S = 3.0 if ON_GPU else 1.0
+"""On a GPU a draft compiles a kernel now and then that a size meets first."""
 PROMPT = [1, 2, 3, 4]
 BOUND_S = 20.0
 """A run that is held up by more than some fault deadlines hangs."""
