@@ -221,7 +221,12 @@ def _fill(state: RoundState, sessions: Sequence[Session]) -> None:
     rows = host.pin_memory().to(state.counts.device, non_blocking=True) if state.counts.is_cuda else host
     state.counts[: len(sessions)].copy_(rows[:, 0])
     state.tokens[: len(sessions)].copy_(rows[:, 1:])
-    for row, (session, count) in enumerate(zip(sessions, counts, strict=True)):
-        if session.row_source is RowSource.FEATURES:
-            state.features[row, :count].copy_(session.features.take(count), non_blocking=True)
-            session.features = FeatureQueue(session.cached_rows)
+    fed = [row for row, session in enumerate(sessions) if session.row_source is RowSource.FEATURES]
+    features = [sessions[row].features.take(counts[row]) for row in fed]
+    if fed and len(fed) == len(sessions) and len({(part.shape[0], part.device) for part in features}) == 1:
+        state.features[: len(sessions), : counts[0]].copy_(torch.stack(features), non_blocking=True)
+    else:
+        for row, part in zip(fed, features, strict=True):
+            state.features[row, : counts[row]].copy_(part, non_blocking=True)
+    for row in fed:
+        sessions[row].features = FeatureQueue(sessions[row].cached_rows)

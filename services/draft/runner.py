@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
+import numpy as np
 import torch
 
 from outrider.services.draft.chunks import RowChunk, finish_chunks, leases_of, take_chunks, take_features
@@ -200,14 +201,11 @@ class HeadRunner(PagedStrategy):
         if not chunks or self._extended(chunks):
             return
         head = self._head
-        tokens: list[int] = []
-        positions: list[int] = []
-        for chunk in chunks:
-            # The row at position t pairs the feature of t with token t + 1.
-            tokens += chunk.session.tokens[chunk.start + 1 : chunk.stop + 1]
-            positions += range(chunk.start, chunk.stop)
+        # The row at position t pairs the feature of t with token t + 1.
+        tokens = [np.array(chunk.session.tokens[chunk.start + 1 : chunk.stop + 1], dtype=np.int32) for chunk in chunks]
+        positions = [np.arange(chunk.start, chunk.stop, dtype=np.int32) for chunk in chunks]
         features = take_features(chunks, head.device, head.dtype)
-        host = upload([tokens, positions], torch.int32, head.device)
+        host = upload(np.stack([np.concatenate(tokens), np.concatenate(positions)]), torch.int32, head.device)
         starts, counts = [chunk.start for chunk in chunks], [chunk.count for chunk in chunks]
         batch = build_batch(self._pool, leases_of(chunks), starts, counts)
         ends = ONLY_KEYS  # where rows are kept, the last of them gives the state that a tree grows from

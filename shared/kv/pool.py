@@ -177,9 +177,13 @@ class KVPool:
         size, pages = self.page_size, lease.pages
         if stop - start <= FEW_TOKENS:
             return [pages[index // size] * size + index % size for index in range(start, stop)]
-        index = np.arange(start, stop)
-        slots: list[int] = (np.asarray(pages)[index // size] * size + index % size).tolist()
+        slots: list[int] = self.slot_array(lease, start, stop).tolist()
         return slots
+
+    def slot_array(self, lease: PageLease, start: int, stop: int) -> np.ndarray:
+        """Return what `token_slots` does as ``[stop - start] int64``: quicker of many."""
+        index = np.arange(start, stop)
+        return np.asarray(lease.pages, dtype=np.int64)[index // self.page_size] * self.page_size + index % self.page_size
 
     def store_features(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Write feature rows ``[n, feature_size]`` to slots ``[n] int64`` of the feature plane."""
