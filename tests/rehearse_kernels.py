@@ -13,6 +13,7 @@ from triton.runtime.driver import driver
 from outrider.kernels import ahead
 from outrider.kernels._dispatch import force_backend
 from outrider.kernels.add_norm import rms_norm
+from outrider.kernels.ahead import pool as compiler_pool
 from outrider.kernels.ahead.pool import CompilerPool
 
 
@@ -45,14 +46,20 @@ def main() -> None:
     told: list[tuple[int, int]] = []
     pool.wait(0, lambda done, total: told.append((done, total)))
     found["told"] = told
+    found["compiled"] = pool.compiled
     again = CompilerPool()
     found["output_again"] = rehearse(again, 2).abs().max().item()  # compiled, and still not launched, which this driver could not
     found["missing"] = again.submitted
     broken = CompilerPool()
-    broken.submit(json.dumps({"module": "os", "name": "system", "target": ["cuda", 90, 32], "data": "{}"}))
-    broken.submit("no job")
+    broken.submit("system", json.dumps({"module": "os", "name": "system", "target": ["cuda", 90, 32], "data": "{}"}))
+    broken.submit("nothing", "no job")
     broken.wait(0)
-    found["refused"] = broken._done
+    found["refused"] = [broken.submitted, broken.compiled]
+    compiler_pool.COMPILE_S = 0.01
+    slow = CompilerPool()
+    slow.submit("slow", "{}")
+    slow.wait(0)
+    found["too slow"] = [slow.submitted, slow.compiled]
     json.dump(found, sys.stdout)
 
 

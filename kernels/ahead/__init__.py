@@ -55,7 +55,7 @@ def compile_ahead(device: torch.device, works: Sequence[Work], tell: Tell | None
     if device.type != "cuda" or not works:
         return 0
     pool = _pool()
-    before = pool.submitted
+    before, compiled = pool.submitted, pool.compiled
     try:
         with torch.cuda.device(device), _rehearsal(pool):
             for index, work in enumerate(works):
@@ -68,7 +68,7 @@ def compile_ahead(device: torch.device, works: Sequence[Work], tell: Tell | None
     if pool.submitted > before:
         torch.cuda.empty_cache()  # what was rehearsed on this stream is done on others
         pool.wait(before, tell)
-    return pool.submitted - before
+    return pool.compiled - compiled
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -24,7 +25,11 @@ from outrider.kernels.ahead.worker import restored
 
 MOST_PROCESSES = 16
 IDLE_S = 15.0
+COMPILE_S = 120.0
+"""Longest time for one kernel (most take a third of a second): then its process is ended, and the kernel is left to who launches it."""
 WORKER = "outrider.kernels.ahead.worker"
+
+_log = logging.getLogger("outrider.kernels")
 
 
 class CompilerPool:
@@ -32,11 +37,13 @@ class CompilerPool:
 
     Attributes:
         submitted: Kernels that were missing so far.
+        compiled: Those of them that were compiled.
     """
 
     def __init__(self) -> None:
         self.submitted = 0
-        self._jobs: SimpleQueue[str] = SimpleQueue()
+        self.compiled = 0
+        self._jobs: SimpleQueue[tuple[str, str]] = SimpleQueue()
         self._known: set[tuple[str, str, str]] = set()
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
@@ -77,10 +84,10 @@ class CompilerPool:
                     told = done
                     tell(done, self.submitted - since)
 
-    def submit(self, job: str) -> None:
-        """Compile what `worker` takes as one line."""
+    def submit(self, name: str, job: str) -> None:
+        """Compile a kernel that `worker` takes as one line."""
         self.submitted += 1
-        self._jobs.put(job)
+        self._jobs.put((name, job))
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         if len(self._threads) < min(MOST_PROCESSES, len(os.sched_getaffinity(0))):
             thread = threading.Thread(target=self._work, name="compile-kernels", daemon=True)
@@ -102,7 +109,7 @@ class CompilerPool:
             return None
         self._known.add(kernel)
         job = {"module": fn.module, "name": fn.name, "target": [target.backend, target.arch, target.warp_size], "data": data}
-        self.submit(json.dumps(job))
+        self.submit(fn.name, json.dumps(job))
         return True
 
     def _work(self) -> None:
@@ -114,14 +121,23 @@ class CompilerPool:
         ):
             assert process.stdin is not None
             assert process.stdout is not None
-            answered = True
-            while answered:
-                job = self._jobs.get(timeout=IDLE_S)
+            answer = "compiled"
+            while answer:
+                (name, job), answer = self._jobs.get(timeout=IDLE_S), ""
+                limit = threading.Timer(COMPILE_S, process.kill)
+                limit.start()
                 try:
                     process.stdin.write(job + "\n")
                     process.stdin.flush()
-                    answered = bool(process.stdout.readline())
+                    answer = process.stdout.readline().strip()
                 finally:
-                    with self._changed:
-                        self._done += 1
-                        self._changed.notify_all()
+                    limit.cancel()
+                    self._note(name, answer)
+
+    def _note(self, name: str, answer: str) -> None:
+        with self._changed:
+            self._done += 1
+            self.compiled += answer == "compiled"
+            self._changed.notify_all()
+        if answer != "compiled":
+            _log.warning("%s is compiled when it is launched: %s", name, answer or "the process that compiled it ended")
