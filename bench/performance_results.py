@@ -119,7 +119,7 @@ class Results:
         return None
 
     def perplexity(self, case: str) -> tuple[Recorded, Mapping[str, Any]] | None:
-        """Return the same of `outrider bench perplexity` on GSM8K's text, on any device: it rounds alike on all of them."""
+        """Return the same of `outrider bench perplexity` on GSM8K's text, on any device."""
 
         def fits(recorded: Recorded) -> bool:
             return str(recorded.settings("text")).startswith("gsm8k")

@@ -94,13 +94,6 @@ class UnavailableError(OutriderError):
     reason = "unavailable"
 
 
-class UnsupportedError(OutriderError):
-    """A known feature that this build or configuration does not offer."""
-
-    code = ErrorCode.UNIMPLEMENTED
-    reason = "unsupported"
-
-
 class CheckpointError(OutriderError):
     """A model folder that cannot be loaded: `field` is the file, config key or tensor name."""
 
