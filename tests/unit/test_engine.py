@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,9 +12,7 @@ from toys import make_toy_target
 
 from outrider.services.target.drafter import NoDrafter
 from outrider.services.target.request import FinishReason, SamplingParams, SpeculationMode
-from outrider.services.target.scheduler import PrefillChunk
-from outrider.services.target.warmup import check_parity, prompt_rehearsals
-from outrider.shared.base.errors import ErrorCode, InvalidRequestError, OutriderError, OverloadedError, UnavailableError
+from outrider.shared.base.errors import ErrorCode, InvalidRequestError, OverloadedError, UnavailableError
 from outrider.shared.nn.decoder import Decoder, DecoderOutput
 from outrider.shared.spec.drafter import DrafterState, FeatureSpec
 from outrider.shared.spec.tree import NO_DRAFT
@@ -356,46 +353,6 @@ def test_one_delivery_per_step_for_all_requests_of_a_stream(harness: Harness) ->
         harness.step()
         steps += 1
     assert harness.sink.deliveries <= steps
-
-
-def test_the_parity_check_passes_and_can_fail(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_parity(harness.runner, harness.engine.controller)
-    assert harness.engine.controller.costs.plain_step(1) is not None
-    assert harness.scheduler.allocator.held_pages == 0
-    attention = harness.runner.attention
-    plan = attention.plan
-
-    def causal_only(batch: object) -> None:
-        from dataclasses import replace
-
-        plan(replace(batch, ancestors=None))  # type: ignore[type-var]
-
-    monkeypatch.setattr(attention, "plan", causal_only)
-    with pytest.raises(UnavailableError) as failed:
-        check_parity(harness.runner, harness.engine.controller)
-    assert failed.value.reason == "parity_check_failed"
-    assert harness.scheduler.allocator.held_pages == 0
-
-
-def test_rehearsed_prompts_go_through_the_model_and_leave_nothing(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    harness = make_harness(decoder, NoDrafter())
-    passes: list[list[int]] = []
-    prefill = harness.runner.prefill
-
-    def noted(chunks: Sequence[PrefillChunk]) -> list[int]:
-        passes.append([chunk.stop for chunk in chunks])
-        return prefill(chunks)
-
-    monkeypatch.setattr(harness.runner, "prefill", noted)
-    monkeypatch.setattr("outrider.services.target.warmup.REHEARSED_PROMPTS", ((7,), (9, 12)))
-    for rehearse in prompt_rehearsals(harness.runner):
-        rehearse()
-    assert passes == [[7], [9, 12]]
-    monkeypatch.setattr("outrider.services.target.warmup.REHEARSED_PROMPTS", ((9, 1 << 20),))
-    for rehearse in prompt_rehearsals(harness.runner):
-        with pytest.raises(OutriderError, match="too small"):
-            rehearse()
-    assert harness.scheduler.allocator.held_pages == 0
 
 
 def test_seeds_matter(decoder: Decoder) -> None:
