@@ -328,3 +328,19 @@ class TokenCounter:
                 return
             self.acted = True
         self._action()
+
+
+def assert_ranks_serve(first: Process, second: Process, address: str, num_tokens: int) -> None:
+    """Two processes of one target answer together, and both end with 0 when the first is told to."""
+    try:
+        first.wait_serving(address, "outrider.target.v1.Target")
+        with grpc.insecure_channel(address) as channel:
+            request = target_pb2.GenerateRequest(request_id="a", prompt_ids=[1, 2, 3], max_new_tokens=num_tokens, ignore_eos=True)
+            replies = list(target_pb2_grpc.TargetStub(channel).Generate(request, timeout=60))
+        assert sum(len(reply.delta.token_ids) for reply in replies) == num_tokens
+        first.popen.terminate()
+        assert first.popen.wait(30) == 0
+        assert second.popen.wait(30) == 0
+    finally:
+        first.stop()
+        second.stop()

@@ -91,10 +91,6 @@ class EngineThread:
         if self._thread.is_alive():
             raise RuntimeError(f"the engine thread did not stop within {timeout_s} s")
 
-    def is_current(self) -> bool:
-        """Whether the caller runs on the engine thread."""
-        return threading.current_thread() is self._thread
-
     def _run(self) -> None:
         engine, event = self._engine, self._event
         self._on_start()

@@ -150,10 +150,6 @@ class KVPool:
         """Grow a lease until it holds `num_tokens` tokens; False (and no change) when the pool has too few free pages."""
         return lease.extend(max(0, self.pages_for(num_tokens) - len(lease.pages)))
 
-    def trim(self, lease: PageLease, num_tokens: int) -> None:
-        """Give back the pages of a lease that `num_tokens` tokens do not need."""
-        lease.shrink(self.pages_for(num_tokens))
-
     def page_table(self, leases: Sequence[PageLease]) -> torch.Tensor:
         """Return ``[bs, max_pages] int32`` on the pool's device, rows padded with page 0 (never read: lengths bound the reads)."""
         width = max((len(lease.pages) for lease in leases), default=0)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.shared.nn.config_reader import ConfigReader, faults_of, read_json
-from outrider.shared.nn.families.registry import MODEL_TYPES, Family, check_architecture, find_family
+from outrider.shared.nn.families.registry import Family, check_architecture, find_family
 from outrider.shared.nn.fp8 import SCALE_SUFFIX, Block, parse_weight_block
 from outrider.shared.nn.generic.choose import read_generic
 from outrider.shared.nn.rope_config import DEFAULT_ROPE_THETA, RopeConfig, RopeKind, parse_rope
@@ -21,7 +21,6 @@ __all__ = [
     "CONFIG_FILE",
     "DEFAULT_ROPE_THETA",
     "GENERATION_CONFIG_FILE",
-    "SUPPORTED_MODEL_TYPES",
     "Activation",
     "ConfigReader",
     "ModelConfig",
@@ -33,7 +32,6 @@ __all__ = [
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
-SUPPORTED_MODEL_TYPES = MODEL_TYPES
 
 
 class Activation(Enum):

@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from stack import PROMPTS, Process, child_pids, free_port, supervised
+from stack import PROMPTS, Process, assert_ranks_serve, child_pids, free_port, supervised
 from toys import make_toy_target
 
 from outrider.common.v1 import common_pb2
@@ -306,16 +306,4 @@ def test_ranks_of_two_hosts_serve_together(folder: Path, tmp_path: Path) -> None
         flags = ("--model", str(folder), "--tp", "2", "--listen", address, *SMALL)
         return Process("serve", "target", *flags, log=tmp_path / f"{rank}.log", environment=environment)
 
-    first, second = start(0), start(1)
-    try:
-        first.wait_serving(address, TARGET_SERVICE)
-        with grpc.insecure_channel(address) as channel:
-            request = target_pb2.GenerateRequest(request_id="a", prompt_ids=[1, 2, 3], max_new_tokens=40, ignore_eos=True)
-            replies = list(target_pb2_grpc.TargetStub(channel).Generate(request, timeout=60))
-        assert sum(len(reply.delta.token_ids) for reply in replies) == 40
-        first.popen.terminate()
-        assert first.popen.wait(END_S) == 0
-        assert second.popen.wait(END_S) == 0
-    finally:
-        first.stop()
-        second.stop()
+    assert_ranks_serve(start(0), start(1), address, 40)

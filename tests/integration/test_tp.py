@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 import torch
-from stack import OUTRIDER, Process, child_pids, free_port
+from stack import OUTRIDER, Process, assert_ranks_serve, child_pids, free_port
 from target_harness import FakeDrafter, assert_same_tokens, load_toy, make_harness, oracle_plan, random_plan
 from toys import make_toy_eagle3, make_toy_target
 
@@ -264,18 +264,7 @@ def test_ranks_that_torchrun_starts_serve_together(folder: Path, tmp_path: Path)
     address, port = f"unix:{tmp_path}/t.sock", str(free_port())
 
     first, second = (serve(folder, tmp_path / f"{rank}.log", "--listen", address, environment=as_torchrun(rank, port)) for rank in range(2))
-    try:
-        first.wait_serving(address, TARGET_SERVICE)
-        with grpc.insecure_channel(address) as channel:
-            request = target_pb2.GenerateRequest(request_id="a", prompt_ids=[1, 2, 3], max_new_tokens=8, ignore_eos=True)
-            replies = list(target_pb2_grpc.TargetStub(channel).Generate(request, timeout=30))
-        assert sum(len(reply.delta.token_ids) for reply in replies) == 8
-        first.popen.terminate()
-        assert first.popen.wait(END_S) == 0
-        assert second.popen.wait(END_S) == 0
-    finally:
-        first.stop()
-        second.stop()
+    assert_ranks_serve(first, second, address, 8)
 
 
 def test_a_world_of_another_size_is_refused(folder: Path) -> None:
