@@ -11,6 +11,7 @@ import select
 import signal
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -115,11 +116,27 @@ def greedy(rows: int, device: torch.device) -> SamplingTensors:
     return SamplingTensors(zeros, ints, zeros + 1, zeros, zeros.long(), ints, all_greedy=True, any_filter=False)
 
 
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One list entry per step: the prompt, one row behind it, `NODES` rows behind it.
+
+    Attributes:
+        errors, of_one: Of the ranks' logits, and of one GPU's with the same settings, relative to one GPU's that are not quantised.
+        distances: How far the ranks' greedy tokens are below the best.
+        differing: Replays of graphs that are not what the eager step was.
+        summed_by: What the ranks sum with.
+    """
+
+    errors: list[float]
+    of_one: list[float]
+    distances: list[float]
+    differing: int
+    summed_by: str
+
+
 @torch.inference_mode()
-def relative_errors(
-    folder: Path, size: int, dtype: str, reduce: str, quantization: str = "none"
-) -> tuple[list[float], list[float], int, str]:
-    """Return errors of logits against one GPU's, how far greedy tokens are from the best, replays unlike eager, and what sums."""
+def compare(folder: Path, size: int, dtype: str, reduce: str, quantization: str = "none") -> Comparison:
+    """Run the same steps on one GPU and on several."""
     torch.cuda.set_device(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     settings = TargetSettings.load(
@@ -127,17 +144,19 @@ def relative_errors(
     )
     group = start_group(settings)
     try:
-        whole = Session(prepare_decoder(settings, Decoder.load(folder, "cuda:0", getattr(torch, dtype))))
+        plain, one = (Decoder.load(folder, "cuda:0", getattr(torch, dtype)) for _ in range(2))
         spread = Session(prepare_decoder(settings, group.decoder))
+        sessions = (Session(plain), Session(prepare_decoder(settings, one)), spread)
         graphs = GraphCache(spread.device, observer=graph_observer(group.decoder))
-        errors, distances, differing = [], [], 0
+        errors, of_one, distances, differing = [], [], [], 0
         for start, rows in ((0, PROMPT), (PROMPT, 1), (PROMPT, NODES)):
             found = []
-            for session in (whole, spread):
+            for session in sessions:
                 tokens = session.tokens[start : start + rows].clone()
                 found.append(session.run(start, rows, session.batch(start, rows), tokens))
-            (want, _), (got, chosen) = found
+            (want, _), (alone, _), (got, chosen) = found
             errors.append(float((got - want).norm() / want.norm()))
+            of_one.append(float((alone - want).norm() / want.norm()))
             distances.append(float((got.amax(-1) - got.gather(1, chosen[:, None])[:, 0]).max()))
             if start == 0:
                 continue
@@ -155,7 +174,7 @@ def relative_errors(
             eager, _ = spread.run(start, rows, spread.batch(start, rows), tokens)
             differing += not torch.allclose(logits, eager, rtol=1e-2, atol=1e-2)
         graphs.clear()
-        return errors, distances, differing, type(group.decoder.reduce).__name__
+        return Comparison(errors, of_one, distances, differing, type(group.decoder.reduce).__name__)
     finally:
         group.close()
 
@@ -165,19 +184,26 @@ def relative_errors(
 ])  # fmt: skip
 @pytest.mark.parametrize("size", SIZES)
 def test_numbers_are_those_of_one_gpu_eager_and_in_graphs(folder: Path, size: int, dtype: str, tolerance: float, reduce: str) -> None:
-    errors, distances, differing, summed_by = in_a_process(relative_errors, folder, size, dtype, reduce)
-    assert summed_by == {"group": "GroupReduce", "one-shot": "OneShotReduce"}.get(reduce, "PeerReduce")
-    print(f"{size} GPUs, {dtype}, {reduce}: relative errors {errors}, greedy tokens below the best by {distances}")
-    assert max(errors) < tolerance
-    assert max(distances) <= (0 if dtype == "float32" else 0.1)
-    assert differing == 0
+    found = in_a_process(compare, folder, size, dtype, reduce)
+    assert found.summed_by == {"group": "GroupReduce", "one-shot": "OneShotReduce"}.get(reduce, "PeerReduce")
+    print(f"{size} GPUs, {dtype}, {reduce}: relative errors {found.errors}, greedy tokens below the best by {found.distances}")
+    assert max(found.errors) < tolerance
+    assert max(found.distances) <= (0 if dtype == "float32" else 0.1)
+    assert found.differing == 0
 
 
 def test_ranks_round_to_fp8_as_finely_as_one_gpu(folder: Path) -> None:
-    errors, _, differing, _ = in_a_process(relative_errors, folder, 2, "bfloat16", "auto", "fp8")
-    print(f"2 GPUs, FP8: relative errors {errors}")
-    assert 1e-3 < max(errors) < 0.25, "each has roundings of its own"
-    assert differing == 0
+    """A part's scales are never coarser than the whole's, so that the errors are of one size, though the roundings are others.
+
+    The ratio of the errors of one row scatters by 0.07 around 1 in this model, of 24 rows by 0.02 (rounded on a CPU, over 10 prompts).
+    """
+    found = in_a_process(compare, folder, 2, "bfloat16", "auto", "fp8")
+    print(f"2 GPUs, FP8: relative errors {found.errors}, of one GPU {found.of_one}")
+    assert min(found.of_one) > 0.05, "rounding must show"
+    for rows, error, of_one in zip((PROMPT, 1, NODES), found.errors, found.of_one, strict=True):
+        scatter = 0.3 if rows == 1 else 0.1
+        assert 1 - scatter < error / of_one < 1 + scatter
+    assert found.differing == 0
 
 
 @torch.inference_mode()
