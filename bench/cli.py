@@ -50,7 +50,6 @@ Dtype = Annotated[str, typer.Option(help="auto (bf16 on CUDA, fp32 on CPU), floa
 Output = Annotated[
     Path | None, typer.Option(help="JSON file, or the folder for it.", show_default="bench/results/<benchmark>-<device>.json")
 ]
-OutputFolder = Annotated[Path, typer.Option(help="Folder for the JSON result.")]
 Shape = Annotated[str, typer.Option(help="Named shape of random weights: llama3.1-8b, llama3.2-1b, qwen3-8b, tiny …")]
 
 
@@ -64,7 +63,7 @@ def bench_default(
     draft: DraftDir = None,
     device: Device = "auto",
     transport: StackTransport = Transport.AUTO,
-    output: OutputFolder = RESULTS,
+    output: Output = None,
 ) -> None:
     """Measure this machine and this build. Without a command: `speculation`, with the flags below."""
     if context.invoked_subcommand is None:
@@ -80,7 +79,7 @@ def speculation(
     draft: DraftDir = None,
     device: Device = "auto",
     transport: StackTransport = Transport.AUTO,
-    output: OutputFolder = RESULTS,
+    output: Output = None,
 ) -> None:
     """Speculative against plain decoding, paired per prompt, end to end at batch 1; real acceptance."""
     _speculation(prompts, num_prompts, tokens, target, draft, device, transport, output)
@@ -94,7 +93,7 @@ def _speculation(
     draft: str | None,
     device: str,
     transport: Transport,
-    output: Path,
+    output: Path | None,
 ) -> None:
     from outrider.bench.speculation import BenchOptions, run_bench
 
@@ -121,6 +120,7 @@ def latency(
     transport: Annotated[str, typer.Option(help="How the target reaches the draft: inproc, ipc, grpc (loopback) or unix.")] = "inproc",
     draft_device: Annotated[str | None, typer.Option(help="Of a draft in a process of its own.", show_default="the target's")] = None,
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism of the target.")] = 1,
+    mps: Annotated[bool, typer.Option("--mps", help="Share the GPU by NVIDIA's multi-process service, started for this run.")] = False,
     profile: Annotated[bool, typer.Option(help="On a GPU: record kernels of some rounds for idle shares and a kernel table.")] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -130,8 +130,8 @@ def latency(
     """Rounds and prefill of the engine in this process: random weights, synthetic acceptance, wall clock."""
     watch_sockets()
     from outrider.bench.engine_stack import EngineOptions, parse_settings
-    from outrider.bench.engine_stack import Transport as DraftTransport
     from outrider.bench.latency import LatencyOptions, parse_shapes, run_latency
+    from outrider.bench.remote_draft import Transport as DraftTransport
     from outrider.bench.shapes import named_shape
     from outrider.shared.obs.logging import configure_logging
 
@@ -157,7 +157,7 @@ def latency(
         tp=tp,
         settings=parse_settings(set_ or []),
     )
-    raise typer.Exit(run_latency(LatencyOptions(engine, shapes, batches, prompt, new_tokens, repeats, prefills, profile, output)))
+    raise typer.Exit(run_latency(LatencyOptions(engine, shapes, batches, prompt, new_tokens, repeats, prefills, profile, output, mps)))
 
 
 @bench.command()

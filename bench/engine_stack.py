@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,11 @@ from typing import Any
 import torch
 
 from outrider.bench.random_head import memory_folder, write_random_head
+from outrider.bench.remote_draft import RemoteDraft, Transport
 from outrider.bench.shapes import NamedShape
 from outrider.services.draft.inproc import drafter_beside
 from outrider.services.draft.settings import DraftSettings
-from outrider.services.launch import free_port, outrider_command
-from outrider.services.supervisor import ChildSpec, Supervisor
+from outrider.services.supervisor import Surroundings
 from outrider.services.target.app import StandIn, Target
 from outrider.services.target.request import (
     Event,
@@ -53,15 +52,6 @@ PREFILL_TOKENS = 16384
 """Most prompt tokens of a step, the `max_num_batched_tokens` of the peers' runs that figures are compared with."""
 
 
-class Transport(Enum):
-    """How the target reaches the draft."""
-
-    INPROC = "inproc"
-    IPC = "ipc"
-    GRPC = "grpc"
-    UNIX = "unix"
-
-
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """What to build.
@@ -75,6 +65,7 @@ class EngineOptions:
         max_len: Longest prompt and answer.
         trees: Shapes that rounds will have.
         tp: Ranks that share the target.
+        around: What a draft in a process of its own lives in.
         settings: Further settings of the target by name, as text; they win.
     """
 
@@ -87,12 +78,18 @@ class EngineOptions:
     trees: Sequence[DraftShape] = ()
     draft_device: str | None = None
     tp: int = 1
+    around: Surroundings = field(default_factory=Surroundings)
     settings: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def drafts(self) -> bool:
         """Whether there is a draft at all."""
         return bool(self.trees)
+
+    @property
+    def draft_is_apart(self) -> bool:
+        """Whether the draft has a process of its own."""
+        return self.drafts and self.transport is not Transport.INPROC
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,27 +362,15 @@ def _start_draft(
     cleanup: ExitStack, options: EngineOptions, settings: TargetSettings, head: Path, dtype: torch.dtype, log: deque[str]
 ) -> str:
     """Start `outrider serve draft` and return the address that the target takes."""
-    runtime = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
-    port = free_port()
-    listen, address = {
-        Transport.GRPC: (f"127.0.0.1:{port}", f"grpc://127.0.0.1:{port}"),
-        Transport.UNIX: (f"unix:{runtime / 'draft.sock'}", f"unix:{runtime / 'draft.sock'}"),
-        Transport.IPC: (f"ipc://{runtime / 'draft.ipc'}", f"ipc://{runtime / 'draft.ipc'}"),
-    }[options.transport]
-    device = options.draft_device or str(settings.torch_device())
-    tokens = options.max_batch * (options.max_len + settings.max_steps * settings.max_topk + settings.page_size)
-    flags = {
-        "listen": listen,
-        "draft": head,
-        "device": device,
-        "dtype": str(dtype).removeprefix("torch."),
-        "kv-tokens": tokens,
-        "max-sessions": max(options.max_batch, 16),
-        "log-level": "warning",
-    }
-    command = (outrider_command(), "serve", "draft", *(part for name, value in flags.items() for part in (f"--{name}", str(value))))
-    cleanup.enter_context(Supervisor((ChildSpec("draft", command, 10.0),), lambda _name, line: log.append(line))).settle()
-    return address
+    draft = RemoteDraft(
+        head=head,
+        transport=options.transport,
+        device=options.draft_device or str(settings.torch_device()),
+        dtype=str(dtype).removeprefix("torch."),
+        kv_tokens=options.max_batch * (options.max_len + settings.max_steps * settings.max_topk + settings.page_size),
+        max_sessions=max(options.max_batch, 16),
+    )
+    return draft.start(cleanup, options.around, log)
 
 
 def parse_settings(pairs: Sequence[str]) -> dict[str, str]:

@@ -6,13 +6,13 @@ best of `repeats`: the way the peers' figures in docs/performance.md were taken.
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from outrider.bench.floors import Narrow, Work, forward_pass, prefill, speculati
 from outrider.bench.idle import Profile, profiled
 from outrider.bench.record import Result, Row, finish
 from outrider.bench.roofline import Ceilings, measure_ceilings
+from outrider.bench.surroundings import compiled_kernels, multi_process_service, process_age_s, under_mps
 from outrider.shared.base.errors import ConfigurationError, OutriderError
 from outrider.shared.spec.tree import DraftShape
 
@@ -75,6 +76,7 @@ class LatencyOptions:
     prefills: Sequence[int]
     profile: bool
     output: Path | None
+    mps: bool = False
 
 
 def parse_shapes(texts: Sequence[str], accept_length: float) -> list[RoundShape]:
@@ -107,8 +109,21 @@ def parse_shapes(texts: Sequence[str], accept_length: float) -> list[RoundShape]
 
 
 def run_latency(options: LatencyOptions) -> int:
-    """Measure, print and save; the file is there from the first row on. Returns the exit code, 1 if a case failed."""
+    """Measure, print and save; the file is there from the first row on. Returns the exit code, 1 if a case failed.
+
+    Raises:
+        ConfigurationError: A setting is wrong, or the multi-process service is wanted where it cannot be.
+    """
+    if options.mps and not options.engine.draft_is_apart:
+        raise ConfigurationError("--mps is for a draft in a process of its own: --transport ipc, grpc or unix.", field="--mps")
+    with multi_process_service(options.mps) as around:
+        return _run(replace(options, engine=replace(options.engine, around=around)))
+
+
+def _run(options: LatencyOptions) -> int:
     device, dtype = placement(options.engine)
+    torch.zeros(1, device=device)  # the context of a GPU is part of a start
+    imported_s = process_age_s()
     ceilings = measure_ceilings(device, dtype, small=device.type == "cpu")
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the engine shares out what is free
@@ -116,8 +131,18 @@ def run_latency(options: LatencyOptions) -> int:
     failed: dict[str, str] = {}
     profiles: dict[str, Any] = {}
     note = SYNTHETIC if any(shape.tree for shape in options.shapes) else ""
-    result = Result("latency", _settings(options, device, dtype, ceilings), rows, {"profiles": profiles, "failed": failed}, note)
+    start: dict[str, Any] = {}
+    more = {"start": start, "profiles": profiles, "failed": failed}
+    result = Result("latency", _settings(options, device, dtype, ceilings), rows, more, note)
+    began, cached = time.perf_counter(), compiled_kernels()
     with running_engine(options.engine) as engine:
+        engine_s = time.perf_counter() - began
+        start |= {
+            "seconds": round(imported_s + engine_s, 2),
+            "engine_s": round(engine_s, 2),
+            "kernels_cached": cached,
+            "kernels_compiled": compiled_kernels() - cached,
+        }
         bench = Latency(engine, options, ceilings, profiles)
         for case, measured in bench.cases():
             try:
@@ -144,14 +169,9 @@ def _settings(options: LatencyOptions, device: torch.device, dtype: torch.dtype,
         "repeats": options.repeats,
         "read_bandwidth_gbs": round(ceilings.read_bandwidth / 1e9, 1),
         "matrix_rate_tflops": round(ceilings.matrix_rate / 1e12, 2),
-        "mps": _under_mps() or None,
+        "mps": under_mps() or None,
         **engine.settings,
     }
-
-
-def _under_mps() -> bool:
-    """Whether processes share the GPU through the multi-process service: its daemon's pipes are where CUDA looks for them."""
-    return (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")) / "control").exists()
 
 
 class Latency:

@@ -13,10 +13,11 @@ PACKAGES = ("outrider", "torch", "grpcio", "triton")
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return processor, cores, memory (GiB), GPUs and their ids, Python and the versions that matter."""
+    """Return processor, cores (of them usable by this process), memory (GiB), GPUs and their ids, Python and the versions that matter."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
+        "cores_used": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "gpus": [name for name, _ in _gpus()],
         "gpu_ids": [identifier for _, identifier in _gpus()],

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.bench.machine import describe_machine
+from outrider.bench.surroundings import recorded_environment
 
 RESULTS = Path("bench/results")
 WIDTH = 160
@@ -60,6 +61,14 @@ def recorded_command() -> list[str]:
     return ["outrider", *(Path(part).name if part.startswith("/") else part for part in sys.argv[1:])]
 
 
+def result_path(output: Path | None, name: str, device: str) -> Path:
+    """Return where a result goes: to `output` if that ends in .json, else into it (or `bench/results`) by its name; makes the folder."""
+    folder = output or RESULTS
+    path = folder if folder.suffix == ".json" else folder / f"{name}-{device}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     """A benchmark that ran.
@@ -79,14 +88,13 @@ class Result:
     note: str = ""
 
     def save(self, output: Path | None) -> Path:
-        """Write the JSON: to `output` if that ends in .json, else into it (or `bench/results`) under the benchmark's name and device."""
+        """Write the JSON; see `result_path`."""
         machine = describe_machine()
-        folder = output or RESULTS
-        path = folder if folder.suffix == ".json" else folder / f"{self.name}-{self.settings.get('device', 'cpu').split(':')[0]}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = result_path(output, self.name, str(self.settings.get("device", "cpu")).split(":")[0])
         content = {
             "benchmark": self.name,
             "command": recorded_command(),
+            "environment": recorded_environment(),
             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "machine": machine,
             "settings": dict(self.settings),

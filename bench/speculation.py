@@ -26,7 +26,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from outrider.bench.machine import describe_machine
-from outrider.bench.record import recorded_command
+from outrider.bench.record import recorded_command, result_path
+from outrider.bench.surroundings import recorded_environment
 from outrider.services.launch import StackOptions, Transport, free_port, running_stack
 from outrider.services.rest import Reply, RestClient
 from outrider.shared.base.errors import ConfigurationError
@@ -36,6 +37,8 @@ TEMPERATURES = (0.0, 1.0)
 SEED = 20_000
 WARM_UP_PROMPTS = 2
 KV_TOKENS = 16_384
+SHOWN = 24
+"""Characters behind a difference that the result tells."""
 
 
 class Kind(Enum):
@@ -65,7 +68,7 @@ class BenchOptions:
     target: Path
     draft: Path | None
     device: str
-    output: Path
+    output: Path | None
     transport: Transport = Transport.AUTO
 
 
@@ -116,16 +119,17 @@ def run_bench(options: BenchOptions) -> int:
     summary = summarise(runs, len(prompts))
     result = {
         "command": recorded_command(),
+        "environment": recorded_environment(),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": machine,
         "prompts": len(prompts),
         "tokens_per_answer": options.tokens,
         "transport": options.transport.value,
         "summary": summary,
+        "first_differences": first_differences(runs),
         "runs": [_as_json(run) for run in runs.values()],
     }
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / f"speculation-{'cuda' if machine['gpus'] else 'cpu'}.json"
+    path = result_path(options.output, "speculation", "cuda" if machine["gpus"] else "cpu")
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     _print_table(console, summary, options)
     console.print(f"wrote {path}")
@@ -253,6 +257,20 @@ def summarise(runs: Runs, num_prompts: int) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def first_differences(runs: Runs) -> list[dict[str, Any]]:
+    """Return where drafted texts leave that of ``mode: off``: in 16-bit types at near-ties, see docs/numerics.md; in fp32 nowhere."""
+    found = []
+    for (index, temperature, kind), run in runs.items():
+        if kind not in DRAFTED:
+            continue
+        off = runs[index, temperature, Kind.OFF].text
+        if run.text != off:
+            at = next((place for place, (a, b) in enumerate(zip(run.text, off, strict=False)) if a != b), min(len(run.text), len(off)))
+            pieces = {"off": off[at : at + SHOWN], kind.value: run.text[at : at + SHOWN]}
+            found.append({"prompt": index, "temperature": temperature, "kind": kind.value, "character": at, **pieces})
+    return found
 
 
 def _ratio_name(numerator: Kind, denominator: Kind) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from outrider.bench.machine import describe_machine
-from outrider.bench.speculation import TEMPERATURES, Kind, Run, Runs, load_prompts, summarise
+from outrider.bench.speculation import TEMPERATURES, Kind, Run, Runs, first_differences, load_prompts, summarise
 from outrider.shared.base.errors import ConfigurationError
 
 
@@ -39,6 +39,13 @@ def test_different_texts_are_counted() -> None:
     runs = runs_of({kind: [10.0, 10.0] for kind in Kind})
     runs[1, 1.0, Kind.OFF] = Run(1, 1.0, Kind.OFF, 100, 10.0, 0.01, 0.0, 100, "another text")
     assert [row["same_text"]["on"] for row in summarise(runs, 2)] == [2, 1]
+
+
+def test_the_place_of_a_difference_is_told() -> None:
+    runs = runs_of({kind: [10.0, 10.0] for kind in Kind})
+    assert first_differences(runs) == []
+    runs[1, 0.0, Kind.AUTO] = Run(1, 0.0, Kind.AUTO, 100, 10.0, 0.01, 0.0, 100, "text one")
+    assert first_differences(runs) == [{"prompt": 1, "temperature": 0.0, "kind": "auto", "character": 5, "off": "1", "auto": "one"}]
 
 
 def test_prompts_are_messages_or_text(tmp_path: Path) -> None:

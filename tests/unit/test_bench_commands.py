@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from outrider.bench.engine_stack import EngineOptions, Transport, running_engine
+from outrider.bench.engine_stack import EngineOptions, running_engine
 from outrider.bench.latency import shrinking_lengths
+from outrider.bench.remote_draft import Transport
 from outrider.bench.shapes import named_shape
 from outrider.services.cli import app
+from outrider.services.mps import PROGRAM
 from outrider.shared.base.errors import ConfigurationError
 
 RUNNER = CliRunner()
@@ -41,6 +44,8 @@ def test_latency_measures_rounds_and_prefill(tmp_path: Path, transport: str) -> 
     written = json.loads((tmp_path / "l.json").read_text())
     assert written["settings"]["transport"] == transport
     assert written["settings"]["weights"] == "random"
+    assert written["start"]["seconds"] > written["start"]["engine_s"] > 0
+    assert written["start"]["kernels_compiled"] == 0, "none on a CPU"
     rows = rows_of(tmp_path / "l.json")
     assert [row for row in rows if row.startswith("round")] == [
         f"round {kind}, batch {batch}" for kind in ("plain", "chain 3", "tree 3/2/6") for batch in (1, 2)
@@ -55,6 +60,21 @@ def test_latency_measures_rounds_and_prefill(tmp_path: Path, transport: str) -> 
     assert rows["prefill 24"]["tflops"] > 0
     assert rows["prefill 24"]["share_of_matrix_rate"] > 0
     assert "rounds_without_draft" not in chain
+
+
+def test_the_multi_process_service_lasts_as_long_as_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = tmp_path / "told"
+    program = tmp_path / PROGRAM
+    program.write_text(f'#!/bin/sh\necho "$CUDA_MPS_PIPE_DIRECTORY" $@ $(cat) >> {told}\ntouch "$CUDA_MPS_PIPE_DIRECTORY/control"\n')
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    flags = ("--rounds", "chain3", "--batch", "1", "--prefill", "none", "--transport", "unix", "--mps")
+    run("latency", *LATENCY, *flags, "--output", str(tmp_path / "l.json"))
+    written = json.loads((tmp_path / "l.json").read_text())
+    assert written["settings"]["mps"] is True
+    assert written["environment"]["CUDA_MPS_PIPE_DIRECTORY"] == "pipe"
+    assert [line.split()[1:] for line in told.read_text().splitlines()] == [["-d"], ["quit"]]
+    assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
 
 
 def test_steps_of_a_batch_can_be_waited_for() -> None:
@@ -136,6 +156,7 @@ def test_the_table_is_printed() -> None:
         (("latency", "--prefill", "-3"), "--prefill"),
         (("latency", "--transport", "pigeon"), "--transport"),
         (("latency", "--set", "page_size"), "--set"),
+        (("latency", "--mps", "--shape", "tiny", "--device", "cpu", "--rounds", "chain3"), "--mps"),
         (("latency", "--accept-length", "0.5", "--shape", "tiny", "--device", "cpu", "--rounds", "chain3"), "--accept-length"),
         (("kernels", "--device", "tpu"), "--device"),
         (("kernels", "--device", "cpu", "--dtype", "int8"), "--dtype"),

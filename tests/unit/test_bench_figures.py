@@ -74,11 +74,16 @@ def test_ratios_are_at_least_one_for_times_and_rates() -> None:
 
 def test_a_result_says_what_ran_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["/usr/bin/outrider", "bench", "thing", "--output", "/home/me/out.json"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/tmp/some-pipes")
+    monkeypatch.setenv("OUTRIDER_API_KEY", "secret")
     path = Result("thing", {"device": "cpu"}, [Row("a", 1.0, "ms", 0.5)], {"profiles": {}}).save(tmp_path)
     assert path == tmp_path / "thing-cpu.json"
     written = json.loads(path.read_text())
     assert written["command"] == ["outrider", "bench", "thing", "--output", "out.json"], "no path of the machine"
-    assert written["machine"]["cores"] >= 1
+    assert written["environment"].items() >= {("CUDA_VISIBLE_DEVICES", "2,0"), ("CUDA_MPS_PIPE_DIRECTORY", "some-pipes")}
+    assert "secret" not in path.read_text()
+    assert 1 <= written["machine"]["cores_used"] <= written["machine"]["cores"]
     assert written["rows"][0]["ratio"] == 2.0
     assert "profiles" in written
     assert Result("thing", {"device": "cuda:1"}, []).save(tmp_path / "x" / "own.json") == tmp_path / "x" / "own.json"
