@@ -29,7 +29,7 @@ from outrider.services.target.request import (
 )
 from outrider.services.target.runner import ModelRunner
 from outrider.services.target.scheduler import Scheduler, SchedulerLimits
-from outrider.shared.attn.base import build_batch
+from outrider.shared.attn.base import AttentionBackend, build_batch
 from outrider.shared.attn.create import create_backend
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
@@ -270,11 +270,12 @@ def make_harness(
     overlap: OverlapPlan | None = None,
     buckets: Buckets | None = None,
     graphs: GraphCache | None = None,
+    attention: AttentionBackend | None = None,
     **limits: int,
 ) -> Harness:
     """Build an engine without a thread; with `overlap` its rounds stay on the device, with `buckets` verify passes are padded."""
     pool = decoder.make_pool(num_pages, page_size)
-    runner = ModelRunner(decoder, pool, create_backend("auto", decoder.device), buckets=buckets, graphs=graphs)
+    runner = ModelRunner(decoder, pool, attention or create_backend("auto", decoder.device), buckets=buckets, graphs=graphs)
     scheduler = Scheduler(pool.allocator, page_size, SchedulerLimits(**limits))
     engine_limits = EngineLimits(decoder.config.vocab_size, max_model_len, frozenset(eos))
     engine = TargetEngine(runner, scheduler, drafter, engine_limits, overlap=overlap)

@@ -253,7 +253,6 @@ class TargetSettings(ServiceSettings):
     def _check_numerics(self) -> None:
         apart = (
             ("deterministic", self.deterministic),
-            ("kv_cache_dtype", self.kv_cache_dtype is not KvCacheDtype.AUTO),
             ("attention_backend", self.attention_backend is AttentionKind.FLASHINFER),
         )
         for name, asked in apart:

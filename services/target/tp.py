@@ -27,10 +27,10 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
-from outrider.services.target.numerics import prepare_decoder
+from outrider.services.target.numerics import prepare_attention, prepare_decoder
 from outrider.services.target.settings import Ranks, TargetSettings
 from outrider.services.target.tp_weights import Folder, RandomWeights, Weights, head_reader
-from outrider.shared.attn.create import create_backend
+from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.base.errors import ConfigurationError, OutriderError, UnavailableError
 from outrider.shared.nn.decoder import Progress, default_dtype
 from outrider.shared.obs.logging import get_logger
@@ -202,10 +202,11 @@ def run_rank(order: Order, ranks: Ranks) -> int:
         decoder = _load_rank(order, ranks, device)
         connection.report(Report(ReportKind.DONE, decoder.fingerprint))
         prepare_decoder(settings, decoder)
+        attention = prepare_attention(settings, decoder)
     except Exception as error:
         report_failure(connection, error)
         return 1
-    return _mirror(decoder, settings, device, connection)
+    return _mirror(decoder, attention, connection)
 
 
 def _load_rank(order: Order, ranks: Ranks, device: torch.device) -> ShardedDecoder:
@@ -217,10 +218,10 @@ def _load_rank(order: Order, ranks: Ranks, device: torch.device) -> ShardedDecod
         return build_rank(ShardedDecoder, checkpoint, shard, collectives, reduce)
 
 
-def _mirror(decoder: ShardedDecoder, settings: TargetSettings, device: torch.device, connection: Connection) -> int:
-    connection.awake_s = AWAKE_S if device.type == "cuda" else 0.0
+def _mirror(decoder: ShardedDecoder, attention: AttentionBackend, connection: Connection) -> int:
+    connection.awake_s = AWAKE_S if decoder.device.type == "cuda" else 0.0
     try:
-        Worker(decoder, create_backend(settings.attention_backend, device), connection).run()
+        Worker(decoder, attention, connection).run()
     except RankLost:
         _log.error("rank 0 is gone")
         return 1

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import filter as match_names
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch.nn import functional
@@ -38,6 +39,7 @@ __all__ = ["Decoder", "DecoderOutput", "default_dtype", "expected_headers", "exp
 
 _log = get_logger("outrider.decoder")
 
+Pool = TypeVar("Pool", bound=KVPool)
 Progress = Callable[[int, int], None]
 """Called with (bytes loaded, bytes in all)."""
 
@@ -165,20 +167,28 @@ class Decoder:
         rounded = self._head.nbytes if self._head.rounded else 0
         return self.embedding.nbytes + self.lm_head.nbytes + rounded + layers
 
+    @property
+    def cached(self) -> ModelConfig:
+        """What K and V this process keeps, as a configuration."""
+        return self.config
+
     def make_pool(self, num_pages: int, page_size: int, feature_size: int = 0) -> KVPool:
         """Make a pool of this decoder's shape on its device."""
-        config = self.config
-        return KVPool(
-            num_pages, page_size, config.num_layers, config.num_kv_heads, config.head_dim, self.dtype, self.device, feature_size,
-            latent=config.latent is not None, kv_dtype=self.kv_dtype,
+        return self._pool_of(KVPool, num_pages, page_size, feature_size)
+
+    def _pool_of(self, kind: type[Pool], num_pages: int, page_size: int, feature_size: int) -> Pool:
+        kept = self.cached
+        return kind(
+            num_pages, page_size, kept.num_layers, kept.num_kv_heads, kept.head_dim, self.dtype, self.device, feature_size,
+            latent=kept.latent is not None, kv_dtype=self.kv_dtype,
         )  # fmt: skip
 
     def token_bytes(self, feature_size: int = 0) -> int:
         """Return the bytes that a token takes in this process's part of the pool, with a feature row of that width."""
-        config = self.config
-        latent = config.latent is not None
+        kept = self.cached
         return token_bytes(
-            config.num_layers, config.num_kv_heads, config.head_dim, self.dtype, feature_size, latent=latent, kv_dtype=self.kv_dtype
+            kept.num_layers, kept.num_kv_heads, kept.head_dim, self.dtype, feature_size,
+            latent=kept.latent is not None, kv_dtype=self.kv_dtype,
         )  # fmt: skip
 
     def weight(self, name: str) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from outrider.kernels.verify import SamplingTensors, choose_tokens
-from outrider.shared.kv.pool import KVPool, token_bytes
+from outrider.shared.nn.config import ModelConfig
 from outrider.shared.nn.decoder import EMBEDDING, FINAL_NORM, LM_HEAD, CheckedSource, Decoder
 from outrider.shared.nn.layers import DecoderLayer, RMSNorm
 from outrider.shared.nn.load import load_layer
@@ -74,17 +74,10 @@ class ShardedDecoder(Decoder):
             for layer in self.layers:
                 parallelise(layer, self.reduce)
 
-    def make_pool(self, num_pages: int, page_size: int, feature_size: int = 0) -> KVPool:
-        """Make this rank's part of a pool."""
-        local = self.shard.local
-        return KVPool(
-            num_pages, page_size, local.num_layers, local.num_kv_heads, local.head_dim, self.dtype, self.device, feature_size
-        )  # fmt: skip
-
-    def token_bytes(self, feature_size: int = 0) -> int:
-        """See `Decoder.token_bytes`."""
-        local = self.shard.local
-        return token_bytes(local.num_layers, local.num_kv_heads, local.head_dim, self.dtype, feature_size)
+    @property
+    def cached(self) -> ModelConfig:
+        """See `Decoder.cached`: this rank's heads."""
+        return self.shard.local
 
     def columns(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return this rank's columns of the logits, ``[rows, vocabulary_rows]``; those behind the last id mean nothing."""

@@ -246,10 +246,7 @@ class LeadDecoder(ShardedDecoder):
             ConfigurationError: Rank 0 has not enough memory.
             OutriderError: Another rank has not.
         """
-        local = self.shard.local
-        pool = SpreadPool(
-            num_pages, page_size, local.num_layers, local.num_kv_heads, local.head_dim, self.dtype, self.device, feature_size
-        )  # fmt: skip
+        pool = self._pool_of(SpreadPool, num_pages, page_size, feature_size)
         pool.lead_by(self)
         self._lead.send(MakePool(num_pages, page_size))
         self._lead.wait_done(POOL_TIMEOUT_S)

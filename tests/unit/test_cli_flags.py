@@ -132,7 +132,7 @@ def test_the_targets_flags_are_its_settings() -> None:
         ({"target_flags": {"quantization": "int4"}}, "quantization", "'none' or 'fp8' .flag --quantization"),
         ({"target_flags": {"cuda_graph_max_bs": 0}}, "cuda_graph_max_bs", "greater than or equal to 1"),
         ({"target_flags": {"deterministic": True, "attention_backend": "triton"}}, "attention_backend", "leave --attention-backend out"),
-        ({"target_flags": {"kv_cache_dtype": "fp8_e4m3"}, "tp": 2}, "kv_cache_dtype", "not there for --tp 2"),
+        ({"target_flags": {"deterministic": True}, "tp": 2}, "deterministic", "not there for --tp 2"),
     ],
 )
 def test_up_refuses_what_the_target_would_refuse(values: dict[str, Any], field: str, message: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import family_models
 import pytest
 import torch
+from parallel_ranks import load_ranks, on_all
 from safetensors.torch import load_file, save_file
 
 from outrider.services.doctor.pair import expected_of
@@ -54,9 +55,12 @@ def with_scales(spelling: str = "{0}_scale", value: float = 0.9 * LARGE, shape: 
 
 
 def logits(folder: Path, **settings: Any) -> torch.Tensor:
-    chosen = TargetSettings(model=folder, device="cpu", **settings)
-    decoder = prepare_decoder(chosen, Decoder.load(folder, "cpu"))
-    attention = prepare_attention(chosen, decoder)
+    return run(Decoder.load(folder, "cpu"), TargetSettings.load({"model": folder, "device": "cpu", **settings}))
+
+
+def run(decoder: Decoder, settings: TargetSettings) -> torch.Tensor:
+    prepare_decoder(settings, decoder)
+    attention = prepare_attention(settings, decoder)
     pool = decoder.make_pool(4, 16)
     lease = pool.lease(len(TOKENS))
     assert lease is not None
@@ -72,6 +76,19 @@ def test_large_keys_and_values_are_kept_in_fp8(tmp_path: Path, family: str) -> N
     assert not torch.allclose(logits(large, kv_cache_dtype="fp8_e4m3"), usual, atol=0.05), "without scales they are cut off"
     change(large, with_scales())
     torch.testing.assert_close(logits(large, kv_cache_dtype="fp8_e4m3"), usual, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-bias"])
+def test_ranks_of_a_spread_model_scale_their_heads_like_one_process(tmp_path: Path, family: str) -> None:
+    large = change(change(family_models.save(family, tmp_path), enlarge), with_scales())
+    want, wide = logits(large, kv_cache_dtype="fp8_e4m3"), logits(large)
+    settings = TargetSettings(model=large, device="cpu", tp=2, kv_cache_dtype="fp8_e4m3")
+    ranks = load_ranks(large, 2)
+    columns = on_all(ranks, lambda rank: run(rank, settings))
+    got = torch.cat(columns, dim=1)[:, : want.shape[1]]
+    family_models.assert_near(got, want, 1e-3)
+    assert float((got - wide).norm() / wide.norm()) > 0.01, "rounding must show"
+    assert [rank.token_bytes() for rank in ranks] == [Decoder.load(large, "cpu").token_bytes() // 8] * 2  # heads by 2, bits by 4
 
 
 @pytest.mark.parametrize("family", FAMILIES)

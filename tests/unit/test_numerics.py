@@ -96,7 +96,6 @@ def test_the_cache_takes_half_of_bf16_and_features_keep_their_type(target_dir: P
     ("values", "field"),
     [
         ({"deterministic": True, "tp": 2}, "deterministic"),
-        ({"kv_cache_dtype": "fp8_e4m3", "tp": 2}, "kv_cache_dtype"),
         ({"attention_backend": "flashinfer", "tp": 2}, "attention_backend"),
         ({"deterministic": True, "attention_backend": "reference"}, "attention_backend"),
         ({"kv_cache_dtype": "fp8_e4m3", "attention_backend": "reference"}, "kv_cache_dtype"),

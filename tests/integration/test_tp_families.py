@@ -1,0 +1,72 @@
+"""Models and caches of every kind over two processes (gloo on the CPU): the tokens of one process, with speculation and without."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_models import VOCAB, WINDOW, save
+from target_harness import FakeDrafter, Harness, make_harness, oracle_plan, random_plan
+
+from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.numerics import prepare_attention, prepare_decoder
+from outrider.services.target.request import SamplingParams, SpeculationMode
+from outrider.services.target.settings import TargetSettings
+from outrider.services.target.tp import start_group
+from outrider.shared.base.errors import OutriderError
+from outrider.shared.nn.decoder import Decoder
+from outrider.shared.spec.drafter import Drafter
+
+torch.set_num_threads(1)
+NEW_TOKENS = 40
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-fp8-cache": ("llama", {"kv_cache_dtype": "fp8_e4m3"}),
+}
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(2)
+    return [[rng.randrange(VOCAB) for _ in range(length)] for length in (3, WINDOW + 9)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_are_those_of_one_process_with_and_without_speculation(case: str, tmp_path: Path) -> None:
+    family, values = CASES[case]
+    folder, sampled = save(family, tmp_path), SamplingParams(temperature=0.9, seed=7)
+    settings = TargetSettings.load({"model": folder, "device": "cpu", "tp": 2, "threads": 1, **values})
+
+    def harness(decoder: Decoder, drafter: Drafter) -> Harness:
+        return make_harness(decoder, drafter, num_pages=96, page_size=4, prefill_chunk=32, attention=prepare_attention(settings, decoder))
+
+    whole = prepare_decoder(settings, Decoder.load(folder, "cpu"))
+    expected = []
+    for prompt in prompts():
+        alone = harness(whole, NoDrafter())
+        alone.submit(prompt, NEW_TOKENS, request_id="greedy", mode=SpeculationMode.OFF)
+        alone.submit(prompt, NEW_TOKENS, request_id="sampled", mode=SpeculationMode.OFF, sampling=sampled)
+        alone.run()
+        expected.append(alone.sink.tokens)
+    truth = [prompt + answers["greedy"] for prompt, answers in zip(prompts(), expected, strict=True)]
+
+    failures: list[OutriderError] = []
+    group = start_group(settings, failures.append)
+    try:
+        decoder = prepare_decoder(settings, group.decoder)
+        for name, plan in {"oracle": oracle_plan(truth, VOCAB, 0.7), "garbage": random_plan(VOCAB)}.items():
+            spread = harness(decoder, FakeDrafter(plan))
+            for index, prompt in enumerate(prompts()):
+                spread.submit(prompt, NEW_TOKENS, request_id=f"off {index}", mode=SpeculationMode.OFF)
+                spread.submit(prompt, NEW_TOKENS, request_id=f"on {index}", shape=(5, 3, 12))
+                spread.submit(prompt, NEW_TOKENS, request_id=f"sampled {index}", shape=(4, 1, 5), sampling=sampled)
+            spread.run()
+            for index, answers in enumerate(expected):
+                for kind in ("off", "on", "sampled"):
+                    assert spread.sink.tokens[f"{kind} {index}"] == answers["sampled" if kind == "sampled" else "greedy"]
+            accepted = spread.sink.finished["on 0"].speculation.accepted_tokens
+            assert accepted > (NEW_TOKENS // 3 if name == "oracle" else -1)
+    finally:
+        group.close()
+    assert failures == []
