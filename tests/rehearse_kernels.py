@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -37,6 +38,17 @@ def rehearse(pool: CompilerPool, times: int) -> torch.Tensor:
     return result
 
 
+def launches_elsewhere(pool: CompilerPool) -> bool:
+    """Whether another thread's kernel is launched during a rehearsal: it fails here, where there is no GPU."""
+
+    def launch() -> None:
+        with force_backend("triton"):
+            rms_norm(torch.ones(3, 64), torch.ones(64), 1e-5)
+
+    with ahead._rehearsal(pool), ThreadPoolExecutor(1) as thread:
+        return thread.submit(launch).exception() is not None
+
+
 def main() -> None:
     driver.set_active(AbsentGpu())  # type: ignore[no-untyped-call]
     found: dict[str, Any] = {}
@@ -50,6 +62,7 @@ def main() -> None:
     again = CompilerPool()
     found["output_again"] = rehearse(again, 2).abs().max().item()  # compiled, and still not launched, which this driver could not
     found["missing"] = again.submitted
+    found["launched elsewhere"] = launches_elsewhere(again)
     broken = CompilerPool()
     broken.submit("system", json.dumps({"module": "os", "name": "system", "target": ["cuda", 90, 32], "data": "{}"}))
     broken.submit("nothing", "no job")

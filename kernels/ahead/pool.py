@@ -54,13 +54,19 @@ class CompilerPool:
         """Launch nothing inside the block; kernels that are not in Triton's cache are compiled here.
 
         Kernels that are compiled already are left out, too: what they would read may be what one that was left out should have written.
+        Other threads launch theirs as ever.
         """
-        before, run = knobs.runtime.jit_cache_hook, JITFunction.run
+        before, run, own = knobs.runtime.jit_cache_hook, JITFunction.run, threading.get_ident()
 
         def only_compile(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-            return run(function, *args, grid=grid, warmup=True, **options)
+            return run(function, *args, grid=grid, warmup=warmup or threading.get_ident() == own, **options)
 
-        knobs.runtime.jit_cache_hook = self._missing
+        def missing(**kernel: Any) -> bool | None:
+            if threading.get_ident() == own:
+                return self._missing(**kernel)
+            return before(**kernel) if before is not None else None
+
+        knobs.runtime.jit_cache_hook = missing
         JITFunction.run = only_compile
         try:
             yield

@@ -25,8 +25,8 @@ from outrider.shared.rpc.ipc.sockets import Listener
 from outrider.shared.rpc.tensors import InlineTensors
 
 FIRST_FRAME_TIMEOUT_S = 10.0
-HANDSHAKE_TIMEOUT_S = 60.0
-"""Between Hello and the mailboxes the target may lend weights."""
+HANDSHAKE_TIMEOUT_S = 360.0
+"""Between Hello and the mailboxes the target may lend weights, and the draft warms up when it has them."""
 IDLE_S = 3600.0
 MAX_CONNECTIONS = 128
 JOIN_S = 5.0

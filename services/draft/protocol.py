@@ -24,6 +24,7 @@ from outrider.services.draft.replies import NeedResync, Opened, Pong, Rejected, 
 from outrider.services.draft.rounds_inlet import RoundsInlet
 from outrider.services.draft.session import Answer, PeerId, Verdict
 from outrider.services.draft.strategy import TargetInfo
+from outrider.services.draft.warmup import warm_up
 from outrider.shared.base.errors import CheckpointError, ProtocolError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.tensors import TensorReader
@@ -35,6 +36,8 @@ PREFILL_S = 0.03
 """From Open to the prompt's rows, where the prompt is short: a thread that sleeps would wake up late, and the target waits for it then."""
 BEGINNING_S = 0.005
 """From these rows to the first round."""
+PASS_ROWS = 512
+"""So many rows of a prompt are worth a pass before the others have come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +56,14 @@ class DraftProtocol:
         loop: Runs the engine.
         device: Where the engine computes.
         tokenizer: `tokenizer_fingerprint` of what drafts, which every target must have; empty when its folder tells nothing.
+        only_enqueues: What is computed for a prompt or a round takes the host no time, as on a GPU: the thread that brings the message may
+            do it. It would wait awake, for what comes next, beside the engine's thread, and the two would contend for the interpreter.
     """
 
-    def __init__(self, loop: DraftLoop, device: torch.device, tokenizer: str = "") -> None:
+    def __init__(self, loop: DraftLoop, device: torch.device, tokenizer: str = "", *, only_enqueues: bool | None = None) -> None:
         self.loop = loop
         self.device = device
+        self._only_enqueues = device.type == "cuda" if only_enqueues is None else only_enqueues
         self._engine = loop.engine
         self._tokenizer = tokenizer
         self._desk = RoundsDesk(loop.engine, device)
@@ -105,7 +111,10 @@ class DraftProtocol:
             case "rows":
                 some = request.rows
                 rows = tensors.read(some.features, "rows.features", self.feature_size)
-                loop.submit(lambda: self._add_features(peer, some, rows))
+                if self._only_enqueues:
+                    loop.run_here(lambda: self._take_in(peer, some, rows))
+                else:
+                    loop.submit(lambda: self._add_features(peer, some, rows))
             case "close":
                 session_id = request.close.session_id
                 loop.submit(lambda: self._engine.close(peer.id, session_id))
@@ -125,7 +134,8 @@ class DraftProtocol:
                 loop.run_here(lambda: self._start_round(peer, state, inlet))
             case "rounds_enter" if inlet is not None:
                 entering = request.rounds_enter
-                loop.submit(lambda: self._enter_rounds(peer, entering, inlet))
+                begin = loop.run_here if self._only_enqueues and self._desk.has_served(entering) else loop.submit
+                begin(lambda: self._enter_rounds(peer, entering, inlet))
             case "rounds_prepare" if inlet is not None:
                 size = request.rounds_prepare
                 loop.submit(lambda: loop.later(lambda: self._desk.record(size)))
@@ -142,9 +152,16 @@ class DraftProtocol:
         return draft_pb2.BulkReply(session_id=request.session_id, epoch=request.epoch, have_len=answer.have_len)
 
     def lend(self, name: str, tensor: torch.Tensor) -> None:
-        """Take a tensor that the head borrows; on the engine thread."""
+        """Take a tensor that the head borrows; on the engine thread. With the last one the draft warms up, as it does at its start else.
+
+        Raises:
+            OutriderError: see `warm_up`.
+        """
+        missed = bool(self._engine.strategy.missing())
         self._engine.strategy.lend(name, tensor)
         self._lender = self._asked_to_lend
+        if missed and not self._engine.strategy.missing():
+            warm_up(self._engine, self.device)
 
     def info(self) -> draft_pb2.GetInfoReply:
         """Describe the head, the pool and the metrics; on the engine thread."""
@@ -189,11 +206,15 @@ class DraftProtocol:
         self.loop.leave(peer)
 
     def _enter_rounds(self, peer: Peer, message: draft_pb2.RoundsEnter, inlet: RoundsInlet) -> None:
-        """Begin rounds, now or when the rows of all their prompts are there; the target leaves when that takes it too long."""
+        """Begin rounds, now or when the rows of all their prompts are there; the target leaves when that takes it too long.
+
+        Not always on the engine thread.
+        """
         self.loop.stay_awake(BEGINNING_S)
         self._waiting.pop(peer.id, None)
         try:
-            reason = self._desk.enter(peer.id, message, inlet)
+            with self._on_device():
+                reason = self._desk.enter(peer.id, message, inlet)
         except Exception:
             self._desk.abandon(peer.id)
             peer.send(RoundsEntered(message.rounds, "failed"))
@@ -218,7 +239,7 @@ class DraftProtocol:
     def _answer_round(self, peer: Peer, rounds: int, number: int, inlet: RoundsInlet, run: Callable[[], bool]) -> None:
         """Run a round; one that cannot be is answered too, or the target would wait for it."""
         try:
-            with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+            with self._on_device():
                 going_on = run()
         except Exception:
             self._desk.abandon(peer.id)
@@ -257,6 +278,19 @@ class DraftProtocol:
         for message in messages:
             answer = self._engine.commit(peer.id, message.commit, message.ask)
             self._refuse(peer, message.commit.fence.session_id, message.commit.fence.epoch, answer)
+
+    def _take_in(self, peer: Peer, request: draft_pb2.BulkRequest, rows: torch.Tensor) -> None:
+        """Take rows of a prompt, and have them computed once they are worth it. Not always on the engine thread."""
+        sessions = self._engine.sessions
+        with self._on_device():
+            self._add_features(peer, request, rows)
+            session = sessions.get(peer.id, request.session_id)
+            if session is not None and (sessions.complete(session) or session.extendable_rows >= PASS_ROWS):
+                self.loop.advance()
+
+    def _on_device(self) -> contextlib.AbstractContextManager[object]:
+        """Have what a thread other than the engine's launches go to the engine's device."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def _add_features(self, peer: Peer | None, request: draft_pb2.BulkRequest, rows: torch.Tensor) -> Answer:
         if peer is None:

@@ -33,6 +33,8 @@ MAX_FP32_BYTES = 4
 NEXT_S = 0.05
 """The next message of a target that is in rounds, or has just opened a session, is waited for awake for so long."""
 BEFORE_OTHERS = frozenset(("open", "frame", "rounds_enter", "round_state"))
+WARM_UP_S = 300.0
+"""The draft warms up when it has the last tensor that it borrows: a first start on a machine compiles kernels."""
 MAX_UNSENT = 4096
 """Replies waiting for a target that does not read; beyond them its stream is ended."""
 
@@ -125,7 +127,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         wanted = self._loop.call(self._engine.strategy.missing)
         limit = max((torch.Size(shape).numel() for shape in wanted.values()), default=0) * MAX_FP32_BYTES
         for name, tensor in join_tensors((request.chunk for request in request_iterator), max_bytes=limit):
-            self._loop.call(lambda name=name, tensor=tensor: self._protocol.lend(name, tensor))  # type: ignore[misc]
+            self._loop.call(lambda name=name, tensor=tensor: self._protocol.lend(name, tensor), WARM_UP_S)  # type: ignore[misc]
             log.info("borrowed from the target", tensor=name, shape=list(tensor.shape))
         return draft_pb2.PutTensorReply(still_missing=list(self._loop.call(self._engine.strategy.missing)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,16 +42,16 @@ class Pair:
 
 
 def wait_until_on(drafter: RemoteDrafter) -> None:
+    """Wait for a draft that may compile its kernels first."""
     pause = threading.Event()
-    for _ in range(1000):
-        if drafter.state() is DrafterState.ON:
-            return
+    until = time.monotonic() + 120.0
+    while drafter.state() is not DrafterState.ON:
+        assert time.monotonic() < until, f"the drafter is {drafter.state()}: {drafter.refusal()}"
         pause.wait(0.01)
-    raise AssertionError(f"the drafter is {drafter.state()}")
 
 
 def all_drafted(decoder: Decoder, drafter: RemoteDrafter) -> bool:
-    """Say whether trees of every shape came in time: on a GPU a head that borrowed its embedding compiles when first asked."""
+    """Say whether trees of every shape came in time: on a GPU, shapes beyond those of the warm-up are compiled when first asked for."""
     harness = make_harness(decoder, drafter)
     for index, shape in enumerate(SHAPES):
         harness.submit([1], 8, request_id=str(index), shape=shape, trace=True)

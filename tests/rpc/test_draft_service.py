@@ -13,6 +13,7 @@ from draft_client import ScriptedTarget, batches, commit_request, open_request
 from toys import make_toy_eagle3, make_toy_target, read_target_tensor
 
 from outrider.draft.v1 import draft_pb2
+from outrider.services.draft import protocol, warmup
 from outrider.services.draft.app import DraftService
 from outrider.services.draft.settings import DraftSettings
 from outrider.shared.rpc.interceptors import error_from_rpc
@@ -198,7 +199,11 @@ def test_the_projector_is_served_bit_for_bit(service: DraftService, pair: tuple[
             next(target.stub.GetTensor(draft_pb2.GetTensorRequest(name="nothing")))
 
 
-def test_a_draft_without_target_weights_borrows_them_over_the_wire(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_draft_without_target_weights_borrows_them_over_the_wire(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warm = []
+    monkeypatch.setattr(protocol, "warm_up", lambda engine, device: (warmup.warm_up(engine, device), warm.append(device)))
     running = start(pair, tmp_path / "draft.sock", borrow=False)
     try:
         with ScriptedTarget(running.address) as target:
@@ -211,6 +216,7 @@ def test_a_draft_without_target_weights_borrows_them_over_the_wire(pair: tuple[P
             embedding = read_target_tensor(pair[0], name)
             chunks = (draft_pb2.PutTensorRequest(chunk=chunk) for chunk in split_tensor(name, embedding, 1000))
             assert list(target.stub.PutTensor(chunks).still_missing) == []
+            assert warm == [torch.device("cpu")], "kernels are compiled before the target goes on, not when it first asks"
             target.send(open_request(7, PROMPT))
             target.expect("open")
             with ScriptedTarget(running.address, "other") as other, pytest.raises(grpc.RpcError, match="another target"):

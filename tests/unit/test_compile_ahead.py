@@ -31,6 +31,7 @@ def test_a_rehearsal_compiles_each_kernel_once_and_launches_none(tmp_path: Path)
         "told": [[1, 1]],
         "output_again": 0.0,
         "missing": 0,
+        "launched elsewhere": True,
         "compiled": 1,
         "refused": [2, 0],
         "too slow": [1, 0],  # its process is ended

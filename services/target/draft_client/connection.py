@@ -16,6 +16,8 @@ from outrider.shared.spec.drafter import FeatureSpec
 
 CONNECT_TIMEOUT_S = 0.25
 HANDSHAKE_TIMEOUT_S = 60.0
+LEND_TIMEOUT_S = 300.0
+"""A draft that has borrowed its last tensor warms up before it answers: a first start on a machine compiles kernels."""
 
 
 class ConnectionLost(Exception):

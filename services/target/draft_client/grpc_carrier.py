@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from outrider.common.v1 import common_pb2
 from outrider.draft.v1 import draft_pb2, draft_pb2_grpc
-from outrider.services.target.draft_client.connection import CONNECT_TIMEOUT_S, HANDSHAKE_TIMEOUT_S, ConnectionLost
+from outrider.services.target.draft_client.connection import CONNECT_TIMEOUT_S, HANDSHAKE_TIMEOUT_S, LEND_TIMEOUT_S, ConnectionLost
 from outrider.services.target.draft_client.rounds_channel import RoundsChannel
 from outrider.services.target.draft_client.rows import parts_of
 from outrider.services.target.draft_client.stream_rounds import StreamRounds
@@ -75,7 +75,7 @@ class WeightCalls:
         """See `Carrier.put_tensors`."""
         with lost():
             requests = (draft_pb2.PutTensorRequest(chunk=chunk) for chunk in chunks)
-            return self._stub.PutTensor(requests, timeout=HANDSHAKE_TIMEOUT_S)
+            return self._stub.PutTensor(requests, timeout=LEND_TIMEOUT_S)
 
 
 class GrpcCarrier:
