@@ -12,9 +12,9 @@ from pathlib import Path
 from compute_device import DEVICE
 
 SCRIPT = """
-import json, random, sys
+import functools, json, random, sys
 import torch
-from outrider.services.draft.app import run
+from outrider.services.draft import app
 from outrider.services.draft.settings import DraftSettings
 from outrider.shared.rpc.ipc.cuda_round_mailbox import StreamMailbox
 from outrider.shared.rpc.ipc.round_mailbox import HostMailbox
@@ -43,7 +43,9 @@ if spoils:
     spoilt(HostMailbox, "send")
     spoilt(StreamMailbox, "send")
     spoilt(Staging, "fetch")
-run(DraftSettings.load(values))
+# The threads that bring messages do on a CPU too what they do on a GPU.
+app.DraftProtocol = functools.partial(app.DraftProtocol, only_enqueues=True)
+app.run(DraftSettings.load(values))
 """
 
 

@@ -1,8 +1,8 @@
 """What runs on the engine thread of the draft service: what its own streams sent, commands of other threads, then drafting.
 
-Streams of other threads (gRPC) submit commands; a round on the device, which is urgent, they run themselves while the engine thread has
-nothing to do. Streams of this host are `Source`s that the engine thread itself reads. For every thread that a message passes through costs
-more than the message.
+Streams of other threads (gRPC) submit commands; what is urgent and short, as a round on the device is, they run themselves while the engine
+thread has nothing to do. Streams of this host are `Source`s that the engine thread itself reads. For every thread that a message passes
+through costs more than the message.
 """
 
 from __future__ import annotations
@@ -113,8 +113,16 @@ class DraftLoop:
                 self._turn.release()
         self.submit(command)
 
+    def advance(self) -> None:
+        """Take in now the rows that wait, which the next step would do; only within a command, on whatever thread that runs.
+
+        Not while a tree is asked for, which that thread would have to wait for.
+        """
+        if not self.engine.sessions.ready() and self.engine.has_work():
+            self._draft()
+
     def stay_awake(self, seconds: float) -> None:
-        """Have the engine thread not sleep for so long, where it reads streams itself and there are cores for that; called on it."""
+        """Have the engine thread not sleep for so long, where it reads streams itself and there are cores for that; within a command."""
         self._wake_up.stay_awake(seconds)
 
     def tick(self, function: Callable[[], None]) -> None:

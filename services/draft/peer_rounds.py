@@ -94,7 +94,7 @@ class PeerRounds:
         self._sessions: list[Session | None] = list(sessions)
         self._rounds = rounds
         self._buffers = buffers
-        self._size = (message.batch, message.columns, message.shape.depth, message.shape.topk, message.shape.max_nodes)
+        self._size = _kind(message)
         self._untold = [(row.base_len, prefix_hash) for row, prefix_hash in zip(message.rows, before, strict=True)]
         self._next: draft_pb2.RoundsNext | None = None
         self._num_run = 0
@@ -206,6 +206,7 @@ class RoundsDesk:
         self._device = device
         self._now = now
         self._buffers: dict[tuple[int, int, int], _Buffers] = {}
+        self._served: set[Hashable] = set()
         self._rounds: PeerRounds | None = None
         self._peer: PeerId | None = None
 
@@ -213,6 +214,10 @@ class RoundsDesk:
     def peer(self) -> PeerId | None:
         """Whose rounds are on the device now."""
         return self._peer
+
+    def has_served(self, message: draft_pb2.RoundsEnter) -> bool:
+        """Whether rounds of this size have begun before: to begin others takes no time. Any thread."""
+        return _kind(message) in self._served
 
     @torch.inference_mode()
     def enter(self, peer: PeerId, message: draft_pb2.RoundsEnter, inlet: RoundsInlet) -> str:
@@ -247,6 +252,7 @@ class RoundsDesk:
         self._rounds = PeerRounds(self, message, sessions, session_rounds, buffers, before)
         self._peer = peer
         self._rounds.prepare()
+        self._served.add(_kind(message))
         return ""
 
     @torch.inference_mode()
@@ -354,6 +360,10 @@ class RoundsDesk:
         if key not in self._buffers:
             self._buffers[key] = _Buffers.make(message, rounds.memory.pool.dtype, self._device)
         return self._buffers[key]
+
+
+def _kind(message: draft_pb2.RoundsEnter) -> tuple[int, int, int, int, int]:
+    return message.batch, message.columns, message.shape.depth, message.shape.topk, message.shape.max_nodes
 
 
 def _size(message: draft_pb2.RoundsEnter) -> tuple[int, int, int]:

@@ -111,7 +111,7 @@ class DraftProtocol:
             case "rows":
                 some = request.rows
                 rows = tensors.read(some.features, "rows.features", self.feature_size)
-                if self._only_enqueues:
+                if self._only_enqueues and self._desk.peer is None:  # else this thread might come to wait for a state, which it brings
                     loop.run_here(lambda: self._take_in(peer, some, rows))
                 else:
                     loop.submit(lambda: self._add_features(peer, some, rows))

@@ -16,7 +16,7 @@ from outrider.services.draft.convert import reply_to
 from outrider.services.draft.inline_rounds import InlineRounds
 from outrider.services.draft.loop import Peer
 from outrider.services.draft.protocol import DraftProtocol
-from outrider.services.draft.replies import Reply
+from outrider.services.draft.replies import Reply, RoundTrees
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.direct import ServerStream
@@ -38,7 +38,6 @@ WARM_UP_S = 300.0
 MAX_UNSENT = 4096
 """Replies waiting for a target that does not read; beyond them its stream is ended."""
 
-INLINE = InlineTensors()
 
 log = get_logger("outrider.draft")
 
@@ -61,7 +60,11 @@ class StreamOutlet:
 
     def send(self, reply: Reply) -> None:
         """See `Outlet.send`."""
-        if self._stream is not None:
+        if self._stream is None:
+            return
+        if isinstance(reply, RoundTrees) and reply.envelope is not None:
+            self._stream.send(reply.envelope.seal(reply.trees))
+        else:
             self._stream.send(reply_to(reply).SerializeToString())
 
 
@@ -72,6 +75,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         self._protocol = protocol
         self._loop = protocol.loop
         self._engine = protocol.loop.engine
+        self._tensors = InlineTensors(protocol.device)
         self._vigil = Vigil()
         self._loop.tick(self._vigil.begin)
 
@@ -107,7 +111,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         for request in _until_gone(request_iterator):
             if len(request.features.inline) > MAX_BULK_BYTES:
                 raise ProtocolError("A bulk chunk must not exceed 1 MiB of rows.", field="features")
-            yield self._protocol.take_bulk(request, INLINE)
+            yield self._protocol.take_bulk(request, self._tensors)
 
     def GetInfo(self, request: draft_pb2.GetInfoRequest, context: grpc.ServicerContext) -> draft_pb2.GetInfoReply:
         """Describe the head, the pool and the metrics."""
@@ -133,11 +137,14 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
 
     def _take(self, peer: Peer, message: bytes, inlet: InlineRounds) -> None:
         """Take a message of a session stream, on the server's polling thread."""
+        if inlet.finish_sealed(message):
+            self._vigil.expect(NEXT_S)
+            return
         try:
             request = draft_pb2.SessionRequest.FromString(message)
         except DecodeError:
             raise ProtocolError("A message does not parse.", field="message") from None
-        self._protocol.take(peer, request, INLINE, inlet)
+        self._protocol.take(peer, request, self._tensors, inlet)
         kind = request.WhichOneof("message")
         if kind in BEFORE_OTHERS:
             self._vigil.expect(NEXT_S)

@@ -11,11 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from outrider.common.v1 import common_pb2
 from outrider.shared.base.errors import ProtocolError
 
+CPU = torch.device("cpu")
 MAX_CHUNK_BYTES = 1024 * 1024
 MAX_DIMENSIONS = 8
 
@@ -101,35 +103,51 @@ class TensorReader(Protocol):
 
 
 class InlineTensors:
-    """`TensorWriter` and `TensorReader` of messages that carry the bytes themselves."""
+    """`TensorWriter` and `TensorReader` of messages that carry the bytes themselves.
+
+    Args:
+        device: Where what is read shall be; a GPU is not waited for.
+    """
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self._device = device
 
     def write(self, parts: Sequence[torch.Tensor]) -> common_pb2.TensorData:
         """See `TensorWriter.write`."""
         return encode_tensor(parts[0] if len(parts) == 1 else torch.cat(list(parts)))
 
     def read(self, data: common_pb2.TensorData, name: str, columns: int) -> torch.Tensor:
-        """See `TensorReader.read`; on the CPU."""
-        return decode_tensor(data, name=name, columns=columns)
+        """See `TensorReader.read`."""
+        return decode_tensor(data, name=name, columns=columns, device=self._device)
 
     def close(self) -> None:
         """See `TensorReader.close`."""
 
 
-def decode_tensor(data: common_pb2.TensorData, *, name: str = "tensor", columns: int | None = None) -> torch.Tensor:
-    """Return the tensor of an inline message as a fresh CPU tensor.
+def decode_tensor(
+    data: common_pb2.TensorData, *, name: str = "tensor", columns: int | None = None, device: torch.device = CPU
+) -> torch.Tensor:
+    """Return the tensor of an inline message as a fresh tensor.
 
     Args:
         data: The message.
         name: What it is, for errors.
         columns: If given, the tensor must be ``[rows, columns]``.
+        device: Of the tensor; on a GPU it is there in stream order, by way of pinned memory, which torch keeps.
 
     Raises:
         ProtocolError: not inline, unknown dtype, byte count and shape disagree, or not ``[rows, columns]``.
     """
     if data.WhichOneof("data") != "inline":
         raise ProtocolError(f"{name}: only inline tensors are accepted on this transport, not {data.WhichOneof('data')}.", field=name)
-    shape, dtype = read_shape(data, len(data.inline), name, columns)
-    return _from_bytes(bytearray(data.inline), shape, dtype)
+    payload = data.inline  # a copy, each time that it is asked for
+    shape, dtype = read_shape(data, len(payload), name, columns)
+    if device.type != "cuda" or not payload:
+        return _from_bytes(bytearray(payload), shape, dtype).to(device)
+    with torch.cuda.device(device), torch.inference_mode(False):
+        host = torch.empty(shape, dtype=dtype, pin_memory=True)
+        host.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(payload, dtype=np.uint8)
+        return host.to(device, non_blocking=True)
 
 
 def read_shape(
