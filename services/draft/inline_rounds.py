@@ -5,6 +5,8 @@ A round that has run before is enqueued by RoundsNext and waits on the device fo
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from outrider.draft.v1 import draft_pb2
@@ -12,15 +14,26 @@ from outrider.services.draft.loop import Peer
 from outrider.services.draft.replies import RoundTrees
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
+from outrider.shared.rpc.envelopes import Blob, RoundEnvelopes
 from outrider.shared.rpc.ipc.cuda import CudaError
 from outrider.shared.rpc.options import INTERNAL_MESSAGE_LIMIT
-from outrider.shared.rpc.relay import StreamRelay
+from outrider.shared.rpc.relay import LEAST_STATE_BYTES, StreamRelay
 from outrider.shared.rpc.staging import Staging
 
 OTHER_FIELDS_BYTES = 1024 * 1024
 MAX_NUMBER = (1 << 31) - 1
 
 log = get_logger("outrider.draft")
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A round that is enqueued behind its state, and the bytes of its trees."""
+
+    rounds: int
+    number: int
+    num_bytes: int
+    envelopes: RoundEnvelopes
 
 
 class InlineRounds:
@@ -47,13 +60,27 @@ class InlineRounds:
         # The last round whose state the device was told to wait for, and whether that has not come.
         self._taken = 0
         self._awaited = False
-        # The round that is enqueued behind that, and the bytes of its trees.
-        self._waiting: tuple[draft_pb2.RoundsNext, int] | None = None
+        self._waiting: _Waiting | None = None
 
     @property
     def broken(self) -> bool:
         """See `RoundsInlet.broken`."""
         return self._relay is not None and self._relay.broken
+
+    def finish_sealed(self, message: bytes) -> bool:
+        """As `finish`, of a message that is encoded: False where it is anything but the state that is waited for.
+
+        Raises:
+            ProtocolError: See `finish`.
+        """
+        if self._waiting is None or self._relay is None:
+            return False
+        state = self._waiting.envelopes.state.open(message)
+        if state is None:
+            return False
+        self._put(self._relay, self._waiting.number, state)
+        self._answer(self._relay)
+        return True
 
     def finish(self, message: draft_pb2.RoundState) -> bool:
         """Hand a state to the round that waits for it, and send its trees; False if none does.
@@ -63,8 +90,7 @@ class InlineRounds:
         """
         if self._waiting is None or self._relay is None:
             return False
-        following, _num_bytes = self._waiting
-        if (following.rounds, following.number) != (message.rounds, message.number):
+        if (self._waiting.rounds, self._waiting.number) != (message.rounds, message.number):
             self._release()
             return False
         self._put(self._relay, message.number, message.state)
@@ -95,14 +121,14 @@ class InlineRounds:
             if not self._ahead:
                 self._put(self._relay, message.number, self._state)
             return
-        self._staging.load(self._state, message.number, blob)
+        self._staging.load(self._state, message.number, blob, LEAST_STATE_BYTES)
         expected.fill_(message.number)
 
     def give(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
         """See `RoundsInlet.give`."""
         if self._relayed and self._relay is not None:
             self._relay.give(message.number, blob)
-            self._waiting = message, blob.nbytes
+            self._waiting = _Waiting(message.rounds, message.number, blob.nbytes, RoundEnvelopes.of(message))
             if not self._ahead:
                 self._answer(self._relay)
             return
@@ -129,7 +155,7 @@ class InlineRounds:
         self._fits_relay = self._relay is not None and self._relay.fits(state, trees)
         return max(state.nbytes, trees.nbytes) + OTHER_FIELDS_BYTES <= INTERNAL_MESSAGE_LIMIT
 
-    def _put(self, relay: StreamRelay, number: int, state: bytes) -> None:
+    def _put(self, relay: StreamRelay, number: int, state: Blob) -> None:
         """Hand a state to the stream that waits for it."""
         try:
             relay.put(number, state)
@@ -141,8 +167,9 @@ class InlineRounds:
     def _answer(self, relay: StreamRelay) -> None:
         """Send the trees of the round that is enqueued, when they are there."""
         assert self._waiting is not None, "a round was given"
-        (message, num_bytes), self._waiting = self._waiting, None
-        self._peer.send(RoundTrees(message.rounds, message.number, relay.settle(message.number, num_bytes).tobytes()))
+        waiting, self._waiting = self._waiting, None
+        trees = relay.settle(waiting.number, waiting.num_bytes).tobytes()
+        self._peer.send(RoundTrees(waiting.rounds, waiting.number, trees, waiting.envelopes.trees))
 
     def _release(self) -> None:
         """Have the device go on without the state that it waits for."""

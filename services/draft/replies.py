@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from outrider.services.draft.engine import Proposal
 from outrider.services.draft.session import PeerId
+from outrider.shared.rpc.envelopes import Envelope
 from outrider.shared.spec.fence import Fence
 from outrider.shared.spec.tree import DraftBatch
 
@@ -71,6 +72,8 @@ class RoundTrees:
     rounds: int
     number: int
     trees: bytes
+    envelope: Envelope | None = field(default=None, compare=False)
+    """What surrounds the trees on the wire, where that was encoded ahead."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,8 @@ class ClientStream:
         self._lock = threading.Lock()
         self._unsent: deque[bytes] = deque()
         self._sending = False
+        # Whether the core was asked for the next message, which can wait until the last one is dealt with.
+        self._listening = True
         self._status: Any = None
         self._reading = threading.Lock()
         self._taken = False
@@ -198,6 +200,7 @@ class ClientStream:
             return
         try:
             with self._lock:
+                self._listen()
                 peeking, told = self._operate((), _Tag.PEEKED), False
             while peeking and self._due:
                 event = self._call.next_event()
@@ -206,6 +209,7 @@ class ClientStream:
                     message = self._handle(event)
                     if message is not None:
                         self._early.append(message)
+                        self._listen()
                 peeking, told = event.tag is not _Tag.PEEKED, told or event.tag is _Tag.LOOK
             if told:  # somebody else was meant
                 with self._lock:
@@ -250,6 +254,7 @@ class ClientStream:
             with self._lock:
                 if not self._due:
                     return None
+                self._listen()
             self._vigil.begin()
             event = self._call.next_event()
             with self._lock:
@@ -264,8 +269,7 @@ class ClientStream:
         """Take an event; return the message of an arrival."""
         if event.tag is _Tag.RECEIVED:
             message: bytes | None = event.batch_operations[0].message()
-            if message is not None:
-                self._operate((cygrpc.ReceiveMessageOperation(NO_FLAGS),), _Tag.RECEIVED)
+            self._listening = message is None  # nothing comes behind the end
             return message
         if event.tag is _Tag.SENT:
             self._sending = bool(
@@ -276,6 +280,12 @@ class ClientStream:
         elif event.tag is _Tag.STATUS:
             self._status = event.batch_operations[1]
         return None
+
+    def _listen(self) -> None:
+        """Ask for the next message. Called with the lock."""
+        if not self._listening:
+            self._listening = True
+            self._operate((cygrpc.ReceiveMessageOperation(NO_FLAGS),), _Tag.RECEIVED)
 
     def _operate(self, operations: tuple[Any, ...], tag: _Tag) -> bool:
         """Start operations, without any merely have the reader look up; False when the call has ended. Called with the lock."""
@@ -345,8 +355,10 @@ class ServerStream:
                 self._unsent.clear()
 
     def _start_send(self, message: bytes) -> None:
-        self._idle.clear()
-        if self._call.start_server_batch((cygrpc.SendMessageOperation(message, NO_FLAGS),), self._sent):
+        """Called with the lock, which `_sent` waits for."""
+        if not self._call.start_server_batch((cygrpc.SendMessageOperation(message, NO_FLAGS),), self._sent):
+            self._idle.clear()
+        else:
             self._idle.set()
 
     def _sent(self, event: Any) -> _Callbacks:

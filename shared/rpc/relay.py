@@ -8,7 +8,6 @@ that waits for it; where it does, the watch ends the wait at its limit.
 
 from __future__ import annotations
 
-import ctypes
 import os
 
 import numpy as np
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
+from outrider.shared.rpc.envelopes import Blob
 from outrider.shared.rpc.ipc.cuda import CudaError
 from outrider.shared.rpc.ipc.cuda_round_mailbox import StreamMailbox
 from outrider.shared.rpc.ipc.round_mailbox import SLOTS, RoundsLayout
@@ -25,6 +25,8 @@ from outrider.shared.rpc.ipc.slots import SharedMemory
 
 STATE_BYTES = 512 * 1024
 """Ten sequences of 6 rows of 4096 in bf16. A state holds all rows, accepted or not: of larger batches less travels by way of the host."""
+LEAST_STATE_BYTES = 256
+"""Its header. What a state lacks behind that holds nothing that counts."""
 TREES_BYTES = 64 * 1024
 """Of as many sequences, trees of 800 nodes each."""
 LAYOUT = RoundsLayout(STATE_BYTES, TREES_BYTES, inside=False)
@@ -66,6 +68,7 @@ class StreamRelay:
         self._peer = RoundWords(memory, Side.DRAFT if side is Side.TARGET else Side.TARGET)
         target = side is Side.TARGET
         self._out, self._in = (LAYOUT.state_slot, LAYOUT.trees_slot) if target else (LAYOUT.trees_slot, LAYOUT.state_slot)
+        self._least = None if target else LEAST_STATE_BYTES
         self._sizes = [(0, 0)] * SLOTS
         with torch.cuda.device(device):
             self._given = [torch.cuda.Event() for _ in range(SLOTS)]  # type: ignore[no-untyped-call]
@@ -109,17 +112,18 @@ class StreamRelay:
         start = self._out(number)
         return self._slots.array[start : start + num_bytes]
 
-    def put(self, number: int, data: bytes) -> None:
-        """Hand the peer's blob of a round that was enqueued to the stream.
+    def put(self, number: int, data: Blob) -> None:
+        """Hand the peer's blob of a round that was enqueued to the stream. A state may lack its end.
 
         Raises:
             ProtocolError: Its size is another; the wait goes on.
         """
         enqueued, num_bytes = self._sizes[number % SLOTS]
-        if enqueued != number or len(data) != num_bytes:
-            raise ProtocolError(f"A blob of {len(data)} bytes where {num_bytes} are due.", field="rounds")
+        size = len(data)
+        if enqueued != number or not (self._least or num_bytes) <= size <= num_bytes:
+            raise ProtocolError(f"A blob of {size} bytes where {num_bytes} are due.", field="rounds")
         start = self._in(number)
-        ctypes.memmove(self._slots.pointer + start, data, num_bytes)
+        self._slots.array[start : start + size] = np.frombuffer(data, dtype=np.uint8)
         self._slots.words[start // 4] = number
         self._peer.give(number)
 

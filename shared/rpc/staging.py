@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from outrider.shared.base.errors import ProtocolError
+from outrider.shared.rpc.envelopes import Blob
 
 
 class Staging:
@@ -26,17 +27,23 @@ class Staging:
         if blob.is_cuda:
             torch.cuda.current_stream(blob.device).synchronize()
 
-    def load(self, data: bytes, number: int, blob: torch.Tensor) -> None:
+    def load(self, data: Blob, number: int, blob: torch.Tensor, least_bytes: int | None = None) -> None:
         """Copy the bytes of a message to a blob, with a header of this number. What the last call of that size enqueued must be done.
 
+        Args:
+            data: The bytes.
+            number: Of the round.
+            blob: Where they go.
+            least_bytes: What lacks behind these stays as it was; None: nothing may.
+
         Raises:
-            ProtocolError: Their size differs.
+            ProtocolError: Their size is another.
         """
-        if len(data) != blob.nbytes:
+        if not (least_bytes or blob.nbytes) <= len(data) <= blob.nbytes:
             raise ProtocolError(f"A blob of {len(data)} bytes where {blob.nbytes} are due.", field="rounds")
         place = self._place("in", blob)
         array = place.numpy()
-        array[:] = np.frombuffer(data, dtype=np.uint8)
+        array[: len(data)] = np.frombuffer(data, dtype=np.uint8)
         array[:4].view(np.int32)[0] = number
         blob.copy_(place, non_blocking=True)
 
@@ -44,5 +51,5 @@ class Staging:
         key = (use, blob.nbytes)
         if key not in self._places:
             with torch.inference_mode(False):
-                self._places[key] = torch.empty(blob.nbytes, dtype=torch.uint8, pin_memory=blob.is_cuda)
+                self._places[key] = torch.zeros(blob.nbytes, dtype=torch.uint8, pin_memory=blob.is_cuda)
         return self._places[key]

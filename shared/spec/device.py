@@ -15,7 +15,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
@@ -101,6 +103,14 @@ class RoundState:
     def columns(self) -> int:
         """R: the most tokens that a round may choose."""
         return self.tokens.shape[1]
+
+    def held_bytes(self, packed: NDArray[np.uint8]) -> int:
+        """Return how much of a copy of `packed` on the host says anything: what is behind the last feature row that counts does not."""
+        first = HEADER_BYTES + 4 * self.bs
+        counts: list[int] = packed[first : first + 4 * self.bs].view(np.int32).tolist()
+        row_bytes = self.features.shape[2] * self.features.element_size()
+        last = max((row * self.columns + count for row, count in enumerate(counts) if count > 0), default=0)
+        return _features_start(self.bs, self.columns) + min(last, self.bs * self.columns) * row_bytes
 
     def roots(self) -> torch.Tensor:
         """Return the last committed token of every row, ``[bs] int32``; 0 where the row is idle. Enqueued, no host."""

@@ -11,7 +11,7 @@ import torch
 
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.rpc.ipc.round_words import Side
-from outrider.shared.rpc.relay import LAYOUT, StreamRelay
+from outrider.shared.rpc.relay import LAYOUT, LEAST_STATE_BYTES, StreamRelay
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
@@ -26,6 +26,7 @@ class Half:
 
     def __init__(self, side: Side) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
+        self.side = side
         self.relay = StreamRelay(side, device)
         self.came = torch.zeros(IN_BYTES, dtype=torch.uint8, device=device)
         self.goes = torch.zeros(OUT_BYTES, dtype=torch.uint8, device=device)
@@ -85,9 +86,21 @@ def test_a_wait_ends_without_what_it_is_for(half: Half, how: str) -> None:
         assert half.came[:4].view(torch.int32).item() == 3
 
 
+def test_a_state_may_lack_its_end_and_trees_may_not(half: Half) -> None:
+    half.enqueue(1)
+    short = bytes([9]) * (IN_BYTES // 2)
+    if half.side is Side.TARGET:
+        with pytest.raises(ProtocolError):
+            half.relay.put(1, short)
+        half.relay.release(1)
+        return
+    half.relay.put(1, short)
+    assert set(half.relay.settle(1, OUT_BYTES)[4:].tolist()) == {10}
+
+
 def test_blobs_of_another_round_or_size_are_refused(half: Half) -> None:
     half.enqueue(1)
-    for number, size in ((1, IN_BYTES - 1), (1, 0), (3, IN_BYTES)):
+    for number, size in ((1, IN_BYTES + 1), (1, LEAST_STATE_BYTES - 1), (1, 0), (3, IN_BYTES)):
         with pytest.raises(ProtocolError):
             half.relay.put(number, bytes(size))
     half.relay.put(1, bytes(IN_BYTES))

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from outrider.draft.v1 import draft_pb2
+from outrider.services.draft.convert import reply_to
 from outrider.services.draft.inline_rounds import InlineRounds
 from outrider.services.draft.loop import Peer
 from outrider.services.draft.replies import Reply, RoundTrees
@@ -19,8 +20,11 @@ from outrider.services.target.draft_client.stream_rounds import StreamRounds
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.rpc.ipc.cuda import CudaError
 from outrider.shared.rpc.polling import Vigil
+from outrider.shared.spec.device import RoundState
 
 SIZE = 512
+COLUMNS, WIDTH = 2, 8
+STATE_SIZE = 256 + 256 + COLUMNS * WIDTH * 4
 
 
 class Relay:
@@ -98,7 +102,12 @@ class Target:
     def __init__(self) -> None:
         self.stream, self.relay = Stream(), Relay()
         self.channel = StreamRounds(self.stream, Vigil(enabled=False), self.dispatch, self.relay)  # type: ignore[arg-type]
-        self.state = torch.arange(SIZE, dtype=torch.int64).to(torch.uint8)
+        self.state = RoundState.idle(1, COLUMNS, WIDTH, torch.float32, "cpu")
+        assert self.state.packed is not None
+        self.packed = self.state.packed
+        assert self.packed.nbytes == STATE_SIZE
+        self.state.features.copy_(torch.arange(COLUMNS * WIDTH).view(1, COLUMNS, WIDTH))
+        self.state.counts.fill_(COLUMNS)
         self.trees = torch.zeros(SIZE, dtype=torch.uint8)
         self.expected = torch.zeros(1, dtype=torch.int32)
 
@@ -129,9 +138,20 @@ def test_the_state_goes_out_and_the_trees_come_while_the_stream_waits(target: Ta
         assert target.stream.sent[-1].rounds_next.number == number, "the message goes ahead of the state"
         target.answer(bytes([number]) * SIZE)
         target.channel.carry()
-        assert target.stream.sent[-1].round_state.state == bytes(target.state.numpy())
+        assert target.stream.sent[-1].round_state.state == bytes(target.packed.numpy())
         assert target.relay.came[number] == bytes([number]) * SIZE
         assert not target.relay.waits
+    assert not target.channel.broken
+
+
+@pytest.mark.parametrize(("count", "ahead"), [(0, True), (1, True), (1, False)])
+def test_rows_that_do_not_count_stay_behind(target: Target, count: int, ahead: bool) -> None:
+    target.state.counts.fill_(count)
+    target.answer(bytes(SIZE))
+    target.exchange(1, ahead)
+    target.channel.carry()
+    sent = target.stream.sent[-1].round_state.state
+    assert sent == bytes(target.packed.numpy())[: STATE_SIZE - (COLUMNS - count) * WIDTH * 4]
     assert not target.channel.broken
 
 
@@ -169,7 +189,7 @@ def test_what_fails_after_the_wait_was_enqueued_does_not_leave_it_standing(targe
 
 
 def test_a_round_that_is_new_or_too_large_is_not_enqueued_ahead(target: Target) -> None:
-    for number, room, ahead in ((1, 1 << 20, False), (2, SIZE - 1, True)):
+    for number, room, ahead in ((1, 1 << 20, False), (2, STATE_SIZE - 1, True)):
         target.relay.room = room
         target.answer(bytes([7]) * SIZE)
         target.exchange(number, ahead)
@@ -234,6 +254,11 @@ class Draft:
         return self.inlet.finish(draft_pb2.RoundState(rounds=1, number=number, state=state))
 
 
+def sealed(number: int, size: int = SIZE) -> bytes:
+    state = draft_pb2.RoundState(rounds=1, number=number, state=bytes([number]) * size)
+    return draft_pb2.SessionRequest(round_state=state).SerializeToString()
+
+
 @pytest.fixture
 def draft() -> Draft:
     return Draft()
@@ -247,6 +272,28 @@ def test_a_state_starts_the_round_that_waits_and_its_trees_are_sent(draft: Draft
         assert draft.relay.came[number] == bytes([number]) * SIZE
         assert draft.outlet.said[-1] == RoundTrees(1, number, bytes([1]) * SIZE)
     assert not draft.inlet.broken
+
+
+def test_a_sealed_state_starts_the_round_that_waits_and_nothing_else_does(draft: Draft) -> None:
+    assert not draft.inlet.finish_sealed(sealed(1)), "nothing waits"
+    assert draft.enqueue(1)
+    for message in (sealed(2), b"", draft_pb2.SessionRequest(ping=draft_pb2.Ping(nonce=1)).SerializeToString()):
+        assert not draft.inlet.finish_sealed(message)
+    assert draft.relay.waits == {1}
+    assert draft.inlet.finish_sealed(sealed(1))
+    assert draft.relay.came == {1: bytes([1]) * SIZE}
+    said = draft.outlet.said[-1]
+    assert isinstance(said, RoundTrees)
+    assert said.envelope is not None
+    assert said.envelope.seal(said.trees) == reply_to(said).SerializeToString()
+    assert not draft.inlet.finish_sealed(sealed(1)), "it is over"
+
+
+def test_a_sealed_state_of_another_size_is_refused_and_releases(draft: Draft) -> None:
+    assert draft.enqueue(1)
+    with pytest.raises(ProtocolError, match="size"):
+        draft.inlet.finish_sealed(sealed(1, SIZE - 1))
+    assert not draft.relay.waits
 
 
 def test_a_state_of_another_round_releases_the_one_that_waits(draft: Draft) -> None:

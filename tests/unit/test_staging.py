@@ -21,6 +21,16 @@ def test_a_blob_comes_back_as_it_was_with_the_number_of_its_round() -> None:
         assert torch.equal(other[4:], blob[4:])
 
 
+def test_what_lacks_at_the_end_stays_as_it_was() -> None:
+    back, blob = Staging(), torch.zeros(64, dtype=torch.uint8)
+    back.load(bytes([5]) * 64, 1, blob)
+    back.load(bytes([6]) * 40, 2, blob, least_bytes=16)
+    assert blob[:4].view(torch.int32).item() == 2
+    assert blob[4:].tolist() == [6] * 36 + [5] * 24
+    with pytest.raises(ProtocolError, match="64"):
+        back.load(bytes(15), 3, blob, least_bytes=16)
+
+
 def test_bytes_of_another_size_are_refused_and_nothing_is_written() -> None:
     blob = torch.ones(64, dtype=torch.uint8)
     for data in (b"", bytes(63), bytes(65)):

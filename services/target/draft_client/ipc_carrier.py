@@ -30,6 +30,7 @@ from outrider.shared.rpc.ipc.handshake import Offered, offers
 from outrider.shared.rpc.ipc.round_mailbox import RoundMailbox
 from outrider.shared.rpc.ipc.sockets import connect
 from outrider.shared.rpc.tensors import InlineTensors, TensorWriter
+from outrider.shared.spec.device import RoundState
 
 IDLE_S = 3600.0
 ENTER_AWAKE_S = 0.005 if SPIN_S else 0.0
@@ -212,7 +213,7 @@ class MailboxRounds:
     def exchange(
         self,
         message: draft_pb2.RoundsNext,
-        state: torch.Tensor,
+        state: RoundState,
         trees: torch.Tensor,
         expected: torch.Tensor,
         limit_s: float,
@@ -220,10 +221,11 @@ class MailboxRounds:
     ) -> None:
         """See `RoundsChannel.exchange`: enqueued, the host does not wait where there is a GPU."""
         try:
-            self._mailbox.send(message.number, state)
+            self._mailbox.send(message.number, state.packed)
             self._send(draft_pb2.SessionRequest(rounds_next=message))
             self._mailbox.receive(message.number, trees, expected, limit_s)
         except CudaError as error:
+        assert state.packed is not None, "the engine's states are packed"
             log.warning("no more rounds on the device with this draft", reason=error.message)
             self.close()
 

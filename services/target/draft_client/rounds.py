@@ -169,14 +169,13 @@ class RemoteRounds:
     def exchange(self, state: RoundState, limit_s: float | None, ahead: bool) -> None:
         """See `ExchangedRounds.exchange`."""
         assert self._channel is not None, "rounds without a connection are only recorded"
-        assert state.packed is not None, "the engine's states are packed"
         message = draft_pb2.RoundsNext(
             rounds=self.id, number=self._numbers.take(), committed_upper=self._upper, chosen=self._take_untold(len(self._untold))
         )
         self.num_exchanged += 1
         self.patient = limit_s is None or limit_s >= self._patience_s
         limit_s = self._patience_s if limit_s is None else min(limit_s, self._patience_s)
-        self._channel.exchange(message, state.packed, self._buffer.trees.blob, self._buffer.expected, limit_s, ahead)
+        self._channel.exchange(message, state, self._buffer.trees.blob, self._buffer.expected, limit_s, ahead)
 
     def carry(self) -> None:
         """See `ExchangedRounds.carry`."""

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from outrider.draft.v1 import draft_pb2
+from outrider.shared.spec.device import RoundState
 
 
 class RoundsChannel(Protocol):
@@ -28,7 +29,7 @@ class RoundsChannel(Protocol):
     def exchange(
         self,
         message: draft_pb2.RoundsNext,
-        state: torch.Tensor,
+        state: RoundState,
         trees: torch.Tensor,
         expected: torch.Tensor,
         limit_s: float,
@@ -38,7 +39,7 @@ class RoundsChannel(Protocol):
 
         Args:
             message: Of the round.
-            state: ``[n] uint8``, its header to be set to the round's number.
+            state: Packed, the header to be set to the round's number.
             trees: ``[n] uint8``, where they come to with their header.
             expected: ``[1] int32``, to be set to the number.
             limit_s: How long after the state is there they may take.

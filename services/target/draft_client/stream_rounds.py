@@ -1,7 +1,8 @@
 """Rounds that stay on the device, over a gRPC stream: the host waits for the state, sends it, and waits for the trees.
 
-The message of the round goes ahead, while the device still works, so that only bytes are left to be copied when the state is there. On a
-GPU the next pass goes ahead too: it is enqueued behind a word that the host writes when the trees have come (see `shared.rpc.relay`).
+The message of the round goes ahead, while the device still works, and what surrounds the state is encoded by then, so that only bytes are
+left to be copied when it is there; feature rows that the round did not choose stay behind. On a GPU the next pass goes ahead too: it is
+enqueued behind a word that the host writes when the trees have come (see `shared.rpc.relay`).
 
 The host waits awake (see `shared.rpc.polling`): when the pass is done its result is on its way at once, and so is the next pass when trees
 come.
@@ -22,21 +23,30 @@ from outrider.draft.v1 import draft_pb2
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.direct import ClientStream
+from outrider.shared.rpc.envelopes import RoundEnvelopes
 from outrider.shared.rpc.ipc.cuda import CudaError
 from outrider.shared.rpc.polling import Vigil
 from outrider.shared.rpc.relay import STATE_BYTES, StreamRelay
 from outrider.shared.rpc.staging import Staging
+from outrider.shared.spec.device import RoundState
 
 log = get_logger("outrider.target.draft")
 
 
 @dataclass(frozen=True, slots=True)
-class _Enqueued:
-    """A round whose exchange is left to `carry`; its state may not have been enqueued, where that failed."""
+class _Round:
+    """What is known of an exchange before its state is there.
 
-    rounds: int
+    Attributes:
+        number: Of the round.
+        state: Where it comes from.
+        envelopes: Of its messages.
+        limit_s: How long the trees are waited for.
+    """
+
     number: int
-    state_bytes: int
+    state: RoundState
+    envelopes: RoundEnvelopes
     limit_s: float
 
 
@@ -57,7 +67,8 @@ class StreamRounds:
         self._relay = relay
         self._staging = Staging()
         self._arrived: deque[draft_pb2.RoundTrees] = deque()
-        self._enqueued: _Enqueued | None = None
+        # A round whose exchange is left to `carry`; its state may not have been enqueued, where that failed.
+        self._enqueued: _Round | None = None
         self._missed = False
         self._closed = False
 
@@ -77,29 +88,31 @@ class StreamRounds:
     def exchange(
         self,
         message: draft_pb2.RoundsNext,
-        state: torch.Tensor,
+        state: RoundState,
         trees: torch.Tensor,
         expected: torch.Tensor,
         limit_s: float,
         ahead: bool,
     ) -> None:
         """See `RoundsChannel.exchange`."""
+        assert state.packed is not None, "the engine's states are packed"
         self._look()
         self._stream.send(draft_pb2.SessionRequest(rounds_next=message).SerializeToString())
-        if ahead and self._relay is not None and self._relay.fits(state, trees):
-            self._enqueue(self._relay, message, state, trees, expected, limit_s)
+        coming = _Round(message.number, state, RoundEnvelopes.of(message), limit_s)
+        if ahead and self._relay is not None and self._relay.fits(state.packed, trees):
+            self._enqueue(self._relay, coming, state.packed, trees, expected)
             return
         expected.fill_(message.number)
-        fetched = self._staging.fetch(state).numpy()
-        request = _state_of(message.rounds, message.number)
+        fetched = self._staging.fetch(state.packed).numpy()
         self._look()
-        self._staging.settle(state)
-        data = self._trade(request, fetched, limit_s)
+        self._staging.settle(state.packed)
+        data = self._trade(coming, fetched)
         if data:
             try:
                 self._staging.load(data, message.number, trees)
             except ProtocolError as error:
                 self._distrust(error)
+        self._vigil.rest()
 
     def carry(self) -> None:
         """See `RoundsChannel.carry`."""
@@ -108,10 +121,10 @@ class StreamRounds:
             return
         came = False
         try:
-            request = _state_of(enqueued.rounds, enqueued.number)
+            assert enqueued.state.packed is not None, "the engine's states are packed"
             self._look()
-            state = self._relay.settle(enqueued.number, enqueued.state_bytes)
-            data = self._trade(request, state, enqueued.limit_s)
+            state = self._relay.settle(enqueued.number, enqueued.state.packed.nbytes)
+            data = self._trade(enqueued, state)
             if data:
                 self._relay.put(enqueued.number, data)
                 came = True
@@ -120,6 +133,7 @@ class StreamRounds:
         finally:
             if not came:
                 self._relay.release(enqueued.number)
+            self._vigil.rest()
 
     def mend(self) -> bool:
         """See `RoundsChannel.mend`."""
@@ -138,42 +152,39 @@ class StreamRounds:
     def _enqueue(
         self,
         relay: StreamRelay,
-        message: draft_pb2.RoundsNext,
+        coming: _Round,
         state: torch.Tensor,
         trees: torch.Tensor,
         expected: torch.Tensor,
-        limit_s: float,
     ) -> None:
         """Enqueue the exchange, and leave the host's part to `carry`."""
         try:
-            relay.give(message.number, state)
-            self._enqueued = _Enqueued(message.rounds, message.number, state.nbytes, limit_s)
-            relay.take(message.number, trees, expected, limit_s)
+            relay.give(coming.number, state)
+            self._enqueued = coming
+            relay.take(coming.number, trees, expected, coming.limit_s)
         except CudaError as error:
             log.warning("rounds are launched when their messages arrive", reason=error.message)
             relay.close()
             self._relay, self._enqueued = None, None
             self._missed = True
 
-    def _trade(self, request: draft_pb2.SessionRequest, state: NDArray[np.uint8], limit_s: float) -> bytes:
+    def _trade(self, coming: _Round, state: NDArray[np.uint8]) -> bytes | memoryview:
         """Send a state and return the trees; empty if the draft has none, or if they do not come in time."""
-        request.round_state.state = state.tobytes()
-        self._stream.send(request.SerializeToString())
-        self._vigil.expect(limit_s)
-        reply = self._await(request.round_state.number, time.monotonic() + limit_s)
-        self._vigil.rest()
-        if reply is None:
+        self._stream.send(coming.envelopes.state.seal(state[: coming.state.held_bytes(state)].data))
+        self._vigil.expect(coming.limit_s)
+        trees = self._await(coming, time.monotonic() + coming.limit_s)
+        if trees is None:
             self._missed = True
             return b""
-        return reply.trees
+        return trees
 
-    def _await(self, number: int, until: float) -> draft_pb2.RoundTrees | None:
+    def _await(self, coming: _Round, until: float) -> bytes | memoryview | None:
         """Return the trees of a round, or None if they do not come in time; late ones of earlier rounds are dropped."""
         while True:
             while self._arrived:
                 reply = self._arrived.popleft()
-                if reply.number == number:
-                    return reply
+                if reply.number == coming.number:
+                    return reply.trees
             remaining = until - time.monotonic()
             if remaining <= 0 or self._closed:
                 return None
@@ -182,6 +193,9 @@ class StreamRounds:
                 if self._stream.ended:
                     return None
                 continue
+            trees = coming.envelopes.trees.open(received)
+            if trees is not None:
+                return trees
             self._take_in(received)
 
     def _look(self) -> None:
@@ -199,8 +213,3 @@ class StreamRounds:
     def _distrust(self, error: ProtocolError) -> None:
         log.warning("the draft broke the protocol", error=error.message)
         self._missed = True
-
-
-def _state_of(rounds: int, number: int) -> draft_pb2.SessionRequest:
-    """Return a message that only its bytes are missing from."""
-    return draft_pb2.SessionRequest(round_state=draft_pb2.RoundState(rounds=rounds, number=number))

@@ -1,0 +1,106 @@
+"""Messages that are a few numbers and one blob, put together and taken apart around the blob.
+
+A message class copies a blob two or three times on its way to the wire, and as often on its way back. Here what surrounds the blob is
+encoded while there is time; then the blob is put behind it, in one copy, or found in what came, in none. The bytes are those that protobuf
+writes: the blob is the last field of a message that is the only field of the one that is sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.draft.v1 import draft_pb2
+
+STATE_FIELDS = draft_pb2.RoundState.DESCRIPTOR.fields_by_name
+TREES_FIELDS = draft_pb2.RoundTrees.DESCRIPTOR.fields_by_name
+REQUESTS = draft_pb2.SessionRequest.DESCRIPTOR.fields_by_name
+REPLIES = draft_pb2.SessionReply.DESCRIPTOR.fields_by_name
+
+Blob = bytes | memoryview
+LENGTH_DELIMITED = 2
+MOST_LENGTH_BYTES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What surrounds the blob of one message.
+
+    Attributes:
+        outer_tag: Of the field that holds all the rest.
+        inner: The other fields, encoded, and the blob's tag.
+    """
+
+    outer_tag: bytes
+    inner: bytes
+
+    @staticmethod
+    def around(outer_field: int, others: bytes, blob_field: int) -> Envelope:
+        """Make one.
+
+        Args:
+            outer_field: Number of the field of the message that is sent.
+            others: The message in that field, encoded without its blob.
+            blob_field: The blob's number in it, the highest.
+        """
+        return Envelope(_tag(outer_field), others + _tag(blob_field))
+
+    def seal(self, blob: Blob) -> bytes:
+        """Return the encoded message."""
+        size = len(blob)
+        length = _varint(size)
+        return b"".join((self.outer_tag, _varint(len(self.inner) + len(length) + size), self.inner, length, blob))
+
+    def open(self, message: bytes) -> memoryview | None:
+        """Return the blob of a message that `seal` could have made, a view of its bytes; None for every other message."""
+        length_at = len(self.outer_tag)
+        found = _read_varint(message, length_at)
+        if found is None or not message.startswith(self.outer_tag):
+            return None
+        inner_length, inner_at = found
+        if inner_at + inner_length != len(message) or not message.startswith(self.inner, inner_at):
+            return None
+        found = _read_varint(message, inner_at + len(self.inner))
+        if found is None or found[1] + found[0] != len(message):
+            return None
+        return memoryview(message)[found[1] :]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundEnvelopes:
+    """What surrounds the state of a round on the device, and its trees."""
+
+    state: Envelope
+    trees: Envelope
+
+    @staticmethod
+    def of(message: draft_pb2.RoundsNext) -> RoundEnvelopes:
+        """Make those of the round that a message is about."""
+        state = draft_pb2.RoundState(rounds=message.rounds, number=message.number).SerializeToString()
+        trees = draft_pb2.RoundTrees(rounds=message.rounds, number=message.number).SerializeToString()
+        return RoundEnvelopes(
+            Envelope.around(REQUESTS["round_state"].number, state, STATE_FIELDS["state"].number),
+            Envelope.around(REPLIES["round_trees"].number, trees, TREES_FIELDS["trees"].number),
+        )
+
+
+def _tag(field: int) -> bytes:
+    return _varint(field << 3 | LENGTH_DELIMITED)
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int] | None:
+    """Return a length and where it ends; None where there is none."""
+    value = 0
+    for shift, byte in enumerate(data[at : at + MOST_LENGTH_BYTES]):
+        value |= (byte & 0x7F) << 7 * shift
+        if byte < 0x80:
+            return value, at + shift + 1
+    return None
