@@ -220,12 +220,12 @@ class MailboxRounds:
         ahead: bool,
     ) -> None:
         """See `RoundsChannel.exchange`: enqueued, the host does not wait where there is a GPU."""
+        assert state.packed is not None, "the engine's states are packed"
         try:
             self._mailbox.send(message.number, state.packed)
             self._send(draft_pb2.SessionRequest(rounds_next=message))
             self._mailbox.receive(message.number, trees, expected, limit_s)
         except CudaError as error:
-        assert state.packed is not None, "the engine's states are packed"
             log.warning("no more rounds on the device with this draft", reason=error.message)
             self.close()
 
