@@ -10,7 +10,7 @@ from outrider.kernels._dispatch import use_triton
 from outrider.kernels._launch import expect, expect_contiguous
 from outrider.kernels.head_input import reference
 
-__all__ = ["Residual", "head_input"]
+__all__ = ["Residual", "feature_input", "head_input"]
 
 
 class Residual(Enum):
@@ -65,3 +65,32 @@ def head_input(
     return reference.head_input(
         tokens, embedding, features, rows, embedding_norm, feature_norm, eps, residual is Residual.NORMED_FEATURE
     )  # fmt: skip
+
+
+def feature_input(
+    features: torch.Tensor, rows: torch.Tensor | None, norm: torch.Tensor, eps: float, residual: Residual = Residual.FEATURE
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``norm(feature)`` and the residual: what a first layer reads whose products with the embeddings are known beforehand.
+
+    Args:
+        features: ``[m, hidden]`` of any float dtype, the last dimension dense.
+        rows: ``[n] int32``, which feature each row takes; None: ``n = m``, each its own.
+        norm: ``[hidden]``.
+        eps: Of the norm.
+        residual: Which.
+
+    Returns:
+        ``[n, hidden]`` both, in the dtype of `norm`.
+
+    Raises:
+        ValueError: A tensor's shape or dtype is wrong; the message names it.
+    """
+    expect("features", features, (None, None))
+    expect("norm", norm, (features.shape[1],))
+    if rows is not None:
+        expect("rows", rows, (None,), torch.int32)
+    if use_triton(features):
+        from outrider.kernels.head_input import triton as compiled
+
+        return compiled.feature_input(features, rows, norm, eps, residual is Residual.NORMED_FEATURE)
+    return reference.feature_input(features, rows, norm, eps, residual is Residual.NORMED_FEATURE)

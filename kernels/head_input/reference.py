@@ -23,6 +23,15 @@ def head_input(
     return pair, feature if normed_residual else taken.to(embedding.dtype)
 
 
+def feature_input(
+    features: torch.Tensor, rows: torch.Tensor | None, norm: torch.Tensor, eps: float, normed_residual: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `outrider.kernels.head_input.feature_input`."""
+    taken = features if rows is None else features.index_select(0, rows)
+    feature = _norm(taken, norm, eps).to(norm.dtype)
+    return feature, feature if normed_residual else taken.to(norm.dtype)
+
+
 def _norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     if weight is None:
         return x

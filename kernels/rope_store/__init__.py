@@ -7,9 +7,10 @@ import torch
 from outrider.kernels._dispatch import use_triton
 from outrider.kernels._launch import expect, expect_contiguous
 from outrider.kernels.rope_store import reference
+from outrider.kernels.rope_store.types import Lookup
 from outrider.kernels.stream import Stream
 
-__all__ = ["rope_angles", "rope_store"]
+__all__ = ["Lookup", "rope_angles", "rope_store"]
 
 
 def rope_angles(positions: torch.Tensor, frequencies: torch.Tensor, factor: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,6 +46,7 @@ def rope_store(
     bias: torch.Tensor | None = None,
     head_norm: torch.Tensor | None = None,
     head_eps: float = 0.0,
+    lookup: Lookup | None = None,
 ) -> torch.Tensor:
     """Return the rotated queries of a q-k-v product, and store its rotated keys and its values at their slots.
 
@@ -58,6 +60,7 @@ def rope_store(
         bias: ``[(heads + 2 * kv_heads) * dim]`` or None.
         head_norm: ``[heads + kv_heads, dim]``, weights of an RMSNorm over each head of q and k before the rotation (Qwen3), or None.
         head_eps: Of that norm.
+        lookup: What else is added to each row, behind the bias, or None.
 
     Returns:
         ``[rows, heads, dim]`` in the dtype of `cos`; the planes may be FP8.
@@ -79,9 +82,11 @@ def rope_store(
     expect_contiguous("v_plane", v_plane)
     if head_norm is not None:
         expect("head_norm", head_norm, (heads + kv_heads, dim))
+    if lookup is not None:
+        lookup.check(rows, parts.shape[-1])
     version = reference.rope_store
     if use_triton(parts):
         from outrider.kernels.rope_store import triton as compiled
 
         version = compiled.rope_store
-    return version(parts, cos, sin, k_plane, v_plane, slots, stream, bias, head_norm, head_eps)
+    return version(parts, cos, sin, k_plane, v_plane, slots, stream, bias, head_norm, head_eps, lookup)

@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 from outrider.kernels.kv_store.reference import kv_store
+from outrider.kernels.rope_store.types import Lookup
 from outrider.kernels.stream import Stream
 
 
@@ -28,6 +29,7 @@ def rope_store(
     bias: torch.Tensor | None,
     head_norm: torch.Tensor | None,
     head_eps: float,
+    lookup: Lookup | None,
 ) -> torch.Tensor:
     """See `outrider.kernels.rope_store.rope_store`."""
     kv_heads, dim = k_plane.shape[2:]
@@ -37,6 +39,8 @@ def rope_store(
         total = total * inverse
     if bias is not None:
         total = total + bias.float()
+    if lookup is not None:
+        total = total + lookup.rows()
     qkv = total.view(total.shape[0], -1, dim)
     rotated = qkv[:, :-kv_heads]
     if head_norm is not None:

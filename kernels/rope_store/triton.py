@@ -8,6 +8,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
+from outrider.kernels.rope_store.types import Lookup
 from outrider.kernels.stream import FEW_ROWS, Stream
 
 
@@ -28,10 +29,10 @@ def _angles(positions, frequencies, cos, sin, factor, DIM: tl.constexpr, PDL: tl
 
 @triton.jit
 def _rope_store(
-    parts, cos, sin, k_plane, v_plane, slots, sums, bias, head_norm, q,
-    rows, width, sum_parts, eps, head_eps,
+    parts, cos, sin, k_plane, v_plane, slots, sums, bias, head_norm, table, index, q,
+    rows, width, sum_parts, eps, head_eps, table_row,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr, NORMED: tl.constexpr, SUM_PARTS: tl.constexpr,
-    BIAS: tl.constexpr, HEAD_NORM: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, HEAD_NORM: tl.constexpr, LOOKUP: tl.constexpr, PDL: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     DIM: tl.constexpr = 2 * HALF
@@ -59,6 +60,10 @@ def _rope_store(
     if BIAS:
         low += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
         high += tl.load(bias + column + HALF, mask=inside, other=0.0).to(tl.float32)
+    if LOOKUP:
+        found = table + tl.load(index + row).to(tl.int64) * table_row + column
+        low += tl.load(found, mask=inside, other=0.0).to(tl.float32)
+        high += tl.load(found + HALF, mask=inside, other=0.0).to(tl.float32)
     angle = row * DIM + d
     cos_low = tl.load(cos + angle, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
     cos_high = tl.load(cos + angle + HALF, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
@@ -112,6 +117,7 @@ def rope_store(
     bias: torch.Tensor | None,
     head_norm: torch.Tensor | None,
     head_eps: float,
+    lookup: Lookup | None,
 ) -> torch.Tensor:
     """See `outrider.kernels.rope_store.rope_store`."""
     kv_heads, dim = k_plane.shape[2:]
@@ -129,10 +135,12 @@ def rope_store(
     with _launch.on_device_of(parts):
         _rope_store[(_launch.ceil_div(heads + 2 * kv_heads, block_h), rows)](
             parts, cos.contiguous(), sin.contiguous(), k_plane, v_plane, slots.contiguous(), q if sums is None else sums,
-            q if bias is None else bias, q if head_norm is None else head_norm.contiguous(), q,
+            q if bias is None else bias, q if head_norm is None else head_norm.contiguous(),
+            *((lookup.table, lookup.index) if lookup else (q, q)), q,
             rows, 1 if stream is None else stream.scaled.shape[1], sum_parts, 0.0 if stream is None else stream.eps, head_eps,
+            lookup.table.stride(0) if lookup else 0,
             HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, SPLITS=parts.shape[0] if parts.dim() == 3 else 1, NORMED=sums is not None,
-            SUM_PARTS=_launch.next_power_of_2(sum_parts), BIAS=bias is not None, HEAD_NORM=head_norm is not None,
+            SUM_PARTS=_launch.next_power_of_2(sum_parts), BIAS=bias is not None, HEAD_NORM=head_norm is not None, LOOKUP=lookup is not None,
             BLOCK_H=block_h, BLOCK_D=block_d, num_warps=warps, **late,
         )  # fmt: skip
     return q

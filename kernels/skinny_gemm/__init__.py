@@ -10,14 +10,16 @@ import torch
 from outrider.kernels._dispatch import use_triton
 from outrider.kernels._launch import expect, expect_contiguous
 from outrider.kernels.add_norm import add_sums
-from outrider.kernels.rope_store import rope_store
+from outrider.kernels.rope_store import Lookup, rope_store
 from outrider.kernels.silu_mul import silu_mul
 from outrider.kernels.skinny_gemm import library, reference
 from outrider.kernels.skinny_gemm.table import choose_tile
 from outrider.kernels.skinny_gemm.types import LIBRARY, Epilogue, Method, Overlap, Rotary, Tile
 from outrider.kernels.stream import FEW_ROWS, MANY_ROWS, Stream
 
-__all__ = ["Epilogue", "Method", "Overlap", "Rotary", "Tile", "choose_tile", "project", "project_add", "project_gated", "project_rotated"]
+__all__ = [
+    "Epilogue", "Lookup", "Method", "Overlap", "Rotary", "Tile", "choose_tile", "project", "project_add", "project_gated", "project_rotated"
+]  # fmt: skip
 
 
 def project(x: torch.Tensor, weight: torch.Tensor, *, scales: torch.Tensor | None = None, tile: Tile | None = None) -> torch.Tensor:
@@ -139,6 +141,7 @@ def project_rotated(
     *,
     scales: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    lookup: Lookup | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """Return the rotated queries of ``norm(stream) @ weight.T + bias``; store its rotated keys and its values: `rope_store`, fused.
@@ -149,6 +152,7 @@ def project_rotated(
         rotary: Angles, planes and slots.
         scales: As in `project`.
         bias: ``[(heads + 2 * kv_heads) * dim]`` or None.
+        lookup: What else is added to each row, before the rotation, or None.
         tile: As in `project`.
 
     Returns:
@@ -164,6 +168,9 @@ def project_rotated(
         from outrider.kernels.skinny_gemm.wide import triton as wide
 
         tile = _usable(tile or choose_tile(Epilogue.ROTATED, x, weight), x, weight, dim // 2)
+        if lookup is not None:
+            lookup.check(x.shape[0], weight.shape[0])
+            tile = LIBRARY if tile.method is Method.WIDE else tile
         if tile.splits == 1 and tile.method is not Method.LIBRARY:
             expect("cos", rotary.cos, (x.shape[0], 1, dim))
             expect("sin", rotary.sin, (x.shape[0], 1, dim))
@@ -172,9 +179,10 @@ def project_rotated(
                 expect_contiguous(name, getattr(rotary, name))
             if tile.method is Method.WIDE:
                 return wide.project_rotated(stream, weight, bias, rotary, tile)
-            return compiled.project_rotated(stream, weight, scales, bias, rotary, tile)
+            return compiled.project_rotated(stream, weight, scales, bias, rotary, lookup, tile)
     parts = project(x, weight, scales=scales, tile=tile)
-    return rope_store(parts, rotary.cos, rotary.sin, rotary.k_plane, rotary.v_plane, rotary.slots, stream=stream, bias=bias)
+    planes = rotary.k_plane, rotary.v_plane
+    return rope_store(parts, rotary.cos, rotary.sin, *planes, rotary.slots, stream=stream, bias=bias, lookup=lookup)
 
 
 def _usable(tile: Tile, x: torch.Tensor, weight: torch.Tensor, half: int = 1) -> Tile:

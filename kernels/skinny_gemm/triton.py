@@ -20,7 +20,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
 from outrider.kernels.quantize_rows.triton import quantize_rows
-from outrider.kernels.skinny_gemm.epilogue.triton import finish, load_constants, load_rows, tile_rows
+from outrider.kernels.rope_store.types import Lookup
+from outrider.kernels.skinny_gemm.epilogue.triton import finish, load_constants, load_rows, look_up, tile_rows
 from outrider.kernels.skinny_gemm.rows.triton import stay_rows, sum_rows
 from outrider.kernels.skinny_gemm.types import Epilogue, Method, Overlap, Rotary, Tile
 from outrider.kernels.stream import Stream
@@ -28,11 +29,11 @@ from outrider.kernels.stream import Stream
 
 @triton.jit
 def _dot_tiles(
-    x, weight, out, bias, scales, row_scales, residual, norm_weight, scaled, sums, cos, sin, slots, k_plane, v_plane, partials, arrivals,
-    rows, N, K, second, x_row, residual_row, out_row, steps, parts, eps,
+    x, weight, out, bias, scales, row_scales, residual, norm_weight, scaled, sums, cos, sin, slots, k_plane, v_plane, table, index,
+    partials, arrivals, rows, N, K, second, x_row, residual_row, out_row, table_row, steps, parts, eps,
     EPILOGUE: tl.constexpr, SPLIT: tl.constexpr, GATHER: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, ROW_SCALED: tl.constexpr,
     NORMED: tl.constexpr, GELU: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
-    EVEN: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, FETCH: tl.constexpr,
+    LOOKUP: tl.constexpr, EVEN: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, FETCH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -51,6 +52,7 @@ def _dot_tiles(
         gdc_wait()
         if EARLY:
             gdc_launch_dependents()
+    found = look_up(m, output, rows, N, second, table, table_row, index, EPILOGUE, HALF, LOOKUP)
     acc = tl.zeros((row.shape[0], BLOCK_M), tl.float32)
     for step in range(steps):
         if EVEN:
@@ -85,8 +87,8 @@ def _dot_tiles(
         out += split.to(tl.int64) * rows * N
     if last:
         finish(
-            acc, m, tile, constants, factor, before, out, scaled, sums, cos, sin, slots, k_plane, v_plane,
-            rows, N, out_row, EPILOGUE, BIAS, SCALED, GELU, HEADS, KV_HEADS, HALF, PDL, BLOCK_N
+            acc, m, tile, constants, factor, before, found, out, scaled, sums, cos, sin, slots, k_plane, v_plane,
+            rows, N, out_row, EPILOGUE, BIAS, SCALED, GELU, HEADS, KV_HEADS, HALF, LOOKUP, PDL, BLOCK_N
         )  # fmt: skip
 
 
@@ -126,8 +128,9 @@ def project_gated(
 
 
 def project_rotated(
-    stream: Stream, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None, rotary: Rotary, tile: Tile
-) -> torch.Tensor:
+    stream: Stream, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None, rotary: Rotary, lookup: Lookup | None,
+    tile: Tile,
+) -> torch.Tensor:  # fmt: skip
     """See `outrider.kernels.skinny_gemm.project_rotated`; the tile has one split."""
     kv_heads, dim = rotary.k_plane.shape[2:]
     rows, pairs = stream.scaled.shape[0], weight.shape[0] // 2
@@ -135,7 +138,7 @@ def project_rotated(
     out = _launch.empty((rows, heads, dim), rotary.cos.dtype, stream.scaled.device)
     tail = _Tail(
         out, pairs, second=dim // 2, bias=bias, scales=scales, sums=stream.sums, normed=stream.sums is not None, eps=stream.eps,
-        rotary=rotary,
+        rotary=rotary, lookup=lookup,
     )  # fmt: skip
     _run(Epilogue.ROTATED, stream.scaled, weight, tile, tail, heads=heads, kv_heads=kv_heads, half=dim // 2)
     return out
@@ -157,6 +160,7 @@ class _Tail:
     normed: bool = False
     eps: float = 0.0
     rotary: Rotary | None = None
+    lookup: Lookup | None = None
 
 
 def _run(
@@ -167,7 +171,7 @@ def _run(
     if rows == 0:
         return
     x = x if x.stride(1) == 1 else x.contiguous()
-    out, rotary = tail.out, tail.rotary
+    out, rotary, lookup = tail.out, tail.rotary, tail.lookup
     parts = tail.sums.shape[0] if tail.normed and tail.sums is not None else 1
     blocks = _launch.ceil_div(tail.count, tile.block_n)
     row_scales = None
@@ -177,12 +181,15 @@ def _run(
     gathers = tile.splits > 1 and epilogue is Epilogue.ADD
     turned = (rotary.cos, rotary.sin, rotary.slots, rotary.k_plane, rotary.v_plane) if rotary else (x,) * 5
     scales = (tail.scales, row_scales) if tile.method is Method.DOT else (tail.scales,)
-    tensors = (x, weight, out, *(x if tensor is None else tensor for tensor in (tail.bias, *scales, *optional)), *turned)
-    strides = (x.stride(0), 0 if tail.residual is None else tail.residual.stride(0), out.stride(-2))
+    found = (lookup.table, lookup.index) if lookup else (x, x)
+    tensors = (x, weight, out, *(x if tensor is None else tensor for tensor in (tail.bias, *scales, *optional)), *turned, *found)
+    strides = (
+        x.stride(0), 0 if tail.residual is None else tail.residual.stride(0), out.stride(-2), lookup.table.stride(0) if lookup else 0
+    )  # fmt: skip
     flags = {
         "EPILOGUE": epilogue.value, "BIAS": tail.bias is not None, "SCALED": tail.scales is not None, "NORMED": tail.normed, "GELU": gelu,
-        "PARTS": _launch.next_power_of_2(parts), "HEADS": heads, "KV_HEADS": kv_heads, "HALF": half, "BLOCK_N": tile.block_n,
-        "num_warps": tile.warps, **_launch.dependent(x),
+        "PARTS": _launch.next_power_of_2(parts), "HEADS": heads, "KV_HEADS": kv_heads, "HALF": half, "LOOKUP": lookup is not None,
+        "BLOCK_N": tile.block_n, "num_warps": tile.warps, **_launch.dependent(x),
     }  # fmt: skip
     with _launch.on_device_of(x):
         if tile.method is not Method.DOT:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from guards import Guards, reference_version, triton_version
 
-from outrider.kernels.head_input import Residual, head_input
+from outrider.kernels.head_input import Residual, feature_input, head_input
 
 
 def check_head_input(
@@ -36,6 +36,15 @@ def check_head_input(
     for have, want in zip(actual, expected, strict=True):
         assert have.dtype == want.dtype
         torch.testing.assert_close(have, want, atol=tolerance, rtol=tolerance)
+    if weights[1] is not None:
+        alone = (features, rows, weights[1])
+        with triton_version(guards):
+            feature, kept = feature_input(*(None if part is None else guards.put(part) for part in alone), 1e-5, residual)  # type: ignore[arg-type]
+        assert torch.equal(feature, actual[0][:, hidden:])
+        assert torch.equal(kept, actual[1])
+        with reference_version():
+            for have, want in zip(feature_input(*alone, 1e-5, residual), (expected[0][:, hidden:], expected[1]), strict=True):
+                assert torch.equal(have, want)
     if residual is Residual.FEATURE:
         wanted = features if rows is None else features[rows.long()]
         assert torch.equal(actual[1], wanted)

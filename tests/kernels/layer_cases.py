@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from outrider.kernels.add_norm import add_sums, embed_rows, normalise, rms_norm
 from outrider.kernels.quantize_rows import quantize_rows
-from outrider.kernels.rope_store import rope_angles, rope_store
+from outrider.kernels.rope_store import Lookup, rope_angles, rope_store
 from outrider.kernels.silu_mul import silu_mul
 from outrider.kernels.skinny_gemm import Method, Rotary, Tile, project, project_add, project_gated, project_rotated
 from outrider.kernels.stream import Stream
@@ -165,6 +165,12 @@ def check_project_gated(
     close(actual, expected, dtype, slack)
 
 
+def make_lookup(make: Maker, rows: int, columns: int) -> Lookup:
+    """Entries of a table whose rows are strided, some taken twice."""
+    index = torch.arange(rows, dtype=torch.int32) * 3 % 5
+    return Lookup(make(5, columns + 8)[:, 8:], make.guards.put(index.to(make.device)))
+
+
 def check_project_rotated(
     device: str, dtype: torch.dtype, rows: int, heads: int, kv_heads: int, dim: int, width: int, tile: Tile | None, guards: Guards, *,
     bias: bool = False, normed: bool = True, fp8: bool = False,
@@ -176,6 +182,7 @@ def check_project_rotated(
     columns = (heads + 2 * kv_heads) * dim
     weight, offset = make(columns, width, scale=width**-0.5), make(columns) if bias else None
     given = narrow(weight, guards) if fp8 else {"weight": weight}
+    found = make_lookup(make, rows, columns) if bias else None
     angle = torch.rand(rows, 1, dim, generator=torch.Generator().manual_seed(rows)) * 6.0
     cos, sin = (guards.put(turn.to(device, dtype)) for turn in (angle.cos(), angle.sin()))
     planes = [make(-(-rows // 3) + 2, 3, kv_heads, dim) for _ in range(2)]
@@ -185,9 +192,9 @@ def check_project_rotated(
     slots = guards.put(slots.to(device))
     read = replace(stream, scaled=rounded(stream.scaled, tile, guards, fp8))
     with reference_version():
-        expected = project_rotated(read, rotary=Rotary(cos, sin, *expected_planes, slots), **given, bias=offset)
+        expected = project_rotated(read, rotary=Rotary(cos, sin, *expected_planes, slots), **given, bias=offset, lookup=found)
     with triton_version(guards):
-        actual = project_rotated(stream, rotary=Rotary(cos, sin, *planes, slots), **given, bias=offset, tile=tile)
+        actual = project_rotated(stream, rotary=Rotary(cos, sin, *planes, slots), **given, bias=offset, lookup=found, tile=tile)
     slack = fp8_slack(read.scaled, given, tile) * largest_factor(stream) * 2**0.5  # a rotation mixes two
     close(actual, expected, dtype, slack)
     for plane, expected_plane in zip(planes, expected_planes, strict=True):
@@ -281,7 +288,8 @@ def check_rope_store(
     slots[::5] = -1
     slots = guards.put(slots.to(device))
     expected_planes = [plane.clone() for plane in planes]
-    options = {"stream": stream, "bias": offset, "head_norm": weights, "head_eps": EPS}
+    found = make_lookup(make, rows, columns) if bias else None
+    options = {"stream": stream, "bias": offset, "head_norm": weights, "head_eps": EPS, "lookup": found}
     with reference_version():
         angles = rope_angles(positions, frequencies, 1.25, dtype)
         expected = rope_store(parts, *angles, *expected_planes, slots, **options)

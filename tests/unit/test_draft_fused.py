@@ -37,9 +37,13 @@ HEADS = {
 }
 
 
+@pytest.mark.parametrize("tabled", [True, False])
 @pytest.mark.parametrize("rows", [1, 7, ROWS])
 @pytest.mark.parametrize("kind", HEADS)
-def test_fused_layers_equal_the_plain_ones(kind: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_layers_equal_the_plain_ones(kind: str, rows: int, tabled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tabled`: what the first product makes of the embeddings is computed beforehand (EAGLE-3)."""
+    if not tabled:
+        monkeypatch.setattr(eagle3, "embed_tokens", lambda *_: None)
     monkeypatch.setattr(linear, "can_pack", lambda _: False)  # fused kernels read the weights themselves
     target = make_toy_target(tmp_path / "target", vocab_size=VOCAB, hidden_size=HIDDEN)
     folder = write_head(tmp_path / "head", *HEADS[kind])
@@ -62,6 +66,7 @@ def test_fused_layers_equal_the_plain_ones(kind: str, rows: int, tmp_path: Path,
             attention.plan(build_batch(pool, [lease], [0], [rows]))
             states = head.forward(tokens, features, head.rotation(torch.arange(rows)), attention, pool, source)
             assert (head._fused is not None) == fused  # type: ignore[attr-defined]
+            assert (getattr(head, "_embedded", None) is not None) == (fused and tabled and kind.startswith("eagle3"))
             outputs.append((states, head.logits(states), *pool.planes()))
     assert any(bool((want != 0).any()) for want in outputs[0][2:])
     for have, want in zip(outputs[1], outputs[0], strict=True):

@@ -83,14 +83,30 @@ def load_rows(
 
 
 @triton.jit
+def look_up(
+    m, n, rows, N, second, table, table_row, index, EPILOGUE: tl.constexpr, HALF: tl.constexpr, LOOKUP: tl.constexpr
+):  # fmt: skip
+    """Return what a table adds to the outputs n of rows m, ``[outputs, M]``, and to the second of each pair (of ROTATED); else zeros."""
+    low = tl.full((n.shape[0], m.shape[0]), 0.0, tl.float32)
+    high = low
+    if LOOKUP:
+        entry = tl.load(index + m, mask=m < rows, other=0).to(tl.int64)
+        element = (n < N)[:, None] & (m < rows)[None, :]
+        place = table + entry[None, :] * table_row + output_rows(n, EPILOGUE, HALF)[:, None]
+        low = tl.load(place, mask=element, other=0.0).to(tl.float32)
+        high = tl.load(place + second, mask=element, other=0.0).to(tl.float32)
+    return low, high
+
+
+@triton.jit
 def finish(
-    acc, m, tile, constants, factor, before, out, scaled, sums, cos, sin, slots, k_plane, v_plane, rows, N, out_row,
+    acc, m, tile, constants, factor, before, found, out, scaled, sums, cos, sin, slots, k_plane, v_plane, rows, N, out_row,
     EPILOGUE: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, GELU: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr, TRIGGER: tl.constexpr, BLOCK_N: tl.constexpr
+    HALF: tl.constexpr, LOOKUP: tl.constexpr, TRIGGER: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """Store what becomes of the products `acc` ``[rows of a tile, M] fp32`` with rows m.
 
-    `constants` are of `load_constants`, `factor` and `before` of `load_rows`.
+    `constants` are of `load_constants`, `factor` and `before` of `load_rows`, `found` is of `look_up`.
     TRIGGER: these are the program's last stores, and the next kernel is to be let in before them.
     """
     PAIRED: tl.constexpr = EPILOGUE >= 2
@@ -114,6 +130,10 @@ def finish(
             high *= scale_high[:, None]
         if BIAS:
             high += offset_high[:, None]
+    if LOOKUP:
+        found_low, found_high = found
+        low += found_low
+        high += found_high
     if EPILOGUE == 0:
         if TRIGGER:
             gdc_launch_dependents()

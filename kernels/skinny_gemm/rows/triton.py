@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from outrider.kernels.skinny_gemm.epilogue.triton import finish, load_constants, load_rows, tile_rows
+from outrider.kernels.skinny_gemm.epilogue.triton import finish, load_constants, load_rows, look_up, tile_rows
 
 
 @triton.jit
@@ -101,11 +101,11 @@ def _let_in(last):
 
 @triton.jit
 def sum_rows(
-    x, weight, out, bias, scales, residual, norm_weight, scaled, sums, cos, sin, slots, k_plane, v_plane,
-    N, K, second, x_row, residual_row, out_row, parts, eps,
+    x, weight, out, bias, scales, residual, norm_weight, scaled, sums, cos, sin, slots, k_plane, v_plane, table, index,
+    N, K, second, x_row, residual_row, out_row, table_row, parts, eps,
     ROWS: tl.constexpr, EPILOGUE: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, NORMED: tl.constexpr, GELU: tl.constexpr,
-    PARTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
-    EARLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+    PARTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, LOOKUP: tl.constexpr, EVEN: tl.constexpr,
+    PDL: tl.constexpr, EARLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Compute one tile of up to four rows of x."""
     tile = tl.program_id(0)
@@ -116,26 +116,27 @@ def sum_rows(
         gdc_wait()
         if EARLY:
             gdc_launch_dependents()
-    for index in tl.static_range(ROWS):
-        m = index + tl.arange(0, 1)
-        values = _load_x(x + index * x_row, K, BLOCK_K)
+    for nth in tl.static_range(ROWS):
+        m = nth + tl.arange(0, 1)
+        found = look_up(m, output, ROWS, N, second, table, table_row, index, EPILOGUE, HALF, LOOKUP)
+        values = _load_x(x + nth * x_row, K, BLOCK_K)
         factor, before = load_rows(
             m, output, ROWS, N, K, scales, sums, residual, residual_row, parts, eps, EPILOGUE, False, NORMED, PARTS
         )  # fmt: skip
         acc = tl.sum(weights.to(tl.float32) * values[None, :], 1)[:, None]
         finish(
-            acc, m, tile, constants, factor, before, out, scaled, sums, cos, sin, slots, k_plane, v_plane, ROWS, N, out_row, EPILOGUE,
-            BIAS, SCALED, GELU, HEADS, KV_HEADS, HALF, PDL and not EARLY and index == ROWS - 1, BLOCK_N
+            acc, m, tile, constants, factor, before, found, out, scaled, sums, cos, sin, slots, k_plane, v_plane, ROWS, N, out_row,
+            EPILOGUE, BIAS, SCALED, GELU, HEADS, KV_HEADS, HALF, LOOKUP, PDL and not EARLY and nth == ROWS - 1, BLOCK_N
         )  # fmt: skip
 
 
 @triton.jit
 def stay_rows(
-    x, weight, out, bias, scales, residual, norm_weight, scaled, sums, cos, sin, slots, k_plane, v_plane,
-    N, K, second, x_row, residual_row, out_row, parts, eps, programs,
+    x, weight, out, bias, scales, residual, norm_weight, scaled, sums, cos, sin, slots, k_plane, v_plane, table, index,
+    N, K, second, x_row, residual_row, out_row, table_row, parts, eps, programs,
     EPILOGUE: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, NORMED: tl.constexpr, GELU: tl.constexpr,
-    PARTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr, BYTES: tl.constexpr,
-    PDL: tl.constexpr, EARLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+    PARTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, LOOKUP: tl.constexpr, EVEN: tl.constexpr,
+    BYTES: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Compute every `programs`-th tile of one row of x, which is read once; what the next tile needs is on its way meanwhile."""
     first = tl.program_id(0)
@@ -148,6 +149,7 @@ def stay_rows(
         if EARLY:
             gdc_launch_dependents()
     factor, before = load_rows(m, output, 1, N, K, scales, sums, residual, residual_row, parts, eps, EPILOGUE, False, NORMED, PARTS)
+    found = look_up(m, output, 1, N, second, table, table_row, index, EPILOGUE, HALF, LOOKUP)
     x0, x1, x2, x3, undo = _prepare(_load_x(x, K, BLOCK_K), BYTES)
     factor *= undo
     tiles = tl.cdiv(N, BLOCK_N)
@@ -156,11 +158,12 @@ def stay_rows(
         output = (tile + programs) * BLOCK_N + tl.arange(0, BLOCK_N)
         next_constants = load_constants(output, N, second, bias, scales, norm_weight, EPILOGUE, BIAS, SCALED, HALF)
         _, next_before = load_rows(m, output, 1, N, K, scales, sums, residual, residual_row, parts, eps, EPILOGUE, False, False, PARTS)
+        next_found = look_up(m, output, 1, N, second, table, table_row, index, EPILOGUE, HALF, LOOKUP)
         if PDL and not EARLY:
             _let_in(tile + programs >= tiles)
         acc = tl.sum(_products(weights, x0, x1, x2, x3, BYTES), 1)[:, None]
         finish(
-            acc, m, tile, constants, factor, before, out, scaled, sums, cos, sin, slots, k_plane, v_plane, 1, N, out_row, EPILOGUE, BIAS,
-            SCALED, GELU, HEADS, KV_HEADS, HALF, False, BLOCK_N
+            acc, m, tile, constants, factor, before, found, out, scaled, sums, cos, sin, slots, k_plane, v_plane, 1, N, out_row, EPILOGUE,
+            BIAS, SCALED, GELU, HEADS, KV_HEADS, HALF, LOOKUP, False, BLOCK_N
         )  # fmt: skip
-        weights, constants, before = next_weights, next_constants, next_before
+        weights, constants, before, found = next_weights, next_constants, next_before, next_found

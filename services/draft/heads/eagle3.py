@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from outrider.kernels.add_norm import normalise, rms_norm
-from outrider.kernels.head_input import Residual, head_input
+from outrider.kernels.head_input import Residual, feature_input, head_input
+from outrider.kernels.rope_store import Lookup
 from outrider.services.draft.heads.base import Ends
 from outrider.services.draft.heads.eagle3_config import Eagle3Config
 from outrider.services.draft.heads.eagle3_keys import layer_norm_name, resolve, take_projector, take_vocabulary
+from outrider.services.draft.heads.embedded import EmbeddedTokens, embed_tokens
 from outrider.services.draft.heads.fused import FusedHead, fuse, runs_fused
 from outrider.services.draft.heads.keys import HeadKeys
 from outrider.services.draft.heads.loaded import LoadedHead
@@ -32,7 +33,7 @@ from outrider.services.draft.vocab import DraftVocabulary
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.kv.pool import KVPool
-from outrider.shared.nn.layers import DecoderLayer
+from outrider.shared.nn.layers import Attention, DecoderLayer
 from outrider.shared.nn.loader import CheckpointReader
 from outrider.shared.nn.rope import Rotation
 from outrider.shared.obs.logging import get_logger
@@ -71,6 +72,9 @@ class Eagle3Head(LoadedHead):
         self._projector_fingerprint = _fingerprint(self._projector, eps)
         embedding, lm_head = (keys.take_if_there(reader, name) for name in ("embed_tokens.weight", "lm_head.weight"))
         self._tables = TokenTables(layer, reader, vocabulary, embedding, lm_head, config.target_hidden_size)
+        self._fused: FusedHead | None = None
+        self._embedded: EmbeddedTokens | None = None
+        self._settle()
 
     @classmethod
     def load(
@@ -111,6 +115,11 @@ class Eagle3Head(LoadedHead):
             log.info("aux layers", outputs_of=list(layers), convention=convention, layers=target.num_layers, family=target.model_type)
         return layers
 
+    def lend(self, name: str, tensor: torch.Tensor) -> None:
+        """See `DraftStrategy.lend`."""
+        super().lend(name, tensor)
+        self._settle()
+
     def forward(
         self,
         tokens: torch.Tensor,
@@ -122,8 +131,13 @@ class Eagle3Head(LoadedHead):
         ends: Ends | None = None,
     ) -> torch.Tensor:
         """See `RecurrentHead.forward`."""
+        kind = Residual.NORMED_FEATURE if self.config.norm_before_residual else Residual.FEATURE
+        if self._fused is not None and self._embedded is not None and isinstance(attention, StoredAttention):
+            entering, residual = feature_input(features, source, self._hidden_norm.weight, self._hidden_norm.eps, kind)
+            lookup = Lookup(self._embedded.table, tokens)
+            stream = self._fused.forward(entering, residual, rotation, attention, pool, ends, lookup)
+            return normalise(stream) if self.config.norm_output else stream.residual
         if features.is_cuda:
-            kind = Residual.NORMED_FEATURE if self.config.norm_before_residual else Residual.FEATURE
             norms = self._embedding_norm.weight, self._hidden_norm.weight
             pair, residual = head_input(tokens, self._tables.embedding, features, source, *norms, self._hidden_norm.eps, kind)
         else:
@@ -147,12 +161,14 @@ class Eagle3Head(LoadedHead):
             return self._tables.logits(states if self.config.norm_output else self._norm(states))
         return self._fused.logits(states if self.config.norm_output else rms_norm(states, self._norm.weight, self._norm.eps))
 
-    @cached_property
-    def _fused(self) -> FusedHead | None:
-        """What runs the layers on a GPU; asked for when nothing is missing any more."""
-        if not runs_fused(self.device, self.dtype):
-            return None
-        return fuse((self._attention, self._mlp), self._post_attention_norm, self._layers, self._norm, self._tables.lm_head)
+    def _settle(self) -> None:
+        """Make what runs the layers on a GPU, once nothing is missing any more."""
+        if self.missing() or not runs_fused(self.device, self.dtype):
+            return
+        if type(self._attention) is Attention:
+            self._embedded = embed_tokens(self._attention, self._embedding_norm, self._tables.embedding)
+        attention = self._attention if self._embedded is None else self._embedded.attention
+        self._fused = fuse((attention, self._mlp), self._post_attention_norm, self._layers, self._norm, self._tables.lm_head)
 
 
 def _fingerprint(projector: Mapping[str, torch.Tensor], norm_eps: float) -> str:

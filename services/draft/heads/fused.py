@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional
 
-from outrider.kernels.rope_store import rope_store
+from outrider.kernels.rope_store import Lookup, rope_store
 from outrider.kernels.skinny_gemm import project
 from outrider.kernels.stream import MANY_ROWS, Stream
 from outrider.services.draft.heads.base import Ends
@@ -51,6 +51,7 @@ class FusedHead:
         attention: StoredAttention,
         pool: KVPool,
         ends: Ends | None = None,
+        lookup: Lookup | None = None,
     ) -> Stream:
         """Return the residual stream behind the last layer, prepared for its norm.
 
@@ -58,15 +59,17 @@ class FusedHead:
             entering: ``[rows, input]``, what the first q-k-v product reads, normed.
             residual: ``[rows, hidden]``, what goes round the first layer.
             rotation, attention, pool, ends: As in `RecurrentHead.forward`.
+            lookup: What a table adds to the first q-k-v product.
         """
         stream = Stream(residual, entering, None, 0.0)
         for block in self._blocks:
             if ends is not None and block is self._blocks[-1]:
                 if ends.batch is None:
-                    return _store(block.attention, stream, rotation, attention.slots, pool)
+                    return _store(block.attention, stream, rotation, attention.slots, pool, lookup)
                 stream = replace(stream, residual=ends.of(stream.residual))
                 attention = _EndAttention(attention, ends, ends.batch)
-            stream = attention_block(block.attention, stream, rotation, attention, pool, block.between)
+            stream = attention_block(block.attention, stream, rotation, attention, pool, block.between, lookup=lookup)
+            lookup = None
             stream = mlp_block(block.mlp, stream, block.after)
         return stream
 
@@ -78,7 +81,9 @@ class FusedHead:
         return parts.sum(0) if parts.dim() == 3 else parts
 
 
-def _store(block: Attention, stream: Stream, rotation: Rotation, slots: torch.Tensor, pool: KVPool) -> Stream:
+def _store(
+    block: Attention, stream: Stream, rotation: Rotation, slots: torch.Tensor, pool: KVPool, lookup: Lookup | None
+) -> Stream:  # fmt: skip
     """Write K and V of all rows; return a stream of no rows."""
     weight, first = block.qkv.weight, block.num_heads * block.head_dim
     k_plane, v_plane = pool.k_planes[block.layer], pool.v_planes[block.layer]
@@ -87,6 +92,7 @@ def _store(block: Attention, stream: Stream, rotation: Rotation, slots: torch.Te
         bias=None if block.qkv.bias is None else block.qkv.bias[first:],
         head_norm=block.head_norm.weight[block.num_heads :] if block.head_norm else None,
         head_eps=block.head_norm.eps if block.head_norm else 0.0,
+        lookup=None if lookup is None else Lookup(lookup.table[:, first:], lookup.index),
     )  # fmt: skip
     return Stream(stream.residual[:0], stream.residual[:0], None, 0.0)
 

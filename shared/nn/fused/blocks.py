@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from outrider.kernels.add_norm import add_sums
-from outrider.kernels.rope_store import rope_store
+from outrider.kernels.rope_store import Lookup, rope_store
 from outrider.kernels.silu_mul import silu_mul
 from outrider.kernels.skinny_gemm import Epilogue, Method, Rotary, choose_tile, project, project_add, project_gated, project_rotated
 from outrider.kernels.stream import FEW_ROWS, MANY_ROWS, Stream
@@ -45,18 +45,22 @@ def attention_block(
     following: RMSNorm,
     *,
     reduce: Reduce | None = None,
+    lookup: Lookup | None = None,
 ) -> Stream:
-    """Return the residual stream after the attention of a layer, prepared for the norm `following`."""
+    """Return the residual stream after the attention of a layer, prepared for the norm `following`.
+
+    `lookup` is what a table adds to the q-k-v product.
+    """
     qkv, norm = block.qkv, block.head_norm
     k_plane, v_plane = pool.k_planes[block.layer], pool.v_planes[block.layer]
     if norm is None and _own(Epilogue.ROTATED, stream.scaled, qkv):
         rotary = Rotary(rotation.cos, rotation.sin, k_plane, v_plane, attention.slots)
-        q = project_rotated(stream, qkv.weight, rotary, scales=qkv.scales, bias=qkv.bias)
+        q = project_rotated(stream, qkv.weight, rotary, scales=qkv.scales, bias=qkv.bias, lookup=lookup)
     else:
         parts = _product(stream.scaled, qkv)
         q = rope_store(
             parts, rotation.cos, rotation.sin, k_plane, v_plane, attention.slots, stream=stream, bias=qkv.bias,
-            head_norm=norm.weight if norm else None, head_eps=norm.eps if norm else 0.0,
+            head_norm=norm.weight if norm else None, head_eps=norm.eps if norm else 0.0, lookup=lookup,
         )  # fmt: skip
     attended = attention.attend(block.layer, q, pool, block.scale, block.window, block.sinks)
     return _add(attended, block.o, stream.residual, following, reduce, None)

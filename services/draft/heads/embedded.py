@@ -1,0 +1,64 @@
+"""What a first layer's q-k-v product makes of the embeddings, for every token beforehand.
+
+An EAGLE-3 head's first product reads the pair [norm(embedding of the token) ; norm(feature)]. Its share of the embedding depends on the
+token alone, so it is a table: ``table[token] = Wqkv[:, :hidden] @ norm(embedding[token])``, and the product of a pass reads half of its
+weight. A pass over few rows is bound by reading weights: of a layer of Llama-3.1-8B's shape and its draft vocabulary that is 7 % less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from outrider.shared.nn.layers import Attention, RMSNorm
+from outrider.shared.nn.linear import Linear
+
+MEMORY_SHARE = 0.02
+"""The most of a device's memory that a table may take: 1.5 GiB for 128,256 tokens and 6,144 outputs in bf16."""
+CHUNK_ROWS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedTokens:
+    """A first layer's attention without its share of the embedding, and that share.
+
+    Attributes:
+        attention: Its q-k-v product is of the feature alone.
+        table: ``[vocabulary, (heads + 2 * kv_heads) * head_dim]``, what a token adds to it.
+    """
+
+    attention: Attention
+    table: torch.Tensor
+
+
+def embed_tokens(attention: Attention, norm: RMSNorm, embedding: torch.Tensor) -> EmbeddedTokens | None:
+    """Return the table of a layer, or None where it would take too much memory.
+
+    Args:
+        attention: Whose q-k-v product takes [embedding ; feature].
+        norm: Of the embedding.
+        embedding: ``[vocabulary, hidden]``.
+    """
+    weight, (vocabulary, hidden) = attention.qkv.weight, embedding.shape
+    nbytes = vocabulary * weight.shape[0] * weight.element_size()
+    if embedding.device.type == "cuda" and nbytes > MEMORY_SHARE * torch.cuda.get_device_properties(embedding.device).total_memory:
+        return None
+    share = weight[:, :hidden]
+    table = torch.empty((vocabulary, weight.shape[0]), dtype=weight.dtype, device=weight.device)
+    for start in range(0, vocabulary, CHUNK_ROWS):
+        rows = slice(start, start + CHUNK_ROWS)
+        table[rows] = functional.linear(norm(embedding[rows]), share)
+    narrow = Attention(
+        Linear(weight[:, hidden:].contiguous(), attention.qkv.bias),
+        attention.o,
+        attention.num_heads,
+        attention.num_kv_heads,
+        attention.head_dim,
+        attention.layer,
+        head_norm=attention.head_norm,
+        window=attention.window,
+        sinks=attention.sinks,
+    )
+    return EmbeddedTokens(narrow, table)
