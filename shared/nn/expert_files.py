@@ -41,6 +41,11 @@ class ExpertFiles(Protocol):
         """Name of the router's projection behind the layer's prefix."""
         ...
 
+    @property
+    def grain(self) -> int:
+        """Values of the intermediate size that lie together in the files: a part of an expert is a multiple of them."""
+        ...
+
     def load(self, source: TensorSource, prefix: str, config: ExpertsConfig, hidden_size: int) -> ExpertWeights:
         """Load the experts of the layer whose tensors start with `prefix` (``model.layers.3.``)."""
         ...
@@ -54,6 +59,7 @@ class SeparateExperts:
         router: Name of the router behind the layer's prefix.
         expert: Prefix of one expert, with ``{}`` for its number.
         gate, up, down: Its matrices.
+        grain: See `ExpertFiles`.
     """
 
     router: str = "mlp.gate"
@@ -61,6 +67,7 @@ class SeparateExperts:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    grain: int = 1
 
     def load(self, source: TensorSource, prefix: str, config: ExpertsConfig, hidden_size: int) -> ExpertWeights:
         """See `ExpertFiles.load`."""
@@ -75,6 +82,7 @@ class FusedExperts:
     """gpt-oss in bf16: all experts in one tensor, input dimension first, columns of gate and up alternating."""
 
     router: str = "mlp.router"
+    grain: int = 1
 
     def load(self, source: TensorSource, prefix: str, config: ExpertsConfig, hidden_size: int) -> ExpertWeights:
         """See `ExpertFiles.load`."""
@@ -89,6 +97,7 @@ class Mxfp4Experts:
     """gpt-oss as released: MXFP4 blocks of 32 four-bit values with one eight-bit exponent each, de-quantised as they are loaded."""
 
     router: str = "mlp.router"
+    grain: int = MXFP4_GROUP
 
     def load(self, source: TensorSource, prefix: str, config: ExpertsConfig, hidden_size: int) -> ExpertWeights:
         """See `ExpertFiles.load`."""

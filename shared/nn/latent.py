@@ -35,7 +35,7 @@ class LatentAttention:
         layer: The pool's layer.
     """
 
-    __slots__ = ("_config", "_key_in", "_latent", "_latent_norm", "_o", "_queries", "_query_norm", "_value_out", "layer", "nbytes", "scale")
+    __slots__ = ("_config", "_key_in", "_latent", "_latent_norm", "_queries", "_query_norm", "_value_out", "layer", "nbytes", "o", "scale")
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class LatentAttention:
         self._latent_norm = latent_norm
         self._key_in = key_in
         self._value_out = value_out
-        self._o = o
+        self.o = o
         self._config = config
         self.scale = scale
         self.layer = layer
@@ -81,7 +81,7 @@ class LatentAttention:
         attended = attention.run(self.layer, query, key, key, pool, self.scale)
         latents = attended.view(rows, -1, config.rank + config.rope_dim)[..., : config.rank]
         values = torch.matmul(latents.transpose(0, 1), self._value_out).transpose(0, 1)  # [rows, heads, value_dim]
-        return self._o.plus(residual, values.reshape(rows, -1))
+        return self.o.plus(residual, values.reshape(rows, -1))
 
 
 def load_latent_attention(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from outrider.shared.nn.latent import LatentAttention
 from outrider.shared.nn.layers import Attention, DecoderLayer, GatedMLP, Linear, MLPBlock
 from outrider.shared.parallel.reduce import Reduce
 
@@ -90,7 +91,7 @@ class RowParallelMLP:
 
 def parallelise(layer: DecoderLayer, reduce: Reduce) -> DecoderLayer:
     """Make a layer that was loaded with a rank's sizes sum what the ranks compute; returns it."""
-    assert isinstance(layer.attention, Attention), "latent attention is refused before"
+    assert isinstance(layer.attention, Attention | LatentAttention)
     layer.attention.o = RowParallelLinear(layer.attention.o, reduce)
     if isinstance(layer.mlp, GatedMLP):
         layer.mlp.down = RowParallelLinear(layer.mlp.down, reduce)
@@ -101,7 +102,7 @@ def parallelise(layer: DecoderLayer, reduce: Reduce) -> DecoderLayer:
 
 def unparallelise(layer: DecoderLayer) -> DecoderLayer:
     """Undo `parallelise`, so that what the rank holds can be exchanged; returns the layer, which computes nothing true meanwhile."""
-    assert isinstance(layer.attention, Attention)
+    assert isinstance(layer.attention, Attention | LatentAttention)
     if isinstance(layer.attention.o, RowParallelLinear):
         layer.attention.o = layer.attention.o.release()
     if isinstance(layer.mlp, RowParallelMLP):

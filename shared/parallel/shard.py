@@ -2,7 +2,8 @@
 
 Column-parallel (rows of the weight are split): q, k, v, gate, up, lm_head. Row-parallel (columns are split, the products are summed over
 the ranks): o and down; their biases are whole on every rank, and added after the sum. With fewer K/V heads than ranks, ranks that share a
-K/V head each hold it.
+K/V head each hold it. Of latent attention the projections out of and into the latent are split by heads; what makes the latent that is
+cached is whole. Of experts every rank has a part of each, with the whole router: whichever are chosen, all ranks read as much.
 Source of the scheme: Megatron-LM, arXiv 1909.08053, section 3.
 """
 
@@ -15,7 +16,6 @@ import torch
 
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.nn.config import ModelConfig
-from outrider.shared.nn.expert_files import SeparateExperts
 from outrider.shared.nn.generic.layout import GenericConfig
 from outrider.shared.nn.loader import Shape, TensorSource
 from outrider.shared.nn.traits import ExpertsConfig
@@ -23,10 +23,31 @@ from outrider.shared.nn.traits import ExpertsConfig
 VOCABULARY_MULTIPLE = 64
 """A rank's rows of the output head are padded to this: products and gathered rows stay aligned."""
 
-_QUERY_ROWS = ("q_proj.weight", "q_proj.bias", "sinks")
+_QUERY_ROWS = ("q_proj.weight", "q_proj.bias", "sinks", "q_b_proj.weight", "kv_b_proj.weight")
 _KV_ROWS = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
 _MLP_ROWS = ("gate_proj.weight", "gate_proj.bias", "up_proj.weight", "up_proj.bias", ".w1.weight", ".w3.weight")
 _COLUMNS = ("o_proj.weight", "down_proj.weight", ".w2.weight")
+_FUSED_EXPERTS = {
+    "experts.gate_up_proj": 2,
+    "experts.gate_up_proj_bias": 1,
+    "experts.gate_up_proj_blocks": 1,
+    "experts.gate_up_proj_scales": 1,
+    "experts.down_proj": 1,
+    "experts.down_proj_blocks": 2,
+    "experts.down_proj_scales": 2,
+}
+"""Of all experts in one tensor: which dimension is the intermediate size (of gate and up twice as long, of MXFP4 in groups)."""
+_SUMMED = "experts.down_proj_bias"
+"""It is in every rank's product, and must be in the sum once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a rank has of a dimension: `local` of `whole` units from `first` on."""
+
+    first: int
+    local: int
+    whole: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +58,15 @@ class Shard:
         rank, size: Which of how many.
         config: Of the whole model.
         local: The same with this rank's numbers of heads and sizes of MLPs.
-        kv_parts, kv_part: Into how many parts K and V are split, and which of them this rank holds.
+        kv_heads, columns: What this rank has of the heads of K and V, and of the intermediate size of experts.
     """
 
     rank: int
     size: int
     config: ModelConfig
     local: ModelConfig
-    kv_parts: int
-    kv_part: int
+    kv_heads: Span
+    columns: Span
 
     @classmethod
     def of(cls, config: ModelConfig, rank: int, size: int) -> Shard:
@@ -56,14 +77,15 @@ class Shard:
         """
         _refuse_unsplittable(config, size)
         kv_parts = min(size, config.num_kv_heads)
+        columns = _expert_columns(config.experts, rank, size)
         local = replace(
             config,
             num_heads=config.num_heads // size,
             num_kv_heads=config.num_kv_heads // kv_parts,
             intermediate_size=config.intermediate_size // size,
-            experts=_local_experts(config.experts, size),
+            experts=_local_experts(config.experts, columns, size),
         )
-        return cls(rank, size, config, local, kv_parts, rank * kv_parts // size)
+        return cls(rank, size, config, local, Span(rank * kv_parts // size, 1, kv_parts), columns)
 
     @property
     def vocabulary_rows(self) -> int:
@@ -81,13 +103,20 @@ class Shard:
             return part
         return torch.cat([part, part.new_zeros(rows - part.shape[0], part.shape[1])])
 
-    def part(self, name: str) -> tuple[int, int, int] | None:
-        """Return (dimension, parts, this rank's part) of the tensor `name`, or None when every rank holds it whole."""
+    def part(self, name: str) -> tuple[int, Span] | None:
+        """Return the dimension that is split of the tensor `name` and what this rank has of it; None: every rank holds it whole."""
         if name.endswith(_QUERY_ROWS) or name.endswith(_MLP_ROWS):
-            return 0, self.size, self.rank
+            return 0, Span(self.rank, 1, self.size)
         if name.endswith(_KV_ROWS):
-            return 0, self.kv_parts, self.kv_part
-        return (1, self.size, self.rank) if name.endswith(_COLUMNS) else None
+            return 0, self.kv_heads
+        if name.endswith(_COLUMNS):
+            return 1, Span(self.rank, 1, self.size)
+        dim = _FUSED_EXPERTS.get(name.rpartition("mlp.")[2])
+        return None if dim is None else (dim, self.columns)
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether another rank adds the tensor `name` to the sum, and this one has zeros in its place."""
+        return self.rank > 0 and name.endswith(_SUMMED)
 
 
 class ShardedSource:
@@ -106,12 +135,14 @@ class ShardedSource:
         """Return this rank's part of a tensor, of the rank's `shape`; see `TensorSource.take`."""
         part = self._shard.part(name)
         if part is None:
-            return self._source.take(name, shape, dtype=dtype, to=to)
-        dim, parts, index = part
-        whole = (*shape[:dim], shape[dim] * parts, *shape[dim + 1 :])
+            tensor = self._source.take(name, shape, dtype=dtype, to=to)
+            return torch.zeros_like(tensor) if self._shard.leaves_out(name) else tensor
+        dim, span = part
+        count = shape[dim]
+        whole = (*shape[:dim], count * span.whole // span.local, *shape[dim + 1 :])
         return (
             self._source.take(name, whole, dtype=dtype, to=to)
-            .narrow(dim, index * shape[dim], shape[dim])
+            .narrow(dim, count * span.first // span.local, count)
             .clone(memory_format=torch.contiguous_format)
         )
 
@@ -136,13 +167,14 @@ class ShardedSource:
 def _refuse_unsplittable(config: ModelConfig, size: int) -> None:
     if isinstance(config, GenericConfig):
         raise _refused(f"models that run through transformers ({config.model_type}) are not split")
-    if config.latent is not None:
-        raise _refused(f"the latent attention of {config.model_type} is not split")
-    if config.experts is not None and not isinstance(config.experts.files, SeparateExperts):
-        raise _refused(f"the fused experts of {config.model_type} are not split")
     sizes = {"num_attention_heads": config.num_heads, "intermediate_size": config.intermediate_size}
     if config.experts is not None:
-        sizes = {"num_attention_heads": config.num_heads, "moe_intermediate_size": config.experts.intermediate_size}
+        columns, grain = config.experts.intermediate_size, config.experts.files.grain
+        sizes = {"num_attention_heads": config.num_heads}
+        if grain == 1:
+            sizes["moe_intermediate_size"] = columns
+        elif columns < size * grain:
+            raise _refused(f"the experts' intermediate_size {columns} of the model has fewer than {size} groups of {grain}")
         if not all(config.sparse):
             sizes["intermediate_size"] = config.intermediate_size
         if config.experts.shared_size:
@@ -159,7 +191,16 @@ def _refused(problem: str) -> ConfigurationError:
     return ConfigurationError(f"tp: {problem}; choose another --tp (1 always works).", field="tp")
 
 
-def _local_experts(experts: ExpertsConfig | None, size: int) -> ExpertsConfig | None:
+def _expert_columns(experts: ExpertsConfig | None, rank: int, size: int) -> Span:
+    """Return a rank's part of each expert, in whole grains of its files; where they do not divide, some ranks have one more."""
+    if experts is None:
+        return Span(0, 0, 0)
+    grain = experts.files.grain
+    first, last = (rank_or_next * (experts.intermediate_size // grain) // size * grain for rank_or_next in (rank, rank + 1))
+    return Span(first, last - first, experts.intermediate_size)
+
+
+def _local_experts(experts: ExpertsConfig | None, columns: Span, size: int) -> ExpertsConfig | None:
     if experts is None:
         return None
-    return replace(experts, intermediate_size=experts.intermediate_size // size, shared_size=experts.shared_size // size)
+    return replace(experts, intermediate_size=columns.local, shared_size=experts.shared_size // size)

@@ -6,10 +6,12 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import generic_models
 import pytest
 import torch
-from family_models import VOCAB, Sequences, assert_near, save
+from family_models import CASES, GPT_OSS, VOCAB, Sequences, assert_near, save, store_fp8
 from parallel_ranks import load_ranks, on_all
+from test_family_files import pack_mxfp4
 from toys import make_toy_target
 
 from outrider.kernels.verify import SamplingTensors, choose_tokens
@@ -24,7 +26,10 @@ from outrider.shared.parallel.reduce import GroupReduce
 from outrider.shared.parallel.shard import Shard
 
 torch.set_num_threads(1)
-SPLIT = ["llama", "mistral", "qwen2", "qwen2-tied-yarn", "qwen3", "qwen3-bias", "mimo", "mixtral", "qwen3-moe"]
+SPLIT = [
+    "llama", "mistral", "qwen2", "qwen2-tied-yarn", "qwen3", "qwen3-bias", "mimo", "mixtral", "qwen3-moe", "gpt-oss", "gpt-oss-narrow",
+    "deepseek-v2-lite", "deepseek-v2", "deepseek-v3",
+]  # fmt: skip
 AUX = (0, 2)
 
 
@@ -131,7 +136,48 @@ def test_sizes_that_do_not_divide_are_refused_by_name(overrides: dict[str, int],
     assert error.value.field == "tp"
 
 
-@pytest.mark.parametrize(("case", "problem"), [("gpt-oss", "fused experts of gpt_oss"), ("deepseek-v3", "latent attention of deepseek_v3")])
-def test_families_that_are_not_split_are_refused_by_name(case: str, problem: str, folder: Path) -> None:
-    with pytest.raises(ConfigurationError, match=problem):
-        Shard.of(ModelConfig.from_dir(save(case, folder)), 0, 2)
+@pytest.fixture
+def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A gpt-oss as released, with five groups of MXFP4 in an expert's intermediate size."""
+    monkeypatch.setitem(CASES, "gpt-oss-wide", ("GptOss", GPT_OSS | {"intermediate_size": 160}))
+    pack_mxfp4(tmp_path / "packed", save("gpt-oss-wide", tmp_path))
+    return tmp_path / "packed"
+
+
+@pytest.mark.parametrize(("size", "groups"), [(2, [2, 3]), (4, [1, 1, 1, 2])])
+def test_experts_in_mxfp4_are_split_by_their_groups(size: int, groups: list[int], packed: Path) -> None:
+    want, _ = Sequences(Decoder.load(packed), 1).run([0], [prompt(30)])
+    ranks = load_ranks(packed, size)
+    held = [layer.mlp.inner.weights.down.shape[2] for layer in (rank.layers[0] for rank in ranks)]  # type: ignore[attr-defined]
+    assert held == [32 * count for count in groups]
+    parts = on_all(ranks, lambda decoder: Sequences(decoder, 1).run([0], [prompt(30)])[0])
+    assert_near(gathered(parts, want.shape[1]), want)
+
+
+def test_more_ranks_than_groups_are_refused(packed: Path) -> None:
+    config = replace(ModelConfig.from_dir(packed), num_heads=8, num_kv_heads=8)
+    with pytest.raises(ConfigurationError, match="intermediate_size 160 of the model has fewer than 8 groups of 32"):
+        Shard.of(config, 0, 8)
+
+
+def test_experts_stored_in_fp8_are_split_as_they_are_widened(folder: Path, tmp_path: Path) -> None:
+    store_fp8(tmp_path / "fp8", save("deepseek-v3", folder), (16, 16))
+    want, _ = Sequences(Decoder.load(tmp_path / "fp8"), 1).run([0], [prompt(30)])
+    parts = on_all(load_ranks(tmp_path / "fp8", 2), lambda decoder: Sequences(decoder, 1).run([0], [prompt(30)])[0])
+    assert_near(gathered(parts, want.shape[1]), want)
+
+
+@pytest.mark.parametrize("case", ["gpt-oss", "deepseek-v3"])
+def test_every_expert_and_head_is_held_once(case: str, folder: Path) -> None:
+    """What is whole on every rank: router, latent and the query's, biases, embedding and norms."""
+    whole, ranks = Decoder.load(save(case, folder)), load_ranks(save(case, folder), 2)
+    for layer, parts in zip(whole.layers, zip(*(rank.layers for rank in ranks), strict=True), strict=True):
+        assert sum(part.mlp.nbytes for part in parts) == layer.mlp.nbytes
+        extra = sum(part.attention.nbytes for part in parts) - layer.attention.nbytes
+        shared = [] if case == "gpt-oss" else [(24 + 8) * 64, 20 * 64]  # values of what makes the latent and the query's
+        assert extra == 4 * sum(shared)
+
+
+def test_models_that_run_through_transformers_are_refused_by_name(folder: Path) -> None:
+    with pytest.raises(ConfigurationError, match="models that run through transformers"):
+        Shard.of(ModelConfig.from_dir(generic_models.save("gpt2", folder)), 0, 2)
