@@ -79,11 +79,14 @@ def prefill(config: ModelConfig, tokens: int, itemsize: int) -> Work:
 
 
 def draft_step(head: Mapping[str, Any], rows: int, itemsize: int) -> Work:
-    """Return the work of one step of an EAGLE-3 head over `rows` rows: its layer and its output head, read once."""
+    """Return the work of one step of an EAGLE-3 head over `rows` rows: its layer and its output head, read once.
+
+    What the first product makes of a token's embedding may be known beforehand, so the layer takes the feature alone.
+    """
     hidden = head["hidden_size"]
     layer = layer_parameters(
-        hidden, head["intermediate_size"], head["num_attention_heads"], head["num_key_value_heads"], head["head_dim"], 2 * hidden
-    )
+        hidden, head["intermediate_size"], head["num_attention_heads"], head["num_key_value_heads"], head["head_dim"]
+    )  # fmt: skip
     parameters = layer + head["draft_vocab_size"] * hidden
     return Work(parameters * itemsize, 2 * parameters * rows)
 

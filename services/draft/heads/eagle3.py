@@ -167,7 +167,10 @@ class Eagle3Head(LoadedHead):
             return
         if type(self._attention) is Attention:
             self._embedded = embed_tokens(self._attention, self._embedding_norm, self._tables.embedding)
-        attention = self._attention if self._embedded is None else self._embedded.attention
+        attention = self._attention
+        if self._embedded is not None:
+            attention = self._embedded.attention
+            log.info("embeddings multiplied beforehand", mib=round(self._embedded.table.nbytes / 2**20))
         self._fused = fuse((attention, self._mlp), self._post_attention_norm, self._layers, self._norm, self._tables.lm_head)
 
 

@@ -16,7 +16,9 @@ from outrider.shared.nn.layers import Attention, RMSNorm
 from outrider.shared.nn.linear import Linear
 
 MEMORY_SHARE = 0.02
-"""The most of a device's memory that a table may take: 1.5 GiB for 128,256 tokens and 6,144 outputs in bf16."""
+"""The most of a device's memory that a table may take (1.5 GiB for 128,256 tokens and 6,144 outputs in bf16) …"""
+FREE_SHARE = 0.5
+"""… and of what is free of it."""
 CHUNK_ROWS = 8192
 
 
@@ -43,8 +45,10 @@ def embed_tokens(attention: Attention, norm: RMSNorm, embedding: torch.Tensor) -
     """
     weight, (vocabulary, hidden) = attention.qkv.weight, embedding.shape
     nbytes = vocabulary * weight.shape[0] * weight.element_size()
-    if embedding.device.type == "cuda" and nbytes > MEMORY_SHARE * torch.cuda.get_device_properties(embedding.device).total_memory:
-        return None
+    if embedding.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(embedding.device)
+        if nbytes > min(FREE_SHARE * free, MEMORY_SHARE * total):
+            return None
     share = weight[:, :hidden]
     table = torch.empty((vocabulary, weight.shape[0]), dtype=weight.dtype, device=weight.device)
     for start in range(0, vocabulary, CHUNK_ROWS):
