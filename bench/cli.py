@@ -230,14 +230,19 @@ def serve(
 def kernels(
     shape: Shape = "llama3.1-8b",
     only: Annotated[
-        str, typer.Option(help="Kinds of cases, a pattern: linear, norm, attention, cache, choose, draft, forward, propose.")
+        str,
+        typer.Option(
+            help="Kinds of cases, patterns: linear (the library's products), product, fp8, norm, layer, attention, cache, choose, draft, "
+            "round, trade, invariant, forward, propose."
+        ),
     ] = "*",
     device: Device = "auto",
     dtype: Dtype = "auto",
     output: Output = None,
 ) -> None:
     """Each kernel, and the target's whole pass, against its floor in bytes or operations; on a CPU the references, for a test."""
-    from outrider.bench.kernels import KernelOptions, run_kernels
+    from outrider.bench.kernel_case import KernelOptions
+    from outrider.bench.kernels import run_kernels
     from outrider.bench.shapes import named_shape
     from outrider.shared.obs.logging import configure_logging
 

@@ -111,7 +111,7 @@ class AttentionInputs:
     """Arguments of `tree_attention` but the planes."""
 
     q: torch.Tensor
-    rest: tuple[torch.Tensor | None, ...]
+    rest: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
     keywords: Mapping[str, Any]
 
     def before(self, planes: tuple[torch.Tensor, torch.Tensor]) -> tuple[Any, ...]:

@@ -7,12 +7,10 @@ pass, `propose` a whole round of drafting. On a CPU the references run, in sizes
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,63 +18,26 @@ from outrider.bench.clock import Work as Call
 from outrider.bench.clock import measure
 from outrider.bench.draft_stack import drafting_round
 from outrider.bench.floors import Work, draft_step, forward_pass
-from outrider.bench.kernel_inputs import (
-    AttentionInputs,
-    ChainInputs,
-    Four,
-    Sizes,
-    attention_inputs,
-    chain_inputs,
-    copies_for,
-    paged,
-    sampling,
-    trees,
-)
+from outrider.bench.kernel_case import Case, KernelOptions, over, small_kernel
+from outrider.bench.kernel_inputs import AttentionInputs, Sizes, attention_inputs, copies_for, paged, sampling
+from outrider.bench.layer_kernels import fp8_cases, invariant_cases, layer_cases, norm_cases, product_cases
 from outrider.bench.record import Result, Row, finish
 from outrider.bench.roofline import Ceilings, measure_ceilings
-from outrider.bench.shapes import NamedShape
+from outrider.bench.round_kernels import draft_cases, round_cases, trade_cases
+from outrider.kernels.filtered_choice import kept_tokens
 from outrider.kernels.kv_compact import kv_compact
 from outrider.kernels.kv_store import kv_store
 from outrider.kernels.philox import gumbel_noise
-from outrider.kernels.synthetic_acceptance import synthetic_acceptance
-from outrider.kernels.topk_expand import topk_expand
 from outrider.kernels.tree_attention import tree_attention
-from outrider.kernels.tree_build import tree_build
-from outrider.kernels.verify import SamplingTensors, choose_tokens, verify_tree
+from outrider.kernels.verify import SamplingTensors, choose_tokens
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.attn.create import create_backend
 from outrider.shared.base.errors import ConfigurationError, OutriderError
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.dummy import random_decoder
-from outrider.shared.nn.layers import Linear, RMSNorm
+from outrider.shared.nn.layers import Linear
 from outrider.shared.spec.tree import DraftShape
-
-
-@dataclass(frozen=True, slots=True)
-class KernelOptions:
-    """What to measure; the fields are the flags of `outrider bench kernels`."""
-
-    shape: NamedShape
-    device: torch.device
-    dtype: torch.dtype
-    only: str
-    output: Path | None
-
-    @property
-    def small(self) -> bool:
-        """Whether sizes are for a test."""
-        return self.device.type == "cpu"
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One figure: a call that enqueues `copies` repetitions, and what one of them must do. No work: its launch is all there is."""
-
-    name: str
-    call: Call
-    work: Work | None
-    copies: int = 1
 
 
 @torch.inference_mode()
@@ -141,10 +102,10 @@ def _row(case: Case, options: KernelOptions, ceilings: Ceilings, launch: float) 
 
 
 def cases(options: KernelOptions) -> Iterator[tuple[str, Iterator[Case]]]:
-    """Yield the kinds that `only` names with their cases, each of which makes its data when it is its turn."""
+    """Yield the kinds that a pattern of `only` names with their cases, each of which makes its data when it is its turn."""
     sizes = Sizes.of(options.shape.model_config(), options.shape.head, options.device, options.dtype, small=options.small)
     for kind, make in KINDS.items():
-        if fnmatch(kind, options.only):
+        if any(fnmatch(kind, wanted.strip()) for wanted in options.only.split(",")):
             yield kind, make(sizes, options)
 
 
@@ -158,7 +119,7 @@ def _linear(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
             moved = nbytes + rows * (out + width) * sizes.dtype.itemsize
             yield Case(
                 f"linear {name} {out}×{width}, {rows} rows",
-                _over(layers, partial(_apply, x)),
+                over(layers, partial(_apply, x)),
                 Work(moved, 2.0 * rows * out * width),
                 copies,
             )
@@ -166,13 +127,6 @@ def _linear(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
 
 def _apply(x: torch.Tensor, layer: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     return layer(x)
-
-
-def _norm(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
-    norm = RMSNorm(sizes.random(sizes.hidden), 1e-5)
-    for rows in sizes.rows:
-        x = sizes.random(rows, sizes.hidden)
-        yield Case(f"rms_norm, {rows} rows", _over([norm] * 8, partial(_apply, x)), None, 8)
 
 
 def _attention(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
@@ -184,8 +138,8 @@ def _attention(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
         seen = context + (rows + 1) / 2
         work = Work(batch * (context + rows) * token, 4.0 * sizes.heads * sizes.head_dim * batch * rows * seen)
 
-        call = _over(planes, partial(_attend, inputs))
-        yield Case(f"attention {what}, batch {batch}, context {context}", call, work, copies)
+        call = over(planes, partial(_attend, inputs))
+        yield Case(f"tree_attention {what}, batch {batch}, context {context}", call, work, copies)
 
 
 def _attend(inputs: AttentionInputs, planes: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -197,7 +151,7 @@ def _cache(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
     k, v = sizes.random(rows, sizes.kv_heads, sizes.head_dim), sizes.random(rows, sizes.kv_heads, sizes.head_dim)
     k_plane, v_plane = paged(sizes, 1, rows)
     slots = torch.arange(rows, device=sizes.device)
-    yield Case(f"kv_store, {rows} rows", _over(range(8), lambda _index: kv_store(k, v, k_plane, v_plane, slots)), None, 8)
+    yield small_kernel(f"kv_store, {rows} rows", partial(kv_store, k, v, k_plane, v_plane, slots))
     planes = [plane for _ in range(sizes.layers) for plane in paged(sizes, batch, 64)]
     table = torch.arange(planes[0].shape[0], dtype=torch.int32, device=sizes.device).view(batch, -1)
     cached = torch.full((batch,), 16, dtype=torch.int32, device=sizes.device)
@@ -218,67 +172,27 @@ def _choose(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
         positions = torch.arange(rows, device=sizes.device)
         for name, heat in (("greedy", 0.0), ("sampled", 1.0)):
             how = sampling(sizes, rows, heat)
-            call = _over(many, partial(_choose_by, how, positions))
+            call = over(many, partial(_choose_by, how, positions))
             yield Case(f"choose_tokens {name}, {rows} rows", call, Work(nbytes, 0.0), copies)
+        filtered = replace(
+            sampling(sizes, rows, 1.0),
+            top_k=torch.full((rows,), 50, dtype=torch.int32, device=sizes.device),
+            top_p=torch.full((rows,), 0.9, device=sizes.device),
+            any_filter=True,
+        )
+        yield Case(f"kept_tokens, {rows} rows", over(many, partial(_keep_by, filtered)), Work(nbytes, 0.0), copies)
+        yield Case(f"choose_tokens filtered, {rows} rows", over(many, partial(_choose_by, filtered, positions)), Work(nbytes, 0.0), copies)
     positions = torch.arange(4, device=sizes.device)
     seeds, choices = torch.arange(4, device=sizes.device), torch.zeros(4, dtype=torch.int32, device=sizes.device)
     yield Case("gumbel_noise, 4 rows", lambda: gumbel_noise(seeds, positions, choices, sizes.vocab), Work(4.0 * 4 * sizes.vocab, 0.0))
 
 
+def _keep_by(how: SamplingTensors, logits: torch.Tensor) -> object:
+    return kept_tokens(logits, how)
+
+
 def _choose_by(how: SamplingTensors, positions: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     return choose_tokens(logits, how, positions)
-
-
-def _draft(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
-    for batch in sizes.batches:
-        rows = batch * sizes.topk
-        logits, scores = sizes.random(rows, sizes.draft_vocab), torch.zeros(rows, device=sizes.device)
-        copies = copies_for(logits.nbytes, options.small)
-        many = [logits.clone() for _ in range(copies)]
-        call = _over(many, partial(_expand, scores, sizes.topk))
-        yield Case(f"topk_expand, {rows} rows of {sizes.draft_vocab}", call, Work(logits.nbytes, 0.0), copies)
-        candidates = sizes.topk + (sizes.steps - 1) * sizes.topk**2
-        built = trees(sizes, batch, candidates)
-        nodes = torch.full((batch,), sizes.nodes, dtype=torch.int32, device=sizes.device)
-        yield Case(
-            f"tree_build {candidates} → {sizes.nodes}, batch {batch}",
-            partial(_build, built, nodes, sizes.nodes),
-            None,
-        )
-        inputs = chain_inputs(sizes, batch)
-        yield Case(
-            f"verify_tree {sizes.nodes} nodes, batch {batch}",
-            partial(verify_tree, inputs.tokens, inputs.parents, inputs.num_nodes, inputs.chosen),
-            None,
-        )
-        yield Case(
-            f"synthetic_acceptance {sizes.nodes} nodes, batch {batch}",
-            partial(_accept, inputs, sizes.vocab),
-            None,
-        )
-
-
-def _build(built: Four, max_nodes: torch.Tensor, columns: int) -> object:
-    return tree_build(*built, max_nodes, columns)
-
-
-def _accept(given: ChainInputs, vocab_size: int) -> torch.Tensor:
-    return synthetic_acceptance(
-        given.tokens,
-        given.parents,
-        given.depths,
-        given.num_nodes,
-        given.ancestors,
-        given.chosen,
-        given.positions,
-        given.seeds,
-        given.thresholds,
-        vocab_size,
-    )
-
-
-def _expand(scores: torch.Tensor, topk: int, logits: torch.Tensor) -> object:
-    return topk_expand(logits, scores, topk)
 
 
 def _forward(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
@@ -335,21 +249,17 @@ class _Step:
 
 KINDS: dict[str, Callable[[Sizes, KernelOptions], Iterator[Case]]] = {
     "linear": _linear,
-    "norm": _norm,
+    "product": product_cases,
+    "norm": norm_cases,
+    "layer": layer_cases,
     "attention": _attention,
     "cache": _cache,
     "choose": _choose,
-    "draft": _draft,
+    "draft": draft_cases,
+    "round": round_cases,
+    "trade": trade_cases,
+    "fp8": fp8_cases,
+    "invariant": invariant_cases,
     "forward": _forward,
     "propose": _propose,
 }
-
-
-def _over(many: Sequence[Any] | range, call: Callable[[Any], object]) -> Call:
-    """Return work that calls once per copy."""
-
-    def work() -> None:
-        for one in many:
-            call(one)
-
-    return work

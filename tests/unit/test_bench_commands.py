@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import time
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import outrider.kernels
 from outrider.bench.engine_stack import EngineOptions, running_engine
 from outrider.bench.latency import shrinking_lengths
 from outrider.bench.remote_draft import Transport
@@ -115,7 +117,7 @@ def test_kernels_run_against_their_floors(tmp_path: Path) -> None:
     for kind in (
         "linear qkv",
         "rms_norm",
-        "attention verify",
+        "tree_attention verify",
         "kv_compact",
         "choose_tokens greedy",
         "topk_expand",
@@ -125,13 +127,24 @@ def test_kernels_run_against_their_floors(tmp_path: Path) -> None:
     ):
         assert any(case.startswith(kind) for case in rows), kind
     assert all(row["ratio"] > 0 for row in rows.values())
-    assert "attention prefill" in output
+    assert "tree_attention prefill" in output
+
+    for package in kernel_packages():
+        functions = tuple(name for name in importlib.import_module(f"outrider.kernels.{package}").__all__ if name.islower())
+        assert any(case.startswith(functions) or case.startswith(f"{package}.") for case in rows), f"no figure for kernels/{package}"
+
+
+def kernel_packages() -> list[str]:
+    """Packages of kernels that a round launches: all with a Triton version but those of code that others inline."""
+    root = Path(outrider.kernels.__path__[0])
+    return sorted(file.parent.name for file in root.glob("*/triton.py") if not file.parent.name.startswith("_"))
 
 
 def test_kernels_can_be_picked(tmp_path: Path) -> None:
-    run("kernels", "--shape", "tiny", "--device", "cpu", "--only", "norm", "--output", str(tmp_path))
-    assert all(case.startswith("rms_norm") for case in rows_of(tmp_path / "kernels-cpu.json"))
-    with pytest.raises(ConfigurationError, match="kinds: linear, norm"):
+    run("kernels", "--shape", "tiny", "--device", "cpu", "--only", "cache, tra*", "--output", str(tmp_path))
+    kinds = {case.split("_")[0] for case in rows_of(tmp_path / "kernels-cpu.json")}
+    assert kinds == {"kv", "tree", "admit", "pack", "post", "fetch", "send"}
+    with pytest.raises(ConfigurationError, match="kinds: linear, product"):
         run("kernels", "--shape", "tiny", "--device", "cpu", "--only", "nothing")
 
 
