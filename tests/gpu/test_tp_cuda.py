@@ -21,6 +21,8 @@ import grpc
 import pytest
 import torch
 from stack import PROMPTS, Process, assert_ranks_serve, child_pids, free_port, supervised
+from test_families_cuda import SMALL as SMALL_MODEL
+from test_families_cuda import TINY, write_checkpoint
 from toys import make_toy_target
 
 from outrider.common.v1 import common_pb2
@@ -136,7 +138,7 @@ class Comparison:
 
 @torch.inference_mode()
 def compare(folder: Path, size: int, dtype: str, reduce: str, quantization: str = "none") -> Comparison:
-    """Run the same steps on one GPU and on several."""
+    """Run the same steps on one GPU and on several, and in graphs where a step never waits for the host (experts in fp32 do)."""
     torch.cuda.set_device(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     settings = TargetSettings.load(
@@ -158,7 +160,7 @@ def compare(folder: Path, size: int, dtype: str, reduce: str, quantization: str 
             errors.append(float((got - want).norm() / want.norm()))
             of_one.append(float((alone - want).norm() / want.norm()))
             distances.append(float((got.amax(-1) - got.gather(1, chosen[:, None])[:, 0]).max()))
-            if start == 0:
+            if start == 0 or (plain.config.experts and dtype == "float32"):
                 continue
             batch, tokens = spread.batch(start, rows), spread.tokens[start : start + rows].clone()
 
@@ -187,6 +189,18 @@ def test_numbers_are_those_of_one_gpu_eager_and_in_graphs(folder: Path, size: in
     found = in_a_process(compare, folder, size, dtype, reduce)
     assert found.summed_by == {"group": "GroupReduce", "one-shot": "OneShotReduce"}.get(reduce, "PeerReduce")
     print(f"{size} GPUs, {dtype}, {reduce}: relative errors {found.errors}, greedy tokens below the best by {found.distances}")
+    assert max(found.errors) < tolerance
+    assert max(found.distances) <= (0 if dtype == "float32" else 0.1)
+    assert found.differing == 0
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 1.0)])
+@pytest.mark.parametrize("family", ["gpt-oss", "deepseek-v3"])
+def test_experts_and_latents_are_those_of_one_gpu(family: str, dtype: str, tolerance: float, tmp_path: Path) -> None:
+    """In bf16 a router's near-ties send rows to other experts (0.16 of the norm on a CPU); there graphs are held against eager steps."""
+    path = write_checkpoint(tmp_path / "model", SMALL_MODEL | TINY[family], "cpu")
+    found = in_a_process(compare, path, 2, dtype, "auto")
+    print(f"2 GPUs, {family}, {dtype}: relative errors {found.errors}, greedy tokens below the best by {found.distances}")
     assert max(found.errors) < tolerance
     assert max(found.distances) <= (0 if dtype == "float32" else 0.1)
     assert found.differing == 0
