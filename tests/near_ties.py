@@ -10,29 +10,33 @@ from target_harness import first_difference, next_scores
 from outrider.services.target.request import SamplingParams
 from outrider.shared.nn.decoder import Decoder
 
-NEAR_TIE = 2.0**-5
-"""How much of the best logit the two best may be apart where the text differs: 8 roundings of bf16, whose numbers have 8 bits. They
-add up over the layers, and a logit is rounded itself."""
+NEAR_TIE = 2.0**-7
+"""How much of the best logit the two tokens may be apart in fp32 where texts in bf16 differ: two of bf16's unit roundoffs, 2^-8 each. In
+bf16 the gap of the two best logits of the embedded target is off by 0.84 of them (root mean square over 1,152 tokens of its texts; 99 of
+100 by less than 2.5)."""
 GREEDY = SamplingParams(temperature=0.0)
 
 
 def differences(
-    decoder: Decoder, prompt: Sequence[int], expected: Sequence[int], found: Sequence[int], name: str, tolerance: float = NEAR_TIE
+    judge: Decoder, prompt: Sequence[int], expected: Sequence[int], found: Sequence[int], name: str, tolerance: float = NEAR_TIE
 ) -> list[str]:
-    """Compare two greedy texts up to their first difference, where the two tokens must be the two best of the target, and nearly tied.
+    """Compare two greedy texts up to their first difference, where both tokens must be nearly tied with the best.
+
+    Args:
+        judge: The target in fp32, so that its logits are free of the roundings that are judged.
 
     Returns:
         A line that tells tokens, logits and their gap, or nothing for equal texts.
     """
+    assert judge.dtype == torch.float32
     at = first_difference(expected, found)
     if at is None:
         return []
-    scores = next_scores(decoder, [*prompt, *expected[:at]], GREEDY)
+    scores = next_scores(judge, [*prompt, *expected[:at]], GREEDY)
     best = scores.topk(3)
-    gap, limit = float(best.values[0] - best.values[1]), tolerance * float(best.values[0].abs())
+    worse = float(scores[torch.tensor([expected[at], found[at]])].min())
+    gap, limit = float(best.values[0]) - worse, tolerance * float(best.values[0].abs())
     ranked = ", ".join(f"{token}: {logit:.4f}" for token, logit in zip(best.indices.tolist(), best.values.tolist(), strict=True))
-    line = f"{name}: token {at} is {expected[at]} or {found[at]}; best logits {ranked}; gap {gap:.4f}, allowed {limit:.4f}"
-    chosen = scores[torch.tensor([expected[at], found[at]])]
-    assert gap <= limit, f"the best logits are not nearly tied: {line}"
-    assert float(best.values[0] - chosen.min()) <= limit, f"a token that is not among the best was chosen: {line}"
+    line = f"{name}: token {at} is {expected[at]} or {found[at]}; best logits in fp32 {ranked}; gap {gap:.4f}, allowed {limit:.4f}"
+    assert gap <= limit, f"not nearly tied: {line}"
     return [line]

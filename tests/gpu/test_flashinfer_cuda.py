@@ -72,7 +72,7 @@ def test_attention_equals_our_own(dtype: torch.dtype, tree: bool, window: int, s
 @pytest.mark.parametrize("shape", [(5, 1, 6), (5, 4, 16)])
 def test_the_engine_writes_what_it_writes_by_our_own(shape: tuple[int, int, int]) -> None:
     """Prompts of several lengths in one batch, chains and trees of the embedded pair; equal up to near-ties of bf16."""
-    decoder = Decoder.load(TARGET, "cuda", torch.bfloat16)
+    decoder, judge = (Decoder.load(TARGET, "cuda", dtype) for dtype in (torch.bfloat16, torch.float32))
     drafter = make_pair_drafter(decoder)
     harness = make_harness(decoder, drafter)
     harness.runner.attention = create_backend("flashinfer", decoder.device)
@@ -82,7 +82,7 @@ def test_the_engine_writes_what_it_writes_by_our_own(shape: tuple[int, int, int]
     harness.run()
     for index, prompt in enumerate(prompts):
         plain = generate_plain(decoder, NoDrafter(), prompt, 60)
-        for line in differences(decoder, prompt, plain, harness.sink.tokens[str(index)], f"flashinfer, {shape}, prompt {index}"):
+        for line in differences(judge, prompt, plain, harness.sink.tokens[str(index)], f"flashinfer, {shape}, prompt {index}"):
             print(line)
     drafter.shutdown()
 

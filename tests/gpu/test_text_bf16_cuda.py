@@ -1,4 +1,4 @@
-"""Greedy text in bf16 with speculation on and off and in batches that change: it differs only where the two best logits are nearly tied.
+"""Greedy text in bf16 with speculation on and off and in batches that change: it differs only where logits in fp32 are nearly tied.
 
 Every difference is printed at the end of the run: token ids, logits, gap and what was allowed.
 """
@@ -53,6 +53,11 @@ def decoder() -> Decoder:
 
 
 @pytest.fixture(scope="module")
+def judge() -> Decoder:
+    return Decoder.load(TARGET, "cuda", torch.float32)
+
+
+@pytest.fixture(scope="module")
 def drafter(decoder: Decoder) -> Iterator[InprocDrafter]:
     made = make_pair_drafter(decoder)
     yield made
@@ -79,6 +84,7 @@ def plain(decoder: Decoder, prompts: list[list[int]]) -> list[list[int]]:
 @pytest.mark.parametrize("shape", [None, *SHAPES])
 def test_text_differs_at_near_ties_only(
     decoder: Decoder,
+    judge: Decoder,
     drafter: InprocDrafter,
     prompts: list[list[int]],
     plain: list[list[int]],
@@ -101,7 +107,7 @@ def test_text_differs_at_near_ties_only(
         assert not harness.sink.failed
         for index, prompt in enumerate(prompts):
             name = f"{way}, {shape or 'plain'}, {'joining' if joining else 'at once'}, prompt {index}"
-            for line in differences(decoder, prompt, plain[index], harness.sink.tokens[str(index)], name):
+            for line in differences(judge, prompt, plain[index], harness.sink.tokens[str(index)], name):
                 print(line)
                 record_property("near-tie", line)
                 different += 1
@@ -110,8 +116,8 @@ def test_text_differs_at_near_ties_only(
     assert different <= len(prompts), "half of the texts or more differ: that is no rounding"
 
 
-def test_a_difference_that_is_no_near_tie_is_noticed(decoder: Decoder, prompts: list[list[int]], plain: list[list[int]]) -> None:
+def test_a_difference_that_is_no_near_tie_is_noticed(judge: Decoder, prompts: list[list[int]], plain: list[list[int]]) -> None:
     wrong = list(plain[0])
-    wrong[3] = (wrong[3] + 1) % decoder.config.vocab_size
-    with pytest.raises(AssertionError, match=r"not nearly tied|not among the best"):
-        differences(decoder, prompts[0], plain[0], wrong, "changed by hand")
+    wrong[3] = (wrong[3] + 1) % judge.config.vocab_size
+    with pytest.raises(AssertionError, match=r"not nearly tied"):
+        differences(judge, prompts[0], plain[0], wrong, "changed by hand")
