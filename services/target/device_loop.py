@@ -110,6 +110,7 @@ class DeviceLoop:
         if not self._launch():
             self._leave()
             return False
+        self._rounds.carry()
         return True
 
     def step(self) -> bool:
@@ -119,6 +120,8 @@ class DeviceLoop:
         self._finish(self._rounds.read())
         if not self._places:
             self._leave()
+        else:
+            self._rounds.carry()  # when what was read is on its way to who waits for it
         return True
 
     def drain(self) -> None:

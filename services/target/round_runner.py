@@ -183,9 +183,16 @@ class RoundRunner:
             self._graphs.run(key, self._round)
             self._enqueued.append(self._on_its_way(batch.state, launched_at))
         finally:
-            exchanged.carry()
+            exchanged.hand_over()
         self._tried.add(key)
         return True
+
+    def carry(self, wanted: bool = True) -> None:
+        """Do for the round that was enqueued last what its drafter has left to the host, see `ExchangedRounds.carry`: before the next one
+        is enqueued or this one is read, but after the one before was, since it is complete."""
+        batch = self._entered()
+        if batch.exchanged is not None:
+            batch.exchanged.carry(wanted)
 
     def read(self) -> FinishedRound:
         """Wait for the oldest round that was enqueued, and return what it chose."""
@@ -237,6 +244,7 @@ class RoundRunner:
 
     def leave(self) -> None:
         """End the batch. Rounds that were not read are dropped: only those may be that have nothing to tell, all rows having ended."""
+        self.carry(wanted=False)
         rounds = self._entered().rounds
         self._enqueued.clear()
         self._batch = None

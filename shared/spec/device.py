@@ -196,7 +196,7 @@ class ExchangedRounds(DeviceRounds, Protocol):
     """Rounds of a drafter in another process: the state goes there and the trees come, outside of what is recorded.
 
     For every round: `reserve`, `exchange`, then `draft`, which only checks on the device what came, and so can be part of a graph; then
-    `carry`, whatever happened after `exchange`.
+    `hand_over` and, before the next round, `carry`, whatever happened after `exchange`.
     """
 
     def exchange(self, state: RoundState, limit_s: float | None, ahead: bool) -> None:
@@ -208,13 +208,17 @@ class ExchangedRounds(DeviceRounds, Protocol):
         Args:
             state: What `draft` will be given.
             limit_s: How long the device may stand still for the trees; None: until the draft counts as faulty.
-            ahead: The device may wait for what the host does in `carry`: what is enqueued in between was enqueued before, and the host does
-                not have to wait for the device to enqueue it, as it may for graphs and kernels that run for the first time.
+            ahead: The device may wait for what the host does in `hand_over` and `carry`: what is enqueued in between was enqueued before,
+                and the host does not have to wait for the device to enqueue it, as it may for what runs for the first time.
         """
         ...
 
-    def carry(self) -> None:
-        """Do on the host what `exchange` has left to do."""
+    def hand_over(self) -> None:
+        """Do on the host what `exchange` has left to do for the state: waits until the round before it has ended."""
+        ...
+
+    def carry(self, wanted: bool) -> None:
+        """Do on the host what `exchange` has left to do for the trees; they are not waited for if nobody wants them any more."""
         ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -118,6 +119,10 @@ class Target:
         message = draft_pb2.RoundsNext(rounds=1, number=number)
         self.channel.exchange(message, self.state, self.trees, self.expected, 1.0, ahead)
 
+    def carry(self) -> None:
+        self.channel.hand_over()
+        self.channel.carry(True)
+
     def answer(self, data: bytes, number: int | None = None) -> None:
         def of(request: draft_pb2.SessionRequest) -> draft_pb2.SessionReply:
             known = request.round_state.number if number is None else number
@@ -137,7 +142,7 @@ def test_the_state_goes_out_and_the_trees_come_while_the_stream_waits(target: Ta
         assert target.relay.waits == {number}
         assert target.stream.sent[-1].rounds_next.number == number, "the message goes ahead of the state"
         target.answer(bytes([number]) * SIZE)
-        target.channel.carry()
+        target.carry()
         assert target.stream.sent[-1].round_state.state == bytes(target.packed.numpy())
         assert target.relay.came[number] == bytes([number]) * SIZE
         assert not target.relay.waits
@@ -149,7 +154,7 @@ def test_rows_that_do_not_count_stay_behind(target: Target, count: int, ahead: b
     target.state.counts.fill_(count)
     target.answer(bytes(SIZE))
     target.exchange(1, ahead)
-    target.channel.carry()
+    target.carry()
     sent = target.stream.sent[-1].round_state.state
     assert sent == bytes(target.packed.numpy())[: STATE_SIZE - (COLUMNS - count) * WIDTH * 4]
     assert not target.channel.broken
@@ -159,7 +164,7 @@ def test_trees_of_earlier_rounds_are_passed_over(target: Target) -> None:
     target.exchange(5)
     target.answer(b"old" * 9, number=4)
     target.answer(bytes(SIZE))
-    target.channel.carry()
+    target.carry()
     assert target.relay.came == {5: bytes(SIZE)}
 
 
@@ -168,7 +173,7 @@ def test_without_trees_the_stream_is_released(target: Target, data: bytes | None
     target.exchange(1)
     if data is not None:
         target.answer(data)
-    target.channel.carry()
+    target.carry()
     assert not target.relay.waits
     assert not target.relay.came
     assert target.channel.broken == broken
@@ -183,9 +188,33 @@ def test_what_fails_after_the_wait_was_enqueued_does_not_leave_it_standing(targe
 
     monkeypatch.setattr(target.relay, "settle", settle)
     with pytest.raises(RuntimeError, match="failed"):
-        target.channel.carry()
+        target.channel.hand_over()
+    target.channel.carry(False)
     assert not target.relay.waits
-    target.channel.carry()  # nothing is left to do
+    target.carry()  # nothing is left to do
+
+
+def test_trees_that_nobody_wants_any_more_are_not_waited_for(target: Target) -> None:
+    target.exchange(1)
+    target.channel.hand_over()
+    target.channel.carry(False)
+    assert not target.relay.waits
+    assert not target.channel.broken
+    target.exchange(2)
+    target.answer(b"old" * 9, number=1)
+    target.answer(bytes(SIZE))
+    target.carry()
+    assert target.relay.came == {2: bytes(SIZE)}
+
+
+def test_trees_that_lie_there_when_their_time_is_over_are_taken(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    target.exchange(1)
+    target.answer(bytes(SIZE))
+    target.channel.hand_over()
+    now = time.monotonic()
+    monkeypatch.setattr("outrider.services.target.draft_client.stream_rounds.time.monotonic", lambda: now + 60.0)
+    target.channel.carry(True)
+    assert target.relay.came == {1: bytes(SIZE)}
 
 
 def test_a_round_that_is_new_or_too_large_is_not_enqueued_ahead(target: Target) -> None:
@@ -196,28 +225,28 @@ def test_a_round_that_is_new_or_too_large_is_not_enqueued_ahead(target: Target) 
         assert not target.relay.blobs
         assert target.trees[4:].tolist() == [7] * (SIZE - 4)
         assert target.trees[:4].view(torch.int32).item() == target.expected.item() == number
-        target.channel.carry()
+        target.carry()
     assert len(target.stream.sent) == 4
 
 
 def test_a_driver_that_cannot_wait_costs_a_round(target: Target) -> None:
     target.relay.fails = True
     target.exchange(1)
-    target.channel.carry()
+    target.carry()
     assert target.channel.broken
     assert target.relay.closed
     assert target.channel.mend()
     target.answer(bytes([7]) * SIZE)
     target.exchange(2)
     assert target.trees[:4].view(torch.int32).item() == target.expected.item() == 2, "without it"
-    target.channel.carry()
+    target.carry()
 
 
 def test_the_end_of_the_connection_ends_the_wait(target: Target) -> None:
     target.exchange(1)
     target.channel.close()
     assert not target.relay.waits
-    target.channel.carry()
+    target.carry()
     assert not target.channel.mend()
 
 

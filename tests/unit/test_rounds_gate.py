@@ -32,6 +32,7 @@ class Channel:
         self.broken = False
         self.room = True
         self.told: list[draft_pb2.RoundsNext] = []
+        self.limits: list[float] = []
 
     def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
         return self.room
@@ -50,9 +51,12 @@ class Channel:
         ahead: bool,
     ) -> None:
         self.told.append(message)
+        self.limits.append(limit_s)
         expected.fill_(message.number)
 
-    def carry(self) -> None: ...
+    def hand_over(self) -> None: ...
+
+    def carry(self, wanted: bool) -> None: ...
 
 
 class Draft:
@@ -70,7 +74,7 @@ class Draft:
 
     def connect(self) -> Any:
         ended = threading.Event()
-        carrier = SimpleNamespace(rounds=self.channel)
+        carrier = SimpleNamespace(rounds=self.channel, rows_behind=False)
         return SimpleNamespace(carrier=carrier, send=self.sent.append, ended=ended, close=ended.set)
 
     def _late(self) -> None:
@@ -128,6 +132,63 @@ def test_what_is_pending_begins_the_rounds_and_stays_pending_until_one_was_read(
     rounds.leave()
     assert (session.base_len, session.token_ids, len(session.features)) == (4, [3, 5], 2)
     assert draft.kinds == ["rounds_enter", "rounds_leave"]
+
+
+def answered_at_once(draft: Draft, session: DraftSession) -> RemoteRounds:
+    """Return rounds of a size that the draft has begun before, whose answer nobody waits for."""
+    known = draft.enter(session, accept(draft))
+    assert known is not None
+    known.leave()
+    rounds = draft.enter(session, lambda: pytest.fail("the answer was waited for"))
+    assert rounds is not None
+    return rounds
+
+
+def test_the_answer_is_not_waited_for_where_the_draft_agreed_before(draft: Draft, session: DraftSession) -> None:
+    rounds = answered_at_once(draft, session)
+    assert rounds.reserve([20])
+    rounds.exchange(draft.state, 0.01, False)
+    assert draft.channel.limits == [rounds_gate.ENTER_LIMIT_S]  # what the draft does before is part of the first round
+    draft.answer(True)
+    assert rounds.reserve([20])
+    rounds.exchange(draft.state, 0.01, False)
+    assert draft.channel.limits[1:] == [0.01]
+    rounds.committed([[7]])
+    rounds.committed([[8]])
+    rounds.leave()
+    assert draft.open
+
+
+@pytest.mark.parametrize("before_the_first_round", [True, False])
+def test_a_refusal_that_was_not_waited_for_ends_the_rounds(draft: Draft, session: DraftSession, before_the_first_round: bool) -> None:
+    rounds = answered_at_once(draft, session)
+    if not before_the_first_round:
+        assert rounds.reserve([20])
+        rounds.exchange(draft.state, None, False)
+    draft.answer(False, "busy")
+    assert not rounds.reserve([20])
+    rounds.leave()
+    assert not draft.open
+    draft.now += 10.0
+    assert draft.open
+    assert draft.enter(session, lambda: (draft.answer(False, "busy"), True)) is None  # it is asked again
+
+
+@pytest.mark.parametrize("what", ["rows", "pause", "connection"])
+def test_the_answer_is_waited_for_where_the_draft_may_not_be_ready(draft: Draft, session: DraftSession, what: str) -> None:
+    known = draft.enter(session, accept(draft))
+    assert known is not None
+    if what == "rows":
+        draft.connection.carrier.rows_behind = True
+    elif what == "pause":
+        draft.gate.hear(draft_pb2.SessionReply(rounds_ended=draft_pb2.RoundsEnded(rounds=known.id, reason="busy")))
+        draft.now += 10.0
+    else:
+        draft.gate.connected(draft.connection)
+    known.leave()
+    asked: list[None] = []
+    assert draft.enter(session, lambda: (asked.append(None), draft.answer(True), True)) is not None
+    assert asked
 
 
 def test_the_last_round_stays_pending_and_what_came_before_is_told(draft: Draft, session: DraftSession) -> None:

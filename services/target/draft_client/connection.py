@@ -31,6 +31,7 @@ class Carrier(Protocol):
         ended: Set before anybody hears of the end.
         tensors: Puts the rows of a frame into its message; for the engine thread.
         rows_follow_open: What `send_rows` sends arrives behind what was sent before, so it need not wait for OpenAck.
+        rows_behind: Rows that were given to `send_rows` may arrive behind what is sent now.
         rounds: For rounds that stay on the device; None where they go the host's way.
     """
 
@@ -38,6 +39,11 @@ class Carrier(Protocol):
     tensors: TensorWriter
     rows_follow_open: bool
     rounds: RoundsChannel | None
+
+    @property
+    def rows_behind(self) -> bool:
+        """See above."""
+        ...
 
     def hello(self, hello: draft_pb2.Hello) -> draft_pb2.HelloAck:
         """Connect and shake hands.

@@ -106,9 +106,15 @@ class GrpcCarrier:
         self._offers_rounds = rounds
         self._device = device
         self._on_pong: Callable[[draft_pb2.Pong], None] = lambda _pong: None
-        # Chunks of rows that have not been answered.
+        # Chunks of rows that have not been answered; and how many were sent and answered.
         self._owed = threading.Semaphore(0)
+        self._bulk_sent = self._bulk_answered = 0
         self._bulk_reader = threading.Thread(target=self._read_bulk, name="draft-bulk", daemon=True)
+
+    @property
+    def rows_behind(self) -> bool:
+        """See `Carrier`: those of the bulk stream."""
+        return self._bulk_sent != self._bulk_answered
 
     def hello(self, hello: draft_pb2.Hello) -> draft_pb2.HelloAck:
         """See `Carrier.hello`."""
@@ -166,6 +172,7 @@ class GrpcCarrier:
                 self._stream.send(request.SerializeToString())
             else:
                 self._bulk.send(request.rows.SerializeToString())
+                self._bulk_sent += 1
                 self._owed.release()
 
     def ping(self, message: draft_pb2.SessionRequest) -> None:
@@ -254,6 +261,8 @@ class GrpcCarrier:
                     self._bulk.look()
                 elif self._bulk.receive() is None:
                     break
+                else:
+                    self._bulk_answered += 1
         self.close()
         self._bulk.drain()
 

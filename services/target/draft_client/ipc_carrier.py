@@ -67,6 +67,11 @@ class IpcCarrier:
         self._rows: RowsOutbox | None = None
         self._entering = False
 
+    @property
+    def rows_behind(self) -> bool:
+        """See `Carrier`: those that wait for a slot, or to be made."""
+        return self._rows is not None and self._rows.waiting
+
     def hello(self, hello: draft_pb2.Hello) -> draft_pb2.HelloAck:
         """See `Carrier.hello`."""
         with _lost():
@@ -229,7 +234,10 @@ class MailboxRounds:
             log.warning("no more rounds on the device with this draft", reason=error.message)
             self.close()
 
-    def carry(self) -> None:
+    def hand_over(self) -> None:
+        """See `RoundsChannel.hand_over`: nothing is left to the host."""
+
+    def carry(self, wanted: bool) -> None:
         """See `RoundsChannel.carry`: nothing is left to the host."""
 
 

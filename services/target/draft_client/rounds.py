@@ -55,6 +55,8 @@ def size_message(shape: DraftShape, state: RoundState) -> draft_pb2.RoundsEnter:
     )
 
 
+ENTER_LIMIT_S = 0.2
+"""How long decoding stands still for the draft's answer, which comes when it has taken in the prompts' rows."""
 MAX_ROUND_NUMBER = 1 << 30
 """Half of what an int32 header holds, and what the words of a mailbox end with lies above: months of rounds."""
 
@@ -98,6 +100,7 @@ class RemoteRounds:
 
     Attributes:
         id: Names these rounds.
+        answered: The draft has said whether it takes part. What it has yet to do before the first trees is waited for with them else.
         ended: The draft wants them to end, or knows nothing of them.
         num_exchanged: Rounds so far.
         patient: The last of them was to be waited for as long as it takes.
@@ -116,6 +119,7 @@ class RemoteRounds:
         left: Callable[[draft_pb2.RoundsLeave], None] = lambda _message: None,
     ) -> None:
         self.id = numbers.take()
+        self.answered = False
         self.ended = False
         self.num_exchanged = 0
         self.patient = False
@@ -174,13 +178,20 @@ class RemoteRounds:
         )
         self.num_exchanged += 1
         self.patient = limit_s is None or limit_s >= self._patience_s
+        if limit_s is not None and not self.answered:
+            limit_s = max(limit_s, ENTER_LIMIT_S)
         limit_s = self._patience_s if limit_s is None else min(limit_s, self._patience_s)
         self._channel.exchange(message, state, self._buffer.trees.blob, self._buffer.expected, limit_s, ahead)
 
-    def carry(self) -> None:
+    def hand_over(self) -> None:
+        """See `ExchangedRounds.hand_over`."""
+        if self._channel is not None:
+            self._channel.hand_over()
+
+    def carry(self, wanted: bool) -> None:
         """See `ExchangedRounds.carry`."""
         if self._channel is not None:
-            self._channel.carry()
+            self._channel.carry(wanted)
 
     def draft(self, state: RoundState) -> DraftBatch:
         """See `DeviceRounds.draft`: what came, if it is of this round and a tree."""

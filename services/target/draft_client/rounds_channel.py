@@ -47,7 +47,11 @@ class RoundsChannel(Protocol):
         """
         ...
 
-    def carry(self) -> None:
+    def hand_over(self) -> None:
+        """See `ExchangedRounds.hand_over`."""
+        ...
+
+    def carry(self, wanted: bool) -> None:
         """See `ExchangedRounds.carry`."""
         ...
 

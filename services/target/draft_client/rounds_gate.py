@@ -10,13 +10,11 @@ import torch
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client.connection import Connection
-from outrider.services.target.draft_client.rounds import RemoteRounds, RoundNumbers, TreesBuffer, size_message
+from outrider.services.target.draft_client.rounds import ENTER_LIMIT_S, RemoteRounds, RoundNumbers, TreesBuffer, size_message
 from outrider.services.target.draft_client.session import DraftSession
 from outrider.shared.spec.device import RoundState
 from outrider.shared.spec.tree import DraftShape
 
-ENTER_LIMIT_S = 0.2
-"""How long decoding stands still for the draft's answer, which comes when it has taken in the prompts' rows."""
 FIRST_PAUSE_S = 0.1
 SHORT_PAUSE_S = 1.0
 LAST_PAUSE_S = 5.0
@@ -45,7 +43,10 @@ class RoundsGate:
         self._buffers: dict[tuple[int, int], TreesBuffer] = {}
         self._sizes: list[draft_pb2.RoundsEnter] = []
         self._rounds: RemoteRounds | None = None
+        # Sizes that the draft has begun rounds of, over this connection and since the last pause.
+        self._welcome: set[tuple[int, int, DraftShape]] = set()
         self._answer: draft_pb2.RoundsEntered | None = None
+        self._awaited = False
         self._unanswered: int | None = None
         self._pause_s = FIRST_PAUSE_S
         self._not_before = 0.0
@@ -71,6 +72,7 @@ class RoundsGate:
 
     def connected(self, connection: Connection) -> None:
         """Tell a draft of the sizes that are recorded here."""
+        self._welcome.clear()
         self._tell(connection, self._sizes)
 
     def enter(
@@ -82,6 +84,8 @@ class RoundsGate:
         take_reply: Callable[[Connection, float], bool],
     ) -> RemoteRounds | None:
         """Begin rounds; None if the draft cannot, which is not asked again for a while.
+
+        Where it could before, and has nothing to wait for, its answer is not waited for: if it says no, their first round has no trees.
 
         Args:
             connection: Usable.
@@ -101,12 +105,16 @@ class RoundsGate:
         self._answer = None
         connection.send(draft_pb2.SessionRequest(rounds_enter=rounds.entering(state)))
         rounds.fill(state)  # while the draft makes ready
+        size = (state.bs, state.columns, shape)
+        self._awaited = size not in self._welcome or connection.carrier.rows_behind
+        if not self._awaited:
+            return rounds
         answer = self._await_answer(connection, take_reply)
         if answer is not None and answer.accepted:
+            self._welcome.add(size)
             return rounds
         rounds.leave()
         if answer is None:
-            self._unanswered = rounds.id
             self._pause("no answer yet")
         else:
             self._pause(answer.reason)
@@ -117,6 +125,11 @@ class RoundsGate:
         rounds, entered, ended = self._rounds, reply.rounds_entered, reply.rounds_ended
         if rounds is not None and reply.HasField("rounds_entered") and entered.rounds == rounds.id:
             self._answer = entered
+            rounds.answered = True
+            if not entered.accepted:
+                rounds.ended = True
+                if not self._awaited:
+                    self._pause(entered.reason)
         elif reply.HasField("rounds_entered") and entered.rounds == self._unanswered:
             self._unanswered = None
             if entered.accepted and self._pause_s <= SHORT_PAUSE_S:
@@ -165,6 +178,8 @@ class RoundsGate:
         if connection is None or rounds is None:
             return
         connection.send(draft_pb2.SessionRequest(rounds_leave=message))
+        if not rounds.answered:
+            self._unanswered = rounds.id
         channel = connection.carrier.rounds
         if channel is not None and channel.broken and not connection.ended.is_set():
             self._pause("trees came late")
@@ -174,6 +189,7 @@ class RoundsGate:
             self._pause_s = FIRST_PAUSE_S
 
     def _pause(self, reason: str) -> None:
+        self._welcome.clear()
         _log.info("rounds by way of the host for %.1f s: %s", self._pause_s, reason)
         self._not_before = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)

@@ -30,6 +30,9 @@ from outrider.shared.rpc.relay import STATE_BYTES, StreamRelay
 from outrider.shared.rpc.staging import Staging
 from outrider.shared.spec.device import RoundState
 
+LOOK_S = 0.001
+"""Trees are looked for at least so long: they may lie there since before their time was over."""
+
 log = get_logger("outrider.target.draft")
 
 
@@ -67,8 +70,10 @@ class StreamRounds:
         self._relay = relay
         self._staging = Staging()
         self._arrived: deque[draft_pb2.RoundTrees] = deque()
-        # A round whose exchange is left to `carry`; its state may not have been enqueued, where that failed.
+        # A round whose exchange is left to `hand_over` and `carry`; its state may not have been enqueued, where that failed. And how long
+        # its trees are waited for.
         self._enqueued: _Round | None = None
+        self._until = 0.0
         self._missed = False
         self._closed = False
 
@@ -106,7 +111,8 @@ class StreamRounds:
         fetched = self._staging.fetch(state.packed).numpy()
         self._look()
         self._staging.settle(state.packed)
-        data = self._trade(coming, fetched)
+        self._post(coming, fetched)
+        data = self._await_trees(coming)
         if data:
             try:
                 self._staging.load(data, message.number, trees)
@@ -114,17 +120,23 @@ class StreamRounds:
                 self._distrust(error)
         self._vigil.rest()
 
-    def carry(self) -> None:
+    def hand_over(self) -> None:
+        """See `RoundsChannel.hand_over`."""
+        enqueued = self._enqueued
+        if enqueued is None or self._relay is None:
+            return
+        assert enqueued.state.packed is not None, "the engine's states are packed"
+        self._look()
+        self._post(enqueued, self._relay.settle(enqueued.number, enqueued.state.packed.nbytes))
+
+    def carry(self, wanted: bool) -> None:
         """See `RoundsChannel.carry`."""
         enqueued, self._enqueued = self._enqueued, None
         if enqueued is None or self._relay is None:
             return
         came = False
         try:
-            assert enqueued.state.packed is not None, "the engine's states are packed"
-            self._look()
-            state = self._relay.settle(enqueued.number, enqueued.state.packed.nbytes)
-            data = self._trade(enqueued, state)
+            data = self._await_trees(enqueued) if wanted else b""
             if data:
                 self._relay.put(enqueued.number, data)
                 came = True
@@ -168,11 +180,15 @@ class StreamRounds:
             self._relay, self._enqueued = None, None
             self._missed = True
 
-    def _trade(self, coming: _Round, state: NDArray[np.uint8]) -> bytes | memoryview:
-        """Send a state and return the trees; empty if the draft has none, or if they do not come in time."""
+    def _post(self, coming: _Round, state: NDArray[np.uint8]) -> None:
+        """Send a state."""
         self._stream.send(coming.envelopes.state.seal(state[: coming.state.held_bytes(state)].data))
         self._vigil.expect(coming.limit_s)
-        trees = self._await(coming, time.monotonic() + coming.limit_s)
+        self._until = time.monotonic() + coming.limit_s
+
+    def _await_trees(self, coming: _Round) -> bytes | memoryview:
+        """Return the trees for a state that was sent; empty if the draft has none, or if they do not come in time."""
+        trees = self._await(coming, max(self._until, time.monotonic() + LOOK_S))
         if trees is None:
             self._missed = True
             return b""
