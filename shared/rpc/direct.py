@@ -27,7 +27,8 @@ from outrider.shared.rpc.polling import Vigil
 
 NO_FLAGS = 0
 FLUSH_S = 5.0
-WATCH_S = 0.005
+WATCH_S, LONGEST_WATCH_S = 0.005, 0.05
+"""How often it is looked whether a wait is over: less often where it may be long, as that takes the interpreter from who is at work."""
 KEEP_S = 0.05
 """How long a thread that has read for itself keeps the stream, in case that it reads again."""
 STATUS_OF_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
@@ -89,6 +90,8 @@ class ClientStream:
         self._taken = False
         self._taken_at = 0.0
         self._deadline = math.inf
+        # How long the last `receive_within` was to wait at most.
+        self._patience = 0.0
         # Messages that the thread in `receive` has dealt with, as of now and as of the last `receive_within`.
         self._dealt = 0
         self._dealt_known = 0
@@ -164,7 +167,7 @@ class ClientStream:
         deadline = time.monotonic() + seconds
         with self._lock:
             first, self._taken = not self._taken, True
-            self._deadline = deadline
+            self._deadline, self._patience = deadline, seconds
             if first:
                 self._operate((), _Tag.LOOK)
         message = self._pop_early()
@@ -238,7 +241,7 @@ class ClientStream:
 
     def _watch(self) -> None:
         """While another thread reads: end its wait in time, and take over when it has read for the last time."""
-        time.sleep(WATCH_S)
+        time.sleep(min(max(WATCH_S, self._patience), LONGEST_WATCH_S))
         now = time.monotonic()
         with self._lock:
             if now >= self._deadline:

@@ -236,6 +236,7 @@ def test_no_message_is_waited_for_in_vain_while_the_two_take_turns(serve: Serve,
     """What the reader takes in the moment of a take-over wakes the other thread: only the clock would, else."""
     monkeypatch.setattr(direct, "KEEP_S", 0.0)
     monkeypatch.setattr(direct, "WATCH_S", 0.0001)
+    monkeypatch.setattr(direct, "LONGEST_WATCH_S", 0.0001)
     stream = serve(Echo(lambda to, message: to.send(message)))
     reader = Reader(stream)
     taken = 0
