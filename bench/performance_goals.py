@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.performance_results import Recorded, Results
+from outrider.bench.performance_results import Peer, Recorded, Results
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,8 @@ class Figure:
         text: As it is shown.
         source: Where it is recorded.
         floor, ratio: Of the measured row, as shown; empty where there is none.
-        peer: The peer's figure of the same call, as shown; empty without one.
+        peer: The peer's figure, as shown; empty without one.
+        peer_source: Where that is recorded.
     """
 
     value: float
@@ -28,6 +29,7 @@ class Figure:
     floor: str = ""
     ratio: str = ""
     peer: str = ""
+    peer_source: Peer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,9 @@ def _plain(case: str, **settings: Any) -> Callable[[Results], Figure | None]:
         if found is None:
             return None
         peer = results.vllm("plain", int(found[1]["batch"]))
-        return _figure(found, peer=f"vLLM {peer['ms_round']:.2f} ms" if peer else "")
+        if peer is None:
+            return _figure(found)
+        return replace(_figure(found), peer=f"vLLM {peer[1]['ms_round']:.2f} ms", peer_source=peer[0])
 
     return find
 
@@ -94,11 +98,11 @@ def _against_vllm(kind: str, batch: int, config: str, metric: str) -> Callable[[
         if found is None or peer is None:
             return None
         ours = float(found[1]["tok_s"] if metric == "tok_s" else found[1]["value"])
-        theirs = float(peer[metric])
+        theirs = float(peer[1][metric])
         unit = "tok/s" if metric == "tok_s" else "ms"
         figure = _figure(found)
         text = f"{ours / theirs:.3f} × ({_number(ours)} {unit})"
-        return Figure(ours / theirs, text, figure.source, figure.floor, figure.ratio, f"vLLM {_number(theirs)} {unit}")
+        return replace(figure, value=ours / theirs, text=text, peer=f"vLLM {_number(theirs)} {unit}", peer_source=peer[0])
 
     return find
 
@@ -178,11 +182,11 @@ def _demo_pair(results: Results) -> Figure | None:
     return Figure(ratio, text, found[0].path, f"{most:.2f} × (accept length: a round as short as a step)", f"{most / ratio:.2f}")
 
 
-def _figure(found: tuple[Recorded, Mapping[str, Any]], peer: str = "") -> Figure:
+def _figure(found: tuple[Recorded, Mapping[str, Any]]) -> Figure:
     recorded, row = found
     floor = "" if row.get("floor") is None else f"{_number(row['floor'])} {row['unit']} ({row.get('floor_of', '')})"
     ratio = "" if row.get("ratio") is None else f"{row['ratio']:.2f}"
-    return Figure(float(row["value"]), f"{_number(row['value'])} {row['unit']}", recorded.path, floor, ratio, peer)
+    return Figure(float(row["value"]), f"{_number(row['value'])} {row['unit']}", recorded.path, floor, ratio)
 
 
 def _number(value: float) -> str:

@@ -19,6 +19,8 @@ PLAIN_SETTINGS = frozenset(
     )
 )  # fmt: skip
 """What every run of `outrider bench latency` tells; a run that tells more was told to compute otherwise (``--set``)."""
+WHERE_THINGS_LIE = ("CUDA_MPS_PIPE_DIRECTORY", "TRITON_CACHE_DIR")
+"""Variables of an environment that name places and change no figure: `mps` in the settings says what pipes are for."""
 OFF = ("false", "none", "auto")
 """Values of such a setting that change nothing."""
 
@@ -58,6 +60,40 @@ class Recorded:
         return self.gpu != other.gpu, abs(self.date - other.date)
 
     @property
+    def start(self) -> Mapping[str, Any]:
+        """How long its engine took to start, and how many kernels it found or compiled."""
+        start: Mapping[str, Any] = self.content.get("start", {})
+        return start
+
+    @property
+    def measured(self) -> list[str]:
+        """The words of its command but for where the result went."""
+        words = [str(word) for word in self.content.get("command", ())]
+        where = words.index("--output") if "--output" in words else len(words)
+        return words[:where] + words[where + 2 :]
+
+    @property
+    def command(self) -> str:
+        """What was run, behind the variables of its environment that bear on figures."""
+        environment: Mapping[str, str] = self.content.get("environment", {})
+        variables = " ".join(f"{name}={value} " for name, value in environment.items() if name not in WHERE_THINGS_LIE)
+        return variables + " ".join(map(str, self.content.get("command", ())))
+
+    @property
+    def occasion(self) -> str:
+        """When and on what it was measured, as far as the file tells: ``2026-11-21 15:00 UTC, GPU 29f2f6ee, 16 of 64 cores``."""
+        machine: Mapping[str, Any] = self.content.get("machine", {})
+        ids: Sequence[str] = machine.get("gpu_ids", ())
+        gpu = f"GPU {' and '.join(ids)}" if ids else "an H200" if machine.get("gpus") else "CPU"
+        used, cores = machine.get("cores_used"), machine.get("cores")
+        parts = [f"{self.date:%Y-%m-%d %H:%M} UTC", gpu]
+        if cores is not None:
+            parts.append(f"{used} of {cores} cores" if used not in (None, cores) else f"{cores} cores")
+        if self.under_mps and "--mps" not in self.content.get("command", ()):
+            parts.append("with `nvidia-cuda-mps-control -d` running")
+        return ", ".join(parts)
+
+    @property
     def under_mps(self) -> bool:
         """Whether the processes shared the GPU through the multi-process service."""
         return bool(self.settings("mps"))
@@ -65,6 +101,29 @@ class Recorded:
     def row(self, case: str) -> Mapping[str, Any] | None:
         """Return the figures of a case, or None."""
         return next((row for row in self.content.get("rows", ()) if row.get("case") == case), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One file of a peer's runs, by its own script."""
+
+    path: Path
+    lines: Sequence[Mapping[str, Any]]
+
+    @property
+    def command(self) -> str:
+        """What was run, as far as the file tells."""
+        return str(self._about.get("command", "run_vllm.py"))
+
+    @property
+    def occasion(self) -> str:
+        """When and on what, likewise."""
+        told = [str(self._about[name]) for name in ("date", "gpu", "beside") if name in self._about]
+        return "; ".join(told) or "not recorded"
+
+    @property
+    def _about(self) -> Mapping[str, Any]:
+        return next((line for line in self.lines if line.get("case") == "machine"), {})
 
 
 class Results:
@@ -77,7 +136,7 @@ class Results:
     def __init__(self, folder: Path) -> None:
         files = [Recorded(path, read_result(path)) for path in sorted(folder.glob("*.json"))]
         self._files = sorted(files, key=lambda recorded: recorded.date, reverse=True)
-        self._peers = [read_lines(path) for path in sorted(folder.glob("vllm*.jsonl"), reverse=True)]
+        self._peers = [Peer(path, read_lines(path)) for path in sorted(folder.glob("vllm*.jsonl"), reverse=True)]
 
     def latency(
         self,
@@ -137,10 +196,25 @@ class Results:
                 return recorded, recorded.content["summary"][0]
         return None
 
-    def vllm(self, config: str, batch: int) -> Mapping[str, Any] | None:
-        """Return the first run of a configuration of vLLM's, of the last file that has it (``vllm*.jsonl``, as its script wrote them)."""
+    def vllm(self, config: str, batch: int) -> tuple[Peer, Mapping[str, Any]] | None:
+        """Return the last file that has a configuration of vLLM's (``vllm*.jsonl``, as its script wrote them), and its first run of it."""
         wanted = {"case": "run", "config": config, "bs": batch}
-        return next((line for lines in self._peers for line in lines if wanted.items() <= line.items()), None)
+        for peer in self._peers:
+            for line in peer.lines:
+                if wanted.items() <= line.items():
+                    return peer, line
+        return None
+
+    def started(self) -> tuple[Recorded, Recorded] | None:
+        """Return the latest run whose start compiled most of its kernels, and one of the same command that found them compiled."""
+        starts = [recorded for recorded in self._files if recorded.settings("shape") == SHAPE and recorded.content.get("start")]
+        for cold in starts:
+            if cold.start["kernels_compiled"] <= cold.start["kernels_cached"]:
+                continue
+            for warm in starts:
+                if warm.start["kernels_compiled"] == 0 and warm.start["kernels_cached"] and warm.measured == cold.measured:
+                    return cold, warm
+        return None
 
     def _latest(
         self,

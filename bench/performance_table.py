@@ -12,7 +12,7 @@ from pathlib import Path
 
 from outrider.bench.performance_goals import GOALS
 from outrider.bench.performance_profile import profile_lines
-from outrider.bench.performance_results import Results, read_result
+from outrider.bench.performance_results import Peer, Recorded, Results, read_result
 from outrider.shared.base.errors import ConfigurationError
 
 NOT_MEASURED = "not measured yet"
@@ -76,6 +76,7 @@ def goal_lines(results: Results) -> Iterator[str]:
     yield "| | goal | ours | floor | × floor | peer | result |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     sources: set[Path] = set()
+    peers: dict[Path, Peer] = {}
     for goal in GOALS:
         figure = goal.find(results)
         if figure is None and goal.limit is None:
@@ -84,10 +85,14 @@ def goal_lines(results: Results) -> Iterator[str]:
             yield f"| {goal.what} | {goal.text} | {NOT_MEASURED} | | | {goal.peer} | |"
             continue
         sources.add(figure.source)
+        if figure.peer_source is not None:
+            peers[figure.peer_source.path] = figure.peer_source
         mark = "" if goal.met(figure) else " (missed)"
         cells = (goal.what, goal.text, f"**{figure.text}**{mark}", figure.floor, figure.ratio, figure.peer or goal.peer, figure.source.stem)
         yield "| " + " | ".join(cells) + " |"
     yield from _commands(sources)
+    for path, peer in sorted(peers.items()):
+        yield _run(path, peer.command, peer.occasion)
 
 
 def cost_lines(results: Results) -> Iterator[str]:
@@ -128,7 +133,7 @@ def round_lines(results: Results) -> Iterator[str]:
             found = results.latency(f"round {kind}, batch {batch}")
             peer = results.vllm(config, batch)
             ours = "" if found is None else f"{float(found[1]['value']):.2f}"
-            cells.append(f"{ours} / {float(peer['ms_round']):.2f}" if ours and peer else ours)
+            cells.append(f"{ours} / {float(peer[1]['ms_round']):.2f}" if ours and peer else ours)
             if found is not None:
                 sources[found[0].path] = None
         yield f"| {what} | {' | '.join(cells)} |"
@@ -136,18 +141,38 @@ def round_lines(results: Results) -> Iterator[str]:
     yield "From " + ", ".join(f"[{path.name}](bench/results/{path.name})" for path in sources) + "."
 
 
+def start_lines(results: Results) -> Iterator[str]:
+    """Yield the lines of how long an engine takes to start, with its kernels to be compiled and with compiled ones."""
+    found = results.started()
+    if found is None:
+        yield f"How long a start takes is {NOT_MEASURED}."
+        return
+    yield "| start, from the command to an engine that answers | seconds | of these the engine's | kernels compiled | found compiled |"
+    yield "| --- | --- | --- | --- | --- |"
+    for what, recorded in zip(("nothing compiled", "kernels compiled before"), found, strict=True):
+        start = recorded.start
+        cells = (what, f"{start['seconds']:.1f}", f"{start['engine_s']:.1f}", str(start["kernels_compiled"]), str(start["kernels_cached"]))
+        yield f"| {' | '.join(cells)} |"
+    yield from _commands({recorded.path for recorded in found})
+
+
 def _commands(sources: set[Path]) -> Iterator[str]:
     if sources:
         yield ""
-        yield "Commands:"
+        yield "Commands, and when and where they ran:"
         for path in sorted(sources):
-            command = " ".join(str(part) for part in read_result(path).get("command", ()))
-            yield f"- [{path.stem}](../bench/results/{path.name}): `{command}`"
+            recorded = Recorded(path, read_result(path))
+            yield _run(path, recorded.command, recorded.occasion)
+
+
+def _run(path: Path, command: str, occasion: str) -> str:
+    return f"- [{path.stem}](../bench/results/{path.name}): `{command}` ({occasion})"
 
 
 TABLES = (
     Table("<!-- performance table: made by `outrider bench table` -->", "<!-- end of the performance table -->", goal_lines),
     Table("<!-- cost of --deterministic: made by `outrider bench table` -->", "<!-- end of that cost -->", cost_lines),
     Table("<!-- time of a round: made by `outrider bench table` -->", "<!-- end of that time -->", time_lines),
+    Table("<!-- starts: made by `outrider bench table` -->", "<!-- end of the starts -->", start_lines),
     Table("<!-- rounds: made by `outrider bench table` -->", "<!-- end of the rounds -->", round_lines),
 )

@@ -17,8 +17,8 @@ from outrider.bench.idle import summarise_kernels
 from outrider.bench.latency import parse_shapes
 from outrider.bench.load import Experience, Load, summarise_load
 from outrider.bench.performance_goals import GOALS
-from outrider.bench.performance_results import Results
-from outrider.bench.performance_table import NOT_MEASURED, TABLES, cost_lines, goal_lines, round_lines, run_table, time_lines
+from outrider.bench.performance_results import Recorded, Results
+from outrider.bench.performance_table import NOT_MEASURED, TABLES, cost_lines, goal_lines, round_lines, run_table, start_lines, time_lines
 from outrider.bench.record import Result, Row
 from outrider.bench.roofline import Ceilings
 from outrider.bench.serve import serve_rows
@@ -214,7 +214,7 @@ def test_the_table_shows_the_latest_fitting_result(tmp_path: Path) -> None:
     assert "**5.20 ms** |" in line
     assert "3.30 ms (bytes) | 1.58 |" in line
     assert line.endswith("| new |")
-    assert "- [new](../bench/results/new.json): `outrider bench latency`" in list(goal_lines(Results(tmp_path)))
+    assert "- [new](../bench/results/new.json): `outrider bench latency` (2026-02-01 00:00 UTC, CPU)" in list(goal_lines(Results(tmp_path)))
 
 
 def test_the_table_says_what_was_missed_and_compares_with_the_same_call(tmp_path: Path) -> None:
@@ -233,6 +233,41 @@ def test_the_table_says_what_was_missed_and_compares_with_the_same_call(tmp_path
     assert "vLLM 14,000 tok/s" in against
     assert "**1.015 × (6.60 ms)** |" in line_of(tmp_path, "`grpc:` on loopback ÷ in process")
     assert "**2.0 % (6.50 ms)** |" in line_of(tmp_path, "GPU idle between rounds, tree 5/8/32, batch 1")
+
+
+def test_the_table_tells_every_run_apart(tmp_path: Path) -> None:
+    rows = [latency_row("round chain 3, batch 4", 4.9)]
+    record(tmp_path, "ours", "latency", SETTINGS | {"mps": True, "transport": "ipc"}, rows, "2026-01-02T15:04:00Z", ["a"])
+    content = json.loads((tmp_path / "ours.json").read_text())
+    content["machine"] |= {"cores": 64, "cores_used": 16}
+    content["environment"] = {"CUDA_MPS_PIPE_DIRECTORY": "pipe", "CUDA_VISIBLE_DEVICES": "1"}
+    recorded = Recorded(tmp_path / "ours.json", content)
+    assert recorded.command == "CUDA_VISIBLE_DEVICES=1 outrider bench latency"
+    assert recorded.occasion == "2026-01-02 15:04 UTC, GPU a, 16 of 64 cores, with `nvidia-cuda-mps-control -d` running"
+    content["command"].append("--mps")
+    assert recorded.occasion.endswith("cores"), "the command says it"
+    record(tmp_path, "plain", "latency", SETTINGS, rows)
+    lines = [
+        {"case": "machine", "date": "2026-01-02T15:00Z", "gpu": "an H200", "command": "run_vllm.py --configs chain3"},
+        {"case": "run", "config": "chain3", "bs": 4, "ms_round": 5.9},
+    ]
+    (tmp_path / "vllm.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    assert list(goal_lines(Results(tmp_path)))[-1] == (
+        "- [vllm](../bench/results/vllm.jsonl): `run_vllm.py --configs chain3` (2026-01-02T15:00Z; an H200)"
+    )
+
+
+def test_starts_of_one_command_are_compared(tmp_path: Path) -> None:
+    assert NOT_MEASURED in "".join(start_lines(Results(tmp_path)))
+    starts = {"cold": (61.25, 50.0, 0, 200), "cached": (12.5, 8.0, 200, 0), "other": (11.0, 8.0, 200, 0), "partly": (20.0, 9.0, 190, 10)}
+    for name, (seconds, engine_s, cached, compiled) in starts.items():
+        record(tmp_path, name, "latency", SETTINGS, [])
+        content = json.loads((tmp_path / f"{name}.json").read_text())
+        content["start"] = {"seconds": seconds, "engine_s": engine_s, "kernels_cached": cached, "kernels_compiled": compiled}
+        content["command"] += ["--output", f"{name}.json", "--batch", "4" if name == "other" else "1"]
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    lines = list(start_lines(Results(tmp_path)))
+    assert lines[2:4] == ["| nothing compiled | 61.2 | 50.0 | 200 | 0 |", "| kernels compiled before | 12.5 | 8.0 | 0 | 200 |"]
 
 
 def test_runs_that_were_told_to_compute_otherwise_have_rows_of_their_own(tmp_path: Path) -> None:
@@ -295,7 +330,7 @@ def test_a_profile_is_summed_up_by_what_kernels_are_for(tmp_path: Path) -> None:
     lines = list(time_lines(Results(tmp_path)))
     assert lines[0] == "| shares of the GPU's time | plain, batch 1 |"
     assert [line.rsplit("| ", 1)[1] for line in lines[2:7]] == ["65.0 % |", "21.0 % |", "3.0 % |", "2.0 % |", "1.2 %; 0.4 % |"]
-    assert lines[-1] == "- [p](../bench/results/p.json): `outrider bench latency --profile`"
+    assert lines[-1] == "- [p](../bench/results/p.json): `outrider bench latency --profile` (1970-01-01 00:00 UTC, CPU)"
 
 
 def test_rounds_stand_beside_those_of_the_peer(tmp_path: Path) -> None:
