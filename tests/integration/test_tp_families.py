@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import toy_deepseek
 from family_models import VOCAB, WINDOW, save
 from target_harness import FakeDrafter, Harness, assert_same_tokens, make_harness, oracle_plan, random_plan
 
+from outrider.services.draft.inproc import drafter_beside
+from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.drafter import NoDrafter
 from outrider.services.target.numerics import prepare_attention, prepare_decoder
 from outrider.services.target.request import SamplingParams, SpeculationMode
@@ -31,9 +36,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def prompts() -> list[list[int]]:
+def prompts(vocabulary: int = VOCAB) -> list[list[int]]:
     rng = random.Random(2)
-    return [[rng.randrange(VOCAB) for _ in range(length)] for length in (3, WINDOW + 9)]
+    return [[rng.randrange(vocabulary) for _ in range(length)] for length in (3, WINDOW + 9)]
+
+
+@contextmanager
+def spread_over_two(settings: TargetSettings) -> Iterator[Decoder]:
+    failures: list[OutriderError] = []
+    group = start_group(settings, failures.append)
+    try:
+        yield group.decoder
+    finally:
+        group.close()
+    assert failures == []
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -55,10 +71,8 @@ def test_tokens_are_those_of_one_process_with_and_without_speculation(case: str,
         expected.append(alone.sink.tokens)
     truth = [prompt + answers["greedy"] for prompt, answers in zip(prompts(), expected, strict=True)]
 
-    failures: list[OutriderError] = []
-    group = start_group(settings, failures.append)
-    try:
-        decoder = prepare_decoder(settings, group.decoder)
+    with spread_over_two(settings) as ranks:
+        decoder = prepare_decoder(settings, ranks)
         for name, plan in {"oracle": oracle_plan(truth, VOCAB, 0.7), "garbage": random_plan(VOCAB)}.items():
             spread = harness(decoder, FakeDrafter(plan))
             for index, prompt in enumerate(prompts()):
@@ -73,6 +87,25 @@ def test_tokens_are_those_of_one_process_with_and_without_speculation(case: str,
                     assert_same_tokens(whole, prompts()[index], want, spread.sink.tokens[f"{kind} {index}"], rule)
             accepted = spread.sink.finished["on 0"].speculation.accepted_tokens
             assert accepted > (NEW_TOKENS // 3 if name == "oracle" else -1)
-    finally:
-        group.close()
-    assert failures == []
+
+
+def test_the_layers_that_a_deepseek_brings_draft_beside_rank_0_as_for_one_process(tmp_path: Path) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        folder = toy_deepseek.save(toy_deepseek.Model(mtp_layers=1), tmp_path / "model")
+    draft = DraftSettings.load({"target_weights": folder, "kv_tokens": 4096, "page_size": 4, "speculative_algorithm": "MTP"})
+
+    def rounds(decoder: Decoder) -> list[tuple[list[int], int, int, int]]:
+        drafter = drafter_beside(decoder, draft)
+        harness = make_harness(decoder, drafter, num_pages=96, page_size=4)
+        for index, prompt in enumerate(prompts(toy_deepseek.VOCAB)):
+            harness.submit(prompt, NEW_TOKENS, request_id=str(index), shape=(3, 2, 8))
+        harness.run()
+        drafter.shutdown()
+        reports = [(harness.sink.tokens[str(index)], harness.sink.finished[str(index)].speculation) for index in range(2)]
+        return [(tokens, one.rounds, one.draft_tokens, one.accepted_tokens) for tokens, one in reports]
+
+    with spread_over_two(TargetSettings(model=folder, device="cpu", tp=2, threads=1)) as ranks:
+        found = rounds(ranks)
+    assert found == rounds(Decoder.load(folder, "cpu"))
+    assert all(draft_tokens > 0 for _, _, draft_tokens, _ in found)

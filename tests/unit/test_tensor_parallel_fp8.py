@@ -59,8 +59,9 @@ def test_ranks_round_as_finely_as_one_process(case: str, folder: Path) -> None:
         assert isinstance(layer.attention.qkv, RoundedLinear)
 
 
-def test_experts_are_refused_and_still_sum(folder: Path) -> None:
-    ranks = load_ranks(save("mixtral", folder), 2)
+@pytest.mark.parametrize("case", ["mixtral", "deepseek-v3"])
+def test_experts_are_refused_and_still_sum(case: str, folder: Path) -> None:
+    ranks = load_ranks(save(case, folder), 2)
     want = on_all(ranks, run)
     for rank in ranks:
         with pytest.raises(ConfigurationError, match="layers of another kind"):
