@@ -12,6 +12,7 @@ import torch
 from gpu_pair import TARGET, make_pair_drafter
 from target_harness import Harness, make_harness
 
+from outrider.kernels.ahead import compile_ahead
 from outrider.services.target.batch_tables import SamplingMode
 from outrider.services.target.bucketed_verify import Buckets
 from outrider.services.target.device_loop import OverlapPlan
@@ -116,10 +117,11 @@ def test_ten_thousand_rounds() -> None:
         max_queued=64,
         prefill_chunk=128,
     )
-    for bs in reversed(SIZES):
-        for shape in (NO_DRAFT, *OFFERED):
-            for record in harness.engine.recordings(bs, shape):
-                record()
+    sizes = [(bs, shape) for bs in reversed(SIZES) for shape in (NO_DRAFT, *OFFERED)]
+    records = [record for bs, shape in sizes for record in harness.engine.recordings(bs, shape)]
+    compile_ahead(decoder.device, records)
+    for record in records:
+        record()
     graphs_start = len(harness.runner.graphs.keys)
     crowd = Crowd(harness, decoder.config.vocab_size, 0)
 
