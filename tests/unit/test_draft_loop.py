@@ -10,13 +10,18 @@ import pytest
 import torch
 from toys import make_toy_eagle3, make_toy_target
 
+from outrider.draft.v1 import draft_pb2
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import DraftEngine
-from outrider.services.draft.loop import DraftLoop
-from outrider.services.draft.session import PeerId
+from outrider.services.draft.loop import DraftLoop, Peer
+from outrider.services.draft.protocol import DraftProtocol
+from outrider.services.draft.replies import Reply
+from outrider.services.draft.session import Ask, PeerId, Session
 from outrider.services.draft.settings import DraftSettings
-from outrider.shared.spec.drafter import SequenceOpen
+from outrider.shared.rpc.tensors import InlineTensors, encode_tensor
+from outrider.shared.spec.drafter import Commit, SequenceOpen
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
+from outrider.shared.spec.tree import DraftShape
 
 CPU = torch.device("cpu")
 WAIT_S = 10.0
@@ -127,3 +132,72 @@ def test_what_is_for_idle_times_waits_until_nobody_is_followed(loop: DraftLoop, 
     assert done.empty()
     loop.call(lambda: engine.close(PeerId(1), 7))
     assert [done.get(timeout=WAIT_S), done.get(timeout=WAIT_S)] == [0, 1]
+
+
+class Outlet:
+    def send(self, reply: Reply) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class Prompt:
+    """A session whose rows come in two messages, on the test's thread."""
+
+    TOKENS = tuple(range(1, 10))
+
+    def __init__(self, loop: DraftLoop, session_id: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.engine = loop.engine
+        self.fence = Fence(session_id, 1, len(self.TOKENS), extend_prefix_hash(FNV_OFFSET, self.TOKENS))
+        self.computed_on: list[int] = []
+        self._protocol = DraftProtocol(loop, CPU, only_enqueues=True)
+        self._peer: Peer = loop.call(lambda: loop.join(f"target {session_id}", Outlet()))
+        opening = SequenceOpen(self.fence, self.TOKENS, seed=0, temperature=0.0)
+        loop.call(lambda: self.engine.open(self._peer.id, opening))
+        extend = self.engine.strategy.extend
+
+        def noted(sessions: list[Session], max_rows: int, keep: int = 0) -> None:
+            self.computed_on.append(threading.get_ident())
+            extend(sessions, max_rows, keep)
+
+        monkeypatch.setattr(self.engine.strategy, "extend", noted)
+
+    @property
+    def session(self) -> Session:
+        found = self.engine.sessions.get(self._peer.id, self.fence.session_id)
+        assert found is not None
+        return found
+
+    def bring(self, base: int, count: int) -> None:
+        rows = torch.ones(count, self.engine.strategy.info.feature_size)
+        request = draft_pb2.BulkRequest(session_id=self.fence.session_id, epoch=1, base=base, features=encode_tensor(rows))
+        self._protocol.take(self._peer, draft_pb2.SessionRequest(rows=request), InlineTensors())
+
+
+def test_a_prompt_is_computed_by_the_thread_that_brings_its_last_rows(loop: DraftLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = 0
+    for number in range(20):  # the engine's thread may be looking for work in that very moment
+        with monkeypatch.context() as patch:
+            prompt = Prompt(loop, 100 + number, patch)
+            prompt.bring(0, 5)
+            known = list(prompt.computed_on)
+            prompt.bring(5, 3)
+            loop.call(lambda: None)
+            assert prompt.session.cached_rows == prompt.session.num_rows == 8
+            here += not known and prompt.computed_on == [threading.get_ident()]
+            loop.call(lambda prompt=prompt: prompt.engine.close(prompt.session.peer, prompt.fence.session_id))  # type: ignore[misc]
+    assert here
+
+
+def test_rows_are_not_computed_here_where_a_tree_is_asked_for(
+    loop: DraftLoop, engine: DraftEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = Prompt(loop, 200, monkeypatch)
+    loop.call(lambda: None)
+    with loop._turn:  # the engine's thread would answer it at once
+        answer = engine.add_features(prompt.session.peer, 200, 1, 0, torch.ones(8, engine.strategy.info.feature_size))
+        assert answer.have_len == 8
+        engine.commit(prompt.session.peer, Commit(prompt.fence, 9, (), None), Ask(0, DraftShape(2, 2, 4), asked_s=0.0))
+        loop.advance()
+        assert not prompt.computed_on
+        assert prompt.session.ask is not None
+    loop.call(lambda: engine.close(prompt.session.peer, 200))
