@@ -9,7 +9,7 @@ import torch
 
 from outrider.kernels._dispatch import use_triton
 from outrider.kernels._launch import expect, expect_contiguous
-from outrider.kernels.add_norm import add_sums
+from outrider.kernels.add_norm import add_sums, normalise
 from outrider.kernels.rope_store import Lookup, rope_store
 from outrider.kernels.silu_mul import silu_mul
 from outrider.kernels.skinny_gemm import library, reference
@@ -18,7 +18,8 @@ from outrider.kernels.skinny_gemm.types import LIBRARY, Epilogue, Method, Overla
 from outrider.kernels.stream import FEW_ROWS, MANY_ROWS, Stream
 
 __all__ = [
-    "Epilogue", "Lookup", "Method", "Overlap", "Rotary", "Tile", "choose_tile", "project", "project_add", "project_gated", "project_rotated"
+    "Epilogue", "Lookup", "Method", "Overlap", "Rotary", "Tile", "choose_tile", "project", "project_add", "project_gated", "project_normed",
+    "project_rotated",
 ]  # fmt: skip
 
 
@@ -49,6 +50,22 @@ def project(x: torch.Tensor, weight: torch.Tensor, *, scales: torch.Tensor | Non
     if tile.method is Method.WIDE:
         return wide.project(x, weight, tile)
     return compiled.project(x, weight, scales, tile)
+
+
+def project_normed(stream: Stream, weight: torch.Tensor, *, tile: Tile | None = None) -> torch.Tensor:
+    """Return ``norm(stream) @ weight.T``, or the parts of it: `project`, with what is left of the norm.
+
+    A dot divides in its tail. The many programs of a single row would each read all sums of squares: there the row is normed before.
+    """
+    x = stream.scaled
+    _check(x, weight, None)
+    if stream.sums is not None and use_triton(x):
+        from outrider.kernels.skinny_gemm import triton as compiled
+
+        chosen = tile or choose_tile(Epilogue.PLAIN, x, weight)
+        if chosen.method is Method.DOT:
+            return compiled.project(x, weight, None, chosen, stream)
+    return project(normalise(stream), weight, tile=tile)
 
 
 def project_add(

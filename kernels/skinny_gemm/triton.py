@@ -11,7 +11,7 @@ for an integer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -92,13 +92,18 @@ def _dot_tiles(
         )  # fmt: skip
 
 
-def project(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, tile: Tile) -> torch.Tensor:
-    """See `outrider.kernels.skinny_gemm.project`."""
+def project(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, tile: Tile, stream: Stream | None = None
+) -> torch.Tensor:  # fmt: skip
+    """See `outrider.kernels.skinny_gemm.project` and, with the stream whose rows x is, `project_normed`."""
     rows, out_features = x.shape[0], weight.shape[0]
     split = tile.splits > 1
     shape = (tile.splits, rows, out_features) if split else (rows, out_features)
     out = _launch.empty(shape, torch.float32 if split else x.dtype, x.device)
-    _run(Epilogue.PLAIN, x, weight, tile, _Tail(out, out_features, scales=scales))
+    tail = _Tail(out, out_features, scales=scales)
+    if stream is not None:
+        tail = replace(tail, sums=stream.sums, normed=True, eps=stream.eps)
+    _run(Epilogue.PLAIN, x, weight, tile, tail)
     return out
 
 

@@ -144,10 +144,10 @@ class RoundDrafter:
         states, beam = roots, None
         for level in range(depth):
             if beam is not None:
-                # One row per sequence sees all that lies before it: no mask is needed.
-                masks = beam.ancestors if topk > 1 else None
+                # One row per sequence sees all that lies before it, and follows the only one: no mask is needed, and no parents.
+                masks, parents = (beam.ancestors, beam.parents) if topk > 1 else (None, None)
                 self._attention.plan(self._visible(inputs, plan.lens[1], plan.lens[1 + level], plan.level_slots[level - 1], topk, masks))
-                states = levels[level - 1](beam.tokens, states, beam.parents)
+                states = levels[level - 1](beam.tokens, states, parents)
             beam = self._expand(model.logits(states), beam, level, topk, candidates, words, depth, noise)
         return candidates
 

@@ -19,13 +19,13 @@ from outrider.shared.nn.rope import Rotation
 class RoundPass(Protocol):
     """One pass over rows. Attention is planned before. The features of a level are the states of the level before."""
 
-    def __call__(self, tokens: torch.Tensor, features: torch.Tensor, source: torch.Tensor, ends: Ends | None = None) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor, features: torch.Tensor, source: torch.Tensor | None, ends: Ends | None = None) -> torch.Tensor:
         """Return states ``[rows, hidden]`` of the rows that `ends` wants, or of all.
 
         Args:
             tokens: ``[rows] int32``.
             features: ``[m, width]``.
-            source: ``[rows] int32``, which of them each row takes.
+            source: ``[rows] int32``, which of them each row takes; None: each its own.
             ends: See `RecurrentHead.forward`.
         """
         ...
@@ -62,7 +62,7 @@ class _HeadPass:
     attention: AttentionBackend
     pool: KVPool
 
-    def __call__(self, tokens: torch.Tensor, features: torch.Tensor, source: torch.Tensor, ends: Ends | None = None) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor, features: torch.Tensor, source: torch.Tensor | None, ends: Ends | None = None) -> torch.Tensor:
         return self.head.forward(tokens, features, self.rotation, self.attention, self.pool, source, ends)
 
 
@@ -75,7 +75,7 @@ class _DecoderPass:
     attention: AttentionBackend
     pool: KVPool
 
-    def __call__(self, tokens: torch.Tensor, features: torch.Tensor, source: torch.Tensor, ends: Ends | None = None) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor, features: torch.Tensor, source: torch.Tensor | None, ends: Ends | None = None) -> torch.Tensor:
         states = self.decoder.forward(tokens, self.positions, self.attention, self.pool).hidden
         return states if ends is None else ends.of(states).contiguous()
 

@@ -12,7 +12,7 @@ from outrider.kernels.add_norm import add_sums, embed_rows, normalise, rms_norm
 from outrider.kernels.quantize_rows import quantize_rows
 from outrider.kernels.rope_store import Lookup, rope_angles, rope_store
 from outrider.kernels.silu_mul import silu_mul
-from outrider.kernels.skinny_gemm import Method, Rotary, Tile, project, project_add, project_gated, project_rotated
+from outrider.kernels.skinny_gemm import Method, Rotary, Tile, project, project_add, project_gated, project_normed, project_rotated
 from outrider.kernels.stream import Stream
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -112,6 +112,20 @@ def check_project(
         parts = project(x, **given, tile=tile)
     assert tile is None or parts.dim() == (3 if tile.splits > 1 else 2)
     close(parts.sum(0) if parts.dim() == 3 else parts, expected, dtype, fp8_slack(read, given, tile))
+
+
+def check_project_normed(
+    device: str, dtype: torch.dtype, rows: int, out: int, columns: int, tile: Tile | None, guards: Guards, *, normed: bool = True
+) -> None:
+    make = Maker(device, dtype, guards, rows + out)
+    stream, weight = make.stream(rows, columns, 5), make(out, columns, scale=columns**-0.5)
+    if not normed:
+        stream = Stream(stream.residual, stream.scaled, None, EPS)
+    with reference_version():
+        expected = project_normed(stream, weight)
+    with triton_version(guards):
+        parts = project_normed(stream, weight, tile=tile)
+    close(parts.sum(0) if parts.dim() == 3 else parts, expected, dtype)
 
 
 def check_project_add(

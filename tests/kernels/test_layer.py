@@ -11,6 +11,7 @@ from layer_cases import (
     check_project,
     check_project_add,
     check_project_gated,
+    check_project_normed,
     check_project_rotated,
     check_quantize_rows,
     check_rms_norm,
@@ -99,6 +100,13 @@ def test_programs_that_stay_compute_one_row() -> None:
 )
 def test_gated_products(dtype: torch.dtype, rows: int, size: int, width: int, tile: Tile, bias: bool, gelu: bool, normed: bool) -> None:
     check_project_gated("cpu", dtype, rows, size, width, tile, Guards(), bias=bias, gelu=gelu, normed=normed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tile", [DOT, SPLIT, Tile(Method.SUM, 2), LIBRARY, None])
+def test_products_of_what_is_still_to_be_normed(dtype: torch.dtype, tile: Tile | None) -> None:
+    check_project_normed("cpu", dtype, 3, 40, 70, tile, Guards())
+    check_project_normed("cpu", dtype, 1, 40, 64, tile, Guards(), normed=tile is None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -18,6 +18,7 @@ import torch
 
 from outrider.kernels.add_norm import normalise
 from outrider.kernels.head_input import head_input
+from outrider.kernels.stream import Stream
 from outrider.services.draft.heads.base import Ends
 from outrider.services.draft.heads.eagle_config import EagleConfig
 from outrider.services.draft.heads.fused import FusedHead, fuse, runs_fused
@@ -117,7 +118,7 @@ class EagleHead(LoadedHead):
         mixed = self._fc(pair)  # [rows, hidden]
         entering = mixed if self._first_norm is None else self._first_norm(mixed)
         if self._fused is not None and isinstance(attention, StoredAttention):
-            stream = self._fused.forward(entering, mixed, rotation, attention, pool, ends)
+            stream = self._fused.forward(Stream(mixed, entering, None, 0.0), rotation, attention, pool, ends)
             return stream.residual if self._norm is None else normalise(stream)
         hidden = self._first_attention(entering, mixed, rotation, attention, pool)
         hidden = self._first_mlp(self._first_post_norm(hidden), hidden)

@@ -20,6 +20,7 @@ import torch
 from outrider.kernels.add_norm import normalise, rms_norm
 from outrider.kernels.head_input import Residual, feature_input, head_input
 from outrider.kernels.rope_store import Lookup
+from outrider.kernels.stream import Stream
 from outrider.services.draft.heads.base import Ends
 from outrider.services.draft.heads.eagle3_config import Eagle3Config
 from outrider.services.draft.heads.eagle3_keys import layer_norm_name, resolve, take_projector, take_vocabulary
@@ -133,9 +134,14 @@ class Eagle3Head(LoadedHead):
         """See `RecurrentHead.forward`."""
         kind = Residual.NORMED_FEATURE if self.config.norm_before_residual else Residual.FEATURE
         if self._fused is not None and self._embedded is not None and isinstance(attention, StoredAttention):
-            entering, residual = feature_input(features, source, self._hidden_norm.weight, self._hidden_norm.eps, kind)
-            lookup = Lookup(self._embedded.table, tokens)
-            stream = self._fused.forward(entering, residual, rotation, attention, pool, ends, lookup)
+            stream = self._fused.behind(features) if source is None and self._embedded.folded else None
+            if stream is None:
+                normed, residual = feature_input(features, source, self._embedded.norm, self._hidden_norm.eps, kind)
+                stream = Stream(residual, normed, None, 0.0)
+            else:
+                stream = Stream(features, features, stream.sums, stream.eps)
+            lookup = Lookup(self._embedded.table, tokens.contiguous())
+            stream = self._fused.forward(stream, rotation, attention, pool, ends, lookup)
             return normalise(stream) if self.config.norm_output else stream.residual
         if features.is_cuda:
             norms = self._embedding_norm.weight, self._hidden_norm.weight
@@ -146,7 +152,7 @@ class Eagle3Head(LoadedHead):
             pair = torch.cat([self._embedding_norm(self._tables.embed(tokens)), normed], dim=-1)  # [rows, 2 * hidden]
             residual = normed if self.config.norm_before_residual else features
         if self._fused is not None and isinstance(attention, StoredAttention):
-            stream = self._fused.forward(pair, residual, rotation, attention, pool, ends)
+            stream = self._fused.forward(Stream(residual, pair, None, 0.0), rotation, attention, pool, ends)
             return normalise(stream) if self.config.norm_output else stream.residual
         hidden = self._attention(pair, residual, rotation, attention, pool)
         hidden = self._mlp(self._post_attention_norm(hidden), hidden)
@@ -159,6 +165,9 @@ class Eagle3Head(LoadedHead):
         """See `RecurrentHead.logits`."""
         if self._fused is None:
             return self._tables.logits(states if self.config.norm_output else self._norm(states))
+        behind = self._fused.behind(states)
+        if behind is not None:
+            return self._fused.logits_behind(behind)
         return self._fused.logits(states if self.config.norm_output else rms_norm(states, self._norm.weight, self._norm.eps))
 
     def _settle(self) -> None:
@@ -166,7 +175,8 @@ class Eagle3Head(LoadedHead):
         if self.missing() or not runs_fused(self.device, self.dtype):
             return
         if type(self._attention) is Attention:
-            self._embedded = embed_tokens(self._attention, self._embedding_norm, self._tables.embedding)
+            fold = not self.config.norm_before_residual
+            self._embedded = embed_tokens(self._attention, self._embedding_norm, self._tables.embedding, self._hidden_norm, fold=fold)
         attention = self._attention
         if self._embedded is not None:
             attention = self._embedded.attention

@@ -29,19 +29,27 @@ class EmbeddedTokens:
     Attributes:
         attention: Its q-k-v product is of the feature alone.
         table: ``[vocabulary, (heads + 2 * kv_heads) * head_dim]``, what a token adds to it.
+        norm: ``[hidden]``, what a feature is multiplied with when it is normed.
+        folded: Those are ones, as the weights of the feature's norm are in the product's.
     """
 
     attention: Attention
     table: torch.Tensor
+    norm: torch.Tensor
+    folded: bool
 
 
-def embed_tokens(attention: Attention, norm: RMSNorm, embedding: torch.Tensor) -> EmbeddedTokens | None:
+def embed_tokens(
+    attention: Attention, norm: RMSNorm, embedding: torch.Tensor, feature_norm: RMSNorm, *, fold: bool
+) -> EmbeddedTokens | None:
     """Return the table of a layer, or None where it would take too much memory.
 
     Args:
         attention: Whose q-k-v product takes [embedding ; feature].
         norm: Of the embedding.
         embedding: ``[vocabulary, hidden]``.
+        feature_norm: Of the feature.
+        fold: Whether the weights of that norm go into the product's: nobody else reads the normed feature.
     """
     weight, (vocabulary, hidden) = attention.qkv.weight, embedding.shape
     nbytes = vocabulary * weight.shape[0] * weight.element_size()
@@ -54,8 +62,11 @@ def embed_tokens(attention: Attention, norm: RMSNorm, embedding: torch.Tensor) -
     for start in range(0, vocabulary, CHUNK_ROWS):
         rows = slice(start, start + CHUNK_ROWS)
         table[rows] = functional.linear(norm(embedding[rows]), share)
+    of_feature, scale = weight[:, hidden:].contiguous(), feature_norm.weight
+    if fold:
+        of_feature, scale = (of_feature.float() * scale.float()).to(weight.dtype), torch.ones_like(scale)
     narrow = Attention(
-        Linear(weight[:, hidden:].contiguous(), attention.qkv.bias),
+        Linear(of_feature, attention.qkv.bias),
         attention.o,
         attention.num_heads,
         attention.num_kv_heads,
@@ -65,4 +76,4 @@ def embed_tokens(attention: Attention, norm: RMSNorm, embedding: torch.Tensor) -
         window=attention.window,
         sinks=attention.sinks,
     )
-    return EmbeddedTokens(narrow, table)
+    return EmbeddedTokens(narrow, table, scale, fold)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional
 
+from outrider.kernels.add_norm import normalise
 from outrider.kernels.rope_store import Lookup, rope_store
-from outrider.kernels.skinny_gemm import project
+from outrider.kernels.skinny_gemm import project, project_normed
 from outrider.kernels.stream import MANY_ROWS, Stream
 from outrider.services.draft.heads.base import Ends
 from outrider.shared.attn.base import AttentionBatch
@@ -42,11 +43,11 @@ class FusedHead:
     def __init__(self, blocks: Sequence[FusedBlock], lm_head: Linear) -> None:
         self._blocks = blocks
         self._lm_head = lm_head
+        self._behind: Stream | None = None
 
     def forward(
         self,
-        entering: torch.Tensor,
-        residual: torch.Tensor,
+        stream: Stream,
         rotation: Rotation,
         attention: StoredAttention,
         pool: KVPool,
@@ -56,12 +57,10 @@ class FusedHead:
         """Return the residual stream behind the last layer, prepared for its norm.
 
         Args:
-            entering: ``[rows, input]``, what the first q-k-v product reads, normed.
-            residual: ``[rows, hidden]``, what goes round the first layer.
+            stream: What the first q-k-v product reads, and what goes round the first layer.
             rotation, attention, pool, ends: As in `RecurrentHead.forward`.
             lookup: What a table adds to the first q-k-v product.
         """
-        stream = Stream(residual, entering, None, 0.0)
         for block in self._blocks:
             if ends is not None and block is self._blocks[-1]:
                 if ends.batch is None:
@@ -71,7 +70,23 @@ class FusedHead:
             stream = attention_block(block.attention, stream, rotation, attention, pool, block.between, lookup=lookup)
             lookup = None
             stream = mlp_block(block.mlp, stream, block.after)
+        self._behind = stream
         return stream
+
+    def behind(self, states: torch.Tensor) -> Stream | None:
+        """Return the stream behind the last pass if these very states are its residual and their sums of squares are known.
+
+        Whoever reads them next then needs no kernel of its own for the norm.
+        """
+        stream = self._behind
+        return stream if stream is not None and stream.residual is states and stream.sums is not None else None
+
+    def logits_behind(self, stream: Stream) -> torch.Tensor:
+        """Return ``[rows, vocabulary]`` for the rows of a stream, normed."""
+        if self._lm_head.bias is not None:
+            return self._lm_head(normalise(stream))
+        parts = project_normed(stream, self._lm_head.weight)
+        return parts.sum(0) if parts.dim() == 3 else parts
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, vocabulary]`` for normed ``states [rows, hidden]``."""
