@@ -11,13 +11,12 @@ after the next `reserve` and `draft`.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
@@ -32,6 +31,30 @@ def packed_bytes(bs: int, columns: int, feature_size: int, dtype: torch.dtype) -
 
 def _features_start(bs: int, columns: int) -> int:
     return HEADER_BYTES + -(-4 * bs * (2 + columns) // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class PackedExtent:
+    """Where the last feature row that counts ends in `RoundState.packed` of one size.
+
+    Attributes:
+        counts: The layout of the counts.
+        columns: R.
+        features_start, row_bytes: Where features begin, and the bytes of each row.
+    """
+
+    counts: struct.Struct
+    columns: int
+    features_start: int
+    row_bytes: int
+
+    def held_bytes(self, packed: memoryview) -> int:
+        """Return how much of a copy of `packed` on the host says anything."""
+        rows, columns = 0, self.columns
+        for row, count in enumerate(self.counts.unpack_from(packed, HEADER_BYTES + self.counts.size)):
+            if count > 0:
+                rows = row * columns + min(count, columns)
+        return self.features_start + rows * self.row_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +127,11 @@ class RoundState:
         """R: the most tokens that a round may choose."""
         return self.tokens.shape[1]
 
-    def held_bytes(self, packed: NDArray[np.uint8]) -> int:
-        """Return how much of a copy of `packed` on the host says anything: what is behind the last feature row that counts does not."""
-        first = HEADER_BYTES + 4 * self.bs
-        counts: list[int] = packed[first : first + 4 * self.bs].view(np.int32).tolist()
+    @property
+    def extent(self) -> PackedExtent:
+        """What tells how much of `packed` holds anything."""
         row_bytes = self.features.shape[2] * self.features.element_size()
-        last = max((row * self.columns + count for row, count in enumerate(counts) if count > 0), default=0)
-        return _features_start(self.bs, self.columns) + min(last, self.bs * self.columns) * row_bytes
+        return PackedExtent(struct.Struct(f"<{self.bs}i"), self.columns, _features_start(self.bs, self.columns), row_bytes)
 
     def roots(self) -> torch.Tensor:
         """Return the last committed token of every row, ``[bs] int32``; 0 where the row is idle. Enqueued, no host."""

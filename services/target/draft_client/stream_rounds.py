@@ -28,7 +28,7 @@ from outrider.shared.rpc.ipc.cuda import CudaError
 from outrider.shared.rpc.polling import Vigil
 from outrider.shared.rpc.relay import STATE_BYTES, StreamRelay
 from outrider.shared.rpc.staging import Staging
-from outrider.shared.spec.device import RoundState
+from outrider.shared.spec.device import PackedExtent, RoundState
 
 LOOK_S = 0.001
 """Trees are looked for at least so long: they may lie there since before their time was over."""
@@ -42,13 +42,15 @@ class _Round:
 
     Attributes:
         number: Of the round.
-        state: Where it comes from.
+        state: Where it comes from, packed.
+        extent: Of the state.
         envelopes: Of its messages.
         limit_s: How long the trees are waited for.
     """
 
     number: int
-    state: RoundState
+    state: torch.Tensor
+    extent: PackedExtent
     envelopes: RoundEnvelopes
     limit_s: float
 
@@ -103,9 +105,9 @@ class StreamRounds:
         assert state.packed is not None, "the engine's states are packed"
         self._look()
         self._stream.send(draft_pb2.SessionRequest(rounds_next=message).SerializeToString())
-        coming = _Round(message.number, state, RoundEnvelopes.of(message), limit_s)
+        coming = _Round(message.number, state.packed, state.extent, RoundEnvelopes.of(message), limit_s)
         if ahead and self._relay is not None and self._relay.fits(state.packed, trees):
-            self._enqueue(self._relay, coming, state.packed, trees, expected)
+            self._enqueue(self._relay, coming, trees, expected)
             return
         expected.fill_(message.number)
         fetched = self._staging.fetch(state.packed).numpy()
@@ -125,9 +127,8 @@ class StreamRounds:
         enqueued = self._enqueued
         if enqueued is None or self._relay is None:
             return
-        assert enqueued.state.packed is not None, "the engine's states are packed"
         self._look()
-        self._post(enqueued, self._relay.settle(enqueued.number, enqueued.state.packed.nbytes))
+        self._post(enqueued, self._relay.settle(enqueued.number, enqueued.state.nbytes))
 
     def carry(self, wanted: bool) -> None:
         """See `RoundsChannel.carry`."""
@@ -165,13 +166,12 @@ class StreamRounds:
         self,
         relay: StreamRelay,
         coming: _Round,
-        state: torch.Tensor,
         trees: torch.Tensor,
         expected: torch.Tensor,
     ) -> None:
         """Enqueue the exchange, and leave the host's part to `carry`."""
         try:
-            relay.give(coming.number, state)
+            relay.give(coming.number, coming.state)
             self._enqueued = coming
             relay.take(coming.number, trees, expected, coming.limit_s)
         except CudaError as error:
@@ -182,7 +182,8 @@ class StreamRounds:
 
     def _post(self, coming: _Round, state: NDArray[np.uint8]) -> None:
         """Send a state."""
-        self._stream.send(coming.envelopes.state.seal(state[: coming.state.held_bytes(state)].data))
+        whole = state.data
+        self._stream.send(coming.envelopes.state.seal(whole[: coming.extent.held_bytes(whole)]))
         self._vigil.expect(coming.limit_s)
         self._until = time.monotonic() + coming.limit_s
 
