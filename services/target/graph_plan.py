@@ -15,13 +15,15 @@ from outrider.services.target.device_loop import OverlapPlan
 from outrider.services.target.engine import TargetEngine
 from outrider.services.target.offers import MOST_ROWS
 from outrider.services.target.request import SpeculationMode
-from outrider.services.target.settings import OverlapSchedule, TargetSettings
+from outrider.services.target.settings import OverlapSchedule, Quantization, TargetSettings
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 PREFILL_SIZES = (32, 64, 128, 256)
 """Larger passes take the device longer than the host takes to launch them."""
+FP8_PREFILL_SIZES = (*PREFILL_SIZES, 384, 512)
+"""With products in FP8 the device needs half the time and the host, which launches the rounding of their rows too, more."""
 
 _log = get_logger("outrider.target")
 
@@ -67,7 +69,8 @@ def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool) -> GraphPl
     overlap = OverlapPlan(buckets.batch_sizes, settings.num_steps + 1)
     on = overlaps[settings.overlap_schedule] and not settings.disable_overlap_schedule
     # Padding moves a row within its tile, which batch-invariant kernels do not allow for; ranks would have to gather one row's logits.
-    prefills = PREFILL_SIZES if graphs and not settings.deterministic and settings.tp == 1 else ()
+    sizes = FP8_PREFILL_SIZES if settings.quantization is Quantization.FP8 else PREFILL_SIZES
+    prefills = sizes if graphs and not settings.deterministic and settings.tp == 1 else ()
     return GraphPlan(graphs, overlap if on else None, buckets if graphs else None, (NO_DRAFT, *dict.fromkeys(usual)), prefills)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outrider.services.target.bucketed_verify import Buckets
-from outrider.services.target.graph_plan import PREFILL_SIZES, plan_graphs
+from outrider.services.target.graph_plan import FP8_PREFILL_SIZES, PREFILL_SIZES, plan_graphs
 from outrider.services.target.offers import offered_shapes
 from outrider.services.target.request import SpeculationMode
 from outrider.services.target.settings import TargetSettings
@@ -89,6 +89,7 @@ def test_each_can_be_turned_off(values: dict[str, Any], graphs: bool, overlaps: 
 @pytest.mark.parametrize("values", [{"deterministic": True}, {"tp": 2}, {"disable_cuda_graph": True}], ids=str)
 def test_short_prompts_are_recorded_where_that_changes_nothing(values: dict[str, Any]) -> None:
     assert plan_graphs(settings(), cuda=True, waits=False).prefills == PREFILL_SIZES
+    assert plan_graphs(settings(quantization="fp8"), cuda=True, waits=False).prefills == FP8_PREFILL_SIZES
     assert plan_graphs(settings(), cuda=False, waits=True).prefills == ()
     assert plan_graphs(settings(**values), cuda=True, waits=False).prefills == ()
 
