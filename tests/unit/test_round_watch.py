@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from outrider.shared.rpc.ipc import round_words
 from outrider.shared.rpc.ipc.round_mailbox import RoundsLayout
 from outrider.shared.rpc.ipc.round_words import RoundWatch, RoundWords, Side
 from outrider.shared.rpc.ipc.slots import SharedMemory
@@ -131,4 +132,32 @@ def test_the_watch_looks_by_itself(pair: tuple[RoundWords, RoundWords]) -> None:
     assert watch.broken
     assert draft.awaited == 1
     draft.mark_passed(1)
+    watch.close()
+
+
+def test_long_waits_are_looked_at_seldom_and_a_shorter_one_is_not_kept_waiting(
+    pair: tuple[RoundWords, RoundWords], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _target, draft = pair
+    looks = threading.Semaphore(0)
+
+    class Counted(RoundWatch):
+        def look(self) -> None:
+            super().look()
+            looks.release()
+
+    monkeypatch.setattr(round_words, "LONGEST_TICK_S", 1000.0)
+    watch = Counted(draft)
+    watch.expect(1, 1e6)
+    assert looks.acquire(timeout=10.0)
+    assert not looks.acquire(timeout=20 * round_words.TICK_S), "it looks all the time"
+    draft.mark_passed(1)
+    watch.expect(2, 0.02)
+    for _ in range(1000):
+        if watch.broken:
+            break
+        threading.Event().wait(0.005)
+    assert watch.broken
+    assert draft.awaited == 2
+    draft.mark_passed(2)
     watch.close()

@@ -23,8 +23,10 @@ from enum import Enum, IntEnum
 
 from outrider.shared.rpc.ipc.slots import SharedMemory
 
-TICK_S = 0.002
-"""How often the watch looks while something is awaited."""
+TICK_S, LONGEST_TICK_S = 0.002, 0.05
+"""How often the watch looks while something is awaited: each look takes the interpreter from a thread that launches rounds."""
+TICKS_A_LIMIT = 8
+"""Looks before a wait may have lasted too long; a wait is released by that much late at most."""
 
 
 class Word(IntEnum):
@@ -121,6 +123,8 @@ class RoundWatch:
         self._clock = clock
         self._waits: deque[_Wait] = deque()
         self._closed = False
+        # How long the thread sleeps before it looks again.
+        self._tick_s = TICK_S
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -131,7 +135,8 @@ class RoundWatch:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="round-watch", daemon=True)
                 self._thread.start()
-            self._changed.notify()
+            if len(self._waits) == 1 or _tick_s(limit_s) < self._tick_s:
+                self._changed.notify()
 
     def mend(self) -> bool:
         """Forget that a wait was released, once all are over; False while they are not."""
@@ -178,4 +183,11 @@ class RoundWatch:
                     self._thread = None
                     return
             self.look()
-            time.sleep(TICK_S)
+            with self._changed:
+                # What a broken watch has released is to be released again, see `look`.
+                self._tick_s = TICK_S if self.broken else min((_tick_s(wait.limit_s) for wait in self._waits), default=TICK_S)
+                self._changed.wait(self._tick_s)
+
+
+def _tick_s(limit_s: float) -> float:
+    return min(max(TICK_S, limit_s / TICKS_A_LIMIT), LONGEST_TICK_S)
