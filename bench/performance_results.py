@@ -21,6 +21,8 @@ PLAIN_SETTINGS = frozenset(
 """What every run of `outrider bench latency` tells; a run that tells more was told to compute otherwise (``--set``)."""
 WHERE_THINGS_LIE = ("CUDA_MPS_PIPE_DIRECTORY", "TRITON_CACHE_DIR")
 """Variables of an environment that name places and change no figure: `mps` in the settings says what pipes are for."""
+PROFILED = ("gpu_idle", "gpu_idle_between")
+"""What only a run with ``--profile`` tells, which measures every round once."""
 OFF = ("false", "none", "auto")
 """Values of such a setting that change nothing."""
 
@@ -148,7 +150,7 @@ class Results:
         near: Recorded | None = None,
         **settings: Any,
     ) -> tuple[Recorded, Mapping[str, Any]] | None:
-        """Return the latest file of `outrider bench latency` on a GPU that has the case, and its row.
+        """Return the latest file of `outrider bench latency` on a GPU that has the case, and its row; a profiled run is for idle shares alone.
 
         Args:
             case: Of the row.
@@ -162,7 +164,8 @@ class Results:
         wanted = {"transport": ("inproc", "none"), **{name: (value,) for name, value in (here | settings).items()}}
 
         def fits(recorded: Recorded) -> bool:
-            return recorded.changes == (changes or {}) and recorded.under_mps == mps
+            counts = needs in PROFILED or not recorded.content.get("profiles")
+            return counts and recorded.changes == (changes or {}) and recorded.under_mps == mps
 
         return self._latest("latency", case, wanted, needs, fits, near)
 

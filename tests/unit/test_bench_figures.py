@@ -235,6 +235,16 @@ def test_the_table_says_what_was_missed_and_compares_with_the_same_call(tmp_path
     assert "**2.0 % (6.50 ms)** |" in line_of(tmp_path, "GPU idle between rounds, tree 5/8/32, batch 1")
 
 
+def test_a_profiled_run_counts_for_idle_shares_only(tmp_path: Path) -> None:
+    case = "round tree 5/8/32, batch 1"
+    record(tmp_path, "best", "latency", SETTINGS, [latency_row(case, 5.4)], "2026-01-01")
+    record(tmp_path, "profile", "latency", SETTINGS, [latency_row(case, 5.6, gpu_idle_between=0.01)], "2026-02-01")
+    content = json.loads((tmp_path / "profile.json").read_text()) | {"profiles": {"tree 5/8/32, batch 1": {}}}
+    (tmp_path / "profile.json").write_text(json.dumps(content))
+    assert line_of(tmp_path, "round, tree 5/8/32, batch 1").endswith("| best |")
+    assert line_of(tmp_path, "GPU idle between rounds, tree 5/8/32, batch 1").endswith("| profile |")
+
+
 def test_the_table_tells_every_run_apart(tmp_path: Path) -> None:
     rows = [latency_row("round chain 3, batch 4", 4.9)]
     record(tmp_path, "ours", "latency", SETTINGS | {"mps": True, "transport": "ipc"}, rows, "2026-01-02T15:04:00Z", ["a"])
