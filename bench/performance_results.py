@@ -150,7 +150,7 @@ class Results:
         near: Recorded | None = None,
         **settings: Any,
     ) -> tuple[Recorded, Mapping[str, Any]] | None:
-        """Return the latest file of `outrider bench latency` on a GPU that has the case, and its row; a profiled run is for idle shares alone.
+        """Return the latest file of `outrider bench latency` on a GPU that has the case, and its row; profiled runs are for idle shares.
 
         Args:
             case: Of the row.
