@@ -250,10 +250,15 @@ class Harness:
         self.engine.step()
         self.scheduler.check()
 
+    def check_idle(self) -> None:
+        """Assert that nothing leaked: every page is free when no request is live."""
+        self.scheduler.check()
+        assert self.engine.num_live or self.scheduler.allocator.held_pages == 0
+
     def run(self, max_steps: int = 100_000) -> None:
         for _ in range(max_steps):
             if not self.engine.has_work():
-                self.engine.check_idle()
+                self.check_idle()
                 return
             self.step()
         raise AssertionError("the engine did not become idle")

@@ -23,8 +23,8 @@ def check_generic(reader: CheckpointReader, folder: Path) -> Iterator[Finding]:
     """
     from outrider.shared.nn.generic.weights import wrong_types
 
-    model = _model_of(folder)
-    expected = _saved_shapes(model, folder)
+    model = model_of(folder)
+    expected = saved_shapes(model, folder)
     stored = {name: info.shape for name, info in reader.tensors.items()}
     misshaped = [name for name, shape in expected.items() if name in stored and stored[name] != shape]
     if misshaped:
@@ -46,12 +46,7 @@ def check_generic(reader: CheckpointReader, folder: Path) -> Iterator[Finding]:
         yield Finding.refused(missing[0], f"{named(missing)} missing", DOWNLOAD)
 
 
-def saved_shapes(folder: Path) -> Mapping[str, Shape]:
-    """Return name → shape of what `transformers` saves for a folder's configuration."""
-    return _saved_shapes(_model_of(folder), folder)
-
-
-def _model_of(folder: Path) -> Any:
+def model_of(folder: Path) -> Any:
     """Return the model of a folder's configuration, on the meta device."""
     from outrider.shared.nn.generic.config import find_class
 
@@ -61,7 +56,8 @@ def _model_of(folder: Path) -> Any:
         return model_class._from_config(settings)
 
 
-def _saved_shapes(model: Any, folder: Path) -> Mapping[str, Shape]:
+def saved_shapes(model: Any, folder: Path) -> Mapping[str, Shape]:
+    """Return name → shape of what `transformers` saves of a folder's model, which is told how to convert its weights."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -294,12 +294,6 @@ class TargetEngine:
         if self._loop is not None:
             self._loop.abandon()
 
-    def check_idle(self) -> None:
-        """Assert that nothing leaked: every page is free when no request is live."""
-        self._scheduler.check()
-        if not self._live:
-            assert self._scheduler.allocator.held_pages == 0
-
     def _make_loop(self, overlap: OverlapPlan) -> DeviceLoop:
         drafter = self._drafter if isinstance(self._drafter, DeviceDrafter) else None
         self._proposals.most_on_device = overlap.batch_sizes[-1]

@@ -43,11 +43,6 @@ class PageAllocator:
         """Pages that leases hold."""
         return sum(len(lease.pages) for lease in self._leases)
 
-    @property
-    def num_leases(self) -> int:
-        """Leases that have not been released."""
-        return len(self._leases)
-
     def allocate(self, n: int) -> PageLease | None:
         """Lease `n` ≥ 0 pages, or return None (and change nothing) when fewer are free."""
         pages = self._take(n, after=None)

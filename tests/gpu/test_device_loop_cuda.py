@@ -207,7 +207,7 @@ def test_modes_and_shapes_mix_on_one_engine(decoder: Decoder, prompts: list[list
             )
         if harness.engine.has_work():
             harness.step()
-    harness.engine.check_idle()
+    harness.check_idle()
     assert not harness.sink.failed
     for index, sampling in jobs:
         plain = generate_plain(decoder, NoDrafter(decoder.device), prompts[index], 50, sampling=sampling)

@@ -51,7 +51,7 @@ def test_the_embedded_pair_writes_the_targets_own_tokens(decoder: Decoder, promp
     for index, prompt in enumerate(prompts):
         harness.submit(prompt, NEW_TOKENS, request_id=str(index), sampling=sampling, shape=SHAPES[index % len(SHAPES)])
     harness.run()
-    harness.engine.check_idle()
+    harness.check_idle()
     for index, prompt in enumerate(prompts):
         plain = generate_plain(decoder, NoDrafter(), prompt, NEW_TOKENS, sampling=sampling)
         assert_same_tokens(decoder, prompt, plain, harness.sink.tokens[str(index)], sampling)
@@ -90,7 +90,7 @@ def test_random_pairs_change_no_token(tmp_path: Path, seed: int) -> None:
     for index, (prompt, sampling, shape) in enumerate(cases):
         harness.submit(prompt, 24, request_id=str(index), sampling=sampling, shape=shape)
     harness.run()
-    harness.engine.check_idle()
+    harness.check_idle()
     for index, (prompt, sampling, _) in enumerate(cases):
         plain = generate_plain(decoder, NoDrafter(), prompt, 24, sampling=sampling)
         assert_same_tokens(decoder, prompt, plain, harness.sink.tokens[str(index)], sampling)

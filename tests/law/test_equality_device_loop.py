@@ -147,7 +147,7 @@ def test_batches_that_change(decoder: Decoder, seed: int, captures: bool, graphs
                 harness.engine.cancel(handles[index])
         if harness.engine.has_work():
             harness.step()
-    harness.engine.check_idle()
+    harness.check_idle()
     assert not harness.sink.failed
     for index, prompt in enumerate(prompts):
         found = harness.sink.tokens.get(str(index), [])

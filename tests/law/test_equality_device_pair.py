@@ -212,7 +212,7 @@ def test_batches_that_change(decoder: Decoder, drafter: InprocDrafter, seed: int
         else:
             for handle in handles:
                 harness.engine.resume(handle)
-    harness.engine.check_idle()
+    harness.check_idle()
     assert not harness.sink.failed
     for index, prompt in enumerate(prompts):
         plain = generate_plain(decoder, NoDrafter(), prompt, lengths[index], sampling=samplings[index])

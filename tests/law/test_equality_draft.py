@@ -132,7 +132,7 @@ def test_batches_that_change_do_not_change_anybodys_output(pair: Pair, seed: int
             )
         if harness.engine.has_work():
             harness.step()
-    harness.engine.check_idle()
+    harness.check_idle()
     assert not harness.sink.failed
     for index, prompt in enumerate(prompts):
         assert_same_tokens(pair.decoder, prompt, plain[index], harness.sink.tokens[str(index)], samplings[index])

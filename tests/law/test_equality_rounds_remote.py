@@ -89,7 +89,7 @@ def run(harness: Harness, at: dict[int, Callable[[], object]] | None = None) -> 
         if harness.engine.on_device:
             steps += 1
             (at or {}).get(steps, lambda: None)()
-    harness.engine.check_idle()
+    harness.check_idle()
     return steps
 
 
@@ -136,7 +136,7 @@ def test_batches_that_change(decoder: Decoder, drafter: RemoteDrafter, seed: int
         if harness.engine.has_work():
             harness.step()
             steps += harness.engine.on_device
-    harness.engine.check_idle()
+    harness.check_idle()
     assert not harness.sink.failed
     assert steps > 0
     for index, prompt in enumerate(prompts):

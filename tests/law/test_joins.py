@@ -137,7 +137,7 @@ def test_requests_that_come_and_go_in_a_small_pool(decoder: Decoder, seed: int) 
                 harness.engine.resume(handles[index])
             paused.clear()
         harness.step()
-    harness.engine.check_idle()
+    harness.check_idle()
     assert not harness.sink.failed
     for index in set(range(14)) - cancelled:
         assert_same_tokens(decoder, crowd.prompts[index], crowd.plain[index], harness.sink.tokens[str(index)], crowd.samplings[index])

@@ -86,7 +86,7 @@ def start(decoder: Decoder, drafter: RemoteDrafter, count: int = 1, max_new_toke
 def check_done(harness: Harness, plain: list[int], count: int = 1, max_new_tokens: int = 60) -> None:
     for index in range(count):
         assert harness.sink.tokens[str(index)] == plain[:max_new_tokens]
-    harness.engine.check_idle()
+    harness.check_idle()
 
 
 @pytest.mark.parametrize("most_short_bytes", [grpc_carrier.MAX_SHORT_BYTES, 0], ids=["short", "long"])

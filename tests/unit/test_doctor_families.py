@@ -17,7 +17,7 @@ from toy_mtp import save as save_mtp
 
 from outrider.services.doctor.examine import examine
 from outrider.services.doctor.finding import Report, Severity
-from outrider.services.doctor.generic_tensors import saved_shapes
+from outrider.services.doctor.generic_tensors import model_of, saved_shapes
 from outrider.services.doctor.memory import plan_memory
 from outrider.services.doctor.pair import Pair
 from outrider.services.doctor.probe import run_probe
@@ -184,7 +184,7 @@ def test_what_transformers_saves_is_known_tensor_by_tensor(folder: Path, case: s
     """Experts too, which it keeps in one tensor per layer and files hold one by one."""
     path = generic_models.save(case, folder)
     stored = load_file(path / "model.safetensors")
-    assert dict(saved_shapes(path)) == {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    assert dict(saved_shapes(model_of(path), path)) == {name: tuple(tensor.shape) for name, tensor in stored.items()}
     assert refused(examine(pair_of(path))) == []
 
 

@@ -75,7 +75,7 @@ class Table(SessionTable):
     def check(self) -> None:
         super().check()
         self.pages.check()
-        assert self.pages.num_leases == sum(session.lease is not None for session in self)
+        assert self.pages.held_pages == sum(len(session.lease.pages) for session in self if session.lease is not None)
 
 
 @pytest.fixture

@@ -109,9 +109,9 @@ def test_the_last_free_page_is_leased_from_the_middle_of_the_pool() -> None:
 def test_a_released_lease_cannot_grow_and_leaves_nothing_behind() -> None:
     allocator = PageAllocator(4)
     with allocator.allocate(3) or pytest.fail("three of four pages are free") as lease:
-        assert (allocator.free_pages, allocator.num_leases) == (1, 1)
+        assert (allocator.free_pages, allocator.held_pages) == (1, 3)
     assert lease.released
-    assert (allocator.free_pages, allocator.num_leases) == (4, 0)
+    assert (allocator.free_pages, allocator.held_pages) == (4, 0)
     with pytest.raises(ValueError, match="released"):
         lease.extend(1)
     allocator.check()

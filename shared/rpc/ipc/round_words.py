@@ -90,10 +90,6 @@ class RoundWords:
         """End the wait for a round, and those before it."""
         self._awaited.value = number
 
-    def mark_passed(self, number: int) -> None:
-        """Say from the host that a wait is over."""
-        self._passed.value = number
-
     def begun(self, number: int) -> bool:
         """Whether this side stands still until the peer gives its part of a round, the first that it has not passed."""
         return self.side is Side.DRAFT or self.given >= number
