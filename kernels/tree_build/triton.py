@@ -1,7 +1,7 @@
 """tree_build in Triton: one program per sequence; the contract is in the package's docstring.
 
-Candidates come in level order, so a running count over the kept ones numbers the nodes with parents before children. Numbers and parents
-pass through memory between threads, hence the two barriers.
+Candidates come in level order, so a running count over the kept ones numbers the nodes with parents before children. Numbers and candidates
+pass through memory between threads, hence the barrier. A program is one warp wherever its registers suffice: it counts in one instruction.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
-from outrider.kernels._order.triton import NO_KEY, rank_key
+from outrider.kernels._order.triton import NO_SHORT_KEY, ordered_bits
 from outrider.kernels.tree_build.types import DraftTreeTensors
 
 _WORD_BITS = 32
@@ -34,7 +34,6 @@ def _build(
     inside = candidate < total
     score = tl.load(scores + row * score_stride + candidate, mask=inside, other=-float("inf"))
     valid = inside & (score > -float("inf"))  # false for NaN too
-    keys = tl.where(valid, rank_key(score, candidate), NO_KEY)
     budget = tl.minimum(tl.minimum(tl.load(max_nodes + row), columns) - 1, tl.sum(valid.to(tl.int32), 0))
     if COUNTED:
         # How many lie above: asks no other thread, whereas finding one maximum after the other waits for all of them each time.
@@ -45,35 +44,34 @@ def _build(
                 above_it += ((other > score) | ((other == score) & (start + i < candidate))).to(tl.int32)
         kept = valid & (above_it < budget)
     else:
-        left = keys
-        for _ in range(budget):
-            left = tl.where(left == tl.max(left, 0), NO_KEY, left)
-        kept = valid & (left == NO_KEY)
+        # The least score that is kept, bit by bit: the greatest number that as many scores reach as are kept.
+        order = tl.where(valid, ordered_bits(score), NO_SHORT_KEY)
+        least = tl.where(tl.sum((order >= 0).to(tl.int32), 0) >= budget, 0, NO_SHORT_KEY)
+        for i in tl.static_range(31):
+            higher = least | (1 << (30 - i))
+            least = tl.where(tl.sum((order >= higher).to(tl.int32), 0) >= budget, higher, least)
+        equal = (valid & (order == least)).to(tl.int32)
+        room = budget - tl.sum((order > least).to(tl.int32), 0)
+        kept = valid & ((order > least) | ((equal > 0) & (tl.cumsum(equal, 0) <= room)))
     number = tl.where(kept, tl.cumsum(kept.to(tl.int32), 0), -1)  # node numbers from 1, the root being 0
     tl.store(numbers + row * total + candidate, number, mask=inside)
-    # Padding first; then the barrier orders the nodes' own stores after it.
+    tl.store(out_candidates + row * columns + number, candidate, mask=kept)
+    root_token = tl.load(root_tokens + row)
+    tl.debug_barrier()
+    # Node by node from here on.
+    num_nodes = tl.maximum(budget, 0) + 1
     node = tl.arange(0, BLOCK_N)
     column = node < columns
+    drafted = (node > 0) & (node < num_nodes)
     at = row * columns + node
-    tl.store(out_tokens + at, tl.where(node == 0, tl.load(root_tokens + row), 0), mask=column)
-    tl.store(out_parents + at, tl.full((BLOCK_N,), -1, tl.int32), mask=column)
-    tl.store(out_candidates + at, tl.full((BLOCK_N,), -1, tl.int32), mask=column)
+    chosen = tl.load(out_candidates + at, mask=drafted, other=-1)
+    token = tl.load(tokens + row * token_stride + chosen, mask=drafted, other=0)
+    above = tl.load(parents + row * parent_stride + chosen, mask=drafted, other=-1)
     if LOGPROBS:
-        tl.store(out_logprobs + at, tl.zeros((BLOCK_N,), tl.float32), mask=column)
-    tl.debug_barrier()
-    token = tl.load(tokens + row * token_stride + candidate, mask=kept, other=0)
-    above = tl.load(parents + row * parent_stride + candidate, mask=kept, other=-1)
-    parent = tl.load(numbers + row * total + above, mask=kept & (above >= 0), other=0)
-    tl.store(out_tokens + row * columns + number, token, mask=kept)
-    tl.store(out_parents + row * columns + number, parent, mask=kept)
-    tl.store(out_candidates + row * columns + number, candidate, mask=kept)
-    if LOGPROBS:
-        logprob = tl.load(logprobs + row * logprob_stride + candidate, mask=kept, other=0.0)
-        tl.store(out_logprobs + row * columns + number, logprob, mask=kept)
-    tl.debug_barrier()
+        logprob = tl.load(logprobs + row * logprob_stride + chosen, mask=drafted, other=0.0)
+    parent = tl.load(numbers + row * total + above, mask=drafted & (above >= 0), other=0)
+    parent = tl.where(drafted, parent, -1)
     # Walk from every node to the root at once, collecting bits and steps.
-    num_nodes = tl.maximum(budget, 0) + 1
-    tl.store(out_num_nodes + row, num_nodes)
     word = tl.arange(0, BLOCK_W)
     climber = tl.where(node < num_nodes, node, -1)
     depth = tl.full((BLOCK_N,), -1, tl.int32)
@@ -83,9 +81,15 @@ def _build(
         depth += climbing.to(tl.int32)
         here = climbing[:, None] & ((climber // 32)[:, None] == word[None, :])
         bits |= tl.where(here, (tl.full((BLOCK_N,), 1, tl.int32) << (climber & 31))[:, None], 0)
-        climber = tl.load(out_parents + row * columns + climber, mask=climbing, other=-1)
+        climber = tl.where(climbing, tl.gather(parent, tl.maximum(climber, 0), 0), -1)
     if PDL:
         gdc_launch_dependents()
+    tl.store(out_num_nodes + row, num_nodes)
+    tl.store(out_tokens + at, tl.where(node == 0, root_token, token), mask=column)
+    tl.store(out_parents + at, parent, mask=column)
+    tl.store(out_candidates + at, chosen, mask=column)
+    if LOGPROBS:
+        tl.store(out_logprobs + at, logprob, mask=column)
     tl.store(out_depths + at, tl.maximum(depth, 0), mask=column)
     tl.store(out_ancestors + at[:, None] * words + word[None, :], bits, mask=column[:, None] & (word < words)[None, :])
 
@@ -127,6 +131,6 @@ def tree_build(
                 tree.num_nodes, tree.ancestors, tree.candidates, given if tree.logprobs is None else tree.logprobs, total, num_columns,
                 words, LOGPROBS=logprobs is not None, COUNTED=total <= _COUNTED, UNROLL=8, BLOCK_C=block,
                 BLOCK_N=_launch.next_power_of_2(num_columns), BLOCK_W=_launch.next_power_of_2(words),
-                num_warps=8 if block > 1024 else 4, **_launch.dependent(scores),
+                num_warps=8 if block > 1024 else 1, **_launch.dependent(scores),
             )  # fmt: skip
     return tree
