@@ -26,6 +26,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from outrider.bench.machine import describe_machine
+from outrider.bench.near_tie import Judge
 from outrider.bench.record import recorded_command, result_path
 from outrider.bench.surroundings import recorded_environment
 from outrider.services.launch import StackOptions, Transport, free_port, running_stack
@@ -37,8 +38,6 @@ TEMPERATURES = (0.0, 1.0)
 SEED = 20_000
 WARM_UP_PROMPTS = 2
 KV_TOKENS = 16_384
-SHOWN = 24
-"""Characters behind a difference that the result tells."""
 
 
 class Kind(Enum):
@@ -84,7 +83,7 @@ class Run:
     first_token_s: float
     accept_length: float
     rounds: int
-    text: str
+    token_ids: Sequence[int]
 
     @property
     def tokens_per_s(self) -> float:
@@ -117,6 +116,7 @@ def run_bench(options: BenchOptions) -> int:
         raise
     machine = describe_machine()
     summary = summarise(runs, len(prompts))
+    differences = first_differences(runs, prompts, options.target)
     result = {
         "command": recorded_command(),
         "environment": recorded_environment(),
@@ -126,12 +126,14 @@ def run_bench(options: BenchOptions) -> int:
         "tokens_per_answer": options.tokens,
         "transport": options.transport.value,
         "summary": summary,
-        "first_differences": first_differences(runs),
+        "first_differences": differences,
         "runs": [_as_json(run) for run in runs.values()],
     }
     path = result_path(options.output, "speculation", "cuda" if machine["gpus"] else "cpu")
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     _print_table(console, summary, options)
+    for one in differences:
+        console.print(_shown(one), soft_wrap=True)
     console.print(f"wrote {path}")
     return 0
 
@@ -227,6 +229,7 @@ def _ask(options: BenchOptions, clients: Clients, messages: Messages, index: int
         "ignore_eos": True,
         "temperature": temperature,
         "seed": SEED + index,
+        "return_token_ids": True,
         "speculation": {"mode": "off" if kind is Kind.NO_DRAFT else kind.value},
     }
     reply = Reply()
@@ -235,13 +238,15 @@ def _ask(options: BenchOptions, clients: Clients, messages: Messages, index: int
     speculation = reply.speculation
     accept_length = float(speculation.get("accept_length") or 0.0)
     rounds = int(speculation.get("rounds") or 0)
-    return Run(index, temperature, kind, reply.completion_tokens, reply.total_s, reply.first_token_s, accept_length, rounds, reply.text)
+    return Run(
+        index, temperature, kind, reply.completion_tokens, reply.total_s, reply.first_token_s, accept_length, rounds, reply.token_ids
+    )
 
 
 def summarise(runs: Runs, num_prompts: int) -> list[dict[str, Any]]:
     """Return one row per temperature: medians of the paired ratios, of the speeds, and the mean accept lengths.
 
-    ``same_text`` counts the prompts whose text is the one of ``mode: off``.
+    ``same_text`` counts the prompts whose tokens are those of ``mode: off``.
     """
     rows = []
     for temperature in TEMPERATURES:
@@ -253,23 +258,31 @@ def summarise(runs: Runs, num_prompts: int) -> list[dict[str, Any]]:
                 **{_ratio_name(a, b): _ratios(speed[a], speed[b]) for a, b in RATIOS},
                 "tokens_per_s": {kind.value: round(statistics.median(speed[kind]), 1) for kind in Kind},
                 "accept_length": {kind.value: round(statistics.mean(run.accept_length for run in of[kind]), 3) for kind in DRAFTED},
-                "same_text": {kind.value: sum(a.text == b.text for a, b in zip(of[kind], of[Kind.OFF], strict=True)) for kind in DRAFTED},
+                "same_text": {
+                    kind.value: sum(a.token_ids == b.token_ids for a, b in zip(of[kind], of[Kind.OFF], strict=True)) for kind in DRAFTED
+                },
             }
         )
     return rows
 
 
-def first_differences(runs: Runs) -> list[dict[str, Any]]:
-    """Return where drafted texts leave that of ``mode: off``: in 16-bit types at near-ties, see docs/numerics.md; in fp32 nowhere."""
+def _same(some: Sequence[Run], others: Sequence[Run]) -> int:
+    return sum(a.token_ids == b.token_ids for a, b in zip(some, others, strict=True))
+
+
+def first_differences(runs: Runs, prompts: Sequence[Messages], target: Path) -> list[dict[str, Any]]:
+    """Return where drafted answers leave that of ``mode: off``, of greedy ones with the logits there: in 16-bit types, near-ties do so."""
     found = []
+    judge: Judge | None = None
     for (index, temperature, kind), run in runs.items():
-        if kind not in DRAFTED:
+        off = runs[index, temperature, Kind.OFF]
+        if kind not in DRAFTED or run.token_ids == off.token_ids:
             continue
-        off = runs[index, temperature, Kind.OFF].text
-        if run.text != off:
-            at = next((place for place, (a, b) in enumerate(zip(run.text, off, strict=False)) if a != b), min(len(run.text), len(off)))
-            pieces = {"off": off[at : at + SHOWN], kind.value: run.text[at : at + SHOWN]}
-            found.append({"prompt": index, "temperature": temperature, "kind": kind.value, "character": at, **pieces})
+        where: dict[str, Any] = {"prompt": index, "temperature": temperature, "kind": kind.value}
+        if temperature == 0.0:
+            judge = judge or Judge(target)
+            where |= judge.parting(prompts[index], off.token_ids, run.token_ids).as_json()
+        found.append(where)
     return found
 
 
@@ -313,6 +326,17 @@ def _print_table(console: Console, rows: Sequence[dict[str, Any]], options: Benc
         same = (row["same_text"][kind.value] for row in rows)
         table.add_row(f"text as with off, {LABELS[kind]}", *(f"{count} of {options.num_prompts}" for count in same))
     console.print(table)
+
+
+def _shown(difference: dict[str, Any]) -> str:
+    """Say where an answer differs, and of a greedy one why."""
+    where = f"{difference['kind']} differs from off at T = {difference['temperature']:g}, prompt {difference['prompt']}"
+    if "gap" not in difference:
+        return where
+    best = ", ".join(f"{token}: {logit}" for token, logit in difference["best_in_fp32"])
+    what = "a near-tie" if difference["near_tie"] else "NOT a near-tie"
+    choices = " or ".join(map(str, difference["choices"]))
+    return f"{where}: token {difference['token']} is {choices}; best logits in fp32 {best}; gap {difference['gap']}, {what}"
 
 
 def _spread(ratio: dict[str, float]) -> str:

@@ -25,6 +25,7 @@ class Reply:
 
     Attributes:
         text: The whole text.
+        token_ids: Of the text, where the request said ``return_token_ids``.
         finish_reason: stop, length, ...; None while it runs.
         completion_tokens, prompt_tokens: As the server counted.
         speculation: The server's `speculation` object.
@@ -32,6 +33,7 @@ class Reply:
     """
 
     text: str = ""
+    token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -135,6 +137,7 @@ def _take(event: dict[str, Any], reply: Reply, text_of: Any) -> str | None:
     reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
     if speculation := choice.get("speculation"):
         reply.speculation |= speculation
+    reply.token_ids += choice.get("token_ids") or []
     text = text_of(choice)
     return str(text) if text else None
 

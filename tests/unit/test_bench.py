@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from outrider.bench.machine import describe_machine
-from outrider.bench.speculation import TEMPERATURES, Kind, Run, Runs, first_differences, load_prompts, summarise
+from outrider.bench.near_tie import Judge
+from outrider.bench.speculation import HELDOUT_PROMPTS, TEMPERATURES, Kind, Run, Runs, first_differences, load_prompts, summarise
+from outrider.services.gateway.tokenizer import TextCodec
+from outrider.services.launch import DEMO_TARGET
 from outrider.shared.base.errors import ConfigurationError
 
 
 def runs_of(speeds: dict[Kind, list[float]]) -> Runs:
     """Runs of 100 tokens at the given speeds, alike at both temperatures."""
     return {
-        (index, temperature, kind): Run(index, temperature, kind, 100, 100 / speed, 0.01, 3.0 + index, 30, f"text {index}")
+        (index, temperature, kind): Run(index, temperature, kind, 100, 100 / speed, 0.01, 3.0 + index, 30, [index])
         for kind, values in speeds.items()
         for index, speed in enumerate(values)
         for temperature in TEMPERATURES
@@ -37,15 +41,27 @@ def test_ratios_are_paired_by_prompt() -> None:
 
 def test_different_texts_are_counted() -> None:
     runs = runs_of({kind: [10.0, 10.0] for kind in Kind})
-    runs[1, 1.0, Kind.OFF] = Run(1, 1.0, Kind.OFF, 100, 10.0, 0.01, 0.0, 100, "another text")
+    runs[1, 1.0, Kind.OFF] = Run(1, 1.0, Kind.OFF, 100, 10.0, 0.01, 0.0, 100, [9])
     assert [row["same_text"]["on"] for row in summarise(runs, 2)] == [2, 1]
 
 
-def test_the_place_of_a_difference_is_told() -> None:
+def test_where_greedy_answers_part_the_logits_are_told() -> None:
+    prompts = load_prompts(HELDOUT_PROMPTS, 2)
     runs = runs_of({kind: [10.0, 10.0] for kind in Kind})
-    assert first_differences(runs) == []
-    runs[1, 0.0, Kind.AUTO] = Run(1, 0.0, Kind.AUTO, 100, 10.0, 0.01, 0.0, 100, "text one")
-    assert first_differences(runs) == [{"prompt": 1, "temperature": 0.0, "kind": "auto", "character": 5, "off": "1", "auto": "one"}]
+    assert first_differences(runs, prompts, DEMO_TARGET) == []
+    ids = TextCodec.load(DEMO_TARGET).encode_chat(prompts[1], {})
+    best, second, *_, worst = (int(token) for token in Judge(DEMO_TARGET).next_logits(ids).argsort(descending=True))
+    for kind, tokens in ((Kind.OFF, [best, 7]), (Kind.ON, [second, 9]), (Kind.AUTO, [worst, 7])):
+        runs[1, 0.0, kind] = replace(runs[1, 0.0, kind], token_ids=tokens)
+    runs[0, 1.0, Kind.ON] = replace(runs[0, 1.0, Kind.ON], token_ids=[1])
+    on, auto, sampled = sorted(first_differences(runs, prompts, DEMO_TARGET), key=lambda one: (one["temperature"], one["kind"] == "auto"))
+    assert (on["prompt"], on["token"], on["choices"]) == (1, 0, [best, second])
+    assert [token for token, _logit in on["best_in_fp32"]] == [best, second]
+    assert on["gap"] == pytest.approx(on["best_in_fp32"][0][1] - on["best_in_fp32"][1][1], abs=1e-3)
+    assert on["near_tie"] == (on["gap"] <= on["allowed"])
+    assert auto["gap"] > on["gap"]
+    assert not auto["near_tie"]
+    assert sampled == {"prompt": 0, "temperature": 1.0, "kind": "on"}, "noise decides there too"
 
 
 def test_prompts_are_messages_or_text(tmp_path: Path) -> None:
