@@ -216,8 +216,8 @@ class RoundsDesk:
         return self._peer
 
     def has_served(self, message: draft_pb2.RoundsEnter) -> bool:
-        """Whether rounds of this size have begun before: to begin others takes no time. Any thread."""
-        return _kind(message) in self._served
+        """Whether rounds of this size, and of sequences about as long, have begun before: to begin others takes no time. Any thread."""
+        return (_kind(message), _length_class(message)) in self._served
 
     @torch.inference_mode()
     def enter(self, peer: PeerId, message: draft_pb2.RoundsEnter, inlet: RoundsInlet) -> str:
@@ -252,7 +252,7 @@ class RoundsDesk:
         self._rounds = PeerRounds(self, message, sessions, session_rounds, buffers, before)
         self._peer = peer
         self._rounds.prepare()
-        self._served.add(_kind(message))
+        self._served.add((_kind(message), _length_class(message)))
         return ""
 
     @torch.inference_mode()
@@ -364,6 +364,11 @@ class RoundsDesk:
 
 def _kind(message: draft_pb2.RoundsEnter) -> tuple[int, int, int, int, int]:
     return message.batch, message.columns, message.shape.depth, message.shape.topk, message.shape.max_nodes
+
+
+def _length_class(message: draft_pb2.RoundsEnter) -> int:
+    """Return what sequences of similar lengths share; longer ones may need wider page tables, for which rounds are recorded anew."""
+    return max((row.fence.committed_len for row in message.rows), default=0).bit_length()
 
 
 def _size(message: draft_pb2.RoundsEnter) -> tuple[int, int, int]:

@@ -174,7 +174,7 @@ def test_a_refusal_that_was_not_waited_for_ends_the_rounds(draft: Draft, session
     assert draft.enter(session, lambda: (draft.answer(False, "busy"), True)) is None  # it is asked again
 
 
-@pytest.mark.parametrize("what", ["rows", "pause", "connection"])
+@pytest.mark.parametrize("what", ["rows", "pause", "connection", "length"])
 def test_the_answer_is_waited_for_where_the_draft_may_not_be_ready(draft: Draft, session: DraftSession, what: str) -> None:
     known = draft.enter(session, accept(draft))
     assert known is not None
@@ -183,9 +183,12 @@ def test_the_answer_is_waited_for_where_the_draft_may_not_be_ready(draft: Draft,
     elif what == "pause":
         draft.gate.hear(draft_pb2.SessionReply(rounds_ended=draft_pb2.RoundsEnded(rounds=known.id, reason="busy")))
         draft.now += 10.0
-    else:
+    elif what == "connection":
         draft.gate.connected(draft.connection)
     known.leave()
+    if what == "length":
+        session.fence = Fence(9, 1, 60, 1234)
+        session.base_len = 58
     asked: list[None] = []
     assert draft.enter(session, lambda: (asked.append(None), draft.answer(True), True)) is not None
     assert asked

@@ -43,8 +43,9 @@ class RoundsGate:
         self._buffers: dict[tuple[int, int], TreesBuffer] = {}
         self._sizes: list[draft_pb2.RoundsEnter] = []
         self._rounds: RemoteRounds | None = None
-        # Sizes that the draft has begun rounds of, over this connection and since the last pause.
-        self._welcome: set[tuple[int, int, DraftShape]] = set()
+        # Sizes that the draft has begun rounds of, over this connection and since the last pause: rows, columns, shape, and about how long
+        # the longest sequence is, as longer ones may cost the draft a recording.
+        self._welcome: set[tuple[int, int, DraftShape, int]] = set()
         self._answer: draft_pb2.RoundsEntered | None = None
         self._awaited = False
         self._unanswered: int | None = None
@@ -105,7 +106,8 @@ class RoundsGate:
         self._answer = None
         connection.send(draft_pb2.SessionRequest(rounds_enter=rounds.entering(state)))
         rounds.fill(state)  # while the draft makes ready
-        size = (state.bs, state.columns, shape)
+        longest = max((session.fence.committed_len for session in sessions), default=0)
+        size = (state.bs, state.columns, shape, longest.bit_length())
         self._awaited = size not in self._welcome or connection.carrier.rows_behind
         if not self._awaited:
             return rounds
