@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -19,7 +20,7 @@ from guards import Guards
 from trade_cases import check_admit_counts, check_blobs, check_pack_trees
 
 from outrider.draft.v1 import draft_pb2
-from outrider.shared.rpc.ipc.frames import FrameKind, FrameSocket
+from outrider.shared.rpc.ipc.frames import EndOfStream, FrameKind, FrameSocket
 from outrider.shared.rpc.ipc.handshake import offers
 from outrider.shared.rpc.ipc.round_mailbox import RoundMailbox
 
@@ -143,7 +144,8 @@ def test_a_peer_that_is_gone_or_stopped_is_waited_for_no_longer_than_the_limit(d
     assert bool(draft.round(1)[1])
     os.kill(draft.process.pid, number)
     started = time.monotonic()
-    draft.tell(2)
+    with contextlib.suppress(EndOfStream):  # of one that is gone, if the system has closed its socket by now
+        draft.tell(2)
     _trees, of_this_round = draft.round(2, limit_s=0.3)
     assert not bool(of_this_round), "what came is of no round"
     assert 0.25 < time.monotonic() - started < 5.0
