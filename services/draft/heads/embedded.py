@@ -10,16 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
 from outrider.shared.nn.layers import Attention, RMSNorm
 from outrider.shared.nn.linear import Linear
-
-MEMORY_SHARE = 0.02
-"""The most of a device's memory that a table may take (1.5 GiB for 128,256 tokens and 6,144 outputs in bf16) …"""
-FREE_SHARE = 0.5
-"""… and of what is free of it."""
-CHUNK_ROWS = 8192
+from outrider.shared.nn.token_products import token_products
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +45,10 @@ def embed_tokens(
         feature_norm: Of the feature.
         fold: Whether the weights of that norm go into the product's: nobody else reads the normed feature.
     """
-    weight, (vocabulary, hidden) = attention.qkv.weight, embedding.shape
-    nbytes = vocabulary * weight.shape[0] * weight.element_size()
-    if embedding.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(embedding.device)
-        if nbytes > min(FREE_SHARE * free, MEMORY_SHARE * total):
-            return None
-    share = weight[:, :hidden]
-    table = torch.empty((vocabulary, weight.shape[0]), dtype=weight.dtype, device=weight.device)
-    for start in range(0, vocabulary, CHUNK_ROWS):
-        rows = slice(start, start + CHUNK_ROWS)
-        table[rows] = functional.linear(norm(embedding[rows]), share)
+    weight, hidden = attention.qkv.weight, embedding.shape[1]
+    table = token_products(embedding, norm, weight[:, :hidden])
+    if table is None:
+        return None
     of_feature, scale = weight[:, hidden:].contiguous(), feature_norm.weight
     if fold:
         of_feature, scale = (of_feature.float() * scale.float()).to(weight.dtype), torch.ones_like(scale)
