@@ -192,6 +192,14 @@ class Results:
         """Return the same of `outrider bench kernels`."""
         return self._latest("kernels", case, {"shape": (SHAPE,)}, "value")
 
+    def latest(self, benchmark: str, case: str | None = None) -> Recorded | None:
+        """Return the latest file of another benchmark on a GPU, or the latest that has a case."""
+        for recorded in self._files:
+            on_a_gpu = str(recorded.settings("device")).startswith("cuda")
+            if recorded.content.get("benchmark") == benchmark and on_a_gpu and (case is None or recorded.row(case) is not None):
+                return recorded
+        return None
+
     def summary(self, name: str) -> tuple[Recorded, Mapping[str, Any]] | None:
         """Return the greedy summary of the latest `outrider bench speculation` that was recorded in `name`."""
         for recorded in self._files:

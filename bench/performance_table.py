@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.bench.performance_goals import GOALS
+from outrider.bench.performance_parts import ceiling_lines, kernel_lines, load_lines
 from outrider.bench.performance_profile import profile_lines
-from outrider.bench.performance_results import Peer, Recorded, Results, read_result
+from outrider.bench.performance_results import Peer, Results
+from outrider.bench.performance_runs import command_lines, run_line
 from outrider.shared.base.errors import ConfigurationError
 
 NOT_MEASURED = "not measured yet"
@@ -90,9 +92,9 @@ def goal_lines(results: Results) -> Iterator[str]:
         mark = "" if goal.met(figure) else " (missed)"
         cells = (goal.what, goal.text, f"**{figure.text}**{mark}", figure.floor, figure.ratio, figure.peer or goal.peer, figure.source.stem)
         yield "| " + " | ".join(cells) + " |"
-    yield from _commands(sources)
+    yield from command_lines(sources)
     for path, peer in sorted(peers.items()):
-        yield _run(path, peer.command, peer.occasion)
+        yield run_line(path, peer.command, peer.occasion)
 
 
 def cost_lines(results: Results) -> Iterator[str]:
@@ -109,7 +111,7 @@ def cost_lines(results: Results) -> Iterator[str]:
         sources |= {exact[0].path, usual[0].path}
         before, after = float(usual[1]["value"]), float(exact[1]["value"])
         yield f"| {case.removeprefix('round ')} | {before:.2f} ms | {after:.2f} ms | {after / before:.2f} |"
-    yield from _commands(sources)
+    yield from command_lines(sources)
 
 
 def time_lines(results: Results) -> Iterator[str]:
@@ -119,7 +121,7 @@ def time_lines(results: Results) -> Iterator[str]:
         yield f"Where a round's time goes is {NOT_MEASURED}."
         return
     yield from profile_lines(recorded)
-    yield from _commands({recorded.path})
+    yield from command_lines({recorded.path})
 
 
 def round_lines(results: Results) -> Iterator[str]:
@@ -153,20 +155,7 @@ def start_lines(results: Results) -> Iterator[str]:
         start = recorded.start
         cells = (what, f"{start['seconds']:.1f}", f"{start['engine_s']:.1f}", str(start["kernels_compiled"]), str(start["kernels_cached"]))
         yield f"| {' | '.join(cells)} |"
-    yield from _commands({recorded.path for recorded in found})
-
-
-def _commands(sources: set[Path]) -> Iterator[str]:
-    if sources:
-        yield ""
-        yield "Commands, and when and where they ran:"
-        for path in sorted(sources):
-            recorded = Recorded(path, read_result(path))
-            yield _run(path, recorded.command, recorded.occasion)
-
-
-def _run(path: Path, command: str, occasion: str) -> str:
-    return f"- [{path.stem}](../bench/results/{path.name}): `{command}` ({occasion})"
+    yield from command_lines({recorded.path for recorded in found})
 
 
 TABLES = (
@@ -174,5 +163,8 @@ TABLES = (
     Table("<!-- cost of --deterministic: made by `outrider bench table` -->", "<!-- end of that cost -->", cost_lines),
     Table("<!-- time of a round: made by `outrider bench table` -->", "<!-- end of that time -->", time_lines),
     Table("<!-- starts: made by `outrider bench table` -->", "<!-- end of the starts -->", start_lines),
+    Table("<!-- ceilings: made by `outrider bench table` -->", "<!-- end of the ceilings -->", ceiling_lines),
+    Table("<!-- kernels: made by `outrider bench table` -->", "<!-- end of the kernels -->", kernel_lines),
+    Table("<!-- load: made by `outrider bench table` -->", "<!-- end of the load -->", load_lines),
     Table("<!-- rounds: made by `outrider bench table` -->", "<!-- end of the rounds -->", round_lines),
 )

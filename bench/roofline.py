@@ -107,7 +107,7 @@ def _read(device: torch.device, nbytes: int) -> Times:
     source = _noise(nbytes, device).view(torch.float32)
     if device.type != "cuda":
         return measure(source.sum, device)
-    from outrider.bench.read_kernel import read_all
+    from outrider.bench.ceiling_kernels import read_all
 
     return measure(lambda: read_all(source), device)
 

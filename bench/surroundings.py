@@ -26,6 +26,7 @@ VARIABLES = (
     "TRITON_INTERPRET",
 )
 PREFIXES = ("NCCL_", "OUTRIDER_")
+TOLD_ELSEWHERE = ("NCCL_VERSION",)
 SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 DEFAULT_PIPES = "/tmp/nvidia-mps"
@@ -38,7 +39,7 @@ def recorded_environment() -> dict[str, str]:
     matters = {
         name: value
         for name, value in os.environ.items()
-        if name in VARIABLES or (name.startswith(PREFIXES) and not any(word in name for word in SECRET))
+        if name in VARIABLES or (name.startswith(PREFIXES) and name not in TOLD_ELSEWHERE and not any(word in name for word in SECRET))
     }
     return {name: Path(value).name if value.startswith("/") else value for name, value in sorted(matters.items())}
 

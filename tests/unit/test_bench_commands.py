@@ -128,6 +128,8 @@ def test_kernels_run_against_their_floors(tmp_path: Path) -> None:
         assert any(case.startswith(kind) for case in rows), kind
     assert all(row["ratio"] > 0 for row in rows.values())
     assert "tree_attention prefill" in output
+    launch = json.loads((tmp_path / "kernels-cpu.json").read_text())["settings"]["launch_us"]
+    assert all(row["floor"] >= 0.99 * launch for row in rows.values()), "nothing takes less than a launch"
 
     for package in kernel_packages():
         functions = tuple(name for name in importlib.import_module(f"outrider.kernels.{package}").__all__ if name.islower())

@@ -17,6 +17,7 @@ from outrider.bench.idle import summarise_kernels
 from outrider.bench.latency import parse_shapes
 from outrider.bench.load import Experience, Load, summarise_load
 from outrider.bench.performance_goals import GOALS
+from outrider.bench.performance_parts import ceiling_lines, kernel_lines, load_lines
 from outrider.bench.performance_results import Recorded, Results
 from outrider.bench.performance_table import NOT_MEASURED, TABLES, cost_lines, goal_lines, round_lines, run_table, start_lines, time_lines
 from outrider.bench.record import Result, Row
@@ -341,6 +342,33 @@ def test_a_profile_is_summed_up_by_what_kernels_are_for(tmp_path: Path) -> None:
     assert lines[0] == "| shares of the GPU's time | plain, batch 1 |"
     assert [line.rsplit("| ", 1)[1] for line in lines[2:7]] == ["65.0 % |", "21.0 % |", "3.0 % |", "2.0 % |", "1.2 %; 0.4 % |"]
     assert lines[-1] == "- [p](../bench/results/p.json): `outrider bench latency --profile` (1970-01-01 00:00 UTC, CPU)"
+
+
+def test_parts_have_tables_of_their_own(tmp_path: Path) -> None:
+    for lines in (ceiling_lines, kernel_lines, load_lines):
+        assert "not measured" in next(lines(Results(tmp_path)))
+    rated = {"case": "device read", "value": 4532.4, "unit": "GB/s", "floor": 4810.0, "floor_of": "rated", "ratio": 1.061}
+    record(tmp_path, "roofline", "roofline", {"device": "cuda"}, [rated])
+    assert list(ceiling_lines(Results(tmp_path)))[2] == "| device read | 4,532 GB/s | 4,810 GB/s (rated) | 1.06 |"
+    rows = [
+        {"case": case, "value": 2.0, "unit": "us", "floor": 1.0, "floor_of": bound, "ratio": ratio}
+        for case, bound, ratio in (
+            ("rms_norm, 1 rows", "launch", 1.5),
+            ("rms_norm, 64 rows", "launch", 2.0),
+            ("project_add o 4096×4096, 1 rows", "bytes", 1.1),
+            ("feature_rows.place_rows, 6 rows", "launch", 1.2),
+            ("forward 1 rows, batch 1, context 768", "bytes", 1.3),
+        )
+    ]
+    record(tmp_path, "kernels", "kernels", {"device": "cuda"}, rows)
+    record(tmp_path, "passes", "kernels", {"device": "cuda"}, rows[-1:], "2026-02-01")
+    assert list(kernel_lines(Results(tmp_path)))[2:5] == [
+        "| `rms_norm` | 2 | a launch | 1.50 | 2.00 | 64 rows: 2 us |",
+        "| `project_add` | 1 | bytes | 1.10 | 1.10 | o 4096×4096, 1 rows: 2 us |",
+        "| `feature_rows.place_rows` | 1 | a launch | 1.20 | 1.20 | 6 rows: 2 us |",
+    ]
+    record(tmp_path, "serve", "serve", {"device": "cuda"}, [rated | {"case": "requests", "unit": "req/s"}])
+    assert "| requests | 4,532 req/s |" in list(load_lines(Results(tmp_path)))[2]
 
 
 def test_rounds_stand_beside_those_of_the_peer(tmp_path: Path) -> None:

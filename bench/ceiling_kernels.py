@@ -1,10 +1,12 @@
-"""A kernel that only reads: the bandwidth that weights can be streamed at. torch's reductions do not reach it."""
+"""Kernels that show what floors are made of: one only reads, which is how fast weights can be streamed (torch's reductions are slower); one
+does nothing, which is what a launch takes at least."""
 
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 BLOCK = 8192
 BLOCKS_PER_PROGRAM = 8
@@ -28,3 +30,16 @@ def read_all(source: torch.Tensor) -> torch.Tensor:
     sums = torch.empty(programs, dtype=torch.float32, device=source.device)
     _read[(programs,)](source, sums, size, BLOCK=BLOCK, BLOCKS=BLOCKS_PER_PROGRAM, num_warps=8)
     return sums
+
+
+@triton.jit
+def _nothing(x, PDL: tl.constexpr):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+def launch_nothing(x: torch.Tensor) -> None:
+    """Launch a program that ends at once, early (programmatic dependent launch) where the GPU can, as the kernels of a round are."""
+    early = torch.cuda.get_device_capability(x.device) >= (9, 0)
+    _nothing[(1,)](x, PDL=early, num_warps=1, **({"launch_pdl": True} if early else {}))
