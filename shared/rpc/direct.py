@@ -88,6 +88,7 @@ class ClientStream:
         self._status: Any = None
         self._reading = threading.Lock()
         self._taken = False
+        self._given_back = threading.Event()
         self._taken_at = 0.0
         self._deadline = math.inf
         # How long the last `receive_within` was to wait at most.
@@ -169,6 +170,7 @@ class ClientStream:
             first, self._taken = not self._taken, True
             self._deadline, self._patience = deadline, seconds
             if first:
+                self._given_back.clear()
                 self._operate((), _Tag.LOOK)
         message = self._pop_early()
         if message is None and not self._dealt_with_others():
@@ -180,7 +182,9 @@ class ClientStream:
 
     def give_back(self) -> None:
         """Let the thread in `receive` read again, now; for the thread of `receive_within`, which expects nothing soon."""
-        self._taken = False
+        with self._lock:
+            self._taken = False
+            self._given_back.set()
 
     def poll(self) -> list[bytes]:
         """Return what has come, without waiting; nothing while the thread in `receive` reads, which it does until `receive_within`.
@@ -241,7 +245,7 @@ class ClientStream:
 
     def _watch(self) -> None:
         """While another thread reads: end its wait in time, and take over when it has read for the last time."""
-        time.sleep(min(max(WATCH_S, self._patience), LONGEST_WATCH_S))
+        self._given_back.wait(min(max(WATCH_S, self._patience), LONGEST_WATCH_S))
         now = time.monotonic()
         with self._lock:
             if now >= self._deadline:

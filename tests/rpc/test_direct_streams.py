@@ -217,16 +217,19 @@ def test_messages_go_out_though_nobody_reads(serve: Serve, monkeypatch: pytest.M
     assert not reader.thread.is_alive()
 
 
-def test_the_reader_goes_on_when_it_is_let(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reader_goes_on_at_once_when_it_is_let(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct, "KEEP_S", 1e3)
+    monkeypatch.setattr(direct, "LONGEST_WATCH_S", 2 * WAIT_S)
     stream = serve(Echo(lambda to, message: to.send(message)))
     reader = Reader(stream)
     exchange(stream, reader, b"first")
     exchange(stream, reader, b"second")
     assert stream.taken
     stream.give_back()
+    started = time.monotonic()
     stream.send(b"third")
     assert reader.got.get(timeout=WAIT_S) == b"third"
+    assert time.monotonic() - started < WAIT_S / 2
     stream.cancel()
     reader.thread.join(WAIT_S)
     assert not reader.thread.is_alive()
