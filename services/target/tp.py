@@ -103,14 +103,27 @@ class RankGroup:
         """Of the ranks that this process started, from rank 1 on."""
         return [process.pid for process in self._processes]
 
+    @property
+    def exit_codes(self) -> list[int | None]:
+        """Of the same processes; None: it runs."""
+        return [process.returncode for process in self._processes]
+
     def close(self) -> None:
-        """End the other ranks; returns when those that this process started are gone, or ends this process too if it cannot leave them."""
+        """End the other ranks; returns when those that this process started are gone, or ends this process too if it cannot leave them.
+
+        All ranks leave NCCL at once: none comes out of it alone, and this process's part is what the others wait for.
+        """
         self._lead.close()
-        _end(self._processes, STOP_TIMEOUT_S if self.failure is None else FAILED_STOP_TIMEOUT_S)
         if self.failure is None:
-            leaving = _in(STOP_TIMEOUT_S, lambda: os._exit(1))  # NCCL waits for ever for what a rank that had to be killed does not do
+            leaving = _in(STOP_TIMEOUT_S, self._give_up)
             self._collectives.close()
             leaving.cancel()
+        _end(self._processes, STOP_TIMEOUT_S if self.failure is None else FAILED_STOP_TIMEOUT_S)
+
+    def _give_up(self) -> None:
+        """A rank does not leave, and NCCL waits for it for ever."""
+        _end(self._processes, 0.0)
+        os._exit(1)
 
 
 def end_soon(error: OutriderError) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import os
 import select
 import signal
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from outrider.common.v1 import common_pb2
 from outrider.kernels.verify import SamplingTensors
 from outrider.services.target.numerics import prepare_decoder
 from outrider.services.target.settings import TargetSettings
-from outrider.services.target.tp import end_soon, start_group
+from outrider.services.target.tp import RankGroup, end_soon, start_group
 from outrider.shared.attn.base import AttentionBatch, build_batch
 from outrider.shared.attn.create import create_backend
 from outrider.shared.base.errors import OutriderError
@@ -118,6 +119,14 @@ def greedy(rows: int, device: torch.device) -> SamplingTensors:
     return SamplingTensors(zeros, ints, zeros + 1, zeros, zeros.long(), ints, all_greedy=True, any_filter=False)
 
 
+def close(group: RankGroup) -> None:
+    """All ranks leave by themselves: none waits for another until it is killed."""
+    begun = time.monotonic()
+    group.close()
+    print(f"closed in {time.monotonic() - begun:.1f} s")
+    assert set(group.exit_codes) == {0}
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """One list entry per step: the prompt, one row behind it, `NODES` rows behind it.
@@ -178,7 +187,7 @@ def compare(folder: Path, size: int, dtype: str, reduce: str, quantization: str 
         graphs.clear()
         return Comparison(errors, of_one, distances, differing, type(group.decoder.reduce).__name__)
     finally:
-        group.close()
+        close(group)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance", "reduce"), [
@@ -238,7 +247,7 @@ def moved_rows(folder: Path, size: int, reduce: str) -> tuple[float, float]:
             found.append((before, after))
         return float((found[0][1] - found[0][0]).norm()), float((found[1][1] - found[0][1]).norm() / found[0][1].norm())
     finally:
-        group.close()
+        close(group)
 
 
 @pytest.mark.parametrize("reduce", ["auto", "group"])

@@ -58,6 +58,7 @@ def group(folder: Path) -> Iterator[RankGroup]:
     yield group
     pids = group.process_ids
     group.close()
+    assert group.exit_codes == [0], "it left by itself"
     assert failures == []
     for pid in pids:
         with pytest.raises(ProcessLookupError):
