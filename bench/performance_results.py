@@ -19,8 +19,8 @@ PLAIN_SETTINGS = frozenset(
     )
 )  # fmt: skip
 """What every run of `outrider bench latency` tells; a run that tells more was told to compute otherwise (``--set``)."""
-WHERE_THINGS_LIE = ("CUDA_MPS_PIPE_DIRECTORY", "TRITON_CACHE_DIR")
-"""Variables of an environment that name places and change no figure: `mps` in the settings says what pipes are for."""
+NO_MATTER = ("CUDA_MPS_PIPE_DIRECTORY", "NCCL_VERSION", "TRITON_CACHE_DIR")
+"""Variables of an environment that name places or versions and change no figure: `mps` in the settings says what pipes are for."""
 PROFILED = ("gpu_idle", "gpu_idle_between")
 """What only a run with ``--profile`` tells, which measures every round once."""
 OFF = ("false", "none", "auto")
@@ -78,8 +78,8 @@ class Recorded:
     def command(self) -> str:
         """What was run, behind the variables of its environment that bear on figures."""
         environment: Mapping[str, str] = self.content.get("environment", {})
-        variables = " ".join(f"{name}={value} " for name, value in environment.items() if name not in WHERE_THINGS_LIE)
-        return variables + " ".join(map(str, self.content.get("command", ())))
+        variables = [f"{name}={value}" for name, value in environment.items() if name not in NO_MATTER]
+        return " ".join((*variables, *map(str, self.content.get("command", ()))))
 
     @property
     def occasion(self) -> str:
