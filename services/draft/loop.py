@@ -116,9 +116,11 @@ class DraftLoop:
     def advance(self) -> None:
         """Take in now the rows that wait, which the next step would do; only within a command, on whatever thread that runs.
 
-        Not while a tree is asked for, which that thread would have to wait for.
+        Where a tree is asked for, which that thread would have to wait for, the engine thread does it.
         """
-        if not self.engine.sessions.ready() and self.engine.has_work():
+        if self.engine.sessions.ready():
+            self._thread.wake()
+        elif self.engine.has_work():
             self._draft()
 
     def stay_awake(self, seconds: float) -> None:

@@ -11,6 +11,7 @@ import torch
 from toys import make_toy_eagle3, make_toy_target
 
 from outrider.draft.v1 import draft_pb2
+from outrider.services.draft import loop as draft_loop
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.loop import DraftLoop, Peer
@@ -201,3 +202,20 @@ def test_rows_are_not_computed_here_where_a_tree_is_asked_for(
         assert not prompt.computed_on
         assert prompt.session.ask is not None
     loop.call(lambda: engine.close(prompt.session.peer, 200))
+
+
+def test_rows_that_complete_what_a_tree_is_asked_for_wake_the_engine_thread(loop: DraftLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_loop, "EXPIRY_PERIOD_S", 1e6)  # what else would wake it
+    for number in range(10):
+        with monkeypatch.context() as patch:
+            prompt = Prompt(loop, 300 + number, patch)
+            ask = Ask(0, DraftShape(2, 2, 4), asked_s=0.0)
+            commit = Commit(prompt.fence, len(Prompt.TOKENS), (), None)
+            loop.call(lambda prompt=prompt, commit=commit, ask=ask: prompt.engine.commit(prompt.session.peer, commit, ask))  # type: ignore[misc]
+            prompt.bring(0, 8)
+            for _ in range(1000):
+                if prompt.session.ask is None:
+                    break
+                threading.Event().wait(0.005)
+            assert prompt.session.ask is None
+            loop.call(lambda prompt=prompt: prompt.engine.close(prompt.session.peer, prompt.fence.session_id))  # type: ignore[misc]
