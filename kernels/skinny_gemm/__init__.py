@@ -55,7 +55,8 @@ def project(x: torch.Tensor, weight: torch.Tensor, *, scales: torch.Tensor | Non
 def project_normed(stream: Stream, weight: torch.Tensor, *, tile: Tile | None = None) -> torch.Tensor:
     """Return ``norm(stream) @ weight.T``, or the parts of it: `project`, with what is left of the norm.
 
-    A dot divides in its tail. The many programs of a single row would each read all sums of squares: there the row is normed before.
+    A dot divides in its tail, and so do programs that stay. The many others of a single row would each read all sums of squares: there the
+    row is normed before.
     """
     x = stream.scaled
     _check(x, weight, None)
@@ -63,7 +64,7 @@ def project_normed(stream: Stream, weight: torch.Tensor, *, tile: Tile | None = 
         from outrider.kernels.skinny_gemm import triton as compiled
 
         chosen = tile or choose_tile(Epilogue.PLAIN, x, weight)
-        if chosen.method is Method.DOT:
+        if chosen.method in (Method.DOT, Method.STAY):
             return compiled.project(x, weight, None, chosen, stream)
     return project(normalise(stream), weight, tile=tile)
 

@@ -108,6 +108,7 @@ def test_gated_products(dtype: torch.dtype, rows: int, size: int, width: int, ti
 def test_products_of_what_is_still_to_be_normed(dtype: torch.dtype, tile: Tile | None) -> None:
     check_project_normed("cpu", dtype, 3, 40, 70, tile, Guards())
     check_project_normed("cpu", dtype, 1, 40, 64, tile, Guards(), normed=tile is None)
+    check_project_normed("cpu", dtype, 1, 40, 70, STAY, Guards())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
