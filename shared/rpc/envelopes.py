@@ -7,6 +7,7 @@ writes: the blob is the last field of a message that is the only field of the on
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from outrider.draft.v1 import draft_pb2
@@ -19,6 +20,8 @@ REPLIES = draft_pb2.SessionReply.DESCRIPTOR.fields_by_name
 Blob = bytes | memoryview
 LENGTH_DELIMITED = 2
 MOST_LENGTH_BYTES = 5
+LENGTHS_KEPT = 1024
+"""Blobs have few sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +55,11 @@ class Envelope:
 
     def open(self, message: bytes) -> memoryview | None:
         """Return the blob of a message that `seal` could have made, a view of its bytes; None for every other message."""
-        length_at = len(self.outer_tag)
-        found = _read_varint(message, length_at)
-        if found is None or not message.startswith(self.outer_tag):
+        lengths = _lengths(len(self.outer_tag), len(self.inner), len(message))
+        if lengths is None:
             return None
-        inner_length, inner_at = found
-        if inner_at + inner_length != len(message) or not message.startswith(self.inner, inner_at):
-            return None
-        found = _read_varint(message, inner_at + len(self.inner))
-        if found is None or found[1] + found[0] != len(message):
-            return None
-        return memoryview(message)[found[1] :]
+        head = b"".join((self.outer_tag, lengths[0], self.inner, lengths[1]))
+        return memoryview(message)[len(head) :] if message.startswith(head) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +84,7 @@ def _tag(field: int) -> bytes:
     return _varint(field << 3 | LENGTH_DELIMITED)
 
 
+@functools.lru_cache(LENGTHS_KEPT)
 def _varint(value: int) -> bytes:
     out = bytearray()
     while value > 0x7F:
@@ -96,11 +94,13 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-def _read_varint(data: bytes, at: int) -> tuple[int, int] | None:
-    """Return a length and where it ends; None where there is none."""
-    value = 0
-    for shift, byte in enumerate(data[at : at + MOST_LENGTH_BYTES]):
-        value |= (byte & 0x7F) << 7 * shift
-        if byte < 0x80:
-            return value, at + shift + 1
+@functools.lru_cache(LENGTHS_KEPT)
+def _lengths(tag: int, inner: int, total: int) -> tuple[bytes, bytes] | None:
+    """Return the two lengths in a message of `total` bytes, whose tag and inner part have so many; None if there is none of that size."""
+    for taken in range(1, MOST_LENGTH_BYTES + 1):
+        behind = total - tag - taken
+        for also_taken in range(1, MOST_LENGTH_BYTES + 1):
+            size = behind - inner - also_taken
+            if size >= 0 and len(_varint(behind)) == taken and len(_varint(size)) == also_taken:
+                return _varint(behind), _varint(size)
     return None

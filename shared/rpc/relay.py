@@ -9,6 +9,7 @@ that waits for it; where it does, the watch ends the wait at its limit.
 from __future__ import annotations
 
 import os
+import struct
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from outrider.shared.rpc.ipc.slots import SharedMemory
 
 STATE_BYTES = 512 * 1024
 """Ten sequences of 6 rows of 4096 in bf16. A state holds all rows, accepted or not: of larger batches less travels by way of the host."""
+NUMBER = struct.Struct("<i")
 LEAST_STATE_BYTES = 256
 """Its header. What a state lacks behind that holds nothing that counts."""
 TREES_BYTES = 64 * 1024
@@ -41,7 +43,7 @@ class PinnedSlots:
         with torch.inference_mode(False):
             self._tensor = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
         self.array: NDArray[np.uint8] = self._tensor.numpy()
-        self.words: NDArray[np.int32] = self.array.view(np.int32)
+        self.bytes = self.array.data
         self.pointer = self._tensor.data_ptr()
 
 
@@ -97,9 +99,7 @@ class StreamRelay:
 
     def give(self, number: int, blob: torch.Tensor) -> None:
         """Enqueue that this side's blob of a round goes to the host, see `RoundMailbox.send`."""
-        self._mailbox.send(number, blob)
-        with torch.cuda.device(self._device):
-            self._given[number % SLOTS].record()
+        self._mailbox.send(number, blob, self._given[number % SLOTS])
 
     def take(self, number: int, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
         """Enqueue that the peer's blob of a round comes, see `RoundMailbox.receive`."""
@@ -123,8 +123,8 @@ class StreamRelay:
         if enqueued != number or not (self._least or num_bytes) <= size <= num_bytes:
             raise ProtocolError(f"A blob of {size} bytes where {num_bytes} are due.", field="rounds")
         start = self._in(number)
-        self._slots.array[start : start + size] = np.frombuffer(data, dtype=np.uint8)
-        self._slots.words[start // 4] = number
+        self._slots.bytes[start : start + size] = data
+        NUMBER.pack_into(self._slots.bytes, start, number)
         self._peer.give(number)
 
     def release(self, number: int) -> None:

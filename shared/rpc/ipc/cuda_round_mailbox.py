@@ -64,8 +64,8 @@ class StreamMailbox:
         """See `RoundMailbox.broken`."""
         return self._watch.broken
 
-    def send(self, number: int, blob: torch.Tensor) -> None:
-        """See `RoundMailbox.send`."""
+    def send(self, number: int, blob: torch.Tensor, put: torch.cuda.Event | None = None) -> None:
+        """See `RoundMailbox.send`; `put` is recorded as soon as the blob lies in its slot."""
         slot = self._slots.pointer + self._out(number)
         with self._current() as stream:
             if self._by_kernel(blob):
@@ -73,6 +73,8 @@ class StreamMailbox:
             else:
                 _write_value(stream, blob.data_ptr(), number)
                 copy_async(slot, blob.data_ptr(), blob.nbytes, self._device)
+            if put is not None:
+                put.record()
             _write_value(stream, self._base + self._words.given_at, number)
 
     def receive(self, number: int, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
