@@ -13,7 +13,7 @@ from outrider.kernels.ahead import compile_ahead
 from outrider.services.target.bucketed_verify import Buckets
 from outrider.services.target.device_loop import OverlapPlan
 from outrider.services.target.engine import TargetEngine
-from outrider.services.target.offers import MOST_ROWS
+from outrider.services.target.offers import MOST_ROWS, offered_shapes
 from outrider.services.target.request import SpeculationMode
 from outrider.services.target.settings import OverlapSchedule, Quantization, TargetSettings
 from outrider.shared.engine.graphs import GraphCache
@@ -37,6 +37,7 @@ class GraphPlan:
         overlap: Which rounds stay on the device; None for none.
         buckets: What passes of host-driven rounds are padded to; None runs them as they come.
         shapes: The usual shapes of rounds.
+        forms: What `auto` chooses its shapes within.
         prefills: Rows of the passes over short prompts.
     """
 
@@ -44,6 +45,7 @@ class GraphPlan:
     overlap: OverlapPlan | None
     buckets: Buckets | None
     shapes: tuple[DraftShape, ...]
+    forms: tuple[DraftShape, ...]
     prefills: tuple[int, ...]
 
     def shapes_at(self, batch_size: int) -> tuple[DraftShape, ...]:
@@ -71,7 +73,7 @@ def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool) -> GraphPl
     # Padding moves a row within its tile, which batch-invariant kernels do not allow for; ranks would have to gather one row's logits.
     sizes = FP8_PREFILL_SIZES if settings.quantization is Quantization.FP8 else PREFILL_SIZES
     prefills = sizes if graphs and not settings.deterministic and settings.tp == 1 else ()
-    return GraphPlan(graphs, overlap if on else None, buckets if graphs else None, (NO_DRAFT, *dict.fromkeys(usual)), prefills)
+    return GraphPlan(graphs, overlap if on else None, buckets if graphs else None, (NO_DRAFT, *dict.fromkeys(usual)), auto.forms, prefills)
 
 
 def record_graphs(engine: TargetEngine, graphs: GraphCache, plan: GraphPlan, *, to_console: bool) -> None:
@@ -94,7 +96,7 @@ def record_graphs(engine: TargetEngine, graphs: GraphCache, plan: GraphPlan, *, 
 def compile_kernels(
     engine: TargetEngine, graphs: GraphCache, plan: GraphPlan, more: Sequence[Callable[[], object]], *, to_console: bool
 ) -> None:
-    """Have the kernels of all that `record_graphs` records, and of `more`, compiled by several processes at once, if they are not yet.
+    """Have the kernels of `more`, and of all that `record_graphs` records, compiled by several processes at once, if they are not yet.
 
     Not where other ranks would have to go along.
     """
@@ -102,10 +104,20 @@ def compile_kernels(
         return
     started = time.monotonic()
     with _progress("compiling kernels", to_console) as progress:
-        works = [*(record for _, record in _recordings(engine, plan)), *more]
+        works = [*more, *(record for _, record in _recordings(engine, plan))]
         compiled = compile_ahead(graphs.device, works, progress.tell)
     if compiled:
         _log.info("kernels compiled", kernels=compiled, seconds=round(time.monotonic() - started, 1))
+
+
+def offered_recordings(engine: TargetEngine, plan: GraphPlan) -> list[Callable[[], None]]:
+    """Return what records the rounds that `auto` chooses at times, and that are recorded when it first does.
+
+    A stream waits for that recording, but it shall not wait for compilers: what it needs is rehearsed at the start.
+    """
+    sizes = () if plan.buckets is None else reversed(plan.buckets.batch_sizes)
+    unusual = ((bs, shape) for bs in sizes for shape in offered_shapes(plan.forms, bs) if shape not in plan.shapes)
+    return [record for bs, shape in unusual for record in engine.recordings(bs, shape)]
 
 
 def _recordings(engine: TargetEngine, plan: GraphPlan) -> Iterator[tuple[str, Callable[[], None]]]:

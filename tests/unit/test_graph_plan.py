@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from outrider.services.target.bucketed_verify import Buckets
-from outrider.services.target.graph_plan import FP8_PREFILL_SIZES, PREFILL_SIZES, plan_graphs
+from outrider.services.target.engine import TargetEngine
+from outrider.services.target.graph_plan import FP8_PREFILL_SIZES, PREFILL_SIZES, offered_recordings, plan_graphs
 from outrider.services.target.offers import offered_shapes
 from outrider.services.target.request import SpeculationMode
 from outrider.services.target.settings import TargetSettings
@@ -51,6 +53,22 @@ def test_auto_is_offered_a_tree_and_chains_no_larger_than_pays() -> None:
     assert set(offered_shapes(forms, 32)) == {tree, *chains}
     assert set(offered_shapes(forms, 64)) == set(chains[:-1]), "704 rows cost more than they yield"
     assert offered_shapes(forms[1:], 400) == (chains[0],), "the smallest is always there"
+
+
+def test_what_auto_may_choose_and_nobody_records_is_rehearsed() -> None:
+    asked: list[tuple[int, DraftShape]] = []
+
+    class Engine:
+        def recordings(self, bs: int, shape: DraftShape) -> list[Callable[[], None]]:
+            return [lambda: asked.append((bs, shape))]
+
+    engine = cast(TargetEngine, Engine())
+    plan = plan_graphs(settings(max_running_requests=64), cuda=True, waits=False)
+    for record in offered_recordings(engine, plan):
+        record()
+    assert {shape for bs, shape in asked if bs == 32} == {DraftShape(depth, 1, depth + 1) for depth in (1, 3, 10)}
+    assert {shape for bs, shape in asked if bs == 64} == {DraftShape(depth, 1, depth + 1) for depth in (1, 3)}
+    assert offered_recordings(engine, plan_graphs(settings(), cuda=False, waits=True)) == []
 
 
 @pytest.mark.parametrize(
