@@ -18,6 +18,11 @@ FREE_SHARE = 0.5
 CHUNK_ROWS = 8192
 
 
+def fits(nbytes: int, free: int, total: int) -> bool:
+    """Return whether a table may take so many bytes of a device."""
+    return nbytes <= min(FREE_SHARE * free, MEMORY_SHARE * total)
+
+
 def token_products(embedding: torch.Tensor, norm: RMSNorm, weight: torch.Tensor) -> torch.Tensor | None:
     """Return ``norm(embedding) @ weight.T``, ``[vocabulary, out]``, or None where it would take too much memory.
 
@@ -27,10 +32,8 @@ def token_products(embedding: torch.Tensor, norm: RMSNorm, weight: torch.Tensor)
         weight: ``[out, hidden]``; its rows may be strided.
     """
     vocabulary, out = embedding.shape[0], weight.shape[0]
-    if embedding.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(embedding.device)
-        if vocabulary * out * weight.element_size() > min(FREE_SHARE * free, MEMORY_SHARE * total):
-            return None
+    if embedding.device.type == "cuda" and not fits(vocabulary * out * weight.element_size(), *torch.cuda.mem_get_info(embedding.device)):
+        return None
     table = torch.empty((vocabulary, out), dtype=weight.dtype, device=weight.device)
     for start in range(0, vocabulary, CHUNK_ROWS):
         rows = slice(start, start + CHUNK_ROWS)
