@@ -12,13 +12,17 @@ import torch
 
 from outrider.services.doctor.finding import Finding
 from outrider.services.doctor.pair import Pair, expected_of
+from outrider.services.draft.heads.eagle3 import Eagle3Head
+from outrider.services.draft.heads.head_config import HeadConfig
 from outrider.services.target.memory import Memory, working_bytes
 from outrider.services.target.memory import plan_memory as plan_memory_of_target
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.kv.pool import token_bytes
 from outrider.shared.nn.config import ModelConfig
+from outrider.shared.nn.generic.layout import GenericConfig
 from outrider.shared.nn.loader import CheckpointReader
+from outrider.shared.nn.token_products import fits
 from outrider.shared.spec.algorithm import Algorithm
 
 GIB = 1 << 30
@@ -36,7 +40,7 @@ class MemoryPlan:
     """Bytes, with target and draft in one process on one device.
 
     Attributes:
-        target_weights, draft_weights: At the dtype of serving; what the draft borrows counts once.
+        target_weights, draft_weights: At the dtype of serving, with a GPU's tables of first layers; what the draft borrows counts once.
         target_kv_per_token: Keys, values (or latents) and the feature row of one token.
         draft_kv_per_token: Keys and values of the draft.
         context: Tokens of the target's full context.
@@ -74,10 +78,14 @@ def plan_memory(pair: Pair) -> MemoryPlan:
         config.num_layers, config.num_kv_heads, config.head_dim, pair.dtype, feature_size, latent=config.latent is not None
     )
     target_weights = _weights(pair.target, config, pair.dtype)
+    available, total = device_memory(pair.device)
+    if pair.device.type == "cuda":
+        target_weights += table_bytes(config, pair.dtype, available - target_weights, total)
+        if pair.drafts and pair.choice.algorithm is Algorithm.EAGLE and pair.head.algorithm == Eagle3Head.algorithm:
+            draft_weights += table_bytes(pair.head_config, pair.dtype, available - target_weights - draft_weights, total)
     weights = target_weights + draft_weights
     workspace = int(weights * WORKSPACE)
     context = config.max_position_embeddings
-    available, total = device_memory(pair.device)
     settings = TargetSettings.load({"model": pair.target})
     reserve = working_bytes(settings, config, pair.dtype) if pair.device.type == "cuda" else 0
     memory = None
@@ -101,6 +109,14 @@ def plan_memory(pair: Pair) -> MemoryPlan:
         available=available,
         total=total,
     )
+
+
+def table_bytes(config: ModelConfig | HeadConfig, dtype: torch.dtype, free: int, total: int) -> int:
+    """Return what a first layer's products of all embeddings take of a GPU, 0 where they are not kept; see `token_products`."""
+    dense = isinstance(config, HeadConfig) or (config.experts is None and not isinstance(config, GenericConfig))
+    fused = dense and config.latent is None and dtype is not torch.float16
+    nbytes = config.vocab_size * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * dtype.itemsize
+    return nbytes if fused and fits(nbytes, free, total) else 0
 
 
 def check_memory(pair: Pair) -> Iterator[Finding]:

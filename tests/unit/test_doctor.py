@@ -15,13 +15,14 @@ from typer.testing import CliRunner
 
 from outrider.services import cli
 from outrider.services.doctor.finding import Severity
-from outrider.services.doctor.memory import plan_memory
+from outrider.services.doctor.memory import plan_memory, table_bytes
 from outrider.services.doctor.pair import Pair
 from outrider.services.doctor.probe import Measured, judge_probe, run_probe
 from outrider.services.doctor.statistics import describe, is_finite
 from outrider.services.doctor.vocabulary_map import D2tMeaning, d2t_meaning
 from outrider.services.draft.algorithm import Algorithm
 from outrider.services.draft.heads.eagle3_config import AUX_KEY, Eagle3Config
+from outrider.shared.nn.config import ModelConfig
 from outrider.shared.spec.tree import DraftShape
 
 torch.set_num_threads(1)
@@ -197,6 +198,16 @@ def test_memory_adds_up(target: Path, tmp_path: Path) -> None:
     assert plan.target_kv_per_token == 2 * (2 * 8 * 2 * 16 + HIDDEN)  # K and V of 8 layers, 2 heads of 16, and a feature row
     assert plan.draft_kv_per_token == 2 * (2 * 2 * 16)
     assert plan.target_weights < plan.minimum <= plan.full_context
+
+
+def test_tables_of_a_gpu_are_counted(target: Path) -> None:
+    config = ModelConfig.from_dir(target)
+    nbytes = VOCAB * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * 2
+    free, total = 2 * nbytes, 50 * nbytes
+    assert table_bytes(config, torch.bfloat16, free, total) == nbytes
+    assert table_bytes(config, torch.bfloat16, free - 1, total) == 0
+    assert table_bytes(config, torch.bfloat16, free, total - 1) == 0
+    assert table_bytes(config, torch.float16, free, total) == 0
 
 
 def test_a_pair_that_does_not_fit_is_refused(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
