@@ -168,6 +168,7 @@ def serve(
     api_key: Annotated[str | None, typer.Option(help="Key to send, if the gateway wants one.")] = None,
     request_rate: Annotated[float, typer.Option(help="Requests per second on average (Poisson).")] = 2.0,
     duration: Annotated[float, typer.Option(help="Seconds during which requests arrive.")] = 30.0,
+    warm_up: Annotated[float, typer.Option(min=0.0, help="Seconds of such a load before it, which are not counted.")] = 0.0,
     prompts: Prompts = None,
     prompt_tokens: Annotated[
         int | None, typer.Option(min=1, help="Random prompts of so many token ids.", show_default="the prompts of --prompts")
@@ -214,6 +215,7 @@ def serve(
         api=Api(api),
         api_key=api_key,
         load=Load(request_rate, duration, seed),
+        warm_up_s=warm_up,
         prompts=prompts,
         prompt_tokens=prompt_tokens,
         max_tokens=max_tokens,

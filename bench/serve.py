@@ -49,6 +49,7 @@ class ServeOptions:
         url, grpc: Of a running gateway.
         api: Which of its endpoints, of a stack that is started here.
         load: When requests arrive.
+        warm_up_s: For how long they arrive before anything is counted.
         prompts: File of prompts; None: the embedded ones, or random token ids of `prompt_tokens` each.
     """
 
@@ -58,6 +59,7 @@ class ServeOptions:
     api: Api
     api_key: str | None
     load: Load
+    warm_up_s: float
     prompts: Path | None
     prompt_tokens: int | None
     max_tokens: int
@@ -93,6 +95,7 @@ def run_serve(options: ServeOptions) -> int:
         "api": "rest" if url else "grpc",
         "request_rate": options.load.rate,
         "duration_s": options.load.duration_s,
+        "warm_up_s": options.warm_up_s,
         "max_tokens": options.max_tokens,
         "prompt_tokens": options.prompt_tokens,
         "temperature": options.temperature,
@@ -136,6 +139,9 @@ async def _measure(
 ) -> tuple[LoadSummary, LoadSummary]:
     client = _client(options, url, grpc)
     try:
+        if options.warm_up_s:
+            before = Load(options.load.rate, options.warm_up_s, options.load.seed + 1)
+            await run_load(client, before, lambda index: requests[index % len(requests)], lambda _answered: None)
         lone = [await ask(client, requests[index % len(requests)]) for index in range(ALONE + 1)][1:]
         if all(experience.error for experience in lone):
             raise UnavailableError(f"No request is answered: {lone[0].error}", field="url")

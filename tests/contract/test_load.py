@@ -45,6 +45,14 @@ def test_every_request_is_answered_and_measured(stack: Stack, fake: FakeTarget, 
     assert all(len(seen.prompt_ids) == 12 for seen in fake.seen)
 
 
+def test_what_warms_up_is_not_counted(stack: Stack, fake: FakeTarget, tmp_path: Path) -> None:
+    _code, cold = bench_serve(("--url", stack.base_url), tmp_path / "cold.json")
+    sent = len(fake.seen)
+    _code, warm = bench_serve(("--url", stack.base_url), tmp_path / "warm.json", "--warm-up", "0.5")
+    assert warm["requests"] == cold["requests"]
+    assert len(fake.seen) - sent > sent
+
+
 def test_failures_are_counted_and_told(stack: Stack, fake: FakeTarget, tmp_path: Path) -> None:
     served: list[int] = []
 
