@@ -15,7 +15,7 @@ from outrider.services.target.draft_client.link import TargetIdentity
 from outrider.services.target.draft_client.remote import RemoteDrafter
 from outrider.services.target.drafter import NoDrafter
 from outrider.services.target.engine import TargetEngine
-from outrider.services.target.graph_plan import compile_kernels, offered_recordings, plan_graphs, record_graphs
+from outrider.services.target.graph_plan import compile_kernels, plan_graphs, record_graphs
 from outrider.services.target.limits import EngineLimits, longest_text
 from outrider.services.target.memory import Memory, MemoryPlan, draft_tokens, plan_memory, working_bytes
 from outrider.services.target.numerics import prepare_attention, prepare_decoder
@@ -186,7 +186,8 @@ class Target:
         pool = decoder.make_pool(plan.pages, settings.page_size)
         synthetic = stand_in.synthetic if stand_in is not None else None
         attention = prepare_attention(settings, decoder)
-        graph_plan = plan_graphs(settings, cuda=device.type == "cuda", waits=waits_for_device(attention))
+        waits = waits_for_device(attention)
+        graph_plan = plan_graphs(settings, cuda=device.type == "cuda", waits=waits, offers=stand_in is None)
         runner = ModelRunner(
             decoder,
             pool,
@@ -208,9 +209,7 @@ class Target:
         limits = EngineLimits(config.vocab_size, longest_text(config, settings.max_model_len), frozenset(config.eos_token_ids))
         self.engine = TargetEngine(runner, scheduler, self.drafter, limits, overlap=graph_plan.overlap)
         with watched(decoder):
-            offered = offered_recordings(self.engine, graph_plan) if stand_in is None else []
-            rehearsals = [*offered, *prompt_rehearsals(runner)]
-            compile_kernels(self.engine, runner.graphs, graph_plan, rehearsals, to_console=not settings.log_json)
+            compile_kernels(self.engine, runner.graphs, graph_plan, prompt_rehearsals(runner), to_console=not settings.log_json)
             if stand_in is None:  # random weights have near-ties everywhere
                 check_parity(runner, self.engine.controller)
             record_graphs(self.engine, runner.graphs, graph_plan, to_console=not settings.log_json)

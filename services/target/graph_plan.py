@@ -37,7 +37,7 @@ class GraphPlan:
         overlap: Which rounds stay on the device; None for none.
         buckets: What passes of host-driven rounds are padded to; None runs them as they come.
         shapes: The usual shapes of rounds.
-        forms: What `auto` chooses its shapes within.
+        forms: What `auto` chooses its shapes within; empty where nobody asks for `auto`.
         prefills: Rows of the passes over short prompts.
     """
 
@@ -49,17 +49,22 @@ class GraphPlan:
     prefills: tuple[int, ...]
 
     def shapes_at(self, batch_size: int) -> tuple[DraftShape, ...]:
-        """Return the shapes of rounds that are recorded for one bucket: the usual ones if not too large."""
-        return tuple(shape for shape in self.shapes if batch_size * shape.max_nodes <= MOST_ROWS)
+        """Return the shapes of rounds that are recorded for one bucket: the usual ones if not too large, and all that `auto` may choose.
+
+        A stream that met one of them unrecorded would wait for it, and under load many are met one after the other.
+        """
+        usual = (shape for shape in self.shapes if batch_size * shape.max_nodes <= MOST_ROWS)
+        return tuple(dict.fromkeys((*usual, *offered_shapes(self.forms, batch_size))))
 
 
-def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool) -> GraphPlan:
+def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool, offers: bool = True) -> GraphPlan:
     """Decide; pure, so that it is tested without a GPU.
 
     Args:
         settings: The target's.
         cuda: Whether the model runs on a GPU.
         waits: Whether the attention backend waits for the device, so that its passes can be neither recorded nor run ahead.
+        offers: Whether requests come that leave the choice of a shape to `auto`.
     """
     graphs = cuda and not waits and not settings.disable_cuda_graph
     overlaps = {OverlapSchedule.AUTO: cuda and not waits, OverlapSchedule.ON: True, OverlapSchedule.OFF: False}
@@ -73,7 +78,8 @@ def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool) -> GraphPl
     # Padding moves a row within its tile, which batch-invariant kernels do not allow for; ranks would have to gather one row's logits.
     sizes = FP8_PREFILL_SIZES if settings.quantization is Quantization.FP8 else PREFILL_SIZES
     prefills = sizes if graphs and not settings.deterministic and settings.tp == 1 else ()
-    return GraphPlan(graphs, overlap if on else None, buckets if graphs else None, (NO_DRAFT, *dict.fromkeys(usual)), auto.forms, prefills)
+    shapes, forms = (NO_DRAFT, *dict.fromkeys(usual)), auto.forms if offers else ()
+    return GraphPlan(graphs, overlap if on else None, buckets if graphs else None, shapes, forms, prefills)
 
 
 def record_graphs(engine: TargetEngine, graphs: GraphCache, plan: GraphPlan, *, to_console: bool) -> None:
@@ -108,16 +114,6 @@ def compile_kernels(
         compiled = compile_ahead(graphs.device, works, progress.tell)
     if compiled:
         _log.info("kernels compiled", kernels=compiled, seconds=round(time.monotonic() - started, 1))
-
-
-def offered_recordings(engine: TargetEngine, plan: GraphPlan) -> list[Callable[[], None]]:
-    """Return what records the rounds that `auto` chooses at times, and that are recorded when it first does.
-
-    A stream waits for that recording, but it shall not wait for compilers: what it needs is rehearsed at the start.
-    """
-    sizes = () if plan.buckets is None else reversed(plan.buckets.batch_sizes)
-    unusual = ((bs, shape) for bs in sizes for shape in offered_shapes(plan.forms, bs) if shape not in plan.shapes)
-    return [record for bs, shape in unusual for record in engine.recordings(bs, shape)]
 
 
 def _recordings(engine: TargetEngine, plan: GraphPlan) -> Iterator[tuple[str, Callable[[], None]]]:

@@ -10,10 +10,11 @@ import pytest
 
 from outrider.services.target.bucketed_verify import Buckets
 from outrider.services.target.engine import TargetEngine
-from outrider.services.target.graph_plan import FP8_PREFILL_SIZES, PREFILL_SIZES, offered_recordings, plan_graphs
+from outrider.services.target.graph_plan import FP8_PREFILL_SIZES, PREFILL_SIZES, plan_graphs, record_graphs
 from outrider.services.target.offers import offered_shapes
 from outrider.services.target.request import SpeculationMode
 from outrider.services.target.settings import TargetSettings
+from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 
@@ -33,7 +34,8 @@ def test_the_device_loop_can_be_asked_for_on_a_cpu() -> None:
 
 
 def test_a_gpu_records_the_usual_shapes() -> None:
-    plan = plan_graphs(settings(max_running_requests=48, num_steps=5, topk=8, num_draft_tokens=32), cuda=True, waits=False)
+    given = settings(max_running_requests=48, num_steps=5, topk=8, num_draft_tokens=32)
+    plan = plan_graphs(given, cuda=True, waits=False, offers=False)
     assert plan.graphs
     assert plan.overlap is not None
     assert plan.overlap.batch_sizes == (1, 2, 4, 8, 16, 32, 48)
@@ -55,20 +57,24 @@ def test_auto_is_offered_a_tree_and_chains_no_larger_than_pays() -> None:
     assert offered_shapes(forms[1:], 400) == (chains[0],), "the smallest is always there"
 
 
-def test_what_auto_may_choose_and_nobody_records_is_rehearsed() -> None:
+def test_what_auto_may_choose_is_recorded_before_anybody_is_served() -> None:
     asked: list[tuple[int, DraftShape]] = []
 
     class Engine:
         def recordings(self, bs: int, shape: DraftShape) -> list[Callable[[], None]]:
             return [lambda: asked.append((bs, shape))]
 
-    engine = cast(TargetEngine, Engine())
+        def prefill_recording(self, size: int) -> Callable[[], None]:
+            return lambda: None
+
     plan = plan_graphs(settings(max_running_requests=64), cuda=True, waits=False)
-    for record in offered_recordings(engine, plan):
-        record()
-    assert {shape for bs, shape in asked if bs == 32} == {DraftShape(depth, 1, depth + 1) for depth in (1, 3, 10)}
-    assert {shape for bs, shape in asked if bs == 64} == {DraftShape(depth, 1, depth + 1) for depth in (1, 3)}
-    assert offered_recordings(engine, plan_graphs(settings(), cuda=False, waits=True)) == []
+    graphs = GraphCache("cpu")
+    graphs.enabled = True
+    record_graphs(cast(TargetEngine, Engine()), graphs, plan, to_console=False)
+    chains = {depth: DraftShape(depth, 1, depth + 1) for depth in (1, 3, 5, 10)}
+    assert {shape for bs, shape in asked if bs == 32} == {NO_DRAFT, DraftShape(5, 4, 16), *chains.values()}
+    assert {shape for bs, shape in asked if bs == 64} == {NO_DRAFT, *(chains[depth] for depth in (1, 3, 5))}
+    assert len(asked) == len(set(asked)), "each once"
 
 
 @pytest.mark.parametrize(
