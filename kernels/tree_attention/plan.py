@@ -11,6 +11,8 @@ from outrider.kernels.stream import FEW_ROWS
 _FEW, _MANY = 16, 64
 _NARROW, _WIDE = 64, 256
 _MOST_SPLITS, _MOST_GATHERED = 32, 8
+SHARED_BYTES = 213 << 10
+"""What a program that has a multiprocessor to itself takes at most."""
 
 
 class Release(Enum):
@@ -49,7 +51,7 @@ class Blocks:
 
 
 def choose_blocks(
-    bs: int, rows: int, pairs: int, kv_heads: int, block_d: int, itemsize: int, max_kv_len: int, processors: int
+    bs: int, rows: int, pairs: int, kv_heads: int, block_d: int, itemsize: int, max_kv_len: int, processors: int, roomy: bool = True
 ) -> Blocks:  # fmt: skip
     """Return the sizes of a launch, as measured on an H200 with heads of 128 in bf16.
 
@@ -64,6 +66,7 @@ def choose_blocks(
         itemsize: Bytes of an element.
         max_kv_len: Upper bound of the token indices of a sequence.
         processors: Multiprocessors of the device.
+        roomy: Whether a program may take `SHARED_BYTES` of shared memory, and planes are of the queries' dtype.
     """
     # Heads as wide as a latent, and elements of 4 bytes, leave little room in shared memory and registers.
     large = block_d > _WIDE or itemsize > 2
@@ -75,16 +78,23 @@ def choose_blocks(
     steps = ceil_div(max_kv_len, 64)
     most = min(_MOST_SPLITS, steps)
     deep = block_d <= 128
+    # A program for each multiprocessor: what it waits for at a step counts, so that its steps are long and several are on their way.
+    alone = roomy and deep and processors // 2 < programs <= processors
     if not few:  # one program of a block where they fill half of the device; the merge of many rows is dear
         room = processors // programs
         splits = min(most, max(8, steps // 4), 2 * processors // programs if pairs > _MANY and room > 1 else room)
         if splits <= 1:
+            if alone and pairs <= _MANY // 2:
+                return Blocks(_MANY // 2, 128, 1, 8, 3, _release(bs, rows, 1), transposed=True)
             return Blocks(block_pairs, 64, 1, 4, 3 if deep else 2, _release(bs, rows, 1))
         stages = (3 if pairs > _MANY else 4) if deep else 3
         return Blocks(block_pairs, 32, _power_of_2(splits), 4, stages, _release(bs, rows, splits))
     if bs == 1:
         splits = min(_power_of_2(4 * processors // programs), next_power_of_2(most))
         return Blocks(block_pairs, 64, splits, 4, 2, _release(bs, rows, splits))
+    if alone:
+        tokens, stages = (64, 4) if rows == bs else (128, 3)
+        return Blocks(block_pairs, tokens, 1, 4, stages, _release(bs, rows, 1))
     splits = min(most, max(4, steps // 4), 2 * processors // programs)
     if splits <= 1:  # beside our own products of few rows, which share multiprocessors with attention, longer steps are better
         tokens, stages = (64, 2) if rows <= FEW_ROWS else (32, 3)

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
 from outrider.kernels.tree_attention.fold.triton import count_bits, first_column_of, fold, within
-from outrider.kernels.tree_attention.plan import choose_blocks
+from outrider.kernels.tree_attention.plan import SHARED_BYTES, choose_blocks
 
 _LOG2E = 1.4426950408889634
 
@@ -202,6 +202,12 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
+@functools.cache
+def _has_room(device: torch.device) -> bool:
+    """Whether a program may take `SHARED_BYTES`."""
+    return device.type != "cuda" or torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= SHARED_BYTES
+
+
 def tree_attention(
     q: torch.Tensor,
     k_plane: torch.Tensor,
@@ -233,7 +239,8 @@ def tree_attention(
     tree = ancestors is not None
     masks = ancestors.contiguous() if ancestors is not None else query_start
     block_d = max(16, _launch.next_power_of_2(dim))
-    blocks = choose_blocks(bs, q.shape[0], pairs, kv_heads, block_d, q.element_size(), max_kv_len, _processors(q.device))
+    roomy = k_plane.dtype == q.dtype and _has_room(q.device)
+    blocks = choose_blocks(bs, q.shape[0], pairs, kv_heads, block_d, q.element_size(), max_kv_len, _processors(q.device), roomy)
     splits = blocks.splits
     rows = q.shape[0]
     starts = query_start.contiguous()

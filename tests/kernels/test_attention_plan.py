@@ -33,10 +33,19 @@ def test_long_contexts_fill_at_least_half_of_the_device(bs: int, rows: int) -> N
 
 
 def test_few_pairs_of_some_sequences_are_the_narrow_side_and_merge_themselves() -> None:
-    assert [_plan(bs, 4).transposed for bs in (1, 4, 8, 16, 64)] == [False, True, True, True, False]
-    assert [_plan(bs, 4).splits for bs in (4, 8, 16, 64)] == [4, 4, 2, 1]
-    assert all(_plan(bs, 4).gathers for bs in (4, 8, 16))
-    assert not any(_plan(bs, rows).transposed for bs in (1, 4, 16, 64) for rows in (6, 8, 32))
+    assert [_plan(bs, 4).transposed for bs in (1, 4, 8, 16, 64)] == [False, True, True, False, False]
+    assert [_plan(bs, 4).splits for bs in (4, 8, 16, 64)] == [4, 4, 1, 1]
+    assert all(_plan(bs, 4).gathers for bs in (4, 8))
+    assert not any(_plan(bs, rows).transposed for bs in (1, 4, 64) for rows in (6, 8, 32))
+
+
+def test_programs_with_a_multiprocessor_each_take_long_steps_where_there_is_room() -> None:
+    sizes = [(blocks.pairs, blocks.tokens, blocks.splits, blocks.stages) for blocks in (_plan(16, rows) for rows in (1, 4, 6, 8))]
+    assert sizes == [(16, 64, 1, 4), (16, 128, 1, 3), (32, 128, 1, 3), (32, 128, 1, 3)]
+    assert [_plan(16, rows).transposed for rows in (1, 4, 6, 8, 9, 32)] == [False, False, True, True, False, False]
+    for rows in (1, 4, 6):
+        cramped = choose_blocks(16, 16 * rows, rows * 4, 8, 128, 2, 768, PROCESSORS, False)
+        assert (cramped.tokens, cramped.stages, cramped.warps) == (64, 3, 4)
 
 
 def test_steps_of_few_pairs_are_longer_beside_products_of_our_own() -> None:
@@ -44,7 +53,7 @@ def test_steps_of_few_pairs_are_longer_beside_products_of_our_own() -> None:
 
 
 def test_blocks_of_many_pairs_are_not_split_where_they_fill_the_device() -> None:
-    assert [(_plan(16, rows).splits, _plan(16, rows).tokens) for rows in (6, 8, 32)] == [(1, 64)] * 3
+    assert [(_plan(16, rows).splits, _plan(16, rows).tokens) for rows in (6, 8, 32)] == [(1, 128), (1, 128), (1, 64)]
     assert [_plan(bs, 32).splits for bs in (1, 4, 8, 16)] == [8, 4, 1, 1]
     assert [(_plan(bs, 6).splits, _plan(bs, 6).tokens) for bs in (1, 4)] == [(8, 32), (4, 32)]
 
@@ -65,10 +74,10 @@ def test_what_was_not_measured_needs_little(dim: int, itemsize: int) -> None:
         (1, 1, Release.AT_ONCE),
         (2, 1, Release.AT_ONCE),
         (1, 64, Release.AT_ONCE),
-        (16, 4, Release.AT_ONCE),
+        (16, 4, Release.LATE),
         (1, 32, Release.WAITED),
         (8, 4, Release.AT_ONCE),
-        (16, 1, Release.AT_ONCE),
+        (16, 1, Release.LATE),
         (4, 32, Release.AT_ONCE),
         (16, 6, Release.LATE),
         (1, 6, Release.LATE),
