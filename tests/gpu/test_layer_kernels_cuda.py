@@ -47,6 +47,7 @@ WIDE = Tile(Method.WIDE, 64, 64, 1, 4, 3)
 WIDE_SPLIT = Tile(Method.WIDE, 128, 64, 3, 8, 4)
 TALL = Tile(Method.WIDE, 32, 64, 1, 8, 3, block_m=256)
 GATES = Tile(Method.WIDE, 64, 64, 1, 4, 3)
+LOW_GATES = Tile(Method.WIDE, 64, 64, 1, 4, 4, block_m=64)
 TALL_GATES = Tile(Method.WIDE, 64, 64, 1, 8, 4, block_m=256)
 PARTS = Tile(Method.LIBRARY, splits=2)
 AUX = (0, 2)
@@ -121,7 +122,17 @@ def test_products_of_many_rows(dtype: torch.dtype, rows: int, tile: Tile) -> Non
 
 
 @pytest.mark.parametrize(
-    ("rows", "tile"), [(65, GATES), (96, GATES), (128, GATES), (300, TALL_GATES), (512, TALL), (100, Tile(Method.LIBRARY))]
+    ("rows", "tile"),
+    [
+        (61, LOW_GATES),
+        (64, LOW_GATES),
+        (65, GATES),
+        (96, GATES),
+        (128, GATES),
+        (300, TALL_GATES),
+        (512, TALL),
+        (100, Tile(Method.LIBRARY)),
+    ],
 )
 def test_gated_products_of_many_rows(rows: int, tile: Tile) -> None:
     for columns, out in ((1024, 640), (328, 200)):

@@ -30,7 +30,7 @@ def test_products_added_to_the_residual(dtype: torch.dtype, rows: int, width: in
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "size", "width", "tile"), [(70, 64, 96, TILE), (130, 56, 72, NARROW)])
+@pytest.mark.parametrize(("rows", "size", "width", "tile"), [(70, 64, 96, TILE), (130, 56, 72, NARROW), (61, 32, 64, TILE)])
 @pytest.mark.parametrize(("bias", "gelu", "normed"), [(False, False, False), (True, True, True)])
 def test_gated_products(dtype: torch.dtype, rows: int, size: int, width: int, tile: Tile, bias: bool, gelu: bool, normed: bool) -> None:
     check_project_gated("cpu", dtype, rows, size, width, tile, Guards(ALIGNED), bias=bias, gelu=gelu, normed=normed)
