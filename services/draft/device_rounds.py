@@ -92,6 +92,7 @@ class SessionRounds:
         self._state = state
         self._now = now
         self._counts = [session.num_rows - session.cached_rows for session in sessions]
+        self._later = False
         self._round, self._budgets = self._sized(state)
         longest = max((session.committed_len for session in sessions), default=1)
         self._table = self._table_for(memory.tokens_needed(longest, self._bounded))
@@ -126,8 +127,16 @@ class SessionRounds:
             self._table = self._table_for(longest)
             self._table.lent = True
             self.key = self._table.tensor.data_ptr()
-        self._table.update(self._leases())
+        self._table.update(self._leases(), later=self._later)
         return True
+
+    def write_later(self) -> None:
+        """Leave it to `write` from now on to have the device see the pages of `reserve`."""
+        self._later = True
+
+    def write(self) -> None:
+        """See above, in stream order."""
+        self._table.flush()
 
     @torch.inference_mode()
     def draft(self, state: RoundState) -> DraftBatch:

@@ -33,9 +33,15 @@ class PageTable:
         self.lent = False
         self._host = np.zeros((bs, width), dtype=np.int32)
         self._written: list[tuple[PageLease | None, int]] = [(None, 0)] * bs
+        self._staged: torch.Tensor | None = None
 
-    def update(self, leases: Sequence[PageLease | None]) -> None:
-        """Write the pages of the leases that changed, lease i to row i; a row without a lease is left as it is: nobody reads it."""
+    def update(self, leases: Sequence[PageLease | None], *, later: bool = False) -> None:
+        """Write the pages of the leases that changed, lease i to row i; a row without a lease is left as it is: nobody reads it.
+
+        Args:
+            leases: One per row.
+            later: Only `flush` has the device see them.
+        """
         changed = False
         for row, lease in enumerate(leases):
             if lease is None:
@@ -49,7 +55,15 @@ class PageTable:
         if changed:
             fresh = torch.from_numpy(self._host)
             # Pinned memory is copied while the host goes on; torch keeps it until the copy is done. The array itself may change at once.
-            self.tensor.copy_(fresh.pin_memory() if self.tensor.is_cuda else fresh, non_blocking=True)
+            self._staged = fresh.pin_memory() if self.tensor.is_cuda else fresh
+        if not later:
+            self.flush()
+
+    def flush(self) -> None:
+        """Have the device see, in stream order, what `update` has left to be seen later."""
+        if self._staged is not None:
+            self.tensor.copy_(self._staged, non_blocking=True)
+            self._staged = None
 
 
 class PageTables:

@@ -93,6 +93,7 @@ class PeerRounds:
         self._desk = desk
         self._sessions: list[Session | None] = list(sessions)
         self._rounds = rounds
+        rounds.write_later()
         self._buffers = buffers
         self._size = _kind(message)
         self._untold = [(row.base_len, prefix_hash) for row, prefix_hash in zip(message.rows, before, strict=True)]
@@ -116,6 +117,8 @@ class PeerRounds:
             return False
         buffers = self._buffers
         inlet.take(message, buffers.blob, buffers.expected, STATE_LIMIT_S)
+        # Behind the wait: while the target is at work on the same GPU a copy would take that from it for longer than the copy itself.
+        self._rounds.write()
         self._desk.graphs.run(self._key, self._round)
         inlet.give(message, buffers.trees.blob)
         self._desk.tried.add(self._key)

@@ -16,10 +16,12 @@ from toys import make_toy_eagle3, make_toy_target
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.host_rounds import DraftRounds, HostRounds
 from outrider.services.draft.inproc import HOST_PEER, InprocDrafter
+from outrider.services.draft.page_tables import PageTable
 from outrider.services.draft.recorded_extend import RecordedExtend
 from outrider.services.draft.runner import PagedStrategy
 from outrider.services.draft.settings import DraftSettings
 from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.kv.pages import PageAllocator
 from outrider.shared.spec.device import RoundState
 from outrider.shared.spec.tree import DraftShape
 
@@ -226,3 +228,21 @@ def kept(rig: Rig, session_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     assert session.last_state is not None
     slots = strategy._pool.token_slots(session.lease, 0, session.cached_rows)
     return torch.stack([plane.flatten(0, 1)[slots] for plane in strategy._pool.planes()]), session.last_state
+
+
+def test_pages_that_are_to_be_seen_later_are_seen_when_it_is_time() -> None:
+    lease = PageAllocator(8).allocate(2)
+    assert lease is not None
+    table = PageTable(2, 4, CPU)
+    table.update([lease, None])
+    first = table.tensor.tolist()
+    assert first == [[*lease.pages, 0, 0], [0] * 4]
+    assert lease.extend(1)
+    table.update([lease, None], later=True)
+    assert table.tensor.tolist() == first
+    table.flush()
+    assert table.tensor.tolist() == [[*lease.pages, 0], [0] * 4]
+    assert lease.extend(1)
+    table.update([lease, None], later=True)
+    table.update([lease, None])  # of whoever comes next: nothing that was left is lost
+    assert table.tensor.tolist() == [lease.pages, [0] * 4]
