@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from outrider.kernels import _launch
 from outrider.kernels.quantize_rows.triton import quantize_rows
 from outrider.kernels.rope_store.types import Lookup
-from outrider.kernels.skinny_gemm.epilogue.triton import finish, load_constants, load_rows, look_up, tile_rows
+from outrider.kernels.skinny_gemm.epilogue.triton import entries, finish, load_constants, load_rows, look_up, tile_rows
 from outrider.kernels.skinny_gemm.rows.triton import stay_rows, sum_rows
 from outrider.kernels.skinny_gemm.types import Epilogue, Method, Overlap, Rotary, Tile
 from outrider.kernels.stream import Stream
@@ -52,7 +52,8 @@ def _dot_tiles(
         gdc_wait()
         if EARLY:
             gdc_launch_dependents()
-    found = look_up(m, output, rows, N, second, table, table_row, index, EPILOGUE, HALF, LOOKUP)
+    begin = entries(m, rows, table_row, index, LOOKUP)
+    found = look_up(begin, m, output, rows, N, second, table, EPILOGUE, HALF, LOOKUP)
     acc = tl.zeros((row.shape[0], BLOCK_M), tl.float32)
     for step in range(steps):
         if EVEN:

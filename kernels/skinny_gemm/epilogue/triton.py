@@ -83,18 +83,27 @@ def load_rows(
 
 
 @triton.jit
-def look_up(
-    m, n, rows, N, second, table, table_row, index, EPILOGUE: tl.constexpr, HALF: tl.constexpr, LOOKUP: tl.constexpr
-):  # fmt: skip
-    """Return what a table adds to the outputs n of rows m, ``[outputs, M]``, and to the second of each pair (of ROTATED); else zeros."""
+def entries(m, rows, table_row, index, LOOKUP: tl.constexpr):
+    """Return where the entries of rows m begin in a table, ``[M] int64``; without LOOKUP zeros."""
+    begin = m.to(tl.int64) * 0
+    if LOOKUP:
+        begin = tl.load(index + m, mask=m < rows, other=0).to(tl.int64) * table_row
+    return begin
+
+
+@triton.jit
+def look_up(begin, m, n, rows, N, second, table, EPILOGUE: tl.constexpr, HALF: tl.constexpr, LOOKUP: tl.constexpr):
+    """Return what a table adds to the outputs n of rows m, ``[outputs, M]``, and to the second of each pair (of ROTATED); else zeros.
+
+    As stored: a program that converted them here would wait for memory, and it asks for them long before it needs them.
+    """
     low = tl.full((n.shape[0], m.shape[0]), 0.0, tl.float32)
     high = low
     if LOOKUP:
-        entry = tl.load(index + m, mask=m < rows, other=0).to(tl.int64)
         element = (n < N)[:, None] & (m < rows)[None, :]
-        place = table + entry[None, :] * table_row + output_rows(n, EPILOGUE, HALF)[:, None]
-        low = tl.load(place, mask=element, other=0.0).to(tl.float32)
-        high = tl.load(place + second, mask=element, other=0.0).to(tl.float32)
+        place = table + begin[None, :] + output_rows(n, EPILOGUE, HALF)[:, None]
+        low = tl.load(place, mask=element, other=0.0)
+        high = tl.load(place + second, mask=element, other=0.0)
     return low, high
 
 
@@ -132,8 +141,8 @@ def finish(
             high += offset_high[:, None]
     if LOOKUP:
         found_low, found_high = found
-        low += found_low
-        high += found_high
+        low += found_low.to(tl.float32)
+        high += found_high.to(tl.float32)
     if EPILOGUE == 0:
         if TRIGGER:
             gdc_launch_dependents()

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from outrider.kernels.skinny_gemm.epilogue.triton import finish, load_constants, load_rows, look_up, tile_rows
+from outrider.kernels.skinny_gemm.epilogue.triton import entries, finish, load_constants, load_rows, look_up, tile_rows
 
 
 @triton.jit
@@ -118,7 +118,8 @@ def sum_rows(
             gdc_launch_dependents()
     for nth in tl.static_range(ROWS):
         m = nth + tl.arange(0, 1)
-        found = look_up(m, output, ROWS, N, second, table, table_row, index, EPILOGUE, HALF, LOOKUP)
+        begin = entries(m, ROWS, table_row, index, LOOKUP)
+        found = look_up(begin, m, output, ROWS, N, second, table, EPILOGUE, HALF, LOOKUP)
         values = _load_x(x + nth * x_row, K, BLOCK_K)
         factor, before = load_rows(
             m, output, ROWS, N, K, scales, sums, residual, residual_row, parts, eps, EPILOGUE, False, NORMED, PARTS
@@ -148,8 +149,9 @@ def stay_rows(
         gdc_wait()
         if EARLY:
             gdc_launch_dependents()
+    begin = entries(m, 1, table_row, index, LOOKUP)
+    found = look_up(begin, m, output, 1, N, second, table, EPILOGUE, HALF, LOOKUP)
     factor, before = load_rows(m, output, 1, N, K, scales, sums, residual, residual_row, parts, eps, EPILOGUE, False, NORMED, PARTS)
-    found = look_up(m, output, 1, N, second, table, table_row, index, EPILOGUE, HALF, LOOKUP)
     x0, x1, x2, x3, undo = _prepare(_load_x(x, K, BLOCK_K), BYTES)
     factor *= undo
     tiles = tl.cdiv(N, BLOCK_N)
@@ -158,7 +160,7 @@ def stay_rows(
         output = (tile + programs) * BLOCK_N + tl.arange(0, BLOCK_N)
         next_constants = load_constants(output, N, second, bias, scales, norm_weight, EPILOGUE, BIAS, SCALED, HALF)
         _, next_before = load_rows(m, output, 1, N, K, scales, sums, residual, residual_row, parts, eps, EPILOGUE, False, False, PARTS)
-        next_found = look_up(m, output, 1, N, second, table, table_row, index, EPILOGUE, HALF, LOOKUP)
+        next_found = look_up(begin, m, output, 1, N, second, table, EPILOGUE, HALF, LOOKUP)
         if PDL and not EARLY:
             _let_in(tile + programs >= tiles)
         acc = tl.sum(_products(weights, x0, x1, x2, x3, BYTES), 1)[:, None]
