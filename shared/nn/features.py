@@ -7,7 +7,7 @@ import re
 import torch
 
 from outrider.kernels.skinny_gemm import project
-from outrider.kernels.stream import FEW_ROWS
+from outrider.kernels.stream import MANY_ROWS
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.decoder import DecoderOutput
 from outrider.shared.nn.layers import Linear, RMSNorm
@@ -57,7 +57,7 @@ class FeatureProjector:
     def parts(self, output: DecoderOutput) -> torch.Tensor:
         """Return what a call returns, or ``[splits, rows, feature_size] fp32`` whose sum it is: of few rows on a GPU."""
         states, fc = self._entering(output), self._fc
-        if fc is None or fc.bias is not None or not states.is_cuda or states.shape[0] > FEW_ROWS:
+        if fc is None or fc.bias is not None or not states.is_cuda or states.shape[0] > MANY_ROWS:
             return states if fc is None else fc(states)
         return project(states, fc.weight)
 
