@@ -205,7 +205,10 @@ def _processors(device: torch.device) -> int:
 @functools.cache
 def _has_room(device: torch.device) -> bool:
     """Whether a program may take `SHARED_BYTES`."""
-    return device.type != "cuda" or torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= SHARED_BYTES
+    if device.type != "cuda":
+        return True
+    most = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)  # the stubs do not know it, nor does ROCm
+    return int(most) >= SHARED_BYTES
 
 
 def tree_attention(
