@@ -97,6 +97,11 @@ class InlineRounds:
         self._answer(self._relay)
         return True
 
+    def soon(self) -> None:
+        """Make ready for the state that is waited for, if one is."""
+        if self._waiting is not None and self._relay is not None:
+            self._relay.call()
+
     def arrived(self, state: bytes) -> None:
         """Keep the state of the round that is about to start."""
         self._state = state

@@ -127,6 +127,8 @@ class DraftProtocol:
             case "rounds_next" if inlet is not None:
                 following = request.rounds_next
                 loop.run_here(lambda: self._run_round(peer, following, inlet))
+            case "round_soon" if isinstance(inlet, InlineRounds):
+                inlet.soon()
             case "round_state" if isinstance(inlet, InlineRounds):
                 state = request.round_state
                 if inlet.finish(state):  # at once: the engine's thread may be waiting for the device, which waits for this

@@ -32,7 +32,7 @@ MAX_BULK_BYTES = 1024 * 1024
 MAX_FP32_BYTES = 4
 NEXT_S = 0.05
 """The next message of a target that is in rounds, or has just opened a session, is waited for awake for so long."""
-BEFORE_OTHERS = frozenset(("open", "frame", "rounds_enter", "round_state"))
+BEFORE_OTHERS = frozenset(("open", "frame", "rounds_enter", "round_soon", "round_state"))
 WARM_UP_S = 300.0
 """The draft warms up when it has the last tensor that it borrows: a first start on a machine compiles kernels."""
 MAX_UNSENT = 4096

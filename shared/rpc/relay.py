@@ -76,6 +76,11 @@ class StreamRelay:
             self._given = [torch.cuda.Event() for _ in range(SLOTS)]  # type: ignore[no-untyped-call]
             for event in self._given:
                 event.record()  # makes it
+            with torch.inference_mode(False):
+                self._trifle = torch.zeros(1, dtype=torch.int32, device=device)
+            self._aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self.call()
+            torch.cuda.synchronize()  # its kernel is loaded before anything waits
 
     @staticmethod
     def try_make(side: Side, device: torch.device) -> StreamRelay | None:
@@ -105,6 +110,19 @@ class StreamRelay:
         """Enqueue that the peer's blob of a round comes, see `RoundMailbox.receive`."""
         self._sizes[number % SLOTS] = number, blob.nbytes
         self._mailbox.receive(number, blob, expected, limit_s)
+
+    def call(self) -> None:
+        """Have the GPU turn to this process as soon as nothing else runs, by work that need not wait.
+
+        Processes that share a GPU without MPS have it by turns. For a stream whose wait has just ended it takes 160 µs to turn (H200);
+        meanwhile the word that ends the wait is on its way between the processes.
+        """
+        with torch.cuda.stream(self._aside):
+            self._trifle.zero_()
+
+    def given(self, number: int) -> bool:
+        """Whether the device has given its blob of a round."""
+        return bool(self._given[number % SLOTS].query())  # type: ignore[no-untyped-call]
 
     def settle(self, number: int, num_bytes: int) -> NDArray[np.uint8]:
         """Wait until the device has given its blob of a round, and return it; it holds until the round after the next is enqueued."""

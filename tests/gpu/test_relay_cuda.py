@@ -64,6 +64,16 @@ def test_a_round_runs_when_the_host_puts_what_it_waits_for(half: Half) -> None:
     assert not half.relay.broken
 
 
+def test_a_call_runs_beside_a_stream_that_waits(half: Half) -> None:
+    half.enqueue(1)
+    half.relay.call()
+    half.relay._aside.synchronize()
+    assert not half.relay.given(1)
+    half.relay.put(1, bytes(IN_BYTES))
+    half.relay.settle(1, OUT_BYTES)
+    assert half.relay.given(1)
+
+
 @pytest.mark.parametrize("how", ["limit", "release", "close"])
 def test_a_wait_ends_without_what_it_is_for(half: Half, how: str) -> None:
     began = time.monotonic()

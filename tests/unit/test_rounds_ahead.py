@@ -39,6 +39,7 @@ class Relay:
         self.waits: set[int] = set()
         self.blobs: dict[int, bytes] = {}
         self.came: dict[int, bytes] = {}
+        self.calls = 0
 
     def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
         return state.nbytes <= self.room
@@ -50,6 +51,12 @@ class Relay:
         if self.fails:
             raise CudaError("this driver cannot")
         self.waits.add(number)
+
+    def call(self) -> None:
+        self.calls += 1
+
+    def given(self, number: int) -> bool:
+        return number in self.blobs
 
     def settle(self, number: int, num_bytes: int) -> NDArray[np.uint8]:
         return np.frombuffer(self.blobs[number][:num_bytes], dtype=np.uint8)
@@ -102,7 +109,8 @@ class Target:
 
     def __init__(self) -> None:
         self.stream, self.relay = Stream(), Relay()
-        self.channel = StreamRounds(self.stream, Vigil(enabled=False), self.dispatch, self.relay)  # type: ignore[arg-type]
+        self.vigil = Vigil(enabled=False)
+        self.channel = StreamRounds(self.stream, self.vigil, self.dispatch, self.relay)  # type: ignore[arg-type]
         self.state = RoundState.idle(1, COLUMNS, WIDTH, torch.float32, "cpu")
         assert self.state.packed is not None
         self.packed = self.state.packed
@@ -157,6 +165,21 @@ def test_rows_that_do_not_count_stay_behind(target: Target, count: int, ahead: b
     target.carry()
     sent = target.stream.sent[-1].round_state.state
     assert sent == bytes(target.packed.numpy())[: STATE_SIZE - (COLUMNS - count) * WIDTH * 4]
+    assert not target.channel.broken
+
+
+def test_both_processes_call_the_gpu_in_time(target: Target) -> None:
+    target.vigil.enabled = True
+    kinds = []
+    for number in (1, 2, 3, 4):
+        target.stream.sent.clear()
+        target.exchange(number)
+        target.answer(bytes(SIZE))
+        target.carry()
+        assert target.relay.calls == number
+        kinds.append([message.WhichOneof("message") for message in target.stream.sent])
+    unknown, known = ["rounds_next", "round_state"], ["rounds_next", "round_soon", "round_state"]
+    assert kinds == [unknown, unknown, known, known], "once it is known how long a pass takes"
     assert not target.channel.broken
 
 
@@ -323,6 +346,15 @@ def test_a_sealed_state_of_another_size_is_refused_and_releases(draft: Draft) ->
     with pytest.raises(ProtocolError, match="size"):
         draft.inlet.finish_sealed(sealed(1, SIZE - 1))
     assert not draft.relay.waits
+
+
+def test_the_gpu_is_called_for_a_state_that_is_waited_for(draft: Draft) -> None:
+    draft.inlet.soon()
+    assert not draft.relay.calls
+    assert draft.enqueue(1)
+    draft.inlet.soon()
+    assert draft.relay.calls == 1
+    assert draft.relay.waits == {1}
 
 
 def test_a_state_of_another_round_releases_the_one_that_waits(draft: Draft) -> None:

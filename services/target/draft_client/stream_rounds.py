@@ -33,6 +33,14 @@ from outrider.shared.spec.device import PackedExtent, RoundState
 LOOK_S = 0.001
 """Trees are looked for at least so long: they may lie there since before their time was over."""
 
+LEAD_S = 0.00025
+"""So long before its pass is over by all experience the target tells a draft that shares its GPU."""
+SHARE_OF_DRAFT = 0.5
+"""After this part of what the draft takes by all experience it is at work, and the GPU is called back for the time when it is done."""
+MOST_TAKEN_S = 0.01
+"""What takes longer is not counted on to take as long again."""
+SOON = draft_pb2.SessionRequest(round_soon=draft_pb2.RoundSoon()).SerializeToString()
+
 log = get_logger("outrider.target.draft")
 
 
@@ -76,6 +84,9 @@ class StreamRounds:
         # its trees are waited for.
         self._enqueued: _Round | None = None
         self._until = 0.0
+        # When the last state was sent, and trees were put; how long the draft's part took then, and the target's.
+        self._sent_at = self._put_at = 0.0
+        self._drafted_s = self._verified_s = 0.0
         self._missed = False
         self._closed = False
 
@@ -127,8 +138,12 @@ class StreamRounds:
         enqueued = self._enqueued
         if enqueued is None or self._relay is None:
             return
+        if self._put_at and self._vigil.enabled:
+            self._announce(self._relay, enqueued.number)
         self._look()
-        self._post(enqueued, self._relay.settle(enqueued.number, enqueued.state.nbytes))
+        state = self._relay.settle(enqueued.number, enqueued.state.nbytes)
+        self._post(enqueued, state)
+        self._verified_s = _reliable(self._sent_at - self._put_at)
 
     def carry(self, wanted: bool) -> None:
         """See `RoundsChannel.carry`."""
@@ -137,10 +152,15 @@ class StreamRounds:
             return
         came = False
         try:
+            if wanted and self._vigil.enabled:
+                self._call_back(self._relay)
             data = self._await_trees(enqueued) if wanted else b""
+            self._put_at = 0.0
             if data:
                 self._relay.put(enqueued.number, data)
                 came = True
+                self._put_at = time.monotonic()
+                self._drafted_s = _reliable(self._put_at - self._sent_at)
         except ProtocolError as error:
             self._distrust(error)
         finally:
@@ -185,7 +205,25 @@ class StreamRounds:
         whole = state.data
         self._stream.send(coming.envelopes.state.seal(whole[: coming.extent.held_bytes(whole)]))
         self._vigil.expect(coming.limit_s)
-        self._until = time.monotonic() + coming.limit_s
+        self._sent_at = time.monotonic()
+        self._until = self._sent_at + coming.limit_s
+
+    def _announce(self, relay: StreamRelay, number: int) -> None:
+        """Tell the draft shortly before the state is there: a GPU that the two share turns to it while the state travels."""
+        if not self._verified_s:
+            return
+        until = self._put_at + self._verified_s - LEAD_S
+        while time.monotonic() < until and not relay.given(number):
+            time.sleep(0)  # others may have the interpreter
+        self._look()
+        self._stream.send(SOON)
+
+    def _call_back(self, relay: StreamRelay) -> None:
+        """Have a GPU that the two share turn to this process as soon as the draft's pass is over: while the trees travel."""
+        until = self._sent_at + self._drafted_s * SHARE_OF_DRAFT
+        while time.monotonic() < until and not self._arrived:
+            time.sleep(0)
+        relay.call()
 
     def _await_trees(self, coming: _Round) -> bytes | memoryview:
         """Return the trees for a state that was sent; empty if the draft has none, or if they do not come in time."""
@@ -230,3 +268,8 @@ class StreamRounds:
     def _distrust(self, error: ProtocolError) -> None:
         log.warning("the draft broke the protocol", error=error.message)
         self._missed = True
+
+
+def _reliable(seconds: float) -> float:
+    """Return how long something is counted on to take again; 0 if it is not."""
+    return seconds if seconds <= MOST_TAKEN_S else 0.0

@@ -415,6 +415,7 @@ class SessionRequest(_message.Message):
     ROUND_STATE_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     ROUNDS_PREPARE_FIELD_NUMBER: _builtins.int
+    ROUND_SOON_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -443,6 +444,8 @@ class SessionRequest(_message.Message):
     def rounds_prepare(self) -> Global___RoundsEnter:
         """A size of rounds that may be entered later, without rows: made ready when there is time."""
 
+    @_builtins.property
+    def round_soon(self) -> Global___RoundSoon: ...
     def __init__(
         self,
         *,
@@ -458,12 +461,13 @@ class SessionRequest(_message.Message):
         round_state: Global___RoundState | None = ...,
         rows: Global___BulkRequest | None = ...,
         rounds_prepare: Global___RoundsEnter | None = ...,
+        round_soon: Global___RoundSoon | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "frame", b"frame", "hello", b"hello", "message", b"message", "open", b"open", "ping", b"ping", "round_state", b"round_state", "rounds_enter", b"rounds_enter", "rounds_leave", b"rounds_leave", "rounds_next", b"rounds_next", "rounds_prepare", b"rounds_prepare", "rows", b"rows"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "frame", b"frame", "hello", b"hello", "message", b"message", "open", b"open", "ping", b"ping", "round_soon", b"round_soon", "round_state", b"round_state", "rounds_enter", b"rounds_enter", "rounds_leave", b"rounds_leave", "rounds_next", b"rounds_next", "rounds_prepare", b"rounds_prepare", "rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "frame", b"frame", "hello", b"hello", "message", b"message", "open", b"open", "ping", b"ping", "round_state", b"round_state", "rounds_enter", b"rounds_enter", "rounds_leave", b"rounds_leave", "rounds_next", b"rounds_next", "rounds_prepare", b"rounds_prepare", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "frame", b"frame", "hello", b"hello", "message", b"message", "open", b"open", "ping", b"ping", "round_soon", b"round_soon", "round_state", b"round_state", "rounds_enter", b"rounds_enter", "rounds_leave", b"rounds_leave", "rounds_next", b"rounds_next", "rounds_prepare", b"rounds_prepare", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "open", "frame", "close", "ping", "cancel", "rounds_enter", "rounds_next", "rounds_leave", "round_state", "rows", "rounds_prepare"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "open", "frame", "close", "ping", "cancel", "rounds_enter", "rounds_next", "rounds_leave", "round_state", "rows", "rounds_prepare", "round_soon"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -581,7 +585,9 @@ Global___RoundsNext: _TypeAlias = RoundsNext  # noqa: Y015
 
 @_typing.final
 class RoundState(_message.Message):
-    """The state that the round of the last RoundsNext starts from, where the two share no memory: that message is sent ahead of it."""
+    """The state that the round of the last RoundsNext starts from, where the two share no memory: that message is sent ahead of it.
+    Feature rows behind the last one that counts may be left out at its end.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -605,6 +611,23 @@ class RoundState(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RoundState: _TypeAlias = RoundState  # noqa: Y015
+
+@_typing.final
+class RoundSoon(_message.Message):
+    """The state is about to come: a draft that shares the target's GPU by time slices has it turn to it, as soon as the target's pass is over."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoundSoon: _TypeAlias = RoundSoon  # noqa: Y015
 
 @_typing.final
 class RoundsLeave(_message.Message):
