@@ -35,7 +35,7 @@ def rope_angles(positions: torch.Tensor, frequencies: torch.Tensor, factor: floa
 
 
 def rope_store(
-    parts: torch.Tensor | None,
+    parts: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
     k_plane: torch.Tensor,
@@ -52,7 +52,7 @@ def rope_store(
 
     Args:
         parts: ``[rows, (heads + 2 * kv_heads) * dim]``, or ``[splits, rows, same] fp32`` to be added in order; rows q, k, v. Without any
-            heads of queries, keys and values are stored, and that is all. None: the lookup is the whole product.
+            heads of queries, keys and values are stored, and that is all.
         cos, sin: ``[rows, 1, dim]`` of `rope_angles`.
         k_plane, v_plane: ``[pages, page_size, kv_heads, dim]``, contiguous.
         slots: ``[rows] int64``; -1: do not store this row. Slots >= 0 must be distinct.
@@ -69,16 +69,11 @@ def rope_store(
         ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
     """
     kv_heads, dim = k_plane.shape[2:]
-    product = parts if parts is not None else lookup.table if lookup is not None else None
-    if product is None:
-        raise ValueError("without parts, a lookup is needed")
-    rows, width = cos.shape[0], product.shape[-1]
-    heads = width // dim - 2 * kv_heads
-    if heads < 0 or width % dim:
-        raise ValueError(f"the product has {width} columns; planes of {kv_heads} heads of {dim} need (heads + {2 * kv_heads}) * {dim}")
-    if parts is not None:
-        expect("parts", parts[0] if parts.dim() == 3 else parts, (rows, width))
-        expect_contiguous("parts", parts)
+    rows = parts.shape[-2]
+    heads = parts.shape[-1] // dim - 2 * kv_heads
+    if heads < 0 or parts.shape[-1] % dim:
+        raise ValueError(f"parts has {parts.shape[-1]} columns; planes of {kv_heads} heads of {dim} need (heads + {2 * kv_heads}) * {dim}")
+    expect_contiguous("parts", parts)
     expect("cos", cos, (rows, 1, dim))
     expect("sin", sin, (rows, 1, dim))
     expect("v_plane", v_plane, tuple(k_plane.shape), k_plane.dtype)
@@ -88,9 +83,9 @@ def rope_store(
     if head_norm is not None:
         expect("head_norm", head_norm, (heads + kv_heads, dim))
     if lookup is not None:
-        lookup.check(rows, width)
+        lookup.check(rows, parts.shape[-1])
     version = reference.rope_store
-    if use_triton(cos):
+    if use_triton(parts):
         from outrider.kernels.rope_store import triton as compiled
 
         version = compiled.rope_store

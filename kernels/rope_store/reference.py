@@ -19,7 +19,7 @@ def rope_angles(positions: torch.Tensor, frequencies: torch.Tensor, factor: floa
 
 
 def rope_store(
-    parts: torch.Tensor | None,
+    parts: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
     k_plane: torch.Tensor,
@@ -33,9 +33,6 @@ def rope_store(
 ) -> torch.Tensor:
     """See `outrider.kernels.rope_store.rope_store`."""
     kv_heads, dim = k_plane.shape[2:]
-    if parts is None:
-        assert lookup is not None, "checked by the package's function"
-        parts = torch.zeros(cos.shape[0], lookup.table.shape[1], device=cos.device)
     total = parts.sum(0) if parts.dim() == 3 else parts.float()
     inverse = None if stream is None else stream.inverse_rms()
     if inverse is not None:

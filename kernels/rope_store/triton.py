@@ -107,7 +107,7 @@ def rope_angles(positions: torch.Tensor, frequencies: torch.Tensor, factor: floa
 
 
 def rope_store(
-    parts: torch.Tensor | None,
+    parts: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
     k_plane: torch.Tensor,
@@ -121,27 +121,25 @@ def rope_store(
 ) -> torch.Tensor:
     """See `outrider.kernels.rope_store.rope_store`."""
     kv_heads, dim = k_plane.shape[2:]
-    product = parts if parts is not None else lookup.table if lookup is not None else cos
-    rows, heads = cos.shape[0], product.shape[-1] // dim - 2 * kv_heads
-    q = _launch.empty((rows, heads, dim), cos.dtype, cos.device)
+    rows, heads = parts.shape[-2], parts.shape[-1] // dim - 2 * kv_heads
+    q = _launch.empty((rows, heads, dim), cos.dtype, parts.device)
     if rows == 0:
         return q
     sums = None if stream is None else stream.sums
-    late = _launch.dependent(cos)
-    splits = 0 if parts is None else parts.shape[0] if parts.dim() == 3 else 1
+    late = _launch.dependent(parts)
     sum_parts = 1 if sums is None else sums.shape[0]
     block_d = _launch.next_power_of_2(dim // 2)
     many = rows > FEW_ROWS
     block_h = max(1, min(_launch.next_power_of_2(heads + 2 * kv_heads), 1024 // block_d)) if many else 1
     warps = 4 if many else 1
-    with _launch.on_device_of(cos):
+    with _launch.on_device_of(parts):
         _rope_store[(_launch.ceil_div(heads + 2 * kv_heads, block_h), rows)](
-            product, cos.contiguous(), sin.contiguous(), k_plane, v_plane, slots.contiguous(), q if sums is None else sums,
+            parts, cos.contiguous(), sin.contiguous(), k_plane, v_plane, slots.contiguous(), q if sums is None else sums,
             q if bias is None else bias, q if head_norm is None else head_norm.contiguous(),
             *((lookup.table, lookup.index) if lookup else (q, q)), q,
             rows, 1 if stream is None else stream.scaled.shape[1], sum_parts, 0.0 if stream is None else stream.eps, head_eps,
             lookup.table.stride(0) if lookup else 0,
-            HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, SPLITS=splits, NORMED=sums is not None,
+            HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, SPLITS=parts.shape[0] if parts.dim() == 3 else 1, NORMED=sums is not None,
             SUM_PARTS=_launch.next_power_of_2(sum_parts), BIAS=bias is not None, HEAD_NORM=head_norm is not None, LOOKUP=lookup is not None,
             BLOCK_H=block_h, BLOCK_D=block_d, num_warps=warps, **late,
         )  # fmt: skip

@@ -15,7 +15,7 @@ class Lookup:
 
     Attributes:
         table: ``[entries, out]`` of any float dtype, the last dimension dense.
-        index: ``[rows]``, int32 or int64, contiguous, which entry each row takes.
+        index: ``[rows] int32``, contiguous, which entry each row takes.
     """
 
     table: torch.Tensor
@@ -24,7 +24,7 @@ class Lookup:
     def check(self, rows: int, out: int) -> None:
         """Raise a ValueError that names what does not fit a product ``[rows, out]``."""
         expect("table", self.table, (None, out))
-        expect("index", self.index, (rows,))
+        expect("index", self.index, (rows,), torch.int32)
         expect_contiguous("index", self.index)
         if self.table.stride(1) != 1:
             raise ValueError(f"the last dimension of table must be dense, its strides are {self.table.stride()}")

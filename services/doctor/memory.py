@@ -20,7 +20,6 @@ from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.kv.pool import token_bytes
 from outrider.shared.nn.config import ModelConfig
-from outrider.shared.nn.generic.layout import GenericConfig
 from outrider.shared.nn.loader import CheckpointReader
 from outrider.shared.nn.token_products import fits
 from outrider.shared.spec.algorithm import Algorithm
@@ -40,7 +39,7 @@ class MemoryPlan:
     """Bytes, with target and draft in one process on one device.
 
     Attributes:
-        target_weights, draft_weights: At the dtype of serving, with a GPU's tables of first layers; what the draft borrows counts once.
+        target_weights, draft_weights: At the dtype of serving, with the table of a draft on a GPU; what the draft borrows counts once.
         target_kv_per_token: Keys, values (or latents) and the feature row of one token.
         draft_kv_per_token: Keys and values of the draft.
         context: Tokens of the target's full context.
@@ -79,10 +78,9 @@ def plan_memory(pair: Pair) -> MemoryPlan:
     )
     target_weights = _weights(pair.target, config, pair.dtype)
     available, total = device_memory(pair.device)
-    if pair.device.type == "cuda":
-        target_weights += table_bytes(config, pair.dtype, available - target_weights, total)
-        if pair.drafts and pair.choice.algorithm is Algorithm.EAGLE and pair.head.algorithm == Eagle3Head.algorithm:
-            draft_weights += table_bytes(pair.head_config, pair.dtype, available - target_weights - draft_weights, total)
+    has_table = pair.device.type == "cuda" and pair.drafts and pair.choice.algorithm is Algorithm.EAGLE
+    if has_table and pair.head.algorithm == Eagle3Head.algorithm:
+        draft_weights += table_bytes(pair.head_config, pair.dtype, available - target_weights - draft_weights, total)
     weights = target_weights + draft_weights
     workspace = int(weights * WORKSPACE)
     context = config.max_position_embeddings
@@ -111,11 +109,10 @@ def plan_memory(pair: Pair) -> MemoryPlan:
     )
 
 
-def table_bytes(config: ModelConfig | HeadConfig, dtype: torch.dtype, free: int, total: int) -> int:
-    """Return what a first layer's products of all embeddings take of a GPU, 0 where they are not kept; see `token_products`."""
-    dense = isinstance(config, HeadConfig) or (config.experts is None and not isinstance(config, GenericConfig))
-    fused = dense and config.latent is None and dtype is not torch.float16
+def table_bytes(config: HeadConfig, dtype: torch.dtype, free: int, total: int) -> int:
+    """Return what an EAGLE-3 head's products of all embeddings take of a GPU, 0 where they are not kept; see `token_products`."""
     nbytes = config.vocab_size * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * dtype.itemsize
+    fused = config.latent is None and dtype is not torch.float16
     return nbytes if fused and fits(nbytes, free, total) else 0
 
 

@@ -162,11 +162,10 @@ class Decoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of embedding, output head, its rounded copy, projections and the first layer's table (norms are negligible)."""
+        """Bytes of embedding, output head, its rounded copy and projections (norms are negligible)."""
         layers = sum(layer.attention.nbytes + layer.mlp.nbytes for layer in self.layers)
         rounded = self._head.nbytes if self._head.rounded else 0
-        table = self.fused.table_bytes if self.fused is not None else 0
-        return self.embedding.nbytes + self.lm_head.nbytes + rounded + layers + table
+        return self.embedding.nbytes + self.lm_head.nbytes + rounded + layers
 
     @property
     def cached(self) -> ModelConfig:

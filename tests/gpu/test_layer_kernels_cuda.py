@@ -18,7 +18,6 @@ from layer_cases import (
     check_project,
     check_project_add,
     check_project_gated,
-    check_project_normed,
     check_project_rotated,
     check_quantize_rows,
     check_rms_norm,
@@ -147,8 +146,6 @@ def test_what_lies_between_products(dtype: torch.dtype, rows: int) -> None:
         check_silu_mul("cuda", dtype, rows, 14336, splits, Guards(64), bias=True, normed=True)
         check_rope_store("cuda", dtype, rows, 32, 8, 128, splits, Guards(64))
         check_rope_store("cuda", dtype, rows, 6, 2, 80, splits, Guards(67), bias=True, head_norm=True)
-    check_rope_store("cuda", dtype, rows, 32, 8, 128, 1, Guards(64), normed=False, known=True)
-    check_project_normed("cuda", dtype, rows, 640, 1024, None, Guards(64))
     check_embed_rows("cuda", dtype, rows, 4096, Guards(64))
     check_rms_norm("cuda", dtype, rows, 4099, Guards(67))
     check_quantize_rows("cuda", dtype, rows, 14336, Guards(64))

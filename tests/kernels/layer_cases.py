@@ -288,7 +288,7 @@ def check_silu_mul(device: str, dtype: torch.dtype, rows: int, size: int, splits
 
 def check_rope_store(
     device: str, dtype: torch.dtype, rows: int, heads: int, kv_heads: int, dim: int, splits: int, guards: Guards, *, bias: bool = False,
-    head_norm: bool = False, normed: bool = True, known: bool = False,
+    head_norm: bool = False, normed: bool = True,
 ) -> None:  # fmt: skip
     make = Maker(device, dtype, guards, rows + heads)
     columns = (heads + 2 * kv_heads) * dim
@@ -302,15 +302,14 @@ def check_rope_store(
     slots[::5] = -1
     slots = guards.put(slots.to(device))
     expected_planes = [plane.clone() for plane in planes]
-    found = make_lookup(make, rows, columns) if bias or known else None
-    given = None if known else parts
+    found = make_lookup(make, rows, columns) if bias else None
     options = {"stream": stream, "bias": offset, "head_norm": weights, "head_eps": EPS, "lookup": found}
     with reference_version():
         angles = rope_angles(positions, frequencies, 1.25, dtype)
-        expected = rope_store(given, *angles, *expected_planes, slots, **options)
+        expected = rope_store(parts, *angles, *expected_planes, slots, **options)
     with triton_version(guards):
         compiled_angles = rope_angles(positions, frequencies, 1.25, dtype)
-        actual = rope_store(given, *angles, *planes, slots, **options)
+        actual = rope_store(parts, *angles, *planes, slots, **options)
     for actual_angle, angle in zip(compiled_angles, angles, strict=True):
         torch.testing.assert_close(actual_angle.float(), angle.float(), atol=2e-5 if dtype is torch.float32 else 1e-2, rtol=0)
     close(actual, expected, dtype)

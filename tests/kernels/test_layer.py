@@ -21,7 +21,6 @@ from layer_cases import (
 
 from outrider.kernels._dispatch import Backend, force_backend
 from outrider.kernels.add_norm import normalise
-from outrider.kernels.rope_store import rope_store
 from outrider.kernels.skinny_gemm import Epilogue, Method, Overlap, Tile, choose_tile, project, project_add
 from outrider.kernels.skinny_gemm.table import _measured, guess_tile
 
@@ -142,18 +141,6 @@ def test_rotation_and_store(
     dtype: torch.dtype, rows: int, heads: int, kv_heads: int, dim: int, splits: int, bias: bool, head_norm: bool, normed: bool
 ) -> None:
     check_rope_store("cpu", dtype, rows, heads, kv_heads, dim, splits, Guards(), bias=bias, head_norm=head_norm, normed=normed)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "bias", "head_norm"), [(1, False, False), (7, True, True), (70, True, False)])
-def test_rotation_of_a_product_that_is_looked_up(dtype: torch.dtype, rows: int, bias: bool, head_norm: bool) -> None:
-    check_rope_store("cpu", dtype, rows, 4, 2, 16, 1, Guards(), bias=bias, head_norm=head_norm, normed=False, known=True)
-
-
-def test_a_rotation_needs_a_product() -> None:
-    plane = torch.zeros(1, 4, 2, 8)
-    with pytest.raises(ValueError, match="lookup is needed"):
-        rope_store(None, torch.ones(1, 1, 8), torch.ones(1, 1, 8), plane, plane.clone(), torch.zeros(1, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -22,7 +22,6 @@ from outrider.services.doctor.statistics import describe, is_finite
 from outrider.services.doctor.vocabulary_map import D2tMeaning, d2t_meaning
 from outrider.services.draft.algorithm import Algorithm
 from outrider.services.draft.heads.eagle3_config import AUX_KEY, Eagle3Config
-from outrider.shared.nn.config import ModelConfig
 from outrider.shared.spec.tree import DraftShape
 
 torch.set_num_threads(1)
@@ -200,8 +199,9 @@ def test_memory_adds_up(target: Path, tmp_path: Path) -> None:
     assert plan.target_weights < plan.minimum <= plan.full_context
 
 
-def test_tables_of_a_gpu_are_counted(target: Path) -> None:
-    config = ModelConfig.from_dir(target)
+def test_a_drafts_table_on_a_gpu_is_counted(target: Path, tmp_path: Path) -> None:
+    head = make_toy_eagle3(tmp_path / "head", target)
+    config = Pair(target, head, Algorithm.AUTO, torch.device("cpu"), torch.bfloat16).head_config
     nbytes = VOCAB * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * 2
     free, total = 2 * nbytes, 50 * nbytes
     assert table_bytes(config, torch.bfloat16, free, total) == nbytes

@@ -46,21 +46,20 @@ def attention_block(
     *,
     reduce: Reduce | None = None,
     lookup: Lookup | None = None,
-    known: bool = False,
 ) -> Stream:
     """Return the residual stream after the attention of a layer, prepared for the norm `following`.
 
-    `lookup` is what a table adds to the q-k-v product; `known`: it is that product.
+    `lookup` is what a table adds to the q-k-v product.
     """
     qkv, norm = block.qkv, block.head_norm
     k_plane, v_plane = pool.k_planes[block.layer], pool.v_planes[block.layer]
-    if not known and norm is None and _own(Epilogue.ROTATED, stream.scaled, qkv):
+    if norm is None and _own(Epilogue.ROTATED, stream.scaled, qkv):
         rotary = Rotary(rotation.cos, rotation.sin, k_plane, v_plane, attention.slots)
         q = project_rotated(stream, qkv.weight, rotary, scales=qkv.scales, bias=qkv.bias, lookup=lookup)
     else:
-        parts = None if known else _product(stream.scaled, qkv)
+        parts = _product(stream.scaled, qkv)
         q = rope_store(
-            parts, rotation.cos, rotation.sin, k_plane, v_plane, attention.slots, stream=None if known else stream, bias=qkv.bias,
+            parts, rotation.cos, rotation.sin, k_plane, v_plane, attention.slots, stream=stream, bias=qkv.bias,
             head_norm=norm.weight if norm else None, head_eps=norm.eps if norm else 0.0, lookup=lookup,
         )  # fmt: skip
     attended = attention.attend(block.layer, q, pool, block.scale, block.window, block.sinks)

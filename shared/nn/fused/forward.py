@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from outrider.kernels.add_norm import embed_rows, normalise
-from outrider.kernels.rope_store import Lookup
 from outrider.kernels.skinny_gemm import project
 from outrider.kernels.stream import FEW_ROWS, MANY_ROWS
 from outrider.shared.attn.stored import StoredAttention
@@ -16,7 +15,6 @@ from outrider.shared.nn.fused.blocks import Reduce, attention_block, mlp_block
 from outrider.shared.nn.layers import Attention, DecoderLayer, GatedMLP, RMSNorm
 from outrider.shared.nn.linear import Linear
 from outrider.shared.nn.rope import Rotation
-from outrider.shared.nn.token_products import token_products
 
 
 def can_fuse(layers: Sequence[DecoderLayer], device: torch.device, dtype: torch.dtype) -> bool:
@@ -27,9 +25,6 @@ def can_fuse(layers: Sequence[DecoderLayer], device: torch.device, dtype: torch.
 
 class FusedForward:
     """Runs decoder layers over the rows of a planned step; few rows by kernels of our own, many by the library's products.
-
-    Queries, keys and values of the first layer are looked up, where the memory for a table of them is there: they depend on tokens alone.
-    They are then rounded before the rotation instead of behind it, as the layers' torch operations round them.
 
     Args:
         layers: For which `can_fuse` holds.
@@ -60,13 +55,6 @@ class FusedForward:
         self._embedding = embedding
         self._head = head
         self.reduce = reduce
-        qkv = self._blocks[0][0].qkv
-        self._first = None if qkv.scales is not None else token_products(embedding, self._first_norm, qkv.weight)
-
-    @property
-    def table_bytes(self) -> int:
-        """Bytes of what is known of the first layer beforehand."""
-        return 0 if self._first is None else self._first.nbytes
 
     def forward(
         self, tokens: torch.Tensor, rotation: Rotation, attention: StoredAttention, pool: KVPool, aux_layer_ids: Sequence[int]
@@ -80,10 +68,7 @@ class FusedForward:
             captured = None
             if aux is not None and index in aux_layer_ids:
                 captured = aux.narrow(1, list(aux_layer_ids).index(index) * hidden, hidden)
-            known = Lookup(self._first, tokens.contiguous()) if index == 0 and self._first is not None else None
-            stream = attention_block(
-                attend, stream, rotation, attention, pool, between, reduce=self.reduce, lookup=known, known=known is not None
-            )  # fmt: skip
+            stream = attention_block(attend, stream, rotation, attention, pool, between, reduce=self.reduce)
             stream = mlp_block(mlp, stream, after, reduce=self.reduce, out=captured)
         return normalise(stream), aux
 
