@@ -25,8 +25,9 @@ rng = random.Random(7)
 
 def spoilt(owner, name):
     true_send = getattr(owner, name)
-    def send(self, *numbers_and_blob):
-        *number, blob = numbers_and_blob
+    def send(self, *arguments):
+        at = [isinstance(argument, torch.Tensor) for argument in arguments].index(True)
+        before, blob, after = arguments[:at], arguments[at], arguments[at + 1 :]
         kind = rng.choice(["noise", "near", "stale", "true"])
         last.setdefault("blob", blob.clone())
         if kind == "noise":  # any bytes
@@ -35,7 +36,7 @@ def spoilt(owner, name):
             blob[256:].view(torch.int32).random_(-1, 12)
         elif kind == "stale":  # the trees of another round, as if they were of this one
             blob = last["blob"]
-        return true_send(self, *number, blob)
+        return true_send(self, *before, blob, *after)
     last = {}
     setattr(owner, name, send)
 
