@@ -93,8 +93,8 @@ def _against_vllm(kind: str, batch: int, config: str, metric: str) -> Callable[[
     """Our figure over vLLM's of the same kind."""
 
     def find(results: Results) -> Figure | None:
-        found = results.latency(f"round {kind}, batch {batch}")
         peer = results.vllm(config, batch)
+        found = results.latency(f"round {kind}, batch {batch}", beside=peer and peer[0])
         if found is None or peer is None:
             return None
         ours = float(found[1]["tok_s"] if metric == "tok_s" else found[1]["value"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -23,6 +24,8 @@ NO_MATTER = ("CUDA_MPS_PIPE_DIRECTORY", "NCCL_VERSION", "TRITON_CACHE_DIR")
 """Variables of an environment that name places or versions and change no figure: `mps` in the settings says what pipes are for."""
 PROFILED = ("gpu_idle", "gpu_idle_between")
 """What only a run with ``--profile`` tells, which measures every round once."""
+CALL = re.compile(r"\d{4}-\d{2}-\d{2}T\d{4}Z")
+"""How the folder of a call is named: by when it began."""
 OFF = ("false", "none", "auto")
 """Values of such a setting that change nothing."""
 
@@ -60,19 +63,6 @@ class Recorded:
     def distance(self, other: Recorded) -> tuple[bool, timedelta]:
         """Return how far apart two runs are: by GPU first, as two of a kind differ by percents, then in time."""
         return self.gpu != other.gpu, abs(self.date - other.date)
-
-    @property
-    def start(self) -> Mapping[str, Any]:
-        """How long its engine took to start, and how many kernels it found or compiled."""
-        start: Mapping[str, Any] = self.content.get("start", {})
-        return start
-
-    @property
-    def measured(self) -> list[str]:
-        """The words of its command but for where the result went."""
-        words = [str(word) for word in self.content.get("command", ())]
-        where = words.index("--output") if "--output" in words else len(words)
-        return words[:where] + words[where + 2 :]
 
     @property
     def command(self) -> str:
@@ -131,14 +121,18 @@ class Peer:
 class Results:
     """All recorded results of a folder on one kind of device; of several that fit, the latest counts, or the one `near` another.
 
+    A folder within it that is named by a time holds one call, often with a peer: only comparisons with that peer look there.
+
     Raises:
         ConfigurationError: A file is not JSON.
     """
 
     def __init__(self, folder: Path) -> None:
-        files = [Recorded(path, read_result(path)) for path in sorted(folder.glob("*.json"))]
-        self._files = sorted(files, key=lambda recorded: recorded.date, reverse=True)
-        self._peers = [Peer(path, read_lines(path)) for path in sorted(folder.glob("vllm*.jsonl"), reverse=True)]
+        self._files = _recorded(folder)
+        calls = sorted((path for path in folder.iterdir() if CALL.fullmatch(path.name)), reverse=True)
+        self._calls = {call: _recorded(call) for call in calls}
+        told = [path for place in (*calls, folder) for path in sorted(place.glob("vllm*.jsonl"), reverse=True)]
+        self._peers = [Peer(path, read_lines(path)) for path in told]
 
     def latency(
         self,
@@ -148,6 +142,7 @@ class Results:
         changes: Mapping[str, Any] | None = None,
         mps: bool = False,
         near: Recorded | None = None,
+        beside: Peer | None = None,
         **settings: Any,
     ) -> tuple[Recorded, Mapping[str, Any]] | None:
         """Return the latest file of `outrider bench latency` on a GPU that has the case, and its row; profiled runs are for idle shares.
@@ -158,6 +153,7 @@ class Results:
             changes: What the run was told to compute otherwise, all of it.
             mps: Whether it ran under the multi-process service.
             near: Take the file of the same GPU that was measured closest to this one.
+            beside: Take the file of the call in which this peer ran, if that has the case.
             settings: Of the run; in process, on one GPU, unless they say otherwise.
         """
         here = {"shape": SHAPE, "prompt": 512, "new_tokens": 384, "draft_device": None, "tp": None}
@@ -167,7 +163,10 @@ class Results:
             counts = needs in PROFILED or not recorded.content.get("profiles")
             return counts and recorded.changes == (changes or {}) and recorded.under_mps == mps
 
-        return self._latest("latency", case, wanted, needs, fits, near)
+        call = self._calls.get(beside.path.parent, []) if beside is not None else []
+        return self._latest("latency", case, wanted, needs, fits, near, files=call) or self._latest(
+            "latency", case, wanted, needs, fits, near
+        )
 
     def profiled(self) -> Recorded | None:
         """Return the latest file of `outrider bench latency --profile` on a GPU, of the shape that is promised for."""
@@ -195,7 +194,7 @@ class Results:
     def latest(self, benchmark: str, case: str | None = None) -> Recorded | None:
         """Return the latest file of another benchmark on a GPU, or the latest that has a case."""
         for recorded in self._files:
-            on_a_gpu = str(recorded.settings("device")).startswith("cuda")
+            on_a_gpu = str(recorded.settings("device")).startswith("cuda") or bool(recorded.content.get("machine", {}).get("gpus"))
             if recorded.content.get("benchmark") == benchmark and on_a_gpu and (case is None or recorded.row(case) is not None):
                 return recorded
         return None
@@ -216,17 +215,6 @@ class Results:
                     return peer, line
         return None
 
-    def started(self) -> tuple[Recorded, Recorded] | None:
-        """Return the latest run whose start compiled most of its kernels, and one of the same command that found them compiled."""
-        starts = [recorded for recorded in self._files if recorded.settings("shape") == SHAPE and recorded.content.get("start")]
-        for cold in starts:
-            if cold.start["kernels_compiled"] <= cold.start["kernels_cached"]:
-                continue
-            for warm in starts:
-                if warm.start["kernels_compiled"] == 0 and warm.start["kernels_cached"] and warm.measured == cold.measured:
-                    return cold, warm
-        return None
-
     def _latest(
         self,
         benchmark: str,
@@ -236,8 +224,10 @@ class Results:
         fits: Callable[[Recorded], bool] = lambda _: True,
         near: Recorded | None = None,
         device: str = "cuda",
+        files: Sequence[Recorded] | None = None,
     ) -> tuple[Recorded, Mapping[str, Any]] | None:
-        files = self._files if near is None else sorted(self._files, key=near.distance)
+        files = self._files if files is None else files
+        files = files if near is None else sorted(files, key=near.distance)
         for recorded in files:
             if recorded.content.get("benchmark") != benchmark or not str(recorded.settings("device")).startswith(device):
                 continue
@@ -246,6 +236,12 @@ class Results:
             if alike and row is not None and row.get(needs) is not None:
                 return recorded, row
         return None
+
+
+def _recorded(folder: Path) -> list[Recorded]:
+    """Return the files of a folder, the latest first."""
+    files = [Recorded(path, read_result(path)) for path in sorted(folder.glob("*.json"))]
+    return sorted(files, key=lambda recorded: recorded.date, reverse=True)
 
 
 def read_result(path: Path) -> Mapping[str, Any]:

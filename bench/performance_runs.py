@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from outrider.bench.performance_results import Recorded, read_result
+from outrider.bench.performance_results import CALL, Recorded, read_result
 
 
 def command_lines(sources: set[Path]) -> Iterator[str]:
@@ -20,4 +20,9 @@ def command_lines(sources: set[Path]) -> Iterator[str]:
 
 def run_line(path: Path, command: str, occasion: str) -> str:
     """Return the line of one file."""
-    return f"- [{path.stem}](../bench/results/{path.name}): `{command}` ({occasion})"
+    return f"- [{within(path).rpartition('.')[0]}](../bench/results/{within(path)}): `{command}` ({occasion})"
+
+
+def within(path: Path) -> str:
+    """Return a file's path within the folder of results: its name, behind that of its call where it is of one with a peer."""
+    return f"{path.parent.name}/{path.name}" if CALL.fullmatch(path.parent.name) else path.name

@@ -14,7 +14,7 @@ from outrider.bench.performance_goals import GOALS
 from outrider.bench.performance_parts import ceiling_lines, kernel_lines, load_lines
 from outrider.bench.performance_profile import profile_lines
 from outrider.bench.performance_results import Peer, Results
-from outrider.bench.performance_runs import command_lines, run_line
+from outrider.bench.performance_runs import command_lines, run_line, within
 from outrider.shared.base.errors import ConfigurationError
 
 NOT_MEASURED = "not measured yet"
@@ -90,7 +90,8 @@ def goal_lines(results: Results) -> Iterator[str]:
         if figure.peer_source is not None:
             peers[figure.peer_source.path] = figure.peer_source
         mark = "" if goal.met(figure) else " (missed)"
-        cells = (goal.what, goal.text, f"**{figure.text}**{mark}", figure.floor, figure.ratio, figure.peer or goal.peer, figure.source.stem)
+        source = within(figure.source).removesuffix(".json")
+        cells = (goal.what, goal.text, f"**{figure.text}**{mark}", figure.floor, figure.ratio, figure.peer or goal.peer, source)
         yield "| " + " | ".join(cells) + " |"
     yield from command_lines(sources)
     for path, peer in sorted(peers.items()):
@@ -132,37 +133,21 @@ def round_lines(results: Results) -> Iterator[str]:
     for what, kind, config in ROUND_KINDS:
         cells = []
         for batch in ROUND_BATCHES:
-            found = results.latency(f"round {kind}, batch {batch}")
             peer = results.vllm(config, batch)
+            found = results.latency(f"round {kind}, batch {batch}", beside=peer and peer[0])
             ours = "" if found is None else f"{float(found[1]['value']):.2f}"
             cells.append(f"{ours} / {float(peer[1]['ms_round']):.2f}" if ours and peer else ours)
             if found is not None:
                 sources[found[0].path] = None
         yield f"| {what} | {' | '.join(cells)} |"
     yield ""
-    yield "From " + ", ".join(f"[{path.name}](bench/results/{path.name})" for path in sources) + "."
-
-
-def start_lines(results: Results) -> Iterator[str]:
-    """Yield the lines of how long an engine takes to start, with its kernels to be compiled and with compiled ones."""
-    found = results.started()
-    if found is None:
-        yield f"How long a start takes is {NOT_MEASURED}."
-        return
-    yield "| start, from the command to an engine that answers | seconds | of these the engine's | kernels compiled | found compiled |"
-    yield "| --- | --- | --- | --- | --- |"
-    for what, recorded in zip(("nothing compiled", "kernels compiled before"), found, strict=True):
-        start = recorded.start
-        cells = (what, f"{start['seconds']:.1f}", f"{start['engine_s']:.1f}", str(start["kernels_compiled"]), str(start["kernels_cached"]))
-        yield f"| {' | '.join(cells)} |"
-    yield from command_lines({recorded.path for recorded in found})
+    yield "From " + ", ".join(f"[{within(path)}](bench/results/{within(path)})" for path in sources) + "."
 
 
 TABLES = (
     Table("<!-- performance table: made by `outrider bench table` -->", "<!-- end of the performance table -->", goal_lines),
     Table("<!-- cost of --deterministic: made by `outrider bench table` -->", "<!-- end of that cost -->", cost_lines),
     Table("<!-- time of a round: made by `outrider bench table` -->", "<!-- end of that time -->", time_lines),
-    Table("<!-- starts: made by `outrider bench table` -->", "<!-- end of the starts -->", start_lines),
     Table("<!-- ceilings: made by `outrider bench table` -->", "<!-- end of the ceilings -->", ceiling_lines),
     Table("<!-- kernels: made by `outrider bench table` -->", "<!-- end of the kernels -->", kernel_lines),
     Table("<!-- load: made by `outrider bench table` -->", "<!-- end of the load -->", load_lines),

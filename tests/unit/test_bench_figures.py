@@ -19,7 +19,7 @@ from outrider.bench.load import Experience, Load, summarise_load
 from outrider.bench.performance_goals import GOALS
 from outrider.bench.performance_parts import ceiling_lines, kernel_lines, load_lines
 from outrider.bench.performance_results import Recorded, Results
-from outrider.bench.performance_table import NOT_MEASURED, TABLES, cost_lines, goal_lines, round_lines, run_table, start_lines, time_lines
+from outrider.bench.performance_table import NOT_MEASURED, TABLES, cost_lines, goal_lines, round_lines, run_table, time_lines
 from outrider.bench.record import Result, Row
 from outrider.bench.roofline import Ceilings
 from outrider.bench.serve import serve_rows
@@ -268,17 +268,20 @@ def test_the_table_tells_every_run_apart(tmp_path: Path) -> None:
     )
 
 
-def test_starts_of_one_command_are_compared(tmp_path: Path) -> None:
-    assert NOT_MEASURED in "".join(start_lines(Results(tmp_path)))
-    starts = {"cold": (61.25, 50.0, 0, 200), "cached": (12.5, 8.0, 200, 0), "other": (11.0, 8.0, 200, 0), "partly": (20.0, 9.0, 190, 10)}
-    for name, (seconds, engine_s, cached, compiled) in starts.items():
-        record(tmp_path, name, "latency", SETTINGS, [])
-        content = json.loads((tmp_path / f"{name}.json").read_text())
-        content["start"] = {"seconds": seconds, "engine_s": engine_s, "kernels_cached": cached, "kernels_compiled": compiled}
-        content["command"] += ["--output", f"{name}.json", "--batch", "4" if name == "other" else "1"]
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    lines = list(start_lines(Results(tmp_path)))
-    assert lines[2:4] == ["| nothing compiled | 61.2 | 50.0 | 200 | 0 |", "| kernels compiled before | 12.5 | 8.0 | 0 | 200 |"]
+def test_a_peer_is_compared_with_what_ran_in_its_call(tmp_path: Path) -> None:
+    record(tmp_path, "later", "latency", SETTINGS, [latency_row("round chain 3, batch 4", 5.2)], "2026-02-01")
+    call = tmp_path / "2026-01-02T1459Z"
+    call.mkdir()
+    record(call, "ours", "latency", SETTINGS, [latency_row("round chain 3, batch 4", 5.0)], "2026-01-02")
+    lines = [{"case": "run", "config": config, "bs": 4, "ms_round": 6.0} for config in ("chain3", "plain")]
+    (call / "vllm.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    against = line_of(tmp_path, "round, chain of 3, batch 4 ÷ vLLM's")
+    assert "**0.833 × (5.00 ms)** |" in against
+    assert against.endswith("| 2026-01-02T1459Z/ours |")
+    commands = list(goal_lines(Results(tmp_path)))
+    assert any(line.startswith("- [2026-01-02T1459Z/ours](../bench/results/2026-01-02T1459Z/ours.json): ") for line in commands)
+    record(tmp_path, "plain", "latency", SETTINGS, [latency_row("round plain, batch 4", 4.0)])
+    assert "| plain decode |  | 4.00 / 6.00 |  |  |" in list(round_lines(Results(tmp_path))), "the latest where the call has none of ours"
 
 
 def test_runs_that_were_told_to_compute_otherwise_have_rows_of_their_own(tmp_path: Path) -> None:
@@ -409,3 +412,11 @@ def test_what_equal_bits_cost_is_shown_beside_the_usual_round(tmp_path: Path) ->
 @pytest.mark.parametrize("document", ["docs/performance.md", "docs/numerics.md", "README.md"])
 def test_the_documented_tables_are_those_of_the_recorded_results(document: str) -> None:
     assert run_table(ROOT / "bench" / "results", ROOT / document, check=True) == 0
+
+
+def test_results_are_named_by_their_commands() -> None:
+    for path in sorted((ROOT / "bench" / "results").rglob("*.json")):
+        written = json.loads(path.read_text())
+        command = written.get("command", [])
+        if "benchmark" in written and "--output" in command:  # `outrider bench` alone took a folder once
+            assert command[command.index("--output") + 1] == path.name
