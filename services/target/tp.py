@@ -196,8 +196,9 @@ def start_group(
         if failure is not None and isinstance(error, Exception):
             raise failure from error
         raise
-    _log.info("ranks ready", ranks=settings.tp, device=str(device), weight_bytes=decoder.weight_bytes)
-    return RankGroup(decoder, lead, collectives, processes)
+    group = RankGroup(decoder, lead, collectives, processes)
+    _log.info("ranks ready", ranks=settings.tp, device=str(device), weight_bytes=decoder.weight_bytes, processes=group.process_ids)
+    return group
 
 
 def run_rank(order: Order, ranks: Ranks) -> int:
