@@ -145,17 +145,18 @@ class ClientStream:
                 if self._taken:
                     self._operate((), _Tag.LOOK)
         while True:
-            if self._taken:
+            # The other thread may take the stream at any moment; who holds the lock for long is it, and is to be watched over.
+            if self._taken or not self._reading.acquire(timeout=WATCH_S):
                 self._watch()
                 continue
-            message = self._pop_early()
-            if message is None:
-                with self._reading:
-                    message = self._read(lambda: self._taken)
+            try:
+                message = None if self._taken else self._read(lambda: self._taken)
+            finally:
+                self._reading.release()
             if message is not None:
                 self._dealing = True
                 return message
-            if not self._taken:
+            if self.ended and not self._taken:
                 break
         code = STATUS_OF_NUMBER.get(self._status.code(), grpc.StatusCode.UNKNOWN)
         if code is grpc.StatusCode.OK:
@@ -172,7 +173,7 @@ class ClientStream:
             if first:
                 self._given_back.clear()
                 self._operate((), _Tag.LOOK)
-        message = self._pop_early()
+            message = self._early.popleft() if self._early else None
         if message is None and not self._dealt_with_others():
             with self._reading:
                 message = self._read(lambda: self._dealt_with_others() or time.monotonic() >= deadline)
@@ -187,15 +188,13 @@ class ClientStream:
             self._given_back.set()
 
     def poll(self) -> list[bytes]:
-        """Return what has come, without waiting; nothing while the thread in `receive` reads, which it does until `receive_within`.
-
-        For the thread of `receive_within`.
-        """
-        messages: list[bytes] = []
-        if self._taken:
-            self.look()
-            while (message := self._pop_early()) is not None:
-                messages.append(message)
+        """Return what has come, without waiting; nothing while the thread in `receive` reads. For the thread of `receive_within`."""
+        if not self._taken:
+            return []
+        self.look()
+        with self._lock:
+            messages = list(self._early)
+            self._early.clear()
         return messages
 
     def look(self) -> None:
@@ -212,7 +211,6 @@ class ClientStream:
             while peeking and self._due:
                 event = self._call.next_event()
                 with self._lock:
-                    self._due -= 1
                     message = self._handle(event)
                     if message is not None:
                         self._early.append(message)
@@ -223,10 +221,6 @@ class ClientStream:
                     self._operate((), _Tag.LOOK)
         finally:
             self._reading.release()
-
-    def _pop_early(self) -> bytes | None:
-        with self._lock:
-            return self._early.popleft() if self._early else None
 
     def _dealt_with_others(self) -> bool:
         with self._lock:
@@ -259,13 +253,14 @@ class ClientStream:
         """Return the next message; None at the end of the stream, or when it is told to look and finds that it is `enough`."""
         while True:
             with self._lock:
+                if self._early:
+                    return self._early.popleft()
                 if not self._due:
                     return None
                 self._listen()
             self._vigil.begin()
             event = self._call.next_event()
             with self._lock:
-                self._due -= 1
                 message = self._handle(event)
             if message is not None:
                 return message
@@ -273,7 +268,8 @@ class ClientStream:
                 return None
 
     def _handle(self, event: Any) -> bytes | None:
-        """Take an event; return the message of an arrival."""
+        """Take an event; return the message of an arrival. Called with the lock."""
+        self._due -= 1
         if event.tag is _Tag.RECEIVED:
             message: bytes | None = event.batch_operations[0].message()
             self._listening = message is None  # nothing comes behind the end

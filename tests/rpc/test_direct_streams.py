@@ -253,6 +253,102 @@ def test_no_message_is_waited_for_in_vain_while_the_two_take_turns(serve: Serve,
     reader.thread.join(WAIT_S)
 
 
+class Crossing:
+    """The lock of who reads, at which the reader meets the test's thread in an unlucky moment, once.
+
+    Args:
+        stream: Whose lock it becomes.
+        before, behind: What must be so until the reader goes on, when it comes to the lock and when it has released it.
+
+    Attributes:
+        came, left: It has come to the lock, and has released it.
+    """
+
+    def __init__(self, stream: ClientStream, before: Callable[[], bool] | None = None, behind: Callable[[], bool] | None = None) -> None:
+        self.came, self.left = threading.Event(), threading.Event()
+        self._lock = stream._reading
+        self._before, self._behind = before, behind
+        self._tester = threading.current_thread()
+        stream._reading = self  # type: ignore[assignment]
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        if threading.current_thread() is not self._tester:
+            before, self._before = self._before, None
+            self.came.set()
+            wait_for(before or self.came.is_set)
+        return self._lock.acquire(blocking, timeout)
+
+    def release(self) -> None:
+        self._lock.release()
+        if threading.current_thread() is not self._tester:
+            behind, self._behind = self._behind, None
+            self.left.set()
+            wait_for(behind or self.left.is_set)
+
+    def locked(self) -> bool:
+        return self._lock.locked()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until, pause = time.monotonic() + WAIT_S, threading.Event()
+    while not condition() and time.monotonic() < until:
+        pause.wait(1e-3)
+
+
+def test_a_wait_ends_in_time_that_began_when_the_reader_was_about_to_read(serve: Serve) -> None:
+    stream = serve(Echo(lambda to, message: None))
+    crossing = Crossing(stream, before=stream._reading.locked)
+    reader = Reader(stream)
+    assert crossing.came.wait(WAIT_S)
+    watchdog = threading.Timer(WAIT_S, stream.cancel)
+    watchdog.start()
+    started = time.monotonic()
+    assert stream.receive_within(0.0) is None  # the reader has dealt with the first message
+    assert stream.receive_within(0.05) is None
+    assert time.monotonic() - started < WAIT_S / 2
+    watchdog.cancel()
+    stream.cancel()
+    reader.thread.join(WAIT_S)
+    assert not reader.thread.is_alive()
+
+
+def test_the_reader_takes_what_was_taken_in_before_it_read(serve: Serve) -> None:
+    stream = serve(Echo(lambda to, message: to.send(message)))
+    crossing = Crossing(stream, before=lambda: bool(stream._early))
+    reader = Reader(stream)
+    assert crossing.came.wait(WAIT_S)
+    stream.send(b"early")
+
+    def taken_in() -> bool:
+        stream.look()
+        return bool(stream._early)
+
+    wait_for(taken_in)
+    assert reader.got.get(timeout=WAIT_S) == b"early"
+    stream.cancel()
+    reader.thread.join(WAIT_S)
+
+
+def test_a_stream_that_is_given_back_in_the_moment_of_a_take_over_goes_on(serve: Serve) -> None:
+    stream = serve(Echo(lambda to, message: to.send(message)))
+    crossing = Crossing(stream, behind=lambda: not stream.taken)
+    reader = Reader(stream)
+    wait_for(stream._reading.locked)
+    assert stream.receive_within(0.0) is None
+    assert crossing.left.wait(WAIT_S)
+    stream.give_back()
+    stream.send(b"later")
+    assert reader.got.get(timeout=WAIT_S) == b"later"
+    stream.cancel()
+    reader.thread.join(WAIT_S)
+
+
 def test_a_wait_ends_in_time_though_nothing_comes(serve: Serve) -> None:
     stream = serve(Echo(lambda to, message: None))
     reader = Reader(stream)
