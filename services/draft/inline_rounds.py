@@ -73,13 +73,14 @@ class InlineRounds:
         Raises:
             ProtocolError: See `finish`.
         """
-        if self._waiting is None or self._relay is None:
+        waiting, relay = self._waiting, self._relay
+        if waiting is None or relay is None:
             return False
-        state = self._waiting.envelopes.state.open(message)
+        state = waiting.envelopes.state.open(message)
         if state is None:
             return False
-        self._put(self._relay, self._waiting.number, state)
-        self._answer(self._relay)
+        self._put(relay, waiting.number, state)
+        self._answer(relay, waiting)
         return True
 
     def finish(self, message: draft_pb2.RoundState) -> bool:
@@ -88,19 +89,21 @@ class InlineRounds:
         Raises:
             ProtocolError: It is no state of that round.
         """
-        if self._waiting is None or self._relay is None:
+        waiting, relay = self._waiting, self._relay
+        if waiting is None or relay is None:
             return False
-        if (self._waiting.rounds, self._waiting.number) != (message.rounds, message.number):
+        if (waiting.rounds, waiting.number) != (message.rounds, message.number):
             self._release()
             return False
-        self._put(self._relay, message.number, message.state)
-        self._answer(self._relay)
+        self._put(relay, message.number, message.state)
+        self._answer(relay, waiting)
         return True
 
     def soon(self) -> None:
         """Make ready for the state that is waited for, if one is."""
-        if self._waiting is not None and self._relay is not None:
-            self._relay.call()
+        relay = self._relay
+        if self._waiting is not None and relay is not None:
+            relay.call()
 
     def arrived(self, state: bytes) -> None:
         """Keep the state of the round that is about to start."""
@@ -133,9 +136,9 @@ class InlineRounds:
         """See `RoundsInlet.give`."""
         if self._relayed and self._relay is not None:
             self._relay.give(message.number, blob)
-            self._waiting = _Waiting(message.rounds, message.number, blob.nbytes, RoundEnvelopes.of(message))
+            waiting = self._waiting = _Waiting(message.rounds, message.number, blob.nbytes, RoundEnvelopes.of(message))
             if not self._ahead:
-                self._answer(self._relay)
+                self._answer(self._relay, waiting)
             return
         trees = self._staging.fetch(blob)
         self._staging.settle(blob)
@@ -169,10 +172,9 @@ class InlineRounds:
             raise
         self._awaited = False
 
-    def _answer(self, relay: StreamRelay) -> None:
+    def _answer(self, relay: StreamRelay, waiting: _Waiting) -> None:
         """Send the trees of the round that is enqueued, when they are there."""
-        assert self._waiting is not None, "a round was given"
-        waiting, self._waiting = self._waiting, None
+        self._waiting = None
         trees = relay.settle(waiting.number, waiting.num_bytes).tobytes()
         self._peer.send(RoundTrees(waiting.rounds, waiting.number, trees, waiting.envelopes.trees))
 

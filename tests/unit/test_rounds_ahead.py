@@ -17,6 +17,7 @@ from outrider.services.draft.inline_rounds import InlineRounds
 from outrider.services.draft.loop import Peer
 from outrider.services.draft.replies import Reply, RoundTrees
 from outrider.services.draft.session import PeerId
+from outrider.services.target.draft_client import stream_rounds
 from outrider.services.target.draft_client.stream_rounds import StreamRounds
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.rpc.ipc.cuda import CudaError
@@ -123,9 +124,9 @@ class Target:
     def dispatch(self, message: bytes) -> None:
         self.channel.arrived(draft_pb2.SessionReply.FromString(message).round_trees)
 
-    def exchange(self, number: int, ahead: bool = True) -> None:
+    def exchange(self, number: int, ahead: bool = True, limit_s: float = 1.0) -> None:
         message = draft_pb2.RoundsNext(rounds=1, number=number)
-        self.channel.exchange(message, self.state, self.trees, self.expected, 1.0, ahead)
+        self.channel.exchange(message, self.state, self.trees, self.expected, limit_s, ahead)
 
     def carry(self) -> None:
         self.channel.hand_over()
@@ -168,7 +169,8 @@ def test_rows_that_do_not_count_stay_behind(target: Target, count: int, ahead: b
     assert not target.channel.broken
 
 
-def test_both_processes_call_the_gpu_in_time(target: Target) -> None:
+def test_both_processes_call_the_gpu_in_time(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_rounds, "MOST_TAKEN_S", 60.0)
     target.vigil.enabled = True
     kinds = []
     for number in (1, 2, 3, 4):
@@ -181,6 +183,17 @@ def test_both_processes_call_the_gpu_in_time(target: Target) -> None:
     unknown, known = ["rounds_next", "round_state"], ["rounds_next", "round_soon", "round_state"]
     assert kinds == [unknown, unknown, known, known], "once it is known how long a pass takes"
     assert not target.channel.broken
+
+
+def test_the_gpu_is_called_back_within_the_limit_of_the_trees(target: Target) -> None:
+    target.vigil.enabled = True
+    target.channel._drafted_s = 60.0
+    target.exchange(1, limit_s=0.01)
+    started = time.monotonic()
+    target.carry()
+    assert time.monotonic() - started < 10.0
+    assert target.relay.calls == 1
+    assert not target.relay.waits
 
 
 def test_trees_of_earlier_rounds_are_passed_over(target: Target) -> None:

@@ -220,7 +220,7 @@ class StreamRounds:
 
     def _call_back(self, relay: StreamRelay) -> None:
         """Have a GPU that the two share turn to this process as soon as the draft's pass is over: while the trees travel."""
-        until = self._sent_at + self._drafted_s * SHARE_OF_DRAFT
+        until = min(self._until, self._sent_at + self._drafted_s * SHARE_OF_DRAFT)
         while time.monotonic() < until and not self._arrived:
             time.sleep(0)
         relay.call()
