@@ -165,7 +165,7 @@ class PeerRounds:
     @property
     def tried(self) -> bool:
         """Whether the next round is one that has run before, as a graph if there are graphs."""
-        return self._key in self._desk.tried
+        return self._key in self._desk.tried and (self._desk.graphs.replays(self._key) or not self._desk.graphs.enabled)
 
     @property
     def _key(self) -> Hashable:

@@ -54,9 +54,11 @@ class Inlet:
         self.broken = False
         self.state: RoundState | None = RoundState.idle(1, COLUMNS, HIDDEN, torch.float32, CPU)
         self.given: list[torch.Tensor] = []
+        self.tried: list[bool] = []
         self.room = 1 << 30
 
     def goes_ahead(self, message: draft_pb2.RoundsNext, tried: bool) -> bool:
+        self.tried.append(tried)
         return True
 
     def take(self, message: draft_pb2.RoundsNext, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
@@ -157,11 +159,21 @@ def test_rows_that_have_not_come_yet_are_waited_for_elsewhere(engine: DraftEngin
 
 
 class Graphs:
-    """Remembers what was recorded, and when a round was run that was not."""
+    """Remembers what was recorded, and when a round was run that was not.
 
-    def __init__(self) -> None:
+    Args:
+        replay: What was recorded is replayed; else it cannot be.
+    """
+
+    enabled = True
+
+    def __init__(self, replay: bool = True) -> None:
         self.keys: list[Hashable] = []
         self.strange = 0
+        self._replay = replay
+
+    def replays(self, key: Hashable) -> bool:
+        return self._replay and key in self.keys
 
     def holds(self, key: Hashable) -> bool:
         return key in self.keys
@@ -193,6 +205,22 @@ def test_a_size_that_was_recorded_ahead_is_not_recorded_when_it_is_entered(
     size.columns = 2
     desk.record(size)  # served by nobody
     assert len(graphs.keys) == 1
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_a_round_that_cannot_be_recorded_is_never_enqueued_before_its_state(
+    engine: DraftEngine, desk: RoundsDesk, monkeypatch: pytest.MonkeyPatch, replay: bool
+) -> None:
+    """It may ask the device something, which would wait for a state that this thread has yet to bring."""
+    inlet = Inlet()
+    monkeypatch.setattr(desk, "graphs", Graphs(replay))
+    follow(engine)
+    assert desk.enter(PEER, entering([8]), inlet) == ""
+    put(inlet, len(PROMPT) + 1, [8])
+    assert desk.run(PEER, follow_up(1, 1, len(PROMPT) + 1), inlet)
+    put(inlet, len(PROMPT) + 2, [5])
+    assert desk.run(PEER, follow_up(1, 2, len(PROMPT) + 2, [[5]]), inlet)
+    assert inlet.tried == [False, replay]
 
 
 def test_one_target_at_a_time(engine: DraftEngine, desk: RoundsDesk) -> None:
