@@ -266,10 +266,6 @@ def summarise(runs: Runs, num_prompts: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _same(some: Sequence[Run], others: Sequence[Run]) -> int:
-    return sum(a.token_ids == b.token_ids for a, b in zip(some, others, strict=True))
-
-
 def first_differences(runs: Runs, prompts: Sequence[Messages], target: Path) -> list[dict[str, Any]]:
     """Return where drafted answers leave that of ``mode: off``, of greedy ones with the logits there: in 16-bit types, near-ties do so."""
     found = []

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 
+from outrider.services.target.tp import RankGroup
 from outrider.shared.nn.config import ModelConfig
 from outrider.shared.nn.decoder import checked_source
 from outrider.shared.parallel.decoder import ShardedDecoder, build_rank
@@ -77,3 +78,8 @@ def on_all(decoders: list[ShardedDecoder], work: Callable[[ShardedDecoder], Resu
     """Run `work` on all ranks at once; returns the results by rank."""
     with ThreadPoolExecutor(len(decoders)) as threads:
         return [future.result() for future in [threads.submit(work, decoder) for decoder in decoders]]
+
+
+def exit_codes(group: RankGroup) -> list[int | None]:
+    """Return those of the ranks that this process started, from rank 1 on; None: it runs."""
+    return [process.returncode for process in group._processes]

@@ -48,7 +48,6 @@ class Peer:
     def __init__(self, peer_id: PeerId, target_id: str, outlet: Outlet) -> None:
         self.id = peer_id
         self.target_id = target_id
-        self._outlet = outlet
         self.send = outlet.send
         self.end = outlet.end
 

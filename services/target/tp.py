@@ -103,11 +103,6 @@ class RankGroup:
         """Of the ranks that this process started, from rank 1 on."""
         return [process.pid for process in self._processes]
 
-    @property
-    def exit_codes(self) -> list[int | None]:
-        """Of the same processes; None: it runs."""
-        return [process.returncode for process in self._processes]
-
     def close(self) -> None:
         """End the other ranks; returns when those that this process started are gone, or ends this process too if it cannot leave them.
 

@@ -21,6 +21,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
+from parallel_ranks import exit_codes
 from stack import PROMPTS, Process, assert_ranks_serve, child_pids, free_port, supervised
 from test_families_cuda import SMALL as SMALL_MODEL
 from test_families_cuda import TINY, write_checkpoint
@@ -124,7 +125,7 @@ def close(group: RankGroup) -> None:
     begun = time.monotonic()
     group.close()
     print(f"closed in {time.monotonic() - begun:.1f} s")
-    assert set(group.exit_codes) == {0}
+    assert set(exit_codes(group)) == {0}
 
 
 @dataclass(frozen=True, slots=True)

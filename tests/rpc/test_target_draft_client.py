@@ -176,7 +176,7 @@ def test_a_tree_of_another_fence_is_dropped(decoder: Decoder, drafter: RemoteDra
         harness = start(decoder, drafter)
         harness.run()
         check_done(harness, plain)
-        assert drafter.num_stale_trees > 0
+        assert fake.asked > 0, "it was asked, and answered for another moment"
         assert harness.sink.finished["0"].speculation.draft_tokens == 0
     finally:
         server.stop(0)

@@ -77,7 +77,6 @@ class RemoteDrafter:
         self._draft_ms = 0.0
         self._bad_trees = 0
         self._last_sign = 0.0
-        self.num_stale_trees = 0
         self._link.start()
 
     # ---- any thread
@@ -359,7 +358,6 @@ class RemoteDrafter:
         session = self._sessions.get(tree.fence.session_id)
         row = session.wanted if session is not None else None
         if session is None or row is None or fence_from_proto(tree.fence) != row.fence:
-            self.num_stale_trees += 1
             return
         session.warm = True
         try:
