@@ -94,7 +94,7 @@ MaxNodes = Annotated[
 ]
 MaxRunningRequests = Annotated[int | None, typer.Option(help="Sequences that are worked on at once.", show_default="16")]
 MemFractionStatic = Annotated[
-    float | None, typer.Option(help="Share of the GPU's memory for the target's weights and KV cache.", show_default="0.85")
+    float | None, typer.Option(help="Share of the GPU's memory for weights and KV cache, the draft's included.", show_default="0.85")
 ]
 Tp = Annotated[
     int | None, typer.Option("--tp", "--tensor-parallel-size", help="GPUs that share the target (processes, on a CPU).", show_default="1")

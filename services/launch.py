@@ -75,7 +75,7 @@ class StackOptions:
         transport: AUTO takes the draft into the target's process on a machine with one GPU, else a process of its own.
         kv_tokens: Size of the KV caches in tokens, of target and draft alike, for several stacks on one GPU.
         max_running_requests: Sequences that the target works on at once, and that the draft follows if they are more than its default.
-        mem_fraction_static: Share of the GPU's memory for the target's weights and KV cache.
+        mem_fraction_static: Share of the GPU's memory for weights and KV cache, the draft's included.
         mps: Share the GPU by the multi-process service; the draft then has a process of its own.
         tp: GPUs (processes, on a CPU) that share the target. AUTO transport then takes the draft into the target's first process.
         target_flags: Further settings that only the target reads, by their names.

@@ -83,7 +83,9 @@ def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool, offers: bo
 
 
 def record_graphs(engine: TargetEngine, graphs: GraphCache, plan: GraphPlan, *, to_console: bool) -> None:
-    """Record the usual shapes at every batch size, the largest first: smaller ones then fit into the memory of larger ones.
+    """Record prompts, then at every batch size what `shapes_at` names: the usual shapes of at most `MOST_ROWS` rows, and those of `auto`.
+
+    The largest of each come first: smaller ones then fit into the memory of larger ones.
 
     Says how far it is, on the console or in the log, and what it took. Call before the engine's thread runs.
     """

@@ -174,16 +174,27 @@ def _too_little_memory(settings: TargetSettings, memory: Memory, reserve: int, m
         f"the GPU has {_gib(memory.total)} GiB, of which the weights take {_gib(memory.weights)}, the draft {_gib(memory.draft)} and "
         f"others {_gib(memory.elsewhere)}; {_gib(reserve)} are kept for graphs and activations"
     )
-    if used + minimum + reserve <= memory.total:
-        fraction = -(-100 * (used + minimum) // memory.total) / 100
+    fraction = _least_fraction(used + minimum, memory.total)
+    if fraction is not None and used + minimum + reserve <= memory.total:
         advice = f"Raise --mem-fraction-static from {settings.mem_fraction_static:g} to at least {fraction:g}"
     else:
-        advice = "Free memory of the GPU, serve on a larger one or with a smaller --dtype, or lower --max-running-requests"
+        advice = (
+            "No --mem-fraction-static makes that room: free memory of the GPU, serve on a larger one or on several (--tp), a smaller model "
+            "or one with --quantization or a smaller --dtype, or lower --max-running-requests"
+        )
     return ConfigurationError(
         f"mem_fraction_static: no room is left for the K/V cache: {parts}, and one sequence with its largest tree needs "
         f"{minimum / (1 << 20):.1f} MiB. {advice}.",
         field="mem_fraction_static",
     )
+
+
+def _least_fraction(size: int, total: int) -> float | None:
+    """Return the least `mem_fraction_static` with two digits, or with as few more as keep it below 1, of which `size` bytes fit."""
+    for parts in (100, 1000, 10_000):
+        if (needed := -(-parts * size // total)) < parts:
+            return needed / parts
+    return None
 
 
 def _gib(size: int, times: int = 1) -> float:

@@ -120,7 +120,9 @@ class TargetSettings(ServiceSettings):
     max_queued_prompt_tokens: int = Field(1_000_000, ge=1, description="Prompt tokens that may wait; more get RESOURCE_EXHAUSTED.")
     page_size: int = Field(16, ge=1, le=1024, description="Tokens per page of the KV cache.")
     kv_tokens: int | None = Field(None, ge=1, description="Size of the KV cache in tokens; by default what the memory allows.")
-    mem_fraction_static: float = Field(0.85, gt=0, lt=1, description="Share of the GPU's memory for weights and KV cache.")
+    mem_fraction_static: float = Field(
+        0.85, gt=0, lt=1, description="Share of the GPU's memory for weights and KV cache, the draft's included."
+    )
     max_model_len: int | None = Field(None, ge=2, description="Longest prompt + answer; by default what the model was trained for.")
     cuda_graph_max_bs: int = Field(64, ge=1, description="Largest batch that CUDA graphs are recorded for; larger ones run without.")
     disable_cuda_graph: bool = Field(False, description="Record no CUDA graphs; every step is launched kernel by kernel.")

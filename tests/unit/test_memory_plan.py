@@ -58,8 +58,24 @@ def test_too_small_a_fraction_is_refused_with_the_least_that_works() -> None:
 
 def test_a_full_gpu_is_refused_whatever_the_fraction() -> None:
     full = Memory(total=24 * GIB, free=GIB, weights=16 * GIB)
-    with pytest.raises(ConfigurationError, match=r"Free memory of the GPU, serve on a larger one"):
+    with pytest.raises(ConfigurationError, match=r"No --mem-fraction-static makes that room: free memory"):
         plan_memory(settings(), PER_TOKEN, 4096, full, reserve=2 * GIB)
+
+
+def test_a_fraction_that_is_not_allowed_is_not_advised() -> None:
+    tight = Memory(total=140 * GIB, free=int(1.1 * GIB), weights=140 * GIB - int(1.1 * GIB))
+    reserve = int(0.6 * GIB)
+    with pytest.raises(ConfigurationError) as refused:
+        plan_memory(settings(), PER_TOKEN, 4096, tight, reserve)
+    least = float(re.search(r"to at least ([0-9.]+)\.", refused.value.message)[1])  # type: ignore[index]
+    assert least < 1, "the setting takes nothing else"
+    assert plan_memory(settings(mem_fraction_static=least), PER_TOKEN, 4096, tight, reserve).pages >= 130 // 16
+    last = Memory(total=140 * GIB, free=20 << 20, weights=140 * GIB - (20 << 20))
+    with pytest.raises(ConfigurationError) as refused:
+        plan_memory(settings(), PER_TOKEN, 4096, last, reserve=0)
+    told = refused.value.message
+    assert "Raise" not in told
+    assert all(way in told for way in ("smaller model", "--quantization", "larger one", "--tp"))
 
 
 def test_a_given_size_is_taken_or_refused_with_the_most_that_fits() -> None:
