@@ -118,7 +118,9 @@ def latency(
     repeats: Annotated[int, typer.Option(min=1, help="Runs per row; the best counts.")] = 2,
     prefill: Annotated[str, typer.Option(help="Prompt lengths whose prefill is measured; `none` for none.")] = "2048",
     transport: Annotated[str, typer.Option(help="How the target reaches the draft: inproc, ipc, grpc (loopback) or unix.")] = "inproc",
-    draft_device: Annotated[str | None, typer.Option(help="Of a draft in a process of its own.", show_default="the target's")] = None,
+    draft_device: Annotated[
+        str | None, typer.Option(help="Of a draft in a process of its own: --transport ipc, grpc or unix.", show_default="the target's")
+    ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism of the target.")] = 1,
     mps: Annotated[bool, typer.Option("--mps", help="Share the GPU by NVIDIA's multi-process service, started for this run.")] = False,
     profile: Annotated[bool, typer.Option(help="On a GPU: record kernels of some rounds for idle shares and a kernel table.")] = False,
@@ -301,7 +303,7 @@ def table(
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit code 1 if the document differs.")] = False,
 ) -> None:
-    """The tables of docs/performance.md and docs/numerics.md, from recorded results alone."""
+    """The tables of docs/performance.md, docs/numerics.md and README.md, from recorded results alone."""
     from outrider.bench.performance_table import run_table
 
     raise typer.Exit(run_table(results, document, check))

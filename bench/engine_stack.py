@@ -25,6 +25,7 @@ from outrider.bench.remote_draft import RemoteDraft, Transport
 from outrider.bench.shapes import NamedShape
 from outrider.services.draft.inproc import drafter_beside
 from outrider.services.draft.settings import DraftSettings
+from outrider.services.option_checks import DEVICE
 from outrider.services.supervisor import Surroundings
 from outrider.services.target.app import StandIn, Target
 from outrider.services.target.request import (
@@ -306,6 +307,22 @@ def check_accept_length(accept_length: float) -> None:
         ConfigurationError: It is out of range.
     """
     rates_of_mean(accept_length)
+
+
+def check_draft_device(device: str) -> None:
+    """Refuse a device that a draft in a process of its own cannot have, before that process is started.
+
+    Raises:
+        ConfigurationError: There is no such device.
+    """
+    known = DEVICE.fullmatch(device) is not None
+    if known and device.startswith("cuda"):
+        known = int(device.partition(":")[2] or 0) < torch.cuda.device_count()
+    if not known:
+        gpus = torch.cuda.device_count()
+        raise ConfigurationError(
+            f"--draft-device {device}: expected auto, cpu, or cuda:N of a GPU of this machine, which has {gpus}.", field="--draft-device"
+        )
 
 
 def placement(options: EngineOptions) -> tuple[torch.device, torch.dtype]:

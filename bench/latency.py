@@ -20,12 +20,22 @@ from typing import Any
 import torch
 
 from outrider.bench.clock import percentile, summarise
-from outrider.bench.engine_stack import Answer, BenchEngine, EngineOptions, RunningBatch, check_accept_length, placement, running_engine
+from outrider.bench.engine_stack import (
+    Answer,
+    BenchEngine,
+    EngineOptions,
+    RunningBatch,
+    check_accept_length,
+    check_draft_device,
+    placement,
+    running_engine,
+)
 from outrider.bench.floors import Narrow, Work, forward_pass, prefill, speculative_round
 from outrider.bench.idle import Profile, profiled
 from outrider.bench.record import Result, Row, finish
 from outrider.bench.roofline import Ceilings, measure_ceilings
 from outrider.bench.surroundings import compiled_kernels, multi_process_service, process_age_s, under_mps
+from outrider.services.option_checks import check_mps_device
 from outrider.shared.base.errors import ConfigurationError, OutriderError
 from outrider.shared.spec.tree import DraftShape
 
@@ -114,14 +124,22 @@ def run_latency(options: LatencyOptions) -> int:
     Raises:
         ConfigurationError: A setting is wrong, or the multi-process service is wanted where it cannot be.
     """
-    if options.mps and not options.engine.draft_is_apart:
-        raise ConfigurationError("--mps is for a draft in a process of its own: --transport ipc, grpc or unix.", field="--mps")
+    engine = options.engine
+    for flag, given in (("--mps", options.mps), ("--draft-device", engine.draft_device is not None)):
+        if given and not engine.draft_is_apart:
+            raise ConfigurationError(
+                f"{flag} is for a draft in a process of its own: --transport ipc, grpc or unix, and --rounds that draft.", field=flag
+            )
+    if options.mps:
+        check_mps_device(engine.device)
     with multi_process_service(options.mps) as around:
         return _run(replace(options, engine=replace(options.engine, around=around)))
 
 
 def _run(options: LatencyOptions) -> int:
     device, dtype = placement(options.engine)
+    if options.engine.draft_device is not None:
+        check_draft_device(options.engine.draft_device)
     torch.zeros(1, device=device)  # the context of a GPU is part of a start
     imported_s = process_age_s()
     ceilings = measure_ceilings(device, dtype, small=device.type == "cpu")

@@ -11,10 +11,12 @@ from outrider.bench.floors import Work
 from outrider.bench.kernel_case import EPS, Case, KernelOptions, over, small_kernel
 from outrider.bench.kernel_inputs import Sizes, chain_inputs, copies_for, trees
 from outrider.kernels import feature_rows
-from outrider.kernels.head_input import head_input
+from outrider.kernels.add_norm import add_sums
+from outrider.kernels.head_input import feature_input, head_input
 from outrider.kernels.peer_words import Mail, box_shape, receive_words, send_words
 from outrider.kernels.round_plan import round_plan
 from outrider.kernels.round_trade import admit_counts, fetch_blob, pack_trees, post_blob
+from outrider.kernels.skinny_gemm import project_normed
 from outrider.kernels.synthetic_acceptance import synthetic_acceptance
 from outrider.kernels.topk_expand import Beam, Candidates, expand_level, select_beam, topk_expand
 from outrider.kernels.tree_build import tree_build
@@ -51,6 +53,8 @@ def draft_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
         tokens = torch.randint(0, sizes.draft_vocab, (rows,), dtype=torch.int32, device=sizes.device)
         features = sizes.random(rows, sizes.hidden)
         yield small_kernel(f"head_input, {rows} rows", partial(head_input, tokens, embedding, features, None, *norms, EPS))
+        yield small_kernel(f"feature_input, {rows} rows", partial(feature_input, features, None, norms[1], EPS))
+        yield _logits(sizes, rows, options.small)
         scored = sizes.topk + (sizes.steps - 1) * sizes.topk**2
         nodes = torch.full((batch,), sizes.nodes, dtype=torch.int32, device=sizes.device)
         build = partial(tree_build, *trees(sizes, batch, scored), nodes, sizes.nodes)
@@ -63,6 +67,17 @@ def draft_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
             inputs.positions, inputs.seeds, inputs.thresholds, sizes.vocab,
         )  # fmt: skip
         yield small_kernel(f"synthetic_acceptance {sizes.nodes} nodes, batch {batch}", accept)
+
+
+def _logits(sizes: Sizes, rows: int, small: bool) -> Case:
+    """Return the case of the logits of a level of an EAGLE-3 draft, with the last norm in the product's tail."""
+    out, width = sizes.matrices()["draft lm_head"]
+    nbytes = out * width * sizes.dtype.itemsize
+    many = [sizes.random(out, width) * width**-0.5 for _ in range(copies_for(nbytes, small))]
+    x = sizes.random(rows, width)
+    stream = add_sums(x, x, sizes.random(width), EPS)
+    work = Work(nbytes + rows * (out + width) * sizes.dtype.itemsize, 2.0 * rows * out * width)
+    return Case(f"project_normed draft lm_head {out}×{width}, {rows} rows", over(many, partial(project_normed, stream)), work, len(many))
 
 
 def _expand(scores: torch.Tensor, topk: int, logits: torch.Tensor) -> object:

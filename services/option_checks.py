@@ -74,16 +74,30 @@ def check_values(options: StackOptions, devices: Path = Path("/dev")) -> None:
 
 def _check_mps(options: StackOptions, devices: Path) -> None:
     """Refuse the multi-process service where no two processes would share an NVIDIA GPU, or where it is not installed."""
-    why = None
-    if options.device == "cpu":
-        why = "shares a GPU, and --device cpu uses none"
-    elif next(devices.glob(NVIDIA_DEVICE), None) is None:
-        why = "shares an NVIDIA GPU, and this machine shows none"
-    elif not options.speculates or options.algorithm is Algorithm.NGRAM or options.transport.value == "inproc":
-        why = "is for a target and a draft that are two processes on a GPU, and here only the target is"
-    if why is not None:
-        raise ConfigurationError(f"--mps {why}; leave it out.", field="--mps")
+    check_mps_device(options.device, devices)
+    if not options.speculates or options.algorithm is Algorithm.NGRAM or options.transport.value == "inproc":
+        raise _no_mps("is for a target and a draft that are two processes on a GPU, and here only the target is")
     mps_program()
+
+
+def check_mps_device(device: str, devices: Path = Path("/dev")) -> None:
+    """Refuse the multi-process service for processes that share no NVIDIA GPU.
+
+    Args:
+        device: Where they compute, as `--device` takes it.
+        devices: Where the kernel lists its devices.
+
+    Raises:
+        ConfigurationError: There is none, or they do not use it.
+    """
+    if device == "cpu":
+        raise _no_mps("shares a GPU, and --device cpu uses none")
+    if next(devices.glob(NVIDIA_DEVICE), None) is None:
+        raise _no_mps("shares an NVIDIA GPU, and this machine shows none")
+
+
+def _no_mps(why: str) -> ConfigurationError:
+    return ConfigurationError(f"--mps {why}; leave it out.", field="--mps")
 
 
 def _check_shape(options: StackOptions) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
+import re
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 import outrider.kernels
+from outrider.bench import latency
 from outrider.bench.engine_stack import EngineOptions, running_engine
 from outrider.bench.latency import shrinking_lengths
 from outrider.bench.remote_draft import Transport
@@ -22,6 +26,19 @@ from outrider.services.mps import PROGRAM
 from outrider.shared.base.errors import ConfigurationError
 
 RUNNER = CliRunner()
+CPU_APART = ("--shape", "tiny", "--device", "cpu", "--rounds", "chain3", "--transport", "unix")
+CALLED = re.compile(r"[\w.]+(?: and [\w.]+)*")
+"""What a case's name begins with: a function or two, behind its package if two have one of that name."""
+NOT_LAUNCHED = {
+    "box_shape": "a size, for whoever makes the memory",
+    "can_exchange": "a question, answered by the host",
+    "can_pass": "likewise",
+    "choose_tile": "likewise",
+    "inbox_shape": "a size, for whoever makes the memory",
+    "num_candidates": "likewise",
+    "row_paths": "plain torch, once for all layers of a pass",
+}
+"""Public functions of kernels' packages that launch no kernel of theirs, with the reason."""
 LATENCY = ("--shape", "tiny", "--device", "cpu", "--prompt", "16", "--new-tokens", "12", "--repeats", "1")
 
 
@@ -70,6 +87,7 @@ def test_the_multi_process_service_lasts_as_long_as_the_run(tmp_path: Path, monk
     program.write_text(f'#!/bin/sh\necho "$CUDA_MPS_PIPE_DIRECTORY" $@ $(cat) >> {told}\ntouch "$CUDA_MPS_PIPE_DIRECTORY/control"\n')
     program.chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(latency, "check_mps_device", lambda _device: None)  # a CPU stands for the GPU that is shared
     flags = ("--rounds", "chain3", "--batch", "1", "--prefill", "none", "--transport", "unix", "--mps")
     run("latency", *LATENCY, *flags, "--output", str(tmp_path / "l.json"))
     written = json.loads((tmp_path / "l.json").read_text())
@@ -77,6 +95,11 @@ def test_the_multi_process_service_lasts_as_long_as_the_run(tmp_path: Path, monk
     assert written["environment"]["CUDA_MPS_PIPE_DIRECTORY"] == "pipe"
     assert [line.split()[1:] for line in told.read_text().splitlines()] == [["-d"], ["quit"]]
     assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+
+
+def test_a_cpu_is_shared_by_no_multi_process_service() -> None:
+    with pytest.raises(ConfigurationError, match="--device cpu uses none"):
+        run("latency", "--mps", *CPU_APART)
 
 
 def test_steps_of_a_batch_can_be_waited_for() -> None:
@@ -131,9 +154,17 @@ def test_kernels_run_against_their_floors(tmp_path: Path) -> None:
     launch = json.loads((tmp_path / "kernels-cpu.json").read_text())["settings"]["launch_us"]
     assert all(row["floor"] >= 0.99 * launch for row in rows.values()), "nothing takes less than a launch"
 
-    for package in kernel_packages():
-        functions = tuple(name for name in importlib.import_module(f"outrider.kernels.{package}").__all__ if name.islower())
-        assert any(case.startswith(functions) or case.startswith(f"{package}.") for case in rows), f"no figure for kernels/{package}"
+    called = {name for case in rows for name in CALLED.match(case)[0].split(" and ")}  # type: ignore[index]
+    functions = Counter(name for package in kernel_packages() for name in public_functions(package))
+    assert set(NOT_LAUNCHED) <= set(functions)
+    for name, packages in functions.items():
+        figures = sum(one.rpartition(".")[2] == name for one in called)
+        assert figures >= (0 if name in NOT_LAUNCHED else packages), f"no figure for {name}"
+
+
+def public_functions(package: str) -> list[str]:
+    module = importlib.import_module(f"outrider.kernels.{package}")
+    return [name for name in module.__all__ if inspect.isfunction(getattr(module, name))]
 
 
 def kernel_packages() -> list[str]:
@@ -172,6 +203,10 @@ def test_the_table_is_printed() -> None:
         (("latency", "--transport", "pigeon"), "--transport"),
         (("latency", "--set", "page_size"), "--set"),
         (("latency", "--mps", "--shape", "tiny", "--device", "cpu", "--rounds", "chain3"), "--mps"),
+        (("latency", "--draft-device", "cuda:7", "--shape", "tiny", "--device", "cpu", "--rounds", "chain3"), "--draft-device"),
+        (("latency", "--draft-device", "cpu", "--transport", "unix", "--shape", "tiny", "--rounds", "plain"), "--draft-device"),
+        (("latency", "--draft-device", "banana", *CPU_APART), "--draft-device"),
+        (("latency", "--draft-device", "cuda:99", *CPU_APART), "--draft-device"),
         (("latency", "--accept-length", "0.5", "--shape", "tiny", "--device", "cpu", "--rounds", "chain3"), "--accept-length"),
         (("kernels", "--device", "tpu"), "--device"),
         (("kernels", "--device", "cpu", "--dtype", "int8"), "--dtype"),
