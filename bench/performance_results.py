@@ -104,14 +104,14 @@ class Peer:
 
     @property
     def command(self) -> str:
-        """What was run, as far as the file tells."""
-        return str(self._about.get("command", "run_vllm.py"))
+        """What was run; empty in files that do not tell."""
+        return str(self._about.get("command", ""))
 
     @property
     def occasion(self) -> str:
         """When and on what, likewise."""
         told = [str(self._about[name]) for name in ("date", "gpu", "beside") if name in self._about]
-        return "; ".join(told) or "not recorded"
+        return "; ".join(told)
 
     @property
     def _about(self) -> Mapping[str, Any]:

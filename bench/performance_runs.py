@@ -19,8 +19,10 @@ def command_lines(sources: set[Path]) -> Iterator[str]:
 
 
 def run_line(path: Path, command: str, occasion: str) -> str:
-    """Return the line of one file."""
-    return f"- [{within(path).rpartition('.')[0]}](../bench/results/{within(path)}): `{command}` ({occasion})"
+    """Return the line of one file; `command` and `occasion` may be empty where the file does not tell."""
+    told = [f"`{command}`"] if command else []
+    told += [f"({occasion})"] if occasion else []
+    return f"- [{within(path).rpartition('.')[0]}](../bench/results/{within(path)}): {' '.join(told) or '(not recorded)'}"
 
 
 def within(path: Path) -> str:

@@ -91,7 +91,8 @@ def goal_lines(results: Results) -> Iterator[str]:
             peers[figure.peer_source.path] = figure.peer_source
         mark = "" if goal.met(figure) else " (missed)"
         source = within(figure.source).removesuffix(".json")
-        cells = (goal.what, goal.text, f"**{figure.text}**{mark}", figure.floor, figure.ratio, figure.peer or goal.peer, source)
+        peers_of = "; ".join(filter(None, (figure.peer, goal.peer)))
+        cells = (goal.what, goal.text, f"**{figure.text}**{mark}", figure.floor, figure.ratio, peers_of, source)
         yield "| " + " | ".join(cells) + " |"
     yield from command_lines(sources)
     for path, peer in sorted(peers.items()):
