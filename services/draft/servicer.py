@@ -19,7 +19,7 @@ from outrider.services.draft.protocol import DraftProtocol
 from outrider.services.draft.replies import Reply, RoundTrees
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
-from outrider.shared.rpc.direct import ServerStream
+from outrider.shared.rpc.direct_server import ServerStream
 from outrider.shared.rpc.ipc.round_words import Side
 from outrider.shared.rpc.polling import Vigil
 from outrider.shared.rpc.relay import StreamRelay

@@ -6,7 +6,8 @@ interpreter. Here whoever sends starts the core's operation itself, and the thre
     client   sender → core           server   core → the server's polling thread, which calls `on_message`
              core → the thread in `receive`   any sender → core
 
-This uses the layer below grpcio's public interface (`grpc._cython.cygrpc`), as grpcio's own calls do; on the wire nothing differs.
+The server's side is in `shared.rpc.direct_server`. Both use the layer below grpcio's public interface (`grpc._cython.cygrpc`), as grpcio's
+own calls do; on the wire nothing differs.
 """
 
 from __future__ import annotations
@@ -26,15 +27,12 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the library has
 from outrider.shared.rpc.polling import Vigil
 
 NO_FLAGS = 0
-FLUSH_S = 5.0
 WATCH_S, LONGEST_WATCH_S = 0.005, 0.05
-"""How often it is looked whether a wait is over: less often where it may be long, as that takes the interpreter from who is at work."""
+"""How often it is looked whether the stream is free again: less often where waits may be long, as that takes the interpreter from who is
+at work. The end of a wait is looked at in time whatever it is."""
 KEEP_S = 0.05
 """How long a thread that has read for itself keeps the stream, in case that it reads again."""
 STATUS_OF_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
-
-_Callbacks = tuple[None, tuple[()]]
-_NO_CALLBACKS: _Callbacks = (None, ())
 
 
 class StreamEndedError(grpc.RpcError):
@@ -88,7 +86,9 @@ class ClientStream:
         self._status: Any = None
         self._reading = threading.Lock()
         self._taken = False
-        self._given_back = threading.Event()
+        # Told when the thread that watches over a wait is to look sooner than it meant to, and until when it sleeps.
+        self._sooner = threading.Condition(self._lock)
+        self._asleep_until = 0.0
         self._taken_at = 0.0
         self._deadline = math.inf
         # How long the last `receive_within` was to wait at most.
@@ -170,8 +170,9 @@ class ClientStream:
         with self._lock:
             first, self._taken = not self._taken, True
             self._deadline, self._patience = deadline, seconds
+            if deadline < self._asleep_until:
+                self._sooner.notify()
             if first:
-                self._given_back.clear()
                 self._operate((), _Tag.LOOK)
             message = self._early.popleft() if self._early else None
         if message is None and not self._dealt_with_others():
@@ -185,7 +186,7 @@ class ClientStream:
         """Let the thread in `receive` read again, now; for the thread of `receive_within`, which expects nothing soon."""
         with self._lock:
             self._taken = False
-            self._given_back.set()
+            self._sooner.notify()
 
     def poll(self) -> list[bytes]:
         """Return what has come, without waiting; nothing while the thread in `receive` reads. For the thread of `receive_within`."""
@@ -239,15 +240,25 @@ class ClientStream:
 
     def _watch(self) -> None:
         """While another thread reads: end its wait in time, and take over when it has read for the last time."""
-        self._given_back.wait(min(max(WATCH_S, self._patience), LONGEST_WATCH_S))
-        now = time.monotonic()
         with self._lock:
+            if self._taken:  # otherwise it was given back just now
+                now = time.monotonic()
+                self._asleep_until = self._next_look(now)
+                self._sooner.wait(self._asleep_until - now)
+                self._asleep_until = 0.0
+            now = time.monotonic()
             if now >= self._deadline:
                 self._operate((), _Tag.LOOK)
             elif self._deadline == math.inf and now - self._taken_at > KEEP_S:
                 self._taken = False
         if self._unsent:
             self.look()
+
+    def _next_look(self, now: float) -> float:
+        """Return until when the watch sleeps: no longer than the present wait. Who was told that it is over gets a moment to hear it."""
+        if self._deadline <= now:
+            return now + WATCH_S
+        return min(self._deadline, now + min(max(WATCH_S, self._patience), LONGEST_WATCH_S))
 
     def _read(self, enough: Callable[[], bool]) -> bytes | None:
         """Return the next message; None at the end of the stream, or when it is told to look and finds that it is `enough`."""
@@ -295,105 +306,3 @@ class ClientStream:
         started = bool(self._call.operate(operations, tag))
         self._due += started
         return started
-
-
-class ServerStream:
-    """The messages of a bidirectional call, within the handler that serves it in the usual way.
-
-    The handler takes the first messages from its iterator and yields the first replies, at least one; then it calls `start`, and
-    neither reads nor yields any more. It calls `flush` before it returns or raises.
-
-    Args:
-        context: Of the call.
-        on_message: Called with every further message, one after the other, on the server's only polling thread: it must not wait.
-        on_end: Called once or more, on any thread: with None when the peer has finished or gone, or with what `on_message` raised.
-        max_unsent: Messages that wait for a peer that does not read; one more ends the stream.
-        vigil: When the polling thread polls.
-    """
-
-    def __init__(
-        self,
-        context: grpc.ServicerContext,
-        on_message: Callable[[bytes], None],
-        on_end: Callable[[Exception | None], None],
-        max_unsent: int,
-        vigil: Vigil,
-    ) -> None:
-        self._vigil = vigil
-        self._call = cast(Any, context)._rpc_event.call
-        self._on_message = on_message
-        self._on_end = on_end
-        self._max_unsent = max_unsent
-        self._lock = threading.Lock()
-        self._unsent: deque[bytes] = deque()
-        self._idle = threading.Event()
-        self._idle.set()
-        self._ended = False
-        if not context.add_callback(self._gone):
-            self._gone()
-
-    def start(self) -> None:
-        """Receive from now on."""
-        self._receive()
-
-    def send(self, message: bytes) -> None:
-        """Send a message, or queue it behind one that is being sent; never waits. Any thread, after the handler's first reply."""
-        with self._lock:
-            if self._ended:
-                return
-            if self._idle.is_set():
-                self._start_send(message)
-                return
-            self._unsent.append(message)
-            overrun = len(self._unsent) > self._max_unsent
-        if overrun:
-            self._gone()
-
-    def flush(self) -> None:
-        """Take no more messages to send, and wait a moment until those that were taken are on their way."""
-        with self._lock:
-            self._ended = True
-        if not self._idle.wait(FLUSH_S):
-            with self._lock:
-                self._unsent.clear()
-
-    def _start_send(self, message: bytes) -> None:
-        """Called with the lock, which `_sent` waits for."""
-        if not self._call.start_server_batch((cygrpc.SendMessageOperation(message, NO_FLAGS),), self._sent):
-            self._idle.clear()
-        else:
-            self._idle.set()
-
-    def _sent(self, event: Any) -> _Callbacks:
-        with self._lock:
-            if event.success and self._unsent:
-                self._start_send(self._unsent.popleft())
-            else:
-                self._unsent.clear()
-                self._idle.set()
-        self._vigil.begin()
-        return _NO_CALLBACKS
-
-    def _receive(self) -> None:
-        if self._call.start_server_batch((cygrpc.ReceiveMessageOperation(NO_FLAGS),), self._received):
-            self._on_end(None)
-
-    def _received(self, event: Any) -> _Callbacks:
-        message: bytes | None = event.batch_operations[0].message()
-        try:
-            if message is None:
-                self._vigil.rest()
-                self._on_end(None)
-            else:
-                self._on_message(message)
-                self._receive()
-        except Exception as error:  # the polling thread serves everyone
-            self._on_end(error)
-        self._vigil.begin()
-        return _NO_CALLBACKS
-
-    def _gone(self) -> None:
-        with self._lock:
-            self._ended = True
-            self._unsent.clear()
-        self._on_end(None)

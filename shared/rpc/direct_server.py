@@ -1,0 +1,123 @@
+"""The server's side of bidirectional streams that a message passes with as few threads as gRPC's core allows, see `shared.rpc.direct`."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, cast
+
+import grpc
+from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the library has no types for it
+
+from outrider.shared.rpc.direct import NO_FLAGS
+from outrider.shared.rpc.polling import Vigil
+
+FLUSH_S = 5.0
+
+_Callbacks = tuple[None, tuple[()]]
+_NO_CALLBACKS: _Callbacks = (None, ())
+
+
+class ServerStream:
+    """The messages of a bidirectional call, within the handler that serves it in the usual way.
+
+    The handler takes the first messages from its iterator and yields the first replies, at least one; then it calls `start`, and
+    neither reads nor yields any more. It calls `flush` before it returns or raises.
+
+    Args:
+        context: Of the call.
+        on_message: Called with every further message, one after the other, on the server's only polling thread: while it waits, every
+            other call of the server does. A draft's waits for its GPU, which has what it needs by then and is done after a pass; no
+            clock bounds that wait.
+        on_end: Called once or more, on any thread: with None when the peer has finished or gone, or with what `on_message` raised.
+        max_unsent: Messages that wait for a peer that does not read; one more ends the stream.
+        vigil: When the polling thread polls.
+    """
+
+    def __init__(
+        self,
+        context: grpc.ServicerContext,
+        on_message: Callable[[bytes], None],
+        on_end: Callable[[Exception | None], None],
+        max_unsent: int,
+        vigil: Vigil,
+    ) -> None:
+        self._vigil = vigil
+        self._call = cast(Any, context)._rpc_event.call
+        self._on_message = on_message
+        self._on_end = on_end
+        self._max_unsent = max_unsent
+        self._lock = threading.Lock()
+        self._unsent: deque[bytes] = deque()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._ended = False
+        if not context.add_callback(self._gone):
+            self._gone()
+
+    def start(self) -> None:
+        """Receive from now on."""
+        self._receive()
+
+    def send(self, message: bytes) -> None:
+        """Send a message, or queue it behind one that is being sent; never waits. Any thread, after the handler's first reply."""
+        with self._lock:
+            if self._ended:
+                return
+            if self._idle.is_set():
+                self._start_send(message)
+                return
+            self._unsent.append(message)
+            overrun = len(self._unsent) > self._max_unsent
+        if overrun:
+            self._gone()
+
+    def flush(self) -> None:
+        """Take no more messages to send, and wait a moment until those that were taken are on their way."""
+        with self._lock:
+            self._ended = True
+        if not self._idle.wait(FLUSH_S):
+            with self._lock:
+                self._unsent.clear()
+
+    def _start_send(self, message: bytes) -> None:
+        """Called with the lock, which `_sent` waits for."""
+        if not self._call.start_server_batch((cygrpc.SendMessageOperation(message, NO_FLAGS),), self._sent):
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+    def _sent(self, event: Any) -> _Callbacks:
+        with self._lock:
+            if event.success and self._unsent:
+                self._start_send(self._unsent.popleft())
+            else:
+                self._unsent.clear()
+                self._idle.set()
+        self._vigil.begin()
+        return _NO_CALLBACKS
+
+    def _receive(self) -> None:
+        if self._call.start_server_batch((cygrpc.ReceiveMessageOperation(NO_FLAGS),), self._received):
+            self._on_end(None)
+
+    def _received(self, event: Any) -> _Callbacks:
+        message: bytes | None = event.batch_operations[0].message()
+        try:
+            if message is None:
+                self._vigil.rest()
+                self._on_end(None)
+            else:
+                self._on_message(message)
+                self._receive()
+        except Exception as error:  # the polling thread serves everyone
+            self._on_end(error)
+        self._vigil.begin()
+        return _NO_CALLBACKS
+
+    def _gone(self) -> None:
+        with self._lock:
+            self._ended = True
+            self._unsent.clear()
+        self._on_end(None)

@@ -1,0 +1,304 @@
+"""The two threads that read from a stream: take-overs, unlucky moments, and waits that end in time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+
+import pytest
+from stream_rig import WAIT_S, Echo, EchoServers, Reader, Serve, exchange, receive
+
+from outrider.shared.rpc import direct
+from outrider.shared.rpc.direct import ClientStream
+from outrider.shared.rpc.polling import Vigil
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    servers = EchoServers()
+    yield servers.start
+    servers.stop()
+
+
+def test_another_thread_takes_over_and_gives_back(serve: Serve) -> None:
+    stream = serve(Echo(lambda to, message: to.send(message)))
+    reader = Reader(stream)
+    taken = [exchange(stream, reader, number.to_bytes(2, "little")) for number in range(200)]
+    assert sum(taken) >= 198  # the reader may have the first in hand
+    stream.send(b"later")  # some time after the last turn the reader is back
+    until = time.monotonic() + WAIT_S
+    while reader.got.empty() and time.monotonic() < until:
+        reader.thread.join(0.01)
+    assert reader.got.get_nowait() == b"later"
+    stream.cancel()
+    reader.thread.join(WAIT_S)
+    assert not reader.thread.is_alive()
+
+
+def test_messages_go_out_though_nobody_reads(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "KEEP_S", 1e3)
+    heard: SimpleQueue[bytes] = SimpleQueue()
+    stream = serve(Echo(lambda to, message: heard.put(message)))
+    reader = Reader(stream)
+    stream.receive_within(0.0)
+    stream.receive_within(0.0)  # the reader has made way, for good
+    sent = [bytes([number]) * 100_000 for number in range(50)]
+    for message in sent:
+        stream.send(message)
+    assert [heard.get(timeout=WAIT_S) for _ in sent] == sent
+    stream.cancel()
+    stream.receive_within(WAIT_S)
+    monkeypatch.setattr(direct, "KEEP_S", 0.0)
+    reader.thread.join(WAIT_S)
+    assert not reader.thread.is_alive()
+
+
+def test_the_reader_goes_on_at_once_when_it_is_let(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "KEEP_S", 1e3)
+    monkeypatch.setattr(direct, "LONGEST_WATCH_S", 2 * WAIT_S)
+    stream = serve(Echo(lambda to, message: to.send(message)))
+    reader = Reader(stream)
+    exchange(stream, reader, b"first")
+    exchange(stream, reader, b"second")
+    assert stream.taken
+    stream.give_back()
+    started = time.monotonic()
+    stream.send(b"third")
+    assert reader.got.get(timeout=WAIT_S) == b"third"
+    assert time.monotonic() - started < WAIT_S / 2
+    stream.cancel()
+    reader.thread.join(WAIT_S)
+    assert not reader.thread.is_alive()
+
+
+def test_no_message_is_waited_for_in_vain_while_the_two_take_turns(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the reader takes in the moment of a take-over wakes the other thread: only the clock would, else."""
+    monkeypatch.setattr(direct, "KEEP_S", 0.0)
+    monkeypatch.setattr(direct, "WATCH_S", 0.0001)
+    monkeypatch.setattr(direct, "LONGEST_WATCH_S", 0.0001)
+    stream = serve(Echo(lambda to, message: to.send(message)))
+    reader = Reader(stream)
+    taken = 0
+    for number in range(400):
+        started = time.monotonic()
+        taken += exchange(stream, reader, number.to_bytes(2, "little"), number % 8 * 5e-5)
+        assert time.monotonic() - started < WAIT_S / 2
+        reader.thread.join(number % 5 * 1e-4)  # a moment for the reader to take the stream back
+    assert 0 < taken < 400
+    stream.cancel()
+    reader.thread.join(WAIT_S)
+
+
+class Crossing:
+    """The lock of who reads, at which the reader meets the test's thread in an unlucky moment, once.
+
+    Args:
+        stream: Whose lock it becomes.
+        before, behind: What must be so until the reader goes on, when it comes to the lock and when it has released it.
+
+    Attributes:
+        came, left: It has come to the lock, and has released it.
+    """
+
+    def __init__(self, stream: ClientStream, before: Callable[[], bool] | None = None, behind: Callable[[], bool] | None = None) -> None:
+        self.came, self.left = threading.Event(), threading.Event()
+        self._lock = stream._reading
+        self._before, self._behind = before, behind
+        self._tester = threading.current_thread()
+        stream._reading = self  # type: ignore[assignment]
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        if threading.current_thread() is not self._tester:
+            before, self._before = self._before, None
+            self.came.set()
+            wait_for(before or self.came.is_set)
+        return self._lock.acquire(blocking, timeout)
+
+    def release(self) -> None:
+        self._lock.release()
+        if threading.current_thread() is not self._tester:
+            behind, self._behind = self._behind, None
+            self.left.set()
+            wait_for(behind or self.left.is_set)
+
+    def locked(self) -> bool:
+        return self._lock.locked()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until, pause = time.monotonic() + WAIT_S, threading.Event()
+    while not condition() and time.monotonic() < until:
+        pause.wait(1e-3)
+
+
+def test_a_wait_ends_in_time_that_began_when_the_reader_was_about_to_read(serve: Serve) -> None:
+    stream = serve(Echo(lambda to, message: None))
+    crossing = Crossing(stream, before=stream._reading.locked)
+    reader = Reader(stream)
+    assert crossing.came.wait(WAIT_S)
+    watchdog = threading.Timer(WAIT_S, stream.cancel)
+    watchdog.start()
+    started = time.monotonic()
+    assert stream.receive_within(0.0) is None  # the reader has dealt with the first message
+    assert stream.receive_within(0.05) is None
+    assert time.monotonic() - started < WAIT_S / 2
+    watchdog.cancel()
+    stream.cancel()
+    reader.thread.join(WAIT_S)
+    assert not reader.thread.is_alive()
+
+
+def test_the_reader_takes_what_was_taken_in_before_it_read(serve: Serve) -> None:
+    stream = serve(Echo(lambda to, message: to.send(message)))
+    crossing = Crossing(stream, before=lambda: bool(stream._early))
+    reader = Reader(stream)
+    assert crossing.came.wait(WAIT_S)
+    stream.send(b"early")
+
+    def taken_in() -> bool:
+        stream.look()
+        return bool(stream._early)
+
+    wait_for(taken_in)
+    assert reader.got.get(timeout=WAIT_S) == b"early"
+    stream.cancel()
+    reader.thread.join(WAIT_S)
+
+
+def test_a_stream_that_is_given_back_in_the_moment_of_a_take_over_goes_on(serve: Serve) -> None:
+    stream = serve(Echo(lambda to, message: to.send(message)))
+    crossing = Crossing(stream, behind=lambda: not stream.taken)
+    reader = Reader(stream)
+    wait_for(stream._reading.locked)
+    assert stream.receive_within(0.0) is None
+    assert crossing.left.wait(WAIT_S)
+    stream.give_back()
+    stream.send(b"later")
+    assert reader.got.get(timeout=WAIT_S) == b"later"
+    stream.cancel()
+    reader.thread.join(WAIT_S)
+
+
+def test_a_wait_ends_in_time_though_nothing_comes(serve: Serve) -> None:
+    stream = serve(Echo(lambda to, message: None))
+    reader = Reader(stream)
+    assert stream.receive_within(0.5) is None  # at once: the reader has dealt with the first message
+    for seconds in (0.05, 0.02, 0.05):
+        started = time.monotonic()
+        assert stream.receive_within(seconds) is None
+        assert seconds <= time.monotonic() - started < seconds + 1.0
+    stream.cancel()
+    started = time.monotonic()
+    assert stream.receive_within(WAIT_S) is None
+    assert time.monotonic() - started < WAIT_S / 2
+    reader.thread.join(WAIT_S)
+    assert not reader.thread.is_alive()
+
+
+class Sleeps(threading.Condition):
+    """What the watching thread sleeps on: notes for how long.
+
+    Args:
+        lock: Of the stream.
+        dozes: It does not sleep at all.
+    """
+
+    def __init__(self, lock: threading.Lock, dozes: bool = False) -> None:
+        super().__init__(lock)
+        self.noted: list[float] = []
+        self._dozes = dozes
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        self.noted.append(timeout)
+        return self._dozes or super().wait(timeout)
+
+
+def test_a_wait_that_is_shorter_than_the_one_before_ends_in_time(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watching thread sleeps as the wait before allows, and is woken."""
+    monkeypatch.setattr(direct, "KEEP_S", 1e3)
+    monkeypatch.setattr(direct, "LONGEST_WATCH_S", 1e3)
+    stream = serve(Echo(lambda to, message: to.send(message)))
+    reader = Reader(stream)
+    exchange(stream, reader, b"first")
+    exchange(stream, reader, b"second")
+    watchdog = threading.Timer(WAIT_S, stream.cancel)
+    watchdog.start()
+    for seconds in (0.02, 0.001, 0.01, 0.004):
+        wait_for(lambda: stream._asleep_until > time.monotonic() + WAIT_S / 2)
+        started = time.monotonic()
+        assert stream.receive_within(seconds) is None
+        assert seconds <= time.monotonic() - started < WAIT_S / 2
+        exchange(stream, reader, b"a long wait again")
+    watchdog.cancel()
+    stream.cancel()
+    stream.give_back()
+    reader.thread.join(WAIT_S)
+    assert not reader.thread.is_alive()
+
+
+def test_waits_as_long_as_the_one_before_do_not_wake_the_watch(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "KEEP_S", 1e3)
+    monkeypatch.setattr(direct, "LONGEST_WATCH_S", 1e3)
+    stream = serve(Echo(lambda to, message: to.send(message)))
+    sleeps = stream._sooner = Sleeps(stream._lock)
+    reader = Reader(stream)
+    exchange(stream, reader, b"first")
+    exchange(stream, reader, b"second")
+    wait_for(lambda: stream._asleep_until > time.monotonic() + WAIT_S / 2)
+    before = len(sleeps.noted)
+    for _ in range(50):
+        assert exchange(stream, reader, b"again")
+        reader.thread.join(1e-3)
+    assert len(sleeps.noted) == before
+    stream.cancel()
+    stream.give_back()
+    reader.thread.join(WAIT_S)
+    assert not reader.thread.is_alive()
+
+
+@pytest.mark.parametrize(("seconds", "most_s"), [(1e3, 0.05), (0.02, 0.02), (0.001, 0.005)])
+def test_how_long_the_watch_sleeps_behind_a_wait(serve: Serve, seconds: float, most_s: float) -> None:
+    """Who sends meanwhile, or what comes for the reader, may have to wait for it."""
+    stream = serve(Echo(lambda to, message: None))
+    assert stream.receive_within(0.0) is None
+    stream._patience = seconds
+    sleeps = stream._sooner = Sleeps(stream._lock, dozes=True)
+    stream._watch()
+    assert sleeps.noted == pytest.approx([most_s])
+
+
+def test_a_thread_that_looks_sends_at_once_and_loses_no_message(serve: Serve) -> None:
+    stream = serve(Echo(lambda to, message: to.send(message)))
+    reader = Reader(stream)
+    assert exchange(stream, reader, b"reader", 0.1) is False
+    assert stream.poll() == [], "the reader has the stream"
+    stream.receive_within(0.0)  # takes over
+    early = 0
+    for number in range(100):
+        message = b"ahead %d" % number
+        assert stream.poll() == []
+        stream.send(message)
+        reader.thread.join(number % 4 * 1e-3)  # by now it is on its way, and perhaps back already
+        came = stream.poll()
+        until = time.monotonic() + WAIT_S
+        while stream._sending and time.monotonic() < until:
+            reader.thread.join(1e-3)
+            came += stream.poll()
+        assert not stream._sending
+        assert came in ([], [message])
+        early += len(came)
+        if not came:
+            receive(stream, reader, message)
+    assert early >= 25 or Vigil().enabled, "where nobody else watches the sockets, nothing comes while nobody waits"
+    stream.cancel()
+    reader.thread.join(WAIT_S)
+    assert stream.poll() == [], "it has ended"
