@@ -141,6 +141,43 @@ def test_the_watch_looks_by_itself(pair: tuple[RoundWords, RoundWords]) -> None:
     watch.close()
 
 
+class ReleasedError(Exception):
+    """A wait was released."""
+
+
+class Pauses(threading.Condition):
+    """Where the watch sleeps: the test's clock goes on instead, and the device stands still right behind the first look."""
+
+    def __init__(self, clock: Clock, words: RoundWords, number: int, watch: RoundWatch) -> None:
+        super().__init__()
+        self.began = 0.0
+        self._clock, self._words, self._number, self._watch = clock, words, number, watch
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if self._watch.broken:
+            raise ReleasedError
+        if self._words.given < self._number:
+            self.began = self._clock.now
+            self._words.give(self._number)
+        assert timeout is not None
+        self._clock.now += timeout
+        return False
+
+
+@pytest.mark.parametrize("limit_s", [0.003, 0.008, 0.016, 0.03, 0.08, 0.4, 2.0])
+def test_a_wait_is_released_two_ticks_late_at_most(pair: tuple[RoundWords, RoundWords], limit_s: float) -> None:
+    target, _draft = pair
+    clock = Clock()
+    watch = HandWatch(target, clock)
+    watch.expect(1, limit_s)
+    pauses = watch._changed = Pauses(clock, target, 1, watch)
+    with pytest.raises(ReleasedError):
+        RoundWatch._run(watch)
+    assert target.awaited == 1
+    late = clock.now - pauses.began - limit_s
+    assert 0.0 < late <= min(max(limit_s / 4, 0.004), 0.1) + 1e-9
+
+
 def test_long_waits_are_looked_at_seldom_and_a_shorter_one_is_not_kept_waiting(
     pair: tuple[RoundWords, RoundWords], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,9 @@ from outrider.shared.rpc.ipc.slots import SharedMemory
 TICK_S, LONGEST_TICK_S = 0.002, 0.05
 """How often the watch looks while something is awaited: each look takes the interpreter from a thread that launches rounds."""
 TICKS_A_LIMIT = 8
-"""Looks before a wait may have lasted too long; a wait is released by that much late at most."""
+"""Looks before a wait may have lasted too long, if they are not closer than TICK_S then, nor farther apart than LONGEST_TICK_S. That a
+wait has begun is seen at one look, that it has lasted too long at another: it is released two ticks late at most. That is a quarter of its
+limit, but 4 ms where the limit is below 16 ms, and 0.1 s where it is above 0.4 s."""
 
 
 class Word(IntEnum):
