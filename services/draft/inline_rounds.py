@@ -39,7 +39,8 @@ class _Waiting:
 class InlineRounds:
     """`RoundsInlet` through messages. The host waits for the trees of each round and sends them at once.
 
-    `finish` and `arrived` are for the thread that takes in messages, `close` for any, the rest for the one that runs rounds.
+    `finish_sealed`, `finish`, `soon` and `arrived` are for the thread that takes in messages, `close` for any, the rest for the one that
+    runs rounds. Who finishes a round waits until the device has its trees; it has the state by then, so for a pass of the draft.
 
     Args:
         peer: Whose rounds these are.

@@ -3,7 +3,8 @@
 To the stream it is a mailbox as between two processes of one host (see `shared.rpc.ipc.round_words`); the peer behind it is the host, which
 carries blobs to and from messages. So when a message arrives nothing is left to be launched: its bytes are copied to pinned memory, a word
 is written, and the copies and the graph behind it run. Between the enqueuing of a wait and its end the host must ask nothing of the device
-that waits for it; where it does, the watch ends the wait at its limit.
+that is answered behind the wait, as a synchronisation, an allocation and the first launch of a kernel may be; where it does, the watch ends
+the wait at its limit. A kernel that has run before is launched on another stream without any such answer, see `call`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rounds over a gRPC stream that are enqueued before what they need has come: whatever comes, the stream's wait ends."""
+"""Rounds over a gRPC stream that the target enqueues before their trees have come: whatever comes, the stream's wait ends."""
 
 from __future__ import annotations
 
@@ -10,73 +10,16 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from relay_rig import SIZE, Relay
 
 from outrider.draft.v1 import draft_pb2
-from outrider.services.draft.convert import reply_to
-from outrider.services.draft.inline_rounds import InlineRounds
-from outrider.services.draft.loop import Peer
-from outrider.services.draft.replies import Reply, RoundTrees
-from outrider.services.draft.session import PeerId
 from outrider.services.target.draft_client import stream_rounds
 from outrider.services.target.draft_client.stream_rounds import StreamRounds
-from outrider.shared.base.errors import ProtocolError
-from outrider.shared.rpc.ipc.cuda import CudaError
 from outrider.shared.rpc.polling import Vigil
 from outrider.shared.spec.device import RoundState
 
-SIZE = 512
 COLUMNS, WIDTH = 2, 8
 STATE_SIZE = 256 + 256 + COLUMNS * WIDTH * 4
-
-
-class Relay:
-    """What a GPU's stream would see: what it was given, and whether it stands still."""
-
-    def __init__(self) -> None:
-        self.broken = False
-        self.closed = False
-        self.fails = False
-        self.room = 1 << 20
-        self.waits: set[int] = set()
-        self.blobs: dict[int, bytes] = {}
-        self.came: dict[int, bytes] = {}
-        self.calls = 0
-
-    def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
-        return state.nbytes <= self.room
-
-    def give(self, number: int, blob: torch.Tensor) -> None:
-        self.blobs[number] = bytes(blob.numpy())
-
-    def take(self, number: int, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
-        if self.fails:
-            raise CudaError("this driver cannot")
-        self.waits.add(number)
-
-    def call(self) -> None:
-        self.calls += 1
-
-    def given(self, number: int) -> bool:
-        return number in self.blobs
-
-    def settle(self, number: int, num_bytes: int) -> NDArray[np.uint8]:
-        return np.frombuffer(self.blobs[number][:num_bytes], dtype=np.uint8)
-
-    def put(self, number: int, data: bytes) -> None:
-        if len(data) != SIZE:
-            raise ProtocolError("of another size", field="rounds")
-        self.came[number] = data
-        self.waits.remove(number)
-
-    def release(self, number: int) -> None:
-        self.waits.discard(number)
-
-    def mend(self) -> bool:
-        return not self.waits
-
-    def close(self) -> None:
-        self.closed = self.broken = True
-        self.waits.clear()
 
 
 class Stream:
@@ -140,6 +83,73 @@ class Target:
         self.stream.answers.append(of)
 
 
+class Clock:
+    """The time of `stream_rounds`, which passes when somebody lies in wait."""
+
+    STEP_S = 1e-5
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += max(seconds, self.STEP_S)
+
+
+class TimedRounds:
+    """Rounds whose passes take what the test says, and when the GPU and the draft were told of it.
+
+    Attributes:
+        verify_s, draft_s: How long the target's part of the next round takes, and the draft's.
+        enqueued_at: When the last round's pass could begin.
+        soon_at, called_at: When the draft was told that the state comes, and when the GPU was called back; None: not.
+    """
+
+    def __init__(self, target: Target, clock: Clock) -> None:
+        self.verify_s, self.draft_s = 0.003, 0.002
+        self.enqueued_at, self.state_at = 0.0, 0.0
+        self.soon_at: float | None = None
+        self.called_at: float | None = None
+        self._target, self._clock = target, clock
+        target.vigil.enabled = True
+        self._send, self._settle = target.stream.send, target.relay.settle
+        target.stream.send = self._note_send  # type: ignore[method-assign]
+        target.relay.given = self._given  # type: ignore[method-assign]
+        target.relay.settle = self._wait  # type: ignore[method-assign]
+        target.relay.call = self._note_call  # type: ignore[method-assign]
+
+    def run(self, number: int, limit_s: float = 1.0) -> None:
+        self.enqueued_at, self.soon_at, self.called_at = self._clock.now, None, None
+        self._target.exchange(number, limit_s=limit_s)
+
+        def answer(request: draft_pb2.SessionRequest) -> draft_pb2.SessionReply:
+            self._clock.now = max(self._clock.now, self.state_at + self.draft_s)
+            return draft_pb2.SessionReply(round_trees=draft_pb2.RoundTrees(rounds=1, number=number, trees=bytes(SIZE)))
+
+        self._target.stream.answers.append(answer)
+        self._target.carry()
+
+    def _note_send(self, message: bytes) -> None:
+        self._send(message)
+        match self._target.stream.sent[-1].WhichOneof("message"):
+            case "round_soon":
+                self.soon_at = self._clock.now
+            case "round_state":
+                self.state_at = self._clock.now
+
+    def _note_call(self) -> None:
+        self.called_at = self._clock.now
+
+    def _given(self, number: int) -> bool:
+        return self._clock.now >= self.enqueued_at + self.verify_s
+
+    def _wait(self, number: int, num_bytes: int) -> NDArray[np.uint8]:
+        self._clock.now = max(self._clock.now, self.enqueued_at + self.verify_s)
+        return self._settle(number, num_bytes)
+
+
 @pytest.fixture
 def target() -> Target:
     return Target()
@@ -185,15 +195,59 @@ def test_both_processes_call_the_gpu_in_time(target: Target, monkeypatch: pytest
     assert not target.channel.broken
 
 
-def test_the_gpu_is_called_back_within_the_limit_of_the_trees(target: Target) -> None:
-    target.vigil.enabled = True
-    target.channel._drafted_s = 60.0
-    target.exchange(1, limit_s=0.01)
-    started = time.monotonic()
-    target.carry()
-    assert time.monotonic() - started < 10.0
-    assert target.relay.calls == 1
-    assert not target.relay.waits
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(stream_rounds, "time", clock)
+    return clock
+
+
+def test_the_draft_is_told_shortly_before_the_state_and_the_gpu_called_back_in_the_middle_of_its_pass(target: Target, clock: Clock) -> None:
+    rounds = TimedRounds(target, clock)
+    for number in (1, 2):  # how long a pass takes is known from the second on
+        rounds.run(number)
+        assert rounds.soon_at is None
+    for number in (3, 4, 5):
+        rounds.run(number)
+        assert rounds.soon_at == pytest.approx(rounds.enqueued_at + rounds.verify_s - stream_rounds.LEAD_S, abs=2 * clock.STEP_S)
+        assert rounds.state_at == pytest.approx(rounds.enqueued_at + rounds.verify_s, abs=clock.STEP_S)
+        assert rounds.called_at == pytest.approx(rounds.state_at + rounds.draft_s * stream_rounds.SHARE_OF_DRAFT, abs=2 * clock.STEP_S)
+    assert not target.channel.broken
+
+
+def test_a_pass_that_is_over_sooner_is_announced_at_once(target: Target, clock: Clock) -> None:
+    rounds = TimedRounds(target, clock)
+    for number in (1, 2):
+        rounds.run(number)
+    rounds.verify_s = 0.001
+    rounds.run(3)
+    assert rounds.soon_at == rounds.state_at == pytest.approx(rounds.enqueued_at + 0.001, abs=2 * clock.STEP_S)
+
+
+def test_the_gpu_is_called_back_within_the_limit_of_the_trees(target: Target, clock: Clock) -> None:
+    rounds = TimedRounds(target, clock)
+    rounds.draft_s = 0.008
+    rounds.run(1)
+    rounds.run(2, limit_s=0.001)
+    assert rounds.called_at == pytest.approx(rounds.state_at + 0.001, abs=2 * clock.STEP_S)
+
+
+def test_what_takes_too_long_is_not_lain_in_wait_for(target: Target, clock: Clock) -> None:
+    rounds = TimedRounds(target, clock)
+    rounds.verify_s = rounds.draft_s = 2 * stream_rounds.MOST_TAKEN_S
+    for number in (1, 2, 3):
+        rounds.run(number)
+        assert rounds.soon_at is None
+        assert rounds.called_at == rounds.state_at
+
+
+def test_where_waits_sleep_nobody_is_told(target: Target, clock: Clock) -> None:
+    rounds = TimedRounds(target, clock)
+    target.vigil.enabled = False
+    for number in (1, 2, 3):
+        rounds.run(number)
+        assert rounds.soon_at is None
+        assert rounds.called_at is None
 
 
 def test_trees_of_earlier_rounds_are_passed_over(target: Target) -> None:
@@ -284,172 +338,3 @@ def test_the_end_of_the_connection_ends_the_wait(target: Target) -> None:
     assert not target.relay.waits
     target.carry()
     assert not target.channel.mend()
-
-
-class Outlet:
-    """Keeps what the draft says."""
-
-    def __init__(self) -> None:
-        self.said: list[Reply] = []
-
-    def send(self, reply: Reply) -> None:
-        self.said.append(reply)
-
-    def end(self) -> None: ...
-
-
-class Draft:
-    """The draft's side."""
-
-    def __init__(self, ahead: bool = True) -> None:
-        self.outlet, self.relay = Outlet(), Relay()
-        self.inlet = InlineRounds(Peer(PeerId(1), "t", self.outlet), self.relay, ahead=ahead)  # type: ignore[arg-type]
-        self.blob, self.trees = torch.zeros(SIZE, dtype=torch.uint8), torch.ones(SIZE, dtype=torch.uint8)
-        assert self.inlet.fits(self.blob, self.trees)
-
-    def enqueue(self, number: int, tried: bool = True) -> bool:
-        message = draft_pb2.RoundsNext(rounds=1, number=number)
-        if not self.inlet.goes_ahead(message, tried):
-            return False
-        self.inlet.take(message, self.blob, torch.zeros(1, dtype=torch.int32), 1.0)
-        self.inlet.give(message, self.trees)
-        return True
-
-    def finish(self, number: int, state: bytes = bytes(SIZE)) -> bool:
-        return self.inlet.finish(draft_pb2.RoundState(rounds=1, number=number, state=state))
-
-
-def sealed(number: int, size: int = SIZE) -> bytes:
-    state = draft_pb2.RoundState(rounds=1, number=number, state=bytes([number]) * size)
-    return draft_pb2.SessionRequest(round_state=state).SerializeToString()
-
-
-@pytest.fixture
-def draft() -> Draft:
-    return Draft()
-
-
-def test_a_state_starts_the_round_that_waits_and_its_trees_are_sent(draft: Draft) -> None:
-    for number in (1, 2, 3):
-        assert draft.enqueue(number)
-        assert draft.relay.waits == {number}
-        assert draft.finish(number, bytes([number]) * SIZE)
-        assert draft.relay.came[number] == bytes([number]) * SIZE
-        assert draft.outlet.said[-1] == RoundTrees(1, number, bytes([1]) * SIZE)
-    assert not draft.inlet.broken
-
-
-def test_a_sealed_state_starts_the_round_that_waits_and_nothing_else_does(draft: Draft) -> None:
-    assert not draft.inlet.finish_sealed(sealed(1)), "nothing waits"
-    assert draft.enqueue(1)
-    for message in (sealed(2), b"", draft_pb2.SessionRequest(ping=draft_pb2.Ping(nonce=1)).SerializeToString()):
-        assert not draft.inlet.finish_sealed(message)
-    assert draft.relay.waits == {1}
-    assert draft.inlet.finish_sealed(sealed(1))
-    assert draft.relay.came == {1: bytes([1]) * SIZE}
-    said = draft.outlet.said[-1]
-    assert isinstance(said, RoundTrees)
-    assert said.envelope is not None
-    assert said.envelope.seal(said.trees) == reply_to(said).SerializeToString()
-    assert not draft.inlet.finish_sealed(sealed(1)), "it is over"
-
-
-def test_a_sealed_state_of_another_size_is_refused_and_releases(draft: Draft) -> None:
-    assert draft.enqueue(1)
-    with pytest.raises(ProtocolError, match="size"):
-        draft.inlet.finish_sealed(sealed(1, SIZE - 1))
-    assert not draft.relay.waits
-
-
-def test_the_gpu_is_called_for_a_state_that_is_waited_for(draft: Draft) -> None:
-    draft.inlet.soon()
-    assert not draft.relay.calls
-    assert draft.enqueue(1)
-    draft.inlet.soon()
-    assert draft.relay.calls == 1
-    assert draft.relay.waits == {1}
-
-
-def test_a_state_of_another_round_releases_the_one_that_waits(draft: Draft) -> None:
-    assert draft.enqueue(4)
-    assert not draft.finish(9)
-    assert not draft.relay.waits
-    assert not draft.finish(4), "it is over"
-    assert not draft.outlet.said
-
-
-def test_a_state_of_another_size_is_refused_and_releases(draft: Draft) -> None:
-    assert draft.enqueue(1)
-    with pytest.raises(ProtocolError, match="size"):
-        draft.finish(1, b"short")
-    assert not draft.relay.waits
-
-
-def test_a_round_that_failed_half_way_is_released_and_answered(draft: Draft) -> None:
-    message = draft_pb2.RoundsNext(rounds=1, number=3)
-    assert draft.inlet.goes_ahead(message, True)
-    draft.inlet.take(message, draft.blob, torch.zeros(1, dtype=torch.int32), 1.0)
-    draft.inlet.skip(1, 3)
-    assert not draft.relay.waits
-    assert draft.outlet.said == [RoundTrees(1, 3, b"")]
-
-
-@pytest.mark.parametrize("number", [0, 2, 1 << 31, (1 << 32) - 1])
-def test_numbers_that_no_watch_could_follow_wait_for_nothing(draft: Draft, number: int) -> None:
-    assert draft.enqueue(2)
-    assert draft.finish(2)
-    assert not draft.enqueue(number)
-    draft.inlet.skip(1, number)
-    assert draft.enqueue(3), "and harm nothing that follows"
-    assert draft.finish(3)
-
-
-@pytest.mark.parametrize(
-    ("ahead", "tried", "room"), [(True, False, SIZE), (False, True, SIZE), (True, True, 0)], ids=["new", "late", "large"]
-)
-def test_a_round_may_wait_for_its_state_on_the_host(ahead: bool, tried: bool, room: int) -> None:
-    draft = Draft(ahead)
-    draft.relay.room = room
-    assert draft.inlet.fits(draft.blob, draft.trees)
-    assert not draft.enqueue(1, tried=tried)
-    assert not draft.finish(1)
-    state = bytes([5]) * SIZE
-    draft.inlet.arrived(state)
-    message = draft_pb2.RoundsNext(rounds=1, number=1)
-    draft.inlet.take(message, draft.blob, torch.zeros(1, dtype=torch.int32), 1.0)
-    draft.inlet.give(message, draft.trees)
-    assert draft.relay.came == {1: state} if room else draft.blob[4:].tolist() == [5] * (SIZE - 4)
-    assert not draft.relay.waits
-    assert draft.outlet.said == [RoundTrees(1, 1, bytes([1]) * SIZE)]
-
-
-def test_a_draft_whose_driver_cannot_wait_goes_on_without(draft: Draft) -> None:
-    draft.relay.fails = True
-    with pytest.raises(CudaError):
-        draft.enqueue(1)
-    assert draft.relay.closed
-    draft.inlet.skip(1, 1)
-    assert draft.inlet.mend()
-    assert draft.inlet.fits(draft.blob, draft.trees)
-    assert not draft.enqueue(2)
-    draft.inlet.arrived(bytes([5]) * SIZE)
-    message = draft_pb2.RoundsNext(rounds=1, number=2)
-    draft.inlet.take(message, draft.blob, torch.zeros(1, dtype=torch.int32), 1.0)
-    draft.inlet.give(message, draft.trees)
-    assert draft.blob[4:].tolist() == [5] * (SIZE - 4)
-    assert draft.outlet.said == [RoundTrees(1, 1, b""), RoundTrees(1, 2, bytes([1]) * SIZE)]
-
-
-def test_a_malformed_state_of_a_round_that_is_new_is_refused_and_releases(draft: Draft) -> None:
-    assert not draft.enqueue(1, tried=False)
-    draft.inlet.arrived(b"short")
-    with pytest.raises(ProtocolError, match="size"):
-        draft.inlet.take(draft_pb2.RoundsNext(rounds=1, number=1), draft.blob, torch.zeros(1, dtype=torch.int32), 1.0)
-    assert not draft.relay.waits
-
-
-def test_a_target_that_has_gone_leaves_nothing_waiting(draft: Draft) -> None:
-    assert draft.enqueue(1)
-    draft.inlet.close()
-    assert not draft.relay.waits
-    assert not draft.inlet.mend()

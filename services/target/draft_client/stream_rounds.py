@@ -34,9 +34,14 @@ LOOK_S = 0.001
 """Trees are looked for at least so long: they may lie there since before their time was over."""
 
 LEAD_S = 0.00025
-"""So long before its pass is over by all experience the target tells a draft that shares its GPU."""
+"""So long before its pass is over by all experience the target tells the draft.
+
+That helps where the two share a GPU without MPS. The target does not know whether they do, so it tells every draft whose rounds are
+enqueued ahead, also one on a GPU or host of its own or with MPS, where it is not needed; and it does so, and calls the GPU back, only where
+waits are awake (`Vigil.enabled`, from eight cores on), since it lies in wait for the moment."""
 SHARE_OF_DRAFT = 0.5
-"""After this part of what the draft takes by all experience it is at work, and the GPU is called back for the time when it is done."""
+"""After this part of what the draft takes by all experience it is at work, and the GPU is called back for the time when it is done. Trees
+that come sooner, as none do when the draft works as it did, lie there until then: the network is not looked at meanwhile."""
 MOST_TAKEN_S = 0.01
 """What takes longer is not counted on to take as long again."""
 SOON = draft_pb2.SessionRequest(round_soon=draft_pb2.RoundSoon()).SerializeToString()
@@ -209,7 +214,7 @@ class StreamRounds:
         self._until = self._sent_at + coming.limit_s
 
     def _announce(self, relay: StreamRelay, number: int) -> None:
-        """Tell the draft shortly before the state is there: a GPU that the two share turns to it while the state travels."""
+        """Tell the draft shortly before the state is there: if the two share a GPU, it turns to the draft while the state travels."""
         if not self._verified_s:
             return
         until = self._put_at + self._verified_s - LEAD_S
@@ -219,9 +224,9 @@ class StreamRounds:
         self._stream.send(SOON)
 
     def _call_back(self, relay: StreamRelay) -> None:
-        """Have a GPU that the two share turn to this process as soon as the draft's pass is over: while the trees travel."""
+        """Have the GPU, if the two share it, turn to this process as soon as the draft's pass is over: while the trees travel."""
         until = min(self._until, self._sent_at + self._drafted_s * SHARE_OF_DRAFT)
-        while time.monotonic() < until and not self._arrived:
+        while time.monotonic() < until:
             time.sleep(0)
         relay.call()
 

@@ -549,7 +549,7 @@ Global___RoundTokens: _TypeAlias = RoundTokens  # noqa: Y015
 
 @_typing.final
 class RoundsNext(_message.Message):
-    """The next round. Numbers ascend by one on a connection, across RoundsEnter."""
+    """The next round. Numbers ascend on a connection, across RoundsEnter; some may be left out, as a target may name RoundsEnter by them too."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -614,7 +614,9 @@ Global___RoundState: _TypeAlias = RoundState  # noqa: Y015
 
 @_typing.final
 class RoundSoon(_message.Message):
-    """The state is about to come: a draft that shares the target's GPU by time slices has it turn to it, as soon as the target's pass is over."""
+    """The state is about to come: a draft that shares the target's GPU by time slices has it turn to it as soon as the target's pass is over.
+    A target need not send it, and sends it without knowing whether they share one; elsewhere (another GPU or host, MPS) it is not needed.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
