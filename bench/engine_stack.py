@@ -315,11 +315,8 @@ def check_draft_device(device: str) -> None:
     Raises:
         ConfigurationError: There is no such device.
     """
-    known = DEVICE.fullmatch(device) is not None
-    if known and device.startswith("cuda"):
-        known = int(device.partition(":")[2] or 0) < torch.cuda.device_count()
-    if not known:
-        gpus = torch.cuda.device_count()
+    gpus = torch.cuda.device_count()
+    if DEVICE.fullmatch(device) is None or (device.startswith("cuda") and int(device.partition(":")[2] or 0) >= gpus):
         raise ConfigurationError(
             f"--draft-device {device}: expected auto, cpu, or cuda:N of a GPU of this machine, which has {gpus}.", field="--draft-device"
         )
