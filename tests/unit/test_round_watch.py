@@ -44,6 +44,15 @@ class HandWatch(RoundWatch):
         pass
 
 
+def breaks(watch: RoundWatch) -> bool:
+    """Wait until the watch's own thread has ended a wait; returns whether it did within some seconds."""
+    for _ in range(1000):
+        if watch.broken:
+            return True
+        threading.Event().wait(0.005)
+    return False
+
+
 def test_each_side_sees_what_the_other_gives(pair: tuple[RoundWords, RoundWords]) -> None:
     target, draft = pair
     target.give(7)
@@ -131,11 +140,7 @@ def test_the_watch_looks_by_itself(pair: tuple[RoundWords, RoundWords]) -> None:
     _target, draft = pair
     watch = RoundWatch(draft)
     watch.expect(1, 0.02)
-    for _ in range(1000):
-        if watch.broken:
-            break
-        threading.Event().wait(0.005)
-    assert watch.broken
+    assert breaks(watch)
     assert draft.awaited == 1
     pass_round(draft, 1)
     watch.close()
@@ -196,11 +201,7 @@ def test_long_waits_are_looked_at_seldom_and_a_shorter_one_is_not_kept_waiting(
     assert not looks.acquire(timeout=20 * round_words.TICK_S), "it looks all the time"
     pass_round(draft, 1)
     watch.expect(2, 0.02)
-    for _ in range(1000):
-        if watch.broken:
-            break
-        threading.Event().wait(0.005)
-    assert watch.broken
+    assert breaks(watch)
     assert draft.awaited == 2
     pass_round(draft, 2)
     watch.close()
