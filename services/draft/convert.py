@@ -12,12 +12,12 @@ from outrider.services.draft.replies import NeedResync, Opened, Pong, Rejected, 
 from outrider.services.draft.session import Ask
 from outrider.services.draft.strategy import StrategyInfo, TargetInfo
 from outrider.shared.base.errors import ProtocolError
+from outrider.shared.rpc.ipc.round_words import Side
 from outrider.shared.rpc.tensors import TensorReader, wire_dtype
+from outrider.shared.rpc.version import PROTOCOL_VERSION, check_version
 from outrider.shared.spec.drafter import Commit, FeatureSpec, SequenceOpen
 from outrider.shared.spec.fence import Fence
 from outrider.shared.spec.tree import DraftShape
-
-PROTOCOL_VERSION = 1
 
 WANTS_TREE = (draft_pb2.WANT_DRAFT, draft_pb2.WANT_BOTH)
 
@@ -36,11 +36,7 @@ def target_info(hello: draft_pb2.Hello) -> TargetInfo:
     Raises:
         ProtocolError: of another protocol version, or without an id.
     """
-    if hello.protocol_version != PROTOCOL_VERSION:
-        raise ProtocolError(
-            f"The target speaks protocol version {hello.protocol_version}, this draft {PROTOCOL_VERSION}; run the same release on both.",
-            field="protocol_version",
-        )
+    check_version(hello.protocol_version, Side.TARGET)
     if not hello.target_id:
         raise ProtocolError("A target must name itself in its Hello.", field="target_id")
     sizes = (hello.vocab_size, hello.hidden_size, hello.num_layers)

@@ -12,6 +12,7 @@ import torch
 from outrider.draft.v1 import draft_pb2, draft_pb2_grpc
 from outrider.shared.rpc.client import connect
 from outrider.shared.rpc.tensors import encode_tensor
+from outrider.shared.rpc.version import PROTOCOL_VERSION
 from outrider.shared.spec.fence import FNV_OFFSET, extend_prefix_hash
 
 TIMEOUT_S = 20.0
@@ -52,7 +53,9 @@ class ScriptedTarget:
         self._bulk.cancel()
         self.leave()
 
-    def hello(self, vocab_size: int, hidden_size: int, num_layers: int, version: int = 1, fingerprint: str = "f") -> draft_pb2.HelloAck:
+    def hello(
+        self, vocab_size: int, hidden_size: int, num_layers: int, version: int = PROTOCOL_VERSION, fingerprint: str = "f"
+    ) -> draft_pb2.HelloAck:
         """Say hello and return the acknowledgement."""
         hello = draft_pb2.Hello(
             protocol_version=version,

@@ -17,6 +17,7 @@ from outrider.draft.v1 import draft_pb2, draft_pb2_grpc
 from outrider.shared.rpc.address import IpcAddress, grpc_address
 from outrider.shared.rpc.server import SyncServer, sync_server
 from outrider.shared.rpc.tensors import decode_tensor, split_tensor
+from outrider.shared.rpc.version import PROTOCOL_VERSION
 from outrider.shared.spec.fence import FNV_OFFSET, extend_prefix_hash
 
 Plan = Callable[[list[int], draft_pb2.Commit], draft_pb2.Tree | None]
@@ -67,7 +68,7 @@ class FakeDraft(draft_pb2_grpc.DraftServicer):
         self.plan = plan
         self.silent = False
         self.ack: draft_pb2.HelloAck = draft_pb2.HelloAck(
-            protocol_version=1,
+            protocol_version=PROTOCOL_VERSION,
             head_fingerprint=f"head-{seed}",
             algorithm="EAGLE3",
             model_id="fake",

@@ -24,6 +24,7 @@ from outrider.shared.base.errors import OutriderError
 from outrider.shared.rpc.address import IpcAddress
 from outrider.shared.rpc.ipc.frames import HEADER, EndOfStream, FrameKind, FrameSocket
 from outrider.shared.rpc.ipc.sockets import connect
+from outrider.shared.rpc.version import PROTOCOL_VERSION
 
 VOCAB, HIDDEN, LAYERS = 64, 64, 8
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
@@ -63,8 +64,9 @@ class IpcTarget:
     def __init__(self, service: DraftService, target_id: str = "t1", *, rounds: bool = False, **hello: object) -> None:
         self.carrier = IpcCarrier(address(service), torch.device("cpu"), rounds=rounds)
         self.pongs: list[int] = []
-        values = {"protocol_version": 1, "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_layers": LAYERS, "target_fingerprint": "f"}
-        self.hello = draft_pb2.Hello(target_id=target_id, **(values | hello))  # type: ignore[arg-type]
+        values = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_layers": LAYERS, "target_fingerprint": "f"}
+        version = {"protocol_version": PROTOCOL_VERSION}
+        self.hello = draft_pb2.Hello(target_id=target_id, **(version | values | hello))  # type: ignore[arg-type]
         self._follower = threading.Thread(target=self._follow, daemon=True)
 
     def start(self) -> IpcTarget:
@@ -256,7 +258,12 @@ def test_a_stranger_that_hangs_up_leaves_nothing(service: DraftService) -> None:
 
 @pytest.mark.parametrize(
     ("hello", "named"),
-    [({"protocol_version": 2}, "protocol_version"), ({"vocab_size": 63}, "vocab"), ({"hidden_size": 65}, "hidden")],
+    [
+        ({"protocol_version": 1}, f"version 1 of the draft protocol, this draft version {PROTOCOL_VERSION}: update the target"),
+        ({"protocol_version": 99}, f"version 99 of the draft protocol, this draft version {PROTOCOL_VERSION}: update the draft"),
+        ({"vocab_size": 63}, "vocab"),
+        ({"hidden_size": 65}, "hidden"),
+    ],
 )
 def test_a_target_that_does_not_fit_is_told_why(service: DraftService, hello: dict[str, object], named: str) -> None:
     target = IpcTarget(service, **hello)

@@ -20,6 +20,7 @@ from outrider.services.target.draft_client.remote import RemoteDrafter
 from outrider.services.target.drafter import NoDrafter
 from outrider.services.target.request import SpeculationMode
 from outrider.shared.nn.decoder import Decoder
+from outrider.shared.rpc.version import PROTOCOL_VERSION
 from outrider.shared.spec.algorithm import Algorithm
 from outrider.shared.spec.drafter import DrafterState
 
@@ -322,6 +323,30 @@ def test_a_head_that_does_not_fit_is_refused(decoder: Decoder, drafter: RemoteDr
         harness = start(decoder, drafter)
         harness.run()
         check_done(harness, plain)
+    finally:
+        server.stop(0)
+
+
+@pytest.mark.parametrize(("version", "older"), [(1, "draft"), (0, "draft"), (99, "target")])
+def test_a_draft_of_another_release_is_refused_and_decoding_goes_on(
+    decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int], version: int, older: str
+) -> None:
+    fake = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size)
+    fake.ack.protocol_version = version
+    server = fake.serve(address)
+    try:
+        wait_for(lambda: drafter.refusal() is not None)
+        refusal = drafter.refusal()
+        assert refusal is not None
+        assert refusal.field == "protocol_version"
+        assert f"version {version} of the draft protocol, this target version {PROTOCOL_VERSION}: update the {older}" in refusal.message
+        assert drafter.state() is not DrafterState.ON
+        harness = start(decoder, drafter)
+        harness.run()
+        check_done(harness, plain)
+        assert fake.opens == []
+        fake.ack.protocol_version = PROTOCOL_VERSION  # it was replaced by one that fits
+        connected(drafter)
     finally:
         server.stop(0)
 

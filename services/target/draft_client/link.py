@@ -21,11 +21,12 @@ from outrider.services.target.draft_client.connection import Carrier, Connection
 from outrider.shared.base.errors import ConfigurationError, OutriderError, ProtocolError
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.features import FeatureProjector
+from outrider.shared.rpc.ipc.round_words import Side
 from outrider.shared.rpc.tensors import join_tensors, split_tensor, wire_dtype
+from outrider.shared.rpc.version import PROTOCOL_VERSION, check_version
 from outrider.shared.spec.algorithm import FIELD, Algorithm
 from outrider.shared.spec.drafter import FeatureSpec
 
-PROTOCOL_VERSION = 1
 RETRY_S = 0.1
 REFUSED_RETRY_S = 1.0
 PROBE_INTERVAL_S = 0.1
@@ -188,11 +189,7 @@ class DraftLink:
             feature_dtype=wire_dtype(identity.feature_dtype),
         )
         ack = carrier.hello(hello)
-        if ack.protocol_version != PROTOCOL_VERSION:
-            raise ProtocolError(
-                f"the draft speaks protocol version {ack.protocol_version}, this target {PROTOCOL_VERSION}; run the same release.",
-                field="protocol_version",
-            )
+        check_version(ack.protocol_version, Side.DRAFT)
         _check_algorithm(identity.algorithm, ack.algorithm)
         connection.spec = self._feature_spec(carrier, ack)
         if ack.missing_tensors:
