@@ -24,6 +24,7 @@ NO_MATTER = ("CUDA_MPS_PIPE_DIRECTORY", "NCCL_VERSION", "TRITON_CACHE_DIR")
 """Variables of an environment that name places or versions and change no figure: `mps` in the settings says what pipes are for."""
 PROFILED = ("gpu_idle", "gpu_idle_between")
 """What only a run with ``--profile`` tells, which measures every round once."""
+COMMIT_DIGITS = 7
 CALL = re.compile(r"\d{4}-\d{2}-\d{2}T\d{4}Z")
 """How the folder of a call is named: by when it began."""
 OFF = ("false", "none", "auto")
@@ -73,7 +74,8 @@ class Recorded:
 
     @property
     def occasion(self) -> str:
-        """When and on what it was measured, as far as the file tells: ``2026-11-21 15:00 UTC, GPU 29f2f6ee, 16 of 64 cores``."""
+        """When and on what it was measured, as far as the file tells: ``2026-11-21 15:00 UTC, GPU 29f2f6ee, 16 of 64 cores, commit
+        2ea2987``."""
         machine: Mapping[str, Any] = self.content.get("machine", {})
         ids: Sequence[str] = machine.get("gpu_ids", ())
         gpu = f"GPU {' and '.join(ids)}" if ids else "an H200" if machine.get("gpus") else "CPU"
@@ -83,6 +85,9 @@ class Recorded:
             parts.append(f"{used} of {cores} cores" if used not in (None, cores) else f"{cores} cores")
         if self.under_mps and "--mps" not in self.content.get("command", ()):
             parts.append("with `nvidia-cuda-mps-control -d` running")
+        source: Mapping[str, Any] = self.content.get("source", {})
+        if source.get("commit"):
+            parts.append(f"commit {source['commit'][:COMMIT_DIGITS]}" + (" with changes" if source.get("modified") else ""))
         return ", ".join(parts)
 
     @property

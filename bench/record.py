@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.bench.machine import describe_machine
+from outrider.bench.source import recorded_source
 from outrider.bench.surroundings import recorded_environment
 
 RESULTS = Path("bench/results")
@@ -95,6 +96,7 @@ class Result:
             "benchmark": self.name,
             "command": recorded_command(),
             "environment": recorded_environment(),
+            "source": recorded_source(),
             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "machine": machine,
             "settings": dict(self.settings),

@@ -28,6 +28,7 @@ from rich.table import Table
 from outrider.bench.machine import describe_machine
 from outrider.bench.near_tie import Judge
 from outrider.bench.record import recorded_command, result_path
+from outrider.bench.source import recorded_source
 from outrider.bench.surroundings import recorded_environment
 from outrider.services.launch import StackOptions, Transport, free_port, running_stack
 from outrider.services.rest import Reply, RestClient
@@ -120,6 +121,7 @@ def run_bench(options: BenchOptions) -> int:
     result = {
         "command": recorded_command(),
         "environment": recorded_environment(),
+        "source": recorded_source(),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": machine,
         "prompts": len(prompts),

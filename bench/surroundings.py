@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from outrider.bench.source import REVISION
 from outrider.services.mps import shared_gpu
 from outrider.services.supervisor import Surroundings
 
@@ -26,7 +27,7 @@ VARIABLES = (
     "TRITON_INTERPRET",
 )
 PREFIXES = ("NCCL_", "OUTRIDER_")
-TOLD_ELSEWHERE = ("NCCL_VERSION",)
+TOLD_ELSEWHERE = ("NCCL_VERSION", REVISION)
 SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 DEFAULT_PIPES = "/tmp/nvidia-mps"

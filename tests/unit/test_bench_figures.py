@@ -18,6 +18,7 @@ from outrider.bench.record import Result, Row
 from outrider.bench.roofline import Ceilings
 from outrider.bench.serve import serve_rows
 from outrider.bench.shapes import named_shape
+from outrider.bench.source import PARTS
 from outrider.shared.base.errors import ConfigurationError
 
 LLAMA = named_shape("llama3.1-8b")
@@ -77,6 +78,7 @@ def test_a_result_says_what_ran_where(tmp_path: Path, monkeypatch: pytest.Monkey
     assert written["command"] == ["outrider", "bench", "thing", "--output", "out.json"], "no path of the machine"
     assert written["environment"].items() >= {("CUDA_VISIBLE_DEVICES", "2,0"), ("CUDA_MPS_PIPE_DIRECTORY", "some-pipes")}
     assert "secret" not in path.read_text()
+    assert set(written["source"]["trees"]) == set(PARTS)
     assert 1 <= written["machine"]["cores_used"] <= written["machine"]["cores"]
     assert written["rows"][0]["ratio"] == 2.0
     assert "profiles" in written

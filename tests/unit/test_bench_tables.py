@@ -70,6 +70,10 @@ def test_the_table_tells_every_run_apart(tmp_path: Path) -> None:
     assert recorded.occasion == "2026-01-02 15:04 UTC, GPU a, 16 of 64 cores, with `nvidia-cuda-mps-control -d` running"
     content["command"].append("--mps")
     assert recorded.occasion.endswith("cores"), "the command says it"
+    content["source"] = {"commit": "0123456789abcdef", "modified": False, "trees": {}}
+    assert recorded.occasion.endswith("16 of 64 cores, commit 0123456")
+    content["source"] |= {"modified": True}
+    assert recorded.occasion.endswith(", commit 0123456 with changes")
     record(tmp_path, "plain", "latency", SETTINGS, rows)
     lines = [
         {"case": "machine", "date": "2026-01-02T15:00Z", "gpu": "an H200", "command": "run_vllm.py --configs chain3"},
