@@ -50,7 +50,12 @@ Dtype = Annotated[str, typer.Option(help="auto (bf16 on CUDA, fp32 on CPU), floa
 Output = Annotated[
     Path | None, typer.Option(help="JSON file, or the folder for it.", show_default="bench/results/<benchmark>-<device>.json")
 ]
-Shape = Annotated[str, typer.Option(help="Named shape of random weights: llama3.1-8b, llama3.2-1b, qwen3-8b, tiny …")]
+Shape = Annotated[
+    str,
+    typer.Option(
+        help="Named shape of random weights: llama3.1-8b, llama3.2-1b, qwen3-8b, granite-3.1-2b (by transformers' modules), tiny …"
+    ),
+]
 
 
 @bench.callback()

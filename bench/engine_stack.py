@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from outrider.bench.random_head import memory_folder, write_random_head
+from outrider.bench.random_target import random_target
 from outrider.bench.remote_draft import RemoteDraft, Transport
 from outrider.bench.shapes import NamedShape
 from outrider.services.draft.inproc import drafter_beside
@@ -42,7 +43,6 @@ from outrider.services.target.synthetic import SyntheticAcceptance, rates_of_mea
 from outrider.services.target.tp import start_group
 from outrider.shared.base.errors import ConfigurationError, OutriderError, UnavailableError
 from outrider.shared.nn.decoder import Decoder, default_dtype
-from outrider.shared.nn.dummy import random_decoder
 from outrider.shared.spec.drafter import DrafterState
 from outrider.shared.spec.tree import DraftShape
 
@@ -336,7 +336,7 @@ def placement(options: EngineOptions) -> tuple[torch.device, torch.dtype]:
 
 def _decoder(cleanup: ExitStack, options: EngineOptions, settings: TargetSettings, device: torch.device, dtype: torch.dtype) -> Decoder:
     if settings.tp == 1:
-        return random_decoder(options.shape.model_config(), device, dtype)
+        return random_target(options.shape, device, dtype)
     ranks = start_group(settings, random=options.shape.target)
     cleanup.callback(ranks.close)
     return ranks.decoder

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -22,6 +23,7 @@ from outrider.bench.load import PERCENTILES, Load, LoadClient, LoadRequest, Load
 from outrider.bench.record import Result, Row, finish
 from outrider.bench.rest_load import RestLoad
 from outrider.bench.speculation import HELDOUT_PROMPTS, load_prompts
+from outrider.bench.surroundings import compiled_kernels
 from outrider.services.launch import StackOptions, running_stack
 from outrider.services.rest import RestClient
 from outrider.shared.base.errors import ConfigurationError, UnavailableError
@@ -81,9 +83,15 @@ def run_serve(options: ServeOptions) -> int:
     log: deque[str] = deque(maxlen=40)
     try:
         with ExitStack() as cleanup:
-            url, grpc = options.url, options.grpc
+            url, grpc, start = options.url, options.grpc, None
             if url is None and grpc is None:
+                began, cached = time.perf_counter(), compiled_kernels()
                 cleanup.enter_context(running_stack(options.stack, lambda name, line: log.append(f"{name} | {line}"), lambda line: None))
+                start = {
+                    "seconds": round(time.perf_counter() - began, 2),
+                    "kernels_cached": cached,
+                    "kernels_compiled": compiled_kernels() - cached,
+                }
                 port = options.stack.port
                 url, grpc = (f"http://127.0.0.1:{port}", None) if options.api is Api.REST else (None, f"127.0.0.1:{port + 1}")
             summary, alone = asyncio.run(_measure(options, url, grpc, requests))
@@ -105,6 +113,7 @@ def run_serve(options: ServeOptions) -> int:
         "acceptance": "real",
     }
     more = {
+        "start": start,
         "requests": summary.requests,
         "failed": summary.failed,
         "errors": summary.errors,

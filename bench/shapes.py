@@ -8,6 +8,8 @@ from typing import Any
 
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.nn.config import ModelConfig
+from outrider.shared.nn.config_reader import ConfigReader
+from outrider.shared.nn.generic.choose import read_generic
 
 LLAMA3_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 DRAFT_VOCAB = 32_000
@@ -22,8 +24,13 @@ class NamedShape:
     head: Mapping[str, Any]
 
     def model_config(self) -> ModelConfig:
-        """Return the target's configuration."""
-        return ModelConfig.parse(self.target, source=f"--shape {self.name}")
+        """Return the target's configuration.
+
+        Raises:
+            CheckpointError: `transformers` shall compute the target, and is not installed.
+        """
+        source = f"--shape {self.name}"
+        return read_generic(ConfigReader(self.target, source), ()) or ModelConfig.parse(self.target, source=source)
 
 
 def named_shape(name: str) -> NamedShape:
@@ -66,6 +73,13 @@ def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, **more: Any)
     return _llama(hidden, intermediate, layers, heads, 8, 128, 151_936, **more)
 
 
+def _granite(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int, **more: Any) -> dict[str, Any]:
+    """A model that `transformers`' modules compute."""
+    scales = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 1 / 64, "logits_scaling": 8.0}
+    family = {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "rope_theta": 5_000_000.0, "tie_word_embeddings": True}
+    return _llama(hidden, intermediate, layers, heads, kv_heads, hidden // heads, vocab, **{**family, **scales, **more})
+
+
 def _shape(name: str, target: dict[str, Any], draft_vocab: int = DRAFT_VOCAB, **head: Any) -> NamedShape:
     own = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1, "draft_vocab_size": draft_vocab}
     layer = {key: value for key, value in target.items() if key not in ("tie_word_embeddings", "attention_bias")}
@@ -81,6 +95,8 @@ SHAPES: Mapping[str, NamedShape] = {
         _shape("llama3.3-70b", _llama(8192, 28_672, 80, 64, 8, 128, rope_scaling={**LLAMA3_ROPE, "factor": 8.0})),
         _shape("qwen3-8b", _qwen3(4096, 12_288, 36, 32)),
         _shape("qwen3-1.7b", _qwen3(2048, 6144, 28, 16, tie_word_embeddings=True)),
+        _shape("granite-3.1-2b", _granite(2048, 8192, 40, 32, 8, 49_155)),
+        _shape("granite-tiny", _granite(64, 96, 8, 4, 2, 256, max_position_embeddings=1024), draft_vocab=128),
         _shape("tiny", _llama(64, 96, 8, 4, 2, 16, vocab=256, max_position_embeddings=1024), draft_vocab=128),
     )
 }
