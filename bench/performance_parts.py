@@ -22,6 +22,22 @@ def load_lines(results: Results) -> Iterator[str]:
     yield from _rows(recorded, "load", "`outrider bench serve`")
 
 
+def start_lines(results: Results) -> Iterator[str]:
+    """Yield a line for every recorded start of a stack, with what the first of its clients met."""
+    recorded = results.starts()
+    if not recorded:
+        yield "Starts are not measured yet."
+        return
+    yield "| kernels compiled at the start | found compiled | until it answers | first load: time to first token, p50 | p99 |"
+    yield "| --- | --- | --- | --- | --- |"
+    for stack in recorded:
+        start = stack.content["start"]
+        waits = [_shown(stack.row(f"time to first token, p{percent}") or {}) for percent in (50, 99)]
+        cells = (str(start["kernels_compiled"]), str(start["kernels_cached"]), f"{start['seconds']:.1f} s", *waits)
+        yield f"| {' | '.join(cells)} |"
+    yield from command_lines({stack.path for stack in recorded})
+
+
 def kernel_lines(results: Results) -> Iterator[str]:
     """Yield a line for every function that `outrider bench kernels` calls, over all of its cases that one thing bounds."""
     recorded = results.latest("kernels", "rms_norm, 1 rows")
@@ -68,7 +84,7 @@ def _rows(recorded: Recorded | None, what: str, command: str) -> Iterator[str]:
 
 
 def _shown(row: Mapping[str, Any]) -> str:
-    return f"{_number(row['value'])} {row['unit']}"
+    return f"{_number(row['value'])} {row['unit']}" if row else ""
 
 
 def _number(value: float) -> str:

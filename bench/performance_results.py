@@ -119,6 +119,11 @@ class Peer:
         return "; ".join(told)
 
     @property
+    def date(self) -> str:
+        """When, sortable; empty likewise."""
+        return str(self._about.get("date", ""))
+
+    @property
     def _about(self) -> Mapping[str, Any]:
         return next((line for line in self.lines if line.get("case") == "machine"), {})
 
@@ -137,7 +142,7 @@ class Results:
         calls = sorted((path for path in folder.iterdir() if CALL.fullmatch(path.name)), reverse=True)
         self._calls = {call: _recorded(call) for call in calls}
         told = [path for place in (*calls, folder) for path in sorted(place.glob("vllm*.jsonl"), reverse=True)]
-        self._peers = [Peer(path, read_lines(path)) for path in told]
+        self._peers = sorted((Peer(path, read_lines(path)) for path in told), key=lambda peer: peer.date, reverse=True)
 
     def latency(
         self,
@@ -196,6 +201,11 @@ class Results:
         """Return the same of `outrider bench kernels`."""
         return self._latest("kernels", case, {"shape": (SHAPE,)}, "value")
 
+    def starts(self) -> Sequence[Recorded]:
+        """Return the files of `outrider bench serve` that tell how long the start of a stack took, in the order of their dates."""
+        fits = (recorded for recorded in self._files if recorded.content.get("benchmark") == "serve" and recorded.content.get("start"))
+        return list(fits)[::-1]
+
     def latest(self, benchmark: str, case: str | None = None) -> Recorded | None:
         """Return the latest file of another benchmark on a GPU, or the latest that has a case."""
         for recorded in self._files:
@@ -212,7 +222,7 @@ class Results:
         return None
 
     def vllm(self, config: str, batch: int) -> tuple[Peer, Mapping[str, Any]] | None:
-        """Return the last file that has a configuration of vLLM's (``vllm*.jsonl``, as its script wrote them), and its first run of it."""
+        """Return the latest file that has a configuration of vLLM's (``vllm*.jsonl``, by its script), and its first run of it."""
         wanted = {"case": "run", "config": config, "bs": batch}
         for peer in self._peers:
             for line in peer.lines:

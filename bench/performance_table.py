@@ -6,14 +6,14 @@ Never typed by hand, so that they cannot drift.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.bench.performance_goals import GOALS
-from outrider.bench.performance_parts import ceiling_lines, kernel_lines, load_lines
+from outrider.bench.performance_parts import ceiling_lines, kernel_lines, load_lines, start_lines
 from outrider.bench.performance_profile import profile_lines
-from outrider.bench.performance_results import Peer, Results
+from outrider.bench.performance_results import SHAPE, Peer, Results
 from outrider.bench.performance_runs import command_lines, run_line, within
 from outrider.shared.base.errors import ConfigurationError
 
@@ -26,6 +26,8 @@ ROUND_KINDS = (
     ("EAGLE-3, tree 5/8/32 (vLLM has none)", "tree 5/8/32", ""),
 )
 """What a round is called, by us and in the files of vLLM's."""
+GENERIC_SHAPE = "granite-3.1-2b"
+COMPILED_CASES = tuple(f"round plain, batch {batch}" for batch in (1, 16))
 COST_CASES = tuple(f"round {kind}, batch {batch}" for kind in ("plain", "tree 5/8/32") for batch in (1, 16))
 
 
@@ -100,18 +102,28 @@ def goal_lines(results: Results) -> Iterator[str]:
 
 
 def cost_lines(results: Results) -> Iterator[str]:
-    """Yield the lines of what `--deterministic` costs, each round beside the same without, of the same GPU's run next to it in time."""
-    yield "| round | usual | deterministic | × |"
+    """Yield the lines of what `--deterministic` costs."""
+    return _changed_lines(results, "deterministic", {"deterministic": "true"}, COST_CASES, SHAPE)
+
+
+def compile_lines(results: Results) -> Iterator[str]:
+    """Yield the lines of what `--enable-torch-compile` changes, of a model that transformers' modules compute."""
+    return _changed_lines(results, "compiled", {"enable_torch_compile": "true"}, COMPILED_CASES, GENERIC_SHAPE)
+
+
+def _changed_lines(results: Results, changed: str, changes: Mapping[str, str], cases: Sequence[str], shape: str) -> Iterator[str]:
+    """Yield the lines of rounds with a setting, each beside the same without, of the same GPU's run next to it in time."""
+    yield f"| round | usual | {changed} | × |"
     yield "| --- | --- | --- | --- |"
     sources: set[Path] = set()
-    for case in COST_CASES:
-        exact = results.latency(case, changes={"deterministic": "true"})
-        usual = exact and results.latency(case, near=exact[0])
-        if exact is None or usual is None:
+    for case in cases:
+        with_it = results.latency(case, changes=changes, shape=shape)
+        usual = with_it and results.latency(case, near=with_it[0], shape=shape)
+        if with_it is None or usual is None:
             yield f"| {case.removeprefix('round ')} | {NOT_MEASURED} | | |"
             continue
-        sources |= {exact[0].path, usual[0].path}
-        before, after = float(usual[1]["value"]), float(exact[1]["value"])
+        sources |= {with_it[0].path, usual[0].path}
+        before, after = float(usual[1]["value"]), float(with_it[1]["value"])
         yield f"| {case.removeprefix('round ')} | {before:.2f} ms | {after:.2f} ms | {after / before:.2f} |"
     yield from command_lines(sources)
 
@@ -148,9 +160,11 @@ def round_lines(results: Results) -> Iterator[str]:
 TABLES = (
     Table("<!-- performance table: made by `outrider bench table` -->", "<!-- end of the performance table -->", goal_lines),
     Table("<!-- cost of --deterministic: made by `outrider bench table` -->", "<!-- end of that cost -->", cost_lines),
+    Table("<!-- gain of --enable-torch-compile: made by `outrider bench table` -->", "<!-- end of that gain -->", compile_lines),
     Table("<!-- time of a round: made by `outrider bench table` -->", "<!-- end of that time -->", time_lines),
     Table("<!-- ceilings: made by `outrider bench table` -->", "<!-- end of the ceilings -->", ceiling_lines),
     Table("<!-- kernels: made by `outrider bench table` -->", "<!-- end of the kernels -->", kernel_lines),
+    Table("<!-- starts: made by `outrider bench table` -->", "<!-- end of the starts -->", start_lines),
     Table("<!-- load: made by `outrider bench table` -->", "<!-- end of the load -->", load_lines),
     Table("<!-- rounds: made by `outrider bench table` -->", "<!-- end of the rounds -->", round_lines),
 )

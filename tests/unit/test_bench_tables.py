@@ -9,9 +9,19 @@ import pytest
 from recorded_results import SETTINGS, latency_row, line_of, record
 
 from outrider.bench.performance_goals import GOALS
-from outrider.bench.performance_parts import ceiling_lines, kernel_lines, load_lines
+from outrider.bench.performance_parts import ceiling_lines, kernel_lines, load_lines, start_lines
 from outrider.bench.performance_results import Recorded, Results
-from outrider.bench.performance_table import NOT_MEASURED, TABLES, cost_lines, goal_lines, round_lines, run_table, time_lines
+from outrider.bench.performance_table import (
+    GENERIC_SHAPE,
+    NOT_MEASURED,
+    TABLES,
+    compile_lines,
+    cost_lines,
+    goal_lines,
+    round_lines,
+    run_table,
+    time_lines,
+)
 from outrider.shared.base.errors import ConfigurationError
 
 ROOT = Path(__file__).parents[2]
@@ -115,6 +125,23 @@ def test_a_peer_is_compared_with_what_ran_in_its_call(tmp_path: Path) -> None:
     assert "| plain decode |  | 4.00 / 6.00 |  |  |" in list(round_lines(Results(tmp_path))), "the latest where the call has none of ours"
 
 
+def test_all_rows_beside_a_peer_are_of_its_latest_call(tmp_path: Path) -> None:
+    earlier = tmp_path / "2026-01-02T1459Z"
+    earlier.mkdir()
+    for folder, date, factor in ((earlier, "2026-01-02T14:59Z", 2.0), (tmp_path, "2026-01-03T09:10Z", 1.0)):
+        lines = [{"case": "machine", "date": date}]
+        lines += [{"case": "run", "config": config, "bs": 64, "tok_s": 9000.0, "ms_round": factor} for config in ("plain", "chain3")]
+        (folder / "vllm-h200.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+        rows = [latency_row(f"round {kind}, batch 64", 7.0, tok_s=9000.0 + 1000 * factor) for kind in ("plain", "chain 3")]
+        record(folder, "ours", "latency", SETTINGS, rows, date[:10])
+    (tmp_path / "vllm-undated.jsonl").write_text(json.dumps({"case": "run", "config": "plain", "bs": 64, "tok_s": 1.0, "ms_round": 1.0}))
+    for what in ("plain decode, batch 64, tokens/s ÷ vLLM's", "chain of 3, batch 64, tokens/s ÷ vLLM's"):
+        assert "**1.111 × (10,000 tok/s)** |" in line_of(tmp_path, what)
+        assert line_of(tmp_path, what).endswith("| ours |")
+    named = [line for line in goal_lines(Results(tmp_path)) if line.startswith("- [") and "vllm" in line]
+    assert [line.split("]")[0] for line in named] == ["- [vllm-h200"]
+
+
 def test_runs_that_were_told_to_compute_otherwise_have_rows_of_their_own(tmp_path: Path) -> None:
     case = "round plain, batch 1"
     record(tmp_path, "early", "latency", SETTINGS, [latency_row(case, 4.0)], "2026-01-01T10:00:00Z")
@@ -178,6 +205,22 @@ def test_a_profile_is_summed_up_by_what_kernels_are_for(tmp_path: Path) -> None:
     assert lines[-1] == "- [p](../bench/results/p.json): `outrider bench latency --profile` (1970-01-01 00:00 UTC, CPU)"
 
 
+def test_starts_stand_in_their_order(tmp_path: Path) -> None:
+    assert list(start_lines(Results(tmp_path))) == ["Starts are not measured yet."]
+    waits = [{"case": f"time to first token, p{p}", "value": float(p), "unit": "ms"} for p in (50, 99)]
+    for name, date, start in (
+        ("warm", "2026-01-02", {"seconds": 20.0, "kernels_cached": 300, "kernels_compiled": 0}),
+        ("cold", "2026-01-01", {"seconds": 80.04, "kernels_cached": 0, "kernels_compiled": 300}),
+        ("remote", "2026-01-03", None),
+    ):
+        record(tmp_path, name, "serve", {"device": "cuda"}, waits, date)
+        content = json.loads((tmp_path / f"{name}.json").read_text()) | {"start": start}
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    lines = list(start_lines(Results(tmp_path)))
+    assert lines[2:4] == ["| 300 | 0 | 80.0 s | 50 ms | 99 ms |", "| 0 | 300 | 20.0 s | 50 ms | 99 ms |"]
+    assert not any("remote" in line for line in lines)
+
+
 def test_parts_have_tables_of_their_own(tmp_path: Path) -> None:
     for lines in (ceiling_lines, kernel_lines, load_lines):
         assert "not measured" in next(lines(Results(tmp_path)))
@@ -238,6 +281,17 @@ def test_what_equal_bits_cost_is_shown_beside_the_usual_round(tmp_path: Path) ->
     record(tmp_path, "exact", "latency", SETTINGS | {"deterministic": "true"}, [latency_row(case, 40.0)], "2026-01-02")
     record(tmp_path, "later", "latency", SETTINGS, [latency_row(case, 8.0)], "2026-02-01")
     assert "| tree 5/8/32, batch 16 | 16.00 ms | 40.00 ms | 2.50 |" in list(cost_lines(Results(tmp_path)))
+
+
+def test_what_compiling_changes_is_shown_for_the_model_that_it_is_for(tmp_path: Path) -> None:
+    case = "round plain, batch 16"
+    granite = SETTINGS | {"shape": GENERIC_SHAPE}
+    record(tmp_path, "own", "latency", SETTINGS, [latency_row(case, 4.0)], "2026-01-03")
+    record(tmp_path, "usual", "latency", granite, [latency_row(case, 10.0)], "2026-01-01")
+    record(tmp_path, "compiled", "latency", granite | {"enable_torch_compile": "true"}, [latency_row(case, 8.0)], "2026-01-02")
+    lines = list(compile_lines(Results(tmp_path)))
+    assert "| plain, batch 1 | not measured yet | | |" in lines
+    assert "| plain, batch 16 | 10.00 ms | 8.00 ms | 0.80 |" in lines
 
 
 @pytest.mark.parametrize("document", ["docs/performance.md", "docs/numerics.md", "README.md"])
