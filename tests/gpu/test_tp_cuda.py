@@ -41,12 +41,12 @@ from outrider.shared.nn.decoder import Decoder
 from outrider.shared.parallel.lead import graph_observer
 from outrider.target.v1 import target_pb2, target_pb2_grpc
 
-pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(300)]
 
 SIZES = [2, 4] if torch.cuda.device_count() >= 4 else [2]
 PROMPT, NODES = 300, 24
 REPLAYS = 20
-CASE_S = 110
+CASE_S = 240
 END_S = 30
 STEP_S = 15
 TARGET_SERVICE = "outrider.target.v1.Target"
