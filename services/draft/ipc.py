@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable
 
@@ -97,7 +98,7 @@ class IpcServer:
             self._forget(frames)
 
     def _welcome(self, frames: FrameSocket, hello: draft_pb2.Hello) -> None:
-        session = IpcSession(self._protocol, frames, lambda: self._left(hello.target_id, session))
+        session = IpcSession(self._protocol, frames, functools.partial(self._left, hello.target_id))
         peer, ack = self._protocol.welcome(hello, session)
         try:
             frames.send(FrameKind.HELLO, ack.SerializeToString())
@@ -156,9 +157,15 @@ class IpcServer:
 
 
 class IpcSession:
-    """A session stream: `Source` and `Outlet` of the engine thread, which is the only one that uses it after `begin`."""
+    """A session stream: `Source` and `Outlet` of the engine thread, which is the only one that uses it after `begin`.
 
-    def __init__(self, protocol: DraftProtocol, frames: FrameSocket, left: Callable[[], None]) -> None:
+    Args:
+        protocol: What messages do.
+        frames: Of the target.
+        left: Told of this session when it has ended.
+    """
+
+    def __init__(self, protocol: DraftProtocol, frames: FrameSocket, left: Callable[[IpcSession], None]) -> None:
         self.frames = frames
         self.bulk: FrameSocket | None = None
         self._begun: tuple[Peer, Mapped] | None = None
@@ -222,11 +229,11 @@ class IpcSession:
         self._let_go()
 
     def _let_go(self) -> None:
-        self._left()  # from here on no bulk stream joins
+        self._left(self)  # from here on no bulk stream joins
         if self.bulk is not None:
             self.bulk.close()
         if self._begun is not None:
-            peer, mapped = self._begun
+            (peer, mapped), self._begun, self._inlet = self._begun, None, None  # the peer has this session: nothing keeps the mailboxes
             self._protocol.leave(peer)
             if mapped.rounds is not None:
                 mapped.rounds.close()

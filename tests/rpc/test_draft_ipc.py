@@ -256,6 +256,33 @@ def test_a_stranger_that_hangs_up_leaves_nothing(service: DraftService) -> None:
     wait_for(lambda: not ipc._sockets)
 
 
+def test_targets_that_come_and_go_leave_nothing(service: DraftService) -> None:
+    """Without the garbage collector, which may not run for long."""
+
+    def visit() -> None:
+        target = IpcTarget(service, rounds=True).start()
+        target.open(7)
+        target.enter(7, 1)
+        target.feed(7, len(PROMPT) - 1)
+        assert target.expect("rounds_entered").rounds_entered.accepted
+        target.leave()
+        wait_for(lambda: sessions(service) == 0)
+
+    def mapped() -> int:
+        return sum("outrider-mailbox" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+    gc.collect()
+    before, threads = mapped(), threading.active_count()
+    gc.disable()
+    try:
+        for _ in range(20):
+            visit()
+        wait_for(lambda: mapped() == before)
+        wait_for(lambda: threading.active_count() <= threads)
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize(
     ("hello", "named"),
     [

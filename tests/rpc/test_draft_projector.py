@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -31,7 +33,11 @@ def test_the_target_rebuilds_the_feature_spec(tmp_path: Path, normed: bool) -> N
     link = DraftLink(service.address, identity, lambda _name: torch.zeros(1), Breaker(), carriers)
     try:
         link.start()
-        spec = link.changes.get(timeout=20).spec
+        deadline, pause = time.monotonic() + 20.0, threading.Event()
+        while link.connection is None:
+            assert time.monotonic() < deadline, "no connection"
+            pause.wait(0.01)
+        spec = link.connection.spec
         own = service.engine.strategy.feature_spec(None)
         assert spec is not None
         assert spec.aux_layer_ids == own.aux_layer_ids

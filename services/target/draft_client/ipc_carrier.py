@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import torch
@@ -105,9 +106,10 @@ class IpcCarrier:
 
     def send_rows(self, message: draft_pb2.BulkRequest, rows: torch.Tensor) -> None:
         """See `Carrier.send_rows`."""
+        outbox = self._rows  # the link's thread may drop it meanwhile
         try:
-            if self._rows is not None:
-                self._rows.put(message, rows)
+            if outbox is not None:
+                outbox.put(message, rows)
         except EndOfStream as error:
             log.warning("hung up on the draft", reason=str(error))
             self.close()
@@ -165,8 +167,10 @@ class IpcCarrier:
                 reason = error.message
                 log.warning("no mailbox on the GPU", reason=reason)
                 continue
-            self._session.send(FrameKind.MAILBOX, offered.offer.SerializeToString(), offered.files)
-            offered.sent()
+            try:
+                self._session.send(FrameKind.MAILBOX, offered.offer.SerializeToString(), offered.files)
+            finally:
+                offered.sent()
             ack = draft_pb2.MailboxAck.FromString(_answer(self._session, FrameKind.MAILBOX))
             if ack.accepted:
                 if ack.rounds and offered.rounds is not None:
@@ -196,12 +200,13 @@ class MailboxRounds:
 
     Args:
         mailbox: Agreed with the draft.
-        send: Sends a message to it.
+        send: Sends a message to it; a method of its carrier, which is not kept by this.
     """
 
     def __init__(self, mailbox: RoundMailbox, send: Callable[[draft_pb2.SessionRequest], None]) -> None:
         self._mailbox = mailbox
-        self._send = send
+        # The carrier has this channel: a cycle would keep the mailbox, which is much memory of a GPU, until the garbage collector runs.
+        self._send = weakref.WeakMethod(send)
         self.close = mailbox.close
         self.mend = mailbox.mend
 
@@ -228,7 +233,9 @@ class MailboxRounds:
         assert state.packed is not None, "the engine's states are packed"
         try:
             self._mailbox.send(message.number, state.packed)
-            self._send(draft_pb2.SessionRequest(rounds_next=message))
+            send = self._send()
+            if send is not None:
+                send(draft_pb2.SessionRequest(rounds_next=message))
             self._mailbox.receive(message.number, trees, expected, limit_s)
         except CudaError as error:
             log.warning("no more rounds on the device with this draft", reason=error.message)

@@ -1,12 +1,12 @@
 """Keeps a connection to a remote draft: connects, shakes hands, asks for signs of life, and reconnects for ever.
 
-The engine thread never waits for anything here: it takes the present `Connection` and learns from one queue when it changes.
+The engine thread never waits for anything here: it looks at every step which `Connection` is the present one. Nothing else keeps one that
+has ended, so that drafts which come and go cost no memory, however long the engine has nothing to do.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 import uuid
@@ -93,8 +93,7 @@ class DraftLink:
         make_carrier: Makes what carries the next connection.
 
     Attributes:
-        connection: The present one, ready for use, or None.
-        changes: Connections that have become ready or have ended since the engine thread looked.
+        connection: The present one, ready for use when it was set, or None.
         ever_connected: Whether there ever was one.
         refusal: Why the draft cannot be used with this target, if it said so.
     """
@@ -102,7 +101,6 @@ class DraftLink:
     def __init__(
         self, address: str, identity: TargetIdentity, weight: Weight, breaker: Breaker, make_carrier: Callable[[], Carrier]
     ) -> None:
-        self.changes: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         self.connection: Connection | None = None
         self.ever_connected = False
         self.refusal: OutriderError | None = None
@@ -157,7 +155,6 @@ class DraftLink:
         self.refusal = None
         self.ever_connected = True
         self.connection = connection
-        self.changes.put(connection)
         _log.info("connected to the draft at %s", self._address)
 
         def on_pong(pong: draft_pb2.Pong) -> None:
@@ -170,7 +167,6 @@ class DraftLink:
         finally:
             self.connection = None
             connection.close()
-            self.changes.put(connection)
             probe.join(5.0)
             if not self._closed.is_set():
                 _log.warning("lost the draft at %s; decoding plainly until it is back", self._address)

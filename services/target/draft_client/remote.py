@@ -268,8 +268,8 @@ class RemoteDrafter:
         reply = connection.receive(timeout_s)
         if reply is not None:
             self._handle(connection, reply)
-        elif connection.ended.is_set():
-            self._connection_changed(connection)
+        elif connection.ended.is_set() and connection is self._connection:
+            self._go_over(None)
         return not connection.ended.is_set()
 
     def _due(self, row: ProposalRow, session: DraftSession, started: float, deadline_s: float | None) -> float:
@@ -295,10 +295,11 @@ class RemoteDrafter:
     # ---- messages
 
     def _drain(self) -> None:
-        changes = self._link.changes
-        while not changes.empty():
-            self._connection_changed(changes.get())
-        connection = self._connection
+        connection = self._link.connection
+        if connection is not None and connection.ended.is_set():
+            connection = None
+        if connection is not self._connection:
+            self._go_over(connection)
         while connection is not None and (reply := connection.receive(0.0)) is not None:
             self._handle(connection, reply)
 
@@ -310,20 +311,17 @@ class RemoteDrafter:
             _log.warning("the draft broke the protocol: %s", error.message)
             connection.close()
 
-    def _connection_changed(self, connection: Connection) -> None:
-        if connection.ended.is_set():
-            if connection is not self._connection:
-                return
-            self._connection = None
-        else:
+    def _go_over(self, connection: Connection | None) -> None:
+        """Use another connection from now on, or none: what the last one followed is lost."""
+        self._connection = connection
+        if connection is not None:
             assert connection.hello is not None
-            self._connection = connection
             self._hello = connection.hello
             self._spec = connection.spec
             self._bad_trees = 0
             self._gate.connected(connection)
         for session in self._sessions.values():
-            session.lose("draft_down" if self._connection is None else "resync")
+            session.lose("draft_down" if connection is None else "resync")
 
     def _reply(self, reply: draft_pb2.SessionReply) -> None:
         kind = reply.WhichOneof("message")

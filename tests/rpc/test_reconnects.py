@@ -1,0 +1,123 @@
+"""Drafts of this host that come and go leave nothing with the target: no descriptor, no thread, no mapped memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from target_harness import Harness, load_toy, make_harness
+from toys import make_toy_eagle3, make_toy_target
+
+from outrider.services.draft.app import DraftService
+from outrider.services.draft.settings import DraftSettings
+from outrider.services.target.device_loop import OverlapPlan
+from outrider.services.target.draft_client.link import TargetIdentity
+from outrider.services.target.draft_client.remote import RemoteDrafter
+from outrider.shared.nn.decoder import Decoder
+from outrider.shared.spec.drafter import DrafterState
+
+torch.set_num_threads(1)
+VOCAB = 64
+LIVES = 10
+PROMPT = [1, 2, 3, 4]
+TIMEOUT_S = 20.0
+Held = tuple[int, int, int]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    target = make_toy_target(folder / "target", vocab_size=VOCAB)
+    return target, make_toy_eagle3(folder / "head", target, draft_vocab_size=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def decoder(folders: tuple[Path, Path]) -> Decoder:
+    return load_toy(folders[0])
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """The garbage collector does not help: it may not run for long, and on a GPU every connection has 100 MB."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Life:
+    """A draft from its start to its end."""
+
+    def __init__(self, address: str, folders: tuple[Path, Path]) -> None:
+        values = {"draft": folders[1], "target_weights": folders[0], "listen": address, "device": "cpu", "kv_tokens": 2048}
+        self.service = DraftService(DraftSettings.load(values))
+        self.service.start()
+
+    def end(self) -> None:
+        """As if it were killed: its sockets are closed without a word."""
+        ipc = self.service._ipc
+        assert ipc is not None
+        for frames in list(ipc._sockets):
+            frames.close()
+        self.service.stop()
+
+
+def generate(decoder: Decoder, drafter: RemoteDrafter) -> int:
+    """Return how many steps of a request found its rounds on the device."""
+    harness: Harness = make_harness(decoder, drafter, overlap=OverlapPlan((1,), 6))
+    harness.submit(PROMPT, 30, request_id="a", shape=(3, 1, 4))
+    steps = 0
+    while harness.engine.has_work():
+        harness.step()
+        steps += harness.engine.on_device
+    harness.check_idle()
+    return steps
+
+
+def held() -> Held:
+    """Return how many mailboxes are mapped, how many descriptors this process has, and how many threads."""
+    mapped = sum("outrider-mailbox" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    return mapped, len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+def wait_for(condition: Callable[[], bool]) -> bool:
+    pause = threading.Event()
+    for _ in range(int(TIMEOUT_S / 0.01)):
+        if condition():
+            return True
+        pause.wait(0.01)
+    return False
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_drafts_that_come_and_go_leave_nothing(decoder: Decoder, folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """Ten that are used, and ten while there is no request, so that the engine hears of nothing."""
+    address = f"ipc://{tmp_path}/draft.sock"
+    identity = TargetIdentity.of(decoder)
+    drafter = RemoteDrafter(address, identity, decoder.weight, torch.device("cpu"), fault_deadline_s=TIMEOUT_S, rounds=True)
+
+    def live(*, used: bool) -> None:
+        draft = Life(address, folders)
+        assert wait_for(lambda: drafter.state() is DrafterState.ON)
+        if used:
+            assert generate(decoder, drafter) > 5
+        draft.end()
+        assert wait_for(lambda: drafter.state() is DrafterState.DOWN)
+
+    try:
+        live(used=True)  # makes what is made once and kept
+        usual = held()
+        for _ in range(LIVES):
+            live(used=False)
+        for _ in range(LIVES):
+            live(used=True)
+        # Those of a server that ends may stay a moment longer, and one life's may still be there: not those of every life.
+        most = tuple(number + LIVES // 2 for number in usual)
+        assert wait_for(lambda: all(now <= bound for now, bound in zip(held(), most, strict=True))), (usual, held())
+    finally:
+        drafter.shutdown()
