@@ -239,10 +239,13 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return ``[rows, vocab]`` for hidden rows ``[rows, hidden_size]`` after the final norm: fp32, or the weights' type if fused."""
+        """Return ``[rows, vocab]`` for hidden rows ``[rows, hidden_size]`` after the final norm, in the weights' type.
+
+        Whatever reads them widens each number as it takes it: a copy in fp32 would be the largest tensor of a round.
+        """
         if self.fused is not None:
             return self.fused.logits(hidden)
-        return self._head(hidden).float()
+        return self._head(hidden)
 
     def choose(self, hidden: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> torch.Tensor:
         """Return `choose_tokens` of the rows' logits: ``[rows] int64``."""

@@ -145,7 +145,7 @@ class BatchInvariant(Decoder):
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Decoder.logits`."""
-        return invariant_gemm(hidden, self.lm_head).float()
+        return invariant_gemm(hidden, self.lm_head)
 
     def choose(self, hidden: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> torch.Tensor:
         """See `Decoder.choose`. With filters, rows pass in groups of one size, the last filled up."""

@@ -58,7 +58,7 @@ class DecoderGrowth:
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """See `GrowingModel.logits`."""
-        return self.decoder.logits(states) if self._head is None else self._head(states).float()
+        return self.decoder.logits(states) if self._head is None else self._head(states)
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,8 +102,8 @@ class GenericDecoder(Decoder):
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return ``[rows, vocab] fp32``, scaled and capped as the model does; see `Decoder.logits`."""
-        return self._tail(hidden).float()
+        """Return ``[rows, vocab]`` in the type that the model makes them in, scaled and capped as it does; see `Decoder.logits`."""
+        return self._tail(hidden)
 
     @contextmanager
     def _captured(self, layer_ids: Sequence[int]) -> Iterator[list[torch.Tensor]]:
