@@ -14,6 +14,14 @@ MANY_ROWS = 512
 """Up to so many rows products are computed by whatever was measured to be faster."""
 
 
+def normed_at_once(rows: int, dtype: torch.dtype) -> bool:
+    """Whether rows of a stream are divided by their root mean square as they are made: many rows, and all in fp16, whose range they leave.
+
+    A residual of a thousand times a norm's weight of a hundred is nothing unusual before the division.
+    """
+    return rows > FEW_ROWS or dtype is torch.float16
+
+
 @dataclass(frozen=True, slots=True)
 class Stream:
     """Rows of a residual stream, with what the norm that reads them next needs short of the division by their root mean square.

@@ -23,7 +23,8 @@ def add_sums(
 ) -> Stream:
     """Return the residual stream after ``residual + sum of parts + bias``, prepared for the norm that reads it next.
 
-    Few rows are spread over several programs each, and the norm's division is left to the reader (`Stream.sums`); many rows are normed.
+    Few rows are spread over several programs each, and the norm's division is left to the reader (`Stream.sums`); rows for which
+    `normed_at_once` holds are normed.
 
     Args:
         parts: ``[rows, width]``, or ``[splits, rows, width] fp32`` to be added in order.

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
-from outrider.kernels.stream import FEW_ROWS, MANY_ROWS, Stream
+from outrider.kernels.stream import FEW_ROWS, MANY_ROWS, Stream, normed_at_once
 
 _BLOCK = 512
 _TILE_ROWS = 128
@@ -94,7 +94,7 @@ def _stream(
     norm_weight: torch.Tensor, eps: float, out: torch.Tensor
 ) -> Stream:  # fmt: skip
     rows, width = out.shape
-    whole = rows > FEW_ROWS
+    whole = normed_at_once(rows, out.dtype)
     kept = _launch.ceil_div(rows, _TILE_ROWS) * _TILE_ROWS if FEW_ROWS < rows <= MANY_ROWS else rows
     scaled = _launch.empty((kept, width), out.dtype, out.device)[:rows]
     sums = None if whole else _launch.empty((_launch.ceil_div(width, _block(width, whole)), rows), torch.float32, out.device)

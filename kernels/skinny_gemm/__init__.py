@@ -83,6 +83,8 @@ def project_add(
 ) -> Stream:
     """Return the residual stream after ``residual + x @ weight.T + bias``, prepared for the norm that reads it next.
 
+    In fp16 `add_sums` adds and norms, by a launch of its own: no program of a product sees the whole row (`normed_at_once`).
+
     Args:
         x: As in `project`.
         weight: ``[width, in]``.
@@ -102,7 +104,7 @@ def project_add(
     expect("norm_weight", norm_weight, (width,))
     if out is not None:
         expect("out", out, (rows, width), x.dtype)
-    if use_triton(x):
+    if use_triton(x) and x.dtype is not torch.float16:
         from outrider.kernels.skinny_gemm import triton as compiled
         from outrider.kernels.skinny_gemm.wide import triton as wide
 

@@ -18,9 +18,9 @@ from outrider.shared.nn.rope import Rotation
 
 
 def can_fuse(layers: Sequence[DecoderLayer], device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether these layers run from fused kernels: plain attention and MLP, on CUDA, in a type of fp32's range."""
+    """Whether these layers run from fused kernels: plain attention and MLP, on CUDA."""
     plain = all(type(layer.attention) is Attention and type(layer.mlp) is GatedMLP for layer in layers)
-    return plain and device.type == "cuda" and dtype in (torch.bfloat16, torch.float32)
+    return plain and device.type == "cuda" and dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
 class FusedForward:
