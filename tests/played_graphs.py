@@ -1,11 +1,12 @@
-"""A `GraphCache` for machines without CUDA: it replays by running again, and remembers what was captured and run."""
+"""Caches of graphs for machines without CUDA: they replay by running again, and remember what was captured and run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from types import SimpleNamespace
 from typing import Any
 
-from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.engine.graphs import GraphCache, Recorded
 
 
 class PlayedGraphs(GraphCache):
@@ -27,3 +28,51 @@ class PlayedGraphs(GraphCache):
     def run(self, key: Hashable, record: Callable[[], Any]) -> Any:
         self.runs.append(key)
         return record()
+
+
+class Observed:
+    """Hears of graphs, and remembers those that were dropped."""
+
+    def __init__(self) -> None:
+        self.gone: list[int] = []
+
+    def recording(self, graph: int) -> None:
+        """See `GraphObserver.recording`."""
+
+    def recorded(self, graph: int) -> None:
+        """See `GraphObserver.recorded`."""
+
+    def replaying(self, graph: int) -> None:
+        """See `GraphObserver.replaying`."""
+
+    def dropped(self, graph: int) -> None:
+        """See `GraphObserver.dropped`."""
+        self.gone.append(graph)
+
+    def forgotten(self) -> None:
+        """See `GraphObserver.forgotten`."""
+
+
+class BoundedGraphs(GraphCache):
+    """Keeps and drops as on CUDA; `captured` lists all keys in order, with those that were recorded again."""
+
+    def __init__(self, most_late: int) -> None:
+        self.observer = Observed()
+        super().__init__("cpu", observer=self.observer, most_late=most_late)
+        self.enabled = True
+        self.captured: list[Hashable] = []
+
+    @property
+    def pool(self) -> object:
+        """What the next graph is captured into."""
+        return self._pool
+
+    def run(self, key: Hashable, record: Callable[[], Any]) -> Any:
+        super().run(key, record)
+        return record()
+
+    def _captured(self, key: Hashable, record: Callable[[], Any]) -> Recorded | None:
+        self.captured.append(key)
+        self._pool = self._pool or object()
+        graph: Any = SimpleNamespace(replay=lambda: None)
+        return Recorded(len(self.captured), graph, self._pool, record())

@@ -84,9 +84,11 @@ class BucketedVerify:
         assert nodes is not None
         tables = self._at(*self._key(bs, nodes, sequences))
         mode = SamplingMode.of(sequences)
-        self._prepare(tables, mode, capture)
+        due = self._graphs.due(self._graph_key(tables, mode, capture))
+        if due:
+            self._prepare(tables, mode, capture)
         tables.load(sequences, drafts)
-        step = self._run(tables, mode, capture)
+        step = (self._run if due else self._step)(tables, mode, capture)
         rows = unpack(self._on_host(step.packed)[: len(sequences)].tolist())
         assert all(row is not None for row in rows), "a sequence that is verified has not ended"
         features = None if step.features is None else step.features[: len(sequences)].clone()

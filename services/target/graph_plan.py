@@ -87,13 +87,14 @@ def record_graphs(engine: TargetEngine, graphs: GraphCache, plan: GraphPlan, *, 
 
     The largest of each come first: smaller ones then fit into the memory of larger ones.
 
-    Says how far it is, on the console or in the log, and what it took. Call before the engine's thread runs.
+    Says how far it is, on the console or in the log, and what it took. Call before the engine's thread runs. All of it stays; of what is
+    recorded later, `graphs` keeps a bounded part.
     """
     if not graphs.enabled:
         return
     started = time.monotonic()
     work = list(_recordings(engine, plan))
-    with _progress("recording CUDA graphs", to_console) as progress:
+    with _progress("recording CUDA graphs", to_console) as progress, graphs.keeping():
         for done, (description, record) in enumerate(work, 1):
             record()
             progress.tell(done, len(work), description)

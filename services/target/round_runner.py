@@ -28,6 +28,8 @@ from outrider.shared.spec.tree import DraftShape
 
 RESULTS_KEPT = 5
 """Places for results in turn: two rounds may be on their way, and a recording runs two for trial."""
+MOST_TABLES = 512
+"""Sizes of batches with tables of their own, some ten KiB each; with one more, those are let go that no graph reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +169,11 @@ class RoundRunner:
             return False
         self._renew_tables(batch)
         key = self._key(batch)
-        if not self._graphs.holds(key):
-            self._capture(batch, key)
+        run = self._ready(batch, key)
         launched_at = time.monotonic()
         exchanged = batch.exchanged
         if exchanged is None:
-            self._graphs.run(key, self._round)
+            run()
             self._enqueued.append(self._on_its_way(batch.state, launched_at))
             return True
         assert self._current is not None
@@ -180,7 +181,7 @@ class RoundRunner:
         ahead = self._graphs.replays(key) and key in self._tried
         try:
             exchanged.exchange(batch.state, wait_limit_s(), ahead)
-            self._graphs.run(key, self._round)
+            run()
             self._enqueued.append(self._on_its_way(batch.state, launched_at))
         finally:
             exchanged.hand_over()
@@ -290,6 +291,14 @@ class RoundRunner:
         drafter_key = None if batch.rounds is None else batch.rounds.key
         return ("round", tables.bs, batch.state.columns, batch.shape, tables.pages, batch.mode, batch.capture, drafter_key)
 
+    def _ready(self, batch: _Batch, key: tuple[object, ...]) -> Callable[[], None]:
+        """Return what enqueues the round: a replay of what is recorded, or, of a kind that hardly ever comes up, each kernel by itself."""
+        if not self._graphs.due(key):
+            return self._round
+        if not self._graphs.holds(key):
+            self._capture(batch, key)
+        return lambda: self._graphs.run(key, self._round)
+
     def _capture(self, batch: _Batch, key: tuple[object, ...]) -> None:
         """Record with idle rows, then go on with what the state held."""
         state = batch.state
@@ -338,9 +347,18 @@ class RoundRunner:
     def _tables_for(self, bs: int, nodes: int, pages: int) -> BatchTables:
         found = self._tables.get((bs, nodes, pages))
         if found is None:
+            if len(self._tables) >= MOST_TABLES:
+                self._forget_unused()
             pool = self._runner.pool
             found = self._tables[bs, nodes, pages] = BatchTables(bs, nodes, pages, pool.page_size, pool.device)
         return found
+
+    def _forget_unused(self) -> None:
+        """Let go of what no graph reads: which shapes come up is for clients to say, and nothing may grow by that."""
+        keys = set(self._graphs.keys)
+        self._tried &= keys
+        used = {(key[1], key[3].max_nodes, key[4]) for key in keys if isinstance(key, tuple) and key[0] == "round"}
+        self._tables = {size: tables for size, tables in self._tables.items() if size in used or tables is self._current}
 
     def _entered(self) -> _Batch:
         assert self._batch is not None, "enter() comes first"

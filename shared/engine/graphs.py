@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Hashable
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol, TypeVar
@@ -19,6 +20,10 @@ from outrider.kernels.ahead import rehearsing
 
 WARM_UP_RUNS = 2
 """Eager runs before a capture: Triton compiles, cuBLAS makes its workspaces, caches of addresses fill."""
+MOST_LATE = 96
+"""Graphs that are kept beside those of the start: more than are in use at a time, and few beside the memory of a model."""
+RECORD_AFTER = 8
+"""Eager runs of a key that was not recorded at the start, before it is: a recording takes as long as some tens of rounds."""
 
 Result = TypeVar("Result")
 
@@ -40,15 +45,22 @@ class GraphObserver(Protocol):
         """The graph is about to be launched."""
         ...
 
+    def dropped(self, graph: int) -> None:
+        """One graph is dropped."""
+        ...
+
     def forgotten(self) -> None:
         """All graphs are dropped."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class _Recorded:
+class Recorded:
+    """One graph: its number for the observer, the memory pool that it was captured into, and what the function returned."""
+
     number: int
     graph: torch.cuda.CUDAGraph
+    pool: Any
     result: Any
 
 
@@ -58,18 +70,29 @@ class GraphCache:
     What `run` returns is valid until the next `run` or `capture` of *any* key of this cache: another graph may keep its intermediate
     values at the same addresses. What must outlive that is copied, within the function, to a tensor made outside of it.
 
+    What is recorded within `keeping`, at a start, stays. Once that is over, only so many others are kept, those used last: which keys come
+    up is for clients to say, and a service must not grow by that.
+
     Args:
         device: Where the functions run.
         enabled: False runs every function eagerly on CUDA too.
         observer: Hears of every graph, or None.
+        most_late: Graphs that are kept beside those of `keeping`.
     """
 
-    def __init__(self, device: torch.device | str, enabled: bool = True, observer: GraphObserver | None = None) -> None:
+    def __init__(
+        self, device: torch.device | str, enabled: bool = True, observer: GraphObserver | None = None, most_late: int = MOST_LATE
+    ) -> None:
         self._device = torch.device(device)
         self.enabled = enabled and self._device.type == "cuda"
         self._observer = observer
         self._numbers = count()
-        self._recorded: dict[Hashable, _Recorded] = {}
+        self._recorded: dict[Hashable, Recorded] = {}  # the one used last is the last, but for those that are kept
+        self._kept: set[Hashable] = set()
+        self._most_late = most_late
+        self._keeping = False
+        self._started = False
+        self._met: Counter[Hashable] = Counter()
         self._eager: set[Hashable] = set()
         self._broken: list[torch.cuda.CUDAGraph] = []
         self._pool: Any = None
@@ -88,7 +111,7 @@ class GraphCache:
 
     @property
     def keys(self) -> tuple[Hashable, ...]:
-        """What is recorded, oldest first."""
+        """What is recorded: what is kept first, in its order, and of the rest last what was used last."""
         return tuple(self._recorded)
 
     @property
@@ -104,6 +127,27 @@ class GraphCache:
         """Whether `run` with this key would replay a graph."""
         return key in self._recorded
 
+    @contextlib.contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Keep for good what is recorded in here, until it is dropped. From the end of the first such block on others are bounded."""
+        self._keeping = True
+        try:
+            yield
+        finally:
+            self._keeping, self._started = False, True
+
+    def due(self, key: Hashable) -> bool:
+        """Say whether a function goes through `run` now; else its caller runs it eagerly, as it would without graphs.
+
+        What nobody thought of at the start is recorded once it has come up `RECORD_AFTER` times: then the recording pays.
+        """
+        if not self._started or self.holds(key):
+            return True
+        if len(self._met) > 8 * self._most_late:  # keys that came up a few times, long ago
+            self._met.clear()
+        self._met[key] += 1
+        return self._met[key] > RECORD_AFTER
+
     def capture(self, key: Hashable, record: Callable[[], Any]) -> None:
         """Record `key` unless it is recorded already; nothing happens on a CPU.
 
@@ -112,10 +156,24 @@ class GraphCache:
         is logged and runs eagerly from then on. In a rehearsal (`kernels.ahead`) `record` runs once, and nothing is kept.
         """
         if self.holds(key):
+            if self._keeping and key in self._recorded:
+                self._kept.add(key)
             return
         if rehearsing():
             record()
             return
+        self._make_room()
+        recorded = self._captured(key, record)
+        if recorded is None:
+            self._eager.add(key)
+            return
+        self._recorded[key] = recorded
+        self._met.pop(key, None)
+        if self._keeping:
+            self._kept.add(key)
+
+    def _captured(self, key: Hashable, record: Callable[[], Any]) -> Recorded | None:
+        """Return the graph of a function, or None if it cannot be captured."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             free_before, _total = torch.cuda.mem_get_info()
@@ -140,15 +198,23 @@ class GraphCache:
                 if self._observer is not None:
                     raise
                 _log.warning("no CUDA graph of %s, running it eagerly: %s", key, str(error).splitlines()[0])
-                self._eager.add(key)
                 self._give_up(graph)
-                return
+                return None
             if self._observer is not None:
                 self._observer.recorded(number)
             torch.cuda.synchronize()
             free_after, _total = torch.cuda.mem_get_info()
-        self._recorded[key] = _Recorded(number, graph, result)
         self._memory_bytes += max(0, free_before - free_after)
+        return Recorded(number, graph, self._pool, result)
+
+    def _make_room(self) -> None:
+        """Drop those that were used longest ago, but for what is kept, until there is room for one more."""
+        if not self._started or self._keeping:
+            return
+        late = [key for key in self._recorded if key not in self._kept]
+        self.drop(late[: len(late) + 1 - self._most_late])
+        if len(self._eager) >= self._most_late:
+            self._eager.clear()
 
     def _side_stream(self) -> torch.cuda.Stream:
         """Return the stream for warming up and recording, always the same: cuBLAS keeps a workspace (32 MiB on Hopper) for every one."""
@@ -180,19 +246,35 @@ class GraphCache:
         recorded = self._recorded.get(key)
         if recorded is None:
             return record()
+        if key not in self._kept:
+            self._recorded[key] = self._recorded.pop(key)
         if self._observer is not None:
             self._observer.replaying(recorded.number)
         recorded.graph.replay()
         result: Result = recorded.result
         return result
 
+    def drop(self, keys: Collection[Hashable]) -> None:
+        """Forget these graphs, e.g. because a tensor that they hold was replaced; their memory is there for the next ones."""
+        keys = [key for key in keys if key in self._recorded]
+        if keys and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # they may be on their way
+        for key in keys:
+            recorded = self._recorded.pop(key)
+            self._kept.discard(key)
+            if self._observer is not None:
+                self._observer.dropped(recorded.number)
+        if all(one.pool is not self._pool for one in self._recorded.values()):
+            self._pool = None  # torch gives up a pool with its last graph
+
     def clear(self) -> None:
-        """Forget all graphs and give their memory back, e.g. because a tensor that they hold was replaced."""
+        """Forget all graphs and give their memory back."""
         if self._recorded:
             torch.cuda.synchronize(self._device)
             if self._observer is not None:
                 self._observer.forgotten()
         self._recorded.clear()
+        self._kept.clear()
         self._eager.clear()
         self._pool = None
         self._memory_bytes = 0

@@ -95,6 +95,13 @@ class Replay:
 
 
 @dataclass(frozen=True, slots=True)
+class Drop:
+    """Drop a captured graph."""
+
+    graph: int
+
+
+@dataclass(frozen=True, slots=True)
 class Forget:
     """Drop all captured graphs."""
 
@@ -104,9 +111,9 @@ class Stop:
     """Leave; nothing follows."""
 
 
-Command = MakePool | Forward | Logits | Compact | Scrub | Record | Recorded | Replay | Forget | Stop
+Command = MakePool | Forward | Logits | Compact | Scrub | Record | Recorded | Replay | Drop | Forget | Stop
 
-_KINDS: tuple[type[Command], ...] = (MakePool, Forward, Logits, Compact, Scrub, Record, Recorded, Replay, Forget, Stop)
+_KINDS: tuple[type[Command], ...] = (MakePool, Forward, Logits, Compact, Scrub, Record, Recorded, Replay, Drop, Forget, Stop)
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 _LAYOUTS = {kind: struct.Struct(f"<{len(fields(kind))}q") for kind in _KINDS}
 

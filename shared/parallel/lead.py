@@ -25,6 +25,7 @@ from outrider.shared.parallel.collectives import missed
 from outrider.shared.parallel.commands import (
     Command,
     Compact,
+    Drop,
     Forget,
     Logits,
     MakePool,
@@ -327,6 +328,10 @@ class LeadDecoder(ShardedDecoder):
     def replaying(self, graph: int) -> None:
         """See `GraphObserver.replaying`."""
         self._lead.send(Replay(graph))
+
+    def dropped(self, graph: int) -> None:
+        """See `GraphObserver.dropped`."""
+        self._lead.send(Drop(graph))
 
     def forgotten(self) -> None:
         """See `GraphObserver.forgotten`."""

@@ -18,6 +18,7 @@ from outrider.shared.parallel.collectives import missed
 from outrider.shared.parallel.commands import (
     Command,
     Compact,
+    Drop,
     Forget,
     Forward,
     Logits,
@@ -108,6 +109,8 @@ class Worker:
             case MakePool(num_pages, page_size):
                 self._pool = self._decoder.make_pool(num_pages, page_size)
                 self._connection.report(Report(ReportKind.DONE, "pool"))
+            case Drop(graph):
+                self._graphs.drop(graph)
             case Forget():
                 self._graphs.clear()
             case Recorded() | Stop():
@@ -182,6 +185,14 @@ class _Graphs:
         graph = self._graphs[number]
         if graph is not None:
             graph.replay()
+
+    def drop(self, number: int) -> None:
+        """Drop one graph; its memory is there for the next ones."""
+        if self._graphs[number] is not None:
+            torch.cuda.synchronize(self._device)
+        del self._graphs[number]
+        if not any(self._graphs.values()):
+            self._pool = None  # torch gives up a pool with its last graph
 
     def clear(self) -> None:
         """Drop all graphs and their memory."""
