@@ -42,6 +42,7 @@ from outrider.services.target.settings import TargetSettings
 from outrider.services.target.synthetic import SyntheticAcceptance, rates_of_mean
 from outrider.services.target.tp import start_group
 from outrider.shared.base.errors import ConfigurationError, OutriderError, UnavailableError
+from outrider.shared.kv.pool import CacheSizing
 from outrider.shared.nn.decoder import Decoder, default_dtype
 from outrider.shared.spec.drafter import DrafterState
 from outrider.shared.spec.tree import DraftShape
@@ -287,8 +288,8 @@ def running_engine(options: EngineOptions) -> Iterator[BenchEngine]:
             if options.transport is Transport.INPROC:
                 draft = _draft_settings(settings, head)
 
-                def make_drafter(model: Decoder, kv_tokens: int) -> Any:
-                    return drafter_beside(model, draft.sized(kv_tokens))
+                def make_drafter(model: Decoder, sizing: CacheSizing) -> Any:
+                    return drafter_beside(model, draft, sizing)
             else:
                 settings = _settings(options, _start_draft(cleanup, options, settings, head, dtype, log))
         target = Target(settings, make_drafter, StandIn(decoder, synthetic))

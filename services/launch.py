@@ -387,7 +387,7 @@ def serve_target(settings: TargetSettings) -> int:
     )
     draft.check()
     plain = settings.model_copy(update={"draft": "none", "speculative_token_map": None, "ngram_corpus": None})
-    return app.run(plain, lambda decoder, kv_tokens: drafter_beside(decoder, draft.sized(kv_tokens)))
+    return app.run(plain, lambda decoder, sizing: drafter_beside(decoder, draft, sizing))
 
 
 def serve_draft(settings: DraftSettings) -> int:

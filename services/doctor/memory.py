@@ -14,7 +14,8 @@ from outrider.services.doctor.finding import Finding
 from outrider.services.doctor.pair import Pair, expected_of
 from outrider.services.draft.heads.eagle3 import Eagle3Head
 from outrider.services.draft.heads.head_config import HeadConfig
-from outrider.services.target.memory import Memory, working_bytes
+from outrider.services.target.limits import longest_text
+from outrider.services.target.memory import DraftCache, Memory, least_tokens, more_tokens, working_bytes
 from outrider.services.target.memory import plan_memory as plan_memory_of_target
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.errors import ConfigurationError
@@ -27,11 +28,7 @@ from outrider.shared.spec.algorithm import Algorithm
 GIB = 1 << 30
 PACKED_ENDING = "_blocks"
 WORKSPACE = 0.05
-"""Share of the weights for activations, masks and the allocator's slack; measured runs need less."""
-MAX_NODES, PAGE_SIZE = 128, 16
-"""Defaults of the target: its largest tree, and tokens per page."""
-SMALLEST_CONTEXT = 2048
-"""A shorter context serves nobody."""
+"""On a CPU: share of the weights for activations, masks and the allocator's slack; measured runs need less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +40,12 @@ class MemoryPlan:
         target_kv_per_token: Keys, values (or latents) and the feature row of one token.
         draft_kv_per_token: Keys and values of the draft.
         context: Tokens of the target's full context.
-        minimum: Weights, workspace and one text of `SMALLEST_CONTEXT` tokens (or the context, if that is shorter).
-        kv_tokens: What the target's cache holds by its defaults (`--mem-fraction-static` and all); 0 where the pair does not fit.
-        reserve: Of a GPU: kept for graphs, activations and logits by the target's defaults.
+        least_tokens: With fewer the target does not start.
+        minimum: Weights, what a step works with, and caches of `least_tokens`.
         full_context: The same with one text of the full context.
+        kv_tokens: What the target's cache holds by its defaults (`--mem-fraction-static` and all); 0 where it would not start.
+        refusal: What it says then; else empty.
+        reserve: Of a GPU: kept for graphs, activations and logits by the target's defaults.
         available: Free on the device; total is what there is.
     """
 
@@ -55,9 +54,11 @@ class MemoryPlan:
     target_kv_per_token: int
     draft_kv_per_token: int
     context: int
+    least_tokens: int
     minimum: int
     full_context: int
     kv_tokens: int
+    refusal: str
     reserve: int
     available: int
     total: int
@@ -82,27 +83,32 @@ def plan_memory(pair: Pair) -> MemoryPlan:
     if has_table and pair.head.algorithm == Eagle3Head.algorithm:
         draft_weights += table_bytes(pair.head_config, pair.dtype, available - target_weights - draft_weights, total)
     weights = target_weights + draft_weights
-    workspace = int(weights * WORKSPACE)
-    context = config.max_position_embeddings
-    settings = TargetSettings.load({"model": pair.target})
-    reserve = working_bytes(settings, config, pair.dtype) if pair.device.type == "cuda" else 0
-    memory = None
-    if pair.device.type == "cuda":
-        memory = Memory(total=total, free=available - weights, weights=target_weights, draft=draft_weights)
+    settings = TargetSettings.load({"model": pair.target, "device": str(pair.device)})
+    context = longest_text(config, None)
+    on_gpu = pair.device.type == "cuda"
+    reserve = working_bytes(settings, config, pair.dtype) if on_gpu else 0
+    memory = Memory(total=total, free=available - weights, weights=target_weights, draft=draft_weights) if on_gpu else None
+    draft = DraftCache(draft_kv, more_tokens(settings))
+    kv_tokens, refusal = 0, ""
     try:
-        planned = plan_memory_of_target(settings, target_kv + draft_kv, context, memory, reserve)
+        planned = plan_memory_of_target(settings, target_kv, context, memory, reserve, draft)
         kv_tokens = planned.pages * planned.page_size
-    except ConfigurationError:
-        kv_tokens = 0
+    except ConfigurationError as error:
+        refusal = error.message
+    least = least_tokens(settings, context)
+    full = max(least, context + settings.max_nodes + settings.page_size)
+    fixed = weights + (reserve if on_gpu else int(weights * WORKSPACE)) + draft.more
     return MemoryPlan(
         target_weights=target_weights,
         draft_weights=draft_weights,
         target_kv_per_token=target_kv,
         draft_kv_per_token=draft_kv,
         context=context,
-        minimum=weights + workspace + _pages(min(context, SMALLEST_CONTEXT) + MAX_NODES) * (target_kv + draft_kv),
-        full_context=weights + workspace + _pages(context + MAX_NODES) * (target_kv + draft_kv),
+        least_tokens=least,
+        minimum=fixed + least * (target_kv + draft_kv),
+        full_context=fixed + full * (target_kv + draft_kv),
         kv_tokens=kv_tokens,
+        refusal=refusal,
         reserve=reserve,
         available=available,
         total=total,
@@ -125,11 +131,13 @@ def check_memory(pair: Pair) -> Iterator[Finding]:
         f"context takes {plan.target_kv_per_token / 1024:.1f} KiB + {plan.draft_kv_per_token / 1024:.1f} KiB",
     )
     numbers = (
-        f"at least {_size(plan.minimum)} (one text of {min(plan.context, SMALLEST_CONTEXT)} tokens), {_size(plan.full_context)} for one of "
+        f"at least {_size(plan.minimum)} (caches of {plan.least_tokens} tokens), {_size(plan.full_context)} for one text of "
         f"{plan.context}; {pair.device} has {_size(plan.available)} free of {_size(plan.total)}"
     )
     if plan.minimum > plan.available:
         yield Finding.refused("device", numbers, "Free memory of the device, serve on a larger one, or with a smaller --dtype.")
+    elif plan.refusal:
+        yield Finding.refused("device", numbers, plan.refusal)
     elif plan.full_context > plan.available:
         yield Finding.warning("max_model_len", numbers, "Serve with a lower --max-model-len, or on a larger device.")
     else:
@@ -195,10 +203,6 @@ def _loaded(reader: CheckpointReader, name: str, dtype: torch.dtype) -> int:
     if info.dtype is torch.uint8:
         return 2 * prod(info.shape) * dtype.itemsize if name.endswith(PACKED_ENDING) else 0
     return prod(info.shape) * dtype.itemsize if info.dtype.is_floating_point else info.nbytes
-
-
-def _pages(tokens: int) -> int:
-    return -(-tokens // PAGE_SIZE) * PAGE_SIZE
 
 
 def _size(number: int) -> str:

@@ -26,7 +26,7 @@ from outrider.services.draft.strategy import DraftStrategy, TargetInfo
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.attn.create import create_backend
 from outrider.shared.base.errors import CheckpointError
-from outrider.shared.kv.pool import KVPool, token_bytes
+from outrider.shared.kv.pool import CacheSizing, KVPool, token_bytes
 from outrider.shared.nn.config import ModelConfig
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.loader import CheckpointReader
@@ -37,13 +37,20 @@ log = get_logger("outrider.draft")
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
-def build_engine(settings: DraftSettings, device: torch.device, dtype: torch.dtype, target: TargetInfo | None = None) -> DraftEngine:
+def build_engine(
+    settings: DraftSettings,
+    device: torch.device,
+    dtype: torch.dtype,
+    target: TargetInfo | None = None,
+    sizing: CacheSizing | None = None,
+) -> DraftEngine:
     """Load what drafts and make an engine that follows no session yet.
 
     Args:
         settings: Resolved.
         device, dtype: Where and how to compute.
         target: The target in this process, which lends what is missing afterwards; None when it is elsewhere.
+        sizing: Sizes the cache unless `kv_tokens` does; None: as much as `plan_pages` allows.
 
     Raises:
         CheckpointError: the checkpoint, or what it should borrow from `target_weights`, is unusable; names the key or tensor.
@@ -53,7 +60,7 @@ def build_engine(settings: DraftSettings, device: torch.device, dtype: torch.dty
     check_restricted(choice, settings.speculative_token_map)
     theirs = settings.target_weights
     same_tokenizer = choice.folder is not None and theirs is not None and check_same_tokenizer(choice.folder, theirs)
-    strategy = BUILDERS[choice.algorithm](Build(settings, choice, device, dtype, target, same_tokenizer))
+    strategy = BUILDERS[choice.algorithm](Build(settings, choice, device, dtype, target, same_tokenizer, sizing))
     lender = settings.target_weights or (choice.folder if choice.algorithm is Algorithm.MTP else None)
     if target is None and lender is not None:
         borrow(strategy, lender, device, dtype)
@@ -86,6 +93,7 @@ class Build:
         device, dtype: Where and how to compute.
         target: The target in this process, or None.
         same_tokenizer: The folders of draft and target were compared, and their tokens have the same ids.
+        sizing: See `build_engine`.
     """
 
     settings: DraftSettings
@@ -94,6 +102,7 @@ class Build:
     dtype: torch.dtype
     target: TargetInfo | None
     same_tokenizer: bool
+    sizing: CacheSizing | None
 
     def target_vocab_size(self) -> int | None:
         """Return the target's vocabulary, or None while it is unknown."""
@@ -108,7 +117,9 @@ class Build:
         return read_token_map(path).to(self.device) if path is not None else None
 
     def num_pages(self, bytes_per_token: int) -> int:
-        """Return how many pages the strategy's pool gets."""
+        """Return how many pages the strategy's pool gets; to be asked when its weights are loaded."""
+        if self.sizing is not None and self.settings.kv_tokens is None:
+            return plan_pages(self.settings.sized(self.sizing(bytes_per_token)), bytes_per_token, None)
         free_gpu_bytes = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else None
         return plan_pages(self.settings, bytes_per_token, free_gpu_bytes)
 

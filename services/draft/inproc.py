@@ -18,6 +18,7 @@ from outrider.services.draft.session import Answer, Ask, PeerId, Reason, Verdict
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.draft.strategy import TargetInfo
 from outrider.services.draft.warmup import warm_up
+from outrider.shared.kv.pool import CacheSizing
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.spec.device import DeviceRounds, RoundState
@@ -32,19 +33,20 @@ FAILED = "draft_error"
 log = get_logger("outrider.draft")
 
 
-def drafter_beside(decoder: Decoder, settings: DraftSettings) -> InprocDrafter:
+def drafter_beside(decoder: Decoder, settings: DraftSettings, sizing: CacheSizing | None = None) -> InprocDrafter:
     """Make the drafter of a target in this process; what the head borrows is shared with the target, not copied.
 
     Args:
         decoder: The target's model.
         settings: `draft`, `speculative_algorithm` and the sizes; device and dtype are the target's. From `target_weights` only MTP layers
             and the tokenizer are read.
+        sizing: Sizes its cache, unless `kv_tokens` does.
 
     Raises:
         CheckpointError: the draft cannot be loaded, or does not fit the target; names the key and what to change.
     """
     target = TargetInfo.of("inproc", decoder.config, decoder.fingerprint)
-    engine = build_engine(settings, decoder.device, decoder.dtype, target)
+    engine = build_engine(settings, decoder.device, decoder.dtype, target, sizing)
     spec = engine.strategy.feature_spec(target)
     for name in list(engine.strategy.missing()):
         engine.strategy.lend(name, decoder.weight(name))

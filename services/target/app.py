@@ -17,7 +17,7 @@ from outrider.services.target.drafter import NoDrafter
 from outrider.services.target.engine import TargetEngine
 from outrider.services.target.graph_plan import compile_kernels, plan_graphs, record_graphs
 from outrider.services.target.limits import EngineLimits, longest_text
-from outrider.services.target.memory import Memory, MemoryPlan, draft_tokens, plan_memory, working_bytes
+from outrider.services.target.memory import CachePlanner
 from outrider.services.target.numerics import prepare_attention, prepare_decoder
 from outrider.services.target.runner import ModelRunner
 from outrider.services.target.scheduler import Scheduler, SchedulerLimits
@@ -32,6 +32,7 @@ from outrider.shared.base.errors import OutriderError
 from outrider.shared.base.lifecycle import watch_stop_signals
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.engine.loop import EngineThread
+from outrider.shared.kv.pool import CacheSizing
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.tokenizer_file import tokenizer_fingerprint
 from outrider.shared.obs.logging import configure_logging, get_logger
@@ -43,8 +44,8 @@ POLL_S = 0.02
 
 _log = get_logger("outrider.target")
 
-DrafterFactory = Callable[[Decoder, int], Drafter]
-"""Makes a drafter for a model; the number is how many tokens its cache shall hold."""
+DrafterFactory = Callable[[Decoder, CacheSizing], Drafter]
+"""Makes a drafter for a model; asks how large its cache shall be once its weights are loaded."""
 Result = TypeVar("Result")
 
 
@@ -178,14 +179,13 @@ class Target:
         decoder = prepare_decoder(settings, decoder)
         config = decoder.config
         drafts = make_drafter is not None or settings.draft_address() is not None
-        plan = _plan(settings, decoder, drafts)
-        free = _free_bytes(device)
-        self.drafter = make_drafter(decoder, draft_tokens(settings, plan)) if make_drafter else _make_drafter(settings, decoder)
-        plan = _plan(settings, decoder, drafts, free - _free_bytes(device))
+        attention = prepare_attention(settings, decoder)  # before memory is shared out: FlashInfer's has a workspace
+        planner = CachePlanner(settings, decoder, drafts=drafts)
+        self.drafter = make_drafter(decoder, planner.draft_tokens) if make_drafter else _make_drafter(settings, decoder)
+        plan = planner.plan()
         _log.info("memory", **plan.numbers())
         pool = decoder.make_pool(plan.pages, settings.page_size)
         synthetic = stand_in.synthetic if stand_in is not None else None
-        attention = prepare_attention(settings, decoder)
         waits = waits_for_device(attention)
         graph_plan = plan_graphs(settings, cuda=device.type == "cuda", waits=waits, offers=stand_in is None)
         runner = ModelRunner(
@@ -272,27 +272,6 @@ def _make_drafter(settings: TargetSettings, decoder: Decoder) -> Drafter:
     rounds = settings.keeps_draft_rounds(decoder.device)
     deadline_s = settings.draft_fault_deadline_s
     return RemoteDrafter(address, identity, decoder.weight, decoder.device, fault_deadline_s=deadline_s, rounds=rounds)
-
-
-def _plan(settings: TargetSettings, decoder: Decoder, drafts: bool, draft_bytes: int = 0) -> MemoryPlan:
-    """Share out the memory that there is now; `draft_bytes` of it went to the draft."""
-    config, device = decoder.config, decoder.device
-    feature_size = config.hidden_size if drafts else 0  # as wide as a row is for every head there is
-    per_token = decoder.token_bytes(feature_size)
-    memory = None
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        memory = Memory(total=total, free=free, weights=decoder.weight_bytes, draft=draft_bytes)
-    longest = longest_text(config, settings.max_model_len)
-    return plan_memory(settings, per_token, longest, memory, working_bytes(settings, config, decoder.dtype))
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Return the free memory of a GPU, what torch merely keeps given back; 0 on a CPU."""
-    if device.type != "cuda":
-        return 0
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]
 
 
 def _progress_logger(model: Path) -> Callable[[int, int], None]:

@@ -1,5 +1,5 @@
-"""How a GPU's memory is shared out: weights, draft, what a step works with, and the K/V cache gets the rest. Pure, so that it is tested
-without a GPU.
+"""How a GPU's memory is shared out: weights, draft, what a step works with, and the K/V cache gets the rest. All of it but
+`gpu_memory` is pure, so that it is tested without a GPU.
 
     |-- elsewhere --|-- weights --|-- draft --|---------- K/V cache ----------|-- reserve: graphs, activations, logits --|-- unused --|
     |----------------------- at most mem_fraction_static of the total --------|
@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
+from outrider.services.target.limits import longest_text
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.nn.config import ModelConfig
+from outrider.shared.nn.decoder import Decoder
 
 CPU_KV_TOKENS = 64 * 1024
 CPU_KV_BYTES = 1 << 30
@@ -28,6 +30,12 @@ GRAPHS_PER_BATCH_SIZE = 32
 """Plain rounds, the tree, its chain and what `auto` may choose, for greedy, sampled and filtered rows."""
 ALLOCATOR_SLACK = 1.25
 """On activations and logits: what the caching allocator rounds up and keeps in pieces."""
+SMALLEST_CONTEXT = 2048
+"""A cache that holds no text of so many tokens (of the model's longest, if that is shorter) serves nobody."""
+MAKE_ROOM = (
+    "Free memory of the GPU, serve on a larger one or on several (--tp), a smaller model or one with --quantization or a smaller --dtype, "
+    "or lower --max-running-requests"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,32 @@ class Memory:
     def elsewhere(self) -> int:
         """Used by neither: other processes, and the CUDA context."""
         return self.total - self.free - self.weights - self.draft
+
+    @property
+    def used(self) -> int:
+        """By anybody."""
+        return self.total - self.free
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCache:
+    """The cache of a draft in this process, which follows every sequence of the target's.
+
+    Attributes:
+        bytes_per_token: Of its own K/V.
+        more_tokens: That it holds beyond the target's; see `more_tokens`.
+    """
+
+    bytes_per_token: int
+    more_tokens: int
+
+    @property
+    def more(self) -> int:
+        """Bytes that it takes however many tokens the target holds."""
+        return self.bytes_per_token * self.more_tokens
+
+
+NO_DRAFT_CACHE = DraftCache(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,40 +119,58 @@ class MemoryPlan:
         return {**{f"{name}_gib": _gib(size) for name, size in (*parts.items(), ("unused", unused), ("total", memory.total))}, **tokens}
 
 
-def plan_memory(settings: TargetSettings, bytes_per_token: int, max_model_len: int, memory: Memory | None, reserve: int = 0) -> MemoryPlan:
-    """Size the K/V cache.
+def plan_memory(
+    settings: TargetSettings,
+    bytes_per_token: int,
+    max_model_len: int,
+    memory: Memory | None,
+    reserve: int = 0,
+    draft: DraftCache = NO_DRAFT_CACHE,
+) -> MemoryPlan:
+    """Size the K/V cache, and with it that of a draft in this process: both get as many tokens as fit together.
 
     Args:
         settings: `kv_tokens`, `mem_fraction_static`, `page_size`, `max_nodes`.
         bytes_per_token: Of all planes, feature rows included.
         max_model_len: The pool of a CPU holds at least two such sequences if its bound allows.
-        memory: Of the GPU; None on a CPU.
+        memory: Of the GPU; None on a CPU, where both caches have a bound of their own.
         reserve: `working_bytes`.
+        draft: Its cache, if it is still to be made.
 
     Raises:
-        ConfigurationError: The cache would hold no sequence with the largest tree, or `kv_tokens` does not fit; says what would do.
+        ConfigurationError: The cache would hold fewer than `least_tokens`, or `kv_tokens` does not fit; says what would do.
     """
-    page = bytes_per_token * settings.page_size
-    smallest = -(-(settings.max_nodes + 2) // settings.page_size)  # pages of one sequence with its largest tree
+    page = (bytes_per_token + draft.bytes_per_token) * settings.page_size
+    least = least_tokens(settings, max_model_len)
     if settings.kv_tokens is not None:
         pages = -(-settings.kv_tokens // settings.page_size)
-        if memory is not None and pages * page > memory.free - reserve:
-            raise _too_many_tokens(settings, memory, reserve, bytes_per_token)
-        if pages < smallest:
+        if pages * settings.page_size < least:
             raise ConfigurationError(
-                f"kv_tokens: {pages * settings.page_size} tokens hold no sequence with a tree of {settings.max_nodes} nodes; "
-                f"at least {smallest * settings.page_size} are needed.",
+                f"kv_tokens: {settings.kv_tokens} tokens hold no text of {min(max_model_len, SMALLEST_CONTEXT)} tokens with a tree of "
+                f"{settings.max_nodes} nodes; at least {least} are needed.",
                 field="kv_tokens",
             )
+        if memory is not None and pages * page + draft.more > memory.free - reserve:
+            raise _too_many_tokens(settings, memory, reserve, page, draft, least)
     elif memory is None:
         pages = min(max(CPU_KV_TOKENS, 2 * max_model_len), CPU_KV_BYTES // bytes_per_token) // settings.page_size
     else:
-        used = memory.elsewhere + memory.weights + memory.draft
-        allowed = int(memory.total * settings.mem_fraction_static) - used
-        pages = max(0, min(allowed, memory.free - reserve)) // page
-        if pages < smallest:
-            raise _too_little_memory(settings, memory, reserve, smallest * page)
+        allowed = int(memory.total * settings.mem_fraction_static) - memory.used
+        pages = max(0, min(allowed, memory.free - reserve) - draft.more) // page
+        if pages * settings.page_size < least:
+            raise _too_little_memory(settings, memory, reserve, least * page // settings.page_size + draft.more, least)
     return MemoryPlan(memory, reserve, bytes_per_token, settings.page_size, max(pages, 1))
+
+
+def least_tokens(settings: TargetSettings, max_model_len: int) -> int:
+    """Return how many tokens a cache must hold, in whole pages: a text of `SMALLEST_CONTEXT` with its largest tree.
+
+    Args:
+        settings: `max_nodes`, `page_size`.
+        max_model_len: Where texts are shorter, one of them is enough.
+    """
+    tokens = min(max_model_len, SMALLEST_CONTEXT) + settings.max_nodes + 2
+    return -(-tokens // settings.page_size) * settings.page_size
 
 
 def working_bytes(settings: TargetSettings, config: ModelConfig, dtype: torch.dtype) -> int:
@@ -149,41 +201,96 @@ def graphs_bytes(settings: TargetSettings, num_layers: int) -> int:
     return WORKSPACES_BYTES + batch_sizes * GRAPHS_PER_BATCH_SIZE * num_layers * GRAPH_BYTES_PER_LAYER
 
 
-def draft_tokens(settings: TargetSettings, plan: MemoryPlan) -> int:
-    """Return how many tokens the cache of a draft in this process shall hold: the target's, and every sequence's tree while it grows.
+def more_tokens(settings: TargetSettings) -> int:
+    """Return how many tokens a draft's cache holds beyond the target's: every sequence's tree while it grows.
 
     Args:
-        settings: `max_running_requests`, `max_steps`, `max_topk`.
-        plan: Made before the draft is loaded.
+        settings: `max_running_requests`, `max_steps`, `max_topk`, `page_size`.
     """
-    return plan.pages * plan.page_size + settings.max_running_requests * (settings.max_steps * settings.max_topk + plan.page_size)
+    return settings.max_running_requests * (settings.max_steps * settings.max_topk + settings.page_size)
 
 
-def _too_many_tokens(settings: TargetSettings, memory: Memory, reserve: int, bytes_per_token: int) -> ConfigurationError:
-    most = max(0, memory.free - reserve) // (bytes_per_token * settings.page_size) * settings.page_size
+class CachePlanner:
+    """Divides what a device has left between the target's cache and that of a draft in this process, once the weights of both are there.
+
+    Args:
+        settings: Resolved.
+        decoder: The target's, as it serves; the draft is not loaded yet.
+        drafts: Whether anything drafts: every token then keeps a feature row.
+    """
+
+    def __init__(self, settings: TargetSettings, decoder: Decoder, *, drafts: bool) -> None:
+        self._settings = settings
+        self._decoder = decoder
+        config = decoder.config
+        self._bytes_per_token = decoder.token_bytes(config.hidden_size if drafts else 0)  # as wide as a row is for every head there is
+        self._longest = longest_text(config, settings.max_model_len)
+        self._before = gpu_memory(decoder.device)
+
+    def draft_tokens(self, bytes_per_token: int) -> int:
+        """Return how many tokens the draft's cache shall hold (a `CacheSizing`); to be asked when its weights are there.
+
+        Raises:
+            ConfigurationError: See `plan_memory`.
+        """
+        more = more_tokens(self._settings)
+        plan = self._plan(DraftCache(bytes_per_token, more))
+        return plan.pages * plan.page_size + more
+
+    def plan(self) -> MemoryPlan:
+        """Return the plan of the target's cache; to be asked when the draft is complete.
+
+        Raises:
+            ConfigurationError: See `plan_memory`.
+        """
+        return self._plan(NO_DRAFT_CACHE)
+
+    def _plan(self, draft: DraftCache) -> MemoryPlan:
+        decoder, memory, now = self._decoder, None, gpu_memory(self._decoder.device)
+        if self._before is not None and now is not None:
+            free, total = now
+            memory = Memory(total=total, free=free, weights=decoder.weight_bytes, draft=self._before[0] - free)
+        reserve = working_bytes(self._settings, decoder.config, decoder.dtype)
+        return plan_memory(self._settings, self._bytes_per_token, self._longest, memory, reserve, draft)
+
+
+def gpu_memory(device: torch.device) -> tuple[int, int] | None:
+    """Return (free, total) bytes of a GPU, what torch merely keeps (such as the wide weights of narrow ones) given back; None of a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)
+
+
+def _too_many_tokens(
+    settings: TargetSettings, memory: Memory, reserve: int, page: int, draft: DraftCache, least: int
+) -> ConfigurationError:
+    most = max(0, memory.free - reserve - draft.more) // page * settings.page_size
+    needed = -(-(settings.kv_tokens or 0) // settings.page_size) * page + draft.more
+    advice = f"at most {most} tokens fit. Lower --kv-tokens" if most >= least else f"not even {least} tokens fit. {MAKE_ROOM}"
     return ConfigurationError(
-        f"kv_tokens: {settings.kv_tokens} tokens need {_gib(settings.kv_tokens or 0, bytes_per_token)} GiB; of {_gib(memory.free)} GiB "
-        f"that are free {_gib(reserve)} are kept for graphs and activations, so that at most {most} tokens fit. Lower --kv-tokens.",
+        f"kv_tokens: {settings.kv_tokens} tokens need {_gib(needed)} GiB{_of_both(draft)}; of {_gib(memory.free)} GiB that are free "
+        f"{_gib(reserve)} are kept for graphs and activations, so that {advice}.",
         field="kv_tokens",
     )
 
 
-def _too_little_memory(settings: TargetSettings, memory: Memory, reserve: int, minimum: int) -> ConfigurationError:
-    used = memory.elsewhere + memory.weights + memory.draft
+def _of_both(draft: DraftCache) -> str:
+    return ", in the draft's cache too" if draft.bytes_per_token else ""
+
+
+def _too_little_memory(settings: TargetSettings, memory: Memory, reserve: int, minimum: int, least: int) -> ConfigurationError:
     parts = (
         f"the GPU has {_gib(memory.total)} GiB, of which the weights take {_gib(memory.weights)}, the draft {_gib(memory.draft)} and "
         f"others {_gib(memory.elsewhere)}; {_gib(reserve)} are kept for graphs and activations"
     )
-    fraction = _least_fraction(used + minimum, memory.total)
-    if fraction is not None and used + minimum + reserve <= memory.total:
+    fraction = _least_fraction(memory.used + minimum, memory.total)
+    if fraction is not None and memory.used + minimum + reserve <= memory.total:
         advice = f"Raise --mem-fraction-static from {settings.mem_fraction_static:g} to at least {fraction:g}"
     else:
-        advice = (
-            "No --mem-fraction-static makes that room: free memory of the GPU, serve on a larger one or on several (--tp), a smaller model "
-            "or one with --quantization or a smaller --dtype, or lower --max-running-requests"
-        )
+        advice = f"No --mem-fraction-static makes that room. {MAKE_ROOM}"
     return ConfigurationError(
-        f"mem_fraction_static: no room is left for the K/V cache: {parts}, and one sequence with its largest tree needs "
+        f"mem_fraction_static: no room is left for the K/V cache: {parts}, and the least that serves, {least} tokens, needs "
         f"{minimum / (1 << 20):.1f} MiB. {advice}.",
         field="mem_fraction_static",
     )

@@ -37,6 +37,8 @@ from outrider.shared.spec.tree import NO_DRAFT, DraftBatch
 PROMPT_LEN = 9
 PLAIN_STEPS = 8
 TREE_DEPTH = 4
+WARM_UP_ROOM = PLAIN_STEPS + 2 * TREE_DEPTH + 2
+"""Tokens that a sequence here may have behind its prompt."""
 REHEARSED_PROMPTS = ((300,), (2000,), (40, 50), (300, 400))
 RUN_THROUGH_PROMPT = 48
 RUN_THROUGH_TOKENS = 32
@@ -167,8 +169,13 @@ def _prefill(runner: ModelRunner, sequence: Sequence) -> list[int]:
 
 
 def prompt_rehearsals(runner: ModelRunner) -> list[Callable[[], object]]:
-    """Return passes over prompts longer than those that are recorded, alone and two at a time; see `kernels.ahead`."""
-    return [partial(_prefill_together, runner, lengths) for lengths in REHEARSED_PROMPTS]
+    """Return passes over prompts longer than those that are recorded, alone and two at a time, that the pool has room for.
+
+    See `kernels.ahead`.
+    """
+    pool = runner.pool
+    pages = {lengths: sum(pool.pages_for(length + WARM_UP_ROOM) for length in lengths) for lengths in REHEARSED_PROMPTS}
+    return [partial(_prefill_together, runner, lengths) for lengths, needed in pages.items() if needed <= pool.num_pages]
 
 
 def _prefill_together(runner: ModelRunner, lengths: Seq[int]) -> None:
@@ -194,7 +201,7 @@ def _sequence(runner: ModelRunner, attempt: int, length: int = PROMPT_LEN) -> Se
         ignore_eos=True,
     )
     sequence = Sequence(request, _NoSink(), session_id=0, page_size=runner.pool.page_size)
-    sequence.lease = runner.pool.lease(length + PLAIN_STEPS + 2 * TREE_DEPTH + 2)
+    sequence.lease = runner.pool.lease(length + WARM_UP_ROOM)
     if sequence.lease is None:
         raise OutriderError("The KV cache is too small for the warm-up; raise --kv-tokens.", field="kv_tokens")
     return sequence

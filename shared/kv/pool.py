@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import numpy as np
@@ -17,6 +17,9 @@ from outrider.shared.kv.upload import upload
 
 FEW_TOKENS = 16
 """So many slots take Python less time than numpy."""
+
+CacheSizing = Callable[[int], int]
+"""Says how many tokens a cache shall hold, given the bytes that a token takes of it."""
 
 
 class KVPool:

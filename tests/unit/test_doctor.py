@@ -15,13 +15,16 @@ from typer.testing import CliRunner
 
 from outrider.services import cli
 from outrider.services.doctor.finding import Severity
-from outrider.services.doctor.memory import plan_memory, table_bytes
+from outrider.services.doctor.memory import check_memory, plan_memory, table_bytes
 from outrider.services.doctor.pair import Pair
 from outrider.services.doctor.probe import Measured, judge_probe, run_probe
 from outrider.services.doctor.statistics import describe, is_finite
 from outrider.services.doctor.vocabulary_map import D2tMeaning, d2t_meaning
 from outrider.services.draft.algorithm import Algorithm
 from outrider.services.draft.heads.eagle3_config import AUX_KEY, Eagle3Config
+from outrider.services.target.memory import DraftCache, Memory, more_tokens
+from outrider.services.target.memory import plan_memory as plan_of_start
+from outrider.services.target.settings import TargetSettings
 from outrider.shared.spec.tree import DraftShape
 
 torch.set_num_threads(1)
@@ -216,6 +219,27 @@ def test_a_pair_that_does_not_fit_is_refused(target: Path, monkeypatch: pytest.M
     assert code == 2
     assert "at least" in lines(report, "device", "refused")[0]
     assert report["memory"]["available"] == 1000
+
+
+def test_a_gpu_that_is_too_small_is_refused_as_the_target_would(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan of a start and that of the doctor are one: the cache it names is what start divides, the refusal is start's."""
+    pair = Pair(target, make_toy_eagle3(tmp_path / "head", target), Algorithm.AUTO, torch.device("cuda"), torch.bfloat16)
+    monkeypatch.setattr("outrider.services.doctor.memory.device_memory", lambda device: (4 << 30, 5 << 30))
+    plan = plan_memory(pair)
+    settings = TargetSettings.load({"model": target, "device": "cuda"})
+    weights = plan.target_weights + plan.draft_weights
+    memory = Memory(5 << 30, (4 << 30) - weights, plan.target_weights, plan.draft_weights)
+    draft = DraftCache(plan.draft_kv_per_token, more_tokens(settings))
+    start = plan_of_start(settings, plan.target_kv_per_token, plan.context, memory, plan.reserve, draft)
+    assert plan.kv_tokens == start.pages * start.page_size > plan.least_tokens
+    assert [finding.severity for finding in check_memory(pair)] == [Severity.OK, Severity.OK]
+
+    fits = plan.minimum
+    monkeypatch.setattr("outrider.services.doctor.memory.device_memory", lambda device: (fits, 100 * fits))
+    assert plan_memory(pair).kv_tokens == 0
+    refused = list(check_memory(pair))[-1]
+    assert refused.severity is Severity.REFUSED, "there is room, and --mem-fraction-static does not allow it"
+    assert "mem_fraction_static: no room is left for the K/V cache" in refused.fix
 
 
 def test_the_table_ends_with_a_verdict(target: Path) -> None:

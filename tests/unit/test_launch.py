@@ -90,11 +90,11 @@ def test_a_draft_that_is_asked_for_and_away_is_refused_by_both_flags(pair: tuple
 def test_the_draft_in_the_targets_process_gets_its_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made: list[DraftSettings] = []
     monkeypatch.setattr("outrider.services.target.app.run", lambda settings, make: made.append(make) or 0)
-    monkeypatch.setattr("outrider.services.draft.inproc.drafter_beside", lambda decoder, draft: made.append(draft))
+    monkeypatch.setattr("outrider.services.draft.inproc.drafter_beside", lambda decoder, draft, sizing: made.append(draft.sized(sizing(1))))
     values = {"model": "/m", "draft": "inproc:", "speculative_algorithm": "NGRAM", "ngram_corpus": tmp_path / "c.txt", "kv_tokens": 8192}
     assert launch.serve_target(TargetSettings.load({**values, "max_running_requests": 70, "device": "cpu"})) == 0
     make = made.pop()
-    make(None, 8192)  # type: ignore[operator]
+    make(None, lambda size: 8192 * size)  # type: ignore[operator]
     (draft,) = made
     assert (draft.ngram_corpus, draft.kv_tokens, draft.max_sessions) == (tmp_path / "c.txt", 8192, 70)
 

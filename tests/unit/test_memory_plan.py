@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from toys import make_toy_target
 
 from outrider.bench.shapes import named_shape
+from outrider.services.draft.build import Build
 from outrider.services.draft.settings import DraftSettings
-from outrider.services.target.memory import Memory, draft_tokens, graphs_bytes, plan_memory, working_bytes
+from outrider.services.target import app
+from outrider.services.target import memory as memory_module
+from outrider.services.target.memory import CachePlanner, DraftCache, Memory, graphs_bytes, least_tokens, plan_memory, working_bytes
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.errors import ConfigurationError
 
 GIB = 1 << 30
+CPU = torch.device("cpu")
 PER_TOKEN = 128 * 1024 + 8192
 H200 = Memory(total=140 * GIB, free=122 * GIB, weights=15 * GIB, draft=2 * GIB)
 
 
 def settings(**fields: object) -> TargetSettings:
-    return TargetSettings.load({"model": "m", **fields})
+    return TargetSettings.load({"model": "m"} | fields)
 
 
 def test_the_cache_gets_what_the_fraction_leaves() -> None:
@@ -53,12 +60,12 @@ def test_too_small_a_fraction_is_refused_with_the_least_that_works() -> None:
     assert "140.0 GiB" in told
     assert "weights take 15.0" in told
     least = float(re.search(r"to at least ([0-9.]+)\.", told)[1])  # type: ignore[index]
-    assert plan_memory(settings(mem_fraction_static=least), PER_TOKEN, 4096, H200, reserve=GIB).pages >= 130 // 16
+    assert plan_memory(settings(mem_fraction_static=least), PER_TOKEN, 4096, H200, reserve=GIB).pages * 16 >= 2048 + 130
 
 
 def test_a_full_gpu_is_refused_whatever_the_fraction() -> None:
     full = Memory(total=24 * GIB, free=GIB, weights=16 * GIB)
-    with pytest.raises(ConfigurationError, match=r"No --mem-fraction-static makes that room: free memory"):
+    with pytest.raises(ConfigurationError, match=r"No --mem-fraction-static makes that room\. Free memory"):
         plan_memory(settings(), PER_TOKEN, 4096, full, reserve=2 * GIB)
 
 
@@ -69,7 +76,7 @@ def test_a_fraction_that_is_not_allowed_is_not_advised() -> None:
         plan_memory(settings(), PER_TOKEN, 4096, tight, reserve)
     least = float(re.search(r"to at least ([0-9.]+)\.", refused.value.message)[1])  # type: ignore[index]
     assert least < 1, "the setting takes nothing else"
-    assert plan_memory(settings(mem_fraction_static=least), PER_TOKEN, 4096, tight, reserve).pages >= 130 // 16
+    assert plan_memory(settings(mem_fraction_static=least), PER_TOKEN, 4096, tight, reserve).pages * 16 >= 2048 + 130
     last = Memory(total=140 * GIB, free=20 << 20, weights=140 * GIB - (20 << 20))
     with pytest.raises(ConfigurationError) as refused:
         plan_memory(settings(), PER_TOKEN, 4096, last, reserve=0)
@@ -79,15 +86,29 @@ def test_a_fraction_that_is_not_allowed_is_not_advised() -> None:
 
 
 def test_a_given_size_is_taken_or_refused_with_the_most_that_fits() -> None:
-    assert plan_memory(settings(kv_tokens=1000), PER_TOKEN, 4096, H200).pages == 63
+    assert plan_memory(settings(kv_tokens=3000), PER_TOKEN, 4096, H200).pages == 188
     with pytest.raises(ConfigurationError) as refused:
         plan_memory(settings(kv_tokens=10_000_000), PER_TOKEN, 4096, H200, reserve=2 * GIB)
     most = int(re.search(r"at most ([0-9]+) tokens", refused.value.message)[1])  # type: ignore[index]
     assert plan_memory(settings(kv_tokens=most), PER_TOKEN, 4096, H200, reserve=2 * GIB).pages * 16 == most
     with pytest.raises(ConfigurationError):
         plan_memory(settings(kv_tokens=most + 1), PER_TOKEN, 4096, H200, reserve=2 * GIB)
-    with pytest.raises(ConfigurationError, match=r"at least 144 are needed"):
-        plan_memory(settings(kv_tokens=100), 1, 10, None)
+    with pytest.raises(ConfigurationError, match=r"not even 2192 tokens fit\. Free memory"):
+        plan_memory(settings(kv_tokens=4096), PER_TOKEN, 4096, Memory(24 * GIB, 2 * GIB, 17 * GIB), reserve=2 * GIB)
+
+
+@pytest.mark.parametrize(("longest", "least"), [(10, 144), (8192, 2192)])
+def test_there_is_one_minimum_however_the_cache_is_sized(longest: int, least: int) -> None:
+    assert least_tokens(settings(), longest) == least
+    assert plan_memory(settings(kv_tokens=least), 1, longest, None).pages * 16 == least
+    with pytest.raises(ConfigurationError, match=rf"at least {least} are needed") as refused:
+        plan_memory(settings(kv_tokens=least - 16), 1, longest, None)
+    assert refused.value.field == "kv_tokens"
+    room = Memory(total=100 * GIB, free=15 * GIB + least * PER_TOKEN, weights=85 * GIB - least * PER_TOKEN)
+    assert plan_memory(settings(), PER_TOKEN, longest, room).pages * 16 == least
+    less = Memory(total=100 * GIB, free=room.free - PER_TOKEN, weights=room.weights + PER_TOKEN)
+    with pytest.raises(ConfigurationError, match=rf"the least that serves, {least} tokens"):
+        plan_memory(settings(), PER_TOKEN, longest, less)
 
 
 def test_on_a_cpu_the_cache_has_a_bound_of_its_own() -> None:
@@ -123,11 +144,62 @@ def test_graphs_are_counted_by_batch_sizes_and_layers() -> None:
     assert graphs_bytes(settings(max_running_requests=64, cuda_graph_max_bs=16), 32) == default
 
 
-def test_the_draft_beside_follows_what_the_target_holds() -> None:
+@pytest.mark.parametrize("draft_per_token", [4096, 112 * 1024])
+def test_target_and_a_draft_beside_hold_the_same_texts(monkeypatch: pytest.MonkeyPatch, draft_per_token: int) -> None:
+    """Of a large draft as of a small one: nothing is left over, and neither cache holds what the other has no room for."""
     target = settings(max_running_requests=64)
-    plan = plan_memory(target, PER_TOKEN, 4096, H200)
-    tokens = draft_tokens(target, plan)
-    assert tokens >= plan.pages * 16 + 64 * 16 * 16
-    assert DraftSettings.load({}).sized(tokens).kv_tokens == tokens
-    assert DraftSettings.load({"kv_tokens": 5000}).sized(tokens).kv_tokens == 5000
+    config = named_shape("llama3.1-8b").model_config()
+    decoder = SimpleNamespace(config=config, device="the GPU", dtype=torch.bfloat16, weight_bytes=15 * GIB, token_bytes=lambda _: PER_TOKEN)
+    free = [124 * GIB]
+    monkeypatch.setattr(memory_module, "gpu_memory", lambda device: (free[0], 140 * GIB))
+    planner = CachePlanner(target, decoder, drafts=True)  # type: ignore[arg-type]
+    free[0] -= 6 * GIB  # the draft's weights
+    tokens = planner.draft_tokens(draft_per_token)
+    free[0] -= tokens * draft_per_token
+    plan = planner.plan()
+    held = plan.pages * plan.page_size
+    assert held == pytest.approx(tokens - 64 * (16 * 16 + 16), abs=16), "every sequence has room for a growing tree besides"
+    assert plan.kv + tokens * draft_per_token == pytest.approx((0.85 * 140 - 1 - 15 - 6) * GIB, abs=32 * PER_TOKEN)
+    assert plan.memory is not None
+    assert plan.memory.elsewhere == GIB
+
+
+def test_what_does_not_fit_with_a_draft_is_refused_by_what_both_need() -> None:
+    large = DraftCache(112 * 1024, 1000)
+    with pytest.raises(ConfigurationError, match=r"in the draft's cache too") as refused:
+        plan_memory(settings(kv_tokens=600_000), PER_TOKEN, 4096, H200, GIB, large)
+    most = int(re.search(r"at most ([0-9]+) tokens", refused.value.message)[1])  # type: ignore[index]
+    assert most == pytest.approx(((122 - 1) * GIB - 1000 * 112 * 1024) / (PER_TOKEN + 112 * 1024), abs=16)
+    assert plan_memory(settings(kv_tokens=most), PER_TOKEN, 4096, H200, GIB, large).pages * 16 == most
+    with pytest.raises(ConfigurationError) as refused:
+        plan_memory(settings(mem_fraction_static=0.13), PER_TOKEN, 4096, H200, GIB, large)
+    least = float(re.search(r"to at least ([0-9.]+)\.", refused.value.message)[1])  # type: ignore[index]
+    assert plan_memory(settings(mem_fraction_static=least), PER_TOKEN, 4096, H200, GIB, large).pages * 16 >= 2192
+
+
+def test_a_draft_asks_for_its_size_when_its_weights_are_there() -> None:
+    asked: list[int] = []
+    build = Build(DraftSettings.load({}), None, CPU, torch.float32, None, False, lambda size: asked.append(size) or 5000)  # type: ignore[arg-type]
+    assert build.num_pages(1000) == 313
+    assert asked == [1000]
+    named = Build(DraftSettings.load({"kv_tokens": 640}), None, CPU, torch.float32, None, False, lambda _: 5000)  # type: ignore[arg-type]
+    assert named.num_pages(1000) == 40
     assert DraftSettings.load({}).sized(10).kv_tokens == 16 * 16 + 16
+
+
+def test_what_attention_works_with_is_there_before_memory_is_shared_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """FlashInfer's workspace is 128 MiB, which the cache must not get."""
+    seen: list[str] = []
+    monkeypatch.setattr(app, "prepare_attention", lambda settings, decoder: seen.append("attention"))
+
+    class Stop(Exception):
+        pass
+
+    def planner(*args: object, **options: object) -> None:
+        seen.append("memory")
+        raise Stop
+
+    monkeypatch.setattr(app, "CachePlanner", planner)
+    with pytest.raises(Stop):
+        app.Target(settings(model=make_toy_target(tmp_path), device="cpu"))
+    assert seen == ["attention", "memory"]

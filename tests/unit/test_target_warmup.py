@@ -62,8 +62,19 @@ def test_rehearsed_prompts_go_through_the_model_and_leave_nothing(decoder: Decod
     for rehearse in prompt_rehearsals(harness.runner):
         rehearse()
     assert passes == [[7], [9, 12]]
-    monkeypatch.setattr("outrider.services.target.warmup.REHEARSED_PROMPTS", ((9, 1 << 20),))
-    for rehearse in prompt_rehearsals(harness.runner):
-        with pytest.raises(OutriderError, match="too small"):
-            rehearse()
+    monkeypatch.setattr("outrider.services.target.warmup.REHEARSED_PROMPTS", ((9, 8000),))
+    (rehearse,) = prompt_rehearsals(harness.runner)
+    held = harness.runner.pool.lease(1000)
+    assert held is not None
+    with pytest.raises(OutriderError, match="too small"):
+        rehearse()
+    held.release()
     assert harness.scheduler.allocator.held_pages == 0
+
+
+def test_a_small_pool_rehearses_what_it_has_room_for(decoder: Decoder) -> None:
+    rehearsals = prompt_rehearsals(make_harness(decoder, NoDrafter(), num_pages=36).runner)
+    assert [one.args[1] for one in rehearsals] == [(300,), (40, 50)], "576 tokens hold neither 2000 nor 300 and 400"  # type: ignore[attr-defined]
+    for rehearse in rehearsals:
+        rehearse()
+    assert len(prompt_rehearsals(make_harness(decoder, NoDrafter()).runner)) == 4
