@@ -77,11 +77,11 @@ class StreamRelay:
             self._given = [torch.cuda.Event() for _ in range(SLOTS)]  # type: ignore[no-untyped-call]
             for event in self._given:
                 event.record()  # makes it
-            with torch.inference_mode(False):
-                self._trifle = torch.zeros(1, dtype=torch.int32, device=device)
             self._aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            with torch.inference_mode(False), torch.cuda.stream(self._aside):  # whoever has this memory next is behind the last call
+                self._trifle = torch.zeros(1, dtype=torch.int32, device=device)
             self.call()
-            torch.cuda.synchronize()  # its kernel is loaded before anything waits
+            self._aside.synchronize()  # its kernel is loaded before anything waits
 
     @staticmethod
     def try_make(side: Side, device: torch.device) -> StreamRelay | None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from outrider.common.v1 import common_pb2
 from outrider.draft.v1 import draft_pb2
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.rpc.ipc.cuda import CudaError, DeviceMemory, PeerMemory
+from outrider.shared.rpc.ipc.disposal import DISPOSAL
 from outrider.shared.rpc.ipc.frames import EndOfStream, FrameKind, FrameSocket
 from outrider.shared.rpc.ipc.handshake import Mapped, acknowledge
 
@@ -27,8 +29,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 COLUMNS = 4096
 ROUNDS = 200
 TIMEOUT_S = 120.0
-# (the writer's GPU, the reader's): all pairs of the first two that are there.
-PAIRS = list(itertools.product(range(min(2, torch.cuda.device_count())), repeat=2))
+# (the writer's GPU, the reader's): all pairs of the first two that are there, and of which the second reaches the first.
+PAIRS = [
+    (theirs, ours)
+    for theirs, ours in itertools.product(range(min(2, torch.cuda.device_count())), repeat=2)
+    if theirs == ours or torch.cuda.can_device_access_peer(ours, theirs)
+]
 
 WRITER = """
 import socket, sys
@@ -178,13 +184,17 @@ def test_a_handle_of_this_process_or_of_nobody_is_an_error_that_leaves_cuda_work
     assert float(torch.ones(4, device=device).sum()) == 4.0
 
 
-def test_memory_is_freed_with_its_owner() -> None:
+def test_memory_is_freed_when_its_owner_is_gone_for_a_while() -> None:
     device = torch.device("cuda", 0)
     torch.ones(1, device=device)
     before = torch.cuda.mem_get_info(device)[0]
     memory = DeviceMemory(256 << 20, device)
     assert torch.cuda.mem_get_info(device)[0] <= before - (200 << 20)
     del memory
+    assert torch.cuda.mem_get_info(device)[0] <= before - (200 << 20), "a peer may still write there"
+    given_back = threading.Event()
+    DISPOSAL.when_gone(threading.Event(), given_back.set)  # behind it
+    assert given_back.wait(TIMEOUT_S)
     assert torch.cuda.mem_get_info(device)[0] >= before - (16 << 20)
 
 

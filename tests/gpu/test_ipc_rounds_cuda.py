@@ -28,8 +28,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 TIMEOUT_S = 120.0
 STATE_BYTES, TREES_BYTES = 65536, 8192
-# (the target's GPU, the draft's): all pairs of the first two that are there.
-PAIRS = list(itertools.product(range(min(2, torch.cuda.device_count())), repeat=2))
+# (the target's GPU, the draft's): all pairs of the first two that are there, and of which the second reaches the first.
+PAIRS = [
+    (ours, theirs)
+    for ours, theirs in itertools.product(range(min(2, torch.cuda.device_count())), repeat=2)
+    if ours == theirs or torch.cuda.can_device_access_peer(theirs, ours)
+]
 
 DRAFT = """
 import socket, sys
@@ -100,11 +104,11 @@ class Draft:
 def draft(request: pytest.FixtureRequest) -> Iterator[Draft]:
     ours, theirs = request.param
     device = torch.device("cuda", ours)
-    torch.cuda.set_device(device)
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     here.setblocking(False)
     there.setblocking(False)
-    with subprocess.Popen([sys.executable, "-c", DRAFT, str(there.fileno()), str(theirs)], pass_fds=[there.fileno()]) as process:
+    command = [sys.executable, "-c", DRAFT, str(there.fileno()), str(theirs)]
+    with torch.cuda.device(device), subprocess.Popen(command, pass_fds=[there.fileno()]) as process:
         there.close()
         frames = FrameSocket(here)
         try:

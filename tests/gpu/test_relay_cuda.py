@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from outrider.shared.base.errors import ProtocolError
+from outrider.shared.rpc.ipc.disposal import DISPOSAL
 from outrider.shared.rpc.ipc.round_words import Side
 from outrider.shared.rpc.relay import LAYOUT, LEAST_STATE_BYTES, StreamRelay
 
@@ -131,3 +133,47 @@ def test_a_thread_that_has_asked_the_device_for_nothing_yet_may_enqueue(half: Ha
         thread.submit(half.enqueue, 1).result(LIMIT_S)
     half.relay.put(1, bytes([1]) * IN_BYTES)
     assert set(half.relay.settle(1, OUT_BYTES)[4:].tolist()) == {2}
+
+
+def test_a_relay_that_goes_keeps_no_thread_waiting(half: Half) -> None:
+    """As after a reconnect, when the stream already waits for the new connection."""
+    old = Half(half.side)
+    old.enqueue(1)
+    old.relay.put(1, bytes(IN_BYTES))
+    old.relay.settle(1, OUT_BYTES)
+    half.enqueue(1)
+    began = time.monotonic()
+    old.relay.close()
+    del old
+    assert time.monotonic() - began < LATENESS_S
+    assert not half.relay.given(1), "the stream waits as before"
+    half.relay.put(1, bytes([1]) * IN_BYTES)
+    assert set(half.relay.settle(1, OUT_BYTES)[4:].tolist()) == {2}
+    assert disposed()
+
+
+def test_connections_come_and_go_while_a_graph_is_recorded(half: Half) -> None:
+    numbers = torch.zeros(1024, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with ThreadPoolExecutor(1) as thread:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            numbers.add_(1)
+            thread.submit(come_and_go, half.side).result(LIMIT_S)
+            numbers.mul_(2)
+        graph.replay()
+        assert numbers.unique().tolist() == [2.0]
+
+
+def come_and_go(side: Side) -> None:
+    relay = StreamRelay(side, torch.device("cuda", torch.cuda.current_device()))
+    relay.call()
+    relay.close()
+    del relay
+    assert disposed()
+
+
+def disposed() -> bool:
+    """Return whether everything that is gone was given back."""
+    done = threading.Event()
+    DISPOSAL.when_gone(threading.Event(), done.set)
+    return done.wait(LIMIT_S)

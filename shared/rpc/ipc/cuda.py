@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import weakref
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from outrider.shared.base.errors import UnavailableError
+from outrider.shared.rpc.ipc.disposal import DISPOSAL
 
 HANDLE_BYTES = 64
 LAZY_PEER_ACCESS = 1
 MEMCPY_DEFAULT = 4
+LATE_WRITES_S = 3.0
+"""So long may a process that has mapped memory still read and write there after it was hung up on: longer than its streams wait."""
 
 
 class IpcHandle(ctypes.Structure):
@@ -34,7 +36,7 @@ class CudaError(UnavailableError):
 
 
 class DeviceMemory:
-    """Device memory of this process that others may map, zeroed. Freed when nobody refers to it: who still writes must not lose it."""
+    """Device memory of this process that others may map, zeroed. Given back when nobody refers to it: who still writes must not lose it."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         pointer = ctypes.c_void_p()
@@ -43,7 +45,7 @@ class DeviceMemory:
             runtime_call("cudaMemset", pointer, ctypes.c_int(0), ctypes.c_size_t(num_bytes))
         self.pointer = int(pointer.value or 0)
         self._device = device
-        weakref.finalize(self, _free, self.pointer, device).atexit = False
+        DISPOSAL.when_gone(self, functools.partial(_free, self.pointer, device), LATE_WRITES_S)
 
     def handle(self) -> bytes:
         """Return what another process of this host needs to map it."""

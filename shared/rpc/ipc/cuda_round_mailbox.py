@@ -17,6 +17,7 @@ import torch
 
 from outrider.kernels.round_trade import WORD_BYTES, fetch_blob, post_blob
 from outrider.shared.rpc.ipc.cuda import CudaError, PeerMemory, copy_async, runtime_call
+from outrider.shared.rpc.ipc.disposal import DISPOSAL
 from outrider.shared.rpc.ipc.round_mailbox import RoundsLayout
 from outrider.shared.rpc.ipc.round_words import RoundWatch, RoundWords, Side
 from outrider.shared.rpc.ipc.slots import PAGE_BYTES, SharedMemory
@@ -36,10 +37,12 @@ class SlotMemory(Protocol):
 class StreamMailbox:
     """`RoundMailbox` of a process with a GPU. Work goes to torch's current stream of the device.
 
+    When nobody refers to it any more, all waits end at once; what its streams use is given back when they have passed.
+
     Args:
         layout: Sizes of the slots.
         memory: The words.
-        slots: Of ``layout.slots_bytes``.
+        slots: Of ``layout.slots_bytes``; those of a peer are unmapped with the mailbox, or if there can be none.
         side: Of this process.
         device: Where its blobs are.
 
@@ -53,8 +56,15 @@ class StreamMailbox:
         self._watch = RoundWatch(self._words)
         self._slots = slots
         self._device = device
-        self._base = _register(memory, device)
-        weakref.finalize(self, _let_go, self._words, slots, device).atexit = False
+        # Those that it was used on, by their numbers.
+        self._streams: dict[int, torch.cuda.Stream] = {}
+        try:
+            self._base = _register(memory, device)
+        except CudaError:
+            _unmap(slots)
+            raise
+        DISPOSAL.when_gone(self, functools.partial(_let_go, self._words, slots, device, self._streams))
+        weakref.finalize(self, self._words.release, RELEASED).atexit = False
         out, back = (layout.state_slot, layout.trees_slot) if side is Side.TARGET else (layout.trees_slot, layout.state_slot)
         self._out, self._in = out, back
         self._try()
@@ -128,7 +138,10 @@ class StreamMailbox:
         """Yield the device's current stream, with the device current: the driver takes stream 0 for that of the current device."""
         with torch.cuda.device(self._device):
             _bind_context(torch.cuda.current_device())
-            yield torch.cuda.current_stream(self._device).cuda_stream
+            stream = torch.cuda.current_stream(self._device)
+            number = stream.cuda_stream
+            self._streams.setdefault(number, stream)
+            yield number
 
 
 def _write_value(stream: int, address: int, value: int) -> None:
@@ -186,11 +199,18 @@ def _register(memory: SharedMemory, device: torch.device) -> int:
     return int(there.value or 0)
 
 
-def _let_go(words: RoundWords, slots: SlotMemory, device: torch.device) -> None:
-    """Undo `_register`, and unmap the slots, when no stream needs them any more."""
-    words.release(RELEASED)
+def _let_go(words: RoundWords, slots: SlotMemory, device: torch.device, streams: dict[int, torch.cuda.Stream]) -> None:
+    """Undo `_register`, and unmap the slots, when none of `streams` needs them any more. Not the device is waited for: a graph may be
+    recorded on it, which that would break."""
     with torch.cuda.device(device):
-        runtime_call("cudaDeviceSynchronize")
+        for stream in streams.values():
+            passed = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            passed.record(stream)
+            passed.synchronize()
         runtime_call("cudaHostUnregister", ctypes.c_void_p(_address(words.memory)))
+    _unmap(slots)
+
+
+def _unmap(slots: SlotMemory) -> None:
     if isinstance(slots, PeerMemory):
         slots.close()

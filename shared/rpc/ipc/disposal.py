@@ -1,0 +1,58 @@
+"""Gives back what streams of a GPU may still use, on a thread of its own: that waits for them, and the driver's calls wait for the device.
+
+The last reference to a connection may go on any thread and at any time, as where the garbage collector happens to run: on the thread that
+launches rounds too, which must not stand still for a connection that is over.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from outrider.shared.obs.logging import get_logger
+
+log = get_logger("outrider.rpc.ipc")
+
+
+class Disposal:
+    """Calls functions one after the other, on a thread that starts with the first owner and stays."""
+
+    def __init__(self) -> None:
+        # From when on each may be called. A simple queue's `put` may interrupt itself, as finalizers do.
+        self._pending: SimpleQueue[tuple[float, Callable[[], object]]] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._started = False
+
+    def when_gone(self, owner: object, free: Callable[[], object], after_s: float = 0.0) -> None:
+        """Have `free` called some time after the last reference to `owner` has gone, unless the process ends before.
+
+        Args:
+            owner: Whose end is awaited.
+            free: May wait. It must not refer to `owner`; what it refers to lives as long.
+            after_s: How long after that at least.
+        """
+        with self._lock:
+            if not self._started:
+                self._started = True
+                threading.Thread(target=self._run, name="disposal", daemon=True).start()
+        weakref.finalize(owner, self._put, free, after_s).atexit = False
+
+    def _put(self, free: Callable[[], object], after_s: float) -> None:
+        self._pending.put((time.monotonic() + after_s, free))
+
+    def _run(self) -> None:
+        while True:
+            due, free = self._pending.get()
+            time.sleep(max(0.0, due - time.monotonic()))
+            try:
+                free()
+            except Exception as error:  # the device may be lost; what comes after may be of another one
+                log.warning("memory of a connection could not be given back", error=str(error))
+            del free  # and with it what it refers to
+
+
+DISPOSAL = Disposal()
+"""Of this process."""

@@ -1,0 +1,141 @@
+"""What is given back when its owner is gone: on a thread of its own, so that nobody waits who drops a reference."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from outrider.shared.rpc.ipc import cuda_round_mailbox
+from outrider.shared.rpc.ipc.cuda import CudaError, PeerMemory
+from outrider.shared.rpc.ipc.cuda_round_mailbox import RELEASED, StreamMailbox
+from outrider.shared.rpc.ipc.disposal import Disposal
+from outrider.shared.rpc.ipc.round_mailbox import RoundsLayout
+from outrider.shared.rpc.ipc.round_words import RoundWords, Side
+from outrider.shared.rpc.ipc.slots import SharedMemory
+
+TIMEOUT_S = 20.0
+
+
+class Owner:
+    """Something that is referred to."""
+
+
+class Mapped(PeerMemory):
+    """A peer's memory without a peer."""
+
+    def __init__(self) -> None:
+        self.pointer = 0
+        self.unmapped = threading.Event()
+
+    def close(self) -> None:
+        self.unmapped.set()
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """What holds up a disposal until the test has seen that nobody waits for it."""
+    gate = threading.Event()
+    yield gate
+    gate.set()
+
+
+def test_who_drops_the_last_reference_does_not_wait(gate: threading.Event) -> None:
+    disposal, began, done = Disposal(), threading.Event(), threading.Event()
+
+    def free() -> None:
+        began.set()
+        assert gate.wait(TIMEOUT_S)
+        done.set()
+
+    owner = Owner()
+    disposal.when_gone(owner, free)
+    assert not began.wait(0.05), "it is still referred to"
+    del owner
+    assert began.wait(TIMEOUT_S)
+    assert not done.is_set(), "this thread went on meanwhile"
+    gate.set()
+    assert done.wait(TIMEOUT_S)
+
+
+def test_one_that_fails_is_no_end_and_all_come_in_order_on_one_thread() -> None:
+    disposal, done, order, threads = Disposal(), threading.Event(), list[int](), set[int]()
+
+    def note(number: int) -> None:
+        threads.add(threading.get_ident())
+        order.append(number)
+        if number == 1:
+            raise CudaError("the device is lost")
+        if number == 3:
+            done.set()
+
+    for number in range(4):
+        owner = Owner()
+        disposal.when_gone(owner, lambda number=number: note(number))  # type: ignore[misc]
+        del owner
+    assert done.wait(TIMEOUT_S)
+    assert order == [0, 1, 2, 3]
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
+
+
+def test_what_others_may_still_write_to_is_kept_for_a_while() -> None:
+    disposal, done = Disposal(), threading.Event()
+    owner = Owner()
+    disposal.when_gone(owner, done.set, after_s=0.2)
+    dropped = time.monotonic()
+    del owner
+    assert done.wait(TIMEOUT_S)
+    assert time.monotonic() - dropped >= 0.2
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
+    monkeypatch.setattr(cuda_round_mailbox, "_register", lambda _memory, _device: 0)
+    monkeypatch.setattr(StreamMailbox, "_try", lambda _self: None)
+
+
+def make_mailbox(slots: PeerMemory) -> tuple[StreamMailbox, RoundWords]:
+    """Make one, and return it with its words."""
+    layout = RoundsLayout(inside=False)
+    memory, file = SharedMemory.create(layout.memory)
+    os.close(file)
+    return StreamMailbox(layout, memory, slots, Side.TARGET, torch.device("cuda", 0)), RoundWords(memory, Side.TARGET)
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_a_mailbox_ends_its_waits_at_once_and_is_given_back_later(gate: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def call(name: str, *_arguments: object) -> None:
+        assert gate.wait(TIMEOUT_S)  # as the driver would, for the device
+        calls.append(name)
+
+    monkeypatch.setattr(cuda_round_mailbox, "runtime_call", call)
+    slots = Mapped()
+    mailbox, words = make_mailbox(slots)
+    assert words.awaited == 0
+    del mailbox
+    assert words.awaited == RELEASED
+    assert not slots.unmapped.is_set()
+    gate.set()
+    assert slots.unmapped.wait(TIMEOUT_S)
+    assert calls == ["cudaHostUnregister"], "no wait for the device, on which a graph may be recorded"
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_slots_of_a_peer_do_not_stay_mapped_where_there_can_be_no_mailbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_arguments: object) -> int:
+        raise CudaError("no such memory here")
+
+    monkeypatch.setattr(cuda_round_mailbox, "_register", refuse)
+    slots = Mapped()
+    with pytest.raises(CudaError):
+        make_mailbox(slots)
+    assert slots.unmapped.is_set()
