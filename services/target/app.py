@@ -15,10 +15,10 @@ from outrider.services.target.draft_client.link import TargetIdentity
 from outrider.services.target.draft_client.remote import RemoteDrafter
 from outrider.services.target.drafter import NoDrafter
 from outrider.services.target.engine import TargetEngine
-from outrider.services.target.graph_plan import compile_kernels, plan_graphs, record_graphs
+from outrider.services.target.graph_plan import await_draft, compile_kernels, plan_graphs, record_graphs
 from outrider.services.target.limits import EngineLimits, longest_text
 from outrider.services.target.memory import CachePlanner
-from outrider.services.target.numerics import prepare_attention, prepare_decoder
+from outrider.services.target.numerics import load_decoder, prepare_attention, prepare_decoder
 from outrider.services.target.runner import ModelRunner
 from outrider.services.target.scheduler import Scheduler, SchedulerLimits
 from outrider.services.target.servicer import SERVICE_NAME, Serving, TargetServicer, register
@@ -41,6 +41,8 @@ from outrider.shared.rpc.server import aio_server
 from outrider.shared.spec.drafter import Drafter, DrafterState
 
 POLL_S = 0.02
+RECORD_LIMIT_S = 120.0
+"""How long a start waits for graphs of a draft that came when the others were recorded."""
 
 _log = get_logger("outrider.target")
 
@@ -175,7 +177,7 @@ class Target:
             self._ranks = start_group(settings, on_rank_lost, _progress_logger(settings.model))
             decoder = self._ranks.decoder
         else:
-            decoder = Decoder.load(settings.model, device, settings.torch_dtype(), progress=_progress_logger(settings.model))
+            decoder = load_decoder(settings, _progress_logger(settings.model))
         decoder = prepare_decoder(settings, decoder)
         config = decoder.config
         drafts = make_drafter is not None or settings.draft_address() is not None
@@ -208,10 +210,14 @@ class Target:
         )
         limits = EngineLimits(config.vocab_size, longest_text(config, settings.max_model_len), frozenset(config.eos_token_ids))
         self.engine = TargetEngine(runner, scheduler, self.drafter, limits, overlap=graph_plan.overlap)
+        rehearsals, self._waited_s = prompt_rehearsals(runner), 0.0
         with watched(decoder):
-            compile_kernels(self.engine, runner.graphs, graph_plan, prompt_rehearsals(runner), to_console=not settings.log_json)
+            compile_kernels(self.engine, runner.graphs, graph_plan, rehearsals, to_console=not settings.log_json)
             if stand_in is None:  # random weights have near-ties everywhere
                 check_parity(runner, self.engine.controller)
+            if runner.graphs.enabled and self.drafter.state() is DrafterState.CONNECTING:
+                self._waited_s = await_draft(self.drafter, settings.draft_wait_s, lambda: self._misfit() is not None)
+                compile_kernels(self.engine, runner.graphs, graph_plan, rehearsals, to_console=not settings.log_json)
             record_graphs(self.engine, runner.graphs, graph_plan, to_console=not settings.log_json)
         self._thread = EngineThread(watched_engine(self.engine, decoder), on_start=lambda: _use_device(device))
         self.engine.wake = self._thread.wake
@@ -227,12 +233,12 @@ class Target:
         _log.info("engine started", pages=plan.pages, page_size=settings.page_size, device=str(device), dtype=str(decoder.dtype))
 
     async def wait_for_draft(self, timeout_s: float) -> None:
-        """Give the draft time to come up, then go on without it.
+        """Give the draft time to come up, less what the recording has waited for it, then go on without it.
 
         Raises:
             OutriderError: The draft does not fit this target.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s - self._waited_s
         while self.drafter.state() in (DrafterState.CONNECTING, DrafterState.DOWN, DrafterState.WARMING) and time.monotonic() < deadline:
             misfit = self._misfit()
             if misfit is not None:
@@ -240,6 +246,8 @@ class Target:
             await asyncio.sleep(POLL_S)
         if self.drafter.state() not in (DrafterState.ON, DrafterState.NONE):
             _log.warning("serving without the draft until it answers", waited_s=timeout_s)
+            return
+        await asyncio.to_thread(self.engine.ask_recorded().wait, RECORD_LIMIT_S)
 
     def shutdown(self) -> None:
         """Stop the engine thread, then the drafter's connection and the other ranks."""

@@ -8,6 +8,7 @@ to the inbox.
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from outrider.services.target.limits import EngineLimits
 from outrider.services.target.metrics import TargetMetrics
 from outrider.services.target.prompts import Prompts
 from outrider.services.target.proposals import Proposals
+from outrider.services.target.recordings import Recordings
 from outrider.services.target.request import EventSink, GenerationRequest, SpeculationMode
 from outrider.services.target.round_runner import RoundRunner
 from outrider.services.target.rounds import RoundCounter, RoundTimes
@@ -46,6 +48,8 @@ DRAIN_RETRY_AFTER_S = 5.0
 NO_DRAFT_REASON = "no_draft"
 USUAL_MODES = (SamplingMode.NOISE, SamplingMode.GREEDY)
 """What passes are recorded for before anybody is served."""
+LOOK_S = 1.0
+"""How often an engine that has nothing to do looks whether a draft has come that it would record for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,8 @@ class TargetEngine:
         self._drafter = drafter
         self._drafts = drafter.state() is not DrafterState.NONE
         self._follower = Follower(drafter, runner, scheduler)
+        self.again = Recordings(runner.graphs)
+        """What is recorded anew when the draft becomes another."""
         self._delivery = Delivery(scheduler, self._follower, self.metrics, self.controller)
         self._proposals = Proposals(drafter, self._follower, self.controller, self.metrics)
         self._inbox: deque[Submit | Cancel | Pause] = deque()
@@ -186,6 +192,12 @@ class TargetEngine:
         """Requests that are queued or running, those in the inbox included."""
         return len(self._live) + sum(isinstance(message, Submit) for message in tuple(self._inbox))
 
+    def ask_recorded(self) -> threading.Event:
+        """Return what is set when nothing is left to record for the draft that is there now. Any thread."""
+        asked = self.again.ask()
+        self.wake()
+        return asked
+
     def forget_warm_up(self) -> None:
         """Start all counters over; what the controller has learnt of costs stays. Call while no request is live."""
         self.controller.forget_acceptance()
@@ -226,11 +238,15 @@ class TargetEngine:
 
     def has_work(self) -> bool:
         """See `Steppable.has_work`."""
-        return bool(self._inbox) or self._delivery.pending or self.on_device or self._scheduler.has_work()
+        if self._inbox or self._delivery.pending or self.on_device or self._scheduler.has_work():
+            return True
+        return not self._live and (self.again.waiting or (self.again.planned and self._follower.outdated))
 
     def next_wakeup(self) -> float | None:
         """See `Steppable.next_wakeup`: the earliest deadline."""
-        return self._next_check
+        if self._live or not self.again.planned or self._drafter.state() in (DrafterState.ON, DrafterState.NONE):
+            return self._next_check
+        return time.monotonic() + LOOK_S
 
     def step(self) -> None:
         """One step of every request that can advance."""
@@ -238,7 +254,11 @@ class TargetEngine:
         self._receive(started)
         if self._loop is not None and self._loop.active and (self._loop.step() or self._leaves_and_enters(self._loop, started)):
             return
-        self._follower.refresh()
+        if self._follower.refresh():
+            self.again.renew()
+        if not self._live and self.again.waiting and not self._delivery.pending:
+            self.again.record_next()
+            return
         plan = self._scheduler.schedule(started)
         self._follower.follow(plan)
         loop, prefills = None if self._host.announced else self._loop, plan.prefills

@@ -28,18 +28,18 @@ class Follower:
         self.num_resyncs = 0
         self.misfit: OutriderError | None = None
 
-    def refresh(self) -> None:
-        """Adopt the drafter's feature spec when it becomes known or changes.
+    def refresh(self) -> bool:
+        """Adopt the drafter's feature spec when it becomes known or changes, and return whether it did.
 
         Running sequences whose rows were not captured under it are prefilled again (which is exact), and drafted from then on.
         """
         spec = self._drafter.feature_spec()
         if spec is self._offered:
-            return
+            return False
         changed = spec is None or self._offered is None or spec.fingerprint != self._offered.fingerprint
         self._offered = spec
         if not changed:
-            return
+            return False
         self._spec = spec
         self.misfit = None
         try:
@@ -53,6 +53,12 @@ class Follower:
                 if spec.feature_size:
                     self._scheduler.recompute(sequence)
                 self._open(sequence)
+        return True
+
+    @property
+    def outdated(self) -> bool:
+        """Whether `refresh` would find another spec."""
+        return self._drafter.feature_spec() is not self._offered
 
     def follow(self, plan: StepPlan) -> None:
         """Close what was retracted, open what was admitted, and reopen what the drafter lost."""
@@ -73,7 +79,7 @@ class Follower:
     def settled(self) -> bool:
         """Whether `refresh` and `follow` would find nothing new: the drafter's spec is adopted, and it lost no sequence."""
         self._hear()
-        return not self._lost and self._drafter.feature_spec() is self._offered
+        return not self._lost and not self.outdated
 
     def obstacle(self, sequence: Sequence) -> str:
         """Return why a sequence cannot be drafted for now, or an empty string."""

@@ -18,12 +18,15 @@ from outrider.services.target.request import SpeculationMode
 from outrider.services.target.settings import OverlapSchedule, Quantization, TargetSettings
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.obs.logging import get_logger
+from outrider.shared.spec.drafter import Drafter, DrafterState
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 PREFILL_SIZES = (32, 64, 128, 256)
 """Larger passes take the device longer than the host takes to launch them."""
 FP8_PREFILL_SIZES = (*PREFILL_SIZES, 384, 512)
 """With products in FP8 the device needs half the time and the host, which launches the rounding of their rows too, more."""
+
+POLL_S = 0.02
 
 _log = get_logger("outrider.target")
 
@@ -82,13 +85,27 @@ def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool, offers: bo
     return GraphPlan(graphs, overlap if on else None, buckets if graphs else None, shapes, forms, prefills)
 
 
+def await_draft(drafter: Drafter, timeout_s: float, refused: Callable[[], bool]) -> float:
+    """Wait until a draft elsewhere has said what it wants captured, as what is recorded holds that; returns for how many seconds.
+
+    Args:
+        drafter: Of the engine; its thread does not run yet.
+        timeout_s: No longer than that: a target serves without its draft too.
+        refused: Whether the draft has said that it cannot be used.
+    """
+    started = time.monotonic()
+    while drafter.state() is DrafterState.CONNECTING and not refused() and time.monotonic() - started < timeout_s:
+        time.sleep(POLL_S)
+    return time.monotonic() - started
+
+
 def record_graphs(engine: TargetEngine, graphs: GraphCache, plan: GraphPlan, *, to_console: bool) -> None:
     """Record prompts, then at every batch size what `shapes_at` names: the usual shapes of at most `MOST_ROWS` rows, and those of `auto`.
 
     The largest of each come first: smaller ones then fit into the memory of larger ones.
 
     Says how far it is, on the console or in the log, and what it took. Call before the engine's thread runs. All of it stays; of what is
-    recorded later, `graphs` keeps a bounded part.
+    recorded later, `graphs` keeps a bounded part. If a draft comes later that wants other features, the engine records again for it.
     """
     if not graphs.enabled:
         return
@@ -100,6 +117,7 @@ def record_graphs(engine: TargetEngine, graphs: GraphCache, plan: GraphPlan, *, 
             progress.tell(done, len(work), description)
     mib = round(graphs.memory_bytes / 2**20)
     _log.info("CUDA graphs recorded", graphs=len(graphs.keys), memory_mib=mib, seconds=round(time.monotonic() - started, 1))
+    engine.again.follow(lambda: [record for _, record in _recordings(engine, plan)])
 
 
 def compile_kernels(

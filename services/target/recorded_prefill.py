@@ -46,8 +46,9 @@ class RecordedPrefill:
         if len(chunks) != 1 or SamplingMode.of([chunks[0].sequence]) is SamplingMode.FILTERED:
             return False
         chunk = chunks[0]
-        size = self._size_for(chunk.stop - chunk.start)
-        return size is not None and self._at(size).rows.fits(chunk.start, chunk.stop - chunk.start) and self._graphs.replays(_key(size))
+        count = chunk.stop - chunk.start
+        size = self._size_for(count)
+        return size is not None and self._at(size).rows.fits(chunk.start, count) and self._graphs.replays(self._key(size))
 
     def run(self, chunk: PrefillChunk, features: bool) -> torch.Tensor:
         """Enqueue a chunk that `takes` accepts; its K/V is stored, and its feature rows if `features`.
@@ -59,28 +60,27 @@ class RecordedPrefill:
         assert size is not None
         inputs = self._at(size)
         inputs.load(chunk, features)
-        chosen = self._graphs.run(_key(size), lambda: inputs.step(self._model(True)))
+        chosen = self._graphs.run(self._key(size), lambda: inputs.step(self._model(True)))
         return chosen.clone()
 
     def capture(self, size: int) -> None:
         """Record the pass of one size before anybody is served."""
         inputs = self._at(size)
         inputs.rows.make_idle()
-        self._graphs.capture(_key(size), lambda: inputs.step(self._model(True)))
+        self._graphs.capture(self._key(size), lambda: inputs.step(self._model(True)))
 
     def _size_for(self, count: int) -> int | None:
         index = bisect_left(self._sizes, count)
         return self._sizes[index] if index < len(self._sizes) else None
+
+    def _key(self, size: int) -> tuple[str, int, bool]:
+        return ("prefill", size, self._model(True).projector is not None)
 
     def _at(self, size: int) -> _Inputs:
         found = self._inputs.get(size)
         if found is None:
             found = self._inputs[size] = _Inputs(size, self._model(False))
         return found
-
-
-def _key(size: int) -> tuple[str, int]:
-    return ("prefill", size)
 
 
 class _Inputs:

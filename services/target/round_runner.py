@@ -289,7 +289,8 @@ class RoundRunner:
         tables = self._current
         assert tables is not None
         drafter_key = None if batch.rounds is None else batch.rounds.key
-        return ("round", tables.bs, batch.state.columns, batch.shape, tables.pages, batch.mode, batch.capture, drafter_key)
+        of_draft = batch.capture or batch.shape.drafts  # comes last: see `ModelRunner.set_feature_spec`
+        return ("round", tables.bs, batch.state.columns, batch.shape, tables.pages, batch.mode, batch.capture, drafter_key, of_draft)
 
     def _ready(self, batch: _Batch, key: tuple[object, ...]) -> Callable[[], None]:
         """Return what enqueues the round: a replay of what is recorded, or, of a kind that hardly ever comes up, each kernel by itself."""

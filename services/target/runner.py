@@ -118,7 +118,8 @@ class ModelRunner:
         Raises:
             CheckpointError: The spec does not fit this model; nothing is captured then.
         """
-        self.graphs.clear()  # they hold the projector and the feature plane
+        # They hold the projector and the feature plane. Those of plain decoding hold neither, and go on.
+        self.graphs.drop([key for key in self.graphs.keys if isinstance(key, tuple) and key[-1] is True])
         self._projector = None
         self._aux_layer_ids = ()
         if spec is None or spec.feature_size == 0:

@@ -12,6 +12,7 @@ from outrider.services.target.bucketed_verify import Buckets
 from outrider.services.target.engine import TargetEngine
 from outrider.services.target.graph_plan import FP8_PREFILL_SIZES, PREFILL_SIZES, plan_graphs, record_graphs
 from outrider.services.target.offers import offered_shapes
+from outrider.services.target.recordings import Recordings
 from outrider.services.target.request import SpeculationMode
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.engine.graphs import GraphCache
@@ -61,6 +62,8 @@ def test_what_auto_may_choose_is_recorded_before_anybody_is_served() -> None:
     asked: list[tuple[int, DraftShape]] = []
 
     class Engine:
+        again = Recordings(GraphCache("cpu"))
+
         def recordings(self, bs: int, shape: DraftShape) -> list[Callable[[], None]]:
             return [lambda: asked.append((bs, shape))]
 
@@ -75,6 +78,7 @@ def test_what_auto_may_choose_is_recorded_before_anybody_is_served() -> None:
     assert {shape for bs, shape in asked if bs == 32} == {NO_DRAFT, DraftShape(5, 4, 16), *chains.values()}
     assert {shape for bs, shape in asked if bs == 64} == {NO_DRAFT, *(chains[depth] for depth in (1, 3, 5))}
     assert len(asked) == len(set(asked)), "each once"
+    assert Engine.again.planned, "a draft that comes later has its own recorded"
 
 
 @pytest.mark.parametrize(
