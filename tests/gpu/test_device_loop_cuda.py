@@ -177,7 +177,7 @@ def test_memory_is_flat_over_rounds(decoder: Decoder, prompts: list[list[int]]) 
         rounds()
     torch.cuda.synchronize()
     assert harness.engine.stats().rounds - before > 200
-    assert harness.runner.graphs.keys == graphs, "nothing new was recorded"
+    assert set(harness.runner.graphs.keys) == set(graphs), "nothing new was recorded"
     assert torch.cuda.memory_allocated() <= allocated + 4096
     assert torch.cuda.max_memory_allocated() < 2 * allocated + (1 << 30)
 
