@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from math import prod
 from pathlib import Path
 
 import torch
@@ -23,10 +22,10 @@ from outrider.shared.kv.pool import token_bytes
 from outrider.shared.nn.config import ModelConfig
 from outrider.shared.nn.loader import CheckpointReader
 from outrider.shared.nn.token_products import fits
+from outrider.shared.nn.weight_sizes import loaded_bytes
 from outrider.shared.spec.algorithm import Algorithm
 
 GIB = 1 << 30
-PACKED_ENDING = "_blocks"
 WORKSPACE = 0.05
 """On a CPU: share of the weights for activations, masks and the allocator's slack; measured runs need less."""
 
@@ -166,7 +165,7 @@ def _weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> int:
     """Return the bytes of a loaded model."""
     with CheckpointReader(folder) as reader:
         names = expected_of(reader, config).shapes or reader.names
-        return sum(_loaded(reader, name, dtype) for name in names if name in reader.tensors)
+        return sum(loaded_bytes(name, reader.tensors[name], dtype) for name in names if name in reader.tensors)
 
 
 def _draft(pair: Pair) -> tuple[int, int, int]:
@@ -175,7 +174,7 @@ def _draft(pair: Pair) -> tuple[int, int, int]:
     if choice.algorithm is Algorithm.EAGLE:
         head = pair.head
         with CheckpointReader(choice.require_folder()) as reader:
-            weights = sum(_loaded(reader, name, pair.dtype) for name in reader.names)
+            weights = sum(loaded_bytes(name, info, pair.dtype) for name, info in reader.tensors.items())
         return weights, token_bytes(head.num_layers, head.kv_heads, head.head_dim, pair.dtype, latent=head.latent), head.hidden_size
     if choice.algorithm is Algorithm.STANDALONE:
         config = pair.draft_model
@@ -191,18 +190,10 @@ def _mtp(pair: Pair) -> tuple[int, int, int]:
     with CheckpointReader(pair.choice.require_folder()) as reader:
         own = expected_of(reader, config).shapes
         layers = [name for name in reader.names if name.startswith(mtp.dialect.layers) and name not in own]
-        weights = sum(_loaded(reader, name, pair.dtype) for name in layers if not name.endswith(mtp.dialect.ignored))
+        weights = sum(loaded_bytes(name, reader.tensors[name], pair.dtype) for name in layers if not name.endswith(mtp.dialect.ignored))
     latent = config.latent is not None
     kv = token_bytes(len(mtp.layers), config.num_kv_heads, config.head_dim, pair.dtype, latent=latent)
     return weights, kv, config.hidden_size
-
-
-def _loaded(reader: CheckpointReader, name: str, dtype: torch.dtype) -> int:
-    """Return the bytes that a stored tensor takes once it is loaded; MXFP4 (two values per byte, and scales) is widened."""
-    info = reader.tensors[name]
-    if info.dtype is torch.uint8:
-        return 2 * prod(info.shape) * dtype.itemsize if name.endswith(PACKED_ENDING) else 0
-    return prod(info.shape) * dtype.itemsize if info.dtype.is_floating_point else info.nbytes
 
 
 def _size(number: int) -> str:

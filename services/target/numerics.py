@@ -7,13 +7,15 @@ from functools import partial
 import torch
 
 from outrider.services.target.settings import KvCacheDtype, Quantization, TargetSettings
+from outrider.services.target.weight_fit import check_weights_fit
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.attn.create import AttentionKind, create_backend
 from outrider.shared.attn.deterministic import DeterministicAttention
 from outrider.shared.base.errors import ConfigurationError
-from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.config import ModelConfig
+from outrider.shared.nn.decoder import Decoder, OnLayer, Progress, default_dtype
 from outrider.shared.nn.deterministic import deterministic
-from outrider.shared.nn.quantized import quantize_fp8
+from outrider.shared.nn.quantized import fp8_rounding, quantize_fp8
 from outrider.shared.parallel.decoder import ShardedDecoder
 
 
@@ -31,6 +33,30 @@ def prepare_decoder(settings: TargetSettings, decoder: Decoder) -> Decoder:
     if settings.kv_cache_dtype is KvCacheDtype.FP8_E4M3:
         _narrow_cache(decoder)
     return deterministic(decoder) if settings.deterministic else decoder
+
+
+def load_decoder(settings: TargetSettings, progress: Progress | None = None) -> Decoder:
+    """Load the model of one process, to be prepared by `prepare_decoder`; with FP8 every layer is rounded as it is loaded.
+
+    Raises:
+        CheckpointError: See `Decoder.load`.
+        ConfigurationError: It does not fit into the memory that is free, or has no FP8 products.
+    """
+    check_weights_fit(settings)
+    device, dtype = settings.torch_device(), settings.torch_dtype()
+    rounding = None
+    if settings.quantization is not Quantization.NONE:
+        rounding = layer_rounding(settings, ModelConfig.from_dir(settings.model), device, dtype or default_dtype(device))
+    return Decoder.load(settings.model, device, dtype, progress, rounding)
+
+
+def layer_rounding(settings: TargetSettings, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> OnLayer | None:
+    """Return what changes layers while they are loaded.
+
+    Raises:
+        ConfigurationError: See `fp8_rounding`.
+    """
+    return fp8_rounding(config, device, dtype) if settings.quantization is Quantization.FP8 else None
 
 
 def prepare_attention(settings: TargetSettings, decoder: Decoder) -> AttentionBackend:

@@ -27,9 +27,10 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
-from outrider.services.target.numerics import prepare_attention, prepare_decoder
+from outrider.services.target.numerics import layer_rounding, prepare_attention, prepare_decoder
 from outrider.services.target.settings import Ranks, TargetSettings
 from outrider.services.target.tp_weights import Folder, RandomWeights, Weights, head_reader
+from outrider.services.target.weight_fit import check_weights_fit
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.base.errors import ConfigurationError, OutriderError, UnavailableError
 from outrider.shared.nn.decoder import Progress, default_dtype
@@ -153,7 +154,7 @@ def start_group(
         random: A config.json's content: the model has random weights and no files.
 
     Raises:
-        ConfigurationError: The model cannot be split, or the environment is wrong.
+        ConfigurationError: The model cannot be split or does not fit, or the environment is wrong.
         CheckpointError: Rank 0 cannot load it.
         OutriderError: Another rank failed, or did not come.
     """
@@ -162,6 +163,9 @@ def start_group(
     dtype = settings.torch_dtype() or default_dtype(device)
     weights = order.weights()
     shard = Shard.of(weights.config(), 0, settings.tp)
+    rounding = layer_rounding(settings, shard.config, device, dtype)
+    if random is None:
+        check_weights_fit(settings)
     store, processes = _meet(order, ranks)
     try:
         connections = accept_ranks(
@@ -179,7 +183,7 @@ def start_group(
     try:
         collectives, reduce = _join_group(store, shard, device, dtype, settings, ranks)
         with weights.open(shard.config, device, dtype, progress) as checkpoint:
-            decoder = build_rank(LeadDecoder, checkpoint, shard, collectives, reduce)
+            decoder = build_rank(LeadDecoder, checkpoint, shard, collectives, reduce, rounding)
         decoder.connect(lead, head_reader(weights, shard.config, device, dtype))
         for rank, fingerprint in lead.wait_done(LOAD_TIMEOUT_S).items():
             if fingerprint != decoder.fingerprint:
@@ -222,9 +226,11 @@ def _load_rank(order: Order, ranks: Ranks, device: torch.device) -> ShardedDecod
     settings, weights = order.settings, order.weights()
     dtype = settings.torch_dtype() or default_dtype(device)
     shard = Shard.of(weights.config(), ranks.rank, ranks.size)
+    if order.random is None:
+        check_weights_fit(settings)
     collectives, reduce = _join_group(_join(ranks), shard, device, dtype, settings, ranks)
     with weights.open(shard.config, device, dtype) as checkpoint:
-        return build_rank(ShardedDecoder, checkpoint, shard, collectives, reduce)
+        return build_rank(ShardedDecoder, checkpoint, shard, collectives, reduce, layer_rounding(settings, shard.config, device, dtype))
 
 
 def _mirror(decoder: ShardedDecoder, attention: AttentionBackend, connection: Connection) -> int:

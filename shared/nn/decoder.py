@@ -29,6 +29,7 @@ from outrider.shared.nn.layers import DecoderLayer, Linear, RMSNorm
 from outrider.shared.nn.load import load_attention, load_layer, load_mlp
 from outrider.shared.nn.loader import CheckpointReader, ExpectedTensors, Shape, TensorSource
 from outrider.shared.nn.rope import RotaryEmbedding
+from outrider.shared.nn.weight_sizes import gib, loaded_bytes
 from outrider.shared.obs.logging import get_logger
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -42,6 +43,8 @@ _log = get_logger("outrider.decoder")
 Pool = TypeVar("Pool", bound=KVPool)
 Progress = Callable[[int, int], None]
 """Called with (bytes loaded, bytes in all)."""
+OnLayer = Callable[[DecoderLayer], None]
+"""Changes a layer as soon as it is loaded, before the next one is: what it lets go is free again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +114,10 @@ class Decoder:
         try:
             for layer in self.layers:
                 quantize_layer(layer)
+            head = Fp8Linear.of(self._head)
         except TypeError as error:
             raise ConfigurationError(f"quantization fp8: {error}. Serve this model without it.", field="quantization") from error
-        self.use_rounded(Fp8Linear.of(self._head))
+        self.use_rounded(head)
         self._fuse()
 
     def use_rounded(self, head: Linear) -> None:
@@ -128,6 +132,7 @@ class Decoder:
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
         progress: Progress | None = None,
+        on_layer: OnLayer | None = None,
     ) -> Decoder:
         """Load a Hugging Face model folder.
 
@@ -136,6 +141,7 @@ class Decoder:
             device: Where the weights go, file by file, without a second copy in host memory.
             dtype: Of weights and activations; None is fp32 on the CPU and bf16 on CUDA.
             progress: Told how many bytes are loaded.
+            on_layer: Changes every layer (not of models that `transformers` computes).
 
         Raises:
             CheckpointError: Something is missing, unexpected, misshaped, corrupt or unsupported; nothing was allocated then.
@@ -146,18 +152,26 @@ class Decoder:
         try:
             if isinstance(config, GenericConfig):
                 return _open_generic(path, config, torch.device(device), dtype, progress)
-            return cls._load(path, config, torch.device(device), dtype, progress)
+            return cls._load(path, config, torch.device(device), dtype, progress, on_layer)
         except torch.OutOfMemoryError as error:
             raise ConfigurationError(
-                f"{path} does not fit into the free memory of {device} as {str(dtype).removeprefix('torch.')}; choose another device or a "
-                "smaller dtype, or end what else uses it.",
+                f"{path} does not fit into the free memory of {device}: its weights need {_needed(path, config, dtype)} as "
+                f"{str(dtype).removeprefix('torch.')}; choose another device or a smaller dtype, or end what else uses it.",
                 field="device",
             ) from error
 
     @classmethod
-    def _load(cls, path: Path | str, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: Progress | None) -> Decoder:
+    def _load(
+        cls,
+        path: Path | str,
+        config: ModelConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        progress: Progress | None,
+        on_layer: OnLayer | None,
+    ) -> Decoder:
         with checked_source(path, config, device, dtype, progress) as checkpoint, torch.inference_mode():
-            parts = _load_parts(checkpoint.source, config)
+            parts = _load_parts(checkpoint.source, config, on_layer)
         return cls(config, parts.embedding, parts.layers, parts.norm, parts.lm_head, checkpoint.fingerprint)
 
     @property
@@ -298,6 +312,14 @@ def _open_generic(path: Path | str, config: GenericConfig, device: torch.device,
     return decoder
 
 
+def _needed(path: Path | str, config: ModelConfig, dtype: torch.dtype) -> str:
+    """Return what the weights of a folder that could not be loaded take."""
+    names = expected_tensors(config)
+    with CheckpointReader(path) as reader:
+        stored = reader.tensors.items()
+        return gib(sum(loaded_bytes(name, info, dtype) for name, info in stored if name in names or isinstance(config, GenericConfig)))
+
+
 def default_dtype(device: torch.device | str) -> torch.dtype:
     """Return what ``dtype auto`` means: bf16 on CUDA, fp32 elsewhere."""
     return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
@@ -320,10 +342,14 @@ class _Parts:
     lm_head: torch.Tensor
 
 
-def _load_parts(source: TensorSource, config: ModelConfig) -> _Parts:
+def _load_parts(source: TensorSource, config: ModelConfig, on_layer: OnLayer | None = None) -> _Parts:
     table = (config.vocab_size, config.hidden_size)
     embedding = source.take(EMBEDDING, table)
-    layers = [load_layer(source, config, f"model.layers.{index}.", index) for index in range(config.num_layers)]
+    layers = []
+    for index in range(config.num_layers):
+        layers.append(load_layer(source, config, f"model.layers.{index}.", index))
+        if on_layer is not None:
+            on_layer(layers[-1])
     norm = RMSNorm(source.take(FINAL_NORM, (config.hidden_size,)), config.rms_norm_eps)
     return _Parts(embedding, layers, norm, embedding if config.tie_word_embeddings else source.take(LM_HEAD, table))
 

@@ -84,13 +84,15 @@ class Fp8Linear(Linear):
 
 
 def quantize_layer(layer: DecoderLayer) -> DecoderLayer:
-    """Keep the projections of a layer with plain attention and a dense MLP in FP8; returns it.
+    """Keep the projections of a layer with plain attention and a dense MLP in FP8, if they are not yet; returns it.
 
     Raises:
         TypeError: The layer, or one of its weights, is of another kind.
     """
     if type(layer.attention) is not Attention or type(layer.mlp) is not GatedMLP:
         raise TypeError(f"FP8 weights are for dense decoders with plain attention, not for {type(layer.attention).__name__}")
+    if layer.attention.qkv.rounded:
+        return layer
     layer.attention.qkv = Fp8Linear.of(layer.attention.qkv)
     layer.attention.o = Fp8Linear.of(layer.attention.o)
     layer.mlp.gate_up = Fp8Linear.of(layer.mlp.gate_up)

@@ -7,13 +7,17 @@ rounded copy of the output head.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from outrider.kernels._fp8 import FP8, FP8_MAX, convert
 from outrider.shared.base.errors import ConfigurationError
-from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.config import ModelConfig
+from outrider.shared.nn.decoder import Decoder, OnLayer
+from outrider.shared.nn.fp8_linear import quantize_layer
 from outrider.shared.nn.generic.layout import GenericConfig
-from outrider.shared.nn.layers import Attention, GatedMLP
+from outrider.shared.nn.layers import Attention, DecoderLayer, GatedMLP
 from outrider.shared.nn.linear import Linear
 
 SMALLEST_SCALE = 1e-12  # of a row of zeros
@@ -67,33 +71,54 @@ class RoundedLinear(Linear):
         return residual + self(x)
 
 
+def fp8_rounding(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> OnLayer:
+    """Return what rounds a layer's products to FP8: while a model is loaded, so that no more than one layer is wide at once, or after.
+
+    The function raises ConfigurationError for layers of a kind that has no FP8 products.
+
+    Raises:
+        ConfigurationError: The model, its GPU or its type have none; `field` is the setting.
+    """
+    if isinstance(config, GenericConfig):
+        raise _refused(f"{config.architecture} runs through transformers' modules")
+    if device.type == "cuda":
+        if torch.cuda.get_device_capability(device) < (8, 9):
+            raise _refused("the GPU has no FP8 products (compute capability 8.9 or higher has)")
+        if dtype is not torch.bfloat16:
+            raise _refused(f"FP8 products give bfloat16, and the model runs in {str(dtype).removeprefix('torch.')}")
+    return partial(_round_layer, on_gpu=device.type == "cuda")
+
+
+def _round_layer(layer: DecoderLayer, *, on_gpu: bool) -> None:
+    attention, mlp = layer.attention, layer.mlp
+    if not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP):
+        block = attention if not isinstance(attention, Attention) else mlp
+        raise _refused(f"the model has layers of another kind ({type(block).__name__})")
+    if attention.qkv.rounded:
+        return
+    if on_gpu:
+        quantize_layer(layer)
+        return
+    attention.qkv, attention.o = RoundedLinear(attention.qkv), RoundedLinear(attention.o)
+    mlp.gate_up, mlp.down = RoundedLinear(mlp.gate_up), RoundedLinear(mlp.down)
+
+
 @torch.inference_mode()
 def quantize_fp8(decoder: Decoder) -> None:
     """Compute the products of a decoder's layers in FP8 from now on; call before its first pass.
 
+    Layers that were rounded while they were loaded stay as they are.
+
     Raises:
         ConfigurationError: The decoder's layers, its GPU or its type have no FP8 products; `field` is the setting.
     """
-    if isinstance(decoder.config, GenericConfig):
-        raise _refused(f"{decoder.config.architecture} runs through transformers' modules")
-    blocks = [(layer.attention, layer.mlp) for layer in decoder.layers]
-    for attention, mlp in blocks:
-        if not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP):
-            block = attention if not isinstance(attention, Attention) else mlp
-            raise _refused(f"the model has layers of another kind ({type(block).__name__})")
+    round_layer = fp8_rounding(decoder.config, decoder.device, decoder.dtype)
+    for layer in decoder.layers:
+        round_layer(layer)
     if decoder.device.type == "cuda":
-        if torch.cuda.get_device_capability(decoder.device) < (8, 9):
-            raise _refused("the GPU has no FP8 products (compute capability 8.9 or higher has)")
-        if decoder.dtype is not torch.bfloat16:
-            raise _refused(f"FP8 products give bfloat16, and the model runs in {str(decoder.dtype).removeprefix('torch.')}")
         decoder.quantize_fp8()
-        return
-    for attention, mlp in blocks:
-        assert isinstance(attention, Attention)
-        assert isinstance(mlp, GatedMLP)
-        attention.qkv, attention.o = RoundedLinear(attention.qkv), RoundedLinear(attention.o)
-        mlp.gate_up, mlp.down = RoundedLinear(mlp.gate_up), RoundedLinear(mlp.down)
-    decoder.use_rounded(RoundedLinear(Linear(decoder.lm_head)))
+    else:
+        decoder.use_rounded(RoundedLinear(Linear(decoder.lm_head)))
 
 
 def _refused(why: str) -> ConfigurationError:

@@ -9,7 +9,7 @@ import torch
 
 from outrider.kernels.verify import SamplingTensors, choose_tokens
 from outrider.shared.nn.config import ModelConfig
-from outrider.shared.nn.decoder import EMBEDDING, FINAL_NORM, LM_HEAD, CheckedSource, Decoder
+from outrider.shared.nn.decoder import EMBEDDING, FINAL_NORM, LM_HEAD, CheckedSource, Decoder, OnLayer
 from outrider.shared.nn.layers import DecoderLayer, RMSNorm
 from outrider.shared.nn.load import load_layer
 from outrider.shared.nn.quantized import quantize_fp8
@@ -126,13 +126,25 @@ Rank = TypeVar("Rank", bound=ShardedDecoder)
 
 
 @torch.inference_mode()
-def build_rank(kind: type[Rank], checkpoint: CheckedSource, shard: Shard, collectives: Collectives, reduce: Reduce) -> Rank:
-    """Make a rank's decoder from a source of whole tensors, each of which is cut on the device."""
+def build_rank(
+    kind: type[Rank],
+    checkpoint: CheckedSource,
+    shard: Shard,
+    collectives: Collectives,
+    reduce: Reduce,
+    on_layer: OnLayer | None = None,
+) -> Rank:
+    """Make a rank's decoder from a source of whole tensors, each of which is cut on the device; `on_layer` as of `Decoder.load`."""
     config, local, source = shard.config, shard.local, checkpoint.source
     table = (config.vocab_size, config.hidden_size)
     parts = ShardedSource(source, shard)
     embedding = source.take(EMBEDDING, table)
-    layers = [parallelise(load_layer(parts, local, f"model.layers.{index}.", index), reduce) for index in range(config.num_layers)]
+    layers = []
+    for index in range(config.num_layers):
+        layer = load_layer(parts, local, f"model.layers.{index}.", index)
+        if on_layer is not None:
+            on_layer(layer)
+        layers.append(parallelise(layer, reduce))
     norm = RMSNorm(source.take(FINAL_NORM, (config.hidden_size,)), config.rms_norm_eps)
     tied = config.tie_word_embeddings
     head = shard.output_head(embedding if tied else source.take(LM_HEAD, table))
