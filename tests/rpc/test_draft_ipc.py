@@ -256,6 +256,23 @@ def test_a_stranger_that_hangs_up_leaves_nothing(service: DraftService) -> None:
     wait_for(lambda: not ipc._sockets)
 
 
+def test_a_draft_that_hangs_up_before_the_mailboxes_are_offered_leaves_no_descriptors(service: DraftService) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    target = IpcTarget(service, rounds=True)
+    target.carrier.hello(target.hello)
+    target.carrier._session.close()
+    before = descriptors()
+    for _ in range(5):
+        with pytest.raises(ConnectionLost):
+            target.carrier.open_bulk(target.hello.target_id)
+        assert target.carrier.rounds is None
+    gc.collect()  # mappings have descriptors of their own
+    assert descriptors() <= before
+    target.leave()
+
+
 def test_targets_that_come_and_go_leave_nothing(service: DraftService) -> None:
     """Without the garbage collector, which may not run for long."""
 
