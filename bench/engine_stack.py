@@ -1,6 +1,7 @@
 """An engine in this process, as `outrider serve target` builds it, over random weights: the model, its draft, and batches through both.
 
-This module alone of `bench` knows the services' insides; the others measure what it offers.
+What the services are made of is known here and where single parts of them are set up (`draft_stack`, `remote_draft`, the inputs of
+kernels); the other modules measure what these offer.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from outrider.bench.answers import Answer, AnswerSink
 from outrider.bench.random_head import memory_folder, write_random_head
 from outrider.bench.random_target import random_target
 from outrider.bench.remote_draft import RemoteDraft, Transport
@@ -29,19 +30,11 @@ from outrider.services.draft.settings import DraftSettings
 from outrider.services.option_checks import DEVICE
 from outrider.services.supervisor import Surroundings
 from outrider.services.target.app import StandIn, Target
-from outrider.services.target.request import (
-    Event,
-    FailedEvent,
-    FinishedEvent,
-    GenerationRequest,
-    SamplingParams,
-    SpeculationMode,
-    TokensEvent,
-)
+from outrider.services.target.request import GenerationRequest, SamplingParams, SpeculationMode
 from outrider.services.target.settings import TargetSettings
 from outrider.services.target.synthetic import SyntheticAcceptance, rates_of_mean
 from outrider.services.target.tp import start_group
-from outrider.shared.base.errors import ConfigurationError, OutriderError, UnavailableError
+from outrider.shared.base.errors import ConfigurationError, UnavailableError
 from outrider.shared.kv.pool import CacheSizing
 from outrider.shared.nn.decoder import Decoder, default_dtype
 from outrider.shared.spec.drafter import DrafterState
@@ -94,27 +87,6 @@ class EngineOptions:
         return self.drafts and self.transport is not Transport.INPROC
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What one sequence of a batch got.
-
-    Attributes:
-        arrivals: Seconds after the batch was handed over, one per step that brought tokens.
-        tokens: Of the answer.
-        rounds: Verified after the prefill.
-        draft_rounds: Of these, with draft nodes.
-        accept_length: Tokens per round with draft nodes, the bonus token counted.
-        fallback: Why rounds went without, if any did.
-    """
-
-    arrivals: Sequence[float]
-    tokens: int
-    rounds: int
-    draft_rounds: int
-    accept_length: float
-    fallback: str
-
-
 Taken = tuple[float, list[Answer]]
 """The seconds of a batch, and its answers."""
 
@@ -134,6 +106,11 @@ class BenchEngine:
         """Where the target runs; with several GPUs, the first of them."""
         return self.decoder.device
 
+    @property
+    def graphs(self) -> int:
+        """CUDA graphs that the target holds by now, its steps and rounds."""
+        return self._target.recorded_graphs
+
     def set_accept_length(self, accept_length: float) -> str:
         """Let rounds accept so many tokens on average from now on; returns the label of what is measured with it."""
         self.synthetic.set_rates(rates_of_mean(accept_length))
@@ -150,7 +127,7 @@ class BenchEngine:
             new_tokens: Of every answer, or of each.
             tree: Shape of every round, or None for plain decoding.
         """
-        sink = _Sink(len(prompts))
+        sink = AnswerSink(len(prompts))
         engine = self._target.engine
         mode = SpeculationMode.ON if tree else SpeculationMode.OFF
         shape = tree or DraftShape(1, 1, 1)
@@ -178,7 +155,7 @@ class BenchEngine:
 class RunningBatch:
     """A batch that is being answered. Make it by `BenchEngine.start_batch`."""
 
-    def __init__(self, sink: _Sink) -> None:
+    def __init__(self, sink: AnswerSink) -> None:
         self._sink = sink
 
     def wait(self) -> Taken:
@@ -209,63 +186,6 @@ class RunningBatch:
             raise UnavailableError(f"The engine did not answer within {ANSWER_S:.0f} s.")
         if self._sink.error is not None:
             raise self._sink.error
-
-
-class _Sink:
-    """Notes when tokens arrive. Called on the engine's thread."""
-
-    def __init__(self, requests: int) -> None:
-        self.requests = requests
-        self.started = 0.0
-        self.ended = 0.0
-        self.done = threading.Event()
-        self.stepped = threading.Condition()
-        self.error: OutriderError | None = None
-        self._open = requests
-        self._arrivals: dict[str, list[float]] = {}
-        self._finished: dict[str, FinishedEvent] = {}
-
-    def deliver(self, events: Sequence[Event]) -> None:
-        """See `EventSink.deliver`."""
-        now = time.perf_counter()
-        with self.stepped:
-            for event in events:
-                if isinstance(event, TokensEvent):
-                    self._arrivals.setdefault(event.request_id, []).append(now)
-                    continue
-                self._open -= 1
-                if isinstance(event, FailedEvent):
-                    self.error = event.error
-                else:
-                    self._finished[event.request_id] = event
-            self.stepped.notify_all()
-        if not self._open:
-            self.ended = now
-            self.done.set()
-
-    @property
-    def fewest_steps(self) -> int:
-        """Steps that brought tokens to the sequence that got the fewest."""
-        return min(map(len, self._arrivals.values())) if len(self._arrivals) == self.requests else 0
-
-    @property
-    def some_ended(self) -> bool:
-        """Whether a sequence is complete, or failed."""
-        return self._open < self.requests
-
-    def answer(self, request_id: str) -> Answer:
-        """Return what a finished request got."""
-        finished = self._finished[request_id]
-        report = finished.speculation
-        drafted = sum(report.accepted_histogram) if report.draft_tokens else 0
-        return Answer(
-            arrivals=[at - self.started for at in self._arrivals[request_id]],
-            tokens=finished.completion_tokens,
-            rounds=report.rounds,
-            draft_rounds=drafted,
-            accept_length=report.accept_length,
-            fallback=report.fallback_reason,
-        )
 
 
 @contextmanager

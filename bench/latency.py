@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
+from outrider.bench.answers import Answer
 from outrider.bench.clock import percentile, summarise
 from outrider.bench.engine_stack import (
-    Answer,
     BenchEngine,
     EngineOptions,
     RunningBatch,
@@ -150,7 +150,7 @@ def _run(options: LatencyOptions) -> int:
     profiles: dict[str, Any] = {}
     note = SYNTHETIC if any(shape.tree for shape in options.shapes) else ""
     start: dict[str, Any] = {}
-    more = {"start": start, "profiles": profiles, "failed": failed}
+    more: dict[str, Any] = {"start": start, "profiles": profiles, "failed": failed}
     result = Result("latency", _settings(options, device, dtype, ceilings), rows, more, note)
     began, cached = time.perf_counter(), compiled_kernels()
     with running_engine(options.engine) as engine:
@@ -168,6 +168,7 @@ def _run(options: LatencyOptions) -> int:
             except (OutriderError, RuntimeError) as error:  # the other cases still count
                 failed[case] = f"{type(error).__name__}: {error}"[:500]
                 print(f"{case} failed: {failed[case]}", file=sys.stderr)
+            more["graphs"] = engine.graphs
             result.save(options.output)
     return finish(result, options.output, ("tok_s", "accept_length", "gap_p99_ms", "gpu_idle_between")) or int(bool(failed))
 

@@ -148,7 +148,8 @@ class LoadSummary:
     Attributes:
         first_token, between, per_token, whole: Percentiles by `PERCENTILES`: TTFT, gaps between pieces, mean time of a token, e2e.
         requests, failed: Counts.
-        request_rate, token_rate: Answered per second, over the time from the first arrival to the last answer.
+        request_rate, token_rate: Answered per second, over the time from the first arrival to the last answer, or as long as requests might
+            arrive.
         good_rate: Answered per second within the limits; equal to `request_rate` without limits.
         tokens_per_request: Mean of those answered.
         accept_length: Mean over requests with drafts, weighted by tokens; 1.0 without any.
@@ -169,13 +170,15 @@ class LoadSummary:
     errors: list[str]
 
 
-def summarise_load(experiences: Sequence[Experience], first_token_limit_ms: float | None, per_token_limit_ms: float | None) -> LoadSummary:
-    """Reduce what a load experienced; the limits are those of goodput."""
+def summarise_load(
+    experiences: Sequence[Experience], first_token_limit_ms: float | None, per_token_limit_ms: float | None, lasted_s: float = 0.0
+) -> LoadSummary:
+    """Reduce what a load experienced; the limits are those of goodput, `lasted_s` the seconds during which requests might arrive."""
     answered = [experience for experience in experiences if not experience.error]
     span = max((experience.ended for experience in experiences), default=0.0) - min(
         (experience.sent for experience in experiences), default=0.0
     )
-    span = max(span, 1e-9)
+    span = max(span, lasted_s, 1e-9)
     good = [
         experience
         for experience in answered

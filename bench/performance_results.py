@@ -222,7 +222,8 @@ class Results:
         return None
 
     def vllm(self, config: str, batch: int) -> tuple[Peer, Mapping[str, Any]] | None:
-        """Return the latest file that has a configuration of vLLM's (``vllm*.jsonl``, by its script), and its first run of it."""
+        """Return the latest file that has a configuration of vLLM's (``vllm*.jsonl``: a line of ours that tells
+        when and where, then those of its script), and its first run of it."""
         wanted = {"case": "run", "config": config, "bs": batch}
         for peer in self._peers:
             for line in peer.lines:

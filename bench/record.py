@@ -47,7 +47,7 @@ class Row:
         """How many times the floor; at least about 1, for times and rates alike."""
         if not self.floor or not self.value:
             return None
-        return self.floor / self.value if "/s" in self.unit else self.value / self.floor
+        return self.floor / self.value if "/" in self.unit else self.value / self.floor
 
     def as_json(self) -> dict[str, Any]:
         """Return the row with its ratio."""

@@ -139,6 +139,7 @@ def serve_rows(summary: LoadSummary, alone: LoadSummary, load: Load) -> list[Row
         Row("requests", summary.request_rate, "req/s", offered, "offered"),
         Row("requests within the limits (goodput)", summary.good_rate, "req/s", offered, "offered"),
         Row("tokens", summary.token_rate, "tok/s", offered * summary.tokens_per_request, "offered"),
+        Row("tokens a round with drafts (accept length)", summary.accept_length, "tok/round", alone.accept_length, "alone"),
     ]
     return rows
 
@@ -165,7 +166,7 @@ async def _measure(
     finally:
         await client.close()
     limits = (options.first_token_limit_ms, options.per_token_limit_ms)
-    return summarise_load(loaded, *limits), summarise_load(lone, *limits)
+    return summarise_load(loaded, *limits, lasted_s=options.load.duration_s), summarise_load(lone, *limits)
 
 
 def _client(options: ServeOptions, url: str | None, grpc: str | None) -> LoadClient:

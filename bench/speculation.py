@@ -254,12 +254,13 @@ def summarise(runs: Runs, num_prompts: int) -> list[dict[str, Any]]:
     for temperature in TEMPERATURES:
         of = {kind: [runs[index, temperature, kind] for index in range(num_prompts)] for kind in Kind}
         speed = {kind: [run.tokens_per_s for run in of[kind]] for kind in Kind}
+        accepted = {kind: round(statistics.mean(run.accept_length for run in of[kind]), 3) for kind in DRAFTED}
         rows.append(
             {
                 "temperature": temperature,
-                **{_ratio_name(a, b): _ratios(speed[a], speed[b]) for a, b in RATIOS},
+                **{_ratio_name(a, b): _ratios(speed[a], speed[b], accepted.get(a, 1.0)) for a, b in RATIOS},
                 "tokens_per_s": {kind.value: round(statistics.median(speed[kind]), 1) for kind in Kind},
-                "accept_length": {kind.value: round(statistics.mean(run.accept_length for run in of[kind]), 3) for kind in DRAFTED},
+                "accept_length": {kind.value: accepted[kind] for kind in DRAFTED},
                 "same_text": {
                     kind.value: sum(a.token_ids == b.token_ids for a, b in zip(of[kind], of[Kind.OFF], strict=True)) for kind in DRAFTED
                 },
@@ -288,11 +289,12 @@ def _ratio_name(numerator: Kind, denominator: Kind) -> str:
     return f"{numerator.value}_over_{denominator.value}"
 
 
-def _ratios(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles of the ratios, pair by pair."""
+def _ratios(numerators: Sequence[float], denominators: Sequence[float], most: float) -> dict[str, float]:
+    """Return median and quartiles of the ratios, pair by pair, beside the `most` that they can be: with drafts the accept length, if a
+    round took no longer than a step, and 1 without."""
     ratios = sorted(a / b for a, b in zip(numerators, denominators, strict=True))
     low, median, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else [ratios[0]] * 3
-    return {"median": round(median, 3), "p25": round(low, 3), "p75": round(high, 3)}
+    return {"median": round(median, 3), "p25": round(low, 3), "p75": round(high, 3), "floor": most, "ratio": round(most / median, 3)}
 
 
 def _as_json(run: Run) -> dict[str, Any]:

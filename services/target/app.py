@@ -232,6 +232,11 @@ class Target:
         )
         _log.info("engine started", pages=plan.pages, page_size=settings.page_size, device=str(device), dtype=str(decoder.dtype))
 
+    @property
+    def recorded_graphs(self) -> int:
+        """How many CUDA graphs it holds."""
+        return len(self._graphs.keys)
+
     async def wait_for_draft(self, timeout_s: float) -> None:
         """Give the draft time to come up, less what the recording has waited for it, then go on without it.
 

@@ -45,7 +45,7 @@ class SyntheticAcceptance:
         """
         if not 0 < len(rates) <= MAX_LEVELS or not all(0.0 <= rate <= 1.0 for rate in rates):
             raise ConfigurationError(
-                f"acceptance rates are 1 to {MAX_LEVELS} numbers between 0 and 1, not {list(rates)}.", field="--accept-rates"
+                f"acceptance rates are 1 to {MAX_LEVELS} numbers between 0 and 1, not {list(rates)}.", field="--accept-length"
             )
         self.rates = tuple(rates)
         self._survival = tuple(math.prod(self.rates[: depth + 1]) for depth in range(len(self.rates)))

@@ -33,9 +33,10 @@ def test_ratios_are_paired_by_prompt() -> None:
     runs = runs_of({Kind.ON: [200, 100, 130], Kind.AUTO: [150, 50, 50], Kind.OFF: [100, 50, 50], Kind.NO_DRAFT: [100, 50, 40]})
     row = summarise(runs, 3)[0]
     assert row["temperature"] == 0.0
-    assert row["on_over_off"] == {"median": 2.0, "p25": 2.0, "p75": 2.3}
+    assert row["on_over_off"] == {"median": 2.0, "p25": 2.0, "p75": 2.3, "floor": 4.0, "ratio": 2.0}, "at most the accept length"
     assert row["auto_over_off"]["median"] == 1.0
     assert row["off_over_no_draft"]["median"] == 1.0
+    assert row["off_over_no_draft"]["floor"] == 1.0
     assert row["tokens_per_s"] == {"on": 130.0, "auto": 50.0, "off": 50.0, "no_draft": 50.0}
     assert row["accept_length"] == {"on": 4.0, "auto": 4.0}
     assert row["same_text"] == {"on": 3, "auto": 3}

@@ -163,5 +163,7 @@ def test_a_load_is_summed_up() -> None:
     load = Load(2.0, 3.0)
     rows = serve_rows(summary, summary, load)
     assert all(row.ratio is not None for row in rows), "every figure stands beside its floor"
-    assert rows[-1].floor == pytest.approx(5 * len(load.arrivals()) / 3.0), "requests of five tokens each"
+    assert rows[-2].floor == pytest.approx(5 * len(load.arrivals()) / 3.0), "requests of five tokens each"
+    assert (rows[-1].value, rows[-1].floor) == (summary.accept_length, summary.accept_length)
+    assert summarise_load([answered, slow, failed], None, None, lasted_s=4.0).request_rate == pytest.approx(2 / 4.0)
     assert summary.accept_length == pytest.approx((3.0 * 7 + 1.5 * 3) / 10)

@@ -44,7 +44,7 @@ def test_the_table_shows_the_latest_fitting_result(tmp_path: Path) -> None:
 def test_the_table_says_what_was_missed_and_compares_with_the_same_call(tmp_path: Path) -> None:
     rows = [
         latency_row("round chain 3, batch 64", 10.0, tok_s=15_000.0),
-        latency_row("round tree 5/8/32, batch 1", 6.5, gpu_idle_between=0.02),
+        latency_row("round tree 5/8/32, batch 1", 6.5, gpu_idle_between=0.02, gpu_idle=0.025),
     ]
     record(tmp_path, "ours", "latency", SETTINGS, rows)
     record(tmp_path, "grpc", "latency", SETTINGS | {"transport": "grpc"}, [latency_row("round tree 5/8/32, batch 1", 6.6)])
@@ -56,7 +56,7 @@ def test_the_table_says_what_was_missed_and_compares_with_the_same_call(tmp_path
     assert "**1.071 × (15,000 tok/s)** |" in against
     assert "vLLM 14,000 tok/s" in against
     assert "**1.015 × (6.60 ms)** |" in line_of(tmp_path, "`grpc:` on loopback ÷ in process")
-    assert "**2.0 % (6.50 ms)** |" in line_of(tmp_path, "GPU idle between rounds, tree 5/8/32, batch 1")
+    assert "**2.0 % in pauses over 8 µs, 2.5 % in all (6.50 ms)** |" in line_of(tmp_path, "GPU idle between rounds, tree 5/8/32, batch 1")
 
 
 def test_a_profiled_run_counts_for_idle_shares_only(tmp_path: Path) -> None:

@@ -1,0 +1,89 @@
+"""When the tokens of a batch arrive, and what its sequences got."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.services.target.request import Event, FailedEvent, FinishedEvent, TokensEvent
+from outrider.shared.base.errors import OutriderError
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one sequence of a batch got.
+
+    Attributes:
+        arrivals: Seconds after the batch was handed over, one per step that brought tokens.
+        tokens: Of the answer.
+        rounds: Verified after the prefill.
+        draft_rounds: Of these, with draft nodes.
+        accept_length: Tokens per round with draft nodes, the bonus token counted.
+        fallback: Why rounds went without, if any did.
+    """
+
+    arrivals: Sequence[float]
+    tokens: int
+    rounds: int
+    draft_rounds: int
+    accept_length: float
+    fallback: str
+
+
+class AnswerSink:
+    """Notes when tokens arrive. Called on the engine's thread."""
+
+    def __init__(self, requests: int) -> None:
+        self.requests = requests
+        self.started = 0.0
+        self.ended = 0.0
+        self.done = threading.Event()
+        self.stepped = threading.Condition()
+        self.error: OutriderError | None = None
+        self._open = requests
+        self._arrivals: dict[str, list[float]] = {}
+        self._finished: dict[str, FinishedEvent] = {}
+
+    def deliver(self, events: Sequence[Event]) -> None:
+        """See `EventSink.deliver`."""
+        now = time.perf_counter()
+        with self.stepped:
+            for event in events:
+                if isinstance(event, TokensEvent):
+                    self._arrivals.setdefault(event.request_id, []).append(now)
+                    continue
+                self._open -= 1
+                if isinstance(event, FailedEvent):
+                    self.error = event.error
+                else:
+                    self._finished[event.request_id] = event
+            self.stepped.notify_all()
+        if not self._open:
+            self.ended = now
+            self.done.set()
+
+    @property
+    def fewest_steps(self) -> int:
+        """Steps that brought tokens to the sequence that got the fewest."""
+        return min(map(len, self._arrivals.values())) if len(self._arrivals) == self.requests else 0
+
+    @property
+    def some_ended(self) -> bool:
+        """Whether a sequence is complete, or failed."""
+        return self._open < self.requests
+
+    def answer(self, request_id: str) -> Answer:
+        """Return what a finished request got."""
+        finished = self._finished[request_id]
+        report = finished.speculation
+        drafted = sum(report.accepted_histogram) if report.draft_tokens else 0
+        return Answer(
+            arrivals=[at - self.started for at in self._arrivals[request_id]],
+            tokens=finished.completion_tokens,
+            rounds=report.rounds,
+            draft_rounds=drafted,
+            accept_length=report.accept_length,
+            fallback=report.fallback_reason,
+        )
