@@ -70,6 +70,7 @@ class HostRounds:
         """Wait for the proposal, verify it, commit and deliver what was chosen."""
         drafts = self._parts.proposals.collect(proposal, decodes)
         times.proposed = time.monotonic()
+        timed = self._parts.proposals.timed(proposal, decodes, drafts, times.draft_wait_s)
         outcomes, features = self._runner.verify(decodes, drafts)
         times.verified = time.monotonic()
         base_lens = [sequence.committed_len for sequence in decodes]
@@ -102,14 +103,14 @@ class HostRounds:
             if self._parts.delivery.tokens(sequence, done, trace):
                 self._parts.forget(sequence)
         times.committed = time.monotonic()
-        depth, chains = (proposal.depth, proposal.chains) if proposal else (0, ())
+        depth, chains = (timed.depth, timed.chains) if timed else (0, ())
         executed = executed_step(decodes, outcomes, num_nodes, drafts, depth, chains, times)
         if self._drafts:
             self._parts.controller.observe(executed)
-            if proposal is not None:
+            if timed is not None:
                 # Without an answer it would have taken longer than it was waited for.
                 answered = max(num_nodes) > 1
-                self._parts.controller.costs.observe_answer((times.proposed - proposal.announced_at) * (1.0 if answered else 2.0))
+                self._parts.controller.costs.observe_answer((times.proposed - timed.announced_at) * (1.0 if answered else 2.0))
         self._parts.metrics.observe_round(executed, times)
 
     def commit(self, commits: Seq[Commit | None]) -> None:

@@ -19,6 +19,9 @@ from outrider.shared.spec.tree import NO_DRAFT, DraftBatch, DraftShape
 HOST = torch.device("cpu")
 """Where trees of one node are made: they travel with all else that a pass reads."""
 
+ANSWERED = ("", "empty_tree")
+"""Reasons of a drafter that answered, with the root alone."""
+
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
@@ -95,6 +98,22 @@ class Proposals:
         if max(num_nodes) == 1:
             return root_trees(roots, HOST)
         return scatter_trees(drafts, proposal.rows, roots)
+
+    def timed(self, proposal: Proposal | None, decodes: Seq[Sequence], drafts: DraftBatch, wait_s: float) -> Proposal | None:
+        """Return the proposal if the wait for it says what proposals cost: not if the drafter owes it and was not waited for to the end.
+
+        Args:
+            proposal: What was collected just now, before anything else is announced.
+            decodes: The batch.
+            drafts: What `collect` returned.
+            wait_s: How long the batch stood still for it.
+        """
+        if proposal is None or drafts.tokens.shape[1] > 1:
+            return proposal
+        if proposal.request.deadline_s is not None and wait_s >= proposal.request.deadline_s:
+            return proposal
+        answered = any(self._drafter.fallback_reason(decodes[place].session_id) in ANSWERED for place in proposal.rows)
+        return proposal if answered else None
 
     def common_shape(self, decodes: Seq[Sequence]) -> DraftShape | None:
         """Return the one shape with which these sequences can stay on the device, `NO_DRAFT` for plain decoding; None if there is none.

@@ -19,6 +19,7 @@ from outrider.services.target.draft_client.carriers import carrier_of
 from outrider.services.target.draft_client.connection import Connection
 from outrider.services.target.draft_client.fences import fence_from_proto, fence_to_proto
 from outrider.services.target.draft_client.link import DraftLink, TargetIdentity, Weight
+from outrider.services.target.draft_client.patience import Patience
 from outrider.services.target.draft_client.rounds_gate import RoundsGate
 from outrider.services.target.draft_client.session import DraftSession, send_frame
 from outrider.services.target.draft_client.trees import CheckedTree, check_tree, fits, pad_trees, root_tree
@@ -32,8 +33,8 @@ HOST = torch.device("cpu")
 MAX_PENDING_TOKENS = 256
 """Commits kept for a session that is not asked for drafts; above, they are sent without asking, or the session is given up."""
 BAD_TREES_TO_TRIP = 3
-WARMING_PATIENCE = 5.0
-"""A draft that shows life may take this many fault deadlines to open a session."""
+FAULTS_TO_RECONNECT = 3
+"""So many in a row without one answer: what the two sides know of each other may be damaged, and a new connection knows nothing."""
 NO_DEADLINE_US = 0
 FIRST_EPOCH = 1
 REJECTED_FOR_S = 5.0
@@ -65,9 +66,9 @@ class RemoteDrafter:
         rounds: bool = False,
     ) -> None:
         self._identity = identity
-        self._fault_deadline_s = fault_deadline_s
-        self._breaker = Breaker()
-        self._gate = RoundsGate(device, identity.vocab_size, fault_deadline_s, lambda: self._breaker.trip(time.monotonic()))
+        self._patience = Patience(fault_deadline_s)
+        self._breaker = Breaker(fault_deadline_s)
+        self._gate = RoundsGate(device, identity.vocab_size, fault_deadline_s, self._fault)
         self._link = DraftLink(address, identity, weight, self._breaker, carrier_of(address, device, rounds))
         self._connection: Connection | None = None
         self._hello = draft_pb2.HelloAck()
@@ -76,7 +77,6 @@ class RemoteDrafter:
         self._announced: ProposalRequest | None = None
         self._draft_ms = 0.0
         self._bad_trees = 0
-        self._last_sign = 0.0
         self._link.start()
 
     # ---- any thread
@@ -192,6 +192,8 @@ class RemoteDrafter:
                 continue
             asked += 1
             session.wanted = row
+            if session.asked_s is None:
+                session.asked_s = time.monotonic()
             commit = session.take_commit(features)
             commit.shape.CopyFrom(draft_pb2.Shape(depth=row.shape.depth, topk=row.shape.topk, max_nodes=row.shape.max_nodes))
             commit.deadline_us = NO_DEADLINE_US if row.must_wait else deadline_us
@@ -207,8 +209,9 @@ class RemoteDrafter:
         self._announced = None
         rows = [(row, self._sessions.get(row.fence.session_id)) for row in request.rows]
         awaited = [(row, session) for row, session in rows if session is not None and session.wanted is not None and session.tree is None]
-        if awaited:
-            self._wait(awaited, request.deadline_s)
+        in_time = not awaited or self._wait(awaited, request.deadline_s)
+        if in_time and any(session is not None and session.tree is not None for _row, session in rows):
+            self._breaker.success()
         trees: list[CheckedTree] = []
         for row, session in rows:
             tree = session.tree if session is not None else None
@@ -242,26 +245,20 @@ class RemoteDrafter:
 
     # ---- waiting
 
-    def _wait(self, awaited: list[tuple[ProposalRow, DraftSession]], deadline_s: float | None) -> None:
-        """Take in messages until every awaited row is answered or its time is over."""
+    def _wait(self, awaited: list[tuple[ProposalRow, DraftSession]], deadline_s: float | None) -> bool:
+        """Take in messages until every awaited row is answered or its time is over; returns whether that is nothing against the draft."""
         started = time.monotonic()
-        self._last_sign = started
-        patient = deadline_s is None
-        while True:
+        while (connection := self._connection) is not None:
             open_rows = [(row, session) for row, session in awaited if session.wanted is not None and session.tree is None]
             if not open_rows:
                 break
-            until = max(self._due(row, session, started, None if patient else deadline_s) for row, session in open_rows)
+            pong_s = connection.last_sign_s
+            until = max(self._patience.until(row, session, started, deadline_s, pong_s) for row, session in open_rows)
             remaining = until - time.monotonic()
             if remaining <= 0:
-                self._missed(open_rows, patient)
-                return
-            connection = self._connection
-            if connection is None:
-                break
+                return self._missed(open_rows, deadline_s is None, pong_s)
             self._take_reply(connection, remaining)
-        if any(session.tree is not None for _row, session in awaited):
-            self._breaker.success()
+        return True
 
     def _take_reply(self, connection: Connection, timeout_s: float) -> bool:
         """Take in one message, if one comes in time; False when the connection has ended."""
@@ -272,25 +269,31 @@ class RemoteDrafter:
             self._go_over(None)
         return not connection.ended.is_set()
 
-    def _due(self, row: ProposalRow, session: DraftSession, started: float, deadline_s: float | None) -> float:
-        if deadline_s is not None and not row.must_wait:
-            return started + deadline_s
-        if session.warm:
-            return started + self._fault_deadline_s
-        sign = max(self._last_sign, self._connection.last_sign_s if self._connection else 0.0)
-        return min(sign + self._fault_deadline_s, started + WARMING_PATIENCE * self._fault_deadline_s)
-
-    def _missed(self, open_rows: list[tuple[ProposalRow, DraftSession]], patient: bool) -> None:
+    def _missed(self, open_rows: list[tuple[ProposalRow, DraftSession]], patient: bool, pong_s: float) -> bool:
         """Some rows got no answer in time: a fault if they could wait, else a miss, unless the draft is still opening them."""
         now = time.monotonic()
         for _row, session in open_rows:
             session.reason = "late" if session.warm else "warming"
             session.wanted = None
-        if any(row.must_wait or patient for row, _session in open_rows):
-            _log.warning("the draft owes an answer for more than %.1f s; decoding plainly until it shows life", self._fault_deadline_s)
-            self._breaker.trip(now)
-        elif any(session.warm for _row, session in open_rows):
+            session.in_vain = not session.warm
+        if any(row.must_wait or patient or self._patience.is_over(session, now, pong_s) for row, session in open_rows):
+            deadline_s = self._patience.fault_deadline_s
+            _log.warning("the draft owes an answer for more than %.1f s; decoding plainly until it shows life", deadline_s)
+            self._fault()
+            return False
+        late = any(session.warm for _row, session in open_rows)
+        if late:
             self._breaker.miss(now)
+        return not late
+
+    def _fault(self) -> None:
+        """Leave the draft alone for a while; after some faults in a row make a new connection."""
+        self._breaker.trip(time.monotonic())
+        for session in self._sessions.values():
+            session.asked_s = None
+        if self._breaker.faults % FAULTS_TO_RECONNECT == 0 and self._connection is not None:
+            _log.warning("%d faults of the draft in a row; making a new connection", self._breaker.faults)
+            self._connection.close()
 
     # ---- messages
 
@@ -304,7 +307,7 @@ class RemoteDrafter:
             self._handle(connection, reply)
 
     def _handle(self, connection: Connection, reply: draft_pb2.SessionReply) -> None:
-        self._last_sign = time.monotonic()
+        self._patience.heard_s = time.monotonic()
         try:
             self._reply(reply)
         except ProtocolError as error:
@@ -354,10 +357,12 @@ class RemoteDrafter:
     def _take_tree(self, tree: draft_pb2.Tree) -> None:
         """Keep a tree if it answers what is asked now; anything late, twice or of another epoch is dropped."""
         session = self._sessions.get(tree.fence.session_id)
-        row = session.wanted if session is not None else None
-        if session is None or row is None or fence_from_proto(tree.fence) != row.fence:
+        if session is None or not session.live or session.fence.epoch != tree.fence.epoch:
             return
-        session.warm = True
+        session.answered()
+        row = session.wanted
+        if row is None or fence_from_proto(tree.fence) != row.fence:
+            return
         try:
             session.tree = check_tree(tree, row.root_token, row.shape, self._identity.vocab_size)
             session.reason = "" if len(session.tree.tokens) > 1 else "empty_tree"
@@ -369,7 +374,7 @@ class RemoteDrafter:
             _log.warning("dropped a tree of the draft: %s", error.message)
             if self._bad_trees >= BAD_TREES_TO_TRIP:
                 self._bad_trees = 0
-                self._breaker.trip(time.monotonic())
+                self._fault()
 
     # ---- helpers
 

@@ -242,7 +242,7 @@ class RemoteRounds:
             session.features = []
             if self._state is not None and self._state.features.shape[2]:
                 session.features.append(self._state.features[row, : len(tokens)].clone())
-            session.warm = True
+            session.answered()
         self._sessions = [None] * len(self._sessions)
         self._left(draft_pb2.RoundsLeave(rounds=self.id, chosen=self._take_untold(max(0, len(self._untold) - 1))))
 

@@ -21,6 +21,8 @@ class DraftSession:
         held: Rows that wait for that, by their first position.
         lost: The engine must reopen it.
         warm: The draft has answered for it since it was opened.
+        asked_s: Since when it owes the first answer; None if it was not asked.
+        in_vain: That was waited for, and did not come in time.
         base_len, token_ids, features: Commits not sent yet, joined.
         wanted: The fence and shape that an answer must match; None when none is awaited.
         tree: The answer.
@@ -30,10 +32,12 @@ class DraftSession:
 
     __slots__ = (
         "acked",
+        "asked_s",
         "base_len",
         "features",
         "fence",
         "held",
+        "in_vain",
         "live",
         "lost",
         "reason",
@@ -51,6 +55,8 @@ class DraftSession:
         self.held: list[tuple[int, torch.Tensor]] = []
         self.lost = False
         self.warm = False
+        self.asked_s: float | None = None
+        self.in_vain = False
         self.base_len = fence.committed_len
         self.token_ids: list[int] = []
         self.features: list[torch.Tensor] = []
@@ -62,11 +68,16 @@ class DraftSession:
     def lose(self, reason: str = "") -> None:
         """Forget everything that the draft was told; the engine reopens the sequence."""
         self.live, self.lost, self.warm, self.acked = False, True, False, False
+        self.asked_s, self.in_vain = None, False
         self.wanted, self.tree = None, None
         self.reason = reason or self.reason
         self.held.clear()
         self.token_ids.clear()
         self.features.clear()
+
+    def answered(self) -> None:
+        """The draft gave a tree for it, in time or not: it is worth waiting for."""
+        self.warm, self.in_vain = True, False
 
     def can_enter(self, columns: int, feature_size: int) -> bool:
         """Whether rounds on the device may begin with what is pending: 1 to `columns` tokens, with their features if there are any."""
