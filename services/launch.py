@@ -14,13 +14,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.services.mps import shared_gpu
 from outrider.services.option_checks import DEFAULT_MAX_SESSIONS, check_values
+from outrider.services.shared_cache import shared_kv_tokens
 from outrider.services.supervisor import ChildSpec, Echo, Supervisor, Surroundings
 from outrider.shared.base.errors import CancelledError, ConfigurationError, UnavailableError
 from outrider.shared.rpc.polling import watch_sockets
@@ -310,7 +311,10 @@ def running_stack(options: StackOptions, echo: Echo, progress: Progress, stopped
     check_options(options)
     with ExitStack() as cleanup:
         runtime_dir = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
-        plan = plan_stack(options, runtime_dir, wants_inproc(options))
+        inproc = wants_inproc(options)
+        if not inproc:
+            options = replace(options, kv_tokens=options.kv_tokens or shared_kv_tokens(options))
+        plan = plan_stack(options, runtime_dir, inproc)
         around = cleanup.enter_context(shared_gpu(runtime_dir / "mps", echo)) if options.mps else Surroundings()
         supervisor = cleanup.enter_context(Supervisor(plan.children, echo, around))
         _wait_until_ready(plan, supervisor, progress, stopped)

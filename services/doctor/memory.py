@@ -16,7 +16,8 @@ from outrider.services.draft.heads.head_config import HeadConfig
 from outrider.services.target.limits import longest_text
 from outrider.services.target.memory import DraftCache, Memory, least_tokens, more_tokens, working_bytes
 from outrider.services.target.memory import plan_memory as plan_memory_of_target
-from outrider.services.target.settings import TargetSettings
+from outrider.services.target.settings import KvCacheDtype, Quantization, TargetSettings
+from outrider.services.target.weight_fit import WeightSizes
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.kv.pool import token_bytes
 from outrider.shared.nn.config import ModelConfig
@@ -63,8 +64,13 @@ class MemoryPlan:
     total: int
 
 
-def plan_memory(pair: Pair) -> MemoryPlan:
+def plan_memory(pair: Pair, settings: TargetSettings | None = None, memory_of_device: tuple[int, int] | None = None) -> MemoryPlan:
     """Compute the plan from headers and configurations.
+
+    Args:
+        pair: What is to be served.
+        settings: Of the target; None: its defaults.
+        memory_of_device: (free, total) bytes, if they are known.
 
     Raises:
         CheckpointError: a folder cannot be read.
@@ -73,17 +79,22 @@ def plan_memory(pair: Pair) -> MemoryPlan:
     feature_size, draft_kv, draft_weights = 0, 0, 0
     if pair.drafts:
         draft_weights, draft_kv, feature_size = _draft(pair)
+    if settings is None:
+        settings = TargetSettings.load({"model": pair.target, "device": str(pair.device)})
+    if settings.quantization is Quantization.FP8:
+        target_weights = WeightSizes(pair.target, pair.dtype).of_rank(rounded=True)
+    else:
+        target_weights = _weights(pair.target, config, pair.dtype)
     target_kv = token_bytes(
-        config.num_layers, config.num_kv_heads, config.head_dim, pair.dtype, feature_size, latent=config.latent is not None
-    )
-    target_weights = _weights(pair.target, config, pair.dtype)
-    available, total = device_memory(pair.device)
+        config.num_layers, config.num_kv_heads, config.head_dim, pair.dtype, feature_size,
+        latent=config.latent is not None, kv_dtype=None if settings.kv_cache_dtype is KvCacheDtype.AUTO else torch.float8_e4m3fn,
+    )  # fmt: skip
+    available, total = memory_of_device or device_memory(pair.device)
     has_table = pair.device.type == "cuda" and pair.drafts and pair.choice.algorithm is Algorithm.EAGLE
     if has_table and pair.head.algorithm == Eagle3Head.algorithm:
         draft_weights += table_bytes(pair.head_config, pair.dtype, available - target_weights - draft_weights, total)
     weights = target_weights + draft_weights
-    settings = TargetSettings.load({"model": pair.target, "device": str(pair.device)})
-    context = longest_text(config, None)
+    context = longest_text(config, settings.max_model_len)
     on_gpu = pair.device.type == "cuda"
     reserve = working_bytes(settings, config, pair.dtype) if on_gpu else 0
     memory = Memory(total=total, free=available - weights, weights=target_weights, draft=draft_weights) if on_gpu else None

@@ -120,8 +120,8 @@ class Build:
         """Return how many pages the strategy's pool gets; to be asked when its weights are loaded."""
         if self.sizing is not None and self.settings.kv_tokens is None:
             return plan_pages(self.settings.sized(self.sizing(bytes_per_token)), bytes_per_token, None)
-        free_gpu_bytes = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else None
-        return plan_pages(self.settings, bytes_per_token, free_gpu_bytes)
+        gpu_memory = torch.cuda.mem_get_info(self.device) if self.device.type == "cuda" else None
+        return plan_pages(self.settings, bytes_per_token, gpu_memory)
 
     def attention(self) -> AttentionBackend:
         """Return an attention backend of its own."""

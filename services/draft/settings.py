@@ -15,9 +15,12 @@ from outrider.shared.base.settings import ServiceSettings, settings_config
 from outrider.shared.rpc.address import check_listen_address, grpc_address
 from outrider.shared.spec.tree import DraftShape
 
-DEFAULT_KV_TOKENS = 64 * 1024
+CPU_KV_TOKENS = 64 * 1024
 CPU_KV_BYTES = 1 << 30
-CUDA_KV_FRACTION = 0.1
+FREE_SHARE = 0.1
+"""Of what a GPU has free that may be the target's too: the most that a cache takes unasked."""
+SESSION_TOKENS = 16 * 1024
+"""For each session at most so many on average, about a target's on a large GPU (848K tokens of 8B on an H200, 64 sessions)."""
 SMALL_HEAD = 1024
 """Hidden size up to which a head's operations are too short to be worth sharing among threads."""
 
@@ -62,6 +65,12 @@ class DraftSettings(ServiceSettings):
     max_nodes: int = Field(128, ge=1, description="Largest tree that a target may ask for.")
     page_size: int = Field(16, ge=1, le=1024, description="Tokens per page of the draft's KV cache.")
     kv_tokens: int | None = Field(None, ge=1, description="Size of the draft's KV cache in tokens; by default what the memory allows.")
+    mem_fraction_static: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Share of the GPU's memory for weights and KV cache; by default the cache gets a tenth of what is free.",
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads of the draft; by default 1 for a small one, else torch's own choice.")
     lease_s: float = Field(10.0, gt=0, description="A target that is silent for so long loses its sessions.")
     evict_idle_s: float = Field(1.0, ge=0, description="A session that was idle for so long may make room for another.")
@@ -118,19 +127,25 @@ class DraftSettings(ServiceSettings):
         return dtype
 
 
-def plan_pages(settings: DraftSettings, bytes_per_token: int, free_gpu_bytes: int | None) -> int:
+def plan_pages(settings: DraftSettings, bytes_per_token: int, gpu_memory: tuple[int, int] | None) -> int:
     """Return how many pages the pool gets; pure, so that it is tested without a GPU.
 
     Args:
-        settings: `kv_tokens`, `page_size` and the caps of a tree.
+        settings: `kv_tokens`, `mem_fraction_static`, `max_sessions`, `page_size` and the caps of a tree.
         bytes_per_token: Of one token in the head's KV.
-        free_gpu_bytes: What the GPU has left once the head is loaded; None on a CPU.
+        gpu_memory: (free, total) bytes of the GPU once the head is loaded; None on a CPU.
 
     Raises:
         ConfigurationError: the pool would hold no sequence with the largest tree.
     """
-    budget = CPU_KV_BYTES if free_gpu_bytes is None else int(free_gpu_bytes * CUDA_KV_FRACTION)
-    tokens = settings.kv_tokens or min(DEFAULT_KV_TOKENS, budget // bytes_per_token)
+    if gpu_memory is None:
+        tokens = min(CPU_KV_TOKENS, CPU_KV_BYTES // bytes_per_token)
+    else:
+        free, total = gpu_memory
+        share = settings.mem_fraction_static
+        budget = int(free * FREE_SHARE) if share is None else max(0, min(free, int(total * share) - (total - free)))
+        tokens = min(settings.max_sessions * SESSION_TOKENS, budget // bytes_per_token)
+    tokens = settings.kv_tokens or tokens
     pages = -(-tokens // settings.page_size)
     smallest = settings.max_topk * settings.max_steps + settings.page_size
     if pages * settings.page_size < smallest:

@@ -179,9 +179,21 @@ def test_any_page_size_drafts_the_same(pair: tuple[Path, Path], page_size: int) 
 def test_the_plan_refuses_a_pool_without_room_for_a_tree(pair: tuple[Path, Path]) -> None:
     assert plan_pages(settings(pair), 1024, None) == 256
     assert plan_pages(settings(pair, kv_tokens=None, page_size=16), 1 << 20, None) == 64
-    assert plan_pages(settings(pair, kv_tokens=None, page_size=16), 1024, 100 << 30) == 4096
     with pytest.raises(ConfigurationError, match="at least 260"):
         plan_pages(settings(pair, kv_tokens=200), 1024, None)
+
+
+def test_a_draft_on_a_gpu_holds_about_what_a_target_does(pair: tuple[Path, Path]) -> None:
+    def tokens(bytes_per_token: int, free: int, **changes: object) -> int:
+        return 16 * plan_pages(settings(pair, **{"kv_tokens": None, "page_size": 16, **changes}), bytes_per_token, (free << 30, 140 << 30))
+
+    assert tokens(4096, 100) == 64 * 16 * 1024, "every session has room, and no more is taken"
+    assert tokens(4096, 100, max_sessions=128) == 2 * 64 * 16 * 1024
+    assert tokens(112 * 1024, 120) == pytest.approx((12 << 30) / (112 * 1024), abs=16), "the GPU may be the target's too"
+    assert tokens(112 * 1024, 120, mem_fraction_static=0.85) == pytest.approx((99 << 30) / (112 * 1024), abs=16)
+    assert tokens(112 * 1024, 120, mem_fraction_static=0.85, kv_tokens=5000) == 5008
+    with pytest.raises(ConfigurationError, match="at least"):
+        tokens(1024, 10, mem_fraction_static=0.5)
 
 
 def test_small_heads_get_one_thread_unless_told(pair: tuple[Path, Path]) -> None:
