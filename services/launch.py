@@ -154,6 +154,8 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
     children = [_child("gateway", gateway), _child("target", target | (texts if options.speculates and inproc else {}))]
     if draft_address:
         draft = {"listen": draft_address, "draft": options.draft, "target-weights": options.target} | algorithm | texts | caps | placement
+        draft |= shape
+        draft |= {name.replace("_", "-"): options.target_flags.get(name) for name in ("cuda_graph_max_bs", "disable_cuda_graph")}
         draft["max-sessions"] = _sessions(options.max_running_requests)
         children.append(_child("draft", draft, DRAFT_DRAIN_S))
     return StackPlan(tuple(children), f"http://{_reachable(options.host)}:{options.port}", target_address, draft_address)
@@ -235,7 +237,8 @@ def _check_target_flags(options: StackOptions) -> None:
     """Let the target's own settings refuse what they would refuse in its process. Costs the import of torch."""
     from outrider.services.target.settings import TargetSettings
 
-    beside = {"model": options.target, "device": options.device, "dtype": options.dtype, "tp": options.tp}
+    draft = "unix:draft" if options.speculates and not wants_inproc(options) else "none"
+    beside = {"model": options.target, "device": options.device, "dtype": options.dtype, "tp": options.tp, "draft": draft}
     TargetSettings.load({**beside, **options.target_flags}).check()
 
 
@@ -376,7 +379,8 @@ def serve_target(settings: TargetSettings) -> int:
     from outrider.services.draft.inproc import drafter_beside
     from outrider.services.draft.settings import DraftSettings
 
-    caps = {name: getattr(settings, name) for name in ("max_steps", "max_topk", "max_nodes", "page_size")}
+    alike = ("max_steps", "max_topk", "max_nodes", "page_size", "num_steps", "topk", "num_draft_tokens")
+    caps = {name: getattr(settings, name) for name in (*alike, "cuda_graph_max_bs", "disable_cuda_graph")}
     folder = settings.draft.removeprefix(INPROC)
     draft = DraftSettings.load(
         {

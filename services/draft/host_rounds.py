@@ -7,8 +7,8 @@ are recorded; the first few of any size run eagerly, by the same code.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -27,7 +27,10 @@ from outrider.shared.spec.tree import DraftBatch, DraftShape, mask_words
 
 RECORD_AFTER = 8
 """Rounds of one size before it is recorded: a recording takes as long as some tens of rounds."""
-MAX_GRAPHS = 96
+MAX_SIZES = 4096
+"""Sizes whose rounds are counted."""
+MAX_BS = 64
+"""Largest batch that is recorded, unless settings say otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +58,19 @@ class HostRounds:
         graphs: Of the device; without CUDA every round runs eagerly.
         feature_size: Width of a feature row; 0: none.
         dtype: Of the features.
+        max_bs: Says how large a batch may be that is recorded.
     """
 
-    def __init__(self, memory: RoundMemory, graphs: GraphCache, feature_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, memory: RoundMemory, graphs: GraphCache, feature_size: int, dtype: torch.dtype, max_bs: Callable[[], int] = lambda: MAX_BS
+    ) -> None:
         self._memory = memory
         self._graphs = graphs
+        self._max_bs = max_bs
         self._feature_size = feature_size
         self._dtype = dtype
         self._buffers: dict[tuple[int, int, int], _Buffers] = {}
         self._uses: Counter[RoundShape] = Counter()
-
-    @property
-    def graph_bytes(self) -> int:
-        """Device memory of the recorded rounds."""
-        return self._graphs.memory_bytes
 
     def draft(self, sessions: Sequence[Session]) -> DraftBatch:
         """Extend and grow one tree per session.
@@ -112,11 +114,13 @@ class HostRounds:
 
     def _record(self, key: tuple[RoundShape, int], size: RoundShape, buffers: _Buffers) -> bool:
         """Say whether rounds of this size are replayed; record them when they have come up often enough."""
-        if not self._graphs.enabled:
+        if not self._graphs.enabled or size.bs > _power_of_2(self._max_bs()):
             return False
         if not self._graphs.holds(key):
+            if len(self._uses) > MAX_SIZES:
+                self._uses.clear()
             self._uses[size] += 1
-            if self._uses[size] <= RECORD_AFTER or len(self._graphs.keys) >= MAX_GRAPHS:
+            if self._uses[size] <= RECORD_AFTER:
                 return False
             buffers.packed.zero_()  # idle rows: recording runs the round for real
             self._graphs.capture(key, lambda: self._run(buffers, size))
@@ -175,6 +179,27 @@ class HostRounds:
         buffers.table.update([session.lease for session in sessions])
 
 
+class DraftGraphs:
+    """The graphs of a draft and how large the batches are that are recorded.
+
+    Args:
+        device: Of the draft.
+
+    Attributes:
+        cache: Of all its rounds and prompts: they run on one stream, so they share memory.
+        max_bs: Larger batches run without.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.cache = GraphCache(device)
+        self.max_bs = MAX_BS
+
+    def limit(self, *, disabled: bool, max_bs: int) -> None:
+        """Do as the settings say; before anything is recorded."""
+        self.cache.enabled = self.cache.enabled and not disabled
+        self.max_bs = max_bs
+
+
 @dataclass(frozen=True, slots=True)
 class DraftRounds:
     """Rounds in one go of a strategy.
@@ -183,20 +208,22 @@ class DraftRounds:
         memory: Of those that stay on the device.
         host: Of those that the host starts; None where extending and growing one after the other is quicker.
         extension: Takes in short prompts before them; None where the host needs no help with that.
+        graphs: Of all of them.
     """
 
     memory: RoundMemory
     host: HostRounds | None
     extension: RecordedExtend | None = None
+    graphs: DraftGraphs = field(default_factory=lambda: DraftGraphs(torch.device("cpu")))
 
     @classmethod
     def make(cls, model: RoundModel, attention: AttentionBackend, pool: KVPool, feature_size: int, dtype: torch.dtype) -> DraftRounds:
         """Make those of a model; on a CPU, which has nothing to launch, the host goes the other way."""
-        memory = RoundMemory(RoundDrafter(model, attention, pool), pool, model.lead)
+        memory, graphs = RoundMemory(RoundDrafter(model, attention, pool), pool, model.lead), DraftGraphs(pool.device)
         if pool.device.type != "cuda":
-            return cls(memory, None)
-        extension = RecordedExtend(model, attention, pool, feature_size, dtype, GraphCache(pool.device))
-        return cls(memory, HostRounds(memory, GraphCache(pool.device), feature_size, dtype), extension)
+            return cls(memory, None, graphs=graphs)
+        extension = RecordedExtend(model, attention, pool, feature_size, dtype, graphs.cache)
+        return cls(memory, HostRounds(memory, graphs.cache, feature_size, dtype, lambda: graphs.max_bs), extension, graphs)
 
 
 def pending_rows(shape: DraftShape) -> int:

@@ -203,7 +203,7 @@ class RoundsDesk:
     """
 
     def __init__(self, engine: DraftEngine, device: torch.device, now: Callable[[], float] = time.monotonic) -> None:
-        self.graphs = GraphCache(device)
+        self.graphs = engine.strategy.rounds.graphs.cache if engine.strategy.rounds else GraphCache(device)
         self.tried: set[Hashable] = set()
         self._engine = engine
         self._device = device
@@ -355,7 +355,7 @@ class RoundsDesk:
         size, dtype = engine.strategy.info.feature_size, rounds.memory.pool.dtype
         if message.feature_size != size or (size and message.feature_dtype != wire_dtype(dtype)):
             return False
-        known = len(self._buffers) < MAX_SIZES or _size(message) in self._buffers
+        known = message.batch <= rounds.graphs.max_bs and (len(self._buffers) < MAX_SIZES or _size(message) in self._buffers)
         return known and packed_bytes(message.batch, message.columns, size, dtype) <= MAX_STATE_BYTES
 
     def _buffers_for(self, message: draft_pb2.RoundsEnter, rounds: DraftRounds) -> _Buffers:

@@ -29,6 +29,9 @@ from outrider.shared.spec.tree import DraftShape
 REFUSED_RETRY_MS = 1000
 NEVER_MS = 24 * 60 * 60 * 1000
 
+USUAL_SHAPE = DraftShape(5, 4, 16)
+"""A target's own default."""
+
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
@@ -44,6 +47,7 @@ class SessionLimits:
         evict_idle_s: When the table is full, the least recently used session may go if nobody used it for so long.
         row_source: What the strategy's rows are made of.
         rewind: Rows, besides the last, of the common prefix that a reopened session computes again.
+        usual_shape: Of most trees: what is made ready at the start.
     """
 
     max_sessions: int
@@ -55,6 +59,7 @@ class SessionLimits:
     evict_idle_s: float = 1.0
     row_source: RowSource = RowSource.FEATURES
     rewind: int = 0
+    usual_shape: DraftShape = USUAL_SHAPE
 
 
 class SessionTable:

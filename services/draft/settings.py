@@ -63,6 +63,11 @@ class DraftSettings(ServiceSettings):
     max_steps: int = Field(16, ge=1, description="Deepest tree that a target may ask for.")
     max_topk: int = Field(16, ge=1, description="Widest branching that a target may ask for.")
     max_nodes: int = Field(128, ge=1, description="Largest tree that a target may ask for.")
+    num_steps: int = Field(5, ge=1, description="Depth of the trees that are recorded at start: the target's own default.")
+    topk: int = Field(4, ge=1, description="Branching of these trees.")
+    num_draft_tokens: int = Field(16, ge=1, description="Nodes of these trees, the root included.")
+    cuda_graph_max_bs: int = Field(64, ge=1, description="Largest batch that CUDA graphs are recorded for; larger ones run without.")
+    disable_cuda_graph: bool = Field(False, description="Record no CUDA graphs; every round is launched kernel by kernel.")
     page_size: int = Field(16, ge=1, le=1024, description="Tokens per page of the draft's KV cache.")
     kv_tokens: int | None = Field(None, ge=1, description="Size of the draft's KV cache in tokens; by default what the memory allows.")
     mem_fraction_static: float | None = Field(
@@ -112,6 +117,11 @@ class DraftSettings(ServiceSettings):
     def max_shape(self) -> DraftShape:
         """Return the largest tree that may be asked for."""
         return DraftShape(self.max_steps, self.max_topk, self.max_nodes)
+
+    def usual_shape(self) -> DraftShape:
+        """Return the tree of a request that names none, no larger than `max_shape`."""
+        steps, topk = min(self.num_steps, self.max_steps), min(self.topk, self.max_topk)
+        return DraftShape(steps, topk, min(self.num_draft_tokens, self.max_nodes))
 
     def torch_device(self) -> torch.device:
         """Return the device that `device` means on this machine."""

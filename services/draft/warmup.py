@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -25,10 +26,10 @@ LONG_PROMPT_LEN = 300
 """More rows than are recorded."""
 PERIOD = 7
 """The made-up sequence repeats itself, so that n-grams have something to find."""
-SHAPES = (DraftShape(5, 4, 16), DraftShape(5, 1, 6))
-COMPILED_BATCHES = (1, 2, 4, 8, 16)
-"""Kernels are compiled anew where a size is 1, a multiple of 16, or padded to another power of two; a compilation in mid-stream takes
-longer than a target waits."""
+MOST_UNRECORDED = 16
+"""Sessions that are followed at once by what has no rounds in one go."""
+MOST_TOKENS = 256
+"""Of a made-up sequence with its tree: so many sessions of them as the cache holds are followed at once."""
 
 
 def warm_up(engine: DraftEngine, device: torch.device, *, record: bool = True) -> None:
@@ -42,21 +43,22 @@ def warm_up(engine: DraftEngine, device: torch.device, *, record: bool = True) -
     Raises:
         CheckpointError: the draft's output is not finite: its weights are damaged, or its dtype is too narrow.
     """
-    works = list(_works(engine, device, record))
+    works, rounds = list(_works(engine, device, record)), engine.strategy.rounds
     if compiled := compile_ahead(device, works):
         _log.info("kernels compiled", kernels=compiled)
     engine.drop_peer(WARM_UP_PEER)  # whom a rehearsal that failed may have left
     started = time.monotonic()
-    for work in works:
-        work()
-    rounds = engine.strategy.rounds
-    if rounds is not None and rounds.host is not None and rounds.host.graph_bytes:
-        mib = round(rounds.host.graph_bytes / 2**20)
-        _log.info("CUDA graphs recorded", memory_mib=mib, seconds=round(time.monotonic() - started, 1))
+    with rounds.graphs.cache.keeping() if rounds is not None else nullcontext():
+        for work in works:
+            work()
+    if rounds is not None and rounds.graphs.cache.keys:
+        cache = rounds.graphs.cache
+        mib = round(cache.memory_bytes / 2**20)
+        _log.info("CUDA graphs recorded", graphs=len(cache.keys), memory_mib=mib, seconds=round(time.monotonic() - started, 1))
 
 
 def _works(engine: DraftEngine, device: torch.device, record: bool) -> Iterator[Work]:
-    batches = COMPILED_BATCHES if device.type == "cuda" else COMPILED_BATCHES[:1]
+    batches = compiled_batches(engine) if device.type == "cuda" else (1,)
     for sessions in batches:
         for temperature in (1.0, 0.0) if device.type == "cuda" else (1.0,):
             yield partial(_follow, engine, min(sessions, engine.sessions.limits.max_sessions), temperature)
@@ -67,16 +69,33 @@ def _works(engine: DraftEngine, device: torch.device, record: bool) -> Iterator[
         yield rounds.extension.record
     if record and rounds is not None and rounds.host is not None:
         for sessions in batches:
-            for shape in SHAPES:
-                yield partial(rounds.host.record, sessions, _fitting(shape, engine.sessions.limits.max_shape))
+            for shape in usual_shapes(engine):
+                yield partial(rounds.host.record, sessions, shape)
 
 
-def _fitting(shape: DraftShape, most: DraftShape) -> DraftShape:
-    return DraftShape(min(shape.depth, most.depth), min(shape.topk, most.topk), min(shape.max_nodes, most.max_nodes))
+def compiled_batches(engine: DraftEngine) -> tuple[int, ...]:
+    """Return 1, 2, 4 … as many sessions as are followed or recorded at once, and no more than the cache holds.
+
+    Kernels are compiled anew where a size is 1, a multiple of 16, or padded to another power of two; a compilation in mid-stream takes
+    longer than a target waits.
+    """
+    pages, rounds = engine.strategy.pages(), engine.strategy.rounds
+    most = engine.sessions.limits.max_sessions
+    if rounds is None:
+        most = min(most, MOST_UNRECORDED)
+    else:
+        most = min(most, rounds.graphs.max_bs, pages.total * rounds.memory.pool.page_size // MOST_TOKENS)
+    return tuple(1 << power for power in range((max(1, most) - 1).bit_length() + 1))
+
+
+def usual_shapes(engine: DraftEngine) -> tuple[DraftShape, ...]:
+    """Return the tree that most requests ask for, and its chain."""
+    tree = engine.sessions.limits.usual_shape
+    return tuple(dict.fromkeys((tree, DraftShape(tree.depth, 1, min(tree.depth + 1, tree.max_nodes)))))
 
 
 def _follow(engine: DraftEngine, sessions: int, temperature: float, length: int = PROMPT_LEN) -> None:
-    info, limits = engine.strategy.info, engine.sessions.limits
+    info = engine.strategy.info
     length = max(PROMPT_LEN, min(length, info.max_len // 2))
     tokens = [index % min(PERIOD, info.vocab_size) for index in range(length)]
     fences = [Fence(session, 1, len(tokens), extend_prefix_hash(FNV_OFFSET, tokens)) for session in range(sessions)]
@@ -84,8 +103,7 @@ def _follow(engine: DraftEngine, sessions: int, temperature: float, length: int 
         engine.open(WARM_UP_PEER, SequenceOpen(fence, tokens, seed=0, temperature=temperature))
         if info.feature_size:
             engine.add_features(WARM_UP_PEER, fence.session_id, 1, 0, torch.ones(length - 1, info.feature_size))
-    for shape in SHAPES:
-        fitting = _fitting(shape, limits.max_shape)
+    for fitting in usual_shapes(engine):
         for fence in fences:
             engine.commit(WARM_UP_PEER, Commit(fence, len(tokens), (), None), Ask(0, fitting, asked_s=0.0))
         for proposal in engine.step().proposals:

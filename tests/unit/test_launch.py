@@ -13,6 +13,7 @@ from outrider.services.launch import StackOptions, StackPlan, Transport, check_o
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.spec.algorithm import Algorithm
+from outrider.shared.spec.tree import DraftShape
 
 RUNTIME = Path("/run/x")
 
@@ -44,7 +45,7 @@ def test_cpu_plan_is_three_processes_on_unix_sockets_with_one_port() -> None:
         "target": "outrider serve target --listen unix:/run/x/target.sock --model /m/t --draft unix:/run/x/draft.sock"
         " --num-steps 3 --device cpu --dtype auto --log-level info",
         "draft": "outrider serve draft --listen unix:/run/x/draft.sock --draft /m/d --target-weights /m/t"
-        " --device cpu --dtype auto --log-level info",
+        " --device cpu --dtype auto --log-level info --num-steps 3",
     }
     assert [child.name for child in plan.children] == ["gateway", "target", "draft"]
     assert plan.url == "http://127.0.0.1:9000"
@@ -54,6 +55,15 @@ def test_the_caps_reach_target_and_draft() -> None:
     lines = command_lines(plan_stack(StackOptions(max_steps=20, max_topk=2, max_nodes=200), RUNTIME, inproc=False))
     for service in ("target", "draft"):
         assert "--max-steps 20 --max-topk 2 --max-nodes 200" in lines[service]
+
+
+@pytest.mark.parametrize("inproc", [False, True])
+def test_what_is_recorded_is_the_same_for_target_and_draft(inproc: bool) -> None:
+    flags = {"disable_cuda_graph": True, "cuda_graph_max_bs": 8}
+    lines = command_lines(plan_stack(StackOptions(num_steps=3, topk=1, num_draft_tokens=4, target_flags=flags), RUNTIME, inproc=inproc))
+    for service in ("target",) if inproc else ("target", "draft"):
+        for flag in ("--disable-cuda-graph", "--cuda-graph-max-bs 8", "--num-steps 3 --topk 1 --num-draft-tokens 4"):
+            assert flag in lines[service], (service, flag)
 
 
 def test_capacity_goes_to_the_services_that_know_it() -> None:
@@ -92,11 +102,13 @@ def test_the_draft_in_the_targets_process_gets_its_flags(monkeypatch: pytest.Mon
     monkeypatch.setattr("outrider.services.target.app.run", lambda settings, make: made.append(make) or 0)
     monkeypatch.setattr("outrider.services.draft.inproc.drafter_beside", lambda decoder, draft, sizing: made.append(draft.sized(sizing(1))))
     values = {"model": "/m", "draft": "inproc:", "speculative_algorithm": "NGRAM", "ngram_corpus": tmp_path / "c.txt", "kv_tokens": 8192}
+    values |= {"num_steps": 3, "topk": 2, "num_draft_tokens": 7, "cuda_graph_max_bs": 8, "disable_cuda_graph": True}
     assert launch.serve_target(TargetSettings.load({**values, "max_running_requests": 70, "device": "cpu"})) == 0
     make = made.pop()
     make(None, lambda size: 8192 * size)  # type: ignore[operator]
     (draft,) = made
     assert (draft.ngram_corpus, draft.kv_tokens, draft.max_sessions) == (tmp_path / "c.txt", 8192, 70)
+    assert (draft.usual_shape(), draft.cuda_graph_max_bs, draft.disable_cuda_graph) == (DraftShape(3, 2, 7), 8, True)
 
 
 def test_in_process_plan_has_no_draft_process() -> None:
