@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import socket
 from collections import deque
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -13,7 +17,13 @@ from hypothesis import strategies as st
 
 from outrider.common.v1 import common_pb2
 from outrider.draft.v1 import draft_pb2
+from outrider.services.target.draft_client.ipc_carrier import IpcCarrier
 from outrider.shared.base.errors import ProtocolError
+from outrider.shared.rpc.address import IpcAddress
+from outrider.shared.rpc.ipc import cuda_mailbox
+from outrider.shared.rpc.ipc.cuda import PeerMemory
+from outrider.shared.rpc.ipc.cuda_mailbox import CudaTensorReader
+from outrider.shared.rpc.ipc.frames import EndOfStream, FrameSocket
 from outrider.shared.rpc.ipc.handshake import accept, acknowledge, offers
 from outrider.shared.rpc.ipc.mailbox import SharedTensorReader, SharedTensorWriter
 from outrider.shared.rpc.ipc.slots import RELEASED, WRITTEN, Layout, SharedMemory, SlotReader, SlotWriter
@@ -140,8 +150,8 @@ def test_nonsense_in_the_counters_breaks_neither_side(nonsense: list[tuple[int, 
     for step, (slot, which, value) in enumerate(nonsense):
         memory.set_counter(slot, which, value)
         sent = rows(2, step)
-        data = writer.write([sent])
         with contextlib.suppress(ProtocolError):
+            data = writer.write([sent])
             assert torch.equal(reader.read(data, "rows", COLUMNS), sent)
 
 
@@ -157,6 +167,81 @@ def test_a_slot_that_is_written_while_it_is_read_is_not_believed(monkeypatch: py
     monkeypatch.setattr(torch.Tensor, "clone", overtaken)
     with pytest.raises(ProtocolError, match="written anew"):
         reader.read(data, "rows", COLUMNS)
+
+
+@pytest.mark.parametrize("nonsense", [3, 99_999, (1 << 64) - 1])
+def test_a_slot_that_could_never_be_free_again_is_an_error(nonsense: int) -> None:
+    """Rows that wait for a free slot would wait for ever, and the draft for them, over a connection that looks healthy."""
+    writer, reader, memory = make_ends(slots=2)
+    reader.read(writer.write([rows(2)]), "rows", COLUMNS)
+    unread = [writer.write([rows(2)]) for _ in range(2)]
+    assert writer.offer(rows(2)) is None, "slots that are not read yet are no error"
+    for slot in (0, 1):
+        memory.set_counter(slot, RELEASED, nonsense)
+    with pytest.raises(ProtocolError, match="was given back"):
+        writer.offer(rows(2))
+    with pytest.raises(ProtocolError, match="was given back"):
+        writer.write([rows(2)])
+    assert torch.equal(reader.read(unread[0], "rows", COLUMNS), rows(2))
+
+
+class Event:
+    """Of a copy: done when the test says so."""
+
+    done = False
+
+    def record(self, stream: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        return Event.done
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["waited for", "beside"])
+def test_a_slot_of_a_gpu_that_is_written_while_it_is_copied_is_not_believed(monkeypatch: pytest.MonkeyPatch, wait: bool) -> None:
+    """By the reader's own steps, on the host: the copies are made at once, and said to be done later."""
+    layout = Layout(2, 64, slots_inside=False)
+    ledger, file = SharedMemory.create(layout)
+    os.close(file)
+    slots = torch.arange(32, dtype=torch.float32)
+    overtaken = False
+
+    def copy(there: int, source: int, num_bytes: int, device: torch.device) -> None:
+        ctypes.memmove(there, source, num_bytes)
+        if overtaken:
+            ledger.set_counter(1, WRITTEN, 2)
+
+    stream = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(cuda_mailbox, "copy_async", copy)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(Event, "done", False)
+    memory = cast("PeerMemory", SimpleNamespace(pointer=slots.data_ptr()))
+    reader = CudaTensorReader(ledger, memory, CPU, wait=wait)
+    writer = SlotWriter(ledger)
+
+    def message(columns: int) -> common_pb2.TensorData:
+        slot = writer.take()
+        assert slot is not None
+        where = common_pb2.SharedSlot(slot=slot, generation=writer.publish(slot), num_bytes=columns * 4)
+        return common_pb2.TensorData(shape=(1, columns), dtype=common_pb2.DATA_TYPE_FLOAT32, cuda_ipc=where)
+
+    assert torch.equal(reader.read(message(4), "rows", 4), slots[:4].view(1, 4))
+    assert ledger.counter(0, RELEASED) == wait, "what is not waited for is given back when it is done"
+    overtaken = True
+    if wait:
+        with pytest.raises(ProtocolError, match="written anew"):
+            reader.read(message(4), "rows", 4)
+    else:
+        reader.read(message(4), "rows", 4)
+        Event.done = True
+        with pytest.raises(ProtocolError, match="written anew"):
+            reader.read(common_pb2.TensorData(), "rows", 4)
+        assert ledger.counter(0, RELEASED) == 1
+    assert ledger.counter(1, RELEASED) == 0, "it is not given back"
 
 
 def test_the_ledger_goes_round() -> None:
@@ -224,3 +309,21 @@ def test_device_memory_is_refused_by_a_draft_on_the_cpu() -> None:
     assert "CPU" in answer.reason
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(files[0])
+
+
+def test_a_handshake_that_is_lost_keeps_no_descriptor() -> None:
+    carrier = IpcCarrier(IpcAddress("/nobody"), CPU, rounds=True)
+    try:
+        kept = []
+        for _ in range(3):
+            mine, theirs = socket.socketpair()
+            mine.setblocking(False)
+            theirs.close()
+            carrier._session = FrameSocket(mine)
+            with pytest.raises(EndOfStream):
+                carrier._agree()
+            carrier._session.close()
+            kept.append(len(os.listdir("/proc/self/fd")))
+        assert kept[0] == kept[1] == kept[2]
+    finally:
+        carrier.release()

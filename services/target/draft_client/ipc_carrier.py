@@ -110,7 +110,7 @@ class IpcCarrier:
         try:
             if outbox is not None:
                 outbox.put(message, rows)
-        except EndOfStream as error:
+        except (EndOfStream, ProtocolError) as error:
             log.warning("hung up on the draft", reason=str(error))
             self.close()
 

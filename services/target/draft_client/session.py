@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client.connection import Connection
 from outrider.services.target.draft_client.fences import fence_to_proto
 from outrider.services.target.draft_client.trees import CheckedTree
+from outrider.shared.base.errors import ProtocolError
 from outrider.shared.spec.drafter import ProposalRow
 from outrider.shared.spec.fence import Fence
+
+_log = logging.getLogger("outrider.target.draft")
 
 
 class DraftSession:
@@ -126,7 +131,12 @@ class DraftSession:
 
 
 def send_frame(connection: Connection, frame: draft_pb2.TargetFrame, features: list[torch.Tensor]) -> None:
-    """Send a frame with the feature rows of its commits."""
+    """Send a frame with the feature rows of its commits; a connection whose mailbox the draft has damaged ends instead."""
     if features:
-        frame.features.CopyFrom(connection.carrier.tensors.write(features))
+        try:
+            frame.features.CopyFrom(connection.carrier.tensors.write(features))
+        except ProtocolError as error:
+            _log.warning("the draft broke the protocol: %s", error.message)
+            connection.close()
+            return
     connection.send(draft_pb2.SessionRequest(frame=frame))

@@ -1,7 +1,8 @@
 """Tensors through a mailbox on a GPU: the ledger is in shared memory, the slots in device memory of the writer that the reader has mapped.
 
 Order between the processes is made on the host: the writer names a slot after its copies are done, the reader gives it back after its own
-are. So no stream ever waits for another process, which may be dead.
+are. That a slot was written anew meanwhile it learns then; of copies that are not waited for, when the next message is read. So no stream
+ever waits for another process, which may be dead.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class CudaTensorReader:
         self._copying: deque[tuple[torch.cuda.Event, int, int]] = deque()
 
     def read(self, data: common_pb2.TensorData, name: str, columns: int) -> torch.Tensor:
-        """See `TensorReader.read`."""
+        """See `TensorReader.read`. An earlier message's rows that were written anew while they were copied are an error of this one."""
         self._release_copied()
         if data.WhichOneof("data") != "cuda_ipc":
             return decode_tensor(data, name=name, columns=columns).to(self._device)

@@ -85,8 +85,6 @@ class SharedTensorReader:
             raise ProtocolError(f"{name}: a slot without rows.", field=name)
         there = torch.frombuffer(self._memory.slot(where.slot, where.num_bytes), dtype=dtype).view(shape)
         rows = there.clone() if self._device.type == "cpu" else there.to(self._device)
-        if not self._ledger.holds(where.slot, where.generation):
-            raise ProtocolError(f"{name}: slot {where.slot} was written anew while it was read.", field=name)
         self._ledger.release(where.slot, where.generation)
         return rows
 

@@ -3,7 +3,8 @@
 The writer owns `written`, the reader `released`; both count uses of the slot, so the slot is free when they are equal. The writer fills a
 free slot, raises `written` and only then names (slot, generation) in a message; the reader copies the rows out, looks again whether
 `written` still is that generation, and sets `released` to it. Each side keeps its own counters to itself and never believes the shared copy
-of them: a peer that writes nonsense there loses its own rows, no more. No side ever waits: without a free slot rows travel in the message.
+of them: nonsense in a slot that is to be read costs the rows of that message, and nonsense in `released` is an error of the connection, as
+the slot would never be free again. No side ever waits: without a free slot rows travel in the message, or later.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 
 from outrider.shared.base.errors import ProtocolError
 
-COUNTER = struct.Struct("<Q")
+COUNTER = struct.Struct("@Q")
+"""Native, as both sides are on one host: read and written whole, while a format with a byte order goes byte by byte."""
 WRITTEN, RELEASED = 0, COUNTER.size
 ENTRY_BYTES = 64
 """Two counters a slot, a cache line apart from the next slot's."""
@@ -111,13 +113,20 @@ class SlotWriter:
         self._next = 0
 
     def take(self) -> int | None:
-        """Return a free slot to fill, or None; taken again after `publish` and the reader's release only."""
+        """Return a free slot to fill, or None; taken again after `publish` and the reader's release only.
+
+        Raises:
+            ProtocolError: `released` of a slot is neither what was written last nor the one before.
+        """
         slots = len(self._written)
         for offset in range(slots):
             slot = (self._next + offset) % slots
-            if self._memory.counter(slot, RELEASED) == self._written[slot]:
+            released, written = self._memory.counter(slot, RELEASED), self._written[slot]
+            if released == written:
                 self._next = (slot + 1) % slots
                 return slot
+            if released != written - 1:
+                raise ProtocolError(f"Slot {slot}: generation {released} was given back, {written} written last.", field="released")
         return None
 
     def publish(self, slot: int) -> int:
@@ -157,6 +166,12 @@ class SlotReader:
         return self._memory.counter(slot, WRITTEN) == generation
 
     def release(self, slot: int, generation: int) -> None:
-        """Give the slot back once its bytes are copied."""
+        """Give the slot back once its bytes are copied.
+
+        Raises:
+            ProtocolError: it was written anew while they were.
+        """
+        if not self.holds(slot, generation):
+            raise ProtocolError(f"Slot {slot} was written anew while generation {generation} was read.", field="generation")
         self._released[slot] = generation
         self._memory.set_counter(slot, RELEASED, generation)
