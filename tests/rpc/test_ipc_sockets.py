@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -105,6 +106,48 @@ def test_closing_ends_accept(tmp_path: Path) -> None:
     listener.close()
     thread.join(5.0)
     assert answers == [None]
+
+
+class Full:
+    """A socket of a process without a descriptor left, and the event that `accept` waits on: set at the last of `tries`."""
+
+    def __init__(self, number: int, tries: int) -> None:
+        self.number, self.tries, self.asked, self.waits = number, tries, 0, 0
+
+    def accept(self) -> tuple[socket.socket, str]:
+        self.asked += 1
+        raise OSError(self.number, "full")
+
+    def fileno(self) -> int:
+        return -1
+
+    def wait(self, timeout_s: float) -> bool:
+        assert timeout_s == sockets.FULL_PAUSE_S
+        self.waits += 1
+        return self.waits == self.tries
+
+    def set(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_without_descriptors_accept_pauses_between_tries_and_can_be_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    listener = Listener(f"{tmp_path}/s")
+    full = Full(number, tries=5)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(listener, "_socket", full)
+            patched.setattr(listener, "_closed", full)
+            assert listener.accept() is None, "closed while it paused"
+        assert full.asked == full.waits == 5
+        with connect(f"{tmp_path}/s", 1.0):
+            served = listener.accept()
+            assert served is not None, "descriptors are there again"
+            served.close()
+    finally:
+        listener.close()
 
 
 def test_addresses() -> None:

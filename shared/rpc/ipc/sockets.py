@@ -8,6 +8,7 @@ import os
 import socket
 import stat
 import struct
+import threading
 from pathlib import Path
 
 from outrider.shared.base.errors import ConfigurationError, ProtocolError
@@ -17,6 +18,8 @@ from outrider.shared.obs.logging import get_logger
 CREDENTIALS = struct.Struct("iII")
 BACKLOG = 16
 BUFFER_BYTES = 4 * 1024 * 1024
+FULL_PAUSE_S = 0.1
+"""How long `accept` leaves connections waiting when there is no descriptor for them: asked again at once, it would burn a core."""
 
 log = get_logger("outrider.rpc.ipc")
 
@@ -33,6 +36,7 @@ class Listener:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self._closed = threading.Event()
         _check_folder(Path(path).parent)
         _remove_stale(path)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -51,9 +55,14 @@ class Listener:
             try:
                 connection, _ = self._socket.accept()
             except OSError as error:
-                if error.errno in (errno.ECONNABORTED, errno.EMFILE, errno.ENFILE, errno.EINTR):
+                if error.errno in (errno.ECONNABORTED, errno.EINTR):
                     continue
-                return None
+                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    return None
+                log.warning("no descriptor for a connection", path=self.path, reason=error.strerror)
+                if self._closed.wait(FULL_PAUSE_S):
+                    return None
+                continue
             if (uid := peer_uid(connection)) == os.geteuid():
                 return _tuned(connection)
             log.warning("refused a process of another user", uid=uid, path=self.path)
@@ -61,6 +70,7 @@ class Listener:
 
     def close(self) -> None:
         """Stop listening and remove the file; safe to call more than once."""
+        self._closed.set()
         with contextlib.suppress(OSError):
             # Wakes a thread in `accept`, which closing alone does not.
             self._socket.shutdown(socket.SHUT_RDWR)
