@@ -8,7 +8,18 @@ from dataclasses import dataclass
 import torch
 
 from outrider.draft.v1 import draft_pb2
-from outrider.services.draft.replies import NeedResync, Opened, Pong, Rejected, Reply, RoundsEnded, RoundsEntered, RoundTrees, TreeFrame
+from outrider.services.draft.replies import (
+    NeedResync,
+    Opened,
+    Pong,
+    Rejected,
+    Reply,
+    RoundsEnded,
+    RoundsEntered,
+    RoundTaken,
+    RoundTrees,
+    TreeFrame,
+)
 from outrider.services.draft.session import Ask
 from outrider.services.draft.strategy import StrategyInfo, TargetInfo
 from outrider.shared.base.errors import ProtocolError
@@ -144,6 +155,8 @@ def reply_to(reply: Reply) -> draft_pb2.SessionReply:
             return draft_pb2.SessionReply(rounds_ended=draft_pb2.RoundsEnded(rounds=reply.rounds, reason=reply.reason))
         case RoundTrees():
             return draft_pb2.SessionReply(round_trees=draft_pb2.RoundTrees(rounds=reply.rounds, number=reply.number, trees=reply.trees))
+        case RoundTaken():
+            return draft_pb2.SessionReply(round_taken=draft_pb2.RoundTaken())
         case TreeFrame():
             trees = [
                 draft_pb2.Tree(fence=fence_to(tree.fence), token_ids=tree.token_ids, parents=tree.parents, logprobs=tree.logprobs)

@@ -5,13 +5,14 @@ A round that has run before is enqueued by RoundsNext and waits on the device fo
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 import torch
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.draft.loop import Peer
-from outrider.services.draft.replies import RoundTrees
+from outrider.services.draft.replies import RoundTaken, RoundTrees
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.envelopes import Blob, RoundEnvelopes
@@ -62,6 +63,9 @@ class InlineRounds:
         self._taken = 0
         self._awaited = False
         self._waiting: _Waiting | None = None
+        # Whether the state that is waited for was announced; and the round whose trees follow when the target knows that such a state came.
+        self._announced = False
+        self._owed: deque[_Waiting] = deque()
 
     @property
     def broken(self) -> bool:
@@ -81,7 +85,12 @@ class InlineRounds:
         if state is None:
             return False
         self._put(relay, waiting.number, state)
-        self._answer(relay, waiting)
+        self._waiting = None
+        if self._announced:
+            self._owed.append(waiting)
+            self._peer.send(RoundTaken(lambda: self._answer_owed(relay)))
+        else:
+            self._answer(relay, waiting)
         return True
 
     def finish(self, message: draft_pb2.RoundState) -> bool:
@@ -97,13 +106,15 @@ class InlineRounds:
             self._release()
             return False
         self._put(relay, message.number, message.state)
+        self._waiting = None
         self._answer(relay, waiting)
         return True
 
     def soon(self) -> None:
-        """Make ready for the state that is waited for, if one is."""
+        """Make ready for the state that is waited for, if one is; the target is told then when it has come."""
         relay = self._relay
         if self._waiting is not None and relay is not None:
+            self._announced = True
             relay.call()
 
     def arrived(self, state: bytes) -> None:
@@ -119,6 +130,7 @@ class InlineRounds:
     def take(self, message: draft_pb2.RoundsNext, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
         """See `RoundsInlet.take`: it has arrived, or the stream waits for it."""
         if self._relayed and self._relay is not None:
+            self._answer_owed(self._relay)  # before there is another round to wait for
             self._taken, self._awaited = message.number, True
             try:
                 self._relay.take(message.number, blob, expected, limit_s)
@@ -137,8 +149,11 @@ class InlineRounds:
         """See `RoundsInlet.give`."""
         if self._relayed and self._relay is not None:
             self._relay.give(message.number, blob)
-            waiting = self._waiting = _Waiting(message.rounds, message.number, blob.nbytes, RoundEnvelopes.of(message))
-            if not self._ahead:
+            waiting = _Waiting(message.rounds, message.number, blob.nbytes, RoundEnvelopes.of(message))
+            if self._ahead:
+                self._waiting, self._announced = waiting, False
+            else:
+                self._waiting = None
                 self._answer(self._relay, waiting)
             return
         trees = self._staging.fetch(blob)
@@ -175,9 +190,16 @@ class InlineRounds:
 
     def _answer(self, relay: StreamRelay, waiting: _Waiting) -> None:
         """Send the trees of the round that is enqueued, when they are there."""
-        self._waiting = None
         trees = relay.settle(waiting.number, waiting.num_bytes).tobytes()
         self._peer.send(RoundTrees(waiting.rounds, waiting.number, trees, waiting.envelopes.trees))
+
+    def _answer_owed(self, relay: StreamRelay) -> None:
+        """Send the trees of the round whose state was announced, unless that was done. Any thread that may wait for the device."""
+        try:
+            waiting = self._owed.popleft()
+        except IndexError:
+            return
+        self._answer(relay, waiting)
 
     def _release(self) -> None:
         """Have the device go on without the state that it waits for."""

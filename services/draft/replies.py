@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -77,6 +77,13 @@ class RoundTrees:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundTaken:
+    """The state of a round that was announced is with the device; `then` is called once this is on its way."""
+
+    then: Callable[[], None] = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
 class SentTree:
     """The tree of one session without its root."""
 
@@ -95,7 +102,7 @@ class TreeFrame:
     trees: list[SentTree]
 
 
-Reply = Opened | NeedResync | Rejected | Pong | TreeFrame | RoundsEntered | RoundsEnded | RoundTrees
+Reply = Opened | NeedResync | Rejected | Pong | TreeFrame | RoundsEntered | RoundsEnded | RoundTrees | RoundTaken
 
 
 def frames_of(proposals: Sequence[Proposal], draft_ms: float) -> dict[PeerId, list[TreeFrame]]:

@@ -16,7 +16,7 @@ from outrider.services.draft.convert import reply_to
 from outrider.services.draft.inline_rounds import InlineRounds
 from outrider.services.draft.loop import Peer
 from outrider.services.draft.protocol import DraftProtocol
-from outrider.services.draft.replies import Reply, RoundTrees
+from outrider.services.draft.replies import Reply, RoundTaken, RoundTrees
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.direct_server import ServerStream
@@ -37,7 +37,7 @@ WARM_UP_S = 300.0
 """The draft warms up when it has the last tensor that it borrows: a first start on a machine compiles kernels."""
 MAX_UNSENT = 4096
 """Replies waiting for a target that does not read; beyond them its stream is ended."""
-
+TAKEN = draft_pb2.SessionReply(round_taken=draft_pb2.RoundTaken()).SerializeToString()
 
 log = get_logger("outrider.draft")
 
@@ -64,6 +64,8 @@ class StreamOutlet:
             return
         if isinstance(reply, RoundTrees) and reply.envelope is not None:
             self._stream.send(reply.envelope.seal(reply.trees))
+        elif isinstance(reply, RoundTaken):
+            self._stream.send(TAKEN, reply.then)
         else:
             self._stream.send(reply_to(reply).SerializeToString())
 

@@ -15,6 +15,7 @@ from outrider.shared.rpc.polling import Vigil
 
 FLUSH_S = 5.0
 
+Then = Callable[[], None]
 _Callbacks = tuple[None, tuple[()]]
 _NO_CALLBACKS: _Callbacks = (None, ())
 
@@ -49,7 +50,9 @@ class ServerStream:
         self._on_end = on_end
         self._max_unsent = max_unsent
         self._lock = threading.Lock()
-        self._unsent: deque[bytes] = deque()
+        self._unsent: deque[tuple[bytes, Then | None]] = deque()
+        # Of the message that is being sent.
+        self._then: Then | None = None
         self._idle = threading.Event()
         self._idle.set()
         self._ended = False
@@ -60,15 +63,20 @@ class ServerStream:
         """Receive from now on."""
         self._receive()
 
-    def send(self, message: bytes) -> None:
-        """Send a message, or queue it behind one that is being sent; never waits. Any thread, after the handler's first reply."""
+    def send(self, message: bytes, then: Then | None = None) -> None:
+        """Send a message, or queue it behind one that is being sent; never waits. Any thread, after the handler's first reply.
+
+        Args:
+            message: The bytes.
+            then: Called when it is on its way, on the server's polling thread, as `on_message` is; never, if the stream has ended by then.
+        """
         with self._lock:
             if self._ended:
                 return
             if self._idle.is_set():
-                self._start_send(message)
+                self._start_send(message, then)
                 return
-            self._unsent.append(message)
+            self._unsent.append((message, then))
             overrun = len(self._unsent) > self._max_unsent
         if overrun:
             self._gone()
@@ -81,8 +89,9 @@ class ServerStream:
             with self._lock:
                 self._unsent.clear()
 
-    def _start_send(self, message: bytes) -> None:
+    def _start_send(self, message: bytes, then: Then | None) -> None:
         """Called with the lock, which `_sent` waits for."""
+        self._then = then
         if not self._call.start_server_batch((cygrpc.SendMessageOperation(message, NO_FLAGS),), self._sent):
             self._idle.clear()
         else:
@@ -90,11 +99,17 @@ class ServerStream:
 
     def _sent(self, event: Any) -> _Callbacks:
         with self._lock:
+            then = self._then if event.success else None
             if event.success and self._unsent:
-                self._start_send(self._unsent.popleft())
+                self._start_send(*self._unsent.popleft())
             else:
                 self._unsent.clear()
                 self._idle.set()
+        if then is not None:
+            try:
+                then()
+            except Exception as error:  # the polling thread serves everyone
+                self._on_end(error)
         self._vigil.begin()
         return _NO_CALLBACKS
 

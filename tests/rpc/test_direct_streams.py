@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import grpc
@@ -15,7 +16,7 @@ from stream_rig import METHOD, SERVER, WAIT_S, Echo, EchoServers, Serve
 from outrider.shared.rpc.client import connect
 from outrider.shared.rpc.direct import ClientStream, StreamEndedError
 from outrider.shared.rpc.direct_server import ServerStream
-from outrider.shared.rpc.polling import EXPERIMENTS, SLEEP_MS, WITHOUT_EVENT_ENGINE, Vigil, watch_sockets
+from outrider.shared.rpc.polling import EXPERIMENTS, SLEEP_MS, WITHOUT_EVENT_ENGINE, Vigil, give_way, watch_sockets
 
 
 @pytest.fixture
@@ -51,6 +52,46 @@ def test_an_error_of_the_server_ends_the_stream_with_its_status_after_what_was_s
     assert stream.ended
     stream.send(b"into the void")
     assert stream.receive_within(0.01) is None
+
+
+def test_what_is_to_follow_a_message_follows_it_when_it_is_on_its_way(serve: Serve) -> None:
+    """On the thread that takes in messages, whether the message was queued behind others or not."""
+    threads: list[threading.Thread] = []
+
+    def answer(to: ServerStream, message: bytes) -> None:
+        def then() -> None:
+            threads.append(threading.current_thread())
+            to.send(b"then " + message)
+
+        for part in range(int(message)):
+            to.send(b"before %d" % part)
+        to.send(b"now " + message, then)
+        to.send(b"behind")
+        threads.append(threading.current_thread())
+
+    stream = serve(Echo(answer))
+    for number in (0, 3):
+        threads.clear()
+        stream.send(b"%d" % number)
+        heard = [stream.receive() for _ in range(number + 3)]
+        assert heard[:-2] == [b"before %d" % part for part in range(number)] + [b"now %d" % number]
+        assert sorted(filter(None, heard[-2:])) == [b"behind", b"then %d" % number]
+        assert len(threads) == 2
+        assert threads[0] is threads[1]
+
+
+def test_what_fails_behind_a_message_ends_its_stream_and_no_other(serve: Serve) -> None:
+    def fail() -> None:
+        raise ValueError("no such round")
+
+    echo = Echo(lambda to, message: to.send(message, fail if message == b"bad" else None))
+    one, other = serve(echo), serve(Echo(lambda to, message: to.send(message)))
+    one.send(b"bad")
+    assert one.receive() == b"bad"
+    with pytest.raises(StreamEndedError, match="no such round"):
+        one.receive()
+    other.send(b"good")
+    assert other.receive() == b"good"
 
 
 def test_a_cancel_ends_both_sides(serve: Serve) -> None:
@@ -130,6 +171,29 @@ def test_waits_poll_while_a_message_is_due_and_sleep_otherwise() -> None:
     assert asleep < 0.1
     assert again < 0.1
     assert awake > asleep + 0.05
+
+
+def test_who_gives_way_lets_others_have_the_interpreter() -> None:
+    interval = sys.getswitchinterval()
+    go, had_it = threading.Lock(), threading.Event()
+
+    def other() -> None:
+        with go:
+            had_it.set()
+
+    go.acquire()
+    thread = threading.Thread(target=other)
+    thread.start()
+    sys.setswitchinterval(2 * WAIT_S)  # nobody takes it from who has it
+    try:
+        go.release()
+        until = time.monotonic() + WAIT_S
+        while not had_it.is_set() and time.monotonic() < until:
+            give_way()
+        assert had_it.is_set()
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
 
 
 def test_few_cores_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from outrider.services.draft.convert import reply_to
 from outrider.services.draft.inline_rounds import InlineRounds
 from outrider.services.draft.loop import DraftLoop, Peer
 from outrider.services.draft.protocol import DraftProtocol
-from outrider.services.draft.replies import Reply, RoundTrees
+from outrider.services.draft.replies import Reply, RoundTaken, RoundTrees
 from outrider.services.draft.session import PeerId
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.draft_client.stream_rounds import SOON
@@ -109,6 +109,39 @@ def test_the_gpu_is_called_for_a_state_that_is_waited_for(draft: Draft) -> None:
     draft.inlet.soon()
     assert draft.relay.calls == 1
     assert draft.relay.waits == {1}
+
+
+def test_the_target_of_a_state_that_was_announced_hears_that_it_came_before_its_trees(draft: Draft) -> None:
+    for number in (1, 2, 3):
+        draft.outlet.said.clear()
+        assert draft.enqueue(number)
+        draft.inlet.soon()
+        assert draft.inlet.finish_sealed(sealed(number))
+        (taken,) = draft.outlet.said
+        assert isinstance(taken, RoundTaken)
+        assert reply_to(taken).WhichOneof("message") == "round_taken"
+        assert draft.relay.came[number] == bytes([number]) * SIZE, "the device is at work by then"
+        taken.then()
+        assert draft.outlet.said[1:] == [RoundTrees(1, number, bytes([1]) * SIZE)]
+    draft.outlet.said.clear()
+    assert draft.enqueue(4)
+    assert draft.inlet.finish_sealed(sealed(4))
+    assert draft.outlet.said == [RoundTrees(1, 4, bytes([1]) * SIZE)], "it was not announced"
+
+
+def test_trees_that_are_owed_are_sent_before_another_round_is_waited_for(draft: Draft) -> None:
+    """Its device work stands behind that wait, and the thread that brings its state would wait for it."""
+    assert draft.enqueue(1)
+    draft.inlet.soon()
+    assert draft.inlet.finish_sealed(sealed(1))
+    assert draft.enqueue(2)
+    taken, trees = draft.outlet.said
+    assert trees == RoundTrees(1, 1, bytes([1]) * SIZE)
+    assert isinstance(taken, RoundTaken)
+    taken.then()
+    assert len(draft.outlet.said) == 2, "once"
+    assert draft.relay.waits == {2}
+    assert draft.inlet.finish_sealed(sealed(2)), "and the round that waits is not forgotten"
 
 
 def test_the_message_that_a_state_comes_soon_calls_the_gpu(draft: Draft, tmp_path: Path) -> None:

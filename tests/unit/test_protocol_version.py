@@ -18,7 +18,7 @@ from outrider.shared.rpc.version import PROTOCOL_VERSION, check_version
 from outrider.shared.spec.device import RoundState
 from outrider.shared.spec.rounds import TreesBlob
 
-WIRE = (2, "c5f4abe31105fc1d")
+WIRE = (2, "74bbfb57545c3cdd")
 """The protocol's version, and the digest of what it consisted of then. If a change that the release before cannot follow fails here, raise
 `PROTOCOL_VERSION`; whatever the change was, state the new digest."""
 

@@ -14,7 +14,7 @@ from relay_rig import SIZE, Relay
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client import stream_rounds
-from outrider.services.target.draft_client.stream_rounds import StreamRounds
+from outrider.services.target.draft_client.stream_rounds import TAKEN, StreamRounds
 from outrider.shared.rpc.polling import Vigil
 from outrider.shared.spec.device import RoundState
 
@@ -94,21 +94,21 @@ class Clock:
     def monotonic(self) -> float:
         return self.now
 
-    def sleep(self, seconds: float) -> None:
-        self.now += max(seconds, self.STEP_S)
+    def give_way(self) -> None:
+        self.now += self.STEP_S
 
 
 class TimedRounds:
     """Rounds whose passes take what the test says, and when the GPU and the draft were told of it.
 
     Attributes:
-        verify_s, draft_s: How long the target's part of the next round takes, and the draft's.
+        verify_s, draft_s, tell_s: How long the target's part of the next round takes, and the draft's, and to tell it that a state comes.
         enqueued_at: When the last round's pass could begin.
         soon_at, called_at: When the draft was told that the state comes, and when the GPU was called back; None: not.
     """
 
     def __init__(self, target: Target, clock: Clock) -> None:
-        self.verify_s, self.draft_s = 0.003, 0.002
+        self.verify_s, self.draft_s, self.tell_s = 0.003, 0.002, 0.0
         self.enqueued_at, self.state_at = 0.0, 0.0
         self.soon_at: float | None = None
         self.called_at: float | None = None
@@ -136,6 +136,7 @@ class TimedRounds:
         match self._target.stream.sent[-1].WhichOneof("message"):
             case "round_soon":
                 self.soon_at = self._clock.now
+                self._clock.now += self.tell_s
             case "round_state":
                 self.state_at = self._clock.now
 
@@ -199,6 +200,7 @@ def test_both_processes_call_the_gpu_in_time(target: Target, monkeypatch: pytest
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(stream_rounds, "time", clock)
+    monkeypatch.setattr(stream_rounds, "give_way", clock.give_way)
     return clock
 
 
@@ -209,10 +211,22 @@ def test_the_draft_is_told_shortly_before_the_state_and_the_gpu_called_back_in_t
         assert rounds.soon_at is None
     for number in (3, 4, 5):
         rounds.run(number)
-        assert rounds.soon_at == pytest.approx(rounds.enqueued_at + rounds.verify_s - stream_rounds.LEAD_S, abs=2 * clock.STEP_S)
+        lead_s = stream_rounds.LEAD * stream_rounds.LEAST_TELLING_S
+        assert rounds.soon_at == pytest.approx(rounds.enqueued_at + rounds.verify_s - lead_s, abs=2 * clock.STEP_S)
         assert rounds.state_at == pytest.approx(rounds.enqueued_at + rounds.verify_s, abs=clock.STEP_S)
         assert rounds.called_at == pytest.approx(rounds.state_at + rounds.draft_s * stream_rounds.SHARE_OF_DRAFT, abs=2 * clock.STEP_S)
     assert not target.channel.broken
+
+
+@pytest.mark.parametrize(("tell_s", "counts_s"), [(0.0, 0.00005), (0.0002, 0.0002), (0.0006, 0.0003)], ids=["fast", "slow", "slowest"])
+def test_the_draft_is_told_earlier_where_telling_takes_longer(target: Target, clock: Clock, tell_s: float, counts_s: float) -> None:
+    rounds = TimedRounds(target, clock)
+    rounds.tell_s = tell_s
+    for number in range(1, 7):
+        rounds.run(number)
+    lead_s = stream_rounds.LEAD * counts_s
+    assert rounds.soon_at == pytest.approx(rounds.enqueued_at + rounds.verify_s - lead_s, abs=3 * clock.STEP_S)
+    assert rounds.state_at == pytest.approx(rounds.enqueued_at + rounds.verify_s, abs=3 * clock.STEP_S), "and the state is not held up"
 
 
 def test_a_pass_that_is_over_sooner_is_announced_at_once(target: Target, clock: Clock) -> None:
@@ -248,6 +262,16 @@ def test_where_waits_sleep_nobody_is_told(target: Target, clock: Clock) -> None:
         rounds.run(number)
         assert rounds.soon_at is None
         assert rounds.called_at is None
+
+
+def test_that_the_state_came_is_passed_over(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target.channel, "_dispatch", None)  # it costs nothing to take in
+    target.exchange(1)
+    target.stream.answers.append(lambda _request: draft_pb2.SessionReply.FromString(TAKEN))
+    target.answer(bytes(SIZE))
+    target.carry()
+    assert target.relay.came == {1: bytes(SIZE)}
+    assert not target.channel.broken
 
 
 def test_trees_of_earlier_rounds_are_passed_over(target: Target) -> None:

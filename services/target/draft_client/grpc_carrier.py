@@ -228,7 +228,7 @@ class GrpcCarrier:
             self._stream_rounds.arrived(reply.round_trees)
         elif reply.HasField("pong"):
             self._on_pong(reply.pong)
-        else:
+        elif not reply.HasField("round_taken"):  # which the way back was warmed by
             self._inbox.put(reply)
 
     def _read(self, stream: ClientStream, timeout_s: float) -> None:

@@ -615,7 +615,7 @@ Global___RoundState: _TypeAlias = RoundState  # noqa: Y015
 @_typing.final
 class RoundSoon(_message.Message):
     """The state is about to come: a draft that shares the target's GPU by time slices has it turn to it as soon as the target's pass is over.
-    A target need not send it, and sends it without knowing whether they share one; elsewhere (another GPU or host, MPS) it is not needed.
+    A target need not send it, and sends it without knowing whether they share one. The draft answers with RoundTaken.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -630,6 +630,25 @@ class RoundSoon(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RoundSoon: _TypeAlias = RoundSoon  # noqa: Y015
+
+@_typing.final
+class RoundTaken(_message.Message):
+    """What a RoundSoon announced is with the device now; the trees follow when the draft's pass is over. Nobody need heed it: it goes the way
+    of the trees ahead of them, so that their code and buffers are in the caches of both processes, as RoundSoon does for the state.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoundTaken: _TypeAlias = RoundTaken  # noqa: Y015
 
 @_typing.final
 class RoundsLeave(_message.Message):
@@ -885,6 +904,7 @@ class SessionReply(_message.Message):
     ROUNDS_ENTERED_FIELD_NUMBER: _builtins.int
     ROUND_TREES_FIELD_NUMBER: _builtins.int
     ROUNDS_ENDED_FIELD_NUMBER: _builtins.int
+    ROUND_TAKEN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___HelloAck: ...
     @_builtins.property
@@ -905,6 +925,8 @@ class SessionReply(_message.Message):
     def round_trees(self) -> Global___RoundTrees: ...
     @_builtins.property
     def rounds_ended(self) -> Global___RoundsEnded: ...
+    @_builtins.property
+    def round_taken(self) -> Global___RoundTaken: ...
     def __init__(
         self,
         *,
@@ -918,12 +940,13 @@ class SessionReply(_message.Message):
         rounds_entered: Global___RoundsEntered | None = ...,
         round_trees: Global___RoundTrees | None = ...,
         rounds_ended: Global___RoundsEnded | None = ...,
+        round_taken: Global___RoundTaken | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "frame", b"frame", "hello", b"hello", "message", b"message", "need_resync", b"need_resync", "open", b"open", "pong", b"pong", "reject", b"reject", "round_trees", b"round_trees", "rounds_ended", b"rounds_ended", "rounds_entered", b"rounds_entered"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "frame", b"frame", "hello", b"hello", "message", b"message", "need_resync", b"need_resync", "open", b"open", "pong", b"pong", "reject", b"reject", "round_taken", b"round_taken", "round_trees", b"round_trees", "rounds_ended", b"rounds_ended", "rounds_entered", b"rounds_entered"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "frame", b"frame", "hello", b"hello", "message", b"message", "need_resync", b"need_resync", "open", b"open", "pong", b"pong", "reject", b"reject", "round_trees", b"round_trees", "rounds_ended", b"rounds_ended", "rounds_entered", b"rounds_entered"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "frame", b"frame", "hello", b"hello", "message", b"message", "need_resync", b"need_resync", "open", b"open", "pong", b"pong", "reject", b"reject", "round_taken", b"round_taken", "round_trees", b"round_trees", "rounds_ended", b"rounds_ended", "rounds_entered", b"rounds_entered"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "open", "frame", "need_resync", "reject", "credit", "pong", "rounds_entered", "round_trees", "rounds_ended"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "open", "frame", "need_resync", "reject", "credit", "pong", "rounds_entered", "round_trees", "rounds_ended", "round_taken"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
