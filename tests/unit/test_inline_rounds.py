@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ from outrider.services.draft.inline_rounds import InlineRounds
 from outrider.services.draft.loop import DraftLoop, Peer
 from outrider.services.draft.protocol import DraftProtocol
 from outrider.services.draft.replies import Reply, RoundTaken, RoundTrees
+from outrider.services.draft.servicer import StreamOutlet
 from outrider.services.draft.session import PeerId
 from outrider.services.draft.settings import DraftSettings
-from outrider.services.target.draft_client.stream_rounds import SOON
+from outrider.services.target.draft_client.stream_rounds import SOON, TAKEN
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.rpc.ipc.cuda import CudaError
 from outrider.shared.rpc.tensors import InlineTensors
@@ -127,6 +129,21 @@ def test_the_target_of_a_state_that_was_announced_hears_that_it_came_before_its_
     assert draft.enqueue(4)
     assert draft.inlet.finish_sealed(sealed(4))
     assert draft.outlet.said == [RoundTrees(1, 4, bytes([1]) * SIZE)], "it was not announced"
+
+
+def test_what_follows_the_message_that_a_state_came_is_left_to_its_stream() -> None:
+    sent: list[tuple[bytes, Callable[[], None] | None]] = []
+
+    class Stream:
+        def send(self, message: bytes, then: Callable[[], None] | None = None) -> None:
+            sent.append((message, then))
+
+    def then() -> None: ...
+
+    outlet = StreamOutlet(lambda: None)
+    outlet.open(Stream())  # type: ignore[arg-type]
+    outlet.send(RoundTaken(then))
+    assert sent == [(TAKEN, then)]
 
 
 def test_trees_that_are_owed_are_sent_before_another_round_is_waited_for(draft: Draft) -> None:

@@ -14,6 +14,7 @@ from relay_rig import SIZE, Relay
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client import stream_rounds
+from outrider.services.target.draft_client.grpc_carrier import GrpcCarrier
 from outrider.services.target.draft_client.stream_rounds import TAKEN, StreamRounds
 from outrider.shared.rpc.polling import Vigil
 from outrider.shared.spec.device import RoundState
@@ -272,6 +273,16 @@ def test_that_the_state_came_is_passed_over(target: Target, monkeypatch: pytest.
     target.carry()
     assert target.relay.came == {1: bytes(SIZE)}
     assert not target.channel.broken
+
+
+def test_that_the_state_came_is_no_reply_to_anything() -> None:
+    """Where it comes when nobody waits for trees."""
+    carrier = GrpcCarrier("127.0.0.1:1")
+    carrier._dispatch(TAKEN)
+    assert carrier.receive(0) is None
+    carrier._dispatch(draft_pb2.SessionReply(rounds_ended=draft_pb2.RoundsEnded(rounds=1)).SerializeToString())
+    assert carrier.receive(0) is not None
+    carrier.release()
 
 
 def test_trees_of_earlier_rounds_are_passed_over(target: Target) -> None:
