@@ -24,6 +24,9 @@ from torch._C._distributed_c10d import Store
 from outrider.shared.base.errors import ConfigurationError, ProtocolError, UnavailableError
 
 MAX_FRAME = 1 << 16
+MAX_GREETING = 64
+GREETING_S = 5.0
+"""How long a rank may take from its connection to its greeting, which it sends at once."""
 BEAT_S = 1.0
 ADDRESS_KEY = "outrider/control"
 KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
@@ -90,6 +93,36 @@ class Connection:
         if length > MAX_FRAME:
             raise ProtocolError(f"tensor parallel control: a frame of {length} bytes; do all ranks run one version?", field="tp")
         return self._take(length)
+
+    def receive_by(self, deadline: float, most: int) -> bytes | None:
+        """Wait for one frame of a peer that may be anybody; None if it is longer than `most`, not whole by `deadline`, or the peer is gone.
+
+        Args:
+            deadline: Of the monotonic clock, for the whole frame.
+            most: Bytes.
+        """
+        needed = _LENGTH.size
+        try:
+            while len(self._received) < needed:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    return None
+                self.socket.settimeout(remaining)
+                part = self.socket.recv(needed - len(self._received))
+                if not part:
+                    return None
+                self._received += part
+                if len(self._received) == _LENGTH.size:
+                    (length,) = _LENGTH.unpack(self._received)
+                    if length > most:
+                        return None
+                    needed += length
+            self.socket.settimeout(None)
+        except OSError:
+            return None
+        body = bytes(self._received[_LENGTH.size :])
+        self._received.clear()
+        return body
 
     def report(self, report: Report) -> None:
         """Send a report, cut to what a frame holds."""
@@ -166,13 +199,11 @@ def accept_ranks(store: Store, host: str, size: int, timeout_s: float, check: Ca
                 sock, _peer = listener.accept()
             except TimeoutError:
                 continue
-            sock.settimeout(5.0)
             connection = Connection(sock)
-            rank = _greeted(connection.receive(), secret, size)
+            rank = _greeted(connection.receive_by(min(deadline, time.monotonic() + GREETING_S), MAX_GREETING), secret, size)
             if rank is None or rank in connections:
                 connection.close()
                 continue
-            sock.settimeout(None)
             connections[rank] = connection
         undo.pop_all()
     return connections

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import fields
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from outrider.shared.attn.base import AttentionBatch
 from outrider.shared.base.errors import ConfigurationError, OutriderError, ProtocolError, UnavailableError
 from outrider.shared.kv.pool import KVPool
-from outrider.shared.parallel import commands
+from outrider.shared.parallel import channel, commands
 from outrider.shared.parallel.channel import Connection, Report, ReportKind, accept_ranks, connect_rank
 from outrider.shared.parallel.commands import Forward, MakePool, Scrub, Stop, decode, encode
 from outrider.shared.parallel.lead import Lead, LeadDecoder
@@ -319,6 +319,9 @@ def test_only_ranks_that_know_the_secret_are_accepted() -> None:
         stranger.send(greeting)
         assert stranger.receive() is None, "the connection is closed"
         stranger.close()
+    for stray in (b"GET / HTTP/1.0\r\n\r\n", b"\x41\0\0\0", b"\x30\0\0\0half", b""):  # of a scanner, or of who knows what
+        with socket.create_connection((host, int(port))) as scanner:
+            scanner.sendall(stray)
     ranks = [connect_rank(store, rank, 5) for rank in (2, 1)]
     thread.join(30)
     assert sorted(accepted) == [1, 2]
@@ -326,6 +329,48 @@ def test_only_ranks_that_know_the_secret_are_accepted() -> None:
     assert accepted[2].receive_report() == Report(ReportKind.DONE, "two")
     for connection in [*ranks, *accepted.values()]:
         connection.close()
+
+
+class Dripping:
+    """A socket from which a byte comes every two seconds, by a clock of its own."""
+
+    def __init__(self, said: bytes) -> None:
+        self.said = said
+        self.now = 100.0
+        self.timeout_s: float | None = None
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def setsockopt(self, *option: object) -> None:
+        pass
+
+    def settimeout(self, timeout_s: float | None) -> None:
+        assert timeout_s is None or timeout_s > 0
+        self.timeout_s = timeout_s
+
+    def recv(self, count: int) -> bytes:
+        assert count >= 1
+        if self.timeout_s is not None and self.timeout_s < 2.0:
+            self.now += self.timeout_s
+            raise TimeoutError
+        self.now += 2.0
+        part, self.said = self.said[:1], self.said[1:]
+        return part
+
+
+def test_a_greeting_has_one_deadline_however_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    dripping = Dripping(b"\x08\0\0\0" + b"a greeting")
+    monkeypatch.setattr(channel, "time", dripping)
+    connection = Connection(cast("socket.socket", dripping))
+    assert connection.receive_by(dripping.now + 5.0, 64) is None
+    assert dripping.now == 105.0
+    patient = Dripping(b"\x02\0\0\0" + b"ok, and more")
+    monkeypatch.setattr(channel, "time", patient)
+    connection = Connection(cast("socket.socket", patient))
+    assert connection.receive_by(patient.now + 60.0, 64) == b"ok"
+    assert patient.timeout_s is None, "what comes later is waited for"
+    assert patient.said == b", and more", "and is not taken"
 
 
 def test_ranks_that_do_not_come_are_named() -> None:
