@@ -273,17 +273,16 @@ def file_of(name: str) -> str:
 def record(suite: Suite, names: list[str], commit: str) -> dict[str, Any]:
     """Return what is to be written down of a run: counts a file, what did not pass, what near-ties and long runs printed."""
     rows: dict[str, dict[str, float]] = {}
+    not_passed = []
     for name in dict.fromkeys([*names, *suite.tests]):
         row = rows.setdefault(file_of(name), {"tests": 0, "passed": 0, "failed": 0, "not run": 0, "seconds": 0.0})
         test = suite.tests.get(name, {"outcome": "not run", "seconds": 0.0})
         row["tests"] += 1
         row[test["outcome"] if test["outcome"] in ("passed", "failed") else "not run"] += 1
         row["seconds"] = round(row["seconds"] + test["seconds"], 1)
-    not_passed = [
-        {"test": name, "outcome": test["outcome"], "error": why(test.get("error", "")), "again": test.get("again", "not run")}
-        for name, test in suite.tests.items()
-        if test["outcome"] != "passed"
-    ]
+        if test["outcome"] != "passed":
+            again = {"again": test["again"]} if "again" in test else {}
+            not_passed.append({"test": name, "outcome": test["outcome"], "error": why(test.get("error", "")), **again})
     machine = {"gpus": nvidia_smi("--query-gpu=name", "--format=csv,noheader")[: len(suite.gpus)], "cores a GPU": suite.share}
     machine["packages"] = {"python": platform.python_version()} | {name: version for name in PACKAGES if (version := version_of(name))}
     return {
