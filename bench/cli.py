@@ -245,6 +245,7 @@ def kernels(
             "round, trade, invariant, forward, propose."
         ),
     ] = "*",
+    tune: Annotated[bool, typer.Option(help="Only try tiles that nobody measured, and keep them for later starts.")] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
     output: Output = None,
@@ -257,7 +258,12 @@ def kernels(
 
     configure_logging("bench", "warning")
     where, how = _placement(device, dtype)
-    raise typer.Exit(run_kernels(KernelOptions(named_shape(shape), where, how, only, output)))
+    options = KernelOptions(named_shape(shape), where, how, only, output)
+    if tune:
+        from outrider.bench.tune import run_tune
+
+        raise typer.Exit(run_tune(options))
+    raise typer.Exit(run_kernels(options))
 
 
 @bench.command()

@@ -32,6 +32,7 @@ TARGET_FLAGS: Mapping[str, TargetFlag] = {
     "enable_torch_compile": TargetFlag(bool, "Compile norms and MLPs of models that run through transformers' modules."),
     "torch_compile_max_bs": TargetFlag(int, "Passes with more rows run uncompiled.", default="32"),
     "cuda_graph_max_bs": TargetFlag(int, "Largest batch that CUDA graphs are recorded for.", default="64"),
+    "disable_tile_trial": TargetFlag(bool, "Try no tiles of products at start."),
     "disable_cuda_graph": TargetFlag(bool, "Record no CUDA graphs."),
     "overlap_schedule": TargetFlag(str, "Launch a round before the last one is read; auto: on a GPU.", "auto|on|off", "auto"),
     "disable_overlap_schedule": TargetFlag(bool, "The same as --overlap-schedule off."),

@@ -157,6 +157,7 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
         draft |= shape
         draft |= {name.replace("_", "-"): options.target_flags.get(name) for name in ("cuda_graph_max_bs", "disable_cuda_graph")}
         draft["max-sessions"] = _sessions(options.max_running_requests)
+        draft["disable-tile-trial"] = options.target_flags.get("disable_tile_trial")
         children.append(_child("draft", draft, DRAFT_DRAIN_S))
     return StackPlan(tuple(children), f"http://{_reachable(options.host)}:{options.port}", target_address, draft_address)
 
@@ -390,6 +391,7 @@ def serve_target(settings: TargetSettings) -> int:
             "ngram_corpus": settings.ngram_corpus,
             "target_weights": settings.model,
             "max_sessions": settings.max_running_requests,
+            "disable_tile_trial": settings.disable_tile_trial,
             **caps,
         }
     )

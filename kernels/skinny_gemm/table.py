@@ -1,10 +1,13 @@
-"""Which tile computes a product: measured ones, and a rule for every other shape."""
+"""Which tile computes a product: one that was measured, for this package or in a trial on this machine, else what a rule says."""
 
 from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,10 +15,39 @@ from outrider.kernels._launch import next_power_of_2
 from outrider.kernels.skinny_gemm.types import LIBRARY, Epilogue, Method, Overlap, Tile
 from outrider.kernels.stream import FEW_ROWS
 
+STORED_OF = "NVIDIA H200"
+"""Where ``tiles.json`` was measured; on other GPUs a trial's tiles come before it."""
+
 _SUM_ROWS = 2
 _SUM_BYTES = 65536
 _SPLIT_FEATURES = 1024
 _OVERLAP = 6  # its place among the numbers of a tile
+
+_Rows = dict[int, Tile]
+_Shape = tuple[Epilogue, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A product that a tile is chosen for: ``[rows, in_features] @ [out_features, in_features].T``, and what becomes of it.
+
+    Attributes:
+        dtype: Of the weight.
+    """
+
+    epilogue: Epilogue
+    out_features: int
+    in_features: int
+    rows: int
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> _Shape:
+        """Everything but rows and type."""
+        return self.epilogue, self.out_features, self.in_features
+
+
+_trials: dict[str, dict[tuple[_Shape, torch.dtype], _Rows]] = {}  # by the name of the device
 
 
 def choose_tile(epilogue: Epilogue, x: torch.Tensor, weight: torch.Tensor) -> Tile:
@@ -23,29 +55,77 @@ def choose_tile(epilogue: Epilogue, x: torch.Tensor, weight: torch.Tensor) -> Ti
 
     More than `FEW_ROWS` rows that nobody measured are the library's.
     """
-    return _choose(epilogue, weight.shape[0], weight.shape[1], x.shape[0], weight.element_size())
+    return _choose(Product(epilogue, weight.shape[0], weight.shape[1], x.shape[0], weight.dtype), device_name(weight.device))
+
+
+def measured_tile(product: Product, device: str) -> Tile | None:
+    """Return the measured tile of a product on a kind of device, or None."""
+    many = product.rows > FEW_ROWS
+    stored = _stored().get((product.shape, product.dtype.itemsize), {})
+    tried = _trials.get(device, {}).get((product.shape, product.dtype), {})
+    for measured in (stored, tried) if device in (STORED_OF, "") else (tried, stored):
+        nearest = min((count for count in measured if count >= product.rows and (count > FEW_ROWS) == many), default=None)
+        if nearest is not None:
+            return measured[nearest]
+    return None
+
+
+def needs_trial(product: Product, device: str) -> bool:
+    """Whether nobody measured a product on this kind of device."""
+    if device == STORED_OF:
+        return measured_tile(product, device) is None
+    return product.rows not in _trials.get(device, {}).get((product.shape, product.dtype), {})
+
+
+def remember(device: str, tiles: Iterable[tuple[Product, Tile]]) -> None:
+    """Choose these tiles from now on, on this kind of device. Graphs that were recorded before keep what they have."""
+    table = _trials.setdefault(device, {})
+    for product, tile in tiles:
+        table.setdefault((product.shape, product.dtype), {})[product.rows] = tile
+    _choose.cache_clear()
+
+
+def forget_trials() -> None:
+    """Choose as if nothing had been tried in this process."""
+    _trials.clear()
+    _choose.cache_clear()
 
 
 @functools.cache
-def _choose(epilogue: Epilogue, out_features: int, in_features: int, rows: int, itemsize: int) -> Tile:
-    measured = _measured().get((epilogue, out_features, in_features, itemsize), {})
-    many = rows > FEW_ROWS
-    nearest = min((count for count in measured if count >= rows and (count > FEW_ROWS) == many), default=None)
-    if nearest is not None:
-        return measured[nearest]
-    return LIBRARY if many else guess_tile(epilogue, out_features, in_features, rows, itemsize)
+def device_name(device: torch.device) -> str:
+    """Return the kind of GPU that tiles are kept for; empty on anything else."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 @functools.cache
-def _measured() -> dict[tuple[Epilogue, int, int, int], dict[int, Tile]]:
-    """Read ``tiles.json``, measured on an H200: epilogue, out, in, rows, itemsize, and the fields of a tile."""
-    table: dict[tuple[Epilogue, int, int, int], dict[int, Tile]] = {}
+def _choose(product: Product, device: str) -> Tile:
+    measured = measured_tile(product, device)
+    if measured is not None:
+        return measured
+    if product.rows > FEW_ROWS:
+        return LIBRARY
+    return guess_tile(*product.shape, product.rows, product.dtype.itemsize)
+
+
+@functools.cache
+def _stored() -> dict[tuple[_Shape, int], _Rows]:
+    """Read ``tiles.json``, measured on `STORED_OF`: epilogue, out, in, rows, itemsize, and the fields of a tile."""
+    table: dict[tuple[_Shape, int], _Rows] = {}
     path = Path(__file__).with_name("tiles.json")
-    for epilogue, out_features, in_features, rows, itemsize, method, *numbers in json.loads(path.read_text()):
-        numbers[_OVERLAP:] = [*map(Overlap, numbers[_OVERLAP : _OVERLAP + 1]), *numbers[_OVERLAP + 1 :]]
-        tile = Tile(Method(method), *numbers)
-        table.setdefault((Epilogue[epilogue], out_features, in_features, itemsize), {})[rows] = tile
+    for epilogue, out_features, in_features, rows, itemsize, *tile in json.loads(path.read_text()):
+        table.setdefault(((Epilogue[epilogue], out_features, in_features), itemsize), {})[rows] = tile_of(tile)
     return table
+
+
+def tile_of(fields: list[Any]) -> Tile:
+    """Read a tile that was written as a list of its fields, the last ones left out where they are usual.
+
+    Raises:
+        TypeError, ValueError: It is none.
+    """
+    method, *numbers = fields
+    numbers[_OVERLAP:] = [*map(Overlap, numbers[_OVERLAP : _OVERLAP + 1]), *numbers[_OVERLAP + 1 :]]
+    return Tile(Method(method), *numbers)
 
 
 def guess_tile(epilogue: Epilogue, out_features: int, in_features: int, rows: int, itemsize: int = 2) -> Tile:

@@ -81,7 +81,7 @@ class DraftService:
     def start(self) -> None:
         """Warm up, then accept streams."""
         if not self.engine.strategy.missing():
-            warm_up(self.engine, self._settings.torch_device())
+            warm_up(self.engine, self._settings.torch_device(), tiles=not self._settings.disable_tile_trial)
         self.loop.start()
         self.loop.call(lambda: _use_device(self._settings.torch_device()))
         if self._ipc:

@@ -50,7 +50,7 @@ def drafter_beside(decoder: Decoder, settings: DraftSettings, sizing: CacheSizin
     spec = engine.strategy.feature_spec(target)
     for name in list(engine.strategy.missing()):
         engine.strategy.lend(name, decoder.weight(name))
-    warm_up(engine, decoder.device, record=False)
+    warm_up(engine, decoder.device, record=False, tiles=not settings.disable_tile_trial)
     return InprocDrafter(engine, spec, decoder.device)
 
 

@@ -28,6 +28,7 @@ from outrider.services.draft.strategy import EXTEND_ROWS, Pages, StrategyInfo, T
 from outrider.shared.attn.base import AttentionBackend, build_batch
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.kv.upload import upload
+from outrider.shared.nn.fused.products import HasProducts, ProductUse
 from outrider.shared.spec.drafter import FeatureSpec
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
@@ -193,6 +194,10 @@ class HeadRunner(PagedStrategy):
     def lend(self, name: str, tensor: torch.Tensor) -> None:
         """See `DraftStrategy.lend`."""
         self._head.lend(name, tensor)
+
+    def uses(self) -> list[ProductUse]:
+        """See `HasProducts.uses`."""
+        return self._head.uses() if isinstance(self._head, HasProducts) else []
 
     @torch.inference_mode()
     def extend(self, sessions: Sequence[Session], max_rows: int, keep: int = 0) -> None:

@@ -59,6 +59,7 @@ class DraftSettings(ServiceSettings):
     device: str = Field("auto", pattern="^(auto|cpu|cuda(:[0-9]+)?)$", description="auto, cpu, cuda or cuda:N.")
     dtype: Dtype = Field(Dtype.AUTO, description="auto, float32, bfloat16 or float16.")
     attention_backend: AttentionKind = Field(AttentionKind.AUTO, description="auto, reference or triton.")
+    disable_tile_trial: bool = Field(False, description="Try no tiles of products at start, and use none of earlier trials.")
     max_sessions: int = Field(64, ge=1, description="Sequences that are followed at once.")
     max_steps: int = Field(16, ge=1, description="Deepest tree that a target may ask for.")
     max_topk: int = Field(16, ge=1, description="Widest branching that a target may ask for.")

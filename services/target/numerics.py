@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from outrider.kernels.skinny_gemm.kept import Tried
 from outrider.services.target.settings import KvCacheDtype, Quantization, TargetSettings
 from outrider.services.target.weight_fit import check_weights_fit
 from outrider.shared.attn.base import AttentionBackend
@@ -15,8 +16,14 @@ from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.nn.config import ModelConfig
 from outrider.shared.nn.decoder import Decoder, OnLayer, Progress, default_dtype
 from outrider.shared.nn.deterministic import deterministic
+from outrider.shared.nn.fused import FusedForward
+from outrider.shared.nn.fused.trial import BUDGET_S, try_products
 from outrider.shared.nn.quantized import fp8_rounding, quantize_fp8
+from outrider.shared.obs.logging import get_logger
 from outrider.shared.parallel.decoder import ShardedDecoder
+from outrider.shared.parallel.tiles import spread_tiles
+
+_log = get_logger("outrider.target")
 
 
 def prepare_decoder(settings: TargetSettings, decoder: Decoder) -> Decoder:
@@ -32,7 +39,12 @@ def prepare_decoder(settings: TargetSettings, decoder: Decoder) -> Decoder:
         quantize()
     if settings.kv_cache_dtype is KvCacheDtype.FP8_E4M3:
         _narrow_cache(decoder)
-    return deterministic(decoder) if settings.deterministic else decoder
+    if settings.deterministic:
+        decoder = deterministic(decoder)
+    _log.info("layers", computed_by=decoder.computed_by, dtype=str(decoder.dtype).removeprefix("torch."))
+    if decoder.fused is not None and not settings.deterministic and decoder.device.type == "cuda" and not settings.disable_tile_trial:
+        _choose_tiles(settings, decoder, decoder.fused)
+    return decoder
 
 
 def load_decoder(settings: TargetSettings, progress: Progress | None = None) -> Decoder:
@@ -77,6 +89,16 @@ def _compile(decoder: Decoder, max_rows: int) -> None:
     from outrider.shared.nn.generic.compiled import compile_generic
 
     compile_generic(decoder, max_rows)
+
+
+def _choose_tiles(settings: TargetSettings, decoder: Decoder, fused: FusedForward) -> None:
+    """Try what nobody measured; of several ranks the first does, and all choose as it does."""
+    ranks = decoder.collectives if isinstance(decoder, ShardedDecoder) else None
+    tried: list[Tried] = []
+    if ranks is None or ranks.rank == 0:
+        tried = try_products(fused.uses(), decoder.device, min(BUDGET_S, settings.tp_timeout_s / 4))
+    if ranks is not None:
+        spread_tiles(ranks, tried, decoder.device)
 
 
 def _narrow_cache(decoder: Decoder) -> None:

@@ -125,6 +125,9 @@ class TargetSettings(ServiceSettings):
     )
     max_model_len: int | None = Field(None, ge=2, description="Longest prompt + answer; by default what the model was trained for.")
     cuda_graph_max_bs: int = Field(64, ge=1, description="Largest batch that CUDA graphs are recorded for; larger ones run without.")
+    disable_tile_trial: bool = Field(
+        False, description="Try no tiles of products at start, and use none of earlier trials: what nobody measured takes a rule's."
+    )
     disable_cuda_graph: bool = Field(False, description="Record no CUDA graphs; every step is launched kernel by kernel.")
     overlap_schedule: OverlapSchedule = Field(
         OverlapSchedule.AUTO, description="Launch a round before the last one is read: auto (on a GPU), on or off."

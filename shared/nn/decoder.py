@@ -74,6 +74,7 @@ class Decoder:
     """
 
     kv_dtype: torch.dtype | None = None
+    fused: FusedForward | None = None
 
     def __init__(
         self,
@@ -94,7 +95,6 @@ class Decoder:
         self._head = Linear(lm_head)
         self.rotary = RotaryEmbedding(config.rope, config.rotary_dim, self.device, self.dtype)
         self.fingerprint = fingerprint
-        self.fused: FusedForward | None = None
         self._fuse()
 
     def _fuse(self) -> None:
@@ -180,6 +180,11 @@ class Decoder:
         layers = sum(layer.attention.nbytes + layer.mlp.nbytes for layer in self.layers)
         rounded = self._head.nbytes if self._head.rounded else 0
         return self.embedding.nbytes + self.lm_head.nbytes + rounded + layers
+
+    @property
+    def computed_by(self) -> str:
+        """What computes the layers, in a few words for the log."""
+        return "torch's operations" if self.fused is None else "fused kernels"
 
     @property
     def cached(self) -> ModelConfig:

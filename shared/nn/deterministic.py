@@ -57,6 +57,11 @@ class RowByRow(Decoder):
         """See `Decoder.weight_bytes`."""
         return self._decoder.weight_bytes
 
+    @property
+    def computed_by(self) -> str:
+        """See `Decoder.computed_by`."""
+        return f"{self._decoder.computed_by}, row by row"
+
     def weight(self, name: str) -> torch.Tensor:
         """See `Decoder.weight`."""
         return self._decoder.weight(name)
@@ -122,6 +127,11 @@ class BatchInvariant(Decoder):
             raise _refused(f"{decoder.config.architecture} runs through transformers' modules")
         self.fused = None
         self._invariant = [_InvariantLayer(layer) for layer in decoder.layers]
+
+    @property
+    def computed_by(self) -> str:
+        """See `Decoder.computed_by`."""
+        return "batch-invariant kernels"
 
     @torch.inference_mode()
     def forward(

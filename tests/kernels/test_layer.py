@@ -22,7 +22,7 @@ from layer_cases import (
 from outrider.kernels._dispatch import Backend, force_backend
 from outrider.kernels.add_norm import normalise
 from outrider.kernels.skinny_gemm import Epilogue, Method, Overlap, Tile, choose_tile, project, project_add
-from outrider.kernels.skinny_gemm.table import _measured, guess_tile
+from outrider.kernels.skinny_gemm.table import _stored, guess_tile
 
 DOT = Tile(Method.DOT, 32, 32)
 SPLIT = Tile(Method.DOT, 32, 16, splits=3)
@@ -188,7 +188,7 @@ def test_more_rows_than_fit_are_refused() -> None:
 
 
 def test_measured_tiles_fit_the_rows_they_were_measured_for() -> None:
-    tiles = [(rows, tile) for counts in _measured().values() for rows, tile in counts.items()]
+    tiles = [(rows, tile) for counts in _stored().values() for rows, tile in counts.items()]
     assert {tile.method for _, tile in tiles} == set(Method)
     for rows, tile in tiles:
         assert (tile.programs > 0) == (tile.method is Method.STAY)

@@ -60,6 +60,7 @@ UP: Mapping[str, tuple[str, Any]] = {
     "enable_torch_compile": ("", True),
     "torch_compile_max_bs": ("77", 77),
     "cuda_graph_max_bs": ("78", 78),
+    "disable_tile_trial": ("", True),
     "disable_cuda_graph": ("", True),
     "overlap_schedule": ("off", "off"),
     "disable_overlap_schedule": ("", True),

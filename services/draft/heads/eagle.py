@@ -33,6 +33,7 @@ from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.kv.pool import KVPool
+from outrider.shared.nn.fused.products import ProductUse
 from outrider.shared.nn.layers import DecoderLayer, RMSNorm
 from outrider.shared.nn.loader import CheckpointReader, Shape
 from outrider.shared.nn.rope import Rotation
@@ -130,6 +131,10 @@ class EagleHead(LoadedHead):
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """See `RecurrentHead.logits`."""
         return self._tables.logits(states) if self._fused is None else self._fused.logits(states)
+
+    def uses(self) -> list[ProductUse]:
+        """See `HasProducts.uses`."""
+        return [] if self._fused is None else self._fused.uses()
 
     @cached_property
     def _fused(self) -> FusedHead | None:

@@ -34,6 +34,7 @@ from outrider.services.draft.vocab import DraftVocabulary
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.kv.pool import KVPool
+from outrider.shared.nn.fused.products import ProductUse
 from outrider.shared.nn.layers import Attention, DecoderLayer
 from outrider.shared.nn.loader import CheckpointReader
 from outrider.shared.nn.rope import Rotation
@@ -169,6 +170,10 @@ class Eagle3Head(LoadedHead):
         if behind is not None:
             return self._fused.logits_behind(behind)
         return self._fused.logits(states if self.config.norm_output else rms_norm(states, self._norm.weight, self._norm.eps))
+
+    def uses(self) -> list[ProductUse]:
+        """See `HasProducts.uses`."""
+        return [] if self._fused is None else self._fused.uses()
 
     def _settle(self) -> None:
         """Make what runs the layers on a GPU, once nothing is missing any more."""

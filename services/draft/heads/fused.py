@@ -17,6 +17,7 @@ from outrider.shared.attn.base import AttentionBatch
 from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.fused import attention_block, mlp_block
+from outrider.shared.nn.fused.products import ProductUse, uses_of
 from outrider.shared.nn.layers import Attention, AttentionBlock, DecoderLayer, GatedMLP, MLPBlock, RMSNorm
 from outrider.shared.nn.linear import Linear
 from outrider.shared.nn.rope import Rotation
@@ -87,6 +88,11 @@ class FusedHead:
             return self._lm_head(normalise(stream))
         parts = project_normed(stream, self._lm_head.weight)
         return parts.sum(0) if parts.dim() == 3 else parts
+
+    def uses(self) -> list[ProductUse]:
+        """Return the uses of all products, for a trial of tiles."""
+        layers = [(block.attention, block.mlp) for block in self._blocks]
+        return uses_of(layers, self._lm_head, self._lm_head.weight.dtype, reduced=False)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, vocabulary]`` for normed ``states [rows, hidden]``."""

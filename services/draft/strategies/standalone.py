@@ -21,6 +21,7 @@ from outrider.shared.attn.base import AttentionBackend, build_batch
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.fused.products import ProductUse
 from outrider.shared.nn.layers import Linear
 from outrider.shared.spec.drafter import FeatureSpec
 from outrider.shared.spec.tree import DraftShape
@@ -147,6 +148,10 @@ class StandaloneStrategy(PagedStrategy):
     def lend(self, name: str, tensor: torch.Tensor) -> None:
         """See `DraftStrategy.lend`."""
         raise CheckpointError(f"{name} is not wanted; a standalone draft borrows nothing.", field=name)
+
+    def uses(self) -> list[ProductUse]:
+        """See `HasProducts.uses`."""
+        return [] if self._decoder.fused is None else self._decoder.fused.uses()
 
     @torch.inference_mode()
     def extend(self, sessions: Sequence[Session], max_rows: int, keep: int = 0) -> None:

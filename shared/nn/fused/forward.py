@@ -12,6 +12,7 @@ from outrider.kernels.stream import FEW_ROWS, MANY_ROWS
 from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.fused.blocks import Reduce, attention_block, mlp_block
+from outrider.shared.nn.fused.products import ProductUse, uses_of
 from outrider.shared.nn.layers import Attention, DecoderLayer, GatedMLP, RMSNorm
 from outrider.shared.nn.linear import Linear
 from outrider.shared.nn.rope import Rotation
@@ -71,6 +72,10 @@ class FusedForward:
             stream = attention_block(attend, stream, rotation, attention, pool, between, reduce=self.reduce)
             stream = mlp_block(mlp, stream, after, reduce=self.reduce, out=captured)
         return normalise(stream), aux
+
+    def uses(self) -> list[ProductUse]:
+        """Return the uses of all products, for a trial of tiles."""
+        return uses_of(self._blocks, self._head, self._embedding.dtype, reduced=self.reduce is not None)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, vocabulary]`` in the weights' dtype."""

@@ -66,6 +66,11 @@ class GenericDecoder(Decoder):
         """Bytes of all parameters."""
         return sum(parameter.nbytes for parameter in self.model.parameters())
 
+    @property
+    def computed_by(self) -> str:
+        """See `Decoder.computed_by`."""
+        return "transformers' modules"
+
     def weight(self, name: str) -> torch.Tensor:
         """Return a weight that a draft may borrow, by the name it has in Llama's checkpoints; see `Decoder.weight`."""
         if name == LM_HEAD and self._head_bias:

@@ -1,0 +1,53 @@
+"""Tiles that are worth a trial for a product of few rows: what the rule says, its neighbours, and the library's product."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from outrider.kernels.skinny_gemm.table import Product, guess_tile
+from outrider.kernels.skinny_gemm.types import LIBRARY, Epilogue, Method, Tile
+
+_LEAST_SPLIT = 256
+"""Columns that a program sums up at least."""
+_STAYING = 4
+"""Programs that stay, a multiprocessor."""
+
+
+def candidates(product: Product, multiprocessors: int) -> list[Tile]:
+    """Return different tiles, the rule's first.
+
+    Args:
+        product: Of at most `FEW_ROWS` rows.
+        multiprocessors: Of the device.
+    """
+    rule = guess_tile(*product.shape, product.rows, product.dtype.itemsize)
+    near = _near_sum(product, rule, multiprocessors) if rule.method is Method.SUM else _near_dot(product, rule)
+    library = [] if product.dtype.itemsize == 1 else [LIBRARY]  # for FP8 weights it would widen them first
+    return list(dict.fromkeys((rule, *near, *library)))
+
+
+def _near_sum(product: Product, rule: Tile, multiprocessors: int) -> list[Tile]:
+    near = [replace(rule, block_n=rule.block_n // 2)] if rule.block_n > 1 else []
+    near.append(replace(rule, warps=12 - rule.warps))
+    if product.rows == 1:
+        stay = replace(rule, method=Method.STAY, block_n=max(1, rule.block_n // 2), programs=_STAYING * multiprocessors)
+        return [*near, stay]
+    return [*near, guess_tile(*product.shape, product.rows + 1, product.dtype.itemsize)]
+
+
+def _near_dot(product: Product, rule: Tile) -> list[Tile]:
+    near = [replace(rule, block_k=rule.block_k // 2, stages=rule.stages + 1)]
+    if rule.block_n <= 32:
+        near.append(replace(rule, block_n=64, stages=min(rule.stages, 3)))
+    elif product.dtype.itemsize > 1:  # FP8 instructions take 64 rows of the weight
+        near.append(replace(rule, block_n=32))
+    if rule.block_n >= 128:
+        near.append(replace(rule, warps=12 - rule.warps))
+    if product.epilogue in (Epilogue.PLAIN, Epilogue.ADD):
+        if product.in_features >= 2 * rule.splits * _LEAST_SPLIT:
+            near.append(replace(rule, splits=2 * rule.splits))
+        if rule.splits > 1:
+            near.append(replace(rule, splits=rule.splits // 2))
+    elif product.epilogue is Epilogue.ROTATED:
+        near.append(replace(rule, stages=rule.stages - 1))
+    return near

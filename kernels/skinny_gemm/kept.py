@@ -1,0 +1,111 @@
+"""Tiles of trials on a disk, so that a later start chooses, and so rounds, as this one did."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from outrider.kernels.skinny_gemm.table import Product, tile_of
+from outrider.kernels.skinny_gemm.types import Epilogue, Tile
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What a trial found for a product.
+
+    Attributes:
+        product: Which.
+        tile: The one to choose.
+        microseconds: Of a launch with it, or None: the time was up, and it is the rule's.
+        rule, library: Of a launch with the rule's tile and by the library, where they ran.
+    """
+
+    product: Product
+    tile: Tile
+    microseconds: float | None = None
+    rule: float | None = None
+    library: float | None = None
+
+    def to_json(self) -> dict[str, object]:
+        """Return what `from_json` reads."""
+        product, tile = self.product, self.tile
+        return {
+            "product": [product.epilogue.name, product.out_features, product.in_features, product.rows, _name(product.dtype)],
+            "tile": [
+                tile.method.value, tile.block_n, tile.block_k, tile.splits, tile.warps, tile.stages, tile.block_m, tile.overlap.value,
+                tile.programs,
+            ],
+            "microseconds": self.microseconds, "rule": self.rule, "library": self.library,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, raw: dict[str, object]) -> Tried:
+        """Read one.
+
+        Raises:
+            AttributeError, KeyError, TypeError, ValueError: It is none.
+        """
+        product, tile = raw["product"], raw["tile"]
+        if not isinstance(product, list) or not isinstance(tile, list):
+            raise TypeError("a product and a tile are lists")
+        epilogue, out_features, in_features, rows, dtype = product
+        times = [raw[name] for name in ("microseconds", "rule", "library")]
+        microseconds, rule, library = (time if isinstance(time, float) else None for time in times)
+        of = Product(Epilogue[epilogue], int(out_features), int(in_features), int(rows), getattr(torch, dtype))
+        return cls(of, tile_of(tile), microseconds, rule, library)
+
+
+def tiles_file(device: str) -> Path:
+    """Return where the tiles of a kind of device are kept: beside the kernels that Triton keeps, for these kernels and this compiler."""
+    import triton
+    from triton import knobs
+
+    digest = hashlib.sha256(triton.__version__.encode())
+    folder = Path(__file__).parent
+    for source in sorted(folder.rglob("*.py")):
+        digest.update(source.read_bytes())
+    digest.update((folder / "tiles.json").read_bytes())
+    name = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-").lower()
+    return Path(knobs.cache.dir) / "outrider-tiles" / f"{name}-{digest.hexdigest()[:16]}.json"
+
+
+def read_tiles(path: Path) -> list[Tried]:
+    """Return what is kept there; nothing where the file is missing or is no such file."""
+    try:
+        return [Tried.from_json(entry) for entry in json.loads(path.read_text())["tiles"]]
+    except (OSError, AttributeError, KeyError, TypeError, ValueError):
+        return []
+
+
+def keep_tiles(path: Path, tried: Sequence[Tried], device: str) -> list[Tried]:
+    """Add trials to a file, and return what it says of their products then: whoever came first, of processes that start at once.
+
+    A trial replaces one whose time was up.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        kept = {entry.product: entry for entry in read_tiles(path)}
+        for entry in tried:
+            if entry.product not in kept or kept[entry.product].microseconds is None:
+                kept[entry.product] = entry
+        fresh = path.with_suffix(f".{os.getpid()}")
+        body = ",\n".join(json.dumps(entry.to_json()) for entry in kept.values())
+        fresh.write_text(f'{{"device": {json.dumps(device)}, "tiles": [\n{body}\n]}}\n')
+        fresh.replace(path)
+    return [kept[entry.product] for entry in tried]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,157 @@
+"""The products of a fused model as a trial needs them: by what becomes of them, with all matrices of a shape, and runnable by any tile.
+
+What reads a product is run with it: parts of a sum cost whoever adds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from outrider.kernels._launch import ceil_div
+from outrider.kernels.add_norm import add_sums
+from outrider.kernels.rope_store import rope_store
+from outrider.kernels.skinny_gemm import Epilogue, Rotary, Tile, project, project_add, project_gated, project_rotated
+from outrider.kernels.skinny_gemm.table import Product
+from outrider.kernels.stream import Stream, normed_at_once
+from outrider.shared.nn.config import Activation
+from outrider.shared.nn.layers import Attention, GatedMLP
+from outrider.shared.nn.linear import Linear
+
+_PAGE = 16
+_EPS = 1e-5
+_FEW_SUMS, _MANY_SUMS = 64, 4
+"""Columns behind each sum of squares that a product adds up: as the product before it leaves them, of several rows and of one or two."""
+
+Run = Callable[[torch.Tensor, torch.Tensor | None, Tile], object]
+"""Computes the product with a weight ``[out, in]`` and its scales, by a tile."""
+Prepare = Callable[[int], Run]
+"""Makes the inputs of so many rows."""
+
+
+@runtime_checkable
+class HasProducts(Protocol):
+    """A model that may run from fused kernels."""
+
+    def uses(self) -> list[ProductUse]:
+        """Return the uses of its products, for a trial of tiles; none where it does not run so."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProductUse:
+    """Products of one shape and use.
+
+    Attributes:
+        epilogue: What becomes of them.
+        linears: All matrices that are multiplied so.
+        prepare: See `Prepare`.
+    """
+
+    epilogue: Epilogue
+    linears: tuple[Linear, ...]
+    prepare: Prepare
+
+    def of(self, rows: int) -> Product:
+        """Return what a tile is chosen for."""
+        weight = self.linears[0].weight
+        return Product(self.epilogue, weight.shape[0], weight.shape[1], rows, weight.dtype)
+
+
+def uses_of(layers: Sequence[tuple[Attention, GatedMLP]], head: Linear, dtype: torch.dtype, *, reduced: bool) -> list[ProductUse]:
+    """Return the uses of all products, each shape once.
+
+    Args:
+        layers: With plain weights.
+        head: The output head.
+        dtype: Of the rows.
+        reduced: Whether what o and down give is summed over ranks before it is added.
+    """
+    # As `blocks` runs them; in fp16 `project_add` is a product and `add_sums`.
+    adds = Epilogue.PLAIN if reduced or normed_at_once(1, dtype) else Epilogue.ADD
+    found: dict[Product, tuple[Epilogue, list[Linear], Prepare]] = {}
+
+    def note(epilogue: Epilogue, linear: Linear, prepare: Prepare) -> None:
+        product = Product(epilogue, linear.out_features, linear.in_features, 1, linear.weight.dtype)
+        found.setdefault(product, (epilogue, [], prepare))[1].append(linear)
+
+    for attention, mlp in layers:
+        rotated = Epilogue.ROTATED if attention.head_norm is None else Epilogue.PLAIN
+        note(rotated, attention.qkv, partial(_prepare_qkv, attention, dtype))
+        note(adds, attention.o, partial(_prepare_added, attention.o, dtype, adds))
+        note(Epilogue.GATED, mlp.gate_up, partial(_prepare_gated, mlp, dtype))
+        note(adds, mlp.down, partial(_prepare_added, mlp.down, dtype, adds))
+    note(Epilogue.PLAIN, head, partial(_prepare_head, head, dtype))
+    return [ProductUse(epilogue, tuple(linears), prepare) for epilogue, linears, prepare in found.values()]
+
+
+def merged(uses: Iterable[ProductUse]) -> list[ProductUse]:
+    """Return uses with those of one shape taken together."""
+    found: dict[Product, ProductUse] = {}
+    for use in uses:
+        known = found.get(use.of(1))
+        found[use.of(1)] = use if known is None else ProductUse(use.epilogue, known.linears + use.linears, known.prepare)
+    return list(found.values())
+
+
+def _rows(rows: int, width: int, linear: Linear, dtype: torch.dtype) -> torch.Tensor:
+    device = linear.weight.device
+    return torch.randn(rows, width, device=device, generator=torch.Generator(device).manual_seed(rows)).to(dtype)
+
+
+def _stream(rows: int, linear: Linear, dtype: torch.dtype) -> Stream:
+    width = linear.in_features
+    x = _rows(rows, width, linear, dtype)
+    if normed_at_once(rows, dtype):
+        return Stream(x, x, None, _EPS)
+    parts = ceil_div(width, _MANY_SUMS if rows <= 2 else _FEW_SUMS)
+    return Stream(x, x, torch.full((parts, rows), width / parts, device=x.device), _EPS)
+
+
+def _prepare_qkv(block: Attention, dtype: torch.dtype, rows: int) -> Run:
+    stream, bias, norm = _stream(rows, block.qkv, dtype), block.qkv.bias, block.head_norm
+    device, dim = stream.scaled.device, block.head_dim
+    planes = torch.zeros(2, ceil_div(rows, _PAGE), _PAGE, block.num_kv_heads, dim, dtype=dtype, device=device)
+    angles = torch.ones(rows, 1, dim, dtype=dtype, device=device)
+    rotary = Rotary(angles, angles, planes[0], planes[1], torch.arange(rows, device=device))
+    if norm is None:
+        return lambda weight, scales, tile: project_rotated(stream, weight, rotary, scales=scales, bias=bias, tile=tile)
+    weights, eps = norm.weight, norm.eps
+
+    def run(weight: torch.Tensor, scales: torch.Tensor | None, tile: Tile) -> torch.Tensor:
+        parts = project(stream.scaled, weight, scales=scales, tile=tile)
+        where = rotary.cos, rotary.sin, rotary.k_plane, rotary.v_plane, rotary.slots
+        return rope_store(parts, *where, stream=stream, bias=bias, head_norm=weights, head_eps=eps)
+
+    return run
+
+
+def _prepare_added(linear: Linear, dtype: torch.dtype, epilogue: Epilogue, rows: int) -> Run:
+    x, residual = _rows(rows, linear.in_features, linear, dtype), _rows(rows, linear.out_features, linear, dtype)
+    norm, bias = torch.ones_like(residual[0]), linear.bias
+
+    def run(weight: torch.Tensor, scales: torch.Tensor | None, tile: Tile) -> Stream:
+        if epilogue is Epilogue.ADD:
+            return project_add(x, weight, residual, norm, _EPS, scales=scales, bias=bias, tile=tile)
+        return add_sums(project(x, weight, scales=scales, tile=tile), residual, norm, _EPS, bias=bias)
+
+    return run
+
+
+def _prepare_gated(block: GatedMLP, dtype: torch.dtype, rows: int) -> Run:
+    stream, bias, gelu = _stream(rows, block.gate_up, dtype), block.gate_up.bias, block.activation is Activation.GELU_TANH
+    return lambda weight, scales, tile: project_gated(stream, weight, scales=scales, bias=bias, gelu=gelu, tile=tile)
+
+
+def _prepare_head(linear: Linear, dtype: torch.dtype, rows: int) -> Run:
+    x = _rows(rows, linear.in_features, linear, dtype)
+
+    def run(weight: torch.Tensor, scales: torch.Tensor | None, tile: Tile) -> torch.Tensor:
+        parts = project(x, weight, scales=scales, tile=tile)
+        return parts.sum(0) if parts.dim() == 3 else parts
+
+    return run

@@ -1,0 +1,243 @@
+"""Trials of tiles before anybody is served: for products of few rows that nobody measured on this kind of GPU.
+
+For every shape and some row counts the rule's tile, a few near it and the library run over matrices that no cache holds. What is faster by
+more than chance is chosen and kept on the disk, where later starts find it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import cycle, islice
+
+import torch
+
+from outrider.kernels.ahead import compile_ahead
+from outrider.kernels.skinny_gemm import Method, Tile
+from outrider.kernels.skinny_gemm.candidates import candidates
+from outrider.kernels.skinny_gemm.kept import Tried, keep_tiles, read_tiles, tiles_file
+from outrider.kernels.skinny_gemm.table import Product, device_name, guess_tile, needs_trial, remember
+from outrider.kernels.skinny_gemm.types import LIBRARY
+from outrider.shared.nn.fused.products import ProductUse, Run, merged
+from outrider.shared.nn.linear import Linear
+from outrider.shared.obs.logging import get_logger
+
+BUDGET_S = 10.0
+ROW_COUNTS = (1, 16, 64, 32, 8, 2)
+"""Each stands for all counts down to the next smaller one; the most usual first."""
+BETTER = 0.97
+"""A tile replaces the rule's if it takes at most so much of its time."""
+_REPEATS = 7
+_LAUNCHES = 8
+_MOST_COPIES = 64
+_CACHES = 3  # sizes of the L2 cache that a round over the matrices reads
+_WARM_S = 0.05
+
+Weight = tuple[torch.Tensor, torch.Tensor | None]
+Clock = Callable[[], float]
+
+_log = get_logger("outrider.tiles")
+
+
+def try_products(
+    uses: Sequence[ProductUse], device: torch.device, budget_s: float = BUDGET_S, *, again: bool = False, clock: Clock = time.monotonic
+) -> list[Tried]:
+    """Choose by what is kept from earlier trials, and try what nobody measured; nothing happens but on a GPU.
+
+    A trial that fails is logged, and what it would have won is forgone.
+
+    Args:
+        uses: The products of a model.
+        device: Where it runs.
+        budget_s: Begin nothing after so many seconds: what is left keeps the rule's tile, for good, so that the next start rounds alike.
+        again: Try what was left so, too.
+        clock: Tells seconds.
+
+    Returns:
+        What trials say of these uses, those of earlier starts included.
+    """
+    if device.type != "cuda":
+        return []
+    name = device_name(device)
+    kept = read_tiles(tiles_file(name))
+    remember(name, ((entry.product, entry.tile) for entry in kept))
+    uses = merged(uses)
+    left = {entry.product for entry in kept if entry.microseconds is None} if again else set()
+    work = [(use, rows) for rows in ROW_COUNTS for use in uses if needs_trial(use.of(rows), name) or use.of(rows) in left]
+    tried: list[Tried] = []
+    if work:
+        try:
+            tried = _run(work, device, budget_s, clock)
+        except Exception as error:
+            _log.warning("tiles were not tried", error=f"{type(error).__name__}: {error}")
+        remember(name, ((entry.product, entry.tile) for entry in tried))
+    wanted = {use.of(rows) for use in uses for rows in ROW_COUNTS} - {entry.product for entry in tried}
+    known = [entry for entry in kept if entry.product in wanted]
+    if known:
+        _log.info("tiles of an earlier trial", products=len(known))
+    return [*known, *tried]
+
+
+@torch.inference_mode()
+def _run(work: Sequence[tuple[ProductUse, int]], device: torch.device, budget_s: float, clock: Clock) -> list[Tried]:
+    """Try, tell and keep; return what is kept."""
+    started, name = clock(), device_name(device)
+    _log.info("trying tiles", products=len(work), device=name, budget_s=budget_s)
+    with torch.cuda.device(device):
+        tried = _Trial(device, clock, started + budget_s).run(work)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    _tell(tried)
+    measured = sum(entry.microseconds is not None for entry in tried)
+    _log.info("tiles tried", products=len(tried), measured=measured, seconds=round(clock() - started, 1))
+    path = tiles_file(name)
+    try:
+        return keep_tiles(path, tried, name)
+    except OSError as error:
+        _log.warning("tiles are not kept: the next start tries them anew", path=str(path), error=str(error))
+        return tried
+
+
+class _Trial:
+    """One trial on a device.
+
+    Args:
+        device: The current one.
+        clock: Tells seconds.
+        deadline: When to begin nothing more.
+    """
+
+    def __init__(self, device: torch.device, clock: Clock, deadline: float) -> None:
+        properties = torch.cuda.get_device_properties(device)
+        self._device = device
+        self._multiprocessors = properties.multi_processor_count
+        self._bytes = _CACHES * properties.L2_cache_size
+        self._clock = clock
+        self._deadline = deadline
+        self._warm = False
+
+    def run(self, work: Sequence[tuple[ProductUse, int]]) -> list[Tried]:
+        """Try the uses at one row count after another; the kernels of each are compiled at once."""
+        tried: list[Tried] = []
+        for rows in dict.fromkeys(rows for _, rows in work):
+            uses = [use for use, count in work if count == rows]
+            if self._in_time():
+                compile_ahead(self._device, [partial(self._rehearse, uses, rows)])
+            tried += [pick(use.of(rows), self._times(use, rows) if self._in_time() else {}) for use in uses]
+        return tried
+
+    def _in_time(self) -> bool:
+        return self._clock() < self._deadline
+
+    def _tiles(self, use: ProductUse, rows: int) -> list[Tile]:
+        return candidates(use.of(rows), self._multiprocessors)
+
+    def _rehearse(self, uses: Sequence[ProductUse], rows: int) -> None:
+        for use in uses:
+            run, linear = use.prepare(rows), use.linears[0]
+            for tile in self._tiles(use, rows):
+                with contextlib.suppress(Exception):  # that tile will not be measured either
+                    run(linear.weight, linear.scales, tile)
+
+    def _times(self, use: ProductUse, rows: int) -> dict[Tile, float]:
+        """Return the microseconds of a launch with each tile that runs here, taken in turns."""
+        run, ring = use.prepare(rows), self._ring(use.linears)
+        graphs = {tile: graph for tile in self._tiles(use, rows) if (graph := self._record(run, tile, ring)) is not None}
+        self._warm_up(list(graphs.values()))
+        spans = [(tile, _Span()) for _ in range(_REPEATS) for tile in graphs]
+        for tile, span in spans:
+            span.around(graphs[tile].replay)
+        torch.cuda.synchronize()
+        times: dict[Tile, list[float]] = {}
+        for tile, span in spans:
+            times.setdefault(tile, []).append(span.microseconds() / self._launches(ring))
+        return {tile: statistics.median(samples) for tile, samples in times.items()}
+
+    def _ring(self, linears: Sequence[Linear]) -> list[Weight]:
+        """Return matrices, or copies, that are read one after the other and together are more than caches hold."""
+        wanted = min(_MOST_COPIES, max(min(2, len(linears)), -(-self._bytes // linears[0].weight.nbytes)))
+        ring = [(linear.weight, linear.scales) for linear in linears[:wanted]]
+        return ring + [(weight.clone(), scales) for weight, scales in islice(cycle(ring), wanted - len(ring))]
+
+    def _launches(self, ring: Sequence[Weight]) -> int:
+        return max(_LAUNCHES, len(ring))
+
+    def _record(self, run: Run, tile: Tile, ring: Sequence[Weight]) -> torch.cuda.CUDAGraph | None:
+        """Record launches over a ring; None if this GPU does not run them."""
+        try:
+            for weight, scales in ring:  # a first launch compiles, and makes what stays with a weight
+                run(weight, scales, tile)
+            torch.cuda.synchronize()
+        except Exception as error:  # such as too little shared memory
+            _log.debug("a tile does not run here", error=f"{type(error).__name__}: {error}")
+            return None
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            for weight, scales in islice(cycle(ring), self._launches(ring)):
+                run(weight, scales, tile)
+        return graph
+
+    def _warm_up(self, graphs: Sequence[torch.cuda.CUDAGraph]) -> None:
+        """Replay until an idle GPU has its clock."""
+        if self._warm or not graphs:
+            return
+        self._warm = True
+        until = time.monotonic() + _WARM_S
+        while time.monotonic() < until:
+            for graph in graphs:
+                graph.replay()
+            torch.cuda.synchronize()
+
+
+class _Span:
+    """A time on the device."""
+
+    def __init__(self) -> None:
+        event: Callable[..., torch.cuda.Event] = torch.cuda.Event
+        self._begin, self._end = event(enable_timing=True), event(enable_timing=True)
+
+    def around(self, work: Callable[[], object]) -> None:
+        """Enqueue the work."""
+        self._begin.record()
+        work()
+        self._end.record()
+
+    def microseconds(self) -> float:
+        """Return what it took, once the device has come to the end of it."""
+        return 1000.0 * float(self._begin.elapsed_time(self._end))
+
+
+def pick(product: Product, times: Mapping[Tile, float]) -> Tried:
+    """Return what to choose by the microseconds of tiles: the fastest, but the rule's unless it is slower by more than chance."""
+    rule = guess_tile(*product.shape, product.rows, product.dtype.itemsize)
+    if not times:
+        return Tried(product, rule)
+    best = min(times, key=lambda tile: times[tile])
+    if rule in times and times[best] > BETTER * times[rule]:
+        best = rule
+    return Tried(product, best, *(None if tile not in times else round(times[tile], 2) for tile in (best, rule, LIBRARY)))
+
+
+def _tell(tried: Sequence[Tried]) -> None:
+    """Say what was chosen, a line for each shape."""
+    for shape, dtype in dict.fromkeys((entry.product.shape, entry.product.dtype) for entry in tried):
+        epilogue, out_features, in_features = shape
+        rows = {
+            entry.product.rows: f"{describe(entry.tile)} {entry.microseconds} us (rule {entry.rule}, library {entry.library})"
+            if entry.microseconds is not None
+            else "not measured"
+            for entry in tried
+            if (entry.product.shape, entry.product.dtype) == (shape, dtype)
+        }
+        _log.info("tiles", product=epilogue.name.lower(), shape=f"{out_features}x{in_features}", rows=rows)
+
+
+def describe(tile: Tile) -> str:
+    """Return a tile in a few words."""
+    if tile.method is Method.LIBRARY:
+        return "library"
+    size = f"{tile.block_n}x{tile.block_k}" if tile.method is Method.DOT else f"{tile.block_n}"
+    return f"{tile.method.value} {size}" + (f" in {tile.splits}" if tile.splits > 1 else "")

@@ -1,0 +1,38 @@
+"""Rank 0's choice of tiles on every rank: each tile rounds in its own way, and ranks that sum must have multiplied alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import torch
+
+from outrider.kernels.skinny_gemm.kept import Tried
+from outrider.kernels.skinny_gemm.table import device_name, remember
+from outrider.shared.parallel.collectives import Collectives
+
+_WORD = 4
+
+
+def spread_tiles(collectives: Collectives, tried: Sequence[Tried], device: torch.device) -> list[Tried]:
+    """Choose rank 0's tiles on every rank; each calls it at the same point. Waits for the device.
+
+    Args:
+        collectives: Of all ranks.
+        tried: Rank 0's; the others' are not looked at.
+        device: Of this rank.
+
+    Returns:
+        Rank 0's.
+    """
+    body = json.dumps([entry.to_json() for entry in tried]).encode() if collectives.rank == 0 else b""
+    length = torch.tensor([len(body)], dtype=torch.int32, device=device)
+    collectives.broadcast(length)
+    size = int(length)
+    words = torch.zeros(-(-size // _WORD), dtype=torch.int32, device=device)
+    if collectives.rank == 0:
+        words.copy_(torch.frombuffer(bytearray(body.ljust(len(words) * _WORD)), dtype=torch.int32))
+    collectives.broadcast(words)
+    received = [Tried.from_json(entry) for entry in json.loads(words.cpu().numpy().tobytes()[:size])]
+    remember(device_name(device), ((entry.product, entry.tile) for entry in received))
+    return received

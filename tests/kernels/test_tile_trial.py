@@ -1,0 +1,225 @@
+"""Which tiles a trial chooses from, where they are kept, and that a trial covers what passes ask for; timing needs a GPU (tests/gpu)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from family_models import Sequences, save
+from guards import Guards
+from layer_cases import check_project, check_project_add, check_project_gated, check_project_rotated
+
+from outrider.kernels import skinny_gemm
+from outrider.kernels._dispatch import Backend, force_backend
+from outrider.kernels.skinny_gemm import Epilogue, Method, Tile, choose_tile, table
+from outrider.kernels.skinny_gemm.candidates import candidates
+from outrider.kernels.skinny_gemm.kept import Tried, keep_tiles, read_tiles
+from outrider.kernels.skinny_gemm.table import (
+    STORED_OF,
+    Product,
+    forget_trials,
+    guess_tile,
+    measured_tile,
+    needs_trial,
+    remember,
+)
+from outrider.kernels.skinny_gemm.types import LIBRARY
+from outrider.shared.nn import linear
+from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.fused import FusedForward, blocks, trial
+from outrider.shared.nn.fused.products import ProductUse
+from outrider.shared.nn.fused.trial import BETTER, ROW_COUNTS, pick
+
+BF16 = torch.bfloat16
+OTHER = "Some other GPU"
+SMS = 132
+LLAMA_O = Product(Epilogue.ADD, 4096, 4096, 16, BF16)
+UNKNOWN = Product(Epilogue.ADD, 2048, 2048, 16, BF16)
+TILE = Tile(Method.DOT, 32, 64, 2, 4, 5)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    forget_trials()
+    yield
+    forget_trials()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("rows", ROW_COUNTS)
+def test_candidates_begin_with_the_rule_and_differ(rows: int, dtype: torch.dtype) -> None:
+    for epilogue in Epilogue:
+        for out, columns in ((6144, 4096), (2048, 2048), (2048, 8192), (151936, 1024), (96, 64)):
+            product = Product(epilogue, out, columns, rows, dtype)
+            tiles = candidates(product, SMS)
+            assert tiles[0] == guess_tile(epilogue, out, columns, rows, dtype.itemsize)
+            assert 2 <= len(tiles) == len(set(tiles)) <= 7
+            assert (LIBRARY in tiles) == (dtype is not torch.float8_e4m3fn)
+            for tile in tiles:
+                assert tile.block_n >= 1
+                assert tile.stages >= 1
+                assert tile.method is not Method.STAY or (rows == 1 and tile.programs == 4 * SMS)
+                assert tile.splits == 1 or epilogue in (Epilogue.PLAIN, Epilogue.ADD)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_every_candidate_computes_the_product(rows: int) -> None:
+    for tile in candidates(Product(Epilogue.PLAIN, 72, 700, rows, torch.float32), 2):
+        check_project("cpu", torch.float32, rows, 72, 700, tile, Guards())
+    for tile in candidates(Product(Epilogue.ADD, 72, 700, rows, torch.float32), 2):
+        check_project_add("cpu", torch.float32, rows, 72, 700, tile, Guards())
+    for tile in candidates(Product(Epilogue.GATED, 80, 70, rows, torch.float32), 2):
+        check_project_gated("cpu", torch.float32, rows, 40, 70, tile, Guards(), bias=False, gelu=False)
+    for tile in candidates(Product(Epilogue.ROTATED, 128, 70, rows, torch.float32), 2):
+        check_project_rotated("cpu", torch.float32, rows, 2, 1, 32, 70, tile, Guards())
+
+
+def test_what_was_measured_for_this_package_stays_on_its_gpu() -> None:
+    before = measured_tile(LLAMA_O, STORED_OF)
+    assert before is not None
+    assert not needs_trial(LLAMA_O, STORED_OF)
+    remember(STORED_OF, [(LLAMA_O, TILE)])
+    assert measured_tile(LLAMA_O, STORED_OF) == before
+
+
+def test_another_gpu_tries_it_anew_and_falls_back_to_it() -> None:
+    assert measured_tile(LLAMA_O, OTHER) == measured_tile(LLAMA_O, STORED_OF)
+    assert needs_trial(LLAMA_O, OTHER)
+    remember(OTHER, [(LLAMA_O, TILE)])
+    assert measured_tile(LLAMA_O, OTHER) == TILE
+    assert measured_tile(replace(LLAMA_O, rows=9), OTHER) == TILE
+    assert not needs_trial(LLAMA_O, OTHER)
+    assert measured_tile(LLAMA_O, STORED_OF) != TILE
+
+
+def test_a_trial_is_of_its_shape_type_and_row_count() -> None:
+    assert needs_trial(UNKNOWN, STORED_OF)
+    remember(STORED_OF, [(UNKNOWN, TILE)])
+    assert measured_tile(replace(UNKNOWN, rows=5), STORED_OF) == TILE
+    for other in (
+        replace(UNKNOWN, rows=17),
+        replace(UNKNOWN, rows=65),
+        replace(UNKNOWN, dtype=torch.float16),
+        replace(UNKNOWN, in_features=4096),
+        replace(UNKNOWN, epilogue=Epilogue.PLAIN),
+    ):
+        assert measured_tile(other, STORED_OF) is None
+
+
+def test_a_choice_that_was_made_before_a_trial_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "device_name", lambda device: OTHER)
+    x, weight = torch.empty(16, 2048, dtype=BF16), torch.empty(2048, 2048, dtype=BF16)
+    assert choose_tile(Epilogue.ADD, x, weight) == guess_tile(Epilogue.ADD, 2048, 2048, 16)
+    remember(OTHER, [(UNKNOWN, TILE)])
+    assert choose_tile(Epilogue.ADD, x, weight) == TILE
+
+
+def test_the_rule_gives_way_to_what_is_faster_by_more_than_chance() -> None:
+    rule = guess_tile(*UNKNOWN.shape, UNKNOWN.rows)
+    assert pick(UNKNOWN, {rule: 10.0, TILE: 9.9, LIBRARY: 12.0}) == Tried(UNKNOWN, rule, 10.0, 10.0, 12.0)
+    assert pick(UNKNOWN, {rule: 10.0, TILE: 10 * BETTER - 0.1}).tile == TILE
+    assert pick(UNKNOWN, {rule: 10.0, LIBRARY: 5.0}) == Tried(UNKNOWN, LIBRARY, 5.0, 10.0, 5.0)
+    assert pick(UNKNOWN, {LIBRARY: 5.0}) == Tried(UNKNOWN, LIBRARY, 5.0, None, 5.0)
+    assert pick(UNKNOWN, {}) == Tried(UNKNOWN, rule)
+
+
+def test_tiles_are_kept_and_read(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "tiles.json"
+    tried = [Tried(UNKNOWN, TILE, 4.25, 5.0, 6.5), Tried(replace(UNKNOWN, rows=1), Tile(Method.STAY, 2, warps=8, programs=528), 2.0)]
+    assert read_tiles(path) == []
+    assert keep_tiles(path, tried, OTHER) == tried
+    assert read_tiles(path) == tried
+    assert json.loads(path.read_text())["device"] == OTHER
+    assert [entry.name for entry in path.parent.iterdir() if entry.suffix not in (".json", ".lock")] == []
+
+
+def test_who_keeps_a_tile_first_decides_for_all(tmp_path: Path) -> None:
+    path = tmp_path / "tiles.json"
+    first, second = Tried(UNKNOWN, TILE, 4.0), Tried(UNKNOWN, LIBRARY, 3.0)
+    keep_tiles(path, [first], OTHER)
+    assert keep_tiles(path, [second], OTHER) == [first]
+    assert read_tiles(path) == [first]
+
+
+def test_a_tile_without_a_time_makes_way(tmp_path: Path) -> None:
+    path = tmp_path / "tiles.json"
+    unmeasured, measured = Tried(UNKNOWN, guess_tile(*UNKNOWN.shape, 16)), Tried(UNKNOWN, TILE, 4.0)
+    keep_tiles(path, [unmeasured], OTHER)
+    assert keep_tiles(path, [measured], OTHER) == [measured]
+    assert keep_tiles(path, [unmeasured], OTHER) == [measured]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"tiles": [{"product": 1}]}', '{"tiles": [{"product": ["ADD", 1, 1, 1, "no"], "tile": []}]}']
+)
+def test_a_file_that_is_none_is_tried_anew(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "tiles.json"
+    path.write_text(text)
+    assert read_tiles(path) == []
+    assert keep_tiles(path, [Tried(UNKNOWN, TILE, 4.0)], OTHER) == [Tried(UNKNOWN, TILE, 4.0)]
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3", "qwen2-tied-yarn"])
+@pytest.mark.parametrize("reduced", [False, True])
+def test_a_trial_covers_what_passes_ask_for(case: str, reduced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "can_pack", lambda weight: False)
+    decoder = Decoder.load(save(case, tmp_path))
+    fused = decoder.fused = FusedForward(decoder.layers, decoder.embedding, decoder.norm, linear.Linear(decoder.lm_head))
+    if reduced:
+        fused.reduce = _Adds()
+    asked: set[Product] = set()
+    choose = skinny_gemm.choose_tile
+
+    def noting(epilogue: Epilogue, x: torch.Tensor, weight: torch.Tensor) -> Tile:
+        asked.add(Product(epilogue, *weight.shape, x.shape[0], weight.dtype))
+        return choose(epilogue, x, weight)
+
+    for module in (blocks, skinny_gemm):
+        monkeypatch.setattr(module, "choose_tile", noting)
+    with force_backend(Backend.TRITON):
+        Sequences(decoder, 1, backend="triton").run([0], [[1, 2, 3]])
+    uses = fused.uses()
+    assert {use.of(3) for use in uses} == asked
+    assert sum(len(use.linears) for use in uses) == 4 * len(decoder.layers) + 1
+    with force_backend(Backend.TRITON):
+        for use in uses:
+            for tile in candidates(use.of(3), 2)[:2]:
+                use.prepare(3)(use.linears[0].weight, None, tile)
+
+
+class _Adds:
+    def add(self, *arguments: object, **named: object) -> object:
+        from outrider.kernels.add_norm import add_sums
+
+        return add_sums(*arguments, **named)  # type: ignore[arg-type]
+
+
+class _Properties:
+    multi_processor_count = SMS
+    L2_cache_size = 1000
+
+
+def test_what_is_left_when_the_time_is_up_keeps_the_rules_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: _Properties)
+    now = iter(range(100))
+    tries = trial._Trial(torch.device("cpu"), lambda: float(next(now)), 4.5)
+    use = ProductUse(Epilogue.ADD, (linear.Linear(torch.empty(2048, 2048, dtype=BF16)),), lambda rows: lambda *_: None)
+    monkeypatch.setattr(tries, "_times", lambda use, rows: {TILE: 1.0, guess_tile(*use.of(rows).shape, rows): 2.0})
+    tried = tries.run([(use, 16), (use, 32), (use, 64)])
+    assert [entry.microseconds for entry in tried] == [1.0, 1.0, None]
+    assert [entry.tile for entry in tried] == [TILE, TILE, guess_tile(Epilogue.ADD, 2048, 2048, 64)]
+
+
+@pytest.mark.parametrize(("matrices", "wanted"), [(1, 8), (3, 8), (20, 8)])
+def test_matrices_are_more_than_caches_hold(matrices: int, wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: _Properties)
+    tries = trial._Trial(torch.device("cpu"), lambda: 0.0, 1.0)
+    ring = tries._ring([linear.Linear(torch.full((10, 20), float(index), dtype=BF16)) for index in range(matrices)])
+    assert len(ring) == wanted
+    assert len({weight.data_ptr() for weight, _ in ring}) == wanted
+    assert sum(weight.nbytes for weight, _ in ring) >= 3 * _Properties.L2_cache_size
+    assert [float(weight[0, 0]) for weight, _ in ring] == [float(index % matrices) for index in range(wanted)]
