@@ -238,7 +238,7 @@ def _check_target_flags(options: StackOptions) -> None:
     """Let the target's own settings refuse what they would refuse in its process. Costs the import of torch."""
     from outrider.services.target.settings import TargetSettings
 
-    draft = "unix:draft" if options.speculates and not wants_inproc(options) else "none"
+    draft = "unix:/draft" if options.speculates and not wants_inproc(options) else "none"
     beside = {"model": options.target, "device": options.device, "dtype": options.dtype, "tp": options.tp, "draft": draft}
     TargetSettings.load({**beside, **options.target_flags}).check()
 

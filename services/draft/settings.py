@@ -106,6 +106,11 @@ class DraftSettings(ServiceSettings):
                 "attention_backend: flashinfer waits for the GPU, drafts must not; use auto, reference or triton.",
                 field="attention_backend",
             )
+        if self.mem_fraction_static is not None and self.torch_device().type == "cpu":
+            raise ConfigurationError(
+                f"mem_fraction_static = {self.mem_fraction_static} would do nothing: on a CPU kv_tokens sizes the cache; leave it out.",
+                field="mem_fraction_static",
+            )
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigurationError("device: cuda was asked for and torch sees no GPU here; use --device cpu.", field="device")
 

@@ -181,6 +181,7 @@ class TargetSettings(ServiceSettings):
             raise ConfigurationError("device: cuda was asked for and torch sees no GPU here; use --device cpu.", field="device")
         self.draft_address()
         self._check_numerics()
+        self._check_idle()
         self._check_ranks()
 
     def keeps_draft_rounds(self, device: torch.device) -> bool:
@@ -276,6 +277,23 @@ class TargetSettings(ServiceSettings):
                 f"kv_cache_dtype: {self.attention_backend.value} attention reads K and V in the model's type; use auto or triton.",
                 field="kv_cache_dtype",
             )
+
+    def _check_idle(self) -> None:
+        """Refuse options that would do nothing beside the others, rather than let somebody believe that they do."""
+        waits = self.attention_backend is AttentionKind.FLASHINFER
+        overlaps = self.overlap_schedule is OverlapSchedule.ON
+        for name, idle, why in (
+            ("overlap_schedule", overlaps and waits, "flashinfer waits for the GPU in every pass; use auto, or another attention_backend"),
+            ("overlap_schedule", overlaps and self.disable_overlap_schedule, "disable_overlap_schedule says off; leave one of them out"),
+            ("torch_compile_max_bs", not self.enable_torch_compile, "nothing is compiled; give enable_torch_compile, or leave it out"),
+            ("tp_all_reduce", self.tp == 1, "one GPU has nothing to sum with others; give tp, or leave it out"),
+            ("draft_rounds", self.draft_address() is None, "there is no draft in another process; give one by draft, or leave it out"),
+            ("mem_fraction_static", self.torch_device().type == "cpu", "on a CPU kv_tokens sizes the cache; leave it out"),
+        ):
+            value = getattr(self, name)
+            if idle and value != type(self).model_fields[name].default:
+                shown = value.value if isinstance(value, Enum) else value
+                raise ConfigurationError(f"{name} = {shown} would do nothing: {why}.", field=name)
 
     def _check_ranks(self) -> None:
         ranks, device = self.ranks(), self.torch_device()

@@ -177,3 +177,11 @@ def test_missing_torch_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch, pa
     monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match=r"pip install 'outrider\[engine\]'"):
         check_options(StackOptions(target=pair[0], draft=pair[1]))
+
+
+def test_rounds_on_the_device_are_for_a_draft_of_its_own(pair: tuple[Path, Path]) -> None:
+    kept = {"target": pair[0], "draft": pair[1], "device": "cpu", "skip_tokenizer": True, "target_flags": {"draft_rounds": "device"}}
+    check_options(StackOptions(**kept, port=launch.free_port(), transport=Transport.GRPC))  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="would do nothing") as caught:
+        check_options(StackOptions(**kept, port=launch.free_port(), transport=Transport.INPROC))  # type: ignore[arg-type]
+    assert caught.value.field == "draft_rounds"

@@ -100,12 +100,35 @@ def test_the_cache_takes_half_of_bf16_and_features_keep_their_type(target_dir: P
         ({"deterministic": True, "attention_backend": "reference"}, "attention_backend"),
         ({"kv_cache_dtype": "fp8_e4m3", "attention_backend": "reference"}, "kv_cache_dtype"),
         ({"kv_cache_dtype": "fp8_e4m3", "attention_backend": "flashinfer"}, "kv_cache_dtype"),
+        ({"overlap_schedule": "on", "attention_backend": "flashinfer"}, "overlap_schedule"),
+        ({"overlap_schedule": "on", "disable_overlap_schedule": True}, "overlap_schedule"),
+        ({"torch_compile_max_bs": 4}, "torch_compile_max_bs"),
+        ({"tp_all_reduce": "one-shot"}, "tp_all_reduce"),
+        ({"draft_rounds": "device"}, "draft_rounds"),
+        ({"draft_rounds": "host", "draft": "unix:/d", "speculative_algorithm": "NONE"}, "draft_rounds"),
+        ({"mem_fraction_static": 0.5}, "mem_fraction_static"),
     ],
 )
 def test_what_cannot_be_together_is_refused(target_dir: Path, values: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        settings_of(target_dir, **values)
+        TargetSettings.load({"model": target_dir, "device": "cpu", **values}).check()
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"overlap_schedule": "on"},
+        {"torch_compile_max_bs": 4, "enable_torch_compile": True},
+        {"tp_all_reduce": "one-shot", "tp": 2},
+        {"draft_rounds": "device", "draft": "unix:/d"},
+        {"mem_fraction_static": 0.5, "device": "cuda"},
+    ],
+)
+def test_what_does_something_is_taken(target_dir: Path, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    TargetSettings.load({"model": target_dir, "device": "cpu", **values}).check()
 
 
 def test_an_unknown_attention_backend_is_refused_with_those_there_are() -> None:
