@@ -31,8 +31,8 @@ class Buckets:
 
     @classmethod
     def make(cls, max_bs: int, max_nodes: int, usual_nodes: Seq[int] = ()) -> Buckets:
-        """Return powers of two up to the limits, and the sizes that are usual as they are."""
-        return cls(_powers(max_bs), tuple(sorted({*_powers(max_nodes), *(size for size in usual_nodes if size <= max_nodes)})))
+        """Return `batch_buckets`, and powers of two up to the limit of nodes with the sizes that are usual as they are."""
+        return cls(batch_buckets(max_bs), tuple(sorted({*_powers(max_nodes), *(size for size in usual_nodes if size <= max_nodes)})))
 
     def batch_size(self, count: int) -> int | None:
         """Return the bucket of a batch, or None above the largest."""
@@ -135,6 +135,15 @@ class BucketedVerify:
 
     def _graph_key(self, tables: BatchTables, mode: SamplingMode, capture: bool) -> tuple[object, ...]:
         return ("verify", tables.bs, tables.nodes, tables.pages, mode, capture)
+
+
+def batch_buckets(limit: int) -> tuple[int, ...]:
+    """Return the sizes that batches are padded to: 1, 2, 4, 8, 16, steps of 8 up to 64 and of 16 beyond, and the limit itself.
+
+    A small pass costs about as much as one of a single row. Of a large one every row costs, so that its padding is kept low.
+    """
+    sizes = [*(1, 2, 4, 8, 16), *range(24, 65, 8), *range(80, limit, 16)]
+    return (*(size for size in sizes if size < limit), limit)
 
 
 def _powers(limit: int) -> tuple[int, ...]:

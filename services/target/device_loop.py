@@ -26,6 +26,8 @@ from outrider.services.target.verify_step import HostRow
 from outrider.shared.spec.drafter import Commit, DrafterState, RoundResult
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
+MOVE_BELOW = 0.75
+"""A batch moves to a smaller size when that is so small a part of its own: it costs the host some tens of microseconds."""
 CATCH_UP_TOKENS = 128
 """Tokens of plain rounds after which a drafter that follows is told of them."""
 
@@ -39,10 +41,12 @@ class OverlapPlan:
     Attributes:
         batch_sizes: What batches are padded to, ascending; larger ones go the host's way.
         columns: The most tokens of a round that drafts by the usual shape: its depth + 1.
+        recorded: The largest batch whose rounds are recorded; None for all.
     """
 
     batch_sizes: tuple[int, ...]
     columns: int
+    recorded: int | None = None
 
 
 class DeviceLoop:
@@ -186,7 +190,7 @@ class DeviceLoop:
     def _fits_its_bucket(self) -> bool:
         """Go on in a smaller batch where so many rows have ended that one holds the others; False when they have to enter anew."""
         bs = self._bucket(len(self._places))
-        if bs == self._bs:
+        if bs > MOVE_BELOW * self._bs:
             return True
         rows = [row for row, sequence in enumerate(self._sequences) if sequence is not None]
         if not self._rounds.move(rows, bs):

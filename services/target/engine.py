@@ -207,20 +207,20 @@ class TargetEngine:
         self._parts.metrics = self.metrics
         self._counter.value = 0
 
-    def recordings(self, bs: int, shape: DraftShape) -> list[Callable[[], None]]:
-        """Return what records the passes of one size, see `record_graphs`. Call them before the engine's thread runs."""
+    def recordings(self, bs: int, shape: DraftShape, modes: tuple[SamplingMode, ...] = USUAL_MODES) -> list[Callable[[], None]]:
+        """Return what records the passes of one size, see `record_graphs`. Call them before the engine's thread runs, or on it."""
         self._follower.refresh()
         runner = self._runner
         if self._loop is None or not self._loop.takes(shape):
             if shape.drafts and not self._drafts:
                 return []
-            return [lambda mode=mode: runner.capture_verify(bs, shape.max_nodes, mode) for mode in USUAL_MODES]  # type: ignore[misc]
+            return [lambda mode=mode: runner.capture_verify(bs, shape.max_nodes, mode) for mode in modes]  # type: ignore[misc]
         loop = self._loop
         # Plain rounds store feature rows for sequences that are drafted at times, and none for others.
         kinds = [runner.captures] if shape.drafts or not runner.captures else [True, False]
         return [
             lambda mode=mode, capture=kind: loop.capture(bs, shape, mode, capture)  # type: ignore[misc]
-            for mode in USUAL_MODES
+            for mode in modes
             for kind in kinds
         ]
 
@@ -317,7 +317,7 @@ class TargetEngine:
     def _make_loop(self, overlap: OverlapPlan) -> DeviceLoop:
         drafter = self._drafter if isinstance(self._drafter, DeviceDrafter) else None
         self._proposals.most_on_device = overlap.batch_sizes[-1]
-        rounds = RoundRunner(self._runner, self._runner.graphs, drafter, overlap.columns)
+        rounds = RoundRunner(self._runner, self._runner.graphs, drafter, overlap.columns, overlap.recorded)
         loop = DeviceLoop(rounds, overlap.batch_sizes, self._parts)
         self._delivery.before_end = loop.retire
         return loop

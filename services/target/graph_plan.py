@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from outrider.kernels.ahead import compile_ahead
-from outrider.services.target.bucketed_verify import Buckets
+from outrider.services.target.batch_tables import SamplingMode
+from outrider.services.target.bucketed_verify import Buckets, batch_buckets
 from outrider.services.target.device_loop import OverlapPlan
-from outrider.services.target.engine import TargetEngine
+from outrider.services.target.engine import USUAL_MODES, TargetEngine
 from outrider.services.target.offers import MOST_ROWS, offered_shapes
 from outrider.services.target.request import SpeculationMode
 from outrider.services.target.settings import OverlapSchedule, Quantization, TargetSettings
@@ -28,6 +29,9 @@ FP8_PREFILL_SIZES = (*PREFILL_SIZES, 384, 512)
 
 POLL_S = 0.02
 
+MOST_FILTERED = 8
+"""The largest batch with top-k, top-p or min-p that is recorded at the start."""
+
 _log = get_logger("outrider.target")
 
 
@@ -42,6 +46,7 @@ class GraphPlan:
         shapes: The usual shapes of rounds.
         forms: What `auto` chooses its shapes within; empty where nobody asks for `auto`.
         prefills: Rows of the passes over short prompts.
+        waits: Whether the attention backend waits for the device.
     """
 
     graphs: bool
@@ -50,6 +55,18 @@ class GraphPlan:
     shapes: tuple[DraftShape, ...]
     forms: tuple[DraftShape, ...]
     prefills: tuple[int, ...]
+    waits: bool = False
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """What batches are padded to: of rounds that are recorded, or else of those that stay on the device."""
+        if self.buckets is not None:
+            return self.buckets.batch_sizes
+        return () if self.overlap is None else self.overlap.batch_sizes
+
+    def modes_at(self, batch_size: int, shape: DraftShape) -> tuple[SamplingMode, ...]:
+        """Return the modes of sampling that are recorded: filters only where that is soon done, and not for every shape of `auto`."""
+        return (*USUAL_MODES, SamplingMode.FILTERED) if batch_size <= MOST_FILTERED and shape in self.shapes else USUAL_MODES
 
     def shapes_at(self, batch_size: int) -> tuple[DraftShape, ...]:
         """Return the shapes of rounds that are recorded for one bucket: the usual ones if not too large, and all that `auto` may choose.
@@ -76,13 +93,14 @@ def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool, offers: bo
     usual = (tree, DraftShape(tree.depth, 1, tree.depth + 1)) if tree.drafts else ()
     max_bs = min(settings.cuda_graph_max_bs, settings.max_running_requests)
     buckets = Buckets.make(max_bs, settings.max_nodes, [shape.max_nodes for shape in usual])
-    overlap = OverlapPlan(buckets.batch_sizes, settings.num_steps + 1)
+    beyond = (size for size in batch_buckets(settings.max_running_requests) if size > max_bs)
+    overlap = OverlapPlan((*buckets.batch_sizes, *beyond), settings.num_steps + 1, max_bs)
     on = overlaps[settings.overlap_schedule] and not settings.disable_overlap_schedule
     # Padding moves a row within its tile, which batch-invariant kernels do not allow for; ranks would have to gather one row's logits.
     sizes = FP8_PREFILL_SIZES if settings.quantization is Quantization.FP8 else PREFILL_SIZES
     prefills = sizes if graphs and not settings.deterministic and settings.tp == 1 else ()
     shapes, forms = (NO_DRAFT, *dict.fromkeys(usual)), auto.forms if offers else ()
-    return GraphPlan(graphs, overlap if on else None, buckets if graphs else None, shapes, forms, prefills)
+    return GraphPlan(graphs, overlap if on else None, buckets if graphs else None, shapes, forms, prefills, waits)
 
 
 def await_draft(drafter: Drafter, timeout_s: float, refused: Callable[[], bool]) -> float:
@@ -125,9 +143,14 @@ def compile_kernels(
 ) -> None:
     """Have the kernels of `more`, and of all that `record_graphs` records, compiled by several processes at once, if they are not yet.
 
-    Not where other ranks would have to go along.
+    Without graphs, those of rounds that stay on the device. Not where other ranks would have to go along, nor where attention waits for
+    what a rehearsal does not compute: there kernels are compiled when they are launched first, which the log says.
     """
-    if not graphs.enabled or graphs.observed:
+    if graphs.device.type != "cuda":
+        return
+    if graphs.observed or plan.waits:
+        why = "other ranks launch them too" if graphs.observed else "attention waits for the device"
+        _log.info("kernels are compiled when they are launched first, unless an earlier start has left them", why=why)
         return
     started = time.monotonic()
     with _progress("compiling kernels", to_console) as progress:
@@ -138,12 +161,11 @@ def compile_kernels(
 
 
 def _recordings(engine: TargetEngine, plan: GraphPlan) -> Iterator[tuple[str, Callable[[], None]]]:
-    assert plan.buckets is not None
     for size in reversed(plan.prefills):
         yield f"prompts of {size} tokens", engine.prefill_recording(size)
-    for bs in reversed(plan.buckets.batch_sizes):
+    for bs in reversed(plan.batch_sizes):
         for shape in plan.shapes_at(bs):
-            for record in engine.recordings(bs, shape):
+            for record in engine.recordings(bs, shape, plan.modes_at(bs, shape)):
                 yield f"batch {bs}, {shape.max_nodes} nodes", record
 
 

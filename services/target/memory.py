@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
+from outrider.services.target.bucketed_verify import batch_buckets
 from outrider.services.target.limits import longest_text
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.engine.graphs import MOST_LATE
 from outrider.shared.nn.config import ModelConfig
 from outrider.shared.nn.decoder import Decoder
 
@@ -27,7 +29,7 @@ WORKSPACES_BYTES = GIB // 4
 GRAPH_BYTES_PER_LAYER = 24 << 10
 """Of one recorded round: 94 of 32 layers took 70 MiB."""
 GRAPHS_PER_BATCH_SIZE = 32
-"""Plain rounds, the tree, its chain and what `auto` may choose, for greedy, sampled and filtered rows."""
+"""Plain rounds, the tree, its chain and what `auto` may choose, for greedy, sampled and filtered rows. Others are bounded in all."""
 ALLOCATOR_SLACK = 1.25
 """On activations and logits: what the caching allocator rounds up and keeps in pieces."""
 SMALLEST_CONTEXT = 2048
@@ -197,8 +199,8 @@ def graphs_bytes(settings: TargetSettings, num_layers: int) -> int:
         settings: `cuda_graph_max_bs`, `max_running_requests`.
         num_layers: Of the target.
     """
-    batch_sizes = (min(settings.cuda_graph_max_bs, settings.max_running_requests) - 1).bit_length() + 1
-    return WORKSPACES_BYTES + batch_sizes * GRAPHS_PER_BATCH_SIZE * num_layers * GRAPH_BYTES_PER_LAYER
+    batch_sizes = len(batch_buckets(min(settings.cuda_graph_max_bs, settings.max_running_requests)))
+    return WORKSPACES_BYTES + (batch_sizes * GRAPHS_PER_BATCH_SIZE + MOST_LATE) * num_layers * GRAPH_BYTES_PER_LAYER
 
 
 def more_tokens(settings: TargetSettings) -> int:

@@ -27,7 +27,7 @@ from outrider.shared.spec.device import DeviceDrafter, DeviceRounds, ExchangedRo
 from outrider.shared.spec.tree import DraftShape
 
 RESULTS_KEPT = 5
-"""Places for results in turn: two rounds may be on their way, and a recording runs two for trial."""
+"""Places for results in turn: two rounds may be on their way, and a recording runs two."""
 MOST_TABLES = 512
 """Sizes of batches with tables of their own, some ten KiB each; with one more, those are let go that no graph reads."""
 
@@ -99,13 +99,16 @@ class RoundRunner:
         graphs: Where rounds are recorded.
         drafter: What drafts on the device, or None.
         columns: R of drafting rounds; deeper shapes take more.
+        recorded: The largest batch that is recorded; None for all.
     """
 
-    def __init__(self, runner: ModelRunner, graphs: GraphCache, drafter: DeviceDrafter | None, columns: int) -> None:
+    def __init__(
+        self, runner: ModelRunner, graphs: GraphCache, drafter: DeviceDrafter | None, columns: int, recorded: int | None = None
+    ) -> None:
         self._runner = runner
         self._graphs = graphs
         self._drafter = drafter
-        self._columns = columns
+        self._columns, self._recorded = columns, recorded
         self._states: dict[tuple[int, int, int], RoundState] = {}
         self._tables: dict[tuple[int, int, int], BatchTables] = {}
         self._results: dict[tuple[int, int], _Results] = {}
@@ -293,8 +296,8 @@ class RoundRunner:
         return ("round", tables.bs, batch.state.columns, batch.shape, tables.pages, batch.mode, batch.capture, drafter_key, of_draft)
 
     def _ready(self, batch: _Batch, key: tuple[object, ...]) -> Callable[[], None]:
-        """Return what enqueues the round: a replay of what is recorded, or, of a kind that hardly ever comes up, each kernel by itself."""
-        if not self._graphs.due(key):
+        """Return what enqueues the round: a replay, or each kernel by itself of a size that hardly ever comes up or is too large."""
+        if (self._recorded is not None and batch.state.bs > self._recorded) or not self._graphs.due(key):
             return self._round
         if not self._graphs.holds(key):
             self._capture(batch, key)

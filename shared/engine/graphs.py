@@ -153,14 +153,16 @@ class GraphCache:
 
         `record` runs `WARM_UP_RUNS` times for real. Call this while the static inputs hold idle rows (lengths 0, slots -1), so that
         those runs store nothing that anybody reads. Waits for the device. What cannot be captured, because it asks the device something,
-        is logged and runs eagerly from then on. In a rehearsal (`kernels.ahead`) `record` runs once, and nothing is kept.
+        is logged and runs eagerly from then on. In a rehearsal (`kernels.ahead`) `record` runs once, even where nothing is ever recorded,
+        and nothing is kept.
         """
+        if rehearsing():
+            if key not in self._recorded:
+                record()
+            return
         if self.holds(key):
             if self._keeping and key in self._recorded:
                 self._kept.add(key)
-            return
-        if rehearsing():
-            record()
             return
         self._make_room()
         recorded = self._captured(key, record)

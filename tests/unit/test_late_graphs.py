@@ -38,6 +38,18 @@ def plain(decoder: Decoder) -> list[int]:
     return generate_plain(decoder, NoDrafter(), PROMPT, NEW_TOKENS)
 
 
+def test_batches_above_the_largest_that_is_recorded_overlap_without(decoder: Decoder, plain: list[int]) -> None:
+    graphs = BoundedGraphs(MOST_LATE)
+    drafter = AnswerDrafter([PROMPT + plain], VOCAB, checked=False)
+    harness = make_harness(decoder, drafter, overlap=OverlapPlan((1, 2, 4), 6, recorded=2), graphs=graphs, buckets=Buckets.make(2, 16))
+    for index in range(4):
+        harness.submit(PROMPT, NEW_TOKENS, request_id=str(index), shape=SHAPES[3])
+    harness.run()
+    assert all(harness.sink.tokens[str(index)] == plain for index in range(4))
+    assert drafter.reservations > 0, "rounds stayed on the device"
+    assert not graphs.captured
+
+
 def served(decoder: Decoder, drafter: Drafter, graphs: BoundedGraphs, overlap: OverlapPlan | None) -> Harness:
     harness = make_harness(decoder, drafter, overlap=overlap, graphs=graphs, buckets=Buckets.make(4, 16))
     with graphs.keeping():

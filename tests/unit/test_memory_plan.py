@@ -15,9 +15,19 @@ from outrider.services.draft.build import Build
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.target import app
 from outrider.services.target import memory as memory_module
-from outrider.services.target.memory import CachePlanner, DraftCache, Memory, graphs_bytes, least_tokens, plan_memory, working_bytes
+from outrider.services.target.memory import (
+    GRAPH_BYTES_PER_LAYER,
+    CachePlanner,
+    DraftCache,
+    Memory,
+    graphs_bytes,
+    least_tokens,
+    plan_memory,
+    working_bytes,
+)
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.engine.graphs import MOST_LATE
 
 GIB = 1 << 30
 CPU = torch.device("cpu")
@@ -139,8 +149,10 @@ def test_a_gpu_prefills_more_tokens_a_step_and_they_are_counted() -> None:
 
 def test_graphs_are_counted_by_batch_sizes_and_layers() -> None:
     default, wide = (graphs_bytes(settings(max_running_requests=requests), 32) for requests in (16, 64))
-    assert 350 << 20 < default < 420 << 20, "94 graphs took 350 MiB on an H200, and filtered rows have theirs"
-    assert wide - default == 2 * (default - graphs_bytes(settings(max_running_requests=16), 0)) // 5, "two batch sizes more than five"
+    assert 420 << 20 < default < 500 << 20, "94 graphs took 350 MiB on an H200; filtered rows have theirs, and so has what is met later"
+    late = MOST_LATE * 32 * GRAPH_BYTES_PER_LAYER
+    nothing = graphs_bytes(settings(max_running_requests=16), 0)
+    assert wide - default == 6 * (default - late - nothing) // 5, "24, 32, 40 … 64 beside 1, 2, 4, 8, 16"
     assert graphs_bytes(settings(max_running_requests=64, cuda_graph_max_bs=16), 32) == default
 
 
