@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,7 +15,9 @@ import torch
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.config_reader import read_json
 from outrider.shared.nn.read_ahead import ReadAhead
+from outrider.shared.nn.staging import Staging, make_staging
 from outrider.shared.nn.tensor_file import Shape, TensorFile, TensorInfo, open_tensor_file
+from outrider.shared.obs.logging import get_logger
 
 __all__ = ["CheckpointReader", "ExpectedTensors", "Shape", "TensorSource", "dtype_name", "is_weight"]
 
@@ -23,8 +26,14 @@ LAYOUTS = (
     ("pytorch_model.bin.index.json", "pytorch_model.bin"),
 )
 FINGERPRINT_SAMPLE_BYTES = 4096
+STAGED_BYTES = 1 << 20
+"""Smaller tensors are copied as they are."""
+TOLD_BYTES = 256 << 20
+"""The log says how fast so much was loaded."""
 MAX_NAMED = 12  # names listed per kind of problem
 WRONG_TYPE = "of a type that is not fp32, fp16 or bf16"
+
+_log = get_logger("outrider.loader")
 
 
 class TensorSource(Protocol):
@@ -107,6 +116,10 @@ class CheckpointReader:
         self._taken: set[str] = set()
         self._ignored: set[str] = set()
         self._ahead: ReadAhead | None = None
+        self._staging: Staging | None = None
+        self._started: float | None = None
+        self._at_once = self.device.type != "cuda"
+        self._unsettled: list[tuple[Sequence[str], torch.dtype, torch.Tensor]] = []  # names, their type here, and whether all is finite
         try:
             self._open()
         except CheckpointError:
@@ -185,7 +198,7 @@ class CheckpointReader:
             to: What a floating-point weight is converted to instead of the reader's dtype.
 
         Raises:
-            CheckpointError: It is missing, misshaped, of another type, or holds NaN or infinite numbers.
+            CheckpointError: It is missing, misshaped, of another type, or holds NaN or infinite numbers (on a GPU `settle` says so).
         """
         return self.take_rows([(name, shape)], dtype=dtype, to=to)
 
@@ -199,17 +212,30 @@ class CheckpointReader:
         out = torch.empty((rows, *parts[0][1][1:]), dtype=target, device=self.device)
         position = 0
         for name, shape in parts:
-            out[position : position + shape[0]].copy_(self._file_of[name].read(name))
+            self._copy(out[position : position + shape[0]], self._file_of[name].read(name))
             position += shape[0]
             self._taken.add(name)
             self._taken_bytes += self.tensors[name].nbytes
             if self._ahead is not None:
                 self._ahead.used(self.tensors[name].nbytes)
-        if out.numel() and out.dtype.is_floating_point and not out.is_meta and not _is_finite(out):
-            raise self._not_finite([name for name, _ in parts], target)
+        if out.numel() and out.dtype.is_floating_point and not out.is_meta:
+            self._unsettled.append(([name for name, _ in parts], target, _finite(out)))
+            if self._at_once:
+                self.settle()
         if self._progress is not None:
             self._progress(self._taken_bytes, self._all_bytes)
         return out
+
+    def settle(self) -> None:
+        """Wait for what was taken and look at its numbers: of a GPU, which would be waited for, all at once when the reader is left.
+
+        Raises:
+            CheckpointError: See `take`.
+        """
+        unsettled, self._unsettled = self._unsettled, []
+        if unsettled and not bool(torch.stack([finite for _, _, finite in unsettled]).all()):
+            names, dtype, _ = next(one for one in unsettled if not bool(one[2]))
+            raise self._not_finite(names, dtype)
 
     def number(self, name: str) -> float:
         """Return the value of a tensor that `check` knew of and that holds one number, such as a scale."""
@@ -230,6 +256,9 @@ class CheckpointReader:
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
         for file in self.files:
             file.close()
         self.files = []
@@ -239,7 +268,31 @@ class CheckpointReader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        try:
+            if kind is None:
+                self.settle()
+                self._tell()
+        finally:
+            self.close()
+
+    def _copy(self, out: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy a stored tensor to its place, a large one that a GPU wants by way of pinned memory."""
+        if self._started is None:
+            self._started = time.monotonic()
+            if self.device.type == "cuda":
+                self._staging = make_staging(self.device)
+        if self._staging is None or source.nbytes < STAGED_BYTES:
+            out.copy_(source)
+        else:
+            self._staging.copy(out, source)
+
+    def _tell(self) -> None:
+        """Say in the log how fast much was loaded."""
+        if self._started is not None and self._taken_bytes >= TOLD_BYTES:
+            seconds = time.monotonic() - self._started
+            rate = self._taken_bytes / 1e9 / max(seconds, 1e-9)
+            _log.info("weights loaded", checkpoint=str(self.path), gb=round(self._taken_bytes / 1e9, 2), seconds=round(seconds, 2),
+                      gb_per_s=round(rate, 2))  # fmt: skip
 
     def _open(self) -> None:
         if self.path.is_file():
@@ -332,9 +385,14 @@ def is_weight(dtype: torch.dtype) -> bool:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no number is NaN or infinite: one pass, no copy but of FP8, which has no comparisons."""
+    """Whether no number is NaN or infinite."""
+    return bool(_finite(tensor))
+
+
+def _finite(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same as ``[] bool`` on the tensor's device: one pass, no copy but of FP8, which has no comparisons."""
     low, high = torch.aminmax(tensor.half() if tensor.dtype.itemsize == 1 else tensor)
-    return bool(torch.isfinite(low) & torch.isfinite(high))
+    return torch.isfinite(low) & torch.isfinite(high)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -7,13 +7,16 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from outrider.shared.base.errors import CheckpointError
+from outrider.shared.nn import loader
 from outrider.shared.nn.loader import CheckpointReader
+from outrider.shared.nn.staging import Staging
 
 TENSORS = {
     "a.weight": torch.arange(12.0).view(3, 4),
@@ -271,3 +274,81 @@ def test_a_folder_without_a_clear_checkpoint_is_refused(tmp_path: Path, files: l
         CheckpointReader(tmp_path)
     with pytest.raises(CheckpointError, match="does not exist"):
         CheckpointReader(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
+@pytest.mark.parametrize("count", [1, 63, 64, 1000])
+def test_staged_copies_are_plain_copies(stored: torch.dtype, count: int) -> None:
+    staging = Staging(torch.device("cpu"), buffer_bytes=256)
+    source = (torch.arange(count * 3) % 97).to(stored).view(count, 3)
+    wanted = stored if stored is torch.int64 else torch.float32
+    out = torch.full((count + 2, 3), -1, dtype=wanted)
+    staging.copy(out[1 : count + 1], source)
+    staging.copy(out[:1], source[-1:])
+    staging.close()
+    assert torch.equal(out, torch.cat([source[-1:], source, torch.full((1, 3), -1)]).to(wanted))
+
+
+def test_buffers_serve_in_and_out_of_inference_mode() -> None:
+    with torch.inference_mode():
+        staging = Staging(torch.device("cpu"), 64)
+        staging.copy(torch.empty(100), torch.ones(100))
+    out = torch.empty(100)
+    staging.copy(out, torch.ones(100))
+    assert torch.equal(out, torch.ones(100))
+
+
+def test_a_strided_tensor_is_staged_as_it_reads() -> None:
+    source = torch.arange(60.0).view(6, 10).t()
+    out = torch.empty(10, 6)
+    Staging(torch.device("cpu"), buffer_bytes=64).copy(out, source)
+    assert torch.equal(out, source)
+
+
+def test_large_tensors_go_through_staging_and_broken_ones_are_found_when_the_reader_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU's reader does, on a CPU: nobody waits for numbers before all is taken."""
+    staged: list[int] = []
+
+    class Noted(Staging):
+        def copy(self, out: torch.Tensor, source: torch.Tensor) -> None:
+            staged.append(source.numel())
+            super().copy(out, source)
+
+    broken = torch.ones(40, 10)
+    broken[7, 3] = float("inf")
+    save_file({"small": torch.ones(4), "large": torch.arange(400.0).view(40, 10), "broken": broken}, tmp_path / "model.safetensors")
+    monkeypatch.setattr(loader, "STAGED_BYTES", 1000)
+    told = mock.MagicMock()
+    monkeypatch.setattr(loader, "_log", told)
+    monkeypatch.setattr(loader, "TOLD_BYTES", 1600)
+
+    def reader() -> CheckpointReader:
+        made = CheckpointReader(tmp_path)
+        made._staging, made._started, made._at_once = Noted(torch.device("cpu"), 64), 0.0, False
+        return made
+
+    with reader() as whole:
+        small, large = whole.take("small", (4,)), whole.take("large", (40, 10))
+    assert staged == [400]
+    assert torch.equal(small, torch.ones(4))
+    assert torch.equal(large, torch.arange(400.0).view(40, 10))
+    (call,) = told.info.call_args_list
+    assert call.args == ("weights loaded",)
+    assert call.kwargs["gb_per_s"] >= 0
+
+    taken: list[torch.Tensor] = []
+
+    def take_all(error: Exception | None = None) -> None:
+        with reader() as damaged:
+            taken.extend([damaged.take("large", (40, 10)), damaged.take("broken", (40, 10))])
+            if error is not None:
+                raise error
+
+    with pytest.raises(CheckpointError, match="broken holds NaN or infinite") as caught:
+        take_all()
+    assert caught.value.field == "broken"
+    assert len(taken) == 2, "nobody waited"
+    with pytest.raises(KeyError, match="an error of its own is not covered up"):
+        take_all(KeyError("an error of its own is not covered up"))
