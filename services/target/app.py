@@ -210,14 +210,14 @@ class Target:
         )
         limits = EngineLimits(config.vocab_size, longest_text(config, settings.max_model_len), frozenset(config.eos_token_ids))
         self.engine = TargetEngine(runner, scheduler, self.drafter, limits, overlap=graph_plan.overlap)
-        rehearsals, self._waited_s = prompt_rehearsals(runner), 0.0
+        self._waited_s = 0.0
         with watched(decoder):
-            compile_kernels(self.engine, runner.graphs, graph_plan, rehearsals, to_console=not settings.log_json)
+            compile_kernels(self.engine, runner.graphs, graph_plan, prompt_rehearsals(runner), to_console=not settings.log_json)
             if stand_in is None:  # random weights have near-ties everywhere
                 check_parity(runner, self.engine.controller)
             if runner.graphs.enabled and self.drafter.state() is DrafterState.CONNECTING:
                 self._waited_s = await_draft(self.drafter, settings.draft_wait_s, lambda: self._misfit() is not None)
-                compile_kernels(self.engine, runner.graphs, graph_plan, rehearsals, to_console=not settings.log_json)
+                compile_kernels(self.engine, runner.graphs, graph_plan, to_console=not settings.log_json)
             record_graphs(self.engine, runner.graphs, graph_plan, to_console=not settings.log_json)
         self._thread = EngineThread(watched_engine(self.engine, decoder), on_start=lambda: _use_device(device))
         self.engine.wake = self._thread.wake

@@ -139,12 +139,13 @@ def record_graphs(engine: TargetEngine, graphs: GraphCache, plan: GraphPlan, *, 
 
 
 def compile_kernels(
-    engine: TargetEngine, graphs: GraphCache, plan: GraphPlan, more: Sequence[Callable[[], object]], *, to_console: bool
+    engine: TargetEngine, graphs: GraphCache, plan: GraphPlan, more: Sequence[Callable[[], object]] = (), *, to_console: bool
 ) -> None:
     """Have the kernels of `more`, and of all that `record_graphs` records, compiled by several processes at once, if they are not yet.
 
     Without graphs, those of rounds that stay on the device. Not where other ranks would have to go along, nor where attention waits for
-    what a rehearsal does not compute: there kernels are compiled when they are launched first, which the log says.
+    what a rehearsal does not compute: there kernels are compiled when they are launched first, which the log says. Without `more`, what a
+    draft adds comes first: the rehearsal looks at the first pieces alone if those miss nothing.
     """
     if graphs.device.type != "cuda":
         return
@@ -154,7 +155,8 @@ def compile_kernels(
         return
     started = time.monotonic()
     with _progress("compiling kernels", to_console) as progress:
-        works = [*more, *(record for _, record in _recordings(engine, plan))]
+        recordings = [record for _, record in _recordings(engine, plan)]
+        works = [*more, *recordings] if more else recordings[::-1]
         compiled = compile_ahead(graphs.device, works, progress.tell)
     if compiled:
         _log.info("kernels compiled", kernels=compiled, seconds=round(time.monotonic() - started, 1))

@@ -116,7 +116,10 @@ class GraphCache:
 
     @property
     def memory_bytes(self) -> int:
-        """Device memory that the recordings took, the graphs' own structures included as far as the allocator saw them."""
+        """Device memory that the recordings took, with what the runs before them left: workspaces, compiled kernels.
+
+        By the device's free memory, as the allocator does not see a graph's own structures; what other processes took meanwhile is in it.
+        """
         return self._memory_bytes
 
     def holds(self, key: Hashable) -> bool:

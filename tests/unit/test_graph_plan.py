@@ -174,6 +174,24 @@ def test_kernels_are_compiled_ahead_or_the_log_says_why_not(
         assert not said
 
 
+def test_what_a_draft_that_has_come_adds_is_rehearsed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Engine:
+        def recordings(self, bs: int, shape: DraftShape, modes: tuple[SamplingMode, ...]) -> list[Any]:
+            return [(bs, shape)]
+
+        def prefill_recording(self, size: int) -> Any:
+            return size
+
+    rehearsed: list[Any] = []
+    monkeypatch.setattr(graph_plan, "compile_ahead", lambda device, pieces, tell: rehearsed.extend(pieces) or 0)
+    plan = plan_graphs(settings(), cuda=True, waits=False)
+    graphs: Any = SimpleNamespace(device=torch.device("cuda"), observed=False, enabled=True)
+    compile_kernels(cast(TargetEngine, Engine()), graphs, plan, to_console=False)
+    assert rehearsed[0][0] == 1
+    assert rehearsed[0][1].drafts, "if the first few miss nothing, the rest is left out"
+    assert rehearsed[-1] == PREFILL_SIZES[-1]
+
+
 def test_a_default_tree_that_is_a_chain_is_listed_once() -> None:
     plan = plan_graphs(settings(num_steps=3, topk=1, num_draft_tokens=4), cuda=True, waits=False)
     assert plan.shapes == (NO_DRAFT, DraftShape(3, 1, 4))
