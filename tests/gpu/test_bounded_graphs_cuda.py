@@ -1,0 +1,49 @@
+"""Graphs that come and go in one memory pool: those that stay compute what they did, and memory does not grow with those that were dropped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.shared.engine.graphs import GraphCache
+
+pytestmark = pytest.mark.gpu
+SIZE = 1 << 20
+
+
+def test_graphs_that_are_dropped_leave_the_others_and_their_memory() -> None:
+    cache = GraphCache("cuda", most_late=3)
+    numbers = torch.ones(SIZE, device="cuda")
+
+    def total(factor: int) -> int:
+        """Return the sum of all numbers times a factor, by a graph of its own."""
+        return int(cache.run(factor, lambda: (numbers * factor).sum()))
+
+    with cache.keeping():
+        for factor in (2, 3):
+            cache.capture(factor, lambda factor=factor: (numbers * factor).sum())  # type: ignore[misc]
+    reserved = 0
+    for factor in range(4, 44):
+        assert total(factor) == factor * SIZE
+        assert [total(kept) for kept in (2, 3)] == [2 * SIZE, 3 * SIZE]
+        if factor == 10:
+            reserved = torch.cuda.memory_reserved()
+    assert cache.keys == (2, 3, 41, 42, 43)
+    assert torch.cuda.memory_reserved() == reserved
+    numbers.mul_(2)
+    assert total(2) == 4 * SIZE, "replayed, not remembered"
+
+
+def test_a_pool_that_lost_its_last_graph_takes_none() -> None:
+    cache = GraphCache("cuda", most_late=1)
+    numbers = torch.ones(SIZE, device="cuda")
+    with cache.keeping():
+        cache.capture("kept", lambda: numbers.sum())
+    assert cache.run("asks", lambda: int(numbers.sum().item())) == SIZE, "cannot be captured: what comes after has another pool"
+    for factor in range(3, 9):
+        assert int(cache.run(factor, lambda factor=factor: (numbers * factor).sum())) == factor * SIZE  # type: ignore[misc]
+    cache.drop(cache.keys)
+    assert cache.keys == ()
+    with cache.keeping():
+        assert int(cache.run("kept", lambda: numbers.sum())) == SIZE
+    assert cache.keys == ("kept",)
