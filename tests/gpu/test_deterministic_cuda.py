@@ -17,6 +17,10 @@ from outrider.services.target.device_loop import OverlapPlan
 from outrider.services.target.drafter import NoDrafter
 from outrider.services.target.request import SamplingParams, SpeculationMode
 from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.nn.config import ModelConfig
+from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.deterministic import deterministic
+from outrider.shared.nn.dummy import random_decoder
 
 pytestmark = pytest.mark.gpu
 
@@ -67,7 +71,45 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sampling", [None, SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, seed=11)])
 def test_no_bit_changes_with_speculation_batches_or_chunks(target_dir: Path, dtype: torch.dtype, sampling: SamplingParams | None) -> None:
-    decoder = load(target_dir, "cuda", dtype)
+    _check_no_bit_changes(load(target_dir, "cuda", dtype), sampling)
+
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": VOCAB,
+    "hidden_size": 320,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+}
+"""A family that norms each head of q and k."""
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=["wide", "fp8"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_bit_changes_with_norms_of_heads_or_a_narrow_cache(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+    decoder = random_decoder(ModelConfig.parse(QWEN3), "cuda", dtype)
+    decoder.kv_dtype = kv_dtype
+    decoder = deterministic(decoder)
+    assert decoder.make_pool(1, 16).k_planes[0].dtype is (kv_dtype or dtype)
+    _check_no_bit_changes(decoder, None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_bit_changes_over_a_narrow_cache_of_a_plain_model(target_dir: Path, dtype: torch.dtype) -> None:
+    decoder = Decoder.load(target_dir, "cuda", dtype)
+    decoder.kv_dtype = torch.float8_e4m3fn
+    _check_no_bit_changes(deterministic(decoder), SamplingParams(temperature=0.9, top_p=0.9, seed=5))
+
+
+def _check_no_bit_changes(decoder: Decoder, sampling: SamplingParams | None) -> None:
+    """Speculation, other requests, sizes of chunks and of pages change no bit of the logits that a text is chosen from."""
     tokens, logits = plain(decoder, NEW_TOKENS, sampling)
     drafters = [FakeDrafter(oracle_plan([PROMPT + tokens], VOCAB, 0.7)), FakeDrafter(random_plan(VOCAB))]
     for drafter, chunk, shape in zip(drafters, (512, 3), ((6, 4, 30), (3, 2, 8)), strict=True):
