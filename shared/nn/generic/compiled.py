@@ -15,7 +15,7 @@ from outrider.shared.nn.generic.layout import GenericConfig
 COMPILERS = ("g++", "clang++", "c++")
 
 
-def compile_generic(decoder: Decoder, max_rows: int) -> int:
+def compile_generic(decoder: Decoder, max_rows: int) -> None:
     """Compile what the layers do beside attention: their norms and MLPs. Attention is a call into our own kernels and stays as it is.
 
     Each is compiled when it first runs, for any number of rows; equal modules of different layers share the code.
@@ -23,9 +23,6 @@ def compile_generic(decoder: Decoder, max_rows: int) -> int:
     Args:
         decoder: A model that runs through transformers' modules; changed in place.
         max_rows: Passes with more rows run uncompiled.
-
-    Returns:
-        How many modules are compiled.
 
     Raises:
         ConfigurationError: The decoder is one of our own, which run fused kernels instead, or there is no C++ compiler for a CPU.
@@ -36,13 +33,10 @@ def compile_generic(decoder: Decoder, max_rows: int) -> int:
         raise _refused(f"torch compiles for a CPU by a C++ compiler, and none of {', '.join(COMPILERS)} is installed; install one.")
     model: nn.Module = decoder.model  # type: ignore[attr-defined]
     layout = decoder.config.layout
-    count = 0
     for layer_path, attention_path in zip(layout.layer_paths, layout.attention_paths, strict=True):
         for name, child in model.get_submodule(layer_path).named_children():
             if attention_path != f"{layer_path}.{name}" and not attention_path.startswith(f"{layer_path}.{name}."):
                 _compile(child, max_rows)
-                count += 1
-    return count
 
 
 def _compile(module: nn.Module, max_rows: int) -> None:
