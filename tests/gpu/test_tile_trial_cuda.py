@@ -24,11 +24,11 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda")
 SIZES: dict[str, Any] = {
-    "vocab_size": 1003,
-    "hidden_size": 640,
-    "intermediate_size": 1408,
+    "vocab_size": 2003,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
     "num_hidden_layers": 3,
-    "num_attention_heads": 10,
+    "num_attention_heads": 16,
     "num_key_value_heads": 2,
     "head_dim": 64,
     "max_position_embeddings": 512,
@@ -36,6 +36,8 @@ SIZES: dict[str, Any] = {
     "rope_theta": 1e4,
 }
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "vocab_size": 1003}
+BF16 = torch.bfloat16
 PLENTY_S = 600.0
 
 
@@ -50,11 +52,11 @@ def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert knobs.cache.dir == compiled
 
 
-def _decoder(family: str, dtype: torch.dtype = torch.bfloat16) -> Decoder:
+def _decoder(family: str, dtype: torch.dtype = BF16) -> Decoder:
     return random_decoder(ModelConfig.parse({**SIZES, "model_type": family, "architectures": [FAMILIES[family]]}), DEVICE, dtype)
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.bfloat16), ("qwen3", torch.bfloat16), ("llama", torch.float16)])
+@pytest.mark.parametrize(("family", "dtype"), [("llama", BF16), ("qwen3", BF16), ("llama", torch.float16)])
 def test_every_product_is_measured_and_its_tile_computes_it(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     decoder = _decoder(family, dtype)
     assert decoder.fused is not None
@@ -70,6 +72,14 @@ def test_every_product_is_measured_and_its_tile_computes_it(family: str, dtype: 
                 continue
             rows = entry.product.rows
             assert choose_tile(use.epilogue, torch.empty(rows, weight.shape[1], dtype=dtype, device=DEVICE), weight) == entry.tile
+
+
+def test_small_matrices_are_not_worth_a_trial() -> None:
+    decoder = random_decoder(
+        ModelConfig.parse({**SIZES, **SMALL, "model_type": "llama", "architectures": [FAMILIES["llama"]]}), DEVICE, BF16
+    )
+    assert decoder.fused is not None
+    assert try_products(decoder.fused.uses(), DEVICE, PLENTY_S) == []
 
 
 def test_a_later_start_tries_nothing_and_chooses_alike(monkeypatch: pytest.MonkeyPatch) -> None:

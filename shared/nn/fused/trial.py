@@ -28,6 +28,8 @@ from outrider.shared.obs.logging import get_logger
 BUDGET_S = 10.0
 ROW_COUNTS = (1, 16, 64, 32, 8, 2)
 """Each stands for all counts down to the next smaller one; the most usual first."""
+LEAST_BYTES = 2 << 20
+"""Of a matrix that is worth a trial: a product with a smaller one takes as long as a launch, whatever the tile."""
 BETTER = 0.97
 """A tile replaces the rule's if it takes at most so much of its time."""
 _REPEATS = 7
@@ -64,7 +66,7 @@ def try_products(
     name = device_name(device)
     kept = read_tiles(tiles_file(name))
     remember(name, ((entry.product, entry.tile) for entry in kept))
-    uses = merged(uses)
+    uses = [use for use in merged(uses) if use.linears[0].weight.nbytes >= LEAST_BYTES]
     left = {entry.product for entry in kept if entry.microseconds is None} if again else set()
     work = [(use, rows) for rows in ROW_COUNTS for use in uses if needs_trial(use.of(rows), name) or use.of(rows) in left]
     tried: list[Tried] = []
