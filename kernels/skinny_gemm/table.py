@@ -55,7 +55,7 @@ def choose_tile(epilogue: Epilogue, x: torch.Tensor, weight: torch.Tensor) -> Ti
 
     More than `FEW_ROWS` rows that nobody measured are the library's.
     """
-    return _choose(Product(epilogue, weight.shape[0], weight.shape[1], x.shape[0], weight.dtype), device_name(weight.device))
+    return _choose(epilogue, weight.shape[0], weight.shape[1], x.shape[0], weight.dtype, weight.device)
 
 
 def measured_tile(product: Product, device: str) -> Tile | None:
@@ -98,8 +98,9 @@ def device_name(device: torch.device) -> str:
 
 
 @functools.cache
-def _choose(product: Product, device: str) -> Tile:
-    measured = measured_tile(product, device)
+def _choose(epilogue: Epilogue, out_features: int, in_features: int, rows: int, dtype: torch.dtype, device: torch.device) -> Tile:
+    product = Product(epilogue, out_features, in_features, rows, dtype)
+    measured = measured_tile(product, device_name(device))
     if measured is not None:
         return measured
     if product.rows > FEW_ROWS:
