@@ -15,7 +15,7 @@ from outrider.services.target.draft_client.link import TargetIdentity
 from outrider.services.target.draft_client.remote import RemoteDrafter
 from outrider.services.target.drafter import NoDrafter
 from outrider.services.target.engine import TargetEngine
-from outrider.services.target.graph_plan import await_draft, compile_kernels, plan_graphs, record_graphs
+from outrider.services.target.graph_plan import GraphPlan, await_draft, compile_kernels, plan_graphs, record_graphs
 from outrider.services.target.limits import EngineLimits, longest_text
 from outrider.services.target.memory import CachePlanner
 from outrider.services.target.numerics import load_decoder, prepare_attention, prepare_decoder
@@ -170,55 +170,28 @@ class Target:
             torch.set_num_threads(settings.cpu_threads())
         _use_device(device)
         self._ranks: RankGroup | None = None
-        decoder: Decoder
-        if stand_in is not None:
-            decoder = stand_in.decoder
-        elif settings.tp > 1:
-            self._ranks = start_group(settings, on_rank_lost, _progress_logger(settings.model))
-            decoder = self._ranks.decoder
-        else:
-            decoder = load_decoder(settings, _progress_logger(settings.model))
-        decoder = prepare_decoder(settings, decoder)
-        config = decoder.config
-        drafts = make_drafter is not None or settings.draft_address() is not None
+        self._waited_s = 0.0
+        decoder = prepare_decoder(settings, stand_in.decoder if stand_in is not None else self._load(settings, on_rank_lost))
         attention = prepare_attention(settings, decoder)  # before memory is shared out: FlashInfer's has a workspace
-        planner = CachePlanner(settings, decoder, drafts=drafts)
+        planner = CachePlanner(settings, decoder, drafts=make_drafter is not None or settings.draft_address() is not None)
         self.drafter = make_drafter(decoder, planner.draft_tokens) if make_drafter else _make_drafter(settings, decoder)
-        plan = planner.plan()
-        _log.info("memory", **plan.numbers())
-        pool = decoder.make_pool(plan.pages, settings.page_size)
-        synthetic = stand_in.synthetic if stand_in is not None else None
-        waits = waits_for_device(attention)
-        graph_plan = plan_graphs(settings, cuda=device.type == "cuda", waits=waits, offers=stand_in is None)
+        memory = planner.plan()
+        _log.info("memory", **memory.numbers())
+        graph_plan = plan_graphs(settings, cuda=device.type == "cuda", waits=waits_for_device(attention), offers=stand_in is None)
         runner = ModelRunner(
             decoder,
-            pool,
+            decoder.make_pool(memory.pages, settings.page_size),
             attention,
-            synthetic=synthetic,
+            synthetic=stand_in.synthetic if stand_in is not None else None,
             graphs=GraphCache(device, graph_plan.graphs, graph_observer(decoder)),
             buckets=graph_plan.buckets,
             max_depth=settings.max_steps,
             prefill_sizes=graph_plan.prefills,
         )
         self._graphs = runner.graphs
-        scheduler = Scheduler(
-            pool.allocator,
-            settings.page_size,
-            SchedulerLimits(
-                settings.max_running_requests, settings.max_queued_requests, settings.max_queued_prompt_tokens, settings.prefill_tokens()
-            ),
-        )
-        limits = EngineLimits(config.vocab_size, longest_text(config, settings.max_model_len), frozenset(config.eos_token_ids))
-        self.engine = TargetEngine(runner, scheduler, self.drafter, limits, overlap=graph_plan.overlap)
-        self._waited_s = 0.0
+        self.engine = _make_engine(settings, runner, self.drafter, graph_plan)
         with watched(decoder):
-            compile_kernels(self.engine, runner.graphs, graph_plan, prompt_rehearsals(runner), to_console=not settings.log_json)
-            if stand_in is None:  # random weights have near-ties everywhere
-                check_parity(runner, self.engine.controller)
-            if runner.graphs.enabled and self.drafter.state() is DrafterState.CONNECTING:
-                self._waited_s = await_draft(self.drafter, settings.draft_wait_s, lambda: self._misfit() is not None)
-                compile_kernels(self.engine, runner.graphs, graph_plan, to_console=not settings.log_json)
-            record_graphs(self.engine, runner.graphs, graph_plan, to_console=not settings.log_json)
+            self._warm_up(settings, runner, graph_plan, parity=stand_in is None)  # random weights have near-ties everywhere
         self._thread = EngineThread(watched_engine(self.engine, decoder), on_start=lambda: _use_device(device))
         self.engine.wake = self._thread.wake
         self._thread.start()
@@ -230,7 +203,26 @@ class Target:
             max_running_requests=settings.max_running_requests,
             describe_draft=self._describe_draft,
         )
-        _log.info("engine started", pages=plan.pages, page_size=settings.page_size, device=str(device), dtype=str(decoder.dtype))
+        _log.info("engine started", pages=memory.pages, page_size=settings.page_size, device=str(device), dtype=str(decoder.dtype))
+
+    def _load(self, settings: TargetSettings, on_rank_lost: FailureHandler) -> Decoder:
+        """Load the model, on all ranks if there are several."""
+        progress = _progress_logger(settings.model)
+        if settings.tp == 1:
+            return load_decoder(settings, progress)
+        self._ranks = start_group(settings, on_rank_lost, progress)
+        return self._ranks.decoder
+
+    def _warm_up(self, settings: TargetSettings, runner: ModelRunner, plan: GraphPlan, *, parity: bool) -> None:
+        """Compile kernels, check that trees yield what plain decoding does, and record graphs."""
+        graphs, to_console = runner.graphs, not settings.log_json
+        compile_kernels(self.engine, graphs, plan, prompt_rehearsals(runner), to_console=to_console)
+        if parity:
+            check_parity(runner, self.engine.controller)
+        if graphs.enabled and self.drafter.state() is DrafterState.CONNECTING:
+            self._waited_s = await_draft(self.drafter, settings.draft_wait_s, lambda: self._misfit() is not None)
+            compile_kernels(self.engine, graphs, plan, to_console=to_console)
+        record_graphs(self.engine, graphs, plan, to_console=to_console)
 
     @property
     def recorded_graphs(self) -> int:
@@ -275,6 +267,15 @@ def _use_device(device: torch.device) -> None:
     """Make kernels that this thread launches go to `device`."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
+
+
+def _make_engine(settings: TargetSettings, runner: ModelRunner, drafter: Drafter, plan: GraphPlan) -> TargetEngine:
+    config, pool = runner.decoder.config, runner.pool
+    most = SchedulerLimits(
+        settings.max_running_requests, settings.max_queued_requests, settings.max_queued_prompt_tokens, settings.prefill_tokens()
+    )
+    limits = EngineLimits(config.vocab_size, longest_text(config, settings.max_model_len), frozenset(config.eos_token_ids))
+    return TargetEngine(runner, Scheduler(pool.allocator, settings.page_size, most), drafter, limits, overlap=plan.overlap)
 
 
 def _make_drafter(settings: TargetSettings, decoder: Decoder) -> Drafter:
