@@ -56,12 +56,12 @@ def health_changes(address: str, service: str = "") -> Iterator[int]:
 class Process:
     """One command with its output in a file; `stop` and `__exit__` leave nothing behind."""
 
-    def __init__(self, *arguments: str, log: Path, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, *arguments: str, log: Path, environment: dict[str, str] | None = None, command: Sequence[str] = OUTRIDER) -> None:
         self.arguments = arguments
         self._log = log
         self._output = log.open("ab")
         self.popen = subprocess.Popen(
-            [*OUTRIDER, *arguments],
+            [*command, *arguments],
             stdout=self._output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

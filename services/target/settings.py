@@ -225,7 +225,6 @@ class TargetSettings(ServiceSettings):
             host=os.environ.get("MASTER_ADDR", ""),
             port=_environment_number("MASTER_PORT"),
             agent_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
         )
         if ranks.size != self.tp:
             raise ConfigurationError(
@@ -316,7 +315,6 @@ class Ranks:
         local_rank, local_size: The same among those of this host.
         host, port: Where the ranks meet; rank 0 runs on that host.
         agent_store: Whether `torchrun` listens there already; else rank 0 does.
-        attempt: Tells a group that `torchrun` started again from the one before.
     """
 
     rank: int
@@ -326,7 +324,6 @@ class Ranks:
     host: str
     port: int
     agent_store: bool = False
-    attempt: str = "0"
 
 
 def _environment_number(variable: str) -> int:

@@ -35,7 +35,7 @@ from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.base.errors import ConfigurationError, OutriderError, UnavailableError
 from outrider.shared.nn.decoder import Progress, default_dtype
 from outrider.shared.obs.logging import get_logger
-from outrider.shared.parallel.channel import Connection, Report, ReportKind, accept_ranks, beat_until_gone, connect_rank
+from outrider.shared.parallel.channel import Connection, Report, ReportKind, accept_ranks, beat_until_gone, connect_rank, store_of_these
 from outrider.shared.parallel.collectives import NO_MULTICAST, Collectives, TorchCollectives
 from outrider.shared.parallel.decoder import ShardedDecoder, build_rank
 from outrider.shared.parallel.lead import FailureHandler, Lead, LeadDecoder
@@ -45,6 +45,7 @@ from outrider.shared.parallel.shard import Shard
 from outrider.shared.parallel.worker import RankLost, Worker, report_failure
 
 LOOPBACK = "127.0.0.1"
+STORE_PREFIX = "outrider"
 MEET_TIMEOUT_S = 180.0
 LOAD_TIMEOUT_S = 3600.0
 """Deaths are noticed at once; this only bounds a rank that reads its checkpoint for ever."""
@@ -181,7 +182,7 @@ def start_group(
 
     lead = Lead(connections, failed, settings.tp_timeout_s, bounded=device.type == "cpu")
     try:
-        collectives, reduce = _join_group(store, shard, device, dtype, settings, ranks)
+        collectives, reduce = _join_group(store_of_these(store), shard, device, dtype, settings, ranks)
         with weights.open(shard.config, device, dtype, progress) as checkpoint:
             decoder = build_rank(LeadDecoder, checkpoint, shard, collectives, reduce, rounding)
         decoder.connect(lead, head_reader(weights, shard.config, device, dtype))
@@ -228,7 +229,7 @@ def _load_rank(order: Order, ranks: Ranks, device: torch.device) -> ShardedDecod
     shard = Shard.of(weights.config(), ranks.rank, ranks.size)
     if order.random is None:
         check_weights_fit(settings)
-    collectives, reduce = _join_group(_join(ranks), shard, device, dtype, settings, ranks)
+    collectives, reduce = _join_group(store_of_these(_join(ranks)), shard, device, dtype, settings, ranks)
     with weights.open(shard.config, device, dtype) as checkpoint:
         return build_rank(ShardedDecoder, checkpoint, shard, collectives, reduce, layer_rounding(settings, shard.config, device, dtype))
 
@@ -262,7 +263,7 @@ def _meet(order: Order, ranks: Ranks | None) -> tuple[Store, list[subprocess.Pop
     store = _local_store()
     size = order.settings.tp
     shared = Ranks(rank=0, size=size, local_rank=0, local_size=size, host=LOOPBACK, port=store.port)
-    return PrefixStore(_prefix(shared), store), [_spawn(order, shared, rank) for rank in range(1, size)]
+    return PrefixStore(STORE_PREFIX, store), [_spawn(order, shared, rank) for rank in range(1, size)]
 
 
 def _local_store() -> TCPStore:
@@ -294,11 +295,7 @@ def _join(ranks: Ranks) -> Store:
         )
     except (DistError, RuntimeError) as error:
         raise UnavailableError(f"tp: the ranks' store at {ranks.host}:{ranks.port} cannot be reached ({error}).", field="tp") from error
-    return PrefixStore(_prefix(ranks), store)
-
-
-def _prefix(ranks: Ranks) -> str:
-    return f"outrider/{ranks.attempt}"
+    return PrefixStore(STORE_PREFIX, store)
 
 
 def _spawn(order: Order, shared: Ranks, rank: int) -> subprocess.Popen[bytes]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from outrider.shared.base.errors import ConfigurationError, ProtocolError, UnavailableError
 
@@ -28,6 +28,8 @@ MAX_GREETING = 64
 GREETING_S = 5.0
 """How long a rank may take from its connection to its greeting, which it sends at once."""
 BEAT_S = 1.0
+CONNECT_S = 5.0
+RETRY_S = 0.1
 ADDRESS_KEY = "outrider/control"
 KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 """Seconds and tries: a host that vanished without a word is noticed within ten seconds."""
@@ -210,19 +212,34 @@ def accept_ranks(store: Store, host: str, size: int, timeout_s: float, check: Ca
 
 
 def connect_rank(store: Store, rank: int, timeout_s: float) -> Connection:
-    """Connect this rank to rank 0, whose address is in the store.
+    """Connect this rank to rank 0, whose address is in the store, or soon will be.
+
+    A store that outlives the ranks (torchrun's, when it starts them anew) still holds the address of the last rank 0, where nobody listens.
 
     Raises:
         UnavailableError: Rank 0 cannot be reached.
     """
-    host, port, secret = bytes(store.get(ADDRESS_KEY)).decode().split(" ")
-    try:
-        connection = Connection(socket.create_connection((host, int(port)), timeout_s))
-    except OSError as error:
-        raise UnavailableError(f"tp: rank {rank} cannot reach rank 0 at {host}:{port} ({error}).", field="tp") from error
+    deadline = time.monotonic() + timeout_s
+    while True:
+        host, port, secret = bytes(store.get(ADDRESS_KEY)).decode().split(" ")
+        try:
+            connection = Connection(socket.create_connection((host, int(port)), CONNECT_S))
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise UnavailableError(f"tp: rank {rank} cannot reach rank 0 at {host}:{port} ({error}).", field="tp") from error
+            time.sleep(RETRY_S)
     connection.socket.settimeout(None)
     connection.send(f"{secret} {rank}".encode())
     return connection
+
+
+def store_of_these(store: Store) -> Store:
+    """Return a part of the store that no earlier ranks have used; for ranks that are connected.
+
+    The number of a restart does not tell them apart: torchrun counts those on each host that were due to a failure there.
+    """
+    return PrefixStore(bytes(store.get(ADDRESS_KEY)).decode().split(" ")[2], store)
 
 
 def beat_until_gone(connection: Connection, grace_s: float) -> None:

@@ -8,17 +8,20 @@ import random
 import select
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
 import pytest
 import torch
+from grpc_health.v1 import health_pb2
 from parallel_ranks import exit_codes
-from stack import OUTRIDER, Process, assert_ranks_serve, child_pids, free_port
+from stack import OUTRIDER, Process, assert_ranks_serve, child_pids, free_port, health_changes
 from target_harness import FakeDrafter, assert_same_tokens, load_toy, make_harness, oracle_plan, random_plan
 from toys import make_toy_eagle3, make_toy_target
 
+from outrider.common.v1 import common_pb2
 from outrider.services.draft.inproc import drafter_beside
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.drafter import NoDrafter
@@ -267,6 +270,56 @@ def test_ranks_that_torchrun_starts_serve_together(folder: Path, tmp_path: Path)
 
     first, second = (serve(folder, tmp_path / f"{rank}.log", "--listen", address, environment=as_torchrun(rank, port)) for rank in range(2))
     assert_ranks_serve(first, second, address, 8)
+
+
+def generated(address: str) -> list[int]:
+    greedy = common_pb2.SamplingOptions(temperature=0.0)
+    request = target_pb2.GenerateRequest(request_id="a", prompt_ids=[1, 2, 3], max_new_tokens=8, ignore_eos=True, sampling=greedy)
+    with grpc.insecure_channel(address) as channel:
+        replies = target_pb2_grpc.TargetStub(channel).Generate(request, timeout=60)
+        return [token for reply in replies for token in reply.delta.token_ids]
+
+
+def test_torchrun_on_two_hosts_serves_and_starts_all_ranks_anew_when_one_dies(folder: Path, tmp_path: Path) -> None:
+    """torchrun itself, once for each of two hosts that are one here. After a restart its store still holds what the first ranks left."""
+    address, endpoint = f"unix:{tmp_path}/t.sock", f"127.0.0.1:{free_port()}"
+    hosts = [
+        Process(
+            *("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "outrider"),
+            *("--max-restarts", "1", "--monitor-interval", "0.2", "--no-python", *OUTRIDER, "serve", "target", "--model", str(folder)),
+            *("--device", "cpu", "--threads", "1", "--tp", "2", "--listen", address),
+            log=tmp_path / f"{host}.log",
+            command=(sys.executable, "-m", "torch.distributed.run"),
+            environment={"OMP_NUM_THREADS": "1"},
+        )
+        for host in range(2)
+    ]
+    try:
+        hosts[0].wait_serving(address, TARGET_SERVICE)
+        tokens = generated(address)
+        assert len(tokens) == 8
+        ranks = [child_pids(host.popen.pid, "serve") for host in hosts]
+        assert [len(pids) for pids in ranks] == [1, 1], "a rank on each host"
+        os.kill(ranks[1][0], signal.SIGKILL)
+        statuses = health_changes(address, TARGET_SERVICE)
+        while next(statuses) == health_pb2.HealthCheckResponse.SERVING:
+            pass
+        hosts[0].wait_serving(address, TARGET_SERVICE)
+        assert generated(address) == tokens
+        anew = [child_pids(host.popen.pid, "serve") for host in hosts]
+        assert all(len(pids) == 1 and pids != before for pids, before in zip(anew, ranks, strict=True)), "both ranks are new"
+        for host in hosts:
+            host.popen.terminate()
+        for host in hosts:
+            host.popen.wait(30)
+        for pids in anew:
+            assert_gone(pids[0])
+    except BaseException:
+        print(*(host.output[-4000:] for host in hosts), sep="\n---\n")
+        raise
+    finally:
+        for host in hosts:
+            host.stop()
 
 
 def test_a_world_of_another_size_is_refused(folder: Path) -> None:

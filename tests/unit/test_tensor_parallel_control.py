@@ -24,7 +24,7 @@ from outrider.shared.attn.base import AttentionBatch
 from outrider.shared.base.errors import ConfigurationError, OutriderError, ProtocolError, UnavailableError
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.parallel import channel, commands
-from outrider.shared.parallel.channel import Connection, Report, ReportKind, accept_ranks, connect_rank
+from outrider.shared.parallel.channel import Connection, Report, ReportKind, accept_ranks, connect_rank, store_of_these
 from outrider.shared.parallel.commands import Forward, MakePool, Scrub, Stop, decode, encode
 from outrider.shared.parallel.lead import Lead, LeadDecoder
 from outrider.shared.parallel.packing import StepInputs, packed_words
@@ -371,6 +371,27 @@ def test_a_greeting_has_one_deadline_however_it_comes(monkeypatch: pytest.Monkey
     assert connection.receive_by(patient.now + 60.0, 64) == b"ok"
     assert patient.timeout_s is None, "what comes later is waited for"
     assert patient.said == b", and more", "and is not taken"
+
+
+def test_a_store_that_outlives_the_ranks_leads_to_the_new_ones() -> None:
+    """After torchrun has started all ranks anew, a rank that is quicker than rank 0 finds the address of the last one."""
+    store = dist.HashStore()
+    prefixes = []
+    for _start in range(2):
+        accepted: dict[int, Connection] = {}
+        found: list[Connection] = []
+        rank = threading.Thread(target=lambda to=found: to.append(connect_rank(store, 1, 30)))
+        rank.start()
+        accepted |= accept_ranks(store, "127.0.0.1", 2, 30)
+        rank.join(30)
+        found[0].report(Report(ReportKind.DONE, "one"))
+        assert accepted[1].receive_report() == Report(ReportKind.DONE, "one")
+        store_of_these(store).set("key", "value")
+        prefixes.append(bytes(store.get("outrider/control")).decode().split(" ")[2])
+        assert bytes(store.get(f"{prefixes[-1]}/key")) == b"value"
+        for connection in (*found, *accepted.values()):
+            connection.close()
+    assert prefixes[0] != prefixes[1]
 
 
 def test_ranks_that_do_not_come_are_named() -> None:
