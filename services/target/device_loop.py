@@ -26,8 +26,6 @@ from outrider.services.target.verify_step import HostRow
 from outrider.shared.spec.drafter import Commit, DrafterState, RoundResult
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
-MOVE_BELOW = 0.75
-"""A batch moves to a smaller size when that is so small a part of its own: it costs the host some tens of microseconds."""
 CATCH_UP_TOKENS = 128
 """Tokens of plain rounds after which a drafter that follows is told of them."""
 
@@ -189,8 +187,8 @@ class DeviceLoop:
 
     def _fits_its_bucket(self) -> bool:
         """Go on in a smaller batch where so many rows have ended that one holds the others; False when they have to enter anew."""
-        bs = self._bucket(len(self._places))
-        if bs > MOVE_BELOW * self._bs:
+        bs = self._halved()
+        if bs == self._bs:
             return True
         rows = [row for row, sequence in enumerate(self._sequences) if sequence is not None]
         if not self._rounds.move(rows, bs):
@@ -247,6 +245,13 @@ class DeviceLoop:
             if told:
                 self._parts.drafter.commit(RoundResult(self._parts.counter.value, told))
         self._sequences, self._places, self._entered_len = [], {}, {}
+
+    def _halved(self) -> int:
+        """Return the smallest size that halving leads to and that holds the rows that go on: few sizes are met then, and few moves made."""
+        bs = self._bs
+        while len(self._places) <= (half := self._bucket(max(1, bs // 2))) < bs:
+            bs = half
+        return bs
 
     def _bucket(self, count: int) -> int:
         return next(size for size in self._batch_sizes if size >= count)

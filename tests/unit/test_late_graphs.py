@@ -89,3 +89,14 @@ def test_a_round_that_hardly_ever_comes_up_is_not_recorded(decoder: Decoder, pla
     harness.run()
     assert len(graphs.keys) == len(of_the_start) + 1
     assert harness.sink.tokens["more"] == plain[: RECORD_AFTER + 2]
+
+
+def test_a_batch_that_shrinks_is_halved_and_meets_no_size_between(decoder: Decoder, plain: list[int]) -> None:
+    graphs = BoundedGraphs(MOST_LATE)
+    drafter = AnswerDrafter([PROMPT + plain], VOCAB, checked=False)
+    harness = make_harness(decoder, drafter, overlap=OverlapPlan((1, 2, 3, 4, 6, 8), 6), graphs=graphs, max_running=8)
+    for index in range(8):
+        harness.submit(PROMPT, 8 + 4 * index, request_id=str(index), shape=SHAPES[3])
+    harness.run()
+    assert all(harness.sink.tokens[str(index)] == plain[: 8 + 4 * index] for index in range(8))
+    assert {key[1] for key in graphs.keys} == {8, 4, 2, 1}  # type: ignore[index]
