@@ -51,6 +51,7 @@ class Listener:
 
     def accept(self) -> socket.socket | None:
         """Wait for a connection of a process of this user; None once the listener is closed. Others are hung up on."""
+        told = False
         while True:
             try:
                 connection, _ = self._socket.accept()
@@ -59,7 +60,9 @@ class Listener:
                     continue
                 if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     return None
-                log.warning("no descriptor for a connection", path=self.path, reason=error.strerror)
+                if not told:
+                    log.warning("no descriptor for a connection", path=self.path, reason=error.strerror)
+                told = True
                 if self._closed.wait(FULL_PAUSE_S):
                     return None
                 continue
