@@ -12,6 +12,7 @@ import os
 import sys
 import time
 
+from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.ipc.frames import MANY_CORES
 
 EXPERIMENTS = "GRPC_EXPERIMENTS"
@@ -22,11 +23,17 @@ AWAKE_MS = -10
 """A wait until a moment that is past asks once and does not sleep. (Until now would be rounded up to the next millisecond.)"""
 LIBRARY = "grpc._cython.cygrpc"
 
+log = get_logger("outrider.rpc")
+
 
 def watch_sockets() -> None:
     """Have waiting threads watch the sockets. Call it before anything imports grpc; where cores are few nothing changes."""
-    if (os.cpu_count() or 1) >= MANY_CORES and LIBRARY not in sys.modules:
-        os.environ.setdefault(EXPERIMENTS, WITHOUT_EVENT_ENGINE)
+    if (os.cpu_count() or 1) < MANY_CORES or EXPERIMENTS in os.environ:
+        return
+    if LIBRARY in sys.modules:
+        log.warning("gRPC was imported before it could be told that waits watch the sockets: each message takes some 0.2 ms longer")
+        return
+    os.environ[EXPERIMENTS] = WITHOUT_EVENT_ENGINE
 
 
 class Vigil:
