@@ -138,12 +138,13 @@ class BucketedVerify:
 
 
 def batch_buckets(limit: int) -> tuple[int, ...]:
-    """Return the sizes that batches are padded to: 1, 2, 4, 8, 16, steps of 8 up to 64 and of 16 beyond, and the limit itself.
+    """Return the sizes that batches are padded to: powers of two, from 16 on those half-way between them too, and the limit itself.
 
-    A small pass costs about as much as one of a single row. Of a large one every row costs, so that its padding is kept low.
+    A small pass costs about as much as one of a single row. Of a large one every row costs, but so does every size at the start.
     """
-    sizes = [*(1, 2, 4, 8, 16), *range(24, 65, 8), *range(80, limit, 16)]
-    return (*(size for size in sizes if size < limit), limit)
+    powers = _powers(limit)
+    halfway = (size + size // 2 for size in powers if size >= 16)
+    return tuple(sorted({*powers, *(size for size in halfway if size < limit)}))
 
 
 def _powers(limit: int) -> tuple[int, ...]:

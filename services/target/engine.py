@@ -207,20 +207,20 @@ class TargetEngine:
         self._parts.metrics = self.metrics
         self._counter.value = 0
 
-    def recordings(self, bs: int, shape: DraftShape, modes: tuple[SamplingMode, ...] = USUAL_MODES) -> list[Callable[[], None]]:
+    def recordings(self, bs: int, shape: DraftShape) -> list[Callable[[], None]]:
         """Return what records the passes of one size, see `record_graphs`. Call them before the engine's thread runs, or on it."""
         self._follower.refresh()
         runner = self._runner
         if self._loop is None or not self._loop.takes(shape):
             if shape.drafts and not self._drafts:
                 return []
-            return [lambda mode=mode: runner.capture_verify(bs, shape.max_nodes, mode) for mode in modes]  # type: ignore[misc]
+            return [lambda mode=mode: runner.capture_verify(bs, shape.max_nodes, mode) for mode in USUAL_MODES]  # type: ignore[misc]
         loop = self._loop
         # Plain rounds store feature rows for sequences that are drafted at times, and none for others.
         kinds = [runner.captures] if shape.drafts or not runner.captures else [True, False]
         return [
             lambda mode=mode, capture=kind: loop.capture(bs, shape, mode, capture)  # type: ignore[misc]
-            for mode in modes
+            for mode in USUAL_MODES
             for kind in kinds
         ]
 

@@ -10,10 +10,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from outrider.kernels.ahead import compile_ahead
-from outrider.services.target.batch_tables import SamplingMode
 from outrider.services.target.bucketed_verify import Buckets, batch_buckets
 from outrider.services.target.device_loop import OverlapPlan
-from outrider.services.target.engine import USUAL_MODES, TargetEngine
+from outrider.services.target.engine import TargetEngine
 from outrider.services.target.offers import MOST_ROWS, offered_shapes
 from outrider.services.target.request import SpeculationMode
 from outrider.services.target.settings import OverlapSchedule, Quantization, TargetSettings
@@ -29,8 +28,6 @@ FP8_PREFILL_SIZES = (*PREFILL_SIZES, 384, 512)
 
 POLL_S = 0.02
 
-MOST_FILTERED = 8
-"""The largest batch with top-k, top-p or min-p that is recorded at the start."""
 
 _log = get_logger("outrider.target")
 
@@ -63,10 +60,6 @@ class GraphPlan:
         if self.buckets is not None:
             return self.buckets.batch_sizes
         return () if self.overlap is None else self.overlap.batch_sizes
-
-    def modes_at(self, batch_size: int, shape: DraftShape) -> tuple[SamplingMode, ...]:
-        """Return the modes of sampling that are recorded: filters only where that is soon done, and not for every shape of `auto`."""
-        return (*USUAL_MODES, SamplingMode.FILTERED) if batch_size <= MOST_FILTERED and shape in self.shapes else USUAL_MODES
 
     def shapes_at(self, batch_size: int) -> tuple[DraftShape, ...]:
         """Return the shapes of rounds that are recorded for one bucket: the usual ones if not too large, and all that `auto` may choose.
@@ -167,7 +160,7 @@ def _recordings(engine: TargetEngine, plan: GraphPlan) -> Iterator[tuple[str, Ca
         yield f"prompts of {size} tokens", engine.prefill_recording(size)
     for bs in reversed(plan.batch_sizes):
         for shape in plan.shapes_at(bs):
-            for record in engine.recordings(bs, shape, plan.modes_at(bs, shape)):
+            for record in engine.recordings(bs, shape):
                 yield f"batch {bs}, {shape.max_nodes} nodes", record
 
 

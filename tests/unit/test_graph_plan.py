@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from outrider.services.target import graph_plan
-from outrider.services.target.batch_tables import SamplingMode
 from outrider.services.target.bucketed_verify import Buckets, batch_buckets
 from outrider.services.target.engine import TargetEngine
 from outrider.services.target.graph_plan import FP8_PREFILL_SIZES, PREFILL_SIZES, compile_kernels, plan_graphs, record_graphs
@@ -43,7 +42,7 @@ def test_a_gpu_records_the_usual_shapes() -> None:
     plan = plan_graphs(given, cuda=True, waits=False, offers=False)
     assert plan.graphs
     assert plan.overlap is not None
-    assert plan.overlap.batch_sizes == plan.batch_sizes == (1, 2, 4, 8, 16, 24, 32, 40, 48)
+    assert plan.overlap.batch_sizes == plan.batch_sizes == (1, 2, 4, 8, 16, 24, 32, 48)
     assert plan.overlap.columns == 6
     assert plan.buckets is not None
     assert plan.buckets.nodes == (1, 2, 4, 6, 8, 16, 32, 64, 128)
@@ -64,13 +63,11 @@ def test_auto_is_offered_a_tree_and_chains_no_larger_than_pays() -> None:
 
 def test_what_auto_may_choose_is_recorded_before_anybody_is_served() -> None:
     asked: list[tuple[int, DraftShape]] = []
-    filtered: dict[tuple[int, DraftShape], bool] = {}
 
     class Engine:
         again = Recordings(GraphCache("cpu"))
 
-        def recordings(self, bs: int, shape: DraftShape, modes: tuple[SamplingMode, ...]) -> list[Callable[[], None]]:
-            filtered[bs, shape] = SamplingMode.FILTERED in modes
+        def recordings(self, bs: int, shape: DraftShape) -> list[Callable[[], None]]:
             return [lambda: asked.append((bs, shape))]
 
         def prefill_recording(self, size: int) -> Callable[[], None]:
@@ -84,8 +81,6 @@ def test_what_auto_may_choose_is_recorded_before_anybody_is_served() -> None:
     assert {shape for bs, shape in asked if bs == 32} == {NO_DRAFT, DraftShape(5, 4, 16), *chains.values()}
     assert {shape for bs, shape in asked if bs == 64} == {NO_DRAFT, *(chains[depth] for depth in (1, 3, 5))}
     assert len(asked) == len(set(asked)), "each once"
-    usual = {NO_DRAFT, DraftShape(5, 4, 16), chains[5]}
-    assert filtered == {(bs, shape): bs <= 8 and shape in usual for bs, shape in asked}, "top-p too, where that is soon done"
     assert Engine.again.planned, "a draft that comes later has its own recorded"
 
 
@@ -153,7 +148,7 @@ def test_kernels_are_compiled_ahead_or_the_log_says_why_not(
     said: list[str] = []
 
     class Engine:
-        def recordings(self, bs: int, shape: DraftShape, modes: tuple[SamplingMode, ...]) -> list[Callable[[], None]]:
+        def recordings(self, bs: int, shape: DraftShape) -> list[Callable[[], None]]:
             return [lambda: None]
 
         def prefill_recording(self, size: int) -> Callable[[], None]:
@@ -176,7 +171,7 @@ def test_kernels_are_compiled_ahead_or_the_log_says_why_not(
 
 def test_what_a_draft_that_has_come_adds_is_rehearsed_first(monkeypatch: pytest.MonkeyPatch) -> None:
     class Engine:
-        def recordings(self, bs: int, shape: DraftShape, modes: tuple[SamplingMode, ...]) -> list[Any]:
+        def recordings(self, bs: int, shape: DraftShape) -> list[Any]:
             return [(bs, shape)]
 
         def prefill_recording(self, size: int) -> Any:
@@ -202,7 +197,7 @@ def test_what_is_recorded_does_not_bound_which_rounds_stay_on_the_device(disable
     given = settings(max_running_requests=48, cuda_graph_max_bs=4, disable_cuda_graph=disabled)
     plan = plan_graphs(given, cuda=True, waits=False)
     assert plan.overlap is not None
-    assert plan.overlap.batch_sizes == (1, 2, 4, 8, 16, 24, 32, 40, 48)
+    assert plan.overlap.batch_sizes == (1, 2, 4, 8, 16, 24, 32, 48)
     assert plan.overlap.recorded == 4
     assert plan.batch_sizes == (plan.overlap.batch_sizes if disabled else (1, 2, 4))
 
@@ -210,11 +205,11 @@ def test_what_is_recorded_does_not_bound_which_rounds_stay_on_the_device(disable
 def test_sizes_are_rounded_up_to_buckets() -> None:
     buckets = Buckets.make(20, 128, [6, 32])
     assert buckets.batch_sizes == (1, 2, 4, 8, 16, 20)
-    assert batch_buckets(100) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 100)
-    assert [batch_buckets(limit) for limit in (1, 8, 24, 64)] == [(1,), (1, 2, 4, 8), (1, 2, 4, 8, 16, 24), batch_buckets(100)[:11]]
+    assert batch_buckets(100) == (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100)
+    assert [batch_buckets(limit) for limit in (1, 8, 24, 64)] == [(1,), (1, 2, 4, 8), (1, 2, 4, 8, 16, 24), batch_buckets(100)[:9]]
     large = Buckets.make(64, 128, [32])
     assert large.batch_size(17) == 24, "768 rows of 17 trees of 32, not 1024"
-    assert large.batch_size(33) == 40, "1280, not 2048"
+    assert large.batch_size(33) == 48, "1536, not 2048"
     assert [buckets.batch_size(count) for count in (1, 3, 17, 20, 21)] == [1, 4, 20, 20, None]
     assert [buckets.num_nodes(count) for count in (1, 5, 6, 7, 33, 129)] == [1, 6, 6, 8, 64, None]
     assert Buckets.make(1, 1).batch_sizes == (1,)
