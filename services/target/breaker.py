@@ -32,6 +32,7 @@ class Breaker:
         fault_deadline_s: How long a faulty draft is waited for before `trip` is called.
 
     Attributes:
+        fault_deadline_s: As given.
         faults: How many in a row, over all connections.
     """
 
@@ -39,7 +40,7 @@ class Breaker:
         self.state = BreakerState.CLOSED
         self.faulty = False
         self.faults = 0
-        self._fault_deadline_s = fault_deadline_s
+        self.fault_deadline_s = fault_deadline_s
         self._misses = 0
         self._backoff_s = FIRST_BACKOFF_S
         self._closed_until = 0.0
@@ -58,8 +59,8 @@ class Breaker:
         self.faulty = True
         self.faults += 1
         if self.faults > 1:
-            grown = max(2 * self._backoff_s, self._fault_deadline_s)
-            self._backoff_s = min(grown, LAST_FAULTY_BACKOFF * self._fault_deadline_s)
+            grown = max(2 * self._backoff_s, self.fault_deadline_s)
+            self._backoff_s = min(grown, LAST_FAULTY_BACKOFF * self.fault_deadline_s)
         self._open(now)
 
     @property

@@ -149,6 +149,19 @@ def test_a_stopped_draft_is_found_faulty_though_nobody_waits(target: Target, cap
     assert target.connection.waited_s <= CAP_S + 1e-9
 
 
+def test_requests_shorter_than_the_fault_deadline_find_a_stopped_draft_faulty_too(target: Target) -> None:
+    """Else each would ask anew, and what is sent would pile up."""
+    for session_id in range(8):
+        target.open(session_id)
+        for _round in range(100):
+            target.round()
+        del target.fences[session_id]
+        target.drafter.close([session_id])
+    assert target.link.breaker.refuses_all
+    assert target.connection.frames < (FAULT_S + 3 * CAP_S) / ROUND_S
+    assert target.connection.waited_s <= 8 * CAP_S + 1e-9
+
+
 def test_a_slow_opening_is_not_waited_for_and_drafting_begins_behind_it(target: Target) -> None:
     target.open(1)
     for _round in range(50):

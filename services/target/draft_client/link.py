@@ -230,9 +230,10 @@ class DraftLink:
         """
         nonce = 0
         last_ping = time.monotonic()
+        interval_s = min(KEEP_ALIVE_S, self._breaker.fault_deadline_s / 2)  # a draft that lives is heard of before it counts as faulty
         while not connection.ended.wait(PROBE_INTERVAL_S):
             now = time.monotonic()
-            due = self._breaker.wants_probe(now) or now - last_ping >= KEEP_ALIVE_S
+            due = self._breaker.wants_probe(now) or now - last_ping >= interval_s
             if due and connection.last_pong == nonce:
                 last_ping = now
                 nonce += 1

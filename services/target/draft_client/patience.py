@@ -21,10 +21,21 @@ class Patience:
     Attributes:
         fault_deadline_s: A draft that owes an answer for longer is faulty.
         heard_s: When the last message came, signs of life on other streams apart.
+        owed_s: Since when a first answer is owed and no message has come, for whichever sessions; they may have ended since.
     """
 
     fault_deadline_s: float
     heard_s: float = 0.0
+    owed_s: float | None = None
+
+    def asked(self, now: float) -> None:
+        """A session was asked for that has had no answer yet."""
+        if self.owed_s is None:
+            self.owed_s = now
+
+    def heard(self, now: float) -> None:
+        """A message came."""
+        self.heard_s, self.owed_s = now, None
 
     def until(self, row: ProposalRow, session: DraftSession, started: float, deadline_s: float | None, pong_s: float) -> float:
         """Return until when a row's answer is waited for.
@@ -40,11 +51,9 @@ class Patience:
             return started if session.in_vain else started + deadline_s
         return started + self.fault_deadline_s if session.warm else self._opened_by(started, pong_s)
 
-    def is_over(self, session: DraftSession, now: float, pong_s: float) -> bool:
-        """Whether a draft that is not waited for has owed the first answer for a session so long that it is faulty."""
-        if session.warm or session.asked_s is None:
-            return False
-        return now >= self._opened_by(max(session.asked_s, self.heard_s), pong_s)
+    def is_over(self, now: float, pong_s: float) -> bool:
+        """Whether a draft that is not waited for has shown no life for so long, though it owes first answers, that it is faulty."""
+        return self.owed_s is not None and now >= max(self.owed_s, pong_s) + self.fault_deadline_s
 
     def _opened_by(self, since: float, pong_s: float) -> float:
         return min(max(since, self.heard_s, pong_s) + self.fault_deadline_s, since + WARMING_PATIENCE * self.fault_deadline_s)

@@ -192,8 +192,8 @@ class RemoteDrafter:
                 continue
             asked += 1
             session.wanted = row
-            if session.asked_s is None:
-                session.asked_s = time.monotonic()
+            if not session.warm:
+                self._patience.asked(time.monotonic())
             commit = session.take_commit(features)
             commit.shape.CopyFrom(draft_pb2.Shape(depth=row.shape.depth, topk=row.shape.topk, max_nodes=row.shape.max_nodes))
             commit.deadline_us = NO_DEADLINE_US if row.must_wait else deadline_us
@@ -276,7 +276,7 @@ class RemoteDrafter:
             session.reason = "late" if session.warm else "warming"
             session.wanted = None
             session.in_vain = not session.warm
-        if any(row.must_wait or patient or self._patience.is_over(session, now, pong_s) for row, session in open_rows):
+        if patient or any(row.must_wait for row, _session in open_rows) or self._patience.is_over(now, pong_s):
             deadline_s = self._patience.fault_deadline_s
             _log.warning("the draft owes an answer for more than %.1f s; decoding plainly until it shows life", deadline_s)
             self._fault()
@@ -289,8 +289,7 @@ class RemoteDrafter:
     def _fault(self) -> None:
         """Leave the draft alone for a while; after some faults in a row make a new connection."""
         self._breaker.trip(time.monotonic())
-        for session in self._sessions.values():
-            session.asked_s = None
+        self._patience.owed_s = None
         if self._breaker.faults % FAULTS_TO_RECONNECT == 0 and self._connection is not None:
             _log.warning("%d faults of the draft in a row; making a new connection", self._breaker.faults)
             self._connection.close()
@@ -307,7 +306,7 @@ class RemoteDrafter:
             self._handle(connection, reply)
 
     def _handle(self, connection: Connection, reply: draft_pb2.SessionReply) -> None:
-        self._patience.heard_s = time.monotonic()
+        self._patience.heard(time.monotonic())
         try:
             self._reply(reply)
         except ProtocolError as error:
@@ -323,6 +322,7 @@ class RemoteDrafter:
             self._spec = connection.spec
             self._bad_trees = 0
             self._gate.connected(connection)
+            self._patience.owed_s = None
         for session in self._sessions.values():
             session.lose("draft_down" if connection is None else "resync")
 

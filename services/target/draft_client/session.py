@@ -26,8 +26,7 @@ class DraftSession:
         held: Rows that wait for that, by their first position.
         lost: The engine must reopen it.
         warm: The draft has answered for it since it was opened.
-        asked_s: Since when it owes the first answer; None if it was not asked.
-        in_vain: That was waited for, and did not come in time.
+        in_vain: Its first answer was waited for, and did not come in time.
         base_len, token_ids, features: Commits not sent yet, joined.
         wanted: The fence and shape that an answer must match; None when none is awaited.
         tree: The answer.
@@ -37,7 +36,6 @@ class DraftSession:
 
     __slots__ = (
         "acked",
-        "asked_s",
         "base_len",
         "features",
         "fence",
@@ -60,7 +58,6 @@ class DraftSession:
         self.held: list[tuple[int, torch.Tensor]] = []
         self.lost = False
         self.warm = False
-        self.asked_s: float | None = None
         self.in_vain = False
         self.base_len = fence.committed_len
         self.token_ids: list[int] = []
@@ -73,7 +70,7 @@ class DraftSession:
     def lose(self, reason: str = "") -> None:
         """Forget everything that the draft was told; the engine reopens the sequence."""
         self.live, self.lost, self.warm, self.acked = False, True, False, False
-        self.asked_s, self.in_vain = None, False
+        self.in_vain = False
         self.wanted, self.tree = None, None
         self.reason = reason or self.reason
         self.held.clear()
