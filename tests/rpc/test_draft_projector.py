@@ -30,7 +30,7 @@ def test_the_target_rebuilds_the_feature_spec(tmp_path: Path, normed: bool) -> N
     service.start()
     identity = TargetIdentity.of(Decoder.load(target_dir))
     carriers = carrier_of(service.address, torch.device("cpu"))
-    link = DraftLink(service.address, identity, lambda _name: torch.zeros(1), Breaker(), carriers)
+    link = DraftLink(service.address, identity, lambda _name: torch.zeros(1), Breaker(1.0), carriers)
     try:
         link.start()
         deadline, pause = time.monotonic() + 20.0, threading.Event()
