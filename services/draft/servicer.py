@@ -58,16 +58,21 @@ class StreamOutlet:
         """Send over `stream` from now on."""
         self._stream = stream
 
+    def close(self) -> None:
+        """Send nothing more; the stream, which knows who is told of its messages, is not kept."""
+        self._stream = None
+
     def send(self, reply: Reply) -> None:
         """See `Outlet.send`."""
-        if self._stream is None:
+        stream = self._stream  # another thread may close this meanwhile
+        if stream is None:
             return
         if isinstance(reply, RoundTrees) and reply.envelope is not None:
-            self._stream.send(reply.envelope.seal(reply.trees))
+            stream.send(reply.envelope.seal(reply.trees))
         elif isinstance(reply, RoundTaken):
-            self._stream.send(TAKEN, reply.then)
+            stream.send(TAKEN, reply.then)
         else:
-            self._stream.send(reply_to(reply).SerializeToString())
+            stream.send(reply_to(reply).SerializeToString())
 
 
 class DraftServicer(draft_pb2_grpc.DraftServicer):
@@ -106,6 +111,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         finally:
             inlet.close()  # from this thread: the engine's may be waiting for a stream that waits for this target
             stream.flush()
+            outlet.close()
             self._protocol.leave(peer)
 
     def Bulk(self, request_iterator: Iterator[draft_pb2.BulkRequest], context: grpc.ServicerContext) -> Iterator[draft_pb2.BulkReply]:

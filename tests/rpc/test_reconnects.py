@@ -1,10 +1,11 @@
-"""Drafts of this host that come and go leave nothing with the target: no descriptor, no thread, no mapped memory."""
+"""Drafts that come and go leave nothing with the target: no descriptor, no thread, no mapped memory."""
 
 from __future__ import annotations
 
 import gc
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,10 +15,12 @@ from target_harness import Harness, load_toy, make_harness
 from toys import make_toy_eagle3, make_toy_target
 
 from outrider.services.draft.app import DraftService
+from outrider.services.draft.inline_rounds import InlineRounds
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.device_loop import OverlapPlan
 from outrider.services.target.draft_client.link import TargetIdentity
 from outrider.services.target.draft_client.remote import RemoteDrafter
+from outrider.services.target.draft_client.stream_rounds import StreamRounds
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import DrafterState
 
@@ -54,15 +57,21 @@ class Life:
     """A draft from its start to its end."""
 
     def __init__(self, address: str, folders: tuple[Path, Path]) -> None:
-        values = {"draft": folders[1], "target_weights": folders[0], "listen": address, "device": "cpu", "kv_tokens": 2048}
+        values = {
+            "draft": folders[1],
+            "target_weights": folders[0],
+            "listen": address,
+            "device": "cpu",
+            "kv_tokens": 2048,
+            "drain_grace_s": 0.1,
+        }
         self.service = DraftService(DraftSettings.load(values))
         self.service.start()
 
     def end(self) -> None:
         """As if it were killed: its sockets are closed without a word."""
         ipc = self.service._ipc
-        assert ipc is not None
-        for frames in list(ipc._sockets):
+        for frames in list(ipc._sockets) if ipc else ():
             frames.close()
         self.service.stop()
 
@@ -83,6 +92,10 @@ def held() -> Held:
     """Return how many mailboxes are mapped, how many descriptors this process has, and how many threads."""
     mapped = sum("outrider-mailbox" in line for line in Path("/proc/self/maps").read_text().splitlines())
     return mapped, len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+def connected(drafter: RemoteDrafter) -> None:
+    assert wait_for(lambda: drafter.state() is DrafterState.ON)
 
 
 def wait_for(condition: Callable[[], bool]) -> bool:
@@ -121,3 +134,32 @@ def test_drafts_that_come_and_go_leave_nothing(decoder: Decoder, folders: tuple[
         assert wait_for(lambda: all(now <= bound for now, bound in zip(held(), most, strict=True))), (usual, held())
     finally:
         drafter.shutdown()
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_over_grpc_neither_side_keeps_the_rounds_of_connections_that_have_ended(
+    decoder: Decoder, folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """With a GPU they have memory that streams reach."""
+
+    def there_are() -> Counter[str]:
+        return Counter(type(one).__name__ for one in gc.get_objects() if type(one) in (StreamRounds, InlineRounds))
+
+    address = f"unix:{tmp_path}/draft.sock"
+    draft = Life(address, folders)
+    drafter = RemoteDrafter(address, TargetIdentity.of(decoder), decoder.weight, torch.device("cpu"), rounds=True)
+    try:
+        for _ in range(5):
+            connected(drafter)
+            assert generate(decoder, drafter) > 5
+            ended = drafter._link.connection
+            assert ended is not None
+            ended.close()
+            assert wait_for(lambda ended=ended: drafter._link.connection is not ended)  # type: ignore[misc]
+        del ended
+        connected(drafter)
+        # Those of the present connection, and of the one that the engine last looked at.
+        assert wait_for(lambda: there_are() <= Counter(StreamRounds=2, InlineRounds=1)), there_are()
+    finally:
+        drafter.shutdown()
+        draft.end()

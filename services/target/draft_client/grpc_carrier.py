@@ -105,7 +105,7 @@ class GrpcCarrier:
         self._stream_rounds: StreamRounds | None = None
         self._offers_rounds = rounds
         self._device = device
-        self._on_pong: Callable[[draft_pb2.Pong], None] = lambda _pong: None
+        self._on_pong: Callable[[draft_pb2.Pong], None] = _unheard
         # Chunks of rows that have not been answered; and how many were sent and answered.
         self._owed = threading.Semaphore(0)
         self._bulk_sent = self._bulk_answered = 0
@@ -210,6 +210,7 @@ class GrpcCarrier:
             self._stream.drain()
         if self._bulk_reader.is_alive():
             self._bulk_reader.join(JOIN_S)
+        self._on_pong = _unheard  # it knows the connection, which has this
         self._channel.close()
         self._bulk_channel.close()
 
@@ -265,6 +266,10 @@ class GrpcCarrier:
                     self._bulk_answered += 1
         self.close()
         self._bulk.drain()
+
+
+def _unheard(_pong: draft_pb2.Pong) -> None:
+    """A sign of life that nobody listens for."""
 
 
 def _parse(message: bytes) -> draft_pb2.SessionReply:

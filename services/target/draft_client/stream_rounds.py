@@ -11,6 +11,7 @@ come.
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,14 +83,15 @@ class StreamRounds:
     Args:
         stream: Of the session.
         vigil: Of the stream.
-        dispatch: Takes in a message that the engine thread happened to receive.
+        dispatch: Takes in a message that the engine thread happened to receive; a method of the carrier, which is not kept by this.
         relay: Of the connection; None where nothing is enqueued ahead.
     """
 
     def __init__(self, stream: ClientStream, vigil: Vigil, dispatch: Callable[[bytes], None], relay: StreamRelay | None = None) -> None:
         self._stream = stream
         self._vigil = vigil
-        self._dispatch = dispatch
+        # The carrier has this channel: a cycle would keep the relay until the garbage collector runs.
+        self._dispatch = weakref.WeakMethod(dispatch)
         self._relay = relay
         self._staging = Staging()
         self._arrived: deque[draft_pb2.RoundTrees] = deque()
@@ -282,8 +284,10 @@ class StreamRounds:
             self._take_in(received)
 
     def _take_in(self, received: bytes) -> None:
+        dispatch = self._dispatch()
         try:
-            self._dispatch(received)
+            if dispatch is not None:
+                dispatch(received)
         except ProtocolError as error:
             self._distrust(error)
             self._stream.cancel()
