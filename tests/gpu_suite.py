@@ -2,7 +2,8 @@
 
     python tests/gpu_suite.py --output gpu_suite.json [--limit SECONDS]      (the packages of `.[test,flashinfer]`, and pytest-xdist)
 
-Each GPU is a lane with its share of the cores, and does one job after another; what measures or needs a GPU's memory is a job of its own.
+Four lanes, each with its share of the cores and its GPU (of four; of fewer, lanes share), do one job after another. What measures, or needs
+a GPU's memory, is a job of its own.
 A test that fails is told at once, and run again at the end if there is time, as is one that was cut off: neither counts as passed then.
 """
 
@@ -39,6 +40,7 @@ PYTEST = (
     "filterwarnings=default",
 )
 PACKAGES = ("torch", "triton", "grpcio", "transformers", "flashinfer-python")
+LANES = 4
 MOST_WORKERS = 14
 LAST_S = 12.0
 """Before the limit, when what still runs is asked to end."""
@@ -65,7 +67,7 @@ class Job:
     """One run of pytest.
 
     Attributes:
-        lanes: The GPUs that it sees; it starts when the jobs before it have left all of them.
+        lanes: Whose cores and GPUs it has; it starts when the jobs before it have left all of them.
         workers: Processes of pytest-xdist, if more than one.
         arguments: Test files, relative to `tests`, and options.
         law: Whether its tests compute where `OUTRIDER_TEST_DEVICE` says.
@@ -95,22 +97,18 @@ def plan(gpus: int, cores: int) -> list[Job]:
     """Return all jobs in the order in which lanes take them; `cores`: of one lane."""
     many = max(1, min(MOST_WORKERS, cores - 2))
     few = max(1, many // 2)
-
-    def lane(*numbers: int) -> tuple[int, ...]:
-        return tuple(sorted({number % gpus for number in numbers}))
-
     other_laws = rest("law", OTHER_LAWS_FIRST, (*FIRST_LAWS, ROUNDS_ELSEWHERE))
     kernels = ("-m", "gpu and not flashinfer", *rest("gpu", FIRST_KERNELS, APART))
     jobs = [
-        Job("soak", lane(0), 1, (SOAK,)),
-        Job("laws", lane(1), many, FIRST_LAWS, law=True),
-        Job("other laws", lane(2), many, other_laws, law=True),
-        Job("kernels", lane(3), many, kernels),
-        Job("rounds elsewhere", lane(0), few, (ROUNDS_ELSEWHERE,), law=True),
-        Job("flashinfer", lane(1), min(4, few), ("-m", "flashinfer", FLASHINFER), library=True),
-        Job("served", lane(2), 1, (SERVED, SERVED_BF16, MPS)),
-        Job("texts", lane(3), min(4, few), (TEXTS,)),
-        Job("quiet", lane(2, 3), few, QUIET),
+        Job("soak", (0,), 1, (SOAK,)),
+        Job("laws", (1,), many, FIRST_LAWS, law=True),
+        Job("other laws", (2,), many, other_laws, law=True),
+        Job("kernels", (3,), many, kernels),
+        Job("rounds elsewhere", (0,), few, (ROUNDS_ELSEWHERE,), law=True),
+        Job("flashinfer", (1,), min(4, few), ("-m", "flashinfer", FLASHINFER), library=True),
+        Job("served", (2,), 1, (SERVED, SERVED_BF16, MPS)),
+        Job("texts", (3,), min(4, few), (TEXTS,)),
+        Job("quiet", (2, 3), few, QUIET),
     ]
     if gpus > 1:
         jobs.append(Job("two ranks", (0, 1), few, ("-m", "multi_gpu", "-k", "not [4-", RANKS)))
@@ -134,11 +132,14 @@ class Suite:
         self.begun = time.monotonic()
         self.deadline = self.begun + limit_s - LAST_S
         cores = sorted(os.sched_getaffinity(0))
-        self.share = max(1, len(cores) // len(gpus))
-        self.cores = [set(cores[at * self.share : (at + 1) * self.share] or cores) for at in range(len(gpus))]
+        self.share = max(1, len(cores) // LANES)
+        self.cores = [set(cores[at * self.share : (at + 1) * self.share] or cores) for at in range(LANES)]
         self.tests: dict[str, dict[str, Any]] = {}
         self.told: list[dict[str, Any]] = []
         self._heard: dict[str, IO[str]] = {}
+
+    def gpus_of(self, job: Job) -> list[str]:
+        return [self.gpus[at] for at in sorted({lane % len(self.gpus) for lane in job.lanes})]
 
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self.begun:5.0f} s] {text}", flush=True)
@@ -196,7 +197,7 @@ class Suite:
         self._heard[job.name] = log.open()
         spread = ("-n", str(job.workers), "--dist", "loadgroup") if job.workers > 1 else ()
         command = [*PYTEST, *spread, *(str(TESTS / one) if one in job.files else one for one in job.arguments)]
-        self.say(f"{job.name}, GPU {','.join(map(str, job.lanes))}: pytest {shlex.join(command[3:])}")
+        self.say(f"{job.name}, GPU {','.join(self.gpus_of(job))}: pytest {shlex.join(command[3:])}")
         cores = set().union(*(self.cores[lane] for lane in job.lanes))
         with log.with_suffix(".log").open("wb") as output:
             return subprocess.Popen(
@@ -213,7 +214,7 @@ class Suite:
     def _environment(self, job: Job, log: Path, only: Path | None) -> dict[str, str]:
         folders = [str(TESTS), self.library if job.library else "", os.environ.get("PYTHONPATH", "")]
         given = {
-            "CUDA_VISIBLE_DEVICES": ",".join(self.gpus[lane] for lane in job.lanes),
+            "CUDA_VISIBLE_DEVICES": ",".join(self.gpus_of(job)),
             "PYTHONPATH": ":".join(filter(None, folders)),
             "OMP_NUM_THREADS": "1",
             "GPU_SUITE_LOG": str(log),
@@ -249,7 +250,7 @@ class Suite:
                 del running[job.name]
                 seconds = round(time.monotonic() - at, 1)
                 ended = f"{how}exit code {process.returncode}"
-                self.told.append({"job": job.name, "gpus": job.lanes, "seconds": seconds, "ended": ended})
+                self.told.append({"job": job.name, "gpus": self.gpus_of(job), "seconds": seconds, "ended": ended})
                 self.say(f"{job.name}: {ended} after {seconds} s")
 
 
@@ -283,7 +284,7 @@ def record(suite: Suite, names: list[str], commit: str) -> dict[str, Any]:
         if test["outcome"] != "passed":
             again = {"again": test["again"]} if "again" in test else {}
             not_passed.append({"test": name, "outcome": test["outcome"], "error": why(test.get("error", "")), **again})
-    machine = {"gpus": nvidia_smi("--query-gpu=name", "--format=csv,noheader")[: len(suite.gpus)], "cores a GPU": suite.share}
+    machine = {"gpus": nvidia_smi("--query-gpu=name", "--format=csv,noheader")[: len(suite.gpus)], "cores a lane": suite.share}
     machine["packages"] = {"python": platform.python_version()} | {name: version for name in PACKAGES if (version := version_of(name))}
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),

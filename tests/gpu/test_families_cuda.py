@@ -211,7 +211,9 @@ def test_a_planned_step_never_waits_for_the_device_and_can_be_a_graph(name: str,
     assert torch.equal(captured, eager)
 
 
-@pytest.mark.parametrize("name", list(PUBLISHED))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.xdist_group(f"wide models {at % 2}")) for at, name in enumerate(PUBLISHED)]
+)
 def test_published_widths_load_and_decode_in_bf16(name: str, folder: Path) -> None:
     path = write_checkpoint(folder / "model", PUBLISHED[name], "cuda")
     torch.cuda.empty_cache()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import gpu_suite
 import pytest
-from gpu_suite import FLASHINFER, RANKS, TESTS, Job, Suite, plan, record
+from gpu_suite import FLASHINFER, LANES, RANKS, TESTS, Job, Suite, plan, record
 from gpu_suite_report import name_of
 
 SOME = """
@@ -46,7 +46,7 @@ def test_every_file_is_in_one_job(gpus: int) -> None:
     assert counts.pop(FLASHINFER) == 2, "with the library and without"
     assert set(counts) == there - {RANKS, FLASHINFER}
     assert set(counts.values()) == {1}
-    assert all(0 <= lane < gpus for job in jobs for lane in job.lanes)
+    assert all(0 <= lane < LANES for job in jobs for lane in job.lanes)
     assert all(job.law == file.startswith("law/") for job in jobs for file in job.files)
 
 
@@ -85,7 +85,11 @@ def test_what_hangs_is_cut_off_and_what_waits_for_its_gpu_is_told(suite: Suite, 
     assert record(suite, [], "abc")["not run"] == 1
 
 
-def test_each_gpu_has_its_share_of_the_cores(suite: Suite) -> None:
+def test_lanes_share_the_gpus(suite: Suite) -> None:
+    assert [suite.gpus_of(Job("", lanes, 1, ())) for lanes in ((0,), (3,), (2, 3), (0, 2))] == [["0"], ["1"], ["0", "1"], ["0"]]
+
+
+def test_each_lane_has_its_share_of_the_cores(suite: Suite) -> None:
     cores = os.sched_getaffinity(0)
     assert all(share <= cores for share in suite.cores)
     assert len(cores) < 2 or suite.cores[0].isdisjoint(suite.cores[1])
