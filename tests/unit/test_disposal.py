@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import threading
 import time
@@ -12,11 +13,12 @@ import pytest
 import torch
 
 from outrider.shared.rpc.ipc import cuda_round_mailbox
+from outrider.shared.rpc.ipc import disposal as module
 from outrider.shared.rpc.ipc.cuda import CudaError, PeerMemory
 from outrider.shared.rpc.ipc.cuda_round_mailbox import RELEASED, StreamMailbox
 from outrider.shared.rpc.ipc.disposal import Disposal
 from outrider.shared.rpc.ipc.round_mailbox import RoundsLayout
-from outrider.shared.rpc.ipc.round_words import RoundWords, Side
+from outrider.shared.rpc.ipc.round_words import RoundWatch, RoundWords, Side
 from outrider.shared.rpc.ipc.slots import SharedMemory
 
 TIMEOUT_S = 20.0
@@ -92,6 +94,45 @@ def test_what_others_may_still_write_to_is_kept_for_a_while() -> None:
     del owner
     assert done.wait(TIMEOUT_S)
     assert time.monotonic() - dropped >= 0.2
+
+
+class Waiting:
+    """A stream's wait."""
+
+    def __init__(self) -> None:
+        self.waiting = True
+
+
+def test_nothing_is_called_while_a_stream_waits_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    disposal, stream, done = Disposal(), Waiting(), threading.Event()
+    disposal.spare(stream)
+    owner = Owner()
+    disposal.when_gone(owner, done.set)
+    del owner
+    assert not done.wait(0.1), "a launch would stand still"
+    stream.waiting = False
+    assert done.wait(TIMEOUT_S)
+    done.clear()
+    stream.waiting = True
+    monkeypatch.setattr(module, "PATIENCE_S", 0.1)
+    owner = Owner()
+    disposal.when_gone(owner, done.set)
+    del owner
+    assert done.wait(TIMEOUT_S)
+
+
+def test_a_watch_says_whether_a_wait_is_not_over() -> None:
+    layout = RoundsLayout(inside=False)
+    memory, file = SharedMemory.create(layout.memory)
+    os.close(file)
+    words = RoundWords(memory, Side.TARGET)
+    watch = RoundWatch(words)
+    assert not watch.waiting
+    watch.expect(1, TIMEOUT_S)
+    assert watch.waiting
+    ctypes.c_uint32.from_buffer(memory.bytes, words.passed_at).value = 1
+    assert not watch.waiting
+    watch.close()
 
 
 @pytest.fixture

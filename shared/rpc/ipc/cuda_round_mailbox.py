@@ -54,6 +54,7 @@ class StreamMailbox:
         self.layout = layout
         self._words = RoundWords(memory, side)
         self._watch = RoundWatch(self._words)
+        DISPOSAL.spare(self._watch)
         self._slots = slots
         self._device = device
         # Those that it was used on, by their numbers.

@@ -136,6 +136,13 @@ class RoundWatch:
             if len(self._waits) == 1 or _tick_s(limit_s) < self._tick_s:
                 self._changed.notify()
 
+    @property
+    def waiting(self) -> bool:
+        """Whether a wait is not over."""
+        with self._changed:
+            self._drop_passed()
+            return bool(self._waits)
+
     def mend(self) -> bool:
         """Forget that a wait was released, once all are over; False while they are not."""
         with self._changed:
