@@ -217,7 +217,7 @@ class GraphCache:
         if not self._started or self._keeping:
             return
         late = [key for key in self._recorded if key not in self._kept]
-        self.drop(late[: len(late) + 1 - self._most_late])
+        self.drop(late[: max(0, len(late) + 1 - self._most_late)])
         if len(self._eager) >= self._most_late:
             self._eager.clear()
 

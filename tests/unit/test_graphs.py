@@ -56,6 +56,18 @@ def test_only_so_many_graphs_are_kept_beside_those_of_the_start() -> None:
     assert graphs.keys[-2:] == (998, 999)
 
 
+def test_nothing_is_dropped_while_there_is_room() -> None:
+    graphs = BoundedGraphs(most_late=6)
+    with graphs.keeping():
+        pass
+    for key in range(6):
+        graphs.run(key, list)
+    assert graphs.keys == tuple(range(6))
+    assert graphs.observer.gone == []
+    graphs.run(6, list)
+    assert graphs.keys == tuple(range(1, 7))
+
+
 def test_nothing_is_dropped_before_a_start_is_over() -> None:
     graphs = BoundedGraphs(most_late=2)
     for key in range(10):
