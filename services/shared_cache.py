@@ -40,6 +40,9 @@ def shared_kv_tokens(options: StackOptions) -> int | None:
     # Only here: they import torch, which a stack on a CPU starts without.
     import torch
 
+    if options.device in (None, "auto") and torch.version.cuda is None:
+        return None  # there is a GPU, and these services compute without it
+
     from outrider.services.doctor.memory import plan_memory
     from outrider.services.doctor.pair import Pair
     from outrider.services.target.settings import TargetSettings
@@ -60,9 +63,10 @@ def gpu_memory(index: int) -> tuple[int, int] | None:
 
     Asking CUDA would take memory of it for as long as this process lives.
     """
-    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    if visible and index >= len(visible):
-        return None
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = [name.strip() for name in (named or "").split(",") if name.strip()]
+    if named is not None and index >= len(visible):
+        return None  # an empty list hides all
     command = ["nvidia-smi", "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits"]
     try:
         asked = subprocess.run(

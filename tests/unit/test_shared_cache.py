@@ -65,6 +65,8 @@ def test_nothing_is_told_where_nothing_is_shared(options: StackOptions, monkeypa
     assert shared_kv_tokens(options)
     for apart in ({"kv_tokens": 4096}, {"tp": 2}, {"device": "cpu"}, {"draft": None}, {"draft": None, "algorithm": Algorithm.NGRAM}):
         assert shared_kv_tokens(changed(options, **apart)) is None, apart
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert shared_kv_tokens(changed(options, device=None)) is None, "torch for CPUs leaves a GPU alone"
     monkeypatch.setattr(shared_cache, "gpu_memory", lambda index: (GIB // 2, 10 * GIB))
     assert shared_kv_tokens(options) is None, "the services say themselves what does not fit"
     monkeypatch.setattr(shared_cache, "gpu_memory", lambda index: None)
@@ -77,6 +79,8 @@ def test_a_gpu_is_asked_for_as_this_process_sees_it(monkeypatch: pytest.MonkeyPa
     assert gpu_memory(1) == (100 << 20, 200 << 20)
     assert asked.read_text().strip().endswith("--id=GPU-ab")
     assert gpu_memory(2) is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpu_memory(0) is None, "an empty list hides all"
     tool(monkeypatch, tmp_path, "No devices were found")
     assert gpu_memory(0) is None
 
