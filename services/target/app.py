@@ -244,7 +244,9 @@ class Target:
         if self.drafter.state() not in (DrafterState.ON, DrafterState.NONE):
             _log.warning("serving without the draft until it answers", waited_s=timeout_s)
             return
-        await asyncio.to_thread(self.engine.ask_recorded().wait, RECORD_LIMIT_S)
+        recorded, deadline = self.engine.ask_recorded(), time.monotonic() + RECORD_LIMIT_S
+        while not recorded.is_set() and time.monotonic() < deadline:  # not on a thread, which a stop would have to wait for
+            await asyncio.sleep(POLL_S)
 
     def shutdown(self) -> None:
         """Stop the engine thread, then the drafter's connection and the other ranks."""
