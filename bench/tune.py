@@ -23,14 +23,14 @@ def run_tune(options: KernelOptions) -> int:
     decoder = random_decoder(options.shape.model_config(), options.device, options.dtype)
     if decoder.fused is None:
         raise ConfigurationError(f"--tune: {options.shape.name} does not run from fused kernels, which alone have tiles.", field="--tune")
-    tried = try_products(decoder.fused.uses(), options.device, math.inf, again=True)
+    tried = try_products(decoder.fused.uses(), options.device, math.inf)
     dtype = str(options.dtype).removeprefix("torch.")
     settings = {"shape": options.shape.name, "device": str(options.device), "dtype": dtype}
-    result = Result("tiles", settings, [_row(entry) for entry in tried if entry.microseconds])
+    result = Result("tiles", settings, [_row(entry) for entry in tried])
     return finish(result, options.output, ("tile", "rule", "library"))
 
 
 def _row(tried: Tried) -> Row:
     product = tried.product
     case = f"{product.epilogue.name.lower()} {product.out_features}x{product.in_features}, {product.rows} rows"
-    return Row(case, tried.microseconds or 0.0, "us", more={"tile": describe(tried.tile), "rule": tried.rule, "library": tried.library})
+    return Row(case, tried.microseconds, "us", more={"tile": describe(tried.tile), "rule": tried.rule, "library": tried.library})

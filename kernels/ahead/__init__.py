@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,7 @@ def rehearsing() -> bool:
     return _rehearsing
 
 
-def compile_ahead(device: torch.device, works: Sequence[Work], tell: Tell | None = None) -> int:
+def compile_ahead(device: torch.device, works: Sequence[Work], tell: Tell | None = None, *, limit_s: float = math.inf) -> int:
     """Rehearse pieces of work on this thread, and wait until the kernels that they miss are compiled.
 
     A piece must stand the zeros: it neither waits for what kernels compute nor keeps it. One that fails ends the rehearsal; what was
@@ -48,6 +49,7 @@ def compile_ahead(device: torch.device, works: Sequence[Work], tell: Tell | None
         device: Where they run; nothing happens but on a GPU.
         works: The pieces. If the first few miss nothing, the others are taken to be compiled too.
         tell: Hears how many kernels of how many are compiled.
+        limit_s: Wait for them no longer; the others are compiled meanwhile, or when they are launched.
 
     Returns:
         How many kernels were compiled.
@@ -67,7 +69,7 @@ def compile_ahead(device: torch.device, works: Sequence[Work], tell: Tell | None
     torch.cuda.synchronize(device)
     if pool.submitted > before:
         torch.cuda.empty_cache()  # what was rehearsed on this stream is done on others
-        pool.wait(before, tell)
+        pool.wait(before, tell, limit_s)
     return pool.compiled - compiled
 
 

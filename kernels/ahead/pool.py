@@ -6,10 +6,12 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -74,16 +76,17 @@ class CompilerPool:
             knobs.runtime.jit_cache_hook = before
             JITFunction.run = run
 
-    def wait(self, since: int, tell: Callable[[int, int], None] | None = None) -> None:
-        """Wait until all that was submitted is compiled, or nobody is left to do it.
+    def wait(self, since: int, tell: Callable[[int, int], None] | None = None, limit_s: float = math.inf) -> None:
+        """Wait until all that was submitted is compiled, or nobody is left to do it, or the time is up; what is left goes on.
 
         Args:
             since: Kernels that were submitted before those that `tell` shall hear of.
             tell: Hears how many kernels of how many are compiled.
+            limit_s: Wait no longer.
         """
-        told = 0
+        told, until = 0, time.monotonic() + limit_s
         with self._changed:
-            while self._done < self.submitted and any(thread.is_alive() for thread in self._threads):
+            while self._done < self.submitted and time.monotonic() < until and any(thread.is_alive() for thread in self._threads):
                 self._changed.wait(0.5)
                 done = max(0, self._done - since)
                 if tell is not None and done > told:

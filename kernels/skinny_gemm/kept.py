@@ -24,13 +24,13 @@ class Tried:
     Attributes:
         product: Which.
         tile: The one to choose.
-        microseconds: Of a launch with it, or None: the time was up, and it is the rule's.
+        microseconds: Of a launch with it.
         rule, library: Of a launch with the rule's tile and by the library, where they ran.
     """
 
     product: Product
     tile: Tile
-    microseconds: float | None = None
+    microseconds: float
     rule: float | None = None
     library: float | None = None
 
@@ -57,8 +57,10 @@ class Tried:
         if not isinstance(product, list) or not isinstance(tile, list):
             raise TypeError("a product and a tile are lists")
         epilogue, out_features, in_features, rows, dtype = product
-        times = [raw[name] for name in ("microseconds", "rule", "library")]
-        microseconds, rule, library = (time if isinstance(time, float) else None for time in times)
+        microseconds, rule, library = (raw[name] for name in ("microseconds", "rule", "library"))
+        if not isinstance(microseconds, float):
+            raise TypeError("a time is a number")
+        rule, library = (time if isinstance(time, float) else None for time in (rule, library))
         of = Product(Epilogue[epilogue], int(out_features), int(in_features), int(rows), getattr(torch, dtype))
         return cls(of, tile_of(tile), microseconds, rule, library)
 
@@ -88,8 +90,6 @@ def read_tiles(path: Path) -> list[Tried]:
 def keep_tiles(path: Path, tried: Sequence[Tried], device: str) -> list[Tried]:
     """Add trials to a file, and return what it says of their products then: whoever came first, of processes that start at once.
 
-    A trial replaces one whose time was up.
-
     Raises:
         OSError: It cannot be written.
     """
@@ -98,8 +98,7 @@ def keep_tiles(path: Path, tried: Sequence[Tried], device: str) -> list[Tried]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         kept = {entry.product: entry for entry in read_tiles(path)}
         for entry in tried:
-            if entry.product not in kept or kept[entry.product].microseconds is None:
-                kept[entry.product] = entry
+            kept.setdefault(entry.product, entry)
         fresh = path.with_suffix(f".{os.getpid()}")
         body = ",\n".join(json.dumps(entry.to_json()) for entry in kept.values())
         fresh.write_text(f'{{"device": {json.dumps(device)}, "tiles": [\n{body}\n]}}\n')

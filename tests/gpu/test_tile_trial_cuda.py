@@ -63,7 +63,7 @@ def test_every_product_is_measured_and_its_tile_computes_it(family: str, dtype: 
     uses = decoder.fused.uses()
     tried = try_products(uses, DEVICE, PLENTY_S)
     assert len(tried) == len(uses) * len(ROW_COUNTS)
-    assert all(entry.microseconds is not None and entry.microseconds > 0 and entry.library is not None for entry in tried)
+    assert all(entry.microseconds > 0 and entry.library is not None for entry in tried)
     assert read_tiles(tmp_path / tiles_file(device_name(DEVICE)).name) == tried
     for use in uses:
         weight = use.linears[0].weight
@@ -91,15 +91,11 @@ def test_a_later_start_tries_nothing_and_chooses_alike(monkeypatch: pytest.Monke
     assert {entry.product: entry for entry in try_products(decoder.fused.uses(), DEVICE)} == {entry.product: entry for entry in first}
 
 
-def test_what_there_was_no_time_for_keeps_the_rules_tile() -> None:
+def test_what_there_was_no_time_for_is_tried_at_the_next_start() -> None:
     decoder = _decoder("llama")
     assert decoder.fused is not None
-    tried = try_products(decoder.fused.uses(), DEVICE, 0.0)
-    assert tried
-    assert all(entry.microseconds is None for entry in tried)
-    forget_trials()
-    again = try_products(decoder.fused.uses(), DEVICE, PLENTY_S, again=True)
-    assert {entry.product for entry in again if entry.microseconds is not None} >= {entry.product for entry in tried}
+    assert try_products(decoder.fused.uses(), DEVICE, 0.0) == []
+    assert len(try_products(decoder.fused.uses(), DEVICE, PLENTY_S)) == len(decoder.fused.uses()) * len(ROW_COUNTS)
 
 
 @pytest.mark.parametrize("values", [{}, {"quantization": "fp8"}, {"disable_tile_trial": True}, {"deterministic": True}], ids=str)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from layer_cases import check_project, check_project_add, check_project_gated, c
 
 from outrider.kernels import skinny_gemm
 from outrider.kernels._dispatch import Backend, force_backend
+from outrider.kernels.ahead.pool import CompilerPool
 from outrider.kernels.skinny_gemm import Epilogue, Method, Tile, choose_tile, table
 from outrider.kernels.skinny_gemm.candidates import candidates
 from outrider.kernels.skinny_gemm.kept import Tried, keep_tiles, read_tiles
@@ -124,7 +127,6 @@ def test_the_rule_gives_way_to_what_is_faster_by_more_than_chance() -> None:
     assert pick(UNKNOWN, {rule: 10.0, TILE: 10 * BETTER - 0.1}).tile == TILE
     assert pick(UNKNOWN, {rule: 10.0, LIBRARY: 5.0}) == Tried(UNKNOWN, LIBRARY, 5.0, 10.0, 5.0)
     assert pick(UNKNOWN, {LIBRARY: 5.0}) == Tried(UNKNOWN, LIBRARY, 5.0, None, 5.0)
-    assert pick(UNKNOWN, {}) == Tried(UNKNOWN, rule)
 
 
 def test_tiles_are_kept_and_read(tmp_path: Path) -> None:
@@ -143,14 +145,6 @@ def test_who_keeps_a_tile_first_decides_for_all(tmp_path: Path) -> None:
     keep_tiles(path, [first], OTHER)
     assert keep_tiles(path, [second], OTHER) == [first]
     assert read_tiles(path) == [first]
-
-
-def test_a_tile_without_a_time_makes_way(tmp_path: Path) -> None:
-    path = tmp_path / "tiles.json"
-    unmeasured, measured = Tried(UNKNOWN, guess_tile(*UNKNOWN.shape, 16)), Tried(UNKNOWN, TILE, 4.0)
-    keep_tiles(path, [unmeasured], OTHER)
-    assert keep_tiles(path, [measured], OTHER) == [measured]
-    assert keep_tiles(path, [unmeasured], OTHER) == [measured]
 
 
 @pytest.mark.parametrize(
@@ -203,15 +197,31 @@ class _Properties:
     L2_cache_size = 1000
 
 
-def test_what_is_left_when_the_time_is_up_keeps_the_rules_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_when_the_time_is_up_is_the_next_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: _Properties)
+    limits: list[float] = []
+    monkeypatch.setattr(trial, "compile_ahead", lambda device, works, tell, *, limit_s: limits.append(limit_s))
     now = iter(range(100))
-    tries = trial._Trial(torch.device("cpu"), lambda: float(next(now)), 4.5)
+    tries = trial._Trial(torch.device("cpu"), lambda: float(next(now)), 4.0)
     use = ProductUse(Epilogue.ADD, (linear.Linear(torch.empty(2048, 2048, dtype=BF16)),), lambda rows: lambda *_: None)
-    monkeypatch.setattr(tries, "_times", lambda use, rows: {TILE: 1.0, guess_tile(*use.of(rows).shape, rows): 2.0})
-    tried = tries.run([(use, 16), (use, 32), (use, 64)])
-    assert [entry.microseconds for entry in tried] == [1.0, 1.0, None]
-    assert [entry.tile for entry in tried] == [TILE, TILE, guess_tile(Epilogue.ADD, 2048, 2048, 64)]
+    times = {16: {TILE: 1.0, guess_tile(*use.of(16).shape, 16): 2.0}, 32: {}, 64: {TILE: 3.0}, 8: {TILE: 4.0}}
+    monkeypatch.setattr(tries, "_times", lambda use, rows: times[rows])
+    tried = tries.run([(use, rows) for rows in times])
+    assert tried == [Tried(use.of(16), TILE, 1.0, 2.0), Tried(use.of(64), TILE, 3.0)]  # at 32 nothing ran, and for 8 the time was up
+    assert limits == [3.0]
+
+
+def test_waiting_for_kernels_has_an_end() -> None:
+    pool, stop = CompilerPool(), threading.Event()
+    busy = threading.Thread(target=stop.wait, daemon=True)
+    busy.start()
+    pool.submitted, pool._threads = 1, [busy]
+    started = time.monotonic()
+    pool.wait(0, limit_s=0.1)
+    assert 0.1 <= time.monotonic() - started < 30.0
+    assert busy.is_alive()
+    stop.set()
+    busy.join()
 
 
 @pytest.mark.parametrize(("matrices", "wanted"), [(1, 8), (3, 8), (20, 8)])

@@ -25,7 +25,10 @@ from outrider.shared.nn.fused.products import ProductUse, Run, merged
 from outrider.shared.nn.linear import Linear
 from outrider.shared.obs.logging import get_logger
 
-BUDGET_S = 10.0
+BUDGET_S = 20.0
+"""A start on an idle host with 16 cores needs half of it, most for the compilation of some hundred kernels."""
+_COMPILING = 0.75
+"""The share of the time that compiling may take."""
 ROW_COUNTS = (1, 16, 64, 32, 8, 2)
 """Each stands for all counts down to the next smaller one; the most usual first."""
 LEAST_BYTES = 2 << 20
@@ -45,7 +48,7 @@ _log = get_logger("outrider.tiles")
 
 
 def try_products(
-    uses: Sequence[ProductUse], device: torch.device, budget_s: float = BUDGET_S, *, again: bool = False, clock: Clock = time.monotonic
+    uses: Sequence[ProductUse], device: torch.device, budget_s: float = BUDGET_S, *, clock: Clock = time.monotonic
 ) -> list[Tried]:
     """Choose by what is kept from earlier trials, and try what nobody measured; nothing happens but on a GPU.
 
@@ -54,8 +57,7 @@ def try_products(
     Args:
         uses: The products of a model.
         device: Where it runs.
-        budget_s: Begin nothing after so many seconds: what is left keeps the rule's tile, for good, so that the next start rounds alike.
-        again: Try what was left so, too.
+        budget_s: Begin nothing after so many seconds: what is left keeps the rule's tile until the next start, which goes on with it.
         clock: Tells seconds.
 
     Returns:
@@ -67,8 +69,7 @@ def try_products(
     kept = read_tiles(tiles_file(name))
     remember(name, ((entry.product, entry.tile) for entry in kept))
     uses = [use for use in merged(uses) if use.linears[0].weight.nbytes >= LEAST_BYTES]
-    left = {entry.product for entry in kept if entry.microseconds is None} if again else set()
-    work = [(use, rows) for rows in ROW_COUNTS for use in uses if needs_trial(use.of(rows), name) or use.of(rows) in left]
+    work = [(use, rows) for rows in ROW_COUNTS for use in uses if needs_trial(use.of(rows), name)]
     tried: list[Tried] = []
     if work:
         try:
@@ -93,8 +94,7 @@ def _run(work: Sequence[tuple[ProductUse, int]], device: torch.device, budget_s:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
     _tell(tried)
-    measured = sum(entry.microseconds is not None for entry in tried)
-    _log.info("tiles tried", products=len(tried), measured=measured, seconds=round(clock() - started, 1))
+    _log.info("tiles tried", products=len(tried), left_for_the_next_start=len(work) - len(tried), seconds=round(clock() - started, 1))
     path = tiles_file(name)
     try:
         return keep_tiles(path, tried, name)
@@ -122,13 +122,15 @@ class _Trial:
         self._warm = False
 
     def run(self, work: Sequence[tuple[ProductUse, int]]) -> list[Tried]:
-        """Try the uses at one row count after another; the kernels of each are compiled at once."""
-        tried: list[Tried] = []
-        for rows in dict.fromkeys(rows for _, rows in work):
-            uses = [use for use, count in work if count == rows]
-            if self._in_time():
-                compile_ahead(self._device, [partial(self._rehearse, uses, rows)])
-            tried += [pick(use.of(rows), self._times(use, rows) if self._in_time() else {}) for use in uses]
+        """Try uses one after another, the kernels of all compiled before, as far as the time goes."""
+        limit_s = _COMPILING * max(0.0, self._deadline - self._clock())
+        if limit_s > 0.0:
+            compile_ahead(self._device, [partial(self._rehearse, work)], _teller(), limit_s=limit_s)
+        tried = []
+        for use, rows in work:
+            times = self._times(use, rows) if self._in_time() else {}
+            if times:
+                tried.append(pick(use.of(rows), times))
         return tried
 
     def _in_time(self) -> bool:
@@ -137,8 +139,8 @@ class _Trial:
     def _tiles(self, use: ProductUse, rows: int) -> list[Tile]:
         return candidates(use.of(rows), self._multiprocessors)
 
-    def _rehearse(self, uses: Sequence[ProductUse], rows: int) -> None:
-        for use in uses:
+    def _rehearse(self, work: Sequence[tuple[ProductUse, int]]) -> None:
+        for use, rows in work:
             run, linear = use.prepare(rows), use.linears[0]
             for tile in self._tiles(use, rows):
                 with contextlib.suppress(Exception):  # that tile will not be measured either
@@ -215,12 +217,24 @@ class _Span:
 def pick(product: Product, times: Mapping[Tile, float]) -> Tried:
     """Return what to choose by the microseconds of tiles: the fastest, but the rule's unless it is slower by more than chance."""
     rule = guess_tile(*product.shape, product.rows, product.dtype.itemsize)
-    if not times:
-        return Tried(product, rule)
     best = min(times, key=lambda tile: times[tile])
     if rule in times and times[best] > BETTER * times[rule]:
         best = rule
-    return Tried(product, best, *(None if tile not in times else round(times[tile], 2) for tile in (best, rule, LIBRARY)))
+    times = {tile: round(microseconds, 2) for tile, microseconds in times.items()}
+    return Tried(product, best, times[best], times.get(rule), times.get(LIBRARY))
+
+
+def _teller() -> Callable[[int, int], None]:
+    """Return what logs every quarter of the kernels."""
+    quarters = 0
+
+    def told(done: int, total: int) -> None:
+        nonlocal quarters
+        if 4 * done // total > quarters:
+            quarters = 4 * done // total
+            _log.info("compiling tiles", percent=25 * quarters)
+
+    return told
 
 
 def _tell(tried: Sequence[Tried]) -> None:
@@ -229,8 +243,6 @@ def _tell(tried: Sequence[Tried]) -> None:
         epilogue, out_features, in_features = shape
         rows = {
             entry.product.rows: f"{describe(entry.tile)} {entry.microseconds} us (rule {entry.rule}, library {entry.library})"
-            if entry.microseconds is not None
-            else "not measured"
             for entry in tried
             if (entry.product.shape, entry.product.dtype) == (shape, dtype)
         }
