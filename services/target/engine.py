@@ -243,8 +243,8 @@ class TargetEngine:
         return not self._live and (self.again.waiting or (self.again.planned and self._follower.outdated))
 
     def next_wakeup(self) -> float | None:
-        """See `Steppable.next_wakeup`: the earliest deadline."""
-        if self._live or not self.again.planned or self._drafter.state() in (DrafterState.ON, DrafterState.NONE):
+        """See `Steppable.next_wakeup`: the earliest deadline, or the next look for another draft, which may replace one that is on too."""
+        if self._live or not self.again.planned or self._drafter.state() is DrafterState.NONE:
             return self._next_check
         return time.monotonic() + LOOK_S
 

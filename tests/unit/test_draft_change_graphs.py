@@ -18,6 +18,7 @@ from outrider.services.target import app
 from outrider.services.target.bucketed_verify import Buckets
 from outrider.services.target.device_loop import OverlapPlan
 from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.engine import LOOK_S
 from outrider.services.target.graph_plan import GraphPlan, await_draft, plan_graphs
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.nn.decoder import Decoder
@@ -66,6 +67,10 @@ def test_another_drafts_graphs_are_recorded_when_nobody_is_served(decoder: Decod
     harness, graphs = recorded(decoder, drafter)
     engine, start = harness.engine, graphs.keys
     assert not engine.has_work()
+    due = engine.next_wakeup()
+    assert drafter.state() is DrafterState.ON
+    assert due is not None, "nobody wakes it when this draft goes and another one comes"
+    assert due - time.monotonic() <= LOOK_S
     drafter.spec = spec_of(decoder, "one")
     assert engine.has_work(), "looks whether that is another"
     engine.step()
