@@ -34,8 +34,9 @@ from outrider.kernels.skinny_gemm.types import LIBRARY
 from outrider.shared.nn import linear
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.fused import FusedForward, blocks, trial
-from outrider.shared.nn.fused.products import ProductUse
+from outrider.shared.nn.fused.products import ProductUse, uses_of
 from outrider.shared.nn.fused.trial import BETTER, ROW_COUNTS, pick
+from outrider.shared.nn.layers import Attention, GatedMLP
 
 BF16 = torch.bfloat16
 OTHER = "Some other GPU"
@@ -87,6 +88,32 @@ def test_what_was_measured_for_this_package_stays_on_its_gpu() -> None:
     assert not needs_trial(LLAMA_O, STORED_OF)
     remember(STORED_OF, [(LLAMA_O, TILE)])
     assert measured_tile(LLAMA_O, STORED_OF) == before
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nothing_is_tried_for_the_8b_shape_and_its_head(ranks: int) -> None:
+    """What start most often, and what is measured, choose by the table of the package on its GPU, alone and on two."""
+    layer = _layer(4096, 4096, 32 // ranks, 8 // ranks, 14336 // ranks)
+    uses = uses_of([layer], _empty(128256 // ranks, 4096), BF16, reduced=ranks > 1)
+    if ranks == 1:
+        for width in (4096, 8192):  # of what the head's q-k-v reads: the state alone, or with the embedding
+            uses += uses_of([_layer(4096, width, 32, 8, 14336)], _empty(32000, 4096), BF16, reduced=False)
+    assert {use.of(rows) for use in uses for rows in range(1, 65) if needs_trial(use.of(rows), STORED_OF)} == set()
+
+
+def test_the_q_k_v_of_a_pair_of_states_keeps_the_rules_tiles() -> None:
+    for rows in range(1, 65):
+        product = Product(Epilogue.ROTATED, 6144, 8192, rows, BF16)
+        assert measured_tile(product, STORED_OF) == guess_tile(*product.shape, rows)
+
+
+def _empty(out: int, columns: int) -> linear.Linear:
+    return linear.Linear(torch.empty(out, columns, dtype=BF16, device="meta"))
+
+
+def _layer(hidden: int, width: int, heads: int, kv_heads: int, intermediate: int) -> tuple[Attention, GatedMLP]:
+    qkv, o = _empty((heads + 2 * kv_heads) * 128, width), _empty(hidden, heads * 128)
+    return Attention(qkv, o, heads, kv_heads, 128, 0), GatedMLP(_empty(2 * intermediate, hidden), _empty(hidden, intermediate))
 
 
 def test_another_gpu_tries_it_anew_and_falls_back_to_it() -> None:
