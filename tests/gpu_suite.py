@@ -54,7 +54,11 @@ FIRST_LAWS = tuple(f"law/test_{name}.py" for name in (
 ))  # fmt: skip
 """About half of the laws by time; those first that train something."""
 OTHER_LAWS_FIRST = ("doctor_trained", "mutations", "drafter_mtp_deepseek", "family_output", "joins", "demo_pair", "equality_engine")
-FIRST_KERNELS = ("layer_kernels_cuda", "draft_graph_cuda", "families_cuda", "device_loop_cuda", "deterministic_cuda", "kernels", "drafters")
+FIRST_KERNELS = (
+    "families_cuda", "tile_trial_cuda", "device_loop_cuda", "compile_cuda", "drafters", "layer_kernels_cuda", "draft_graph_cuda",
+    "deterministic_cuda", "kernels",
+)  # fmt: skip
+"""Long tests first."""
 SOAK, TEXTS, MPS, RANKS, FLASHINFER = (f"gpu/test_{name}_cuda.py" for name in ("soak", "text_bf16", "mps", "tp", "flashinfer"))
 SERVED, SERVED_BF16 = "gpu/test_serving.py", "gpu/test_serving_bf16.py"
 QUIET = tuple(f"gpu/test_{name}_cuda.py" for name in ("ipc", "ipc_rounds", "bench", "exchange", "launch_counts", "relay"))
