@@ -40,7 +40,7 @@ def shared_kv_tokens(options: StackOptions) -> int | None:
     # Only here: they import torch, which a stack on a CPU starts without.
     import torch
 
-    if options.device in (None, "auto") and torch.version.cuda is None:
+    if options.device == "auto" and torch.version.cuda is None:
         return None  # there is a GPU, and these services compute without it
 
     from outrider.services.doctor.memory import plan_memory

@@ -66,7 +66,7 @@ def test_nothing_is_told_where_nothing_is_shared(options: StackOptions, monkeypa
     for apart in ({"kv_tokens": 4096}, {"tp": 2}, {"device": "cpu"}, {"draft": None}, {"draft": None, "algorithm": Algorithm.NGRAM}):
         assert shared_kv_tokens(changed(options, **apart)) is None, apart
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert shared_kv_tokens(changed(options, device=None)) is None, "torch for CPUs leaves a GPU alone"
+    assert shared_kv_tokens(changed(options, device="auto")) is None, "torch for CPUs leaves a GPU alone"
     monkeypatch.setattr(shared_cache, "gpu_memory", lambda index: (GIB // 2, 10 * GIB))
     assert shared_kv_tokens(options) is None, "the services say themselves what does not fit"
     monkeypatch.setattr(shared_cache, "gpu_memory", lambda index: None)
