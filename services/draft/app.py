@@ -63,7 +63,7 @@ class DraftService:
         if threads:
             torch.set_num_threads(threads)
         self.loop = DraftLoop(self.engine)
-        protocol = DraftProtocol(self.loop, device, _tokenizer(settings))
+        protocol = DraftProtocol(self.loop, device, _tokenizer(settings), tiles=not settings.disable_tile_trial)
         ipc = IpcAddress.parse(settings.listen, "listen")
         self._ipc = IpcServer(ipc.streams, protocol) if ipc else None
         self._server: SyncServer = sync_server(

@@ -58,14 +58,18 @@ class DraftProtocol:
         tokenizer: `tokenizer_fingerprint` of what drafts, which every target must have; empty when its folder tells nothing.
         only_enqueues: What is computed for a prompt or a round takes the host no time, as on a GPU: the thread that brings the message may
             do it. It would wait awake, for what comes next, beside the engine's thread, and the two would contend for the interpreter.
+        tiles: See `warm_up`.
     """
 
-    def __init__(self, loop: DraftLoop, device: torch.device, tokenizer: str = "", *, only_enqueues: bool | None = None) -> None:
+    def __init__(
+        self, loop: DraftLoop, device: torch.device, tokenizer: str = "", *, only_enqueues: bool | None = None, tiles: bool = True
+    ) -> None:
         self.loop = loop
         self.device = device
         self._only_enqueues = device.type == "cuda" if only_enqueues is None else only_enqueues
         self._engine = loop.engine
         self._tokenizer = tokenizer
+        self._tiles = tiles
         self._desk = RoundsDesk(loop.engine, device)
         self._in_rounds: tuple[Peer, int] | None = None
         self._waiting: dict[PeerId, _Waiting] = {}
@@ -163,7 +167,7 @@ class DraftProtocol:
         self._engine.strategy.lend(name, tensor)
         self._lender = self._asked_to_lend
         if missed and not self._engine.strategy.missing():
-            warm_up(self._engine, self.device)
+            warm_up(self._engine, self.device, tiles=self._tiles)
 
     def info(self) -> draft_pb2.GetInfoReply:
         """Describe the head, the pool and the metrics; on the engine thread."""

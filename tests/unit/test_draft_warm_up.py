@@ -10,10 +10,11 @@ import torch
 from played_graphs import PlayedGraphs
 from toys import make_toy_eagle3, make_toy_target
 
-from outrider.services.draft import host_rounds
+from outrider.services.draft import app, host_rounds, protocol
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.host_rounds import DraftGraphs, HostRounds
+from outrider.services.draft.loop import DraftLoop
 from outrider.services.draft.peer_rounds import RoundsDesk
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.draft.warmup import compiled_batches, usual_shapes
@@ -44,6 +45,27 @@ def test_the_targets_tree_and_batches_are_made_ready(pair: tuple[Path, Path]) ->
     assert compiled_batches(engine_of(pair, cuda_graph_max_bs=4)) == (1, 2, 4)
     assert compiled_batches(engine_of(pair, kv_tokens=1024)) == (1, 2, 4), "more do not fit"
     assert usual_shapes(engine_of(pair, max_steps=2, max_nodes=8))[0] == DraftShape(2, 4, 8)
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_a_draft_that_borrows_tries_tiles_unless_it_is_told_not_to(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disabled: bool
+) -> None:
+    made: list[protocol.DraftProtocol] = []
+    tried: list[bool] = []
+
+    class Made(protocol.DraftProtocol):
+        def __init__(self, loop: DraftLoop, *given: Any, **more: Any) -> None:
+            super().__init__(loop, *given, **more)
+            made.append(self)
+
+    monkeypatch.setattr(app, "DraftProtocol", Made)
+    monkeypatch.setattr(protocol, "warm_up", lambda *_given, tiles: tried.append(tiles))
+    settings = {"draft": pair[1], "listen": f"unix:{tmp_path}/draft.sock", "device": "cpu", "kv_tokens": 4096}
+    service = app.DraftService(DraftSettings.load({**settings, "disable_tile_trial": disabled}))
+    for name, shape in service.engine.strategy.missing().items():
+        made[0].lend(name, torch.zeros(shape))
+    assert tried == [not disabled]
 
 
 def test_all_rounds_of_a_draft_share_one_cache_that_can_be_turned_off(pair: tuple[Path, Path]) -> None:
