@@ -99,8 +99,7 @@ def rest(folder: str, first: tuple[str, ...], without: tuple[str, ...]) -> tuple
 
 def plan(gpus: int, cores: int) -> list[Job]:
     """Return all jobs in the order in which lanes take them; `cores`: of one lane."""
-    many = max(1, min(MOST_WORKERS, cores - 2))
-    few = max(1, many // 2)
+    many, few, pair = max(1, min(MOST_WORKERS, cores - 1)), max(1, min(7, cores // 2)), max(1, min(8, cores - 2))
     other_laws = rest("law", OTHER_LAWS_FIRST, (*FIRST_LAWS, ROUNDS_ELSEWHERE))
     kernels = ("-m", "gpu and not flashinfer", *rest("gpu", FIRST_KERNELS, APART))
     jobs = [
@@ -112,10 +111,10 @@ def plan(gpus: int, cores: int) -> list[Job]:
         Job("flashinfer", (1,), min(4, few), ("-m", "flashinfer", FLASHINFER), library=True),
         Job("served", (2,), 1, (SERVED, SERVED_BF16, MPS)),
         Job("texts", (3,), min(4, few), (TEXTS,)),
-        Job("quiet", (2, 3), few, QUIET),
+        Job("quiet", (2, 3), pair, QUIET),
     ]
     if gpus > 1:
-        jobs.append(Job("two ranks", (0, 1), few, ("-m", "multi_gpu", "-k", "not [4-", RANKS)))
+        jobs.append(Job("two ranks", (0, 1), pair, ("-m", "multi_gpu", "-k", "not [4-", RANKS)))
     if gpus > 3:
         jobs.append(Job("four ranks", (0, 1, 2, 3), few, ("-m", "multi_gpu", "-k", "[4-", RANKS)))
     return jobs
