@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 
+from outrider.services.target.draft_client.absence import Absence
 from outrider.services.target.draft_client.link import TargetIdentity
 from outrider.services.target.draft_client.remote import RemoteDrafter
 from outrider.services.target.drafter import NoDrafter
@@ -171,6 +172,7 @@ class Target:
         _use_device(device)
         self._ranks: RankGroup | None = None
         self._waited_s = 0.0
+        self._absence = Absence(None if make_drafter else settings.draft_address())
         decoder = prepare_decoder(settings, stand_in.decoder if stand_in is not None else self._load(settings, on_rank_lost))
         attention = prepare_attention(settings, decoder)  # before memory is shared out: FlashInfer's has a workspace
         planner = CachePlanner(settings, decoder, drafts=make_drafter is not None or settings.draft_address() is not None)
@@ -220,7 +222,7 @@ class Target:
         if parity:
             check_parity(runner, self.engine.controller)
         if graphs.enabled and self.drafter.state() is DrafterState.CONNECTING:
-            self._waited_s = await_draft(self.drafter, settings.draft_wait_s, lambda: self._misfit() is not None)
+            self._waited_s = await_draft(self.drafter, settings.draft_wait_s, self._is_hopeless)
             compile_kernels(self.engine, graphs, plan, to_console=to_console)
         record_graphs(self.engine, graphs, plan, to_console=to_console)
 
@@ -240,9 +242,11 @@ class Target:
             misfit = self._misfit()
             if misfit is not None:
                 raise misfit
+            if self._absence.is_long():
+                break
             await asyncio.sleep(POLL_S)
         if self.drafter.state() not in (DrafterState.ON, DrafterState.NONE):
-            _log.warning("serving without the draft until it answers", waited_s=timeout_s)
+            _log.warning("serving without the draft until it answers", waited_s=round(timeout_s - deadline + time.monotonic(), 1))
             return
         recorded, deadline = self.engine.ask_recorded(), time.monotonic() + RECORD_LIMIT_S
         while not recorded.is_set() and time.monotonic() < deadline:  # not on a thread, which a stop would have to wait for
@@ -257,6 +261,9 @@ class Target:
         finally:
             if self._ranks is not None:
                 self._ranks.close()
+
+    def _is_hopeless(self) -> bool:
+        return self._misfit() is not None or self._absence.is_long()
 
     def _misfit(self) -> Exception | None:
         return self.drafter.refusal() if isinstance(self.drafter, RemoteDrafter) else None

@@ -96,16 +96,16 @@ def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool, offers: bo
     return GraphPlan(graphs, overlap if on else None, buckets if graphs else None, shapes, forms, prefills, waits)
 
 
-def await_draft(drafter: Drafter, timeout_s: float, refused: Callable[[], bool]) -> float:
+def await_draft(drafter: Drafter, timeout_s: float, given_up: Callable[[], bool]) -> float:
     """Wait until a draft elsewhere has said what it wants captured, as what is recorded holds that; returns for how many seconds.
 
     Args:
         drafter: Of the engine; its thread does not run yet.
         timeout_s: No longer than that: a target serves without its draft too.
-        refused: Whether the draft has said that it cannot be used.
+        given_up: Whether there is no use in waiting: the draft has refused, or is not there.
     """
     started = time.monotonic()
-    while drafter.state() is DrafterState.CONNECTING and not refused() and time.monotonic() - started < timeout_s:
+    while drafter.state() is DrafterState.CONNECTING and not given_up() and time.monotonic() - started < timeout_s:
         time.sleep(POLL_S)
     return time.monotonic() - started
 

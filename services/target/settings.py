@@ -135,7 +135,11 @@ class TargetSettings(ServiceSettings):
     disable_overlap_schedule: bool = Field(False, description="The same as --overlap-schedule off.")
     prefill_chunk: int | None = Field(None, ge=1, description="Most prompt tokens per step; by default 8192 on a GPU, 512 on a CPU.")
     threads: int | None = Field(None, ge=1, description="CPU threads of the model; by default half of the cores.")
-    draft_wait_s: float = Field(20.0, ge=0, description="At start: wait this long for the draft before serving without it.")
+    draft_wait_s: float = Field(
+        60.0,
+        ge=0,
+        description="At start: wait this long for the draft before serving without it; 20 s at most for one that does not even listen.",
+    )
     draft_fault_deadline_s: float = Field(2.0, gt=0, description="A draft that owes an answer for longer counts as faulty.")
     draft_rounds: DraftRounds = Field(
         DraftRounds.AUTO,
