@@ -96,7 +96,7 @@ async def _serve(settings: TargetSettings, make_drafter: DrafterFactory | None) 
         loop.call_soon_threadsafe(stop.set)
 
     try:
-        target = await _until(stop, asyncio.to_thread(Target, settings, make_drafter, on_rank_lost=rank_lost))
+        target = await _until(stop, asyncio.to_thread(Target, settings, make_drafter, on_rank_lost=rank_lost, stopped=stop.is_set))
         if target is not None:
             await _until(stop, target.wait_for_draft(settings.draft_wait_s))
         if target is not None and not stop.is_set():
@@ -157,6 +157,7 @@ class Target:
         make_drafter: See `run`.
         stand_in: Instead of the model that `settings.model` names; `outrider bench` alone has one.
         on_rank_lost: With tensor parallelism, see `start_group`.
+        stopped: Asked while it warms up, from the thread that makes it; True leaves out the rest, and what was made cannot serve.
     """
 
     def __init__(
@@ -165,6 +166,7 @@ class Target:
         make_drafter: DrafterFactory | None = None,
         stand_in: StandIn | None = None,
         on_rank_lost: FailureHandler = end_soon,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         device = settings.torch_device()
         if device.type == "cpu":
@@ -172,6 +174,7 @@ class Target:
         _use_device(device)
         self._ranks: RankGroup | None = None
         self._waited_s = 0.0
+        self._stopped = stopped
         self._absence = Absence(None if make_drafter else settings.draft_address())
         decoder = prepare_decoder(settings, stand_in.decoder if stand_in is not None else self._load(settings, on_rank_lost))
         attention = prepare_attention(settings, decoder)  # before memory is shared out: FlashInfer's has a workspace
@@ -219,12 +222,16 @@ class Target:
         """Compile kernels, check that trees yield what plain decoding does, and record graphs."""
         graphs, to_console = runner.graphs, not settings.log_json
         compile_kernels(self.engine, graphs, plan, prompt_rehearsals(runner), to_console=to_console)
+        if self._stopped():
+            return
         if parity:
             check_parity(runner, self.engine.controller)
         if graphs.enabled and self.drafter.state() is DrafterState.CONNECTING:
             self._waited_s = await_draft(self.drafter, settings.draft_wait_s, self._is_hopeless)
+            if self._stopped():
+                return
             compile_kernels(self.engine, graphs, plan, to_console=to_console)
-        record_graphs(self.engine, graphs, plan, to_console=to_console)
+        record_graphs(self.engine, graphs, plan, to_console=to_console, stopped=self._stopped)
 
     @property
     def recorded_graphs(self) -> int:
@@ -263,7 +270,7 @@ class Target:
                 self._ranks.close()
 
     def _is_hopeless(self) -> bool:
-        return self._misfit() is not None or self._absence.is_long()
+        return self._stopped() or self._misfit() is not None or self._absence.is_long()
 
     def _misfit(self) -> Exception | None:
         return self.drafter.refusal() if isinstance(self.drafter, RemoteDrafter) else None

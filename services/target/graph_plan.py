@@ -102,7 +102,7 @@ def await_draft(drafter: Drafter, timeout_s: float, given_up: Callable[[], bool]
     Args:
         drafter: Of the engine; its thread does not run yet.
         timeout_s: No longer than that: a target serves without its draft too.
-        given_up: Whether there is no use in waiting: the draft has refused, or is not there.
+        given_up: Whether there is no use in waiting: the draft has refused, or is not there, or the process is to end.
     """
     started = time.monotonic()
     while drafter.state() is DrafterState.CONNECTING and not given_up() and time.monotonic() - started < timeout_s:
@@ -110,13 +110,16 @@ def await_draft(drafter: Drafter, timeout_s: float, given_up: Callable[[], bool]
     return time.monotonic() - started
 
 
-def record_graphs(engine: TargetEngine, graphs: GraphCache, plan: GraphPlan, *, to_console: bool) -> None:
+def record_graphs(
+    engine: TargetEngine, graphs: GraphCache, plan: GraphPlan, *, to_console: bool, stopped: Callable[[], bool] = lambda: False
+) -> None:
     """Record prompts, then at every batch size what `shapes_at` names: the usual shapes of at most `MOST_ROWS` rows, and those of `auto`.
 
     The largest of each come first: smaller ones then fit into the memory of larger ones.
 
     Says how far it is, on the console or in the log, and what it took. Call before the engine's thread runs. All of it stays; of what is
     recorded later, `graphs` keeps a bounded part. If a draft comes later that wants other features, the engine records again for it.
+    Once it is `stopped` nothing more is recorded.
     """
     if not graphs.enabled:
         return
@@ -124,6 +127,8 @@ def record_graphs(engine: TargetEngine, graphs: GraphCache, plan: GraphPlan, *, 
     work = list(_recordings(engine, plan))
     with _progress("recording CUDA graphs", to_console) as progress, graphs.keeping():
         for done, (description, record) in enumerate(work, 1):
+            if stopped():
+                return
             record()
             progress.tell(done, len(work), description)
     mib = round(graphs.memory_bytes / 2**20)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +129,9 @@ class LateDrafter(FakeDrafter):
         return self.spec if self.left < 0 else None
 
 
-@pytest.mark.parametrize("draft_wait_s", [20.0, 0.0], ids=["waits", "goes on"])
-def test_all_is_recorded_for_the_draft_before_a_target_is_ready(
-    decoder: Decoder, folder: Path, monkeypatch: pytest.MonkeyPatch, draft_wait_s: float
-) -> None:
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> BoundedGraphs:
+    """Let a target on a CPU record."""
     graphs = BoundedGraphs(8)
 
     def planned(settings: TargetSettings, **_given: bool) -> GraphPlan:
@@ -137,9 +139,18 @@ def test_all_is_recorded_for_the_draft_before_a_target_is_ready(
 
     monkeypatch.setattr(app, "GraphCache", lambda *_given: graphs)
     monkeypatch.setattr(app, "plan_graphs", planned)
+    return graphs
+
+
+SIZES: dict[str, Any] = {"max_running_requests": 1, "num_steps": 2, "topk": 1, "num_draft_tokens": 3, "max_steps": 2, "max_nodes": 4}
+
+
+@pytest.mark.parametrize("draft_wait_s", [20.0, 0.0], ids=["waits", "goes on"])
+def test_all_is_recorded_for_the_draft_before_a_target_is_ready(
+    decoder: Decoder, folder: Path, graphs: BoundedGraphs, draft_wait_s: float
+) -> None:
     drafter = LateDrafter(spec_of(decoder, "late"), 12)
-    sizes: dict[str, Any] = {"max_running_requests": 1, "num_steps": 2, "topk": 1, "num_draft_tokens": 3, "max_steps": 2, "max_nodes": 4}
-    settings = TargetSettings.load({"model": folder, "device": "cpu", "kv_tokens": 4096, "draft_wait_s": draft_wait_s, **sizes})
+    settings = TargetSettings.load({"model": folder, "device": "cpu", "kv_tokens": 4096, "draft_wait_s": draft_wait_s, **SIZES})
     target = app.Target(settings, lambda *_given: drafter)
     try:
         asyncio.run(target.wait_for_draft(20.0))
@@ -149,3 +160,32 @@ def test_all_is_recorded_for_the_draft_before_a_target_is_ready(
         assert {key[0] for key in held} == {"verify", "round", "prefill"}
     finally:
         target.shutdown()
+
+
+@pytest.mark.parametrize("when", ["at once", "while it waits", "while it records"])
+def test_a_stop_ends_the_wait_for_a_draft_and_the_recording(decoder: Decoder, folder: Path, graphs: BoundedGraphs, when: str) -> None:
+    drafter = LateDrafter(spec_of(decoder, "late"), 0 if when == "while it records" else 1_000_000)
+    due = {"at once": lambda: True, "while it waits": lambda: drafter.left < 999_990, "while it records": lambda: len(graphs.captured) >= 2}
+    settings = TargetSettings.load({"model": folder, "device": "cpu", "kv_tokens": 4096, "draft_wait_s": 600.0, **SIZES})
+    started = time.monotonic()
+    target = app.Target(settings, lambda *_given: drafter, stopped=due[when])
+    target.shutdown()
+    assert time.monotonic() - started < app.RECORD_LIMIT_S
+    kinds = [key[0] for key in graphs.captured]  # type: ignore[index]
+    assert len(kinds) <= {"at once": 0, "while it waits": 1, "while it records": 3}[when], "one of the check of parity, which comes before"
+
+
+def test_a_signal_is_what_stops_a_start(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[bool] = []
+
+    def made(*_given: object, stopped: Callable[[], bool], **_more: object) -> None:
+        asked.append(stopped())
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not stopped():
+            time.sleep(0.01)
+        asked.append(stopped())
+
+    monkeypatch.setattr(app, "Target", made)
+    settings = TargetSettings.load({"model": folder, "device": "cpu", "listen": f"unix:{tmp_path}/t.sock"})
+    assert asyncio.run(app._serve(settings, None)) == 0
+    assert asked == [False, True]
