@@ -6,6 +6,7 @@ are recorded; the first few of any size run eagerly, by the same code.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,10 @@ MAX_SIZES = 4096
 """Sizes whose rounds are counted."""
 MAX_BS = 64
 """Largest batch that is recorded, unless settings say otherwise."""
+MAX_TOLD = 16
+"""Sizes that the log names as too large."""
+
+_log = logging.getLogger("outrider.draft")
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,11 +198,23 @@ class DraftGraphs:
     def __init__(self, device: torch.device) -> None:
         self.cache = GraphCache(device)
         self.max_bs = MAX_BS
+        self._told_of: set[int] = set()
 
     def limit(self, *, disabled: bool, max_bs: int) -> None:
         """Do as the settings say; before anything is recorded."""
         self.cache.enabled = self.cache.enabled and not disabled
         self.max_bs = max_bs
+
+    def admits(self, batch: int) -> bool:
+        """Whether a target elsewhere may have rounds of so many sequences kept on this device; says once for each size why not."""
+        if batch > self.max_bs and batch not in self._told_of and len(self._told_of) < MAX_TOLD:
+            self._told_of.add(batch)
+            _log.warning(
+                "rounds of %d sequences go by way of the host: this draft has --cuda-graph-max-bs %d; start it with that of the target",
+                batch,
+                self.max_bs,
+            )
+        return batch <= self.max_bs
 
 
 @dataclass(frozen=True, slots=True)

@@ -355,7 +355,7 @@ class RoundsDesk:
         size, dtype = engine.strategy.info.feature_size, rounds.memory.pool.dtype
         if message.feature_size != size or (size and message.feature_dtype != wire_dtype(dtype)):
             return False
-        known = message.batch <= rounds.graphs.max_bs and (len(self._buffers) < MAX_SIZES or _size(message) in self._buffers)
+        known = rounds.graphs.admits(message.batch) and (len(self._buffers) < MAX_SIZES or _size(message) in self._buffers)
         return known and packed_bytes(message.batch, message.columns, size, dtype) <= MAX_STATE_BYTES
 
     def _buffers_for(self, message: draft_pb2.RoundsEnter, rounds: DraftRounds) -> _Buffers:

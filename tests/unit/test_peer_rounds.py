@@ -327,3 +327,18 @@ def test_rounds_that_go_wrong_cost_their_sessions_and_nothing_else(engine: Draft
     inlet = Inlet()
     follow(engine)
     assert desk.enter(PEER, entering([8]), inlet) == ""
+
+
+def test_a_batch_above_what_the_draft_records_names_the_option_once(
+    engine: DraftEngine, desk: RoundsDesk, caplog: pytest.LogCaptureFixture
+) -> None:
+    follow(engine)
+    assert engine.strategy.rounds is not None
+    engine.strategy.rounds.graphs.limit(disabled=False, max_bs=2)
+    for _ in range(2):
+        assert desk.enter(PEER, entering([8], batch=4), Inlet()) == "size"
+        desk.record(entering([8], batch=4))
+    (told,) = [record.getMessage() for record in caplog.records if "--cuda-graph-max-bs" in record.getMessage()]
+    assert "rounds of 4 sequences" in told
+    assert "--cuda-graph-max-bs 2" in told
+    assert desk.enter(PEER, entering([8], batch=2), Inlet()) == ""
