@@ -221,7 +221,7 @@ def check_options(options: StackOptions) -> None:
     if not options.skip_tokenizer and not (options.target / "tokenizer.json").exists():
         fix = "add the file, or pass --skip-tokenizer to serve token ids only"
         raise ConfigurationError(f"--target {options.target} has no tokenizer.json: {fix}.", field="--target")
-    if options.target_flags:
+    if options.target_flags or options.mem_fraction_static is not None:
         _check_target_flags(options)
     for port in (options.port, options.port + 1):
         with socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET) as probe:
@@ -240,6 +240,8 @@ def _check_target_flags(options: StackOptions) -> None:
 
     draft = "unix:/draft" if options.speculates and not wants_inproc(options) else "none"
     beside = {"model": options.target, "device": options.device, "dtype": options.dtype, "tp": options.tp, "draft": draft}
+    if options.mem_fraction_static is not None:
+        beside["mem_fraction_static"] = options.mem_fraction_static
     TargetSettings.load({**beside, **options.target_flags}).check()
 
 

@@ -185,3 +185,10 @@ def test_rounds_on_the_device_are_for_a_draft_of_its_own(pair: tuple[Path, Path]
     with pytest.raises(ConfigurationError, match="would do nothing") as caught:
         check_options(StackOptions(**kept, port=launch.free_port(), transport=Transport.INPROC))  # type: ignore[arg-type]
     assert caught.value.field == "draft_rounds"
+
+
+def test_a_share_of_a_gpu_is_refused_on_a_cpu_before_anything_starts(pair: tuple[Path, Path]) -> None:
+    options = StackOptions(target=pair[0], draft=pair[1], device="cpu", mem_fraction_static=0.5, port=launch.free_port())
+    with pytest.raises(ConfigurationError, match=r"mem_fraction_static = 0\.5 would do nothing: on a CPU") as caught:
+        check_options(options)
+    assert caught.value.field == "mem_fraction_static"
