@@ -68,10 +68,10 @@ class WeightSizes:
         self.config = ModelConfig.from_dir(folder)
         self.dtype = dtype
         with CheckpointReader(folder) as reader:
-            names = expected_tensors(self.config)
-            self.tensors: Mapping[str, TensorInfo] = {
-                name: info for name, info in reader.tensors.items() if name in names or isinstance(self.config, GenericConfig)
-            }
+            names, stored = expected_tensors(self.config), reader.tensors
+            # `transformers` finds weights by other names too (without a prefix, experts apart): then all that is stored counts.
+            renamed = isinstance(self.config, GenericConfig) and not (names and names.keys() <= stored.keys())
+            self.tensors: Mapping[str, TensorInfo] = {name: info for name, info in stored.items() if renamed or name in names}
 
     @property
     def can_round(self) -> bool:

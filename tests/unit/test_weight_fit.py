@@ -6,8 +6,11 @@ import re
 from pathlib import Path
 
 import family_models
+import generic_models
 import pytest
 import torch
+from generic_models import VOCAB
+from safetensors.torch import load_file, save_file
 from toys import make_toy_target
 
 from outrider.services.target import numerics, weight_fit
@@ -138,3 +141,15 @@ def test_no_layer_is_loaded_while_another_is_wide(model: Path, monkeypatch: pyte
     monkeypatch.setitem(numerics.Decoder.load.__globals__, "load_layer", noted)
     decoder = numerics.prepare_decoder(settings, numerics.load_decoder(settings))
     assert len(loaded) == decoder.config.num_layers > 1
+
+
+def test_what_stays_in_the_file_of_a_model_of_transformers_is_not_counted(tmp_path: Path) -> None:
+    folder = generic_models.save("starcoder2", tmp_path)
+    plain = WeightSizes(folder, BF16).of_rank()
+    (file,) = folder.glob("*.safetensors")
+    stored = load_file(file)
+    left = {"lm_head.weight": torch.zeros(VOCAB, 64), "mask": torch.zeros(4096, 4096)}
+    save_file({**left, **stored}, file, {"format": "pt"})
+    assert WeightSizes(folder, BF16).of_rank() - plain <= 2 * left["lm_head.weight"].numel()
+    save_file({**left, **{name.removeprefix("model."): tensor for name, tensor in stored.items()}}, file, {"format": "pt"})
+    assert WeightSizes(folder, BF16).of_rank() >= plain + 2 * left["mask"].numel(), "names that nobody knows count"
