@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 CONTEXTS_BYTES = 2 * (600 << 20)
 """What CUDA takes of a GPU for two processes, which a process's own `mem_get_info` counts as used."""
+DRAFT_WORK_BYTES = 512 << 20
+"""What the draft's process needs beside weights and cache: graphs, the workspaces of its products, copies while it tries tiles. The plan
+counts that of the target alone, since a draft in its process shares it."""
 QUERY_TIMEOUT_S = 20.0
 
 
@@ -55,7 +58,7 @@ def shared_kv_tokens(options: StackOptions) -> int | None:
     pair = Pair(options.target, options.draft, options.algorithm, torch.device(device), dtype, options.token_map)
     config, (free, total) = pair.target_config, memory
     borrowed = 0 if pair.choice.algorithm is Algorithm.STANDALONE else 2 * config.vocab_size * config.hidden_size * dtype.itemsize
-    return plan_memory(pair, settings, (free - CONTEXTS_BYTES - borrowed, total)).kv_tokens or None
+    return plan_memory(pair, settings, (free - CONTEXTS_BYTES - DRAFT_WORK_BYTES - borrowed, total)).kv_tokens or None
 
 
 def gpu_memory(index: int) -> tuple[int, int] | None:

@@ -269,7 +269,7 @@ def _too_many_tokens(
 ) -> ConfigurationError:
     most = max(0, memory.free - reserve - draft.more) // page * settings.page_size
     needed = -(-(settings.kv_tokens or 0) // settings.page_size) * page + draft.more
-    advice = f"at most {most} tokens fit. Lower --kv-tokens" if most >= least else f"not even {least} tokens fit. {MAKE_ROOM}"
+    advice = f"at most {most} tokens fit. Give --kv-tokens {most} or less" if most >= least else f"not even {least} tokens fit. {MAKE_ROOM}"
     return ConfigurationError(
         f"kv_tokens: {settings.kv_tokens} tokens need {_gib(needed)} GiB{_of_both(draft)}; of {_gib(memory.free)} GiB that are free "
         f"{_gib(reserve)} are kept for graphs and activations, so that {advice}.",

@@ -12,7 +12,7 @@ from outrider.services import launch, shared_cache
 from outrider.services.doctor.memory import plan_memory
 from outrider.services.doctor.pair import Pair
 from outrider.services.launch import StackOptions, Transport
-from outrider.services.shared_cache import CONTEXTS_BYTES, gpu_memory, shared_kv_tokens
+from outrider.services.shared_cache import CONTEXTS_BYTES, DRAFT_WORK_BYTES, gpu_memory, shared_kv_tokens
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.spec.algorithm import Algorithm
 
@@ -48,7 +48,7 @@ def test_both_are_told_what_the_plan_of_one_process_holds(options: StackOptions,
     settings = TargetSettings.load({"model": options.target, "device": "cuda:1"})
     config = pair.target_config
     borrowed = 2 * 2 * config.vocab_size * config.hidden_size
-    plan = plan_memory(pair, settings, ((8000 << 20) - CONTEXTS_BYTES - borrowed, 10000 << 20))
+    plan = plan_memory(pair, settings, ((8000 << 20) - CONTEXTS_BYTES - DRAFT_WORK_BYTES - borrowed, 10000 << 20))
     assert tokens == plan.kv_tokens > 0
     taken = tokens * (plan.target_kv_per_token + plan.draft_kv_per_token)
     assert taken + CONTEXTS_BYTES < 0.85 * (10000 << 20) - (2000 << 20)
@@ -102,3 +102,14 @@ def test_a_stack_of_two_processes_starts_with_that_size(options: StackOptions, m
         with pytest.raises(Planned), launch.running_stack(given, print, print):
             pass
     assert [one.kv_tokens for one in planned] == [12345, None, 4096]
+
+
+def test_a_large_share_leaves_the_drafts_process_room_to_work(options: StackOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_cache, "gpu_memory", lambda index: (8 * GIB, 8 * GIB))
+    greedy = changed(options, mem_fraction_static=0.99)
+    tokens = shared_kv_tokens(greedy)
+    assert tokens
+    pair = Pair(options.target, options.draft, Algorithm.AUTO, torch.device("cuda:1"), torch.bfloat16)  # type: ignore[arg-type]
+    plan = plan_memory(pair, TargetSettings.load({"model": options.target, "device": "cuda:1"}), (8 * GIB, 8 * GIB))
+    taken = plan.target_weights + plan.draft_weights + tokens * (plan.target_kv_per_token + plan.draft_kv_per_token)
+    assert taken + plan.reserve + CONTEXTS_BYTES + (400 << 20) <= 8 * GIB
