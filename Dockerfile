@@ -43,8 +43,10 @@ RUN python -m pip install -c constraints.txt \
 COPY --from=wheel /opt/outrider/dist dist
 RUN wheel=$(echo dist/*.whl) && python -m pip install -c constraints.txt \
       ${INDEX_URL:+--index-url "$INDEX_URL"} ${EXTRA_INDEX_URL:+--extra-index-url "$EXTRA_INDEX_URL"} "$wheel[engine]"
-ENV TRITON_CACHE_DIR=/tmp/triton
+# Compiled kernels and the tiles chosen for a GPU outlive the container in a volume, which takes its owner from this folder.
+RUN mkdir -p /var/cache/outrider && chown outrider:outrider /var/cache/outrider && chmod 700 /var/cache/outrider
+ENV TRITON_CACHE_DIR=/var/cache/outrider
 USER outrider
-VOLUME /run/outrider
+VOLUME /run/outrider /var/cache/outrider
 ENTRYPOINT ["outrider", "serve"]
 CMD ["target"]

@@ -58,6 +58,17 @@ def test_what_a_service_depends_on_is_started_with_it(services: dict[str, Any], 
         assert services[name].get("ipc", "").removeprefix("service:") in (*names, "shareable", "")
 
 
+@pytest.mark.parametrize("name", ["target", "draft", "target-cpu", "draft-cpu"])
+def test_compiled_kernels_and_tiles_outlive_a_container(services: dict[str, Any], name: str) -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    folder = re.findall(r"^ENV TRITON_CACHE_DIR=(\S+)$", dockerfile, re.MULTILINE)[0]
+    owners = re.findall(rf"chown (\S+) {folder} && chmod 700 {folder}$", dockerfile, re.MULTILINE)
+    assert owners == ["outrider:outrider"], "an empty named volume takes its owner from the image"
+    assert services[name]["user"] == "10001:10001"
+    assert f"kernels:{folder}" in services[name]["volumes"]
+    assert "kernels" in yaml.safe_load((ROOT / "docker-compose.yml").read_text())["volumes"]
+
+
 @pytest.mark.parametrize("name", ["gateway", "gateway-cpu"])
 def test_a_gateway_published_to_other_hosts_needs_a_key(services: dict[str, Any], name: str) -> None:
     service = services[name]
