@@ -32,26 +32,38 @@ class AbsentGpu:
 
 
 def rehearse(pool: CompilerPool, times: int) -> torch.Tensor:
-    with ahead._rehearsal(pool), force_backend("triton"):
+    with ahead._rehearsal(pool):
         for _ in range(times):
-            result = rms_norm(torch.ones(3, 64), torch.ones(64), 1e-5)
+            result = norm_rows()
     return result
+
+
+def norm_rows() -> torch.Tensor:
+    with force_backend("triton"):
+        return rms_norm(torch.ones(3, 64), torch.ones(64), 1e-5)
 
 
 def launches_elsewhere(pool: CompilerPool) -> bool:
     """Whether another thread's kernel is launched during a rehearsal: it fails here, where there is no GPU."""
-
-    def launch() -> None:
-        with force_backend("triton"):
-            rms_norm(torch.ones(3, 64), torch.ones(64), 1e-5)
-
     with ahead._rehearsal(pool), ThreadPoolExecutor(1) as thread:
-        return thread.submit(launch).exception() is not None
+        return thread.submit(norm_rows).exception() is not None
 
 
 def main() -> None:
     driver.set_active(AbsentGpu())  # type: ignore[no-untyped-call]
     found: dict[str, Any] = {}
+    late, compiler_pool.MOST_PROCESSES = CompilerPool(), 0  # nobody begins it in time
+    rehearse(late, 1)
+    late.wait(0, limit_s=0.0)
+    found["forgotten"] = [late.submitted, late.state_of(norm_rows).name]
+    rehearse(late, 1)
+    found["asked for again"] = late.submitted
+    compiler_pool.MOST_PROCESSES = 1
+    compiler_pool.COMPILE_S, usual_s = 0.01, compiler_pool.COMPILE_S
+    late.submit("nothing", "no job")  # a process for what waits
+    late.wait(0)
+    found["given up"] = late.state_of(norm_rows).name
+    compiler_pool.COMPILE_S = usual_s
     pool = CompilerPool()
     found["output"] = rehearse(pool, 5).abs().max().item()
     found["submitted"] = pool.submitted
@@ -59,6 +71,7 @@ def main() -> None:
     pool.wait(0, lambda done, total: told.append((done, total)))
     found["told"] = told
     found["compiled"] = pool.compiled
+    found["state"] = pool.state_of(norm_rows).name
     again = CompilerPool()
     found["output_again"] = rehearse(again, 2).abs().max().item()  # compiled, and still not launched, which this driver could not
     found["missing"] = again.submitted

@@ -9,6 +9,7 @@ disk. What kernels would have written is zeros meanwhile (`_launch.empty`). Then
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import logging
 import math
@@ -22,7 +23,7 @@ from outrider.kernels._launch import outputs_of_zeros
 if TYPE_CHECKING:
     from outrider.kernels.ahead.pool import CompilerPool
 
-__all__ = ["Work", "compile_ahead", "rehearsing"]
+__all__ = ["Compiled", "Work", "compile_ahead", "rehearsing", "state_of"]
 
 Work = Callable[[], object]
 Tell = Callable[[int, int], None]
@@ -32,6 +33,14 @@ PIECES_TO_SEE = 2
 
 _log = logging.getLogger("outrider.kernels")
 _rehearsing = False
+
+
+class Compiled(enum.Enum):
+    """Whether the kernels of a piece of work are compiled: NO = one cannot be, NOT_YET = one is on its way, or left for later."""
+
+    YES = enum.auto()
+    NOT_YET = enum.auto()
+    NO = enum.auto()
 
 
 def rehearsing() -> bool:
@@ -49,7 +58,7 @@ def compile_ahead(device: torch.device, works: Sequence[Work], tell: Tell | None
         device: Where they run; nothing happens but on a GPU.
         works: The pieces. If the first few miss nothing, the others are taken to be compiled too.
         tell: Hears how many kernels of how many are compiled.
-        limit_s: Wait for them no longer; the others are compiled meanwhile, or when they are launched.
+        limit_s: Wait for them no longer; those that nobody has begun by then are compiled when they are launched.
 
     Returns:
         How many kernels were compiled.
@@ -71,6 +80,19 @@ def compile_ahead(device: torch.device, works: Sequence[Work], tell: Tell | None
         torch.cuda.empty_cache()  # what was rehearsed on this stream is done on others
         pool.wait(before, tell, limit_s)
     return pool.compiled - compiled
+
+
+def state_of(device: torch.device, work: Work) -> Compiled:
+    """Rehearse a piece of work to see whether all its kernels are compiled; none is submitted for it."""
+    if device.type != "cuda":
+        return Compiled.YES
+    pool = _pool()
+    try:
+        with torch.cuda.device(device), _rehearsal(pool):
+            return pool.state_of(work)
+    except Exception as error:
+        _log.debug("work that does not run: %s: %s", type(error).__name__, error)
+        return Compiled.NO
 
 
 @functools.cache

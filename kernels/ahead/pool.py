@@ -23,6 +23,7 @@ from triton.runtime import JITFunction
 from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.driver import driver
 
+from outrider.kernels.ahead import Compiled
 from outrider.kernels.ahead.worker import restored
 
 MOST_PROCESSES = 16
@@ -33,31 +34,39 @@ WORKER = "outrider.kernels.ahead.worker"
 
 _log = logging.getLogger("outrider.kernels")
 
+Kernel = tuple[str, str, str]
+"""Its module and name, and Triton's key of what it was called with."""
+
 
 class CompilerPool:
     """Compiles what it is given, each kernel once, in processes that end when nothing has come for a while, or with this process.
 
     Attributes:
-        submitted: Kernels that were missing so far.
+        submitted: Kernels that were missing so far, without those that were forgotten.
         compiled: Those of them that were compiled.
     """
 
     def __init__(self) -> None:
         self.submitted = 0
         self.compiled = 0
-        self._jobs: SimpleQueue[tuple[str, str]] = SimpleQueue()
-        self._known: set[tuple[str, str, str]] = set()
+        self._jobs: SimpleQueue[tuple[str, str, Kernel | None]] = SimpleQueue()
+        self._known: set[Kernel] = set()
+        self._refused: set[Kernel] = set()
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
         self._done = 0
 
     @contextlib.contextmanager
-    def instead_of_launches(self) -> Iterator[None]:
+    def instead_of_launches(self, meets: Callable[..., bool | None] | None = None) -> Iterator[None]:
         """Launch nothing inside the block; kernels that are not in Triton's cache are compiled here.
 
         Kernels that are compiled already are left out, too: what they would read may be what one that was left out should have written.
         Other threads launch theirs as ever.
+
+        Args:
+            meets: The `jit_cache_hook` of this thread; None = the one that has missing kernels compiled.
         """
+        met = meets or self._missing
         before, run, own = knobs.runtime.jit_cache_hook, JITFunction.run, threading.get_ident()
 
         def only_compile(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -65,7 +74,7 @@ class CompilerPool:
 
         def missing(**kernel: Any) -> bool | None:
             if threading.get_ident() == own:
-                return self._missing(**kernel)
+                return met(**kernel)
             return before(**kernel) if before is not None else None
 
         knobs.runtime.jit_cache_hook = missing
@@ -77,7 +86,9 @@ class CompilerPool:
             JITFunction.run = run
 
     def wait(self, since: int, tell: Callable[[int, int], None] | None = None, limit_s: float = math.inf) -> None:
-        """Wait until all that was submitted is compiled, or nobody is left to do it, or the time is up; what is left goes on.
+        """Wait until all that was submitted is compiled, or nobody is left to do it, or the time is up.
+
+        What was not begun by then is forgotten: who submits later does not wait for it. What was begun goes on.
 
         Args:
             since: Kernels that were submitted before those that `tell` shall hear of.
@@ -92,11 +103,31 @@ class CompilerPool:
                 if tell is not None and done > told:
                     told = done
                     tell(done, self.submitted - since)
+            with contextlib.suppress(Empty):
+                while True:
+                    *_, kernel = self._jobs.get_nowait()
+                    self.submitted -= 1
+                    if kernel is not None:
+                        self._known.discard(kernel)
 
-    def submit(self, name: str, job: str) -> None:
+    def state_of(self, work: Callable[[], object]) -> Compiled:
+        """Rehearse work to see whether its kernels are compiled; nothing is submitted."""
+        met: set[Compiled] = set()
+
+        def look(*, fn: Any, compile: dict[str, Any], **_more: Any) -> bool | None:
+            if self._is_kept(fn, compile):
+                return None
+            met.add(Compiled.NO if _kernel(fn, compile) in self._refused else Compiled.NOT_YET)
+            return True
+
+        with self.instead_of_launches(look):
+            work()
+        return next((state for state in (Compiled.NOT_YET, Compiled.NO) if state in met), Compiled.YES)
+
+    def submit(self, name: str, job: str, kernel: Kernel | None = None) -> None:
         """Compile a kernel that `worker` takes as one line."""
         self.submitted += 1
-        self._jobs.put((name, job))
+        self._jobs.put((name, job, kernel))
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         if len(self._threads) < min(MOST_PROCESSES, len(os.sched_getaffinity(0))):
             thread = threading.Thread(target=self._work, name="compile-kernels", daemon=True)
@@ -105,21 +136,30 @@ class CompilerPool:
 
     def _missing(self, *, fn: Any, compile: dict[str, Any], **_more: Any) -> bool | None:
         """Say whether Triton shall leave a kernel alone: it is on its way. A `jit_cache_hook`."""
-        kernel = (fn.module, fn.name, str(compile["key"]))
+        kernel = _kernel(fn, compile)
         if kernel in self._known:
             return True
+        if self._is_kept(fn, compile):
+            return None
+        self._known.add(kernel)
+        target = driver.active.get_current_target()
+        job = {
+            "module": fn.module, "name": fn.name, "target": [target.backend, target.arch, target.warp_size],
+            "data": compile["specialization_data"],
+        }  # fmt: skip
+        self.submit(fn.name, json.dumps(job), kernel)
+        return True
+
+    @staticmethod
+    def _is_kept(fn: Any, compile: dict[str, Any]) -> bool:
+        """Whether a kernel is in Triton's cache on the disk."""
         target, data = driver.active.get_current_target(), compile["specialization_data"]
         backend = make_backend(target)
         options = backend.parse_options(restored(json.loads(data)["options"]))
         source = ASTSource(fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0])
         key = get_cache_key(source, backend, options, get_cache_invalidating_env_vars())
         name = f"{source.name[:150]}.json"
-        if name in (get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(name) or {}):
-            return None
-        self._known.add(kernel)
-        job = {"module": fn.module, "name": fn.name, "target": [target.backend, target.arch, target.warp_size], "data": data}
-        self.submit(fn.name, json.dumps(job))
-        return True
+        return name in (get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(name) or {})
 
     def _work(self) -> None:
         """Feed one process until nothing more comes, or it is gone."""
@@ -132,7 +172,7 @@ class CompilerPool:
             assert process.stdout is not None
             answer = "compiled"
             while answer:
-                (name, job), answer = self._jobs.get(timeout=IDLE_S), ""
+                (name, job, kernel), answer = self._jobs.get(timeout=IDLE_S), ""
                 limit = threading.Timer(COMPILE_S, process.kill)
                 limit.start()
                 try:
@@ -141,12 +181,18 @@ class CompilerPool:
                     answer = process.stdout.readline().strip()
                 finally:
                     limit.cancel()
-                    self._note(name, answer)
+                    self._note(name, kernel, answer)
 
-    def _note(self, name: str, answer: str) -> None:
+    def _note(self, name: str, kernel: Kernel | None, answer: str) -> None:
         with self._changed:
             self._done += 1
             self.compiled += answer == "compiled"
+            if kernel is not None and answer != "compiled":
+                self._refused.add(kernel)
             self._changed.notify_all()
         if answer != "compiled":
             _log.warning("%s is compiled when it is launched: %s", name, answer or "the process that compiled it ended")
+
+
+def _kernel(fn: Any, compile: dict[str, Any]) -> Kernel:
+    return fn.module, fn.name, str(compile["key"])

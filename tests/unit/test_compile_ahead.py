@@ -26,6 +26,9 @@ def test_a_rehearsal_compiles_each_kernel_once_and_launches_none(tmp_path: Path)
     )
     assert found.returncode == 0, found.stderr
     assert json.loads(found.stdout) == {
+        "forgotten": [0, "NOT_YET"],
+        "asked for again": 1,
+        "given up": "NO",
         "output": 0.0,  # of ones, the norm is ones: it was not launched
         "submitted": 1,
         "told": [[1, 1]],
@@ -33,6 +36,7 @@ def test_a_rehearsal_compiles_each_kernel_once_and_launches_none(tmp_path: Path)
         "missing": 0,
         "launched elsewhere": True,
         "compiled": 1,
+        "state": "YES",
         "refused": [2, 0],
         "too slow": [1, 0],  # its process is ended
     }
