@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,6 +86,25 @@ def read_tiles(path: Path) -> list[Tried]:
         return [Tried.from_json(entry) for entry in json.loads(path.read_text())["tiles"]]
     except (OSError, AttributeError, KeyError, TypeError, ValueError):
         return []
+
+
+@contextlib.contextmanager
+def trying_alone(path: Path) -> Iterator[bool]:
+    """Keep other processes from trying meanwhile what is kept there: on one GPU each would measure the other's work.
+
+    Yields:
+        False where another one tries now. Where nothing can be written nobody is kept off, and nothing is kept.
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(held.enter_context(path.with_suffix(".trial").open("w")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            alone = True
+        except BlockingIOError:
+            alone = False
+        except OSError:
+            alone = True
+        yield alone
 
 
 def keep_tiles(path: Path, tried: Sequence[Tried], device: str) -> list[Tried]:

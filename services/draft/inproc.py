@@ -20,6 +20,7 @@ from outrider.services.draft.strategy import TargetInfo
 from outrider.services.draft.warmup import warm_up
 from outrider.shared.kv.pool import CacheSizing
 from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.fused.trial import BUDGET_S
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.spec.device import DeviceRounds, RoundState
 from outrider.shared.spec.drafter import Commit, DrafterState, FeatureSpec, ProposalRequest, ProposalRow, RoundResult, SequenceOpen
@@ -50,7 +51,7 @@ def drafter_beside(decoder: Decoder, settings: DraftSettings, sizing: CacheSizin
     spec = engine.strategy.feature_spec(target)
     for name in list(engine.strategy.missing()):
         engine.strategy.lend(name, decoder.weight(name))
-    warm_up(engine, decoder.device, record=False, tiles=not settings.disable_tile_trial)
+    warm_up(engine, decoder.device, record=False, tiles=not settings.disable_tile_trial, tiles_s=BUDGET_S)
     return InprocDrafter(engine, spec, decoder.device)
 
 

@@ -14,7 +14,7 @@ from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.session import Ask, PeerId
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.fused.products import HasProducts
-from outrider.shared.nn.fused.trial import try_products
+from outrider.shared.nn.fused.trial import BESIDE_BUDGET_S, try_products
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.spec.drafter import Commit, SequenceOpen
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
@@ -34,7 +34,9 @@ MOST_TOKENS = 256
 """Of a made-up sequence with its tree: so many sessions of them as the cache holds are followed at once."""
 
 
-def warm_up(engine: DraftEngine, device: torch.device, *, record: bool = True, tiles: bool = True) -> None:
+def warm_up(
+    engine: DraftEngine, device: torch.device, *, record: bool = True, tiles: bool = True, tiles_s: float = BESIDE_BUDGET_S
+) -> None:
     """Follow made-up sequences and grow trees of the default shapes, greedy and with noise; on a GPU in batches of several sizes.
 
     Args:
@@ -42,12 +44,13 @@ def warm_up(engine: DraftEngine, device: torch.device, *, record: bool = True, t
         device: Where it computes.
         record: Record the rounds that the host starts on a GPU too; for a draft whose rounds do not stay on the device.
         tiles: Try tiles of products that nobody measured.
+        tiles_s: Begin nothing of that after so many seconds.
 
     Raises:
         CheckpointError: the draft's output is not finite: its weights are damaged, or its dtype is too narrow.
     """
     if tiles and isinstance(engine.strategy, HasProducts):
-        try_products(engine.strategy.uses(), device)
+        try_products(engine.strategy.uses(), device, tiles_s)
     works, rounds = list(_works(engine, device, record)), engine.strategy.rounds
     if compiled := compile_ahead(device, works):
         _log.info("kernels compiled", kernels=compiled)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,10 +17,12 @@ from layer_cases import check_project, check_project_add, check_project_gated, c
 
 from outrider.kernels import skinny_gemm
 from outrider.kernels._dispatch import Backend, force_backend
+from outrider.kernels.ahead import Compiled
+from outrider.kernels.ahead import pool as compiler_pool
 from outrider.kernels.ahead.pool import CompilerPool
 from outrider.kernels.skinny_gemm import Epilogue, Method, Tile, choose_tile, table
 from outrider.kernels.skinny_gemm.candidates import candidates
-from outrider.kernels.skinny_gemm.kept import Tried, keep_tiles, read_tiles
+from outrider.kernels.skinny_gemm.kept import Tried, keep_tiles, read_tiles, trying_alone
 from outrider.kernels.skinny_gemm.table import (
     STORED_OF,
     Product,
@@ -236,6 +238,102 @@ def test_what_is_left_when_the_time_is_up_is_the_next_starts(monkeypatch: pytest
     tried = tries.run([(use, rows) for rows in times])
     assert tried == [Tried(use.of(16), TILE, 1.0, 2.0), Tried(use.of(64), TILE, 3.0)]  # at 32 nothing ran, and for 8 the time was up
     assert limits == [3.0]
+
+
+USE = ProductUse(Epilogue.ADD, (linear.Linear(torch.empty(2048, 2048, dtype=BF16)),), lambda rows: lambda *_: None)
+
+
+class _FakeSpan:
+    def around(self, work: Callable[[], object]) -> None:
+        work()
+
+    def microseconds(self) -> float:
+        return 10.0
+
+
+class _FakeGraph:
+    def replay(self) -> None:
+        pass
+
+
+class _Bench:
+    """A trial with a clock that recording moves, and kernels in the states that a test says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, states: dict[int, Compiled], deadline: float) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: _Properties)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(trial, "_Span", _FakeSpan)
+        asked = iter(range(100))
+        monkeypatch.setattr(trial, "state_of", lambda device, work: states.get(next(asked), Compiled.YES))
+        self.now, self.recorded = 0.0, list[Tile]()
+        self.trial = trial._Trial(torch.device("cpu"), lambda: self.now, deadline)
+        self.tiles = self.trial._tiles(USE, 16)
+        monkeypatch.setattr(self.trial, "_record", self._record)
+        monkeypatch.setattr(self.trial, "_warm_up", lambda graphs: None)
+
+    def _record(self, run: object, tile: Tile, ring: object) -> _FakeGraph:
+        self.recorded.append(tile)
+        self.now += 1.0
+        return _FakeGraph()
+
+
+def test_the_time_is_looked_at_before_every_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = _Bench(monkeypatch, {}, deadline=2.0)
+    assert bench.trial._times(USE, 16) == {}, "half of the tiles decide nothing"
+    assert bench.recorded == bench.tiles[:2]
+    bench = _Bench(monkeypatch, {}, deadline=100.0)
+    assert list(bench.trial._times(USE, 16)) == bench.recorded == bench.tiles
+
+
+def test_no_product_is_measured_while_a_tile_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = _Bench(monkeypatch, {1: Compiled.NO, 2: Compiled.NOT_YET}, deadline=100.0)
+    assert bench.trial._times(USE, 16) == {}
+    assert bench.recorded == []
+
+
+def test_a_tile_that_cannot_be_compiled_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = _Bench(monkeypatch, {1: Compiled.NO}, deadline=100.0)
+    assert list(bench.trial._times(USE, 16)) == [bench.tiles[0], *bench.tiles[2:]]
+
+
+def test_one_process_tries_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, runs = tmp_path / "deep" / "tiles.json", list[int]()
+    monkeypatch.setattr(trial, "device_name", lambda device: OTHER)
+    monkeypatch.setattr(trial, "tiles_file", lambda name: path)
+
+    def run(work: list[object], *_: object) -> list[Tried]:
+        runs.append(len(work))
+        return keep_tiles(path, [Tried(UNKNOWN, TILE, 4.0)], OTHER)  # another lock than the one that is held
+
+    monkeypatch.setattr(trial, "_run", run)
+    with trying_alone(path) as alone:
+        assert alone
+        assert trial.try_products([USE], torch.device("cuda")) == []
+        assert runs == []
+        assert measured_tile(UNKNOWN, OTHER) is None
+    assert trial.try_products([USE], torch.device("cuda")) == [Tried(UNKNOWN, TILE, 4.0)]
+    assert runs == [len(ROW_COUNTS)]
+
+
+def test_who_cannot_write_is_kept_off_by_nobody(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with trying_alone(tmp_path / "file" / "tiles.json") as alone:
+        assert alone
+
+
+def test_kernels_that_nobody_began_in_time_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_pool, "MOST_PROCESSES", 0)
+    pool, stop = CompilerPool(), threading.Event()
+    busy = threading.Thread(target=stop.wait, daemon=True)
+    busy.start()
+    pool._threads = [busy]
+    for job in "abc":
+        pool.submit(job, job)
+    pool.wait(0, limit_s=0.0)
+    assert pool.submitted == 0
+    pool.wait(pool.submitted)  # what comes later waits for none of them
+    stop.set()
+    busy.join()
 
 
 def test_waiting_for_kernels_has_an_end() -> None:

@@ -10,7 +10,7 @@ import torch
 from played_graphs import PlayedGraphs
 from toys import make_toy_eagle3, make_toy_target
 
-from outrider.services.draft import app, host_rounds, protocol
+from outrider.services.draft import app, host_rounds, protocol, warmup
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.host_rounds import DraftGraphs, HostRounds
@@ -66,6 +66,13 @@ def test_a_draft_that_borrows_tries_tiles_unless_it_is_told_not_to(
     for name, shape in service.engine.strategy.missing().items():
         made[0].lend(name, torch.zeros(shape))
     assert tried == [not disabled]
+
+
+def test_a_draft_of_its_own_tries_tiles_for_a_short_time(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets: list[float] = []
+    monkeypatch.setattr(warmup, "try_products", lambda uses, device, budget_s: budgets.append(budget_s))
+    warmup.warm_up(engine_of(pair, max_sessions=1), CPU)
+    assert budgets == [5.0]
 
 
 def test_all_rounds_of_a_draft_share_one_cache_that_can_be_turned_off(pair: tuple[Path, Path]) -> None:

@@ -15,10 +15,10 @@ from itertools import cycle, islice
 
 import torch
 
-from outrider.kernels.ahead import compile_ahead
+from outrider.kernels.ahead import Compiled, compile_ahead, state_of
 from outrider.kernels.skinny_gemm import Method, Tile
 from outrider.kernels.skinny_gemm.candidates import candidates
-from outrider.kernels.skinny_gemm.kept import Tried, keep_tiles, read_tiles, tiles_file
+from outrider.kernels.skinny_gemm.kept import Tried, keep_tiles, read_tiles, tiles_file, trying_alone
 from outrider.kernels.skinny_gemm.table import Product, device_name, guess_tile, needs_trial, remember
 from outrider.kernels.skinny_gemm.types import LIBRARY
 from outrider.shared.nn.fused.products import ProductUse, Run, merged
@@ -27,6 +27,8 @@ from outrider.shared.obs.logging import get_logger
 
 BUDGET_S = 20.0
 """A start on an idle host with 16 cores needs half of it, most for the compilation of some hundred kernels."""
+BESIDE_BUDGET_S = 5.0
+"""Of a draft in a process of its own: its target waits for it, or serves on the same GPU."""
 _COMPILING = 0.75
 """The share of the time that compiling may take."""
 ROW_COUNTS = (1, 16, 64, 32, 8, 2)
@@ -52,7 +54,8 @@ def try_products(
 ) -> list[Tried]:
     """Choose by what is kept from earlier trials, and try what nobody measured; nothing happens but on a GPU.
 
-    A trial that fails is logged, and what it would have won is forgone.
+    A trial that fails is logged, and what it would have won is forgone. While another process tries, this one does not, and has the rule's
+    tiles: what two measure at once on a GPU is not worth keeping.
 
     Args:
         uses: The products of a model.
@@ -73,7 +76,11 @@ def try_products(
     tried: list[Tried] = []
     if work:
         try:
-            tried = _run(work, device, budget_s, clock)
+            with trying_alone(tiles_file(name)) as alone:
+                if alone:
+                    tried = _run(work, device, budget_s, clock)
+                else:
+                    _log.info("another process tries tiles: what nobody measured keeps the rule's until the next start", products=len(work))
         except Exception as error:
             _log.warning("tiles were not tried", error=f"{type(error).__name__}: {error}")
         remember(name, ((entry.product, entry.tile) for entry in tried))
@@ -141,15 +148,27 @@ class _Trial:
 
     def _rehearse(self, work: Sequence[tuple[ProductUse, int]]) -> None:
         for use, rows in work:
+            if not self._in_time():
+                return
             run, linear = use.prepare(rows), use.linears[0]
             for tile in self._tiles(use, rows):
                 with contextlib.suppress(Exception):  # that tile will not be measured either
                     run(linear.weight, linear.scales, tile)
 
     def _times(self, use: ProductUse, rows: int) -> dict[Tile, float]:
-        """Return the microseconds of a launch with each tile that runs here, taken in turns."""
-        run, ring = use.prepare(rows), self._ring(use.linears)
-        graphs = {tile: graph for tile in self._tiles(use, rows) if (graph := self._record(run, tile, ring)) is not None}
+        """Return the microseconds of a launch with each tile that runs here, taken in turns.
+
+        All or nothing, as the choice is kept for good: nothing if a tile is not compiled yet, or the time is up before all are recorded.
+        """
+        run = use.prepare(rows)
+        tiles = self._compiled(use, rows, run)
+        ring = self._ring(use.linears) if tiles else []
+        graphs = {}
+        for tile in tiles:
+            if not self._in_time():
+                return {}
+            if (graph := self._record(run, tile, ring)) is not None:
+                graphs[tile] = graph
         self._warm_up(list(graphs.values()))
         spans = [(tile, _Span()) for _ in range(_REPEATS) for tile in graphs]
         for tile, span in spans:
@@ -159,6 +178,14 @@ class _Trial:
         for tile, span in spans:
             times.setdefault(tile, []).append(span.microseconds() / self._launches(ring))
         return {tile: statistics.median(samples) for tile, samples in times.items()}
+
+    def _compiled(self, use: ProductUse, rows: int, run: Run) -> list[Tile]:
+        """Return the tiles whose kernels are compiled; none while one of the others may still be."""
+        linear = use.linears[0]
+        states = {tile: state_of(self._device, partial(run, linear.weight, linear.scales, tile)) for tile in self._tiles(use, rows)}
+        if Compiled.NOT_YET in states.values():
+            return []
+        return [tile for tile, state in states.items() if state is Compiled.YES]
 
     def _ring(self, linears: Sequence[Linear]) -> list[Weight]:
         """Return matrices, or copies, that are read one after the other and together are more than caches hold."""
