@@ -19,6 +19,7 @@ from outrider.shared.nn.decoder import expected_tensors
 from outrider.shared.nn.dummy import SPREAD, RandomTensors, random_decoder
 
 PUBLISHED_WEIGHTS = {
+    "granite-3.1-2b": 2.53,
     "llama3.1-8b": 8.03,
     "llama3.2-1b": 1.24,
     "llama3.2-3b": 3.21,
