@@ -240,8 +240,7 @@ def _check_target_flags(options: StackOptions) -> None:
 
     draft = "unix:/draft" if options.speculates and not wants_inproc(options) else "none"
     beside = {"model": options.target, "device": options.device, "dtype": options.dtype, "tp": options.tp, "draft": draft}
-    if options.mem_fraction_static is not None:
-        beside["mem_fraction_static"] = options.mem_fraction_static
+    beside["mem_fraction_static"] = options.mem_fraction_static
     TargetSettings.load({**beside, **options.target_flags}).check()
 
 
