@@ -131,17 +131,17 @@ class Peer:
 class Results:
     """All recorded results of a folder on one kind of device; of several that fit, the latest counts, or the one `near` another.
 
-    A folder within it that is named by a time holds one call, often with a peer: only comparisons with that peer look there.
+    A folder within it that is named by a time holds what ran beside a peer in one call: comparisons with that peer look there first.
 
     Raises:
         ConfigurationError: A file is not JSON.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._files = _recorded(folder)
-        calls = sorted((path for path in folder.iterdir() if CALL.fullmatch(path.name)), reverse=True)
-        self._calls = {call: _recorded(call) for call in calls}
-        told = [path for place in (*calls, folder) for path in sorted(place.glob("vllm*.jsonl"), reverse=True)]
+        places = (folder, *sorted(path for path in folder.iterdir() if CALL.fullmatch(path.name)))
+        found = (recorded for place in places for recorded in _recorded(place))
+        self._files = sorted(found, key=lambda recorded: recorded.date, reverse=True)
+        told = [path for place in places for path in sorted(place.glob("vllm*.jsonl"), reverse=True)]
         self._peers = sorted((Peer(path, read_lines(path)) for path in told), key=lambda peer: peer.date, reverse=True)
 
     def latency(
@@ -173,7 +173,7 @@ class Results:
             counts = needs in PROFILED or not recorded.content.get("profiles")
             return counts and recorded.changes == (changes or {}) and recorded.under_mps == mps
 
-        call = self._calls.get(beside.path.parent, []) if beside is not None else []
+        call = [] if beside is None else [recorded for recorded in self._files if recorded.path.parent == beside.path.parent]
         return self._latest("latency", case, wanted, needs, fits, near, files=call) or self._latest(
             "latency", case, wanted, needs, fits, near
         )
@@ -255,9 +255,7 @@ class Results:
 
 
 def _recorded(folder: Path) -> list[Recorded]:
-    """Return the files of a folder, the latest first."""
-    files = [Recorded(path, read_result(path)) for path in sorted(folder.glob("*.json"))]
-    return sorted(files, key=lambda recorded: recorded.date, reverse=True)
+    return [Recorded(path, read_result(path)) for path in sorted(folder.glob("*.json"))]
 
 
 def read_result(path: Path) -> Mapping[str, Any]:
