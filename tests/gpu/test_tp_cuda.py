@@ -235,10 +235,11 @@ def moved_rows(folder: Path, size: int, reduce: str) -> tuple[float, float]:
     """Return the change of logits by a compaction on one GPU, and the difference of the spread decoder's from it afterwards."""
     torch.cuda.set_device(0)
     torch.backends.cuda.matmul.allow_tf32 = False
-    group = start_group(TargetSettings.load({"model": folder, "device": "cuda", "dtype": "float32", "tp": size, "tp_all_reduce": reduce}))
+    settings = TargetSettings.load({"model": folder, "device": "cuda", "dtype": "float32", "tp": size, "tp_all_reduce": reduce})
+    group = start_group(settings)
     try:
         found = []
-        for session in (Session(Decoder.load(folder, "cuda:0", torch.float32)), Session(group.decoder)):
+        for session in (Session(Decoder.load(folder, "cuda:0", torch.float32)), Session(prepare_decoder(settings, group.decoder))):
             session.run(0, PROMPT + 4, session.batch(0, PROMPT + 4), session.tokens[: PROMPT + 4])
             before, _ = session.run(PROMPT + 2, 1, session.batch(PROMPT + 2, 1), session.tokens[:1])
             batch = session.batch(PROMPT, 4)
@@ -324,7 +325,7 @@ def wait_for_what_does_not_come(folder: Path, told: Path) -> None:
     torch.cuda.set_device(0)
     settings = TargetSettings.load({"model": folder, "device": "cuda", "tp": 2, "tp_timeout_s": STEP_S})
     group = start_group(settings, failed)
-    session = Session(group.decoder)
+    session = Session(prepare_decoder(settings, group.decoder))
     session.run(0, 4, session.batch(0, 4), session.tokens[:4])
     numbers = torch.zeros(1, dtype=torch.int32, device=session.device)
     graph = torch.cuda.CUDAGraph()
