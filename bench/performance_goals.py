@@ -170,14 +170,15 @@ def _share(case: str, name: str, whole: str = "", what: str = "") -> Callable[[R
 
 
 def _demo_pair(results: Results) -> Figure | None:
-    """How many times as many tokens a second the embedded pair writes with drafts, of answers one at a time."""
+    """How many times as many tokens a second the embedded pair writes with drafts as the default has them, of answers one at a time."""
     found = results.summary("speculation-cuda.json")
     if found is None:
         return None
-    summary = found[1]
-    ratio = float(summary["on_over_off"]["median"])
-    most = float(summary["accept_length"]["on"])
-    text = f"{ratio:.2f} × (`auto` {summary['auto_over_off']['median']:.2f} ×)"
+    summary, *others = found[0].content["summary"]
+    ratio, most = float(summary["auto_over_off"]["median"]), float(summary["accept_length"]["auto"])
+    also = [f"{other['auto_over_off']['median']:.2f} × at T = {other['temperature']:g}" for other in others]
+    also.append(f"`on`, the same tree in every round, {summary['on_over_off']['median']:.2f} ×")
+    text = f"{ratio:.2f} × ({'; '.join(also)})"
     return Figure(ratio, text, found[0].path, f"{most:.2f} × (accept length: a round as short as a step)", f"{most / ratio:.2f}")
 
 
@@ -242,5 +243,5 @@ GOALS: Sequence[Goal] = (
     Goal("FP8 products ÷ bf16, plain decode, batch 1, a step", 0.65, "≤ 0.65 ×", _over_wide("round plain, batch 1", quantization="fp8")),
     Goal("FP8 products, perplexity on GSM8K's test text, demo target", 1.0, "≤ +1 %", _perplexity("FP8 products")),
     Goal("FP8 cache, the same", None, "", _perplexity("FP8 cache")),
-    Goal("demo pair, real acceptance, on ÷ off", 2.0, "≥ 2 ×", _demo_pair, True),
+    Goal("demo pair, real acceptance, `auto` (the default) ÷ off", 2.0, "≥ 2 ×", _demo_pair, True),
 )

@@ -309,3 +309,19 @@ def test_results_are_named_by_their_commands() -> None:
         if "--output" in command and command[command.index("--output") + 1] != path.name:
             otherwise.add(path.name)
     assert not otherwise
+
+
+def test_the_demo_pair_is_judged_by_what_requests_get(tmp_path: Path) -> None:
+    rows = [
+        {
+            "temperature": temperature,
+            "auto_over_off": {"median": auto},
+            "on_over_off": {"median": 1.8},
+            "accept_length": {"on": 5.8, "auto": 8.8},
+        }
+        for temperature, auto in ((0.0, 2.2), (1.0, 2.3))
+    ]
+    (tmp_path / "speculation-cuda.json").write_text(json.dumps({"summary": rows}))
+    line = line_of(tmp_path, "demo pair, real acceptance, `auto` (the default) ÷ off")
+    assert "| **2.20 × (2.30 × at T = 1; `on`, the same tree in every round, 1.80 ×)** |" in line
+    assert "| 8.80 × (accept length: a round as short as a step) | 4.00 |" in line
