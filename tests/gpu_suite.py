@@ -307,8 +307,8 @@ def record(suite: Suite, names: list[str], commit: str) -> dict[str, Any]:
 
 
 def why(error: str) -> str:
-    """Return the lines of a report that say what was wrong."""
-    return " ".join(line[4:] for line in error.splitlines() if line.startswith("E "))[:500]
+    """Return what the lines of a report that say what was wrong end with."""
+    return " ".join(line[4:] for line in error.splitlines() if line.startswith("E "))[-500:]
 
 
 def version_of(package: str) -> str:
