@@ -40,8 +40,11 @@ class Recorded:
 
     @property
     def date(self) -> datetime:
-        """When it was measured."""
-        told = datetime.fromisoformat(str(self.content.get("date", "1970-01-01")))
+        """When it was measured; long ago in a file that does not tell, or not as a benchmark does."""
+        try:
+            told = datetime.fromisoformat(str(self.content.get("date", "")))
+        except ValueError:
+            return datetime.fromtimestamp(0, UTC)
         return told if told.tzinfo else told.replace(tzinfo=UTC)
 
     def settings(self, name: str) -> Any:

@@ -59,6 +59,13 @@ def test_the_table_says_what_was_missed_and_compares_with_the_same_call(tmp_path
     assert "**2.0 % in pauses over 8 µs, 2.5 % in all (6.50 ms)** |" in line_of(tmp_path, "GPU idle between rounds, tree 5/8/32, batch 1")
 
 
+def test_files_that_no_benchmark_wrote_may_lie_beside_the_results(tmp_path: Path) -> None:
+    record(tmp_path, "ours", "latency", SETTINGS, [latency_row("round chain 5, batch 1", 5.2)])
+    (tmp_path / "suite.json").write_text('{"date": "2026-01-02 15:04 UTC"}')
+    (tmp_path / "list.json").write_text("[]")
+    assert line_of(tmp_path, "round, chain of 5, batch 1").endswith("| ours |")
+
+
 def test_a_profiled_run_counts_for_idle_shares_only(tmp_path: Path) -> None:
     case = "round tree 5/8/32, batch 1"
     record(tmp_path, "best", "latency", SETTINGS, [latency_row(case, 5.4)], "2026-01-01")
