@@ -313,7 +313,7 @@ def test_results_are_named_by_their_commands() -> None:
     otherwise = set()
     for path in sorted((ROOT / "bench" / "results").rglob("*.json")):
         command = json.loads(path.read_text()).get("command", [])
-        if "--output" in command and command[command.index("--output") + 1] != path.name:
+        if isinstance(command, list) and "--output" in command and command[command.index("--output") + 1] != path.name:
             otherwise.add(path.name)
     assert not otherwise
 
