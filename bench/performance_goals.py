@@ -51,14 +51,15 @@ class Goal:
         return figure.value >= self.limit if self.at_least else figure.value <= self.limit
 
 
-def _round(case: str, config: str = "", **settings: Any) -> Callable[[Results], Figure | None]:
-    """Milliseconds of a round, beside vLLM's of a configuration of its own; it ran on one GPU."""
+def _round(kind: str, batch: int, config: str = "", **settings: Any) -> Callable[[Results], Figure | None]:
+    """Milliseconds of a round, beside vLLM's of a configuration of its own, of the call in which that ran; it ran on one GPU."""
 
     def find(results: Results) -> Figure | None:
-        found = results.latency(f"round {case}", **settings)
+        peer = results.vllm(config, batch)
+        call = peer[0] if peer is not None and "tp" not in settings else None
+        found = results.latency(f"round {kind}, batch {batch}", beside=call, **settings)
         if found is None:
             return None
-        peer = results.vllm(config, int(found[1]["batch"]))
         if peer is None:
             return _figure(found)
         who = "vLLM (one GPU)" if "tp" in settings else "vLLM"
@@ -106,7 +107,7 @@ def _against_vllm(kind: str, batch: int, config: str, metric: str) -> Callable[[
 
 
 def _transports(transport: str, **settings: Any) -> Callable[[Results], Figure | None]:
-    """A round through a transport over one in process, of the same GPU's run next to it in time."""
+    """A round through a transport over one in process, of the run that is likest: see `Recorded.distance`."""
 
     def find(results: Results) -> Figure | None:
         case = "round tree 5/8/32, batch 1"
@@ -122,7 +123,7 @@ def _transports(transport: str, **settings: Any) -> Callable[[Results], Figure |
 
 
 def _over_wide(case: str, **changes: Any) -> Callable[[Results], Figure | None]:
-    """A round with `changes` over the same without, of the same GPU's run next to it in time."""
+    """A round with `changes` over the same without, likewise."""
 
     def find(results: Results) -> Figure | None:
         found = results.latency(case, changes=changes)
@@ -194,15 +195,15 @@ def _number(value: float) -> str:
 
 
 GOALS: Sequence[Goal] = (
-    Goal("plain decode, batch 1, a step", 4.1, "≤ 4.1 ms", _round("plain, batch 1", "plain"), peer=_sglang(4.78)),
-    Goal("the same with `--tp 2`", 2.8, "≤ 2.8 ms", _round("plain, batch 1", "plain", tp=2)),
-    Goal("the same with `--tp 4`", None, "", _round("plain, batch 1", "plain", tp=4)),
+    Goal("plain decode, batch 1, a step", 4.1, "≤ 4.1 ms", _round("plain", 1, "plain"), peer=_sglang(4.78)),
+    Goal("the same with `--tp 2`", 2.8, "≤ 2.8 ms", _round("plain", 1, "plain", tp=2)),
+    Goal("the same with `--tp 4`", None, "", _round("plain", 1, "plain", tp=4)),
     Goal("verify 32 nodes, batch 1 (forward, GPU alone)", 4.5, "≤ 4.5 ms", _kernel("forward 32 rows, batch 1, context 768")),
     Goal("verify 64 nodes, batch 1 (forward, GPU alone)", 4.7, "≤ 4.7 ms", _kernel("forward 64 rows, batch 1, context 768")),
     Goal("EAGLE-3 propose, 5 steps, topk 8, extend included", 1.3, "≤ 1.3 ms", _kernel("propose 5/8/32, batch 1")),
-    Goal("round, tree 5/8/32, batch 1", 6.0, "≤ 6.0 ms", _round("tree 5/8/32, batch 1"), peer=_sglang(9.7)),
-    Goal("round, chain of 5, batch 1", 5.5, "≤ 5.5 ms", _round("chain 5, batch 1", "chain5"), peer=_sglang(8.9)),
-    Goal("round, chain of 3, batch 1", 5.0, "≤ 5.0 ms", _round("chain 3, batch 1", "chain3")),
+    Goal("round, tree 5/8/32, batch 1", 6.0, "≤ 6.0 ms", _round("tree 5/8/32", 1), peer=_sglang(9.7)),
+    Goal("round, chain of 5, batch 1", 5.5, "≤ 5.5 ms", _round("chain 5", 1, "chain5"), peer=_sglang(8.9)),
+    Goal("round, chain of 3, batch 1", 5.0, "≤ 5.0 ms", _round("chain 3", 1, "chain3")),
     *(
         Goal(
             f"round, chain of {steps}, batch {batch} ÷ vLLM's",
@@ -213,8 +214,8 @@ GOALS: Sequence[Goal] = (
         for steps in (3, 5)
         for batch in (4, 16)
     ),
-    Goal("round, tree 5/8/32, batch 4", 7.2, "≤ 7.2 ms", _round("tree 5/8/32, batch 4"), peer=_sglang(11.5)),
-    Goal("round, tree 5/8/32, batch 16", 15.6, "≤ 15.6 ms", _round("tree 5/8/32, batch 16"), peer=_sglang(20.8)),
+    Goal("round, tree 5/8/32, batch 4", 7.2, "≤ 7.2 ms", _round("tree 5/8/32", 4), peer=_sglang(11.5)),
+    Goal("round, tree 5/8/32, batch 16", 15.6, "≤ 15.6 ms", _round("tree 5/8/32", 16), peer=_sglang(20.8)),
     Goal(
         "chain of 3, batch 64, tokens/s ÷ vLLM's",
         1.06,

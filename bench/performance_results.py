@@ -64,9 +64,12 @@ class Recorded:
         index = int(str(self.settings("device")).partition(":")[2] or 0)
         return ids[index] if index < len(ids) else None
 
-    def distance(self, other: Recorded) -> tuple[bool, timedelta]:
-        """Return how far apart two runs are: by GPU first, as two of a kind differ by percents, then in time."""
-        return self.gpu != other.gpu, abs(self.date - other.date)
+    def distance(self, other: Recorded) -> tuple[bool, bool, bool, timedelta]:
+        """Return how far apart two runs are: by GPU first, as two of a kind differ by percents, then by what else they had (GPUs that they
+        saw, cores that they might use), then in time."""
+        mine, others = (recorded.content.get("machine", {}) for recorded in (self, other))
+        gpus, cores = mine.get("gpu_ids") != others.get("gpu_ids"), mine.get("cores_used") != others.get("cores_used")
+        return self.gpu != other.gpu, gpus, cores, abs(self.date - other.date)
 
     @property
     def command(self) -> str:
@@ -165,7 +168,7 @@ class Results:
             needs: What the row must tell.
             changes: What the run was told to compute otherwise, all of it.
             mps: Whether it ran under the multi-process service.
-            near: Take the file of the same GPU that was measured closest to this one.
+            near: Take the file that was measured closest to this one, see `Recorded.distance`.
             beside: Take the file of the call in which this peer ran, if that has the case.
             settings: Of the run; in process, on one GPU, unless they say otherwise.
         """

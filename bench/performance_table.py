@@ -112,7 +112,7 @@ def compile_lines(results: Results) -> Iterator[str]:
 
 
 def _changed_lines(results: Results, changed: str, changes: Mapping[str, str], cases: Sequence[str], shape: str) -> Iterator[str]:
-    """Yield the lines of rounds with a setting, each beside the same without, of the same GPU's run next to it in time."""
+    """Yield the lines of rounds with a setting, each beside the same without, of the run that is likest."""
     yield f"| round | usual | {changed} | × |"
     yield "| --- | --- | --- | --- |"
     sources: set[Path] = set()

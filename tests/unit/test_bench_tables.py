@@ -25,6 +25,7 @@ from outrider.bench.performance_table import (
 from outrider.shared.base.errors import ConfigurationError
 
 ROOT = Path(__file__).parents[2]
+DOCUMENTS = ("docs/performance.md", "docs/numerics.md", "README.md")
 
 
 def test_the_table_shows_the_latest_fitting_result(tmp_path: Path) -> None:
@@ -128,6 +129,13 @@ def test_a_peer_is_compared_with_what_ran_in_its_call(tmp_path: Path) -> None:
     assert against.endswith("| 2026-01-02T1459Z/ours |")
     commands = list(goal_lines(Results(tmp_path)))
     assert any(line.startswith("- [2026-01-02T1459Z/ours](../bench/results/2026-01-02T1459Z/ours.json): ") for line in commands)
+    for folder, date, value in ((call, "2026-01-02", 4.8), (tmp_path, "2026-02-01", 4.5)):
+        record(folder, "single", "latency", SETTINGS, [latency_row("round chain 3, batch 1", value)], date)
+        record(folder, "ranks", "latency", SETTINGS | {"tp": 2}, [latency_row("round plain, batch 1", value - 2)], date)
+    lines += [{"case": "run", "config": config, "bs": 1, "ms_round": 5.5} for config in ("chain3", "plain")]
+    (call / "vllm.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    assert "**4.80 ms** |" in line_of(tmp_path, "round, chain of 3, batch 1"), "a plain row beside a peer is of its call too"
+    assert "**2.50 ms** |" in line_of(tmp_path, "the same with `--tp 2`"), "the peer had one GPU: the latest"
     record(call, "trees", "latency", SETTINGS, [latency_row("round tree 5/8/32, batch 16", 15.0)], "2026-01-02")
     record(tmp_path, "old", "latency", SETTINGS, [latency_row("round tree 5/8/32, batch 16", 17.0)], "2026-01-01")
     assert "**15.00 ms** |" in line_of(tmp_path, "round, tree 5/8/32, batch 16"), "the latest, wherever it lies"
@@ -170,6 +178,24 @@ def test_runs_are_compared_on_one_gpu(tmp_path: Path) -> None:
     record(tmp_path, "near", "latency", SETTINGS, [latency_row(case, 5.4)], "2026-01-01T10:04:00Z", ["b"])
     record(tmp_path, "ipc", "latency", SETTINGS | {"transport": "ipc"}, [latency_row(case, 5.5)], "2026-01-01T10:05:00Z", ["a", "b"])
     assert "**1.100 × (5.50 ms)** (missed) | 5.00 ms in process | 1.100 |" in line_of(tmp_path, "`ipc:` ÷ in process, one GPU")
+
+
+def test_runs_are_compared_that_had_the_same_gpus_and_cores(tmp_path: Path) -> None:
+    case = "round tree 5/8/32, batch 1"
+    runs = (
+        ("alike", "inproc", 5.0, "10:00", ["a"], 16),
+        ("two", "inproc", 5.4, "10:04", ["a", "b"], 16),
+        ("all", "inproc", 5.3, "10:03", ["a"], 32),
+        ("ipc", "ipc", 5.5, "10:05", ["a"], 16),
+    )
+    for name, transport, value, time, gpus, cores in runs:
+        record(tmp_path, name, "latency", SETTINGS | {"transport": transport}, [latency_row(case, value)], f"2026-01-01T{time}:00Z", gpus)
+        content = json.loads((tmp_path / f"{name}.json").read_text())
+        content["machine"]["cores_used"] = cores
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    assert "**1.100 × (5.50 ms)** (missed) | 5.00 ms in process |" in line_of(tmp_path, "`ipc:` ÷ in process, one GPU")
+    (tmp_path / "alike.json").unlink()
+    assert "| 5.30 ms in process |" in line_of(tmp_path, "`ipc:` ÷ in process, one GPU"), "other cores rather than other GPUs"
 
 
 def test_the_multi_process_service_and_more_gpus_have_rows_of_their_own(tmp_path: Path) -> None:
@@ -304,7 +330,14 @@ def test_what_compiling_changes_is_shown_for_the_model_that_it_is_for(tmp_path: 
     assert "| plain, batch 16 | 10.00 ms | 8.00 ms | 0.80 |" in lines
 
 
-@pytest.mark.parametrize("document", ["docs/performance.md", "docs/numerics.md", "README.md"])
+def test_every_table_has_one_place() -> None:
+    texts = [(ROOT / document).read_text() for document in DOCUMENTS]
+    for table in TABLES:
+        assert [sum(text.count(mark) for text in texts) for mark in (table.begin, table.end)] == [1, 1], table.begin
+        assert any(table.begin in text and table.end in text.split(table.begin)[1] for text in texts), table.begin
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_the_documented_tables_are_those_of_the_recorded_results(document: str) -> None:
     assert run_table(ROOT / "bench" / "results", ROOT / document, check=True) == 0
 
