@@ -17,6 +17,9 @@ import torch
 from outrider.kernels.skinny_gemm.table import Product, tile_of
 from outrider.kernels.skinny_gemm.types import Epilogue, Tile
 
+_RUN_BY_TRIALS = ("_fp8.py", "_launch.py", "add_norm", "quantize_rows", "rope_store", "silu_mul", "skinny_gemm", "stream.py")
+"""Of the folder of kernels: the products themselves, and what reads or writes beside them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tried:
@@ -67,17 +70,23 @@ class Tried:
 
 
 def tiles_file(device: str) -> Path:
-    """Return where the tiles of a kind of device are kept: beside the kernels that Triton keeps, for these kernels and this compiler."""
+    """Return where the tiles of a kind of device are kept: beside Triton's kernels, for this version of ours, Triton and torch."""
     import triton
     from triton import knobs
 
-    digest = hashlib.sha256(triton.__version__.encode())
-    folder = Path(__file__).parent
-    for source in sorted(folder.rglob("*.py")):
+    digest = hashlib.sha256(f"{triton.__version__} {torch.__version__} {torch.version.cuda}".encode())
+    for source in sources():
         digest.update(source.read_bytes())
-    digest.update((folder / "tiles.json").read_bytes())
     name = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-").lower()
     return Path(knobs.cache.dir) / "outrider-tiles" / f"{name}-{digest.hexdigest()[:16]}.json"
+
+
+def sources() -> list[Path]:
+    """Return the files that decide what a trial measures, tiles that are stored with them included."""
+    folder = Path(__file__).parents[1]
+    parts = [folder / name for name in _RUN_BY_TRIALS]
+    files = [found for part in parts for found in (part.rglob("*.py") if part.is_dir() else (part,))]
+    return [*sorted(files), Path(__file__).with_name("tiles.json")]
 
 
 def read_tiles(path: Path) -> list[Tried]:

@@ -60,21 +60,32 @@ def choose_tile(epilogue: Epilogue, x: torch.Tensor, weight: torch.Tensor) -> Ti
 
 def measured_tile(product: Product, device: str) -> Tile | None:
     """Return the measured tile of a product on a kind of device, or None."""
-    many = product.rows > FEW_ROWS
-    stored = _stored().get((product.shape, product.dtype.itemsize), {})
-    tried = _trials.get(device, {}).get((product.shape, product.dtype), {})
-    for measured in (stored, tried) if device in (STORED_OF, "") else (tried, stored):
-        nearest = min((count for count in measured if count >= product.rows and (count > FEW_ROWS) == many), default=None)
+    tables = (_stored_rows(product), _tried_rows(product, device))
+    for measured in tables if device in (STORED_OF, "") else reversed(tables):
+        nearest = _nearest(measured, product.rows)
         if nearest is not None:
             return measured[nearest]
     return None
 
 
 def needs_trial(product: Product, device: str) -> bool:
-    """Whether nobody measured a product on this kind of device."""
-    if device == STORED_OF:
-        return measured_tile(product, device) is None
-    return product.rows not in _trials.get(device, {}).get((product.shape, product.dtype), {})
+    """Whether nobody measured a product on this kind of device; a trial of more rows, which a cut trial may be, does not count."""
+    if device == STORED_OF and _nearest(_stored_rows(product), product.rows) is not None:
+        return False
+    return product.rows not in _tried_rows(product, device)
+
+
+def _stored_rows(product: Product) -> _Rows:
+    return _stored().get((product.shape, product.dtype.itemsize), {})
+
+
+def _tried_rows(product: Product, device: str) -> _Rows:
+    return _trials.get(device, {}).get((product.shape, product.dtype), {})
+
+
+def _nearest(measured: _Rows, rows: int) -> int | None:
+    """Return the least row count that was measured and is not below `rows`; few rows and many have tiles of their own."""
+    return min((count for count in measured if count >= rows and (count > FEW_ROWS) == (rows > FEW_ROWS)), default=None)
 
 
 def remember(device: str, tiles: Iterable[tuple[Product, Tile]]) -> None:

@@ -94,9 +94,10 @@ def _compile(decoder: Decoder, max_rows: int) -> None:
 def _choose_tiles(settings: TargetSettings, decoder: Decoder, fused: FusedForward) -> None:
     """Try what nobody measured; of several ranks the first does, and all choose as it does."""
     ranks = decoder.collectives if isinstance(decoder, ShardedDecoder) else None
+    budget_s = BUDGET_S if ranks is None else min(BUDGET_S, settings.tp_timeout_s / 4)  # the others wait meanwhile
     tried: list[Tried] = []
     if ranks is None or ranks.rank == 0:
-        tried = try_products(fused.uses(), decoder.device, min(BUDGET_S, settings.tp_timeout_s / 4))
+        tried = try_products(fused.uses(), decoder.device, budget_s)
     if ranks is not None:
         spread_tiles(ranks, tried, decoder.device)
 

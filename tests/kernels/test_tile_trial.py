@@ -22,7 +22,7 @@ from outrider.kernels.ahead import pool as compiler_pool
 from outrider.kernels.ahead.pool import CompilerPool
 from outrider.kernels.skinny_gemm import Epilogue, Method, Tile, choose_tile, table
 from outrider.kernels.skinny_gemm.candidates import candidates
-from outrider.kernels.skinny_gemm.kept import Tried, keep_tiles, read_tiles, trying_alone
+from outrider.kernels.skinny_gemm.kept import Tried, keep_tiles, read_tiles, sources, tiles_file, trying_alone
 from outrider.kernels.skinny_gemm.table import (
     STORED_OF,
     Product,
@@ -140,6 +140,34 @@ def test_a_trial_is_of_its_shape_type_and_row_count() -> None:
         replace(UNKNOWN, epilogue=Epilogue.PLAIN),
     ):
         assert measured_tile(other, STORED_OF) is None
+
+
+@pytest.mark.parametrize("device", [STORED_OF, OTHER])
+def test_a_trial_that_was_cut_goes_on_at_the_next_start(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of more rows are used for fewer meanwhile, and do not pass for a trial of these."""
+    path, starts = tmp_path / "tiles.json", list[list[int]]()
+    monkeypatch.setattr(trial, "device_name", lambda _: device)
+    monkeypatch.setattr(trial, "tiles_file", lambda name: path)
+
+    def three(work: list[tuple[ProductUse, int]], *_: object) -> list[Tried]:
+        starts.append([rows for _, rows in work])
+        return keep_tiles(path, [Tried(use.of(rows), TILE, 4.0) for use, rows in work[:3]], device)
+
+    monkeypatch.setattr(trial, "_run", three)
+    for _ in range(3):
+        forget_trials()
+        trial.try_products([USE], torch.device("cuda"))
+    assert starts == [list(ROW_COUNTS), list(ROW_COUNTS[3:])]
+    assert measured_tile(replace(UNKNOWN, rows=20), device) == TILE
+
+
+def test_other_kernels_or_another_torch_keep_tiles_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = {f"{file.parent.name}/{file.name}" for file in sources()}
+    assert {"kernels/stream.py", "add_norm/triton.py", "rope_store/triton.py", "wide/triton.py", "skinny_gemm/tiles.json"} <= run
+    before = tiles_file(OTHER)
+    assert tiles_file(OTHER) == before
+    monkeypatch.setattr(torch, "__version__", "0.0")
+    assert tiles_file(OTHER) != before
 
 
 def test_a_choice_that_was_made_before_a_trial_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ import outrider.bench
 from outrider.bench.perplexity import cut_windows, perplexity, read_texts
 from outrider.services.cli import app
 from outrider.services.draft.settings import DraftSettings
+from outrider.services.target import numerics
 from outrider.services.target.drafter import NoDrafter
 from outrider.services.target.numerics import prepare_attention, prepare_decoder
 from outrider.services.target.request import SpeculationMode
@@ -31,6 +32,7 @@ from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.linear import Linear
 from outrider.shared.nn.quantized import RoundedLinear, quantize_fp8, round_rows
+from outrider.shared.parallel.decoder import ShardedDecoder
 
 HELD_OUT = Path(outrider.bench.__path__[0]) / "prompts" / "heldout.jsonl"
 PROMPT = [3, 14, 15, 9, 26, 5]
@@ -129,6 +131,20 @@ def test_what_does_something_is_taken(target_dir: Path, values: dict[str, Any], 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     TargetSettings.load({"model": target_dir, "device": "cpu", **values}).check()
+
+
+def test_tiles_are_tried_for_a_quarter_of_the_ranks_timeout_only_where_ranks_wait(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budgets: list[float] = []
+    monkeypatch.setattr(numerics, "try_products", lambda uses, device, budget_s: budgets.append(budget_s) or [])
+    monkeypatch.setattr(numerics, "spread_tiles", lambda *_: None)
+    fused = mock.Mock(uses=list)
+    settings = settings_of(target_dir, tp_timeout_s=8.0)
+    numerics._choose_tiles(settings, Decoder.load(target_dir, "cpu"), fused)
+    ranked = mock.Mock(spec=ShardedDecoder, device=torch.device("cpu"), collectives=mock.Mock(rank=0))
+    numerics._choose_tiles(settings, ranked, fused)
+    assert budgets == [numerics.BUDGET_S, 2.0]
 
 
 def test_an_unknown_attention_backend_is_refused_with_those_there_are() -> None:

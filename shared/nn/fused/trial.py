@@ -54,13 +54,14 @@ def try_products(
 ) -> list[Tried]:
     """Choose by what is kept from earlier trials, and try what nobody measured; nothing happens but on a GPU.
 
-    A trial that fails is logged, and what it would have won is forgone. While another process tries, this one does not, and has the rule's
-    tiles: what two measure at once on a GPU is not worth keeping.
+    A trial that fails is logged, and what it would have won is forgone. While another process tries, this one does not, and does with what
+    is kept by then: what two measure at once on a GPU is not worth keeping.
 
     Args:
         uses: The products of a model.
         device: Where it runs.
-        budget_s: Begin nothing after so many seconds: what is left keeps the rule's tile until the next start, which goes on with it.
+        budget_s: Begin nothing after so many seconds: what is left has the tile of the next larger row count that was tried, else what
+            it had without a trial, until the next start, which goes on with it.
         clock: Tells seconds.
 
     Returns:
@@ -80,7 +81,7 @@ def try_products(
                 if alone:
                     tried = _run(work, device, budget_s, clock)
                 else:
-                    _log.info("another process tries tiles: what nobody measured keeps the rule's until the next start", products=len(work))
+                    _log.info("another process tries tiles: what is not kept yet is left to the next start", products=len(work))
         except Exception as error:
             _log.warning("tiles were not tried", error=f"{type(error).__name__}: {error}")
         remember(name, ((entry.product, entry.tile) for entry in tried))
