@@ -205,7 +205,7 @@ def test_a_draft_without_target_weights_borrows_them_over_the_wire(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warm = []
-    monkeypatch.setattr(protocol, "warm_up", lambda engine, device: (warmup.warm_up(engine, device), warm.append(device)))
+    monkeypatch.setattr(protocol, "warm_up", lambda engine, device, **how: (warmup.warm_up(engine, device, **how), warm.append(device)))
     running = start(pair, tmp_path / "draft.sock", borrow=False)
     try:
         with ScriptedTarget(running.address) as target:
