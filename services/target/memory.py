@@ -306,5 +306,5 @@ def _least_fraction(size: int, total: int) -> float | None:
     return None
 
 
-def _gib(size: int, times: int = 1) -> float:
-    return round(size * times / GIB, 2)
+def _gib(size: int) -> float:
+    return round(size / GIB, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -41,7 +42,7 @@ def check_weights_fit(settings: TargetSettings) -> None:
     dtype = settings.torch_dtype() or default_dtype(device)
     sizes = WeightSizes(settings.model, dtype)
     rounded = settings.quantization is Quantization.FP8
-    needed = sizes.of_rank(settings.tp, rounded=rounded)
+    needed = sizes.while_loading(settings.tp, rounded=rounded)
     if needed <= free:
         return
     shared = f" on each of {settings.tp} GPUs" if settings.tp > 1 else ""
@@ -101,33 +102,50 @@ class WeightSizes:
         for name, info in self.tensors.items():
             narrow = rounded and self.can_round and name.endswith(ROUNDED)
             size = prod(info.shape) + 4 * info.shape[0] if narrow else loaded_bytes(name, info, dtype)
-            part = shard.part(name) if shard is not None else None
-            if part is not None:
-                size = size * part[1].local // part[1].whole
-            elif name == LM_HEAD:
-                size //= ranks
-            total += size
+            total += size // ranks if name == LM_HEAD else _part_of(shard, name, size)
         return total + (self.config.vocab_size * self.config.hidden_size // ranks if rounded and self.can_round else 0)
+
+    def while_loading(self, ranks: int = 1, *, rounded: bool = False, dtype: torch.dtype | None = None) -> int:
+        """Return the bytes that each of `ranks` GPUs must have for it: with products in FP8 one layer besides, which is wide until then.
+
+        Args:
+            ranks, rounded, dtype: As of `of_rank`.
+        """
+        held = self.of_rank(ranks, rounded=rounded, dtype=dtype)
+        if not (rounded and self.can_round):
+            return held
+        shard = Shard.of(self.config, 0, ranks) if ranks > 1 else None
+        layers: Counter[str] = Counter()
+        for name, info in self.tensors.items():
+            if name.endswith(ROUNDED):
+                layers[name.rsplit(".", 3)[0]] += _part_of(shard, name, loaded_bytes(name, info, dtype or self.dtype))
+        return held + max(layers.values(), default=0)
+
+
+def _part_of(shard: Shard | None, name: str, size: int) -> int:
+    """Return how much of a tensor's bytes a rank holds."""
+    part = shard.part(name) if shard is not None else None
+    return size if part is None else size * part[1].local // part[1].whole
 
 
 def _what_fits(sizes: WeightSizes, settings: TargetSettings, free: int, *, rounded: bool) -> Iterator[str]:
     """Yield flags with which the weights would fit; both together where neither does alone."""
     one = dict(_fitting_ranks(sizes, settings.tp, free, rounded=rounded))
     yield from (f"--tp {ranks} ({gib(size)} on each GPU)" for ranks, size in one.items())
-    narrow = sizes.of_rank(settings.tp, rounded=True) if sizes.can_round and not rounded else free + 1
+    narrow = sizes.while_loading(settings.tp, rounded=True) if sizes.can_round and not rounded else free + 1
     if narrow <= free:
         yield f"--quantization fp8 ({gib(narrow)})"
     elif not one and sizes.can_round and not rounded:
         both = _fitting_ranks(sizes, settings.tp, free, rounded=True)
         yield from (f"--tp {ranks} with --quantization fp8 ({gib(size)} on each GPU)" for ranks, size in both)
-    if sizes.dtype is torch.float32 and (half := sizes.of_rank(settings.tp, dtype=torch.bfloat16)) <= free:
+    if sizes.dtype is torch.float32 and (half := sizes.while_loading(settings.tp, dtype=torch.bfloat16)) <= free:
         yield f"--dtype bfloat16 ({gib(half)})"
 
 
 def _fitting_ranks(sizes: WeightSizes, ranks: int, free: int, *, rounded: bool) -> Iterator[tuple[int, int]]:
     """Yield the least number of ranks above this one that the weights fit on, with the bytes of each; nothing if there is none."""
     for more in MORE_RANKS:
-        if more > ranks and sizes.can_split(more) and (size := sizes.of_rank(more, rounded=rounded)) <= free:
+        if more > ranks and sizes.can_split(more) and (size := sizes.while_loading(more, rounded=rounded)) <= free:
             yield more, size
             return
 

@@ -154,9 +154,13 @@ class Decoder:
                 return _open_generic(path, config, torch.device(device), dtype, progress)
             return cls._load(path, config, torch.device(device), dtype, progress, on_layer)
         except torch.OutOfMemoryError as error:
+            needed = f"{_needed(path, config, dtype)} as {str(dtype).removeprefix('torch.')}"
+            if on_layer is None:
+                why, smaller = f": its weights need {needed}", " or a smaller dtype"
+            else:  # what they are changed to is not known here
+                why, smaller = f", though its layers are rounded as they are loaded (before, its weights are {needed})", ""
             raise ConfigurationError(
-                f"{path} does not fit into the free memory of {device}: its weights need {_needed(path, config, dtype)} as "
-                f"{str(dtype).removeprefix('torch.')}; choose another device or a smaller dtype, or end what else uses it.",
+                f"{path} does not fit into the free memory of {device}{why}; choose another device{smaller}, or end what else uses it.",
                 field="device",
             ) from error
 

@@ -51,6 +51,19 @@ def test_sizes_from_headers_are_those_of_the_loaded_model(model: Path, rounded: 
     assert told == pytest.approx(decoder.weight_bytes, rel=0.01), "norms, and scales of the head, are little"
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_layer_that_is_wide_until_it_is_rounded_is_counted(model: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Decoder.load(model, CPU, BF16).layers[0]
+    wide = layer.attention.nbytes + layer.mlp.nbytes
+    sizes = WeightSizes(model, BF16)
+    held, needed = sizes.of_rank(ranks, rounded=True), sizes.while_loading(ranks, rounded=True)
+    assert needed - held == pytest.approx(wide / ranks, rel=0.01)
+    assert sizes.while_loading(ranks) == sizes.of_rank(ranks)
+    told = refusal(monkeypatch, model, needed - 1, quantization="fp8", **({"tp": 2} if ranks == 2 else {}))
+    assert "as FP8" in told
+    assert mib(told, "its weights need") == pytest.approx(needed / 2**20, abs=0.06)
+
+
 def test_a_rank_is_told_to_hold_its_share(model: Path) -> None:
     sizes = WeightSizes(model, BF16)
     whole, half = sizes.of_rank(), sizes.of_rank(2)
@@ -71,7 +84,7 @@ def test_numbers_and_ways_out_are_told_before_anything_is_loaded(model: Path, mo
     assert "as bfloat16, and cuda:0 has" in told
     assert mib(told, "cuda:0 has") == pytest.approx((needed - 1) / 2**20, abs=0.06)
     assert mib(told, "--tp 2") == pytest.approx(sizes.of_rank(2) / 2**20, abs=0.06)
-    assert mib(told, "--quantization fp8") == pytest.approx(sizes.of_rank(rounded=True) / 2**20, abs=0.06)
+    assert mib(told, "--quantization fp8") == pytest.approx(sizes.while_loading(rounded=True) / 2**20, abs=0.06)
     assert "--dtype" not in told
     assert "--dtype bfloat16" in refusal(monkeypatch, model, needed, dtype="float32")
 
@@ -79,7 +92,9 @@ def test_numbers_and_ways_out_are_told_before_anything_is_loaded(model: Path, mo
 def test_only_what_would_fit_is_advised(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = WeightSizes(model, BF16)
     least = min(sizes.of_rank(ranks) for ranks in (2, 4, 8) if sizes.can_split(ranks))
-    assert "--tp 2 with --quantization fp8" in refusal(monkeypatch, model, min(least, sizes.of_rank(rounded=True)) - 1)
+    free = min(least, sizes.while_loading(rounded=True)) - 1
+    both = next(ranks for ranks in (2, 4, 8) if sizes.while_loading(ranks, rounded=True) <= free)
+    assert f"--tp {both} with --quantization fp8" in refusal(monkeypatch, model, free)
     told = refusal(monkeypatch, model, 1000)
     assert "What helps: another device, or an end of what else uses this one." in told
 
@@ -99,6 +114,9 @@ def test_a_model_that_runs_out_of_memory_while_it_loads_says_what_it_needs(model
     with pytest.raises(ConfigurationError, match=r"its weights need [0-9.]+ MiB as bfloat16") as caught:
         Decoder.load(model, CPU, BF16)
     assert caught.value.field == "device"
+    with pytest.raises(ConfigurationError, match=r"though its layers are rounded as they are loaded") as caught:
+        Decoder.load(model, CPU, BF16, on_layer=lambda layer: None)
+    assert "smaller dtype" not in caught.value.message
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
