@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider.bench.cli import bench
-from outrider.services import launch
+from outrider.services import entrypoints, launch
 from outrider.services.convert.cli import convert
 from outrider.services.doctor.cli import doctor
 from outrider.services.flags import with_target_flags
@@ -209,7 +209,7 @@ def serve_gateway(context: typer.Context) -> None:
     """The front door: REST and gRPC. Needs no torch."""
     from outrider.services.gateway.settings import GatewaySettings
 
-    _run_service("gateway", GatewaySettings, launch.serve_gateway, context.args)
+    _run_service("gateway", GatewaySettings, entrypoints.serve_gateway, context.args)
 
 
 @serve.command("target", context_settings=PASS_ON)
@@ -217,7 +217,7 @@ def serve_target(context: typer.Context) -> None:
     """The model: KV cache, batching, verification."""
     from outrider.services.target.settings import TargetSettings
 
-    _run_service("target", TargetSettings, launch.serve_target, context.args)
+    _run_service("target", TargetSettings, entrypoints.serve_target, context.args)
 
 
 @serve.command("draft", context_settings=PASS_ON)
@@ -225,7 +225,7 @@ def serve_draft(context: typer.Context) -> None:
     """The draft head: proposes token trees."""
     from outrider.services.draft.settings import DraftSettings
 
-    _run_service("draft", DraftSettings, launch.serve_draft, context.args)
+    _run_service("draft", DraftSettings, entrypoints.serve_draft, context.args)
 
 
 def _run_service(name: str, settings_type: Any, run: Any, arguments: list[str]) -> None:

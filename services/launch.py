@@ -1,7 +1,4 @@
-"""Puts the services together: what `outrider up` starts with which flags, and what each `outrider serve` runs.
-
-This module and `cli` alone see all services, and import them only when one is started.
-"""
+"""Puts the services together: what `outrider up` starts, and with which flags."""
 
 from __future__ import annotations
 
@@ -17,20 +14,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from outrider.services.entrypoints import INPROC
 from outrider.services.mps import shared_gpu
 from outrider.services.option_checks import DEFAULT_MAX_SESSIONS, check_values
 from outrider.services.shared_cache import shared_kv_tokens
 from outrider.services.supervisor import ChildSpec, Echo, Supervisor, Surroundings
 from outrider.shared.base.errors import CancelledError, ConfigurationError, UnavailableError
-from outrider.shared.rpc.polling import watch_sockets
 from outrider.shared.spec.algorithm import Algorithm, check_given
-
-if TYPE_CHECKING:
-    from outrider.services.draft.settings import DraftSettings
-    from outrider.services.gateway.settings import GatewaySettings
-    from outrider.services.target.settings import TargetSettings
 
 # The folder that holds services/, models/ and bench/ side by side, in a checkout and in an installed package alike.
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent
@@ -39,8 +30,6 @@ DEMO_DRAFT = PACKAGE_ROOT / "models" / "demo" / "eagle3"
 
 Progress = Callable[[str], None]
 
-# `--draft inproc:DIR` of the target: the draft lives in its process.
-INPROC = "inproc:"
 OWN_PORTS = range(20_000, 32_000)
 """Below those that systems give to connections (Linux: 32768 on)."""
 START_TIMEOUT_S = 600.0
@@ -359,51 +348,3 @@ def _wait_until_ready(plan: StackPlan, supervisor: Supervisor, progress: Progres
 
 def _start_failure(service: str, last_line: str) -> ConfigurationError:
     return ConfigurationError(f"The {service} service stopped while starting: {last_line}", field=service)
-
-
-def serve_gateway(settings: GatewaySettings) -> int:
-    """Run the gateway until it is told to stop."""
-    from outrider.services.gateway import app
-
-    return app.run(settings)
-
-
-def serve_target(settings: TargetSettings) -> int:
-    """Run the target; for ``--draft inproc:DIR`` the draft is put into its process here, since services do not import each other.
-
-    Without a DIR, ``--speculative-algorithm`` says what drafts: n-grams, or the MTP layers of the model.
-    """
-    watch_sockets()
-    from outrider.services.target import app
-
-    if not settings.draft.startswith(INPROC) or settings.speculative_algorithm is Algorithm.NONE:
-        return app.run(settings)
-    from outrider.services.draft.inproc import drafter_beside
-    from outrider.services.draft.settings import DraftSettings
-
-    alike = ("max_steps", "max_topk", "max_nodes", "page_size", "num_steps", "topk", "num_draft_tokens")
-    caps = {name: getattr(settings, name) for name in (*alike, "cuda_graph_max_bs", "disable_cuda_graph")}
-    folder = settings.draft.removeprefix(INPROC)
-    draft = DraftSettings.load(
-        {
-            "draft": folder or None,
-            "speculative_algorithm": settings.speculative_algorithm.value,
-            "speculative_token_map": settings.speculative_token_map,
-            "ngram_corpus": settings.ngram_corpus,
-            "target_weights": settings.model,
-            "max_sessions": settings.max_running_requests,
-            "disable_tile_trial": settings.disable_tile_trial,
-            **caps,
-        }
-    )
-    draft.check()
-    plain = settings.model_copy(update={"draft": "none", "speculative_token_map": None, "ngram_corpus": None})
-    return app.run(plain, lambda decoder, sizing: drafter_beside(decoder, draft, sizing))
-
-
-def serve_draft(settings: DraftSettings) -> int:
-    """Run the draft until it is told to stop."""
-    watch_sockets()
-    from outrider.services.draft import app
-
-    return app.run(settings)

@@ -101,7 +101,7 @@ def test_serve_help_lists_the_settings_of_the_service(service: str, monkeypatch:
 @pytest.mark.parametrize("service", ["target", "draft"])
 def test_serve_takes_sglangs_name_of_the_draft(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(cli.launch, f"serve_{service}", lambda settings: seen.append(settings) or 0)
+    monkeypatch.setattr(cli.entrypoints, f"serve_{service}", lambda settings: seen.append(settings) or 0)
     required = ["--model", "/m"] if service == "target" else []
     result = RUNNER.invoke(cli.app, ["serve", service, *required, "--speculative-draft-model-path", "unix:/d.sock"])
     assert result.exit_code == 0, result.output

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.services import launch
+from outrider.services import entrypoints, launch
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.launch import StackOptions, StackPlan, Transport, check_options, plan_stack, wants_inproc
 from outrider.services.target.settings import TargetSettings
@@ -103,7 +103,7 @@ def test_the_draft_in_the_targets_process_gets_its_flags(monkeypatch: pytest.Mon
     monkeypatch.setattr("outrider.services.draft.inproc.drafter_beside", lambda decoder, draft, sizing: made.append(draft.sized(sizing(1))))
     values = {"model": "/m", "draft": "inproc:", "speculative_algorithm": "NGRAM", "ngram_corpus": tmp_path / "c.txt", "kv_tokens": 8192}
     values |= {"num_steps": 3, "topk": 2, "num_draft_tokens": 7, "cuda_graph_max_bs": 8, "disable_cuda_graph": True}
-    assert launch.serve_target(TargetSettings.load({**values, "max_running_requests": 70, "device": "cpu"})) == 0
+    assert entrypoints.serve_target(TargetSettings.load({**values, "max_running_requests": 70, "device": "cpu"})) == 0
     make = made.pop()
     make(None, lambda size: 8192 * size)  # type: ignore[operator]
     (draft,) = made
