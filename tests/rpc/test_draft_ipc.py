@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from draft_client import ScriptedTarget, commit_request, fence, open_request
+from ipc_target import HIDDEN, LAYERS, PROMPT, TIMEOUT_S, VOCAB, IpcTarget, address
 from toys import make_toy_eagle3, make_toy_target
 
 from outrider.common.v1 import common_pb2
@@ -19,16 +20,10 @@ from outrider.draft.v1 import draft_pb2
 from outrider.services.draft.app import DraftService
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.draft_client.connection import ConnectionLost
-from outrider.services.target.draft_client.ipc_carrier import IpcCarrier
 from outrider.shared.base.errors import OutriderError
-from outrider.shared.rpc.address import IpcAddress
 from outrider.shared.rpc.ipc.frames import HEADER, EndOfStream, FrameKind, FrameSocket
 from outrider.shared.rpc.ipc.sockets import connect
 from outrider.shared.rpc.version import PROTOCOL_VERSION
-
-VOCAB, HIDDEN, LAYERS = 64, 64, 8
-PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
-TIMEOUT_S = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -50,79 +45,6 @@ def service(pair: tuple[Path, Path], tmp_path: Path) -> Iterator[DraftService]:
     running.engine.check()
     assert running.engine.strategy.pages().held == 0
     assert list(tmp_path.iterdir()) == [], "the sockets' files are gone"
-
-
-def address(service: DraftService) -> IpcAddress:
-    parsed = IpcAddress.parse(service.address, "listen")
-    assert parsed is not None
-    return parsed
-
-
-class IpcTarget:
-    """A target's carrier, driven by hand."""
-
-    def __init__(self, service: DraftService, target_id: str = "t1", *, rounds: bool = False, **hello: object) -> None:
-        self.carrier = IpcCarrier(address(service), torch.device("cpu"), rounds=rounds)
-        self.pongs: list[int] = []
-        values = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_layers": LAYERS, "target_fingerprint": "f"}
-        version = {"protocol_version": PROTOCOL_VERSION}
-        self.hello = draft_pb2.Hello(target_id=target_id, **(version | values | hello))  # type: ignore[arg-type]
-        self._follower = threading.Thread(target=self._follow, daemon=True)
-
-    def start(self) -> IpcTarget:
-        self.carrier.hello(self.hello)
-        self.carrier.open_bulk(self.hello.target_id)
-        self._follower.start()
-        return self
-
-    def leave(self) -> None:
-        self.carrier.close()
-        if self._follower.is_alive():
-            self._follower.join(TIMEOUT_S)
-        self.carrier.release()
-
-    def expect(self, kind: str) -> draft_pb2.SessionReply:
-        reply = self.carrier.receive(TIMEOUT_S)
-        assert reply is not None
-        assert reply.WhichOneof("message") == kind, reply
-        return reply
-
-    def feed(self, session_id: int, count: int) -> None:
-        rows = torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(session_id))
-        message = draft_pb2.BulkRequest(session_id=session_id, epoch=1, base=0, target_id=self.hello.target_id)
-        self.carrier.send_rows(message, rows)
-
-    def round(self, session_id: int, number: int, tokens: list[int], base_len: int) -> draft_pb2.DraftFrame:
-        rows = torch.randn(len(tokens) - base_len, HIDDEN, generator=torch.Generator().manual_seed(number))
-        request = commit_request(number, [(session_id, tokens, base_len)], None)
-        request.frame.commits[0].num_feature_rows = rows.shape[0]
-        request.frame.features.CopyFrom(self.carrier.tensors.write([rows]))
-        assert request.frame.features.HasField("shared_memory")
-        self.carrier.send(request)
-        return self.expect("frame").frame
-
-    def enter(self, session_id: int, number: int) -> None:
-        """Ask for rounds on the device of a session that has chosen one token behind its prompt."""
-        message = draft_pb2.RoundsEnter(
-            rounds=number,
-            shape=draft_pb2.Shape(depth=3, topk=2, max_nodes=7),
-            batch=1,
-            columns=6,
-            feature_size=HIDDEN,
-            feature_dtype=common_pb2.DATA_TYPE_FLOAT32,
-        )
-        message.rows.add(fence=fence(session_id, 1, [*PROMPT, 8]), base_len=len(PROMPT), token_ids=[8])
-        self.carrier.send(draft_pb2.SessionRequest(rounds_enter=message))
-
-    def open(self, session_id: int) -> None:
-        self.carrier.send(open_request(session_id, PROMPT))
-        assert self.expect("open").open.session_id == session_id
-
-    def _follow(self) -> None:
-        try:
-            self.carrier.follow(lambda pong: self.pongs.append(pong.nonce))
-        except ConnectionLost:
-            self.carrier.close()
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

@@ -77,6 +77,16 @@ def connected(drafter: RemoteDrafter) -> None:
     wait_for(lambda: drafter.state() is DrafterState.ON)
 
 
+def refused_for(drafter: RemoteDrafter, field: str) -> str:
+    """Wait until the target refuses its draft for a field; return what it says."""
+    wait_for(lambda: drafter.refusal() is not None)
+    refusal = drafter.refusal()
+    assert refusal is not None
+    assert refusal.field == field
+    assert drafter.state() is not DrafterState.ON
+    return refusal.message
+
+
 def start(decoder: Decoder, drafter: RemoteDrafter, count: int = 1, max_new_tokens: int = 60) -> Harness:
     harness = make_harness(decoder, drafter, prefill_chunk=4)
     for index in range(count):
@@ -315,11 +325,7 @@ def test_a_head_that_does_not_fit_is_refused(decoder: Decoder, drafter: RemoteDr
     fake = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size + 1)
     server = fake.serve(address)
     try:
-        wait_for(lambda: drafter.refusal() is not None)
-        refusal = drafter.refusal()
-        assert refusal is not None
-        assert refusal.field == "fc.weight"
-        assert drafter.state() is not DrafterState.ON
+        refused_for(drafter, "fc.weight")
         harness = start(decoder, drafter)
         harness.run()
         check_done(harness, plain)
@@ -335,12 +341,8 @@ def test_a_draft_of_another_release_is_refused_and_decoding_goes_on(
     fake.ack.protocol_version = version
     server = fake.serve(address)
     try:
-        wait_for(lambda: drafter.refusal() is not None)
-        refusal = drafter.refusal()
-        assert refusal is not None
-        assert refusal.field == "protocol_version"
-        assert f"version {version} of the draft protocol, this target version {PROTOCOL_VERSION}: update the {older}" in refusal.message
-        assert drafter.state() is not DrafterState.ON
+        message = refused_for(drafter, "protocol_version")
+        assert f"version {version} of the draft protocol, this target version {PROTOCOL_VERSION}: update the {older}" in message
         harness = start(decoder, drafter)
         harness.run()
         check_done(harness, plain)
@@ -374,13 +376,9 @@ def test_a_draft_of_another_algorithm_is_refused(
         if fits:
             connected(drafter)
             return
-        wait_for(lambda: drafter.refusal() is not None)
-        refusal = drafter.refusal()
-        assert refusal is not None
-        assert refusal.field == "speculative_algorithm"
-        assert asked in refusal.message
-        assert (said or "unknown kind") in refusal.message
-        assert drafter.state() is not DrafterState.ON
+        message = refused_for(drafter, "speculative_algorithm")
+        assert asked in message
+        assert (said or "unknown kind") in message
     finally:
         drafter.shutdown()
         server.stop(0)

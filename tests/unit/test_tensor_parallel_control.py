@@ -1,4 +1,4 @@
-"""What passes between the ranks: commands, packed inputs, and connections that notice a stranger, a death and a silence."""
+"""What passes between the ranks: commands, packed inputs, and connections that notice a death and a silence."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ import threading
 from collections.abc import Iterator
 from dataclasses import fields
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.shared.attn.base import AttentionBatch
-from outrider.shared.base.errors import ConfigurationError, OutriderError, ProtocolError, UnavailableError
+from outrider.shared.base.errors import OutriderError, ProtocolError, UnavailableError
 from outrider.shared.kv.pool import KVPool
-from outrider.shared.parallel import channel, commands
-from outrider.shared.parallel.channel import Connection, Report, ReportKind, accept_ranks, connect_rank, store_of_these
+from outrider.shared.parallel import commands
+from outrider.shared.parallel.channel import Connection, Report, ReportKind
 from outrider.shared.parallel.commands import Forward, MakePool, Scrub, Stop, decode, encode
 from outrider.shared.parallel.lead import Lead, LeadDecoder
 from outrider.shared.parallel.packing import StepInputs, packed_words
@@ -306,102 +305,6 @@ def test_closing_is_no_failure(pair: tuple[Connection, Connection]) -> None:
     assert decode(pair[1].receive() or b"") == Stop()
     assert pair[1].receive() is None
     assert failures.error is None
-
-
-def test_only_ranks_that_know_the_secret_are_accepted() -> None:
-    store = dist.HashStore()
-    accepted: dict[int, Connection] = {}
-    thread = threading.Thread(target=lambda: accepted.update(accept_ranks(store, "127.0.0.1", 3, 30)))
-    thread.start()
-    host, port, secret = bytes(store.get("outrider/control")).decode().split(" ")
-    for greeting in (b"guess 1", f"{secret} 0".encode(), f"{secret} 3".encode(), f"{secret} x".encode(), b"\xff\xfe"):
-        stranger = Connection(socket.create_connection((host, int(port))))
-        stranger.send(greeting)
-        assert stranger.receive() is None, "the connection is closed"
-        stranger.close()
-    for stray in (b"GET / HTTP/1.0\r\n\r\n", b"\x41\0\0\0", b"\x30\0\0\0half", b""):  # of a scanner, or of who knows what
-        with socket.create_connection((host, int(port))) as scanner:
-            scanner.sendall(stray)
-    ranks = [connect_rank(store, rank, 5) for rank in (2, 1)]
-    thread.join(30)
-    assert sorted(accepted) == [1, 2]
-    ranks[0].report(Report(ReportKind.DONE, "two"))
-    assert accepted[2].receive_report() == Report(ReportKind.DONE, "two")
-    for connection in [*ranks, *accepted.values()]:
-        connection.close()
-
-
-class Dripping:
-    """A socket from which a byte comes every two seconds, by a clock of its own."""
-
-    def __init__(self, said: bytes) -> None:
-        self.said = said
-        self.now = 100.0
-        self.timeout_s: float | None = None
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def setsockopt(self, *option: object) -> None:
-        pass
-
-    def settimeout(self, timeout_s: float | None) -> None:
-        assert timeout_s is None or timeout_s > 0
-        self.timeout_s = timeout_s
-
-    def recv(self, count: int) -> bytes:
-        assert count >= 1
-        if self.timeout_s is not None and self.timeout_s < 2.0:
-            self.now += self.timeout_s
-            raise TimeoutError
-        self.now += 2.0
-        part, self.said = self.said[:1], self.said[1:]
-        return part
-
-
-def test_a_greeting_has_one_deadline_however_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    dripping = Dripping(b"\x08\0\0\0" + b"a greeting")
-    monkeypatch.setattr(channel, "time", dripping)
-    connection = Connection(cast("socket.socket", dripping))
-    assert connection.receive_by(dripping.now + 5.0, 64) is None
-    assert dripping.now == 105.0
-    patient = Dripping(b"\x02\0\0\0" + b"ok, and more")
-    monkeypatch.setattr(channel, "time", patient)
-    connection = Connection(cast("socket.socket", patient))
-    assert connection.receive_by(patient.now + 60.0, 64) == b"ok"
-    assert patient.timeout_s is None, "what comes later is waited for"
-    assert patient.said == b", and more", "and is not taken"
-
-
-def test_a_store_that_outlives_the_ranks_leads_to_the_new_ones() -> None:
-    """After torchrun has started all ranks anew, a rank that is quicker than rank 0 finds the address of the last one."""
-    store = dist.HashStore()
-    prefixes = []
-    for _start in range(2):
-        accepted: dict[int, Connection] = {}
-        found: list[Connection] = []
-        rank = threading.Thread(target=lambda to=found: to.append(connect_rank(store, 1, 30)))
-        rank.start()
-        accepted |= accept_ranks(store, "127.0.0.1", 2, 30)
-        rank.join(30)
-        found[0].report(Report(ReportKind.DONE, "one"))
-        assert accepted[1].receive_report() == Report(ReportKind.DONE, "one")
-        store_of_these(store).set("key", "value")
-        prefixes.append(bytes(store.get("outrider/control")).decode().split(" ")[2])
-        assert bytes(store.get(f"{prefixes[-1]}/key")) == b"value"
-        for connection in (*found, *accepted.values()):
-            connection.close()
-    assert prefixes[0] != prefixes[1]
-
-
-def test_ranks_that_do_not_come_are_named() -> None:
-    with pytest.raises(UnavailableError, match=r"ranks \[1, 2\] did not come"):
-        accept_ranks(dist.HashStore(), "127.0.0.1", 3, 0.2)
-
-
-def test_an_address_of_another_host_is_refused_by_name() -> None:
-    with pytest.raises(ConfigurationError, match="MASTER_ADDR"):
-        accept_ranks(dist.HashStore(), "192.0.2.1", 2, 1)
 
 
 def test_a_frame_that_is_too_long_is_refused(pair: tuple[Connection, Connection]) -> None:
