@@ -13,11 +13,20 @@ PROTOS = Path("protos") / "outrider"
 NO_PACKAGES = ["__pycache__*", "*.__pycache__*", "results*"]
 
 roots = {f"outrider.{name}": name for name in ("kernels", "shared", "services", "train", "bench")}
-roots |= {f"outrider.{path.name}": str(PROTOS / path.name) for path in sorted((ROOT / PROTOS).iterdir()) if path.is_dir()}
+roots |= {
+    f"outrider.{path.name}": str(PROTOS / path.name)
+    for path in sorted((ROOT / PROTOS).iterdir())
+    if path.is_dir()
+}
 packages = [
     name
     for package, folder in roots.items()
-    for name in (package, *(f"{package}.{below}" for below in find_namespace_packages(folder, exclude=NO_PACKAGES)))
+    for name in (
+        package,
+        *(f"{package}.{below}" for below in find_namespace_packages(folder, exclude=NO_PACKAGES)),
+    )
 ]
 
-setup(packages=[*packages, "outrider.models.demo"], package_dir={**roots, "outrider.models.demo": "models/demo"})
+setup(
+    packages=[*packages, "outrider.models.demo"], package_dir={**roots, "outrider.models.demo": "models/demo"}
+)

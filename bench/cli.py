@@ -24,13 +24,21 @@ BATCHES = "1,4,16,64"
 ROUNDS = "plain,chain3@2.4,chain5@2.6"
 
 Prompts = Annotated[
-    Path | None, typer.Option(help="JSON lines with a `prompt` or `messages` field.", show_default="the embedded held-out prompts")
+    Path | None,
+    typer.Option(
+        help="JSON lines with a `prompt` or `messages` field.", show_default="the embedded held-out prompts"
+    ),
 ]
 NumPrompts = Annotated[int, typer.Option(help="How many of them.")]
 AnswerTokens = Annotated[int, typer.Option(help="Tokens per answer.")]
 TargetDir = Annotated[
     Path | None,
-    typer.Option("--target", help="Model folder in Hugging Face layout.", show_default="the embedded demo model", metavar="DIR"),
+    typer.Option(
+        "--target",
+        help="Model folder in Hugging Face layout.",
+        show_default="the embedded demo model",
+        metavar="DIR",
+    ),
 ]
 DraftDir = Annotated[
     str | None,
@@ -44,11 +52,15 @@ DraftDir = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …")]
 StackTransport = Annotated[
-    Transport, typer.Option(help="Of a stack that is started here: auto (as `outrider up` chooses), grpc, ipc, inproc.")
+    Transport,
+    typer.Option(help="Of a stack that is started here: auto (as `outrider up` chooses), grpc, ipc, inproc."),
 ]
 Dtype = Annotated[str, typer.Option(help="auto (bf16 on CUDA, fp32 on CPU), float32, bfloat16, float16.")]
 Output = Annotated[
-    Path | None, typer.Option(help="JSON file, or the folder for it.", show_default="bench/results/<benchmark>-<device>.json")
+    Path | None,
+    typer.Option(
+        help="JSON file, or the folder for it.", show_default="bench/results/<benchmark>-<device>.json"
+    ),
 ]
 Shape = Annotated[
     str,
@@ -103,7 +115,16 @@ def _speculation(
     from outrider.bench.speculation import BenchOptions, run_bench
 
     _leave_on_terminate()
-    options = BenchOptions(prompts, num_prompts, tokens, target or DEMO_TARGET, _draft_folder(target, draft), device, output, transport)
+    options = BenchOptions(
+        prompts,
+        num_prompts,
+        tokens,
+        target or DEMO_TARGET,
+        _draft_folder(target, draft),
+        device,
+        output,
+        transport,
+    )
     raise typer.Exit(run_bench(options))
 
 
@@ -117,21 +138,39 @@ def latency(
         ),
     ] = ROUNDS,
     batch: Annotated[str, typer.Option(help="Batch sizes.")] = BATCHES,
-    accept_length: Annotated[float, typer.Option(help="Synthetic accept length of rounds that name none, the bonus token counted.")] = 3.5,
+    accept_length: Annotated[
+        float, typer.Option(help="Synthetic accept length of rounds that name none, the bonus token counted.")
+    ] = 3.5,
     prompt: Annotated[int, typer.Option(min=1, help="Prompt tokens, random.")] = 512,
     new_tokens: Annotated[int, typer.Option(min=3, help="Tokens per answer.")] = 384,
     repeats: Annotated[int, typer.Option(min=1, help="Runs per row; the best counts.")] = 2,
-    prefill: Annotated[str, typer.Option(help="Prompt lengths whose prefill is measured; `none` for none.")] = "2048",
-    transport: Annotated[str, typer.Option(help="How the target reaches the draft: inproc, ipc, grpc (loopback) or unix.")] = "inproc",
+    prefill: Annotated[
+        str, typer.Option(help="Prompt lengths whose prefill is measured; `none` for none.")
+    ] = "2048",
+    transport: Annotated[
+        str, typer.Option(help="How the target reaches the draft: inproc, ipc, grpc (loopback) or unix.")
+    ] = "inproc",
     draft_device: Annotated[
-        str | None, typer.Option(help="Of a draft in a process of its own: --transport ipc, grpc or unix.", show_default="the target's")
+        str | None,
+        typer.Option(
+            help="Of a draft in a process of its own: --transport ipc, grpc or unix.",
+            show_default="the target's",
+        ),
     ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism of the target.")] = 1,
-    mps: Annotated[bool, typer.Option("--mps", help="Share the GPU by NVIDIA's multi-process service, started for this run.")] = False,
-    profile: Annotated[bool, typer.Option(help="On a GPU: record kernels of some rounds for idle shares and a kernel table.")] = False,
+    mps: Annotated[
+        bool,
+        typer.Option("--mps", help="Share the GPU by NVIDIA's multi-process service, started for this run."),
+    ] = False,
+    profile: Annotated[
+        bool, typer.Option(help="On a GPU: record kernels of some rounds for idle shares and a kernel table.")
+    ] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
-    set_: Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE, a setting of `outrider serve target`; repeatable.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="NAME=VALUE, a setting of `outrider serve target`; repeatable."),
+    ] = None,
     output: Output = None,
 ) -> None:
     """Rounds and prefill of the engine in this process: random weights, synthetic acceptance, wall clock."""
@@ -149,7 +188,9 @@ def latency(
     prefills = [] if prefill == "none" else _numbers(prefill, "--prefill")
     known = {kind.value: kind for kind in DraftTransport}
     if transport not in known:
-        raise ConfigurationError(f"--transport {transport}: expected one of {', '.join(known)}.", field="--transport")
+        raise ConfigurationError(
+            f"--transport {transport}: expected one of {', '.join(known)}.", field="--transport"
+        )
     trees = [kind.tree for kind in shapes if kind.tree]
     nodes = max((tree.max_nodes for tree in trees), default=1)
     engine = EngineOptions(
@@ -164,21 +205,36 @@ def latency(
         tp=tp,
         settings=parse_settings(set_ or []),
     )
-    raise typer.Exit(run_latency(LatencyOptions(engine, shapes, batches, prompt, new_tokens, repeats, prefills, profile, output, mps)))
+    raise typer.Exit(
+        run_latency(
+            LatencyOptions(
+                engine, shapes, batches, prompt, new_tokens, repeats, prefills, profile, output, mps
+            )
+        )
+    )
 
 
 @bench.command()
 def serve(
-    url: Annotated[str | None, typer.Option(help="REST address of a running gateway.", show_default="a stack is started")] = None,
-    grpc_address: Annotated[str | None, typer.Option("--grpc", help="gRPC address of a running gateway.", metavar="ADDRESS")] = None,
+    url: Annotated[
+        str | None, typer.Option(help="REST address of a running gateway.", show_default="a stack is started")
+    ] = None,
+    grpc_address: Annotated[
+        str | None, typer.Option("--grpc", help="gRPC address of a running gateway.", metavar="ADDRESS")
+    ] = None,
     api: Annotated[str, typer.Option(help="Of a stack that is started here: rest or grpc.")] = "rest",
     api_key: Annotated[str | None, typer.Option(help="Key to send, if the gateway wants one.")] = None,
     request_rate: Annotated[float, typer.Option(help="Requests per second on average (Poisson).")] = 2.0,
     duration: Annotated[float, typer.Option(help="Seconds during which requests arrive.")] = 30.0,
-    warm_up: Annotated[float, typer.Option(min=0.0, help="Seconds of such a load before it, which are not counted.")] = 0.0,
+    warm_up: Annotated[
+        float, typer.Option(min=0.0, help="Seconds of such a load before it, which are not counted.")
+    ] = 0.0,
     prompts: Prompts = None,
     prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Random prompts of so many token ids.", show_default="the prompts of --prompts")
+        int | None,
+        typer.Option(
+            min=1, help="Random prompts of so many token ids.", show_default="the prompts of --prompts"
+        ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
@@ -186,7 +242,9 @@ def serve(
     first_token_limit: Annotated[
         float | None, typer.Option(help="Goodput: first token within so many ms.", show_default="no limit")
     ] = None,
-    per_token_limit: Annotated[float | None, typer.Option(help="Goodput: ms per token after the first.", show_default="no limit")] = None,
+    per_token_limit: Annotated[
+        float | None, typer.Option(help="Goodput: ms per token after the first.", show_default="no limit")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the arrivals.")] = 0,
     target: TargetDir = None,
     draft: DraftDir = None,
@@ -205,7 +263,9 @@ def serve(
     if not request_rate > 0 or not duration > 0:
         raise ConfigurationError("--request-rate and --duration must be above 0.", field="--request-rate")
     if speculation_mode not in ("auto", "on", "off"):
-        raise ConfigurationError(f"--speculation {speculation_mode}: expected auto, on or off.", field="--speculation")
+        raise ConfigurationError(
+            f"--speculation {speculation_mode}: expected auto, on or off.", field="--speculation"
+        )
     if api not in (kind.value for kind in Api):
         raise ConfigurationError(f"--api {api}: expected rest or grpc.", field="--api")
     options = ServeOptions(
@@ -245,7 +305,9 @@ def kernels(
             "round, trade, invariant, forward, propose."
         ),
     ] = "*",
-    tune: Annotated[bool, typer.Option(help="Only try tiles that nobody measured, and keep them for later starts.")] = False,
+    tune: Annotated[
+        bool, typer.Option(help="Only try tiles that nobody measured, and keep them for later starts.")
+    ] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
     output: Output = None,
@@ -282,7 +344,12 @@ def roofline(
 
 @bench.command()
 def perplexity(
-    text: Annotated[Path, typer.Option(help="A text, or JSON lines with text, prompt, question or answer fields.", metavar="FILE")],
+    text: Annotated[
+        Path,
+        typer.Option(
+            help="A text, or JSON lines with text, prompt, question or answer fields.", metavar="FILE"
+        ),
+    ],
     target: TargetDir = None,
     quantization: Annotated[str, typer.Option(help="none or fp8, as for `outrider serve target`.")] = "none",
     kv_cache_dtype: Annotated[str, typer.Option(help="auto or fp8_e4m3, likewise.")] = "auto",
@@ -297,12 +364,17 @@ def perplexity(
     from outrider.shared.obs.logging import configure_logging
 
     configure_logging("bench", "warning")
-    choices = (("--quantization", quantization, ("none", "fp8")), ("--kv-cache-dtype", kv_cache_dtype, ("auto", "fp8_e4m3")))
+    choices = (
+        ("--quantization", quantization, ("none", "fp8")),
+        ("--kv-cache-dtype", kv_cache_dtype, ("auto", "fp8_e4m3")),
+    )
     for flag, value, allowed in choices:
         if value not in allowed:
             raise ConfigurationError(f"{flag} {value}: expected {' or '.join(allowed)}.", field=flag)
     where, how = _placement(device, dtype)
-    options = PerplexityOptions(text, target or DEMO_TARGET, where, how, quantization, kv_cache_dtype, tokens, window, output)
+    options = PerplexityOptions(
+        text, target or DEMO_TARGET, where, how, quantization, kv_cache_dtype, tokens, window, output
+    )
     raise typer.Exit(run_perplexity(options))
 
 
@@ -310,9 +382,15 @@ def perplexity(
 def table(
     results: Annotated[Path, typer.Option(help="Folder of JSON results.")] = RESULTS,
     document: Annotated[
-        Path | None, typer.Option(help="Write it between the marks of this file, e.g. docs/performance.md.", show_default="standard output")
+        Path | None,
+        typer.Option(
+            help="Write it between the marks of this file, e.g. docs/performance.md.",
+            show_default="standard output",
+        ),
     ] = None,
-    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit code 1 if the document differs.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; exit code 1 if the document differs.")
+    ] = False,
 ) -> None:
     """The tables of docs/performance.md, docs/numerics.md and README.md, from recorded results alone."""
     from outrider.bench.performance_table import run_table
@@ -329,15 +407,25 @@ def _placement(device: str, dtype: str) -> tuple[Any, Any]:
     import torch
 
     try:
-        where = torch.device(device) if device != "auto" else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        where = (
+            torch.device(device)
+            if device != "auto"
+            else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        )
     except RuntimeError:
-        raise ConfigurationError(f"--device {device}: expected auto, cpu, cuda or cuda:N.", field="--device") from None
+        raise ConfigurationError(
+            f"--device {device}: expected auto, cpu, cuda or cuda:N.", field="--device"
+        ) from None
     if where.type not in ("cpu", "cuda") or (where.type == "cuda" and not torch.cuda.is_available()):
-        raise ConfigurationError(f"--device {device}: torch sees no such device here; use --device cpu.", field="--device")
+        raise ConfigurationError(
+            f"--device {device}: torch sees no such device here; use --device cpu.", field="--device"
+        )
     if dtype == "auto":
         return where, torch.bfloat16 if where.type == "cuda" else torch.float32
     if dtype not in ("float32", "bfloat16", "float16"):
-        raise ConfigurationError(f"--dtype {dtype}: expected auto, float32, bfloat16 or float16.", field="--dtype")
+        raise ConfigurationError(
+            f"--dtype {dtype}: expected auto, float32, bfloat16 or float16.", field="--dtype"
+        )
     return where, getattr(torch, dtype)
 
 

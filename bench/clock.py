@@ -40,7 +40,9 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ranked[low] + (ranked[high] - ranked[low]) * (at - low)
 
 
-def measure(work: Work, device: torch.device, *, copies: int = 1, samples: int = SAMPLES, sample_s: float = SAMPLE_S) -> Times:
+def measure(
+    work: Work, device: torch.device, *, copies: int = 1, samples: int = SAMPLES, sample_s: float = SAMPLE_S
+) -> Times:
     """Return how long `work` takes on the device.
 
     Args:

@@ -25,7 +25,9 @@ SPARE_TOKENS = 512
 
 
 @contextmanager
-def drafting_round(decoder: Decoder, shape: NamedShape, tree: DraftShape, batch: int, context: int) -> Iterator[Callable[[], DraftBatch]]:
+def drafting_round(
+    decoder: Decoder, shape: NamedShape, tree: DraftShape, batch: int, context: int
+) -> Iterator[Callable[[], DraftBatch]]:
     """Follow `batch` sequences of `context` random tokens, and yield what enqueues a round for them: extend, growth and trees.
 
     The round reads one fresh row a sequence and may be repeated: it writes the same places each time.
@@ -37,15 +39,23 @@ def drafting_round(decoder: Decoder, shape: NamedShape, tree: DraftShape, batch:
     with tempfile.TemporaryDirectory(prefix="outrider-head-", dir=memory_folder()) as folder:
         head = write_random_head(Path(folder), shape, decoder.device, decoder.dtype)
         scratch = tree.depth * tree.topk + SPARE_TOKENS
-        settings = {"draft": head, "max_sessions": max(batch, 16), "kv_tokens": max(batch, 16) * (context + scratch)}
+        settings = {
+            "draft": head,
+            "max_sessions": max(batch, 16),
+            "kv_tokens": max(batch, 16) * (context + scratch),
+        }
         drafter = drafter_beside(decoder, DraftSettings.load(settings))
     try:
-        state = RoundState.idle(batch, tree.depth + 1, decoder.config.hidden_size, decoder.dtype, decoder.device)
+        state = RoundState.idle(
+            batch, tree.depth + 1, decoder.config.hidden_size, decoder.dtype, decoder.device
+        )
         sessions = range(1, batch + 1)
         rows = []
         for session in sessions:
             tokens = [draw.randrange(decoder.config.vocab_size) for _ in range(context)]
-            features = torch.randn(context, decoder.config.hidden_size, device=decoder.device).to(decoder.dtype)
+            features = torch.randn(context, decoder.config.hidden_size, device=decoder.device).to(
+                decoder.dtype
+            )
             fence = Fence(session, 1, context, extend_prefix_hash(FNV_OFFSET, tokens))
             drafter.open([SequenceOpen(fence, tokens, seed=session, temperature=0.0)])
             drafter.features(session, 0, features[:-1])
@@ -64,8 +74,15 @@ def drafting_round(decoder: Decoder, shape: NamedShape, tree: DraftShape, batch:
         drafter.shutdown()
 
 
-def _commit(drafter: InprocDrafter, before: Fence, token: int, features: torch.Tensor, tree: DraftShape) -> ProposalRow:
+def _commit(
+    drafter: InprocDrafter, before: Fence, token: int, features: torch.Tensor, tree: DraftShape
+) -> ProposalRow:
     """Tell the drafter one more token, and return what asks for a tree behind it."""
-    fence = Fence(before.session_id, before.epoch, before.committed_len + 1, extend_prefix_hash(before.prefix_hash, [token]))
+    fence = Fence(
+        before.session_id,
+        before.epoch,
+        before.committed_len + 1,
+        extend_prefix_hash(before.prefix_hash, [token]),
+    )
     drafter.commit(RoundResult(0, [Commit(fence, before.committed_len, [token], features)]))
     return ProposalRow(fence, token, tree, must_wait=True)

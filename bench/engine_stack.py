@@ -116,11 +116,15 @@ class BenchEngine:
         self.synthetic.set_rates(rates_of_mean(accept_length))
         return self.synthetic.describe()
 
-    def run_batch(self, prompts: Sequence[Sequence[int]], new_tokens: int | Sequence[int], tree: DraftShape | None) -> Taken:
+    def run_batch(
+        self, prompts: Sequence[Sequence[int]], new_tokens: int | Sequence[int], tree: DraftShape | None
+    ) -> Taken:
         """Generate for all prompts at once; see `start_batch` and `RunningBatch.wait`."""
         return self.start_batch(prompts, new_tokens, tree).wait()
 
-    def start_batch(self, prompts: Sequence[Sequence[int]], new_tokens: int | Sequence[int], tree: DraftShape | None) -> RunningBatch:
+    def start_batch(
+        self, prompts: Sequence[Sequence[int]], new_tokens: int | Sequence[int], tree: DraftShape | None
+    ) -> RunningBatch:
         """Hand over prompts to be answered at once, greedily, with exactly `new_tokens` each.
 
         Args:
@@ -141,7 +145,9 @@ class BenchEngine:
                     prompt_ids=prompt,
                     max_new_tokens=length,
                     sampling=SamplingParams(temperature=0.0, seed=1000 * self._batches + index),
-                    speculation=self._limits.resolve(mode, depth=shape.depth, topk=shape.topk, max_nodes=shape.max_nodes),
+                    speculation=self._limits.resolve(
+                        mode, depth=shape.depth, topk=shape.topk, max_nodes=shape.max_nodes
+                    ),
                     ignore_eos=True,
                 )
                 engine.submit(request, sink)
@@ -179,7 +185,9 @@ class RunningBatch:
         sink = self._sink
         with sink.stepped:
             wanted = sink.fewest_steps + steps
-            self._until(partial(sink.stepped.wait_for, lambda: sink.fewest_steps >= wanted or sink.some_ended))
+            self._until(
+                partial(sink.stepped.wait_for, lambda: sink.fewest_steps >= wanted or sink.some_ended)
+            )
 
     def _until(self, wait: Callable[[float], bool]) -> None:
         if not wait(ANSWER_S):
@@ -217,7 +225,9 @@ def running_engine(options: EngineOptions) -> Iterator[BenchEngine]:
         asyncio.run(target.wait_for_draft(DRAFT_START_S))
         state = target.drafter.state()
         if options.drafts and state is not DrafterState.ON:
-            raise UnavailableError(f"The draft is {state.value} after {DRAFT_START_S:.0f} s. It said:\n" + "\n".join(log))
+            raise UnavailableError(
+                f"The draft is {state.value} after {DRAFT_START_S:.0f} s. It said:\n" + "\n".join(log)
+            )
         yield BenchEngine(target, decoder, synthetic)
 
 
@@ -237,9 +247,12 @@ def check_draft_device(device: str) -> None:
         ConfigurationError: There is no such device.
     """
     gpus = torch.cuda.device_count()
-    if DEVICE.fullmatch(device) is None or (device.startswith("cuda") and int(device.partition(":")[2] or 0) >= gpus):
+    if DEVICE.fullmatch(device) is None or (
+        device.startswith("cuda") and int(device.partition(":")[2] or 0) >= gpus
+    ):
         raise ConfigurationError(
-            f"--draft-device {device}: expected auto, cpu, or cuda:N of a GPU of this machine, which has {gpus}.", field="--draft-device"
+            f"--draft-device {device}: expected auto, cpu, or cuda:N of a GPU of this machine, which has {gpus}.",
+            field="--draft-device",
         )
 
 
@@ -255,7 +268,13 @@ def placement(options: EngineOptions) -> tuple[torch.device, torch.dtype]:
     return device, settings.torch_dtype() or default_dtype(device)
 
 
-def _decoder(cleanup: ExitStack, options: EngineOptions, settings: TargetSettings, device: torch.device, dtype: torch.dtype) -> Decoder:
+def _decoder(
+    cleanup: ExitStack,
+    options: EngineOptions,
+    settings: TargetSettings,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Decoder:
     if settings.tp == 1:
         return random_target(options.shape, device, dtype)
     ranks = start_group(settings, random=options.shape.target)
@@ -278,7 +297,11 @@ def _settings(options: EngineOptions, draft: str) -> TargetSettings:
     }
     if options.trees:
         deepest, widest = max(tree.depth for tree in options.trees), max(tree.topk for tree in options.trees)
-        given |= {"num_steps": deepest, "topk": widest, "num_draft_tokens": max(tree.max_nodes for tree in options.trees)}
+        given |= {
+            "num_steps": deepest,
+            "topk": widest,
+            "num_draft_tokens": max(tree.max_nodes for tree in options.trees),
+        }
     return TargetSettings.load({**given, **options.settings})
 
 
@@ -294,7 +317,12 @@ def _draft_settings(settings: TargetSettings, head: Path) -> DraftSettings:
 
 
 def _start_draft(
-    cleanup: ExitStack, options: EngineOptions, settings: TargetSettings, head: Path, dtype: torch.dtype, log: deque[str]
+    cleanup: ExitStack,
+    options: EngineOptions,
+    settings: TargetSettings,
+    head: Path,
+    dtype: torch.dtype,
+    log: deque[str],
 ) -> str:
     """Start `outrider serve draft` and return the address that the target takes."""
     draft = RemoteDraft(
@@ -302,7 +330,8 @@ def _start_draft(
         transport=options.transport,
         device=options.draft_device or str(settings.torch_device()),
         dtype=str(dtype).removeprefix("torch."),
-        kv_tokens=options.max_batch * (options.max_len + settings.max_steps * settings.max_topk + settings.page_size),
+        kv_tokens=options.max_batch
+        * (options.max_len + settings.max_steps * settings.max_topk + settings.page_size),
         max_sessions=max(options.max_batch, 16),
     )
     return draft.start(cleanup, options.around, log)
@@ -316,5 +345,9 @@ def parse_settings(pairs: Sequence[str]) -> dict[str, str]:
     """
     wrong = [pair for pair in pairs if "=" not in pair]
     if wrong:
-        raise ConfigurationError(f"--set {wrong[0]}: expected NAME=VALUE, a setting of `outrider serve target`.", field="--set")
-    return {name.strip().replace("-", "_"): value for name, _, value in (pair.partition("=") for pair in pairs)}
+        raise ConfigurationError(
+            f"--set {wrong[0]}: expected NAME=VALUE, a setting of `outrider serve target`.", field="--set"
+        )
+    return {
+        name.strip().replace("-", "_"): value for name, _, value in (pair.partition("=") for pair in pairs)
+    }

@@ -39,7 +39,9 @@ class Narrow:
     cache: int | None = None
 
 
-def layer_parameters(hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, input_size: int | None = None) -> int:
+def layer_parameters(
+    hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, input_size: int | None = None
+) -> int:
     """Return the matrix elements of a Llama-like layer."""
     projections = (heads + 2 * kv_heads) * head_dim * (input_size or hidden) + heads * head_dim * hidden
     return projections + 3 * hidden * intermediate
@@ -47,11 +49,15 @@ def layer_parameters(hidden: int, intermediate: int, heads: int, kv_heads: int, 
 
 def target_parameters(config: ModelConfig) -> int:
     """Return the matrix elements that one forward pass reads: all layers and the output head, not the embedding."""
-    layer = layer_parameters(config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim)
+    layer = layer_parameters(
+        config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim
+    )
     return config.num_layers * layer + config.vocab_size * config.hidden_size
 
 
-def forward_pass(config: ModelConfig, rows: int, sequences: int, context: int, itemsize: int, narrow: Narrow | None = None) -> Work:
+def forward_pass(
+    config: ModelConfig, rows: int, sequences: int, context: int, itemsize: int, narrow: Narrow | None = None
+) -> Work:
     """Return the work of one pass that decodes or verifies: weights once, the sequences' K/V once.
 
     Args:
@@ -65,7 +71,15 @@ def forward_pass(config: ModelConfig, rows: int, sequences: int, context: int, i
     narrow = narrow or Narrow()
     parameters = target_parameters(config)
     weights = parameters * (narrow.products or itemsize)
-    cached = 2 * config.num_layers * config.num_kv_heads * config.head_dim * context * sequences * (narrow.cache or itemsize)
+    cached = (
+        2
+        * config.num_layers
+        * config.num_kv_heads
+        * config.head_dim
+        * context
+        * sequences
+        * (narrow.cache or itemsize)
+    )
     attention = 4 * config.num_layers * config.num_heads * config.head_dim * context * rows
     return Work(weights + cached, 2 * parameters * rows + attention)
 

@@ -44,12 +44,19 @@ class GrpcLoad:
         call: Any
         if request.is_chat:
             messages = [gateway_pb2.Message(**message) for message in request.prompt]  # type: ignore[arg-type]
-            call = self._stub.Chat(gateway_pb2.ChatRequest(model=model, messages=messages, options=options), metadata=self._metadata)
+            call = self._stub.Chat(
+                gateway_pb2.ChatRequest(model=model, messages=messages, options=options),
+                metadata=self._metadata,
+            )
         else:
             prompt: dict[str, Any] = (
-                {"text": request.prompt} if isinstance(request.prompt, str) else {"token_ids": gateway_pb2.TokenIds(ids=request.prompt)}  # type: ignore[arg-type]
+                {"text": request.prompt}
+                if isinstance(request.prompt, str)
+                else {"token_ids": gateway_pb2.TokenIds(ids=request.prompt)}  # type: ignore[arg-type]
             )
-            call = self._stub.Complete(gateway_pb2.CompleteRequest(model=model, options=options, **prompt), metadata=self._metadata)
+            call = self._stub.Complete(
+                gateway_pb2.CompleteRequest(model=model, options=options, **prompt), metadata=self._metadata
+            )
         async for reply in call:
             if reply.WhichOneof("event") == "chunk":
                 experience.chunks.append(time.perf_counter())

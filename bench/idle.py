@@ -63,7 +63,9 @@ def profiled(start: Callable[[], None], span: Callable[[], None]) -> Profile | N
     if results is None:
         return None
     events = [event for event in results.events() if event.device_type().name == "CUDA"]
-    return summarise_kernels([(event.start_ns(), event.start_ns() + event.duration_ns(), event.name()) for event in events])
+    return summarise_kernels(
+        [(event.start_ns(), event.start_ns() + event.duration_ns(), event.name()) for event in events]
+    )
 
 
 def summarise_kernels(intervals: Sequence[Interval]) -> Profile | None:
@@ -93,5 +95,8 @@ def summarise_kernels(intervals: Sequence[Interval]) -> Profile | None:
         idle=round(idle / span, 4),
         idle_between=round(between / span, 4),
         longest_gap_us=round(longest / 1e3, 1),
-        kernels=[(name[:120], launches, round(spent / 1e6, 4), round(spent / span, 4)) for name, (launches, spent) in ranked],
+        kernels=[
+            (name[:120], launches, round(spent / 1e6, 4), round(spent / span, 4))
+            for name, (launches, spent) in ranked
+        ],
     )

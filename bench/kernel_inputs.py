@@ -43,7 +43,15 @@ class Sizes:
     prefill: int
 
     @classmethod
-    def of(cls, config: ModelConfig, head: Mapping[str, Any], device: torch.device, dtype: torch.dtype, *, small: bool) -> Sizes:
+    def of(
+        cls,
+        config: ModelConfig,
+        head: Mapping[str, Any],
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        small: bool,
+    ) -> Sizes:
         """Return the sizes for a shape; `small` is for a test on a CPU."""
         return cls(
             device=device,
@@ -144,7 +152,9 @@ def attention_inputs(sizes: Sizes, batch: int, rows: int, context: int, *, is_tr
     ancestors = chain_masks(rows, device).repeat(batch, 1) if is_tree else None
     keywords = {"scale": sizes.head_dim**-0.5, "max_query_len": rows, "max_kv_len": context + rows}
     q = sizes.random(batch * rows, sizes.heads, sizes.head_dim)
-    return AttentionInputs(q, (table, lengths(context), lengths(context + rows), query_start, ancestors), keywords)
+    return AttentionInputs(
+        q, (table, lengths(context), lengths(context + rows), query_start, ancestors), keywords
+    )
 
 
 def chain_masks(nodes: int, device: torch.device) -> torch.Tensor:
@@ -182,7 +192,9 @@ def trees(sizes: Sizes, batch: int, candidates: int) -> Four:
         level = (index - topk) // topk**2
         first = 0 if level == 0 else topk + (level - 1) * topk**2
         parents.append(first + (index - topk) % topk**2 // topk)
-    steps = torch.tensor([0 if index < topk else 1 + (index - topk) // topk**2 for index in range(candidates)], device=device)
+    steps = torch.tensor(
+        [0 if index < topk else 1 + (index - topk) // topk**2 for index in range(candidates)], device=device
+    )
     scores = -torch.rand(batch, candidates, device=device) - steps
     tokens = torch.randint(0, sizes.vocab, (batch, candidates), dtype=torch.int32, device=device)
     row = torch.tensor(parents, dtype=torch.int32, device=device)

@@ -68,12 +68,17 @@ def run_kernels(options: KernelOptions) -> int:
             for case in kind_cases:
                 name = case.name
                 rows.append(_row(case, options, ceilings, launch))
-        except (OutriderError, RuntimeError) as error:  # e.g. a step that cannot be recorded; the other kinds still count
+        except (
+            OutriderError,
+            RuntimeError,
+        ) as error:  # e.g. a step that cannot be recorded; the other kinds still count
             failed[name] = f"{type(error).__name__}: {error}"[:500]
             print(f"{name} failed: {failed[name]}", file=sys.stderr)
         result.save(options.output)
     if not rows and not failed:
-        raise ConfigurationError(f"--only {options.only}: no case is called so; kinds: {', '.join(KINDS)}.", field="--only")
+        raise ConfigurationError(
+            f"--only {options.only}: no case is called so; kinds: {', '.join(KINDS)}.", field="--only"
+        )
     return finish(result, options.output, ("gbs", "tflops")) or int(bool(failed))
 
 
@@ -116,7 +121,9 @@ def _row(case: Case, options: KernelOptions, ceilings: Ceilings, launch: float) 
 
 def cases(options: KernelOptions) -> Iterator[tuple[str, Iterator[Case]]]:
     """Yield the kinds that a pattern of `only` names with their cases, each of which makes its data when it is its turn."""
-    sizes = Sizes.of(options.shape.model_config(), options.shape.head, options.device, options.dtype, small=options.small)
+    sizes = Sizes.of(
+        options.shape.model_config(), options.shape.head, options.device, options.dtype, small=options.small
+    )
     for kind, make in KINDS.items():
         if any(fnmatch(kind, wanted.strip()) for wanted in options.only.split(",")):
             yield kind, make(sizes, options)
@@ -149,7 +156,9 @@ def _attention(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
         planes = [paged(sizes, batch, context + rows) for _ in range(copies)]
         inputs = attention_inputs(sizes, batch, rows, context, is_tree=is_tree)
         seen = context + (rows + 1) / 2
-        work = Work(batch * (context + rows) * token, 4.0 * sizes.heads * sizes.head_dim * batch * rows * seen)
+        work = Work(
+            batch * (context + rows) * token, 4.0 * sizes.heads * sizes.head_dim * batch * rows * seen
+        )
 
         call = over(planes, partial(_attend, inputs))
         yield Case(f"tree_attention {what}, batch {batch}, context {context}", call, work, copies)
@@ -161,7 +170,10 @@ def _attend(inputs: AttentionInputs, planes: tuple[torch.Tensor, torch.Tensor]) 
 
 def _cache(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
     rows, batch = sizes.rows[-1], sizes.batches[-1]
-    k, v = sizes.random(rows, sizes.kv_heads, sizes.head_dim), sizes.random(rows, sizes.kv_heads, sizes.head_dim)
+    k, v = (
+        sizes.random(rows, sizes.kv_heads, sizes.head_dim),
+        sizes.random(rows, sizes.kv_heads, sizes.head_dim),
+    )
     k_plane, v_plane = paged(sizes, 1, rows)
     slots = torch.arange(rows, device=sizes.device)
     yield small_kernel(f"kv_store, {rows} rows", partial(kv_store, k, v, k_plane, v_plane, slots))
@@ -172,7 +184,9 @@ def _cache(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
     accepted = torch.full((batch,), 3, dtype=torch.int32, device=sizes.device)
     moved = 2.0 * batch * 3 * len(planes) * sizes.kv_heads * sizes.head_dim * sizes.dtype.itemsize
     yield Case(
-        f"kv_compact, {len(planes)} planes, batch {batch}", lambda: kv_compact(planes, table, cached, path, accepted), Work(moved, 0.0)
+        f"kv_compact, {len(planes)} planes, batch {batch}",
+        lambda: kv_compact(planes, table, cached, path, accepted),
+        Work(moved, 0.0),
     )
 
 
@@ -193,11 +207,25 @@ def _choose(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
             top_p=torch.full((rows,), 0.9, device=sizes.device),
             any_filter=True,
         )
-        yield Case(f"kept_tokens, {rows} rows", over(many, partial(_keep_by, filtered)), Work(nbytes, 0.0), copies)
-        yield Case(f"choose_tokens filtered, {rows} rows", over(many, partial(_choose_by, filtered, positions)), Work(nbytes, 0.0), copies)
+        yield Case(
+            f"kept_tokens, {rows} rows", over(many, partial(_keep_by, filtered)), Work(nbytes, 0.0), copies
+        )
+        yield Case(
+            f"choose_tokens filtered, {rows} rows",
+            over(many, partial(_choose_by, filtered, positions)),
+            Work(nbytes, 0.0),
+            copies,
+        )
     positions = torch.arange(4, device=sizes.device)
-    seeds, choices = torch.arange(4, device=sizes.device), torch.zeros(4, dtype=torch.int32, device=sizes.device)
-    yield Case("gumbel_noise, 4 rows", lambda: gumbel_noise(seeds, positions, choices, sizes.vocab), Work(4.0 * 4 * sizes.vocab, 0.0))
+    seeds, choices = (
+        torch.arange(4, device=sizes.device),
+        torch.zeros(4, dtype=torch.int32, device=sizes.device),
+    )
+    yield Case(
+        "gumbel_noise, 4 rows",
+        lambda: gumbel_noise(seeds, positions, choices, sizes.vocab),
+        Work(4.0 * 4 * sizes.vocab, 0.0),
+    )
 
 
 def _keep_by(how: SamplingTensors, logits: torch.Tensor) -> object:
@@ -234,11 +262,17 @@ def _forward(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
 def _propose(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
     """A round of drafting as the engine enqueues it: extend by the last token, growth, tree."""
     decoder = random_decoder(options.shape.model_config(), options.device, options.dtype)
-    chain, bush = DraftShape(sizes.steps, 1, sizes.steps + 1), DraftShape(sizes.steps, sizes.topk, sizes.nodes)
+    chain, bush = (
+        DraftShape(sizes.steps, 1, sizes.steps + 1),
+        DraftShape(sizes.steps, sizes.topk, sizes.nodes),
+    )
     itemsize = decoder.dtype.itemsize
     for tree in (chain, bush):
         for batch in sizes.batches:
-            steps = [draft_step(options.shape.head, batch * (tree.topk if step else 1), itemsize) for step in range(tree.depth)]
+            steps = [
+                draft_step(options.shape.head, batch * (tree.topk if step else 1), itemsize)
+                for step in range(tree.depth)
+            ]
             with drafting_round(decoder, options.shape, tree, batch, sizes.context) as draft:
                 work = Work(sum(step.nbytes for step in steps), sum(step.flops for step in steps))
                 yield Case(f"propose {tree.depth}/{tree.topk}/{tree.max_nodes}, batch {batch}", draft, work)

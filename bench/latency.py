@@ -70,7 +70,11 @@ class RoundShape:
         """How the rows call it: plain, chain 5, tree 5/8/32."""
         if self.tree is None:
             return "plain"
-        return f"chain {self.tree.depth}" if self.tree.topk == 1 else f"tree {self.tree.depth}/{self.tree.topk}/{self.tree.max_nodes}"
+        return (
+            f"chain {self.tree.depth}"
+            if self.tree.topk == 1
+            else f"tree {self.tree.depth}/{self.tree.topk}/{self.tree.max_nodes}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,9 @@ def parse_shapes(texts: Sequence[str], accept_length: float) -> list[RoundShape]
         text, _, sizes = given.partition(":")
         batches = tuple(int(size) for size in sizes.split("+") if size.isdigit())
         if sizes and (not batches or min(batches) < 1 or "+".join(map(str, batches)) != sizes):
-            raise ConfigurationError(f"--rounds {given}: batch sizes are numbers such as :1+16.", field="--rounds")
+            raise ConfigurationError(
+                f"--rounds {given}: batch sizes are numbers such as :1+16.", field="--rounds"
+            )
         kind, _, own = text.partition("@")
         if kind == "plain":
             shapes.append(RoundShape(None, 1.0, batches))
@@ -110,7 +116,10 @@ def parse_shapes(texts: Sequence[str], accept_length: float) -> list[RoundShape]
             text = f"{steps}/1/{steps + 1}" + (f"@{own}" if own else "")
         found = SHAPE_TEXT.fullmatch(text)
         if found is None or min(int(found[1]), int(found[2])) < 1 or int(found[3]) < 2:
-            raise ConfigurationError(f"--rounds {text}: expected plain, chain5 or steps/topk/nodes such as 5/8/32@3.5.", field="--rounds")
+            raise ConfigurationError(
+                f"--rounds {text}: expected plain, chain5 or steps/topk/nodes such as 5/8/32@3.5.",
+                field="--rounds",
+            )
         tree = DraftShape(int(found[1]), int(found[2]), int(found[3])).bounded()
         length = float(found[4] or accept_length)
         check_accept_length(length)
@@ -128,7 +137,8 @@ def run_latency(options: LatencyOptions) -> int:
     for flag, given in (("--mps", options.mps), ("--draft-device", engine.draft_device is not None)):
         if given and not engine.draft_is_apart:
             raise ConfigurationError(
-                f"{flag} is for a draft in a process of its own: --transport ipc, grpc or unix, and --rounds that draft.", field=flag
+                f"{flag} is for a draft in a process of its own: --transport ipc, grpc or unix, and --rounds that draft.",
+                field=flag,
             )
     if options.mps:
         check_mps_device(engine.device)
@@ -170,10 +180,14 @@ def _run(options: LatencyOptions) -> int:
                 print(f"{case} failed: {failed[case]}", file=sys.stderr)
             more["graphs"] = engine.graphs
             result.save(options.output)
-    return finish(result, options.output, ("tok_s", "accept_length", "gap_p99_ms", "gpu_idle_between")) or int(bool(failed))
+    return finish(
+        result, options.output, ("tok_s", "accept_length", "gap_p99_ms", "gpu_idle_between")
+    ) or int(bool(failed))
 
 
-def _settings(options: LatencyOptions, device: torch.device, dtype: torch.dtype, ceilings: Ceilings) -> dict[str, Any]:
+def _settings(
+    options: LatencyOptions, device: torch.device, dtype: torch.dtype, ceilings: Ceilings
+) -> dict[str, Any]:
     engine = options.engine
     return {
         "shape": engine.shape.name,
@@ -203,7 +217,9 @@ class Latency:
         profiles: Takes case → where the GPU's time goes, of what is profiled.
     """
 
-    def __init__(self, engine: BenchEngine, options: LatencyOptions, ceilings: Ceilings, profiles: dict[str, Any]) -> None:
+    def __init__(
+        self, engine: BenchEngine, options: LatencyOptions, ceilings: Ceilings, profiles: dict[str, Any]
+    ) -> None:
         self._profiles = profiles
         self._engine = engine
         self._options = options
@@ -233,7 +249,12 @@ class Latency:
             "repeats": times.samples,
         }
         return Row(
-            f"prefill {tokens}", times.median * 1e3, "ms", self._floor_ms([work]), self._ceilings.bound(work.nbytes, work.flops), more
+            f"prefill {tokens}",
+            times.median * 1e3,
+            "ms",
+            self._floor_ms([work]),
+            self._ceilings.bound(work.nbytes, work.flops),
+            more,
         )
 
     def round(self, shape: RoundShape, batch: int) -> Row:
@@ -246,7 +267,11 @@ class Latency:
         engine.run_batch(self._prompts(batch), 2, shape.tree)
         first = min(engine.run_batch(self._prompts(batch), 1, shape.tree)[0] for _ in range(2))
         total, answers = min(
-            (engine.run_batch(self._prompts(batch), options.new_tokens, shape.tree) for _ in range(options.repeats)), key=_taken
+            (
+                engine.run_batch(self._prompts(batch), options.new_tokens, shape.tree)
+                for _ in range(options.repeats)
+            ),
+            key=_taken,
         )
         rounds = statistics.mean(answer.rounds for answer in answers)
         decoded = sum(answer.tokens - 1 for answer in answers)
@@ -273,7 +298,14 @@ class Latency:
             more |= {"gpu_idle": profile.idle, "gpu_idle_between": profile.idle_between}
             self._profiles[f"{shape.label}, batch {batch}"] = profile.as_json()
         bound = self._ceilings.bound(sum(work.nbytes for work in works), sum(work.flops for work in works))
-        return Row(f"round {shape.label}, batch {batch}", (total - first) / rounds * 1e3, "ms", self._floor_ms(works), bound, more)
+        return Row(
+            f"round {shape.label}, batch {batch}",
+            (total - first) / rounds * 1e3,
+            "ms",
+            self._floor_ms(works),
+            bound,
+            more,
+        )
 
     def _profile(self, shape: RoundShape, batch: int) -> Profile | None:
         """Profile some rounds of which all sequences of the batch have a part; None where there is no GPU."""
@@ -282,7 +314,9 @@ class Latency:
         running: list[RunningBatch] = []
 
         def start() -> None:
-            running.append(self._engine.start_batch(self._prompts(batch), self._options.new_tokens, shape.tree))
+            running.append(
+                self._engine.start_batch(self._prompts(batch), self._options.new_tokens, shape.tree)
+            )
             running[0].wait_for_steps(STEADY_AFTER)
 
         profile = profiled(start, lambda: running[0].wait_for_steps(PROFILED_ROUNDS))
@@ -303,12 +337,18 @@ class Latency:
 
     def _prompts(self, batch: int, tokens: int | None = None) -> list[list[int]]:
         vocab = self._engine.decoder.config.vocab_size
-        return [[self._random.randrange(vocab) for _ in range(tokens or self._options.prompt)] for _ in range(batch)]
+        return [
+            [self._random.randrange(vocab) for _ in range(tokens or self._options.prompt)]
+            for _ in range(batch)
+        ]
 
     @property
     def _narrow(self) -> Narrow:
         settings = self._options.engine.settings
-        return Narrow(1 if settings.get("quantization") == "fp8" else None, 1 if settings.get("kv_cache_dtype") == "fp8_e4m3" else None)
+        return Narrow(
+            1 if settings.get("quantization") == "fp8" else None,
+            1 if settings.get("kv_cache_dtype") == "fp8_e4m3" else None,
+        )
 
     @property
     def _itemsize(self) -> int:
@@ -328,5 +368,9 @@ def _taken(run: tuple[float, list[Answer]]) -> float:
 
 def _gaps(answers: Sequence[Answer]) -> list[float]:
     """Return the seconds between deliveries, the wait for the first token and the gap that may hold others' prefills left out."""
-    gaps = [later - earlier for answer in answers for earlier, later in zip(answer.arrivals[1:], answer.arrivals[2:], strict=False)]
+    gaps = [
+        later - earlier
+        for answer in answers
+        for earlier, later in zip(answer.arrivals[1:], answer.arrivals[2:], strict=False)
+    ]
     return gaps or [0.0]

@@ -42,7 +42,9 @@ def norm_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
         yield small_kernel(f"add_sums, {rows} rows", partial(add_sums, parts, x, weight, EPS))
         yield small_kernel(f"normalise, {rows} rows", partial(normalise, stream))
         yield small_kernel(f"embed_rows, {rows} rows", partial(embed_rows, tokens, table, weight, EPS))
-    boxes = Boxes.of(0, [torch.empty(inbox_shape(1, sizes.hidden), dtype=torch.int32, device=sizes.device)], PATIENCE)
+    boxes = Boxes.of(
+        0, [torch.empty(inbox_shape(1, sizes.hidden), dtype=torch.int32, device=sizes.device)], PATIENCE
+    )
     parts, x = sizes.random(1, sizes.hidden), sizes.random(1, sizes.hidden)
     yield small_kernel("exchange_add with itself, 1 row", partial(exchange_add, parts, x, weight, EPS, boxes))
 
@@ -56,22 +58,30 @@ def layer_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
         k_plane, v_plane = paged(sizes, 1, rows)
         qkv = sizes.random(rows, (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim)
         gates = sizes.random(rows, 2 * sizes.intermediate)
-        yield small_kernel(f"rope_angles, {rows} rows", partial(rope_angles, positions, frequencies, 1.0, sizes.dtype))
-        yield small_kernel(f"rope_store, {rows} rows", partial(rope_store, qkv, cos, sin, k_plane, v_plane, positions))
+        yield small_kernel(
+            f"rope_angles, {rows} rows", partial(rope_angles, positions, frequencies, 1.0, sizes.dtype)
+        )
+        yield small_kernel(
+            f"rope_store, {rows} rows", partial(rope_store, qkv, cos, sin, k_plane, v_plane, positions)
+        )
         yield small_kernel(f"silu_mul, {rows} rows", partial(silu_mul, gates))
 
 
 def product_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
     """Yield the products as the engine calls them, with norm, rope, K/V store and SwiGLU in their tails."""
     for rows in sizes.rows:
-        yield from _products(sizes, rows, options.small, lambda out, width: (sizes.random(out, width) * width**-0.5, None), "")
+        yield from _products(
+            sizes, rows, options.small, lambda out, width: (sizes.random(out, width) * width**-0.5, None), ""
+        )
 
 
 def fp8_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
     """Yield the rounding of rows, and the products of FP8 matrices."""
 
     def weight(out: int, width: int) -> Weight:
-        return (sizes.random(out, width) * width**-0.5).to(torch.float8_e4m3fn), torch.ones(out, device=sizes.device)
+        return (sizes.random(out, width) * width**-0.5).to(torch.float8_e4m3fn), torch.ones(
+            out, device=sizes.device
+        )
 
     for rows in (1, sizes.nodes):
         x = sizes.random(rows, sizes.hidden)
@@ -79,7 +89,9 @@ def fp8_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
         yield from _products(sizes, rows, options.small, weight, " FP8")
 
 
-def _products(sizes: Sizes, rows: int, small: bool, weight: Callable[[int, int], Weight], label: str) -> Iterator[Case]:
+def _products(
+    sizes: Sizes, rows: int, small: bool, weight: Callable[[int, int], Weight], label: str
+) -> Iterator[Case]:
     """Yield every product of the target for so many rows."""
     residual, norm = sizes.random(rows, sizes.hidden), sizes.random(sizes.hidden)
     stream = add_sums(residual, residual, norm, EPS)
@@ -119,22 +131,46 @@ def invariant_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
         x = sizes.random(rows, width)
         moved = nbytes + rows * (out + width) * sizes.dtype.itemsize
         work = Work(moved, 2.0 * rows * out * width)
-        yield Case(f"invariant_gemm gate_up {out}×{width}, {rows} rows", over(many, partial(invariant_gemm, x)), work, len(many))
-        yield small_kernel(f"row_norm, {rows} rows", partial(row_norm, sizes.random(rows, sizes.hidden), weight, EPS))
+        yield Case(
+            f"invariant_gemm gate_up {out}×{width}, {rows} rows",
+            over(many, partial(invariant_gemm, x)),
+            work,
+            len(many),
+        )
+        yield small_kernel(
+            f"row_norm, {rows} rows", partial(row_norm, sizes.random(rows, sizes.hidden), weight, EPS)
+        )
     del many
     token = 2 * sizes.kv_heads * sizes.head_dim * sizes.dtype.itemsize
     for batch, rows in ((1, 1), (1, sizes.nodes), (sizes.batches[-1], sizes.nodes)):
         inputs = attention_inputs(sizes, batch, rows, sizes.context, is_tree=rows > 1)
         table, prefixes, lengths, query_start, ancestors = inputs.rest
         paths = row_paths(prefixes, lengths, query_start, ancestors, batch * rows)
-        planes = [paged(sizes, batch, sizes.context + rows) for _ in range(copies_for(batch * sizes.context * token, options.small))]
+        planes = [
+            paged(sizes, batch, sizes.context + rows)
+            for _ in range(copies_for(batch * sizes.context * token, options.small))
+        ]
         tokens = batch * (sizes.context + rows)
-        work = Work(tokens * token, 4.0 * sizes.heads * sizes.head_dim * batch * rows * (sizes.context + (rows + 1) / 2))
+        work = Work(
+            tokens * token,
+            4.0 * sizes.heads * sizes.head_dim * batch * rows * (sizes.context + (rows + 1) / 2),
+        )
         attend = partial(_attend_paths, inputs.q, table, paths, sizes)
-        yield Case(f"path_attention {rows} rows, batch {batch}, context {sizes.context}", over(planes, attend), work, len(planes))
+        yield Case(
+            f"path_attention {rows} rows, batch {batch}, context {sizes.context}",
+            over(planes, attend),
+            work,
+            len(planes),
+        )
 
 
 def _attend_paths(
-    q: torch.Tensor, table: torch.Tensor, paths: RowPaths, sizes: Sizes, planes: tuple[torch.Tensor, torch.Tensor]
+    q: torch.Tensor,
+    table: torch.Tensor,
+    paths: RowPaths,
+    sizes: Sizes,
+    planes: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    return path_attention(q, *planes, table, paths, scale=sizes.head_dim**-0.5, max_kv_len=sizes.context + sizes.nodes)
+    return path_attention(
+        q, *planes, table, paths, scale=sizes.head_dim**-0.5, max_kv_len=sizes.context + sizes.nodes
+    )

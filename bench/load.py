@@ -102,7 +102,9 @@ class Load:
         return moments
 
 
-async def run_load(client: LoadClient, load: Load, request: Callable[[int], LoadRequest], told: Callable[[int], None]) -> list[Experience]:
+async def run_load(
+    client: LoadClient, load: Load, request: Callable[[int], LoadRequest], told: Callable[[int], None]
+) -> list[Experience]:
     """Send requests at their moments and wait for all answers.
 
     Args:
@@ -171,7 +173,10 @@ class LoadSummary:
 
 
 def summarise_load(
-    experiences: Sequence[Experience], first_token_limit_ms: float | None, per_token_limit_ms: float | None, lasted_s: float = 0.0
+    experiences: Sequence[Experience],
+    first_token_limit_ms: float | None,
+    per_token_limit_ms: float | None,
+    lasted_s: float = 0.0,
 ) -> LoadSummary:
     """Reduce what a load experienced; the limits are those of goodput, `lasted_s` the seconds during which requests might arrive."""
     answered = [experience for experience in experiences if not experience.error]
@@ -185,7 +190,11 @@ def summarise_load(
         if experience.first_token_s * 1e3 <= (first_token_limit_ms or float("inf"))
         and experience.per_token_s * 1e3 <= (per_token_limit_ms or float("inf"))
     ]
-    gaps = [later - earlier for experience in answered for earlier, later in zip(experience.chunks, experience.chunks[1:], strict=False)]
+    gaps = [
+        later - earlier
+        for experience in answered
+        for earlier, later in zip(experience.chunks, experience.chunks[1:], strict=False)
+    ]
     drafted = [experience for experience in answered if experience.draft_tokens]
     weight = sum(experience.tokens for experience in drafted)
     return LoadSummary(
@@ -199,7 +208,9 @@ def summarise_load(
         token_rate=sum(experience.tokens for experience in answered) / span,
         good_rate=len(good) / span,
         tokens_per_request=sum(experience.tokens for experience in answered) / max(len(answered), 1),
-        accept_length=sum(experience.accept_length * experience.tokens for experience in drafted) / weight if weight else 1.0,
+        accept_length=sum(experience.accept_length * experience.tokens for experience in drafted) / weight
+        if weight
+        else 1.0,
         errors=sorted({experience.error for experience in experiences if experience.error}),
     )
 

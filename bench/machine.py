@@ -30,7 +30,10 @@ def describe_machine() -> dict[str, Any]:
 def _processor() -> str:
     information = Path("/proc/cpuinfo")
     lines = information.read_text(encoding="utf-8").splitlines() if information.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
+    )
 
 
 def _gpus() -> list[tuple[str, str]]:

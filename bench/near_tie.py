@@ -68,7 +68,9 @@ class Judge:
         self._codec = TextCodec.load(target)
         self._decoder = Decoder.load(target, "cpu", torch.float32)
 
-    def parting(self, messages: Sequence[Mapping[str, Any]], off: Sequence[int], other: Sequence[int]) -> Parting:
+    def parting(
+        self, messages: Sequence[Mapping[str, Any]], off: Sequence[int], other: Sequence[int]
+    ) -> Parting:
         """Look at the first difference of two answers to one conversation, which are as long and not the same."""
         at = next(index for index, (a, b) in enumerate(zip(off, other, strict=False)) if a != b)
         logits = self.next_logits([*self._codec.encode_chat(messages, {}), *off[:at]])

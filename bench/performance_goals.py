@@ -82,7 +82,11 @@ def _kernel(case: str) -> Callable[[Results], Figure | None]:
             return None
         row = dict(found[1])
         if row["unit"] == "us":
-            row |= {"unit": "ms", "value": row["value"] / 1e3, "floor": None if row["floor"] is None else row["floor"] / 1e3}
+            row |= {
+                "unit": "ms",
+                "value": row["value"] / 1e3,
+                "floor": None if row["floor"] is None else row["floor"] / 1e3,
+            }
         return _figure((found[0], row))
 
     return find
@@ -101,7 +105,9 @@ def _against_vllm(kind: str, batch: int, config: str, metric: str) -> Callable[[
         unit = "tok/s" if metric == "tok_s" else "ms"
         figure = _figure(found)
         text = f"{ours / theirs:.3f} × ({_number(ours)} {unit})"
-        return replace(figure, value=ours / theirs, text=text, peer=f"vLLM {_number(theirs)} {unit}", peer_source=peer[0])
+        return replace(
+            figure, value=ours / theirs, text=text, peer=f"vLLM {_number(theirs)} {unit}", peer_source=peer[0]
+        )
 
     return find
 
@@ -117,7 +123,9 @@ def _transports(transport: str, **settings: Any) -> Callable[[Results], Figure |
             return None
         ratio = found[1]["value"] / inproc[1]["value"]
         text = f"{ratio:.3f} × ({_number(found[1]['value'])} ms)"
-        return Figure(ratio, text, found[0].path, f"{_number(inproc[1]['value'])} ms in process", f"{ratio:.3f}")
+        return Figure(
+            ratio, text, found[0].path, f"{_number(inproc[1]['value'])} ms in process", f"{ratio:.3f}"
+        )
 
     return find
 
@@ -165,7 +173,9 @@ def _share(case: str, name: str, whole: str = "", what: str = "") -> Callable[[R
         share = 100 * float(found[1][name])
         figure = _figure(found)
         more = f" {what}, {100 * float(found[1][whole]):.1f} % in all" if whole in found[1] else ""
-        return Figure(share, f"{share:.1f} %{more} ({figure.text})", figure.source, figure.floor, figure.ratio)
+        return Figure(
+            share, f"{share:.1f} %{more} ({figure.text})", figure.source, figure.floor, figure.ratio
+        )
 
     return find
 
@@ -180,12 +190,22 @@ def _demo_pair(results: Results) -> Figure | None:
     also = [f"{other['auto_over_off']['median']:.2f} × at T = {other['temperature']:g}" for other in others]
     also.append(f"`on`, the same tree in every round, {summary['on_over_off']['median']:.2f} ×")
     text = f"{ratio:.2f} × ({'; '.join(also)})"
-    return Figure(ratio, text, found[0].path, f"{most:.2f} × (accept length: a round as short as a step)", f"{most / ratio:.2f}")
+    return Figure(
+        ratio,
+        text,
+        found[0].path,
+        f"{most:.2f} × (accept length: a round as short as a step)",
+        f"{most / ratio:.2f}",
+    )
 
 
 def _figure(found: tuple[Recorded, Mapping[str, Any]]) -> Figure:
     recorded, row = found
-    floor = "" if row.get("floor") is None else f"{_number(row['floor'])} {row['unit']} ({row.get('floor_of', '')})"
+    floor = (
+        ""
+        if row.get("floor") is None
+        else f"{_number(row['floor'])} {row['unit']} ({row.get('floor_of', '')})"
+    )
     ratio = "" if row.get("ratio") is None else f"{row['ratio']:.2f}"
     return Figure(float(row["value"]), f"{_number(row['value'])} {row['unit']}", recorded.path, floor, ratio)
 
@@ -198,9 +218,24 @@ GOALS: Sequence[Goal] = (
     Goal("plain decode, batch 1, a step", 4.1, "≤ 4.1 ms", _round("plain", 1, "plain"), peer=_sglang(4.78)),
     Goal("the same with `--tp 2`", 2.8, "≤ 2.8 ms", _round("plain", 1, "plain", tp=2)),
     Goal("the same with `--tp 4`", None, "", _round("plain", 1, "plain", tp=4)),
-    Goal("verify 32 nodes, batch 1 (forward, GPU alone)", 4.5, "≤ 4.5 ms", _kernel("forward 32 rows, batch 1, context 768")),
-    Goal("verify 64 nodes, batch 1 (forward, GPU alone)", 4.7, "≤ 4.7 ms", _kernel("forward 64 rows, batch 1, context 768")),
-    Goal("EAGLE-3 propose, 5 steps, topk 8, extend included", 1.3, "≤ 1.3 ms", _kernel("propose 5/8/32, batch 1")),
+    Goal(
+        "verify 32 nodes, batch 1 (forward, GPU alone)",
+        4.5,
+        "≤ 4.5 ms",
+        _kernel("forward 32 rows, batch 1, context 768"),
+    ),
+    Goal(
+        "verify 64 nodes, batch 1 (forward, GPU alone)",
+        4.7,
+        "≤ 4.7 ms",
+        _kernel("forward 64 rows, batch 1, context 768"),
+    ),
+    Goal(
+        "EAGLE-3 propose, 5 steps, topk 8, extend included",
+        1.3,
+        "≤ 1.3 ms",
+        _kernel("propose 5/8/32, batch 1"),
+    ),
     Goal("round, tree 5/8/32, batch 1", 6.0, "≤ 6.0 ms", _round("tree 5/8/32", 1), peer=_sglang(9.7)),
     Goal("round, chain of 5, batch 1", 5.5, "≤ 5.5 ms", _round("chain 5", 1, "chain5"), peer=_sglang(8.9)),
     Goal("round, chain of 3, batch 1", 5.0, "≤ 5.0 ms", _round("chain 3", 1, "chain3")),
@@ -225,7 +260,12 @@ GOALS: Sequence[Goal] = (
     ),
     Goal("`ipc:` ÷ in process, one GPU", 1.08, "≤ 1.08 ×", _transports("ipc")),
     Goal("`ipc:` ÷ in process, one GPU under MPS", 1.03, "≤ 1.03 ×", _transports("ipc", mps=True)),
-    Goal("`ipc:` ÷ in process, draft on a second GPU", 1.02, "≤ 1.02 ×", _transports("ipc", draft_device="cuda:1")),
+    Goal(
+        "`ipc:` ÷ in process, draft on a second GPU",
+        1.02,
+        "≤ 1.02 ×",
+        _transports("ipc", draft_device="cuda:1"),
+    ),
     Goal("`grpc:` on loopback ÷ in process", 1.10, "≤ 1.10 ×", _transports("grpc")),
     Goal(
         "GPU idle between rounds, tree 5/8/32, batch 1",
@@ -240,9 +280,25 @@ GOALS: Sequence[Goal] = (
         _against_vllm("plain", 64, "plain", "tok_s"),
         True,
     ),
-    Goal("prefill of 2048 tokens, of the matrix rate", 60.0, "≥ 60 %", _share("prefill 2048", "share_of_matrix_rate"), True),
-    Goal("FP8 products ÷ bf16, plain decode, batch 1, a step", 0.65, "≤ 0.65 ×", _over_wide("round plain, batch 1", quantization="fp8")),
-    Goal("FP8 products, perplexity on GSM8K's test text, demo target", 1.0, "≤ +1 %", _perplexity("FP8 products")),
+    Goal(
+        "prefill of 2048 tokens, of the matrix rate",
+        60.0,
+        "≥ 60 %",
+        _share("prefill 2048", "share_of_matrix_rate"),
+        True,
+    ),
+    Goal(
+        "FP8 products ÷ bf16, plain decode, batch 1, a step",
+        0.65,
+        "≤ 0.65 ×",
+        _over_wide("round plain, batch 1", quantization="fp8"),
+    ),
+    Goal(
+        "FP8 products, perplexity on GSM8K's test text, demo target",
+        1.0,
+        "≤ +1 %",
+        _perplexity("FP8 products"),
+    ),
     Goal("FP8 cache, the same", None, "", _perplexity("FP8 cache")),
     Goal("demo pair, real acceptance, `auto` (the default) ÷ off", 2.0, "≥ 2 ×", _demo_pair, True),
 )

@@ -33,7 +33,12 @@ def start_lines(results: Results) -> Iterator[str]:
     for stack in recorded:
         start = stack.content["start"]
         waits = [_shown(stack.row(f"time to first token, p{percent}") or {}) for percent in (50, 99)]
-        cells = (str(start["kernels_compiled"]), str(start["kernels_cached"]), f"{start['seconds']:.1f} s", *waits)
+        cells = (
+            str(start["kernels_compiled"]),
+            str(start["kernels_cached"]),
+            f"{start['seconds']:.1f} s",
+            *waits,
+        )
         yield f"| {' | '.join(cells)} |"
     yield from command_lines({stack.path for stack in recorded})
 

@@ -13,7 +13,9 @@ GROUPS: Mapping[str, re.Pattern[str]] = {
         r"_?(sum|stay)_rows$|_(dot|wide|gated)_tiles$|.*(gemm|nvjet|cutlass|splitk)", re.IGNORECASE
     ),
     "attention and the merge of its splits": re.compile(r"_(attention|gather|merge)$"),
-    "growing the tree: inputs, top-k, next beam, build": re.compile(r"_(input|expand_.*|level_.*|select|build|plan)$"),
+    "growing the tree: inputs, top-k, next beam, build": re.compile(
+        r"_(input|expand_.*|level_.*|select|build|plan)$"
+    ),
 }
 """What a kernel belongs to, by its name; the others are the rest."""
 REST = "choice, walk, compaction, bookkeeping, copies, remaining sums of split products"
@@ -27,8 +29,15 @@ def profile_lines(recorded: Recorded) -> Iterator[str]:
     columns = [group_shares(profile) for profile in profiles.values()]
     for group in (*GROUPS, REST):
         yield f"| {group} | " + " | ".join(_percent(column[group]) for column in columns) + " |"
-    pauses = [f"{_percent(profile['gpu_idle'])}; {_percent(profile['gpu_idle_between'])}" for profile in profiles.values()]
-    yield "| pauses between kernels; of them over 8 µs, where only the host can be late | " + " | ".join(pauses) + " |"
+    pauses = [
+        f"{_percent(profile['gpu_idle'])}; {_percent(profile['gpu_idle_between'])}"
+        for profile in profiles.values()
+    ]
+    yield (
+        "| pauses between kernels; of them over 8 µs, where only the host can be late | "
+        + " | ".join(pauses)
+        + " |"
+    )
 
 
 def group_shares(profile: Mapping[str, Any]) -> dict[str, float]:

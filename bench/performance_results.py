@@ -55,7 +55,11 @@ class Recorded:
     def changes(self) -> dict[str, Any]:
         """What the run was told to do otherwise than by default."""
         settings: Mapping[str, Any] = self.content.get("settings", {})
-        return {name: value for name, value in settings.items() if name not in PLAIN_SETTINGS and str(value).lower() not in OFF}
+        return {
+            name: value
+            for name, value in settings.items()
+            if name not in PLAIN_SETTINGS and str(value).lower() not in OFF
+        }
 
     @property
     def gpu(self) -> str | None:
@@ -68,7 +72,10 @@ class Recorded:
         """Return how far apart two runs are: by GPU first, as two of a kind differ by percents, then by what else they had (GPUs that they
         saw, cores that they might use), then in time."""
         mine, others = (recorded.content.get("machine", {}) for recorded in (self, other))
-        gpus, cores = mine.get("gpu_ids") != others.get("gpu_ids"), mine.get("cores_used") != others.get("cores_used")
+        gpus, cores = (
+            mine.get("gpu_ids") != others.get("gpu_ids"),
+            mine.get("cores_used") != others.get("cores_used"),
+        )
         return self.gpu != other.gpu, gpus, cores, abs(self.date - other.date)
 
     @property
@@ -93,7 +100,10 @@ class Recorded:
             parts.append("with `nvidia-cuda-mps-control -d` running")
         source: Mapping[str, Any] = self.content.get("source", {})
         if source.get("commit"):
-            parts.append(f"commit {source['commit'][:COMMIT_DIGITS]}" + (" with changes" if source.get("modified") else ""))
+            parts.append(
+                f"commit {source['commit'][:COMMIT_DIGITS]}"
+                + (" with changes" if source.get("modified") else "")
+            )
         return ", ".join(parts)
 
     @property
@@ -148,7 +158,9 @@ class Results:
         found = (recorded for place in places for recorded in _recorded(place))
         self._files = sorted(found, key=lambda recorded: recorded.date, reverse=True)
         told = [path for place in places for path in sorted(place.glob("vllm*.jsonl"), reverse=True)]
-        self._peers = sorted((Peer(path, read_lines(path)) for path in told), key=lambda peer: peer.date, reverse=True)
+        self._peers = sorted(
+            (Peer(path, read_lines(path)) for path in told), key=lambda peer: peer.date, reverse=True
+        )
 
     def latency(
         self,
@@ -173,13 +185,20 @@ class Results:
             settings: Of the run; in process, on one GPU, unless they say otherwise.
         """
         here = {"shape": SHAPE, "prompt": 512, "new_tokens": 384, "draft_device": None, "tp": None}
-        wanted = {"transport": ("inproc", "none"), **{name: (value,) for name, value in (here | settings).items()}}
+        wanted = {
+            "transport": ("inproc", "none"),
+            **{name: (value,) for name, value in (here | settings).items()},
+        }
 
         def fits(recorded: Recorded) -> bool:
             counts = needs in PROFILED or not recorded.content.get("profiles")
             return counts and recorded.changes == (changes or {}) and recorded.under_mps == mps
 
-        call = [] if beside is None else [recorded for recorded in self._files if recorded.path.parent == beside.path.parent]
+        call = (
+            []
+            if beside is None
+            else [recorded for recorded in self._files if recorded.path.parent == beside.path.parent]
+        )
         return self._latest("latency", case, wanted, needs, fits, near, files=call) or self._latest(
             "latency", case, wanted, needs, fits, near
         )
@@ -209,14 +228,24 @@ class Results:
 
     def starts(self) -> Sequence[Recorded]:
         """Return the files of `outrider bench serve` that tell how long the start of a stack took, in the order of their dates."""
-        fits = (recorded for recorded in self._files if recorded.content.get("benchmark") == "serve" and recorded.content.get("start"))
+        fits = (
+            recorded
+            for recorded in self._files
+            if recorded.content.get("benchmark") == "serve" and recorded.content.get("start")
+        )
         return list(fits)[::-1]
 
     def latest(self, benchmark: str, case: str | None = None) -> Recorded | None:
         """Return the latest file of another benchmark on a GPU, or the latest that has a case."""
         for recorded in self._files:
-            on_a_gpu = str(recorded.settings("device")).startswith("cuda") or bool(recorded.content.get("machine", {}).get("gpus"))
-            if recorded.content.get("benchmark") == benchmark and on_a_gpu and (case is None or recorded.row(case) is not None):
+            on_a_gpu = str(recorded.settings("device")).startswith("cuda") or bool(
+                recorded.content.get("machine", {}).get("gpus")
+            )
+            if (
+                recorded.content.get("benchmark") == benchmark
+                and on_a_gpu
+                and (case is None or recorded.row(case) is not None)
+            ):
                 return recorded
         return None
 
@@ -251,10 +280,14 @@ class Results:
         files = self._files if files is None else files
         files = files if near is None else sorted(files, key=near.distance)
         for recorded in files:
-            if recorded.content.get("benchmark") != benchmark or not str(recorded.settings("device")).startswith(device):
+            if recorded.content.get("benchmark") != benchmark or not str(
+                recorded.settings("device")
+            ).startswith(device):
                 continue
             row = recorded.row(case)
-            alike = all(recorded.settings(name) in allowed for name, allowed in settings.items()) and fits(recorded)
+            alike = all(recorded.settings(name) in allowed for name, allowed in settings.items()) and fits(
+                recorded
+            )
             if alike and row is not None and row.get(needs) is not None:
                 return recorded, row
         return None
@@ -273,4 +306,6 @@ def read_result(path: Path) -> Mapping[str, Any]:
 
 
 def read_lines(path: Path) -> list[Mapping[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("{")]
+    return [
+        json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("{")
+    ]

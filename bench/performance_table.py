@@ -63,13 +63,18 @@ def run_table(results: Path, document: Path | None, check: bool) -> int:
     text = document.read_text(encoding="utf-8")
     if not any(table.begin in text and table.end in text for table in TABLES):
         begin, end = TABLES[0].begin, TABLES[0].end
-        raise ConfigurationError(f"{document} has no place for the table: it needs the lines\n{begin}\n{end}", field="--document")
+        raise ConfigurationError(
+            f"{document} has no place for the table: it needs the lines\n{begin}\n{end}", field="--document"
+        )
     new = text
     for table in TABLES:
         new = table.written_into(new, recorded)
     if check:
         if new != text:
-            print(f"{document} differs from the recorded results; run `outrider bench table --document {document}`.", file=sys.stderr)
+            print(
+                f"{document} differs from the recorded results; run `outrider bench table --document {document}`.",
+                file=sys.stderr,
+            )
         return int(new != text)
     document.write_text(new, encoding="utf-8")
     return 0
@@ -94,7 +99,15 @@ def goal_lines(results: Results) -> Iterator[str]:
         mark = "" if goal.met(figure) else " (missed)"
         source = within(figure.source).removesuffix(".json")
         peers_of = "; ".join(filter(None, (figure.peer, goal.peer)))
-        cells = (goal.what, goal.text, f"**{figure.text}**{mark}", figure.floor, figure.ratio, peers_of, source)
+        cells = (
+            goal.what,
+            goal.text,
+            f"**{figure.text}**{mark}",
+            figure.floor,
+            figure.ratio,
+            peers_of,
+            source,
+        )
         yield "| " + " | ".join(cells) + " |"
     yield from command_lines(sources)
     for path, peer in sorted(peers.items()):
@@ -108,10 +121,14 @@ def cost_lines(results: Results) -> Iterator[str]:
 
 def compile_lines(results: Results) -> Iterator[str]:
     """Yield the lines of what `--enable-torch-compile` changes, of a model that transformers' modules compute."""
-    return _changed_lines(results, "compiled", {"enable_torch_compile": "true"}, COMPILED_CASES, GENERIC_SHAPE)
+    return _changed_lines(
+        results, "compiled", {"enable_torch_compile": "true"}, COMPILED_CASES, GENERIC_SHAPE
+    )
 
 
-def _changed_lines(results: Results, changed: str, changes: Mapping[str, str], cases: Sequence[str], shape: str) -> Iterator[str]:
+def _changed_lines(
+    results: Results, changed: str, changes: Mapping[str, str], cases: Sequence[str], shape: str
+) -> Iterator[str]:
     """Yield the lines of rounds with a setting, each beside the same without, of the run that is likest."""
     yield f"| round | usual | {changed} | × |"
     yield "| --- | --- | --- | --- |"
@@ -140,7 +157,11 @@ def time_lines(results: Results) -> Iterator[str]:
 
 def round_lines(results: Results) -> Iterator[str]:
     """Yield the lines of rounds beside vLLM's, and the files that they are from; for the README, one folder above the documents."""
-    yield "| milliseconds a round, ours / vLLM | " + " | ".join(f"batch {batch}" for batch in ROUND_BATCHES) + " |"
+    yield (
+        "| milliseconds a round, ours / vLLM | "
+        + " | ".join(f"batch {batch}" for batch in ROUND_BATCHES)
+        + " |"
+    )
     yield "| --- |" + " --- |" * len(ROUND_BATCHES)
     sources: dict[Path, None] = {}
     for what, kind, config in ROUND_KINDS:
@@ -158,10 +179,24 @@ def round_lines(results: Results) -> Iterator[str]:
 
 
 TABLES = (
-    Table("<!-- performance table: made by `outrider bench table` -->", "<!-- end of the performance table -->", goal_lines),
-    Table("<!-- cost of --deterministic: made by `outrider bench table` -->", "<!-- end of that cost -->", cost_lines),
-    Table("<!-- gain of --enable-torch-compile: made by `outrider bench table` -->", "<!-- end of that gain -->", compile_lines),
-    Table("<!-- time of a round: made by `outrider bench table` -->", "<!-- end of that time -->", time_lines),
+    Table(
+        "<!-- performance table: made by `outrider bench table` -->",
+        "<!-- end of the performance table -->",
+        goal_lines,
+    ),
+    Table(
+        "<!-- cost of --deterministic: made by `outrider bench table` -->",
+        "<!-- end of that cost -->",
+        cost_lines,
+    ),
+    Table(
+        "<!-- gain of --enable-torch-compile: made by `outrider bench table` -->",
+        "<!-- end of that gain -->",
+        compile_lines,
+    ),
+    Table(
+        "<!-- time of a round: made by `outrider bench table` -->", "<!-- end of that time -->", time_lines
+    ),
     Table("<!-- ceilings: made by `outrider bench table` -->", "<!-- end of the ceilings -->", ceiling_lines),
     Table("<!-- kernels: made by `outrider bench table` -->", "<!-- end of the kernels -->", kernel_lines),
     Table("<!-- starts: made by `outrider bench table` -->", "<!-- end of the starts -->", start_lines),

@@ -101,7 +101,9 @@ def perplexity(decoder: Decoder, windows: Iterable[list[int]]) -> float:
         assert lease is not None
         attention.plan(build_batch(pool, [lease], [0], [len(window)]))
         ids = torch.tensor(window, device=decoder.device)
-        hidden = decoder.forward(ids, torch.arange(len(window), device=decoder.device), attention, pool).hidden
+        hidden = decoder.forward(
+            ids, torch.arange(len(window), device=decoder.device), attention, pool
+        ).hidden
         logits = decoder.logits(hidden[:-1]).float()
         total += float(torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum"))
         count += len(window) - 1
@@ -137,7 +139,9 @@ def read_texts(path: Path) -> Iterator[str]:
         fields = json.loads(line)
         parts = [str(fields[name]) for name in TEXT_FIELDS if fields.get(name)]
         if not parts:
-            raise ConfigurationError(f"--text {path}: line {number} has none of {', '.join(TEXT_FIELDS)}.", field="--text")
+            raise ConfigurationError(
+                f"--text {path}: line {number} has none of {', '.join(TEXT_FIELDS)}.", field="--text"
+            )
         yield "\n".join(parts)
 
 
@@ -145,7 +149,8 @@ def _token_ids(options: PerplexityOptions) -> Iterator[list[int]]:
     file = options.target / "tokenizer.json"
     if not file.is_file():
         raise ConfigurationError(
-            f"--target {options.target}: has no tokenizer.json; `outrider convert tokenizer` makes one.", field="--target"
+            f"--target {options.target}: has no tokenizer.json; `outrider convert tokenizer` makes one.",
+            field="--target",
         )
     tokenizer = Tokenizer.from_file(str(file))
     for text in read_texts(options.text):

@@ -22,11 +22,17 @@ MEMORY_NEEDED = 4 << 30
 
 def memory_folder() -> Path | None:
     """Return a folder in memory with room for a head, or None where there is none (containers get 64 MiB): Python's default then."""
-    return MEMORY_FOLDER if MEMORY_FOLDER.is_dir() and shutil.disk_usage(MEMORY_FOLDER).free >= MEMORY_NEEDED else None
+    return (
+        MEMORY_FOLDER
+        if MEMORY_FOLDER.is_dir() and shutil.disk_usage(MEMORY_FOLDER).free >= MEMORY_NEEDED
+        else None
+    )
 
 
 @torch.inference_mode()
-def write_random_head(folder: Path, shape: NamedShape, device: torch.device | str, dtype: torch.dtype) -> Path:
+def write_random_head(
+    folder: Path, shape: NamedShape, device: torch.device | str, dtype: torch.dtype
+) -> Path:
     """Write config.json and model.safetensors of a head for `shape`; the embedding is the target's.
 
     Args:
@@ -38,8 +44,15 @@ def write_random_head(folder: Path, shape: NamedShape, device: torch.device | st
     from safetensors.torch import save_file
 
     config = shape.head
-    hidden, inner, draft_vocab = config["hidden_size"], config["intermediate_size"], config["draft_vocab_size"]
-    queries, keys = config["num_attention_heads"] * config["head_dim"], config["num_key_value_heads"] * config["head_dim"]
+    hidden, inner, draft_vocab = (
+        config["hidden_size"],
+        config["intermediate_size"],
+        config["draft_vocab_size"],
+    )
+    queries, keys = (
+        config["num_attention_heads"] * config["head_dim"],
+        config["num_key_value_heads"] * config["head_dim"],
+    )
     shapes = {
         "fc.weight": (hidden, 3 * hidden),
         f"{LAYER}input_layernorm.weight": (hidden,),

@@ -24,14 +24,22 @@ def random_target(shape: NamedShape, device: torch.device, dtype: torch.dtype) -
         CheckpointError: `transformers` shall compute it, and is not installed or refuses it.
     """
     config = shape.model_config()
-    return _generic(shape, config, device, dtype) if isinstance(config, GenericConfig) else random_decoder(config, device, dtype)
+    return (
+        _generic(shape, config, device, dtype)
+        if isinstance(config, GenericConfig)
+        else random_decoder(config, device, dtype)
+    )
 
 
-def _generic(shape: NamedShape, config: GenericConfig, device: torch.device, dtype: torch.dtype) -> GenericDecoder:
+def _generic(
+    shape: NamedShape, config: GenericConfig, device: torch.device, dtype: torch.dtype
+) -> GenericDecoder:
     # Only here: `transformers` comes with these, which no other shape needs.
     find_class = importlib.import_module("outrider.shared.nn.generic.config").find_class
     paged = importlib.import_module("outrider.shared.nn.generic.attention").PAGED
-    decoder_class: type[GenericDecoder] = importlib.import_module("outrider.shared.nn.generic.model").GenericDecoder
+    decoder_class: type[GenericDecoder] = importlib.import_module(
+        "outrider.shared.nn.generic.model"
+    ).GenericDecoder
     model_class, settings = find_class(ConfigReader(shape.target, f"--shape {shape.name}"))
     with torch.device(device), torch.inference_mode(False):
         model = model_class._from_config(settings, dtype=dtype, attn_implementation=paged)

@@ -111,9 +111,17 @@ class Result:
         where = self.settings.get("machine") or self.settings.get("device", "")
         table = Table(title=f"{self.name}: {where}" + (f", {self.note}" if self.note else ""))
         for name in ("case", "figure", "floor", "× floor", *shown):
-            table.add_column(name, justify="left" if name == "case" else "right", overflow="fold", no_wrap=name == "case")
+            table.add_column(
+                name, justify="left" if name == "case" else "right", overflow="fold", no_wrap=name == "case"
+            )
         for row in self.rows:
-            floor = "–" if row.floor is None else f"{_number(row.floor)} ({row.floor_of})" if row.floor_of else _number(row.floor)
+            floor = (
+                "–"
+                if row.floor is None
+                else f"{_number(row.floor)} ({row.floor_of})"
+                if row.floor_of
+                else _number(row.floor)
+            )
             ratio = "–" if row.ratio is None else f"{row.ratio:.2f}"
             cells = (_cell(row.more.get(name)) for name in shown)
             table.add_row(row.case, f"{_number(row.value)} {row.unit}", floor, ratio, *cells)

@@ -60,7 +60,14 @@ class RemoteDraft:
             "max-sessions": self.max_sessions,
             "log-level": "warning",
         }
-        command = (outrider_command(), "serve", "draft", *(part for name, value in flags.items() for part in (f"--{name}", str(value))))
-        supervisor = Supervisor((ChildSpec("draft", command, DRAIN_S),), lambda _name, line: log.append(line), around)
+        command = (
+            outrider_command(),
+            "serve",
+            "draft",
+            *(part for name, value in flags.items() for part in (f"--{name}", str(value))),
+        )
+        supervisor = Supervisor(
+            (ChildSpec("draft", command, DRAIN_S),), lambda _name, line: log.append(line), around
+        )
         cleanup.enter_context(supervisor).settle()
         return address

@@ -26,14 +26,18 @@ class RestLoad:
     def __init__(self, url: str, model: str, api_key: str | None) -> None:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=600.0, limits=limits, trust_env=False)
+        self._http = httpx.AsyncClient(
+            base_url=url, headers=headers, timeout=600.0, limits=limits, trust_env=False
+        )
         self._model = model
 
     async def ask(self, request: LoadRequest, experience: Experience) -> None:
         """See `LoadClient.ask`."""
         body: dict[str, Any] = {
             "model": self._model,
-            "messages" if request.is_chat else "prompt": list(request.prompt) if not isinstance(request.prompt, str) else request.prompt,
+            "messages" if request.is_chat else "prompt": list(request.prompt)
+            if not isinstance(request.prompt, str)
+            else request.prompt,
             "max_tokens": request.max_tokens,
             "temperature": request.temperature,
             "seed": request.seed,
@@ -45,7 +49,9 @@ class RestLoad:
             body["speculation"] = request.speculation
         async with self._http.stream("POST", CHAT if request.is_chat else COMPLETIONS, json=body) as response:
             if response.status_code != httpx.codes.OK:
-                raise UnavailableError(f"{response.status_code}: {(await response.aread())[:200].decode(errors='replace')}")
+                raise UnavailableError(
+                    f"{response.status_code}: {(await response.aread())[:200].decode(errors='replace')}"
+                )
             async for line in response.aiter_lines():
                 if line.startswith("data: ") and line != "data: [DONE]":
                     _note(json.loads(line[len("data: ") :]), experience)

@@ -68,10 +68,23 @@ def roofline_rows(options: RooflineOptions) -> list[Row]:
     matrix_rate = rated_matrix_rate(device, options.dtype)
     for size in _matrix_sizes(device, options.small):
         case = f"matrix product {size}³ {_name(options.dtype)}"
-        rows.append(_rate(case, 2 * size**3 / 1e12, _matmul(options, size), "TFLOP/s", matrix_rate and matrix_rate / 1e12))
+        rows.append(
+            _rate(
+                case,
+                2 * size**3 / 1e12,
+                _matmul(options, size),
+                "TFLOP/s",
+                matrix_rate and matrix_rate / 1e12,
+            )
+        )
     inside = measure(_small_kernel(device, 100), device, copies=100)
     rows += [
-        _time("launch of a small kernel, eager", measure_eager(_small_kernel(device), device), inside.median, "the kernel in a graph"),
+        _time(
+            "launch of a small kernel, eager",
+            measure_eager(_small_kernel(device), device),
+            inside.median,
+            "the kernel in a graph",
+        ),
         _time("small kernel inside a graph", inside),
     ]
     if device.type == "cuda":
@@ -152,7 +165,14 @@ def _noise(nbytes: int, device: torch.device) -> torch.Tensor:
 
 def _rate(case: str, amount: float, times: Times, unit: str, rated: float | None = None) -> Row:
     floor, of = (amount / times.p10, FASTEST) if rated is None else (rated, "rated")
-    return Row(case, amount / times.median, unit, floor, of, {"p10": round(amount / times.p90, 3), "p90": round(amount / times.p10, 3)})
+    return Row(
+        case,
+        amount / times.median,
+        unit,
+        floor,
+        of,
+        {"p10": round(amount / times.p90, 3), "p90": round(amount / times.p10, 3)},
+    )
 
 
 def _time(case: str, times: Times, floor_s: float | None = None, floor_of: str = FASTEST) -> Row:

@@ -34,17 +34,27 @@ ROUND_NUMBER = 7
 
 def draft_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
     """Yield what a draft grows its trees with."""
-    embedding, norms = sizes.random(sizes.draft_vocab, sizes.hidden), (sizes.random(sizes.hidden), sizes.random(sizes.hidden))
+    embedding, norms = (
+        sizes.random(sizes.draft_vocab, sizes.hidden),
+        (sizes.random(sizes.hidden), sizes.random(sizes.hidden)),
+    )
     for batch in sizes.batches:
         rows = batch * sizes.topk
         logits, scores = sizes.random(rows, sizes.draft_vocab), torch.zeros(rows, device=sizes.device)
         copies = copies_for(logits.nbytes, options.small)
         many = [logits.clone() for _ in range(copies)]
         read = Work(logits.nbytes, 0.0)
-        yield Case(f"topk_expand, {rows} rows of {sizes.draft_vocab}", over(many, partial(_expand, scores, sizes.topk)), read, copies)
+        yield Case(
+            f"topk_expand, {rows} rows of {sizes.draft_vocab}",
+            over(many, partial(_expand, scores, sizes.topk)),
+            read,
+            copies,
+        )
         candidates = Candidates.make(batch, sizes.steps, sizes.topk, sizes.device)
         words = -(-sizes.steps * sizes.topk // 32)
-        beam = expand_level(sizes.random(batch, sizes.draft_vocab), None, 0, sizes.topk, candidates, words=words, last=False)
+        beam = expand_level(
+            sizes.random(batch, sizes.draft_vocab), None, 0, sizes.topk, candidates, words=words, last=False
+        )
         level = partial(_level, beam, sizes.topk, candidates, words)
         yield Case(f"expand_level, {rows} rows of {sizes.draft_vocab}", over(many, level), read, copies)
         del many
@@ -52,8 +62,12 @@ def draft_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
         yield small_kernel(f"select_beam {sizes.topk}, batch {batch}", partial(select_beam, best, sizes.topk))
         tokens = torch.randint(0, sizes.draft_vocab, (rows,), dtype=torch.int32, device=sizes.device)
         features = sizes.random(rows, sizes.hidden)
-        yield small_kernel(f"head_input, {rows} rows", partial(head_input, tokens, embedding, features, None, *norms, EPS))
-        yield small_kernel(f"feature_input, {rows} rows", partial(feature_input, features, None, norms[1], EPS))
+        yield small_kernel(
+            f"head_input, {rows} rows", partial(head_input, tokens, embedding, features, None, *norms, EPS)
+        )
+        yield small_kernel(
+            f"feature_input, {rows} rows", partial(feature_input, features, None, norms[1], EPS)
+        )
         yield _logits(sizes, rows, options.small)
         scored = sizes.topk + (sizes.steps - 1) * sizes.topk**2
         nodes = torch.full((batch,), sizes.nodes, dtype=torch.int32, device=sizes.device)
@@ -77,7 +91,12 @@ def _logits(sizes: Sizes, rows: int, small: bool) -> Case:
     x = sizes.random(rows, width)
     stream = add_sums(x, x, sizes.random(width), EPS)
     work = Work(nbytes + rows * (out + width) * sizes.dtype.itemsize, 2.0 * rows * out * width)
-    return Case(f"project_normed draft lm_head {out}×{width}, {rows} rows", over(many, partial(project_normed, stream)), work, len(many))
+    return Case(
+        f"project_normed draft lm_head {out}×{width}, {rows} rows",
+        over(many, partial(project_normed, stream)),
+        work,
+        len(many),
+    )
 
 
 def _expand(scores: torch.Tensor, topk: int, logits: torch.Tensor) -> object:
@@ -94,27 +113,50 @@ def round_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
     pages = -(-(sizes.context + nodes + columns + sizes.steps * sizes.topk) // sizes.page_size) + 1
     for batch in sizes.batches:
         case = f"batch {batch}"
-        live, root = torch.ones(batch, dtype=torch.int32, device=device), torch.zeros(batch, columns, dtype=torch.int32, device=device)
+        live, root = (
+            torch.ones(batch, dtype=torch.int32, device=device),
+            torch.zeros(batch, columns, dtype=torch.int32, device=device),
+        )
         lens = torch.full((batch,), sizes.context, dtype=torch.int32, device=device)
         table = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
-        tree, most = chain_inputs(sizes, batch), torch.full((batch,), UNLIMITED, dtype=torch.int32, device=device)
+        tree, most = (
+            chain_inputs(sizes, batch),
+            torch.full((batch,), UNLIMITED, dtype=torch.int32, device=device),
+        )
         state = RoundTensors(lens, root, live)
         yield small_kernel(f"begin_round, {case}", partial(begin_round, state, most))
         place = partial(place_rows, live, lens, tree.depths, tree.num_nodes, table, sizes.page_size)
         yield small_kernel(f"place_rows {nodes} nodes, {case}", place)
         placed = place()
         walked = (tree.tokens, tree.parents, tree.num_nodes, tree.chosen)
-        accept = partial(accept_round, live, placed.cached_lens, *walked, table, sizes.page_size, columns, None)
+        accept = partial(
+            accept_round, live, placed.cached_lens, *walked, table, sizes.page_size, columns, None
+        )
         yield small_kernel(f"accept_round {nodes} nodes, {case}", accept)
         packed = accept().packed
         ring = torch.zeros((PLACES, *packed.shape), dtype=torch.int32, pin_memory=device.type == "cuda")
-        yield small_kernel(f"post_round, {case}", partial(post_round, packed, ring, torch.zeros(1, dtype=torch.int32, device=device)))
+        yield small_kernel(
+            f"post_round, {case}",
+            partial(post_round, packed, ring, torch.zeros(1, dtype=torch.int32, device=device)),
+        )
         kept = min(columns, nodes)
-        rows, plane = sizes.random(batch * kept, sizes.hidden), sizes.random(batch, sizes.page_size, sizes.hidden)
+        rows, plane = (
+            sizes.random(batch * kept, sizes.hidden),
+            sizes.random(batch, sizes.page_size, sizes.hidden),
+        )
         slots = torch.arange(batch * kept, device=device) % (batch * sizes.page_size)
         out = sizes.random(batch, kept, sizes.hidden)
-        yield small_kernel(f"feature_rows.place_rows, {batch * kept} rows", partial(feature_rows.place_rows, rows, slots, plane, out))
-        shape = {"rows": columns, "depth": sizes.steps, "topk": sizes.topk, "page_size": sizes.page_size, "lead": 0}
+        yield small_kernel(
+            f"feature_rows.place_rows, {batch * kept} rows",
+            partial(feature_rows.place_rows, rows, slots, plane, out),
+        )
+        shape = {
+            "rows": columns,
+            "depth": sizes.steps,
+            "topk": sizes.topk,
+            "page_size": sizes.page_size,
+            "lead": 0,
+        }
         plan = partial(round_plan, lens, live, root, tree.num_nodes, table, **shape)
         yield small_kernel(f"round_plan {sizes.steps}/{sizes.topk}, {case}", plan)
 
@@ -128,21 +170,41 @@ def trade_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
         tree, counts = chain_inputs(sizes, batch), torch.ones(batch, dtype=torch.int32, device=device)
         fresh = torch.zeros(batch, columns, dtype=torch.int32, device=device)
         check = partial(
-            tree_check, number, expected, tree.num_nodes, tree.tokens, tree.parents, fresh, counts, vocab_size=sizes.vocab, depth=nodes
+            tree_check,
+            number,
+            expected,
+            tree.num_nodes,
+            tree.tokens,
+            tree.parents,
+            fresh,
+            counts,
+            vocab_size=sizes.vocab,
+            depth=nodes,
         )
         yield small_kernel(f"tree_check {nodes} nodes, {case}", check)
         yield small_kernel(f"admit_counts, {case}", partial(admit_counts, number, expected, counts))
         trees_of = (tree.num_nodes, tree.tokens, tree.parents)
         yield small_kernel(
-            f"pack_trees {nodes} nodes, {case}", partial(pack_trees, *trees_of, *(torch.empty_like(one) for one in trees_of))
+            f"pack_trees {nodes} nodes, {case}",
+            partial(pack_trees, *trees_of, *(torch.empty_like(one) for one in trees_of)),
         )
         nbytes = batch * columns * sizes.hidden * sizes.dtype.itemsize
-        blob, slot, word = (torch.zeros(size, dtype=torch.uint8, device=device) for size in (nbytes, nbytes, 16))
-        yield small_kernel(f"post_blob of {nbytes} bytes", partial(post_blob, blob, slot.data_ptr(), ROUND_NUMBER))
-        yield small_kernel(f"fetch_blob of {nbytes} bytes", partial(fetch_blob, slot.data_ptr(), blob, word.data_ptr(), ROUND_NUMBER))
+        blob, slot, word = (
+            torch.zeros(size, dtype=torch.uint8, device=device) for size in (nbytes, nbytes, 16)
+        )
+        yield small_kernel(
+            f"post_blob of {nbytes} bytes", partial(post_blob, blob, slot.data_ptr(), ROUND_NUMBER)
+        )
+        yield small_kernel(
+            f"fetch_blob of {nbytes} bytes",
+            partial(fetch_blob, slot.data_ptr(), blob, word.data_ptr(), ROUND_NUMBER),
+        )
     boxes = [torch.empty(box_shape(2), dtype=torch.int64, device=device) for _ in range(2)]
     sender, receiver = (Mail.of(rank, boxes, PATIENCE) for rank in range(2))
-    words, came = torch.arange(nodes, dtype=torch.int32, device=device), torch.empty(1, nodes, dtype=torch.int32, device=device)
+    words, came = (
+        torch.arange(nodes, dtype=torch.int32, device=device),
+        torch.empty(1, nodes, dtype=torch.int32, device=device),
+    )
 
     def pass_words() -> None:
         send_words(words, sender, range(1, 2), missing=-1)

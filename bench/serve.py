@@ -19,7 +19,16 @@ from typing import Any
 
 from rich.progress import Progress
 
-from outrider.bench.load import PERCENTILES, Load, LoadClient, LoadRequest, LoadSummary, ask, run_load, summarise_load
+from outrider.bench.load import (
+    PERCENTILES,
+    Load,
+    LoadClient,
+    LoadRequest,
+    LoadSummary,
+    ask,
+    run_load,
+    summarise_load,
+)
 from outrider.bench.record import Result, Row, finish
 from outrider.bench.rest_load import RestLoad
 from outrider.bench.speculation import HELDOUT_PROMPTS, load_prompts
@@ -86,14 +95,22 @@ def run_serve(options: ServeOptions) -> int:
             url, grpc, start = options.url, options.grpc, None
             if url is None and grpc is None:
                 began, cached = time.perf_counter(), compiled_kernels()
-                cleanup.enter_context(running_stack(options.stack, lambda name, line: log.append(f"{name} | {line}"), lambda line: None))
+                cleanup.enter_context(
+                    running_stack(
+                        options.stack, lambda name, line: log.append(f"{name} | {line}"), lambda line: None
+                    )
+                )
                 start = {
                     "seconds": round(time.perf_counter() - began, 2),
                     "kernels_cached": cached,
                     "kernels_compiled": compiled_kernels() - cached,
                 }
                 port = options.stack.port
-                url, grpc = (f"http://127.0.0.1:{port}", None) if options.api is Api.REST else (None, f"127.0.0.1:{port + 1}")
+                url, grpc = (
+                    (f"http://127.0.0.1:{port}", None)
+                    if options.api is Api.REST
+                    else (None, f"127.0.0.1:{port + 1}")
+                )
             summary, alone = asyncio.run(_measure(options, url, grpc, requests))
     except Exception:
         print(*log, sep="\n", file=sys.stderr)
@@ -120,7 +137,11 @@ def run_serve(options: ServeOptions) -> int:
         "accept_length": round(summary.accept_length, 4),
     }
     code = finish(Result("serve", settings, serve_rows(summary, alone, options.load), more), options.output)
-    print(f"{summary.requests} requests, {summary.failed} failed, accept length {summary.accept_length:.2f}", *summary.errors[:3], sep="\n")
+    print(
+        f"{summary.requests} requests, {summary.failed} failed, accept length {summary.accept_length:.2f}",
+        *summary.errors[:3],
+        sep="\n",
+    )
     return code if summary.failed < summary.requests else 1
 
 
@@ -134,12 +155,21 @@ def serve_rows(summary: LoadSummary, alone: LoadSummary, load: Load) -> list[Row
         ("per token after the first (TPOT)", summary.per_token, alone.per_token),
         ("whole request (e2e)", summary.whole, alone.whole),
     ):
-        rows += [Row(f"{name}, p{percent}", under_load[percent], "ms", floor[50], "alone, p50") for percent in PERCENTILES]
+        rows += [
+            Row(f"{name}, p{percent}", under_load[percent], "ms", floor[50], "alone, p50")
+            for percent in PERCENTILES
+        ]
     rows += [
         Row("requests", summary.request_rate, "req/s", offered, "offered"),
         Row("requests within the limits (goodput)", summary.good_rate, "req/s", offered, "offered"),
         Row("tokens", summary.token_rate, "tok/s", offered * summary.tokens_per_request, "offered"),
-        Row("tokens a round with drafts (accept length)", summary.accept_length, "tok/round", alone.accept_length, "alone"),
+        Row(
+            "tokens a round with drafts (accept length)",
+            summary.accept_length,
+            "tok/round",
+            alone.accept_length,
+            "alone",
+        ),
     ]
     return rows
 
@@ -151,7 +181,9 @@ async def _measure(
     try:
         if options.warm_up_s:
             before = Load(options.load.rate, options.warm_up_s, options.load.seed + 1)
-            await run_load(client, before, lambda index: requests[index % len(requests)], lambda _answered: None)
+            await run_load(
+                client, before, lambda index: requests[index % len(requests)], lambda _answered: None
+            )
         lone = [await ask(client, requests[index % len(requests)]) for index in range(ALONE + 1)][1:]
         if all(experience.error for experience in lone):
             raise UnavailableError(f"No request is answered: {lone[0].error}", field="url")
@@ -185,11 +217,18 @@ def _requests(options: ServeOptions) -> list[LoadRequest]:
     prompts: list[Any]
     if options.prompt_tokens is not None:
         draw = random.Random(options.load.seed)
-        prompts = [[draw.randrange(*RANDOM_IDS) for _ in range(options.prompt_tokens)] for _ in range(HELDOUT_COUNT)]
+        prompts = [
+            [draw.randrange(*RANDOM_IDS) for _ in range(options.prompt_tokens)] for _ in range(HELDOUT_COUNT)
+        ]
     else:
         path = options.prompts or HELDOUT_PROMPTS
         count = (
-            HELDOUT_COUNT if options.prompts is None else sum(1 for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+            HELDOUT_COUNT
+            if options.prompts is None
+            else sum(1 for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
         )
         prompts = list(load_prompts(path, count))
-    return [LoadRequest(prompt, options.max_tokens, options.temperature, seed, options.speculation) for seed, prompt in enumerate(prompts)]
+    return [
+        LoadRequest(prompt, options.max_tokens, options.temperature, seed, options.speculation)
+        for seed, prompt in enumerate(prompts)
+    ]

@@ -50,7 +50,10 @@ def _tree(folder: Path) -> bytes | None:
                 continue
             mode, found = FOLDER, below
         else:
-            mode, found = PROGRAM if path.stat().st_mode & 0o100 else FILE, _object(b"blob", path.read_bytes())
+            mode, found = (
+                PROGRAM if path.stat().st_mode & 0o100 else FILE,
+                _object(b"blob", path.read_bytes()),
+            )
         name = os.fsencode(path.name)
         entries.append((name + b"/" if mode == FOLDER else name, b"%s %s\0%s" % (mode, name, found)))
     return _object(b"tree", b"".join(entry for _, entry in sorted(entries))) if entries else None
@@ -65,13 +68,17 @@ def _checked_out(root: Path) -> tuple[str, bool] | None:
     found = _git(root, "rev-parse", "--show-prefix", "HEAD")
     if found is None or not found.startswith("\n"):  # a folder within some other repository has a prefix
         return None
-    changes = _git(root, "status", "--porcelain", "--untracked-files=all", "--", *PARTS, "bench", ":!bench/results")
+    changes = _git(
+        root, "status", "--porcelain", "--untracked-files=all", "--", *PARTS, "bench", ":!bench/results"
+    )
     return found.strip(), bool(changes)
 
 
 def _git(root: Path, *arguments: str) -> str | None:
     try:
-        ran = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=GIT_S)
+        ran = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=GIT_S
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return ran.stdout if ran.returncode == 0 else None

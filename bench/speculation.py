@@ -104,7 +104,9 @@ def run_bench(options: BenchOptions) -> int:
         ConfigurationError: no draft is given, or the prompts cannot be read.
     """
     if options.draft is None:
-        raise ConfigurationError("There is nothing to compare without a draft: give --draft DIR.", field="--draft")
+        raise ConfigurationError(
+            "There is nothing to compare without a draft: give --draft DIR.", field="--draft"
+        )
     prompts = load_prompts(options.prompts or HELDOUT_PROMPTS, options.num_prompts)
     console = Console(highlight=False)
     log: deque[str] = deque(maxlen=40)
@@ -149,15 +151,24 @@ def load_prompts(path: Path, count: int) -> list[Messages]:
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except OSError as error:
-        raise ConfigurationError(f"Cannot read the prompts {path}: {error.strerror}.", field="--prompts") from None
+        raise ConfigurationError(
+            f"Cannot read the prompts {path}: {error.strerror}.", field="--prompts"
+        ) from None
     if len(lines) < count:
-        raise ConfigurationError(f"{path} holds {len(lines)} prompts, fewer than --num-prompts {count}.", field="--num-prompts")
-    return [_messages(json.loads(line), f"{path}:{number}") for number, line in enumerate(lines[:count], start=1)]
+        raise ConfigurationError(
+            f"{path} holds {len(lines)} prompts, fewer than --num-prompts {count}.", field="--num-prompts"
+        )
+    return [
+        _messages(json.loads(line), f"{path}:{number}") for number, line in enumerate(lines[:count], start=1)
+    ]
 
 
 def _messages(record: dict[str, Any], where: str) -> Messages:
     if "messages" in record:
-        return [{"role": str(message["role"]), "content": str(message["content"])} for message in record["messages"]]
+        return [
+            {"role": str(message["role"]), "content": str(message["content"])}
+            for message in record["messages"]
+        ]
     if "prompt" in record:
         return [{"role": "user", "content": str(record["prompt"])}]
     raise ConfigurationError(f"{where} has neither `messages` nor `prompt`.", field="--prompts")
@@ -188,7 +199,12 @@ def _start(cleanup: ExitStack, options: BenchOptions, log: deque[str]) -> Client
 
 
 def _start_one(
-    options: BenchOptions, label: str, draft: Path | None, port: int, log: deque[str], given_up: threading.Event
+    options: BenchOptions,
+    label: str,
+    draft: Path | None,
+    port: int,
+    log: deque[str],
+    given_up: threading.Event,
 ) -> tuple[ExitStack, RestClient]:
     stack_options = StackOptions(
         target=options.target,
@@ -203,7 +219,9 @@ def _start_one(
         log.append(f"{label}/{name} | {line}")
 
     with ExitStack() as resources:
-        stack = resources.enter_context(running_stack(stack_options, echo, lambda line: None, given_up.is_set))
+        stack = resources.enter_context(
+            running_stack(stack_options, echo, lambda line: None, given_up.is_set)
+        )
         client = resources.enter_context(RestClient(stack.url))
         return resources.pop_all(), client
 
@@ -219,12 +237,16 @@ def _measure(options: BenchOptions, prompts: Sequence[Messages], clients: Client
         for index, messages in enumerate(prompts):
             for temperature in TEMPERATURES:
                 for kind in kinds[index % len(kinds) :] + kinds[: index % len(kinds)]:
-                    runs[index, temperature, kind] = _ask(options, clients, messages, index, temperature, kind)
+                    runs[index, temperature, kind] = _ask(
+                        options, clients, messages, index, temperature, kind
+                    )
                     progress.advance(task)
     return runs
 
 
-def _ask(options: BenchOptions, clients: Clients, messages: Messages, index: int, temperature: float, kind: Kind) -> Run:
+def _ask(
+    options: BenchOptions, clients: Clients, messages: Messages, index: int, temperature: float, kind: Kind
+) -> Run:
     client = clients["plain" if kind is Kind.NO_DRAFT else "draft"]
     body = {
         "max_tokens": options.tokens,
@@ -241,7 +263,15 @@ def _ask(options: BenchOptions, clients: Clients, messages: Messages, index: int
     accept_length = float(speculation.get("accept_length") or 0.0)
     rounds = int(speculation.get("rounds") or 0)
     return Run(
-        index, temperature, kind, reply.completion_tokens, reply.total_s, reply.first_token_s, accept_length, rounds, reply.token_ids
+        index,
+        temperature,
+        kind,
+        reply.completion_tokens,
+        reply.total_s,
+        reply.first_token_s,
+        accept_length,
+        rounds,
+        reply.token_ids,
     )
 
 
@@ -254,7 +284,9 @@ def summarise(runs: Runs, num_prompts: int) -> list[dict[str, Any]]:
     for temperature in TEMPERATURES:
         of = {kind: [runs[index, temperature, kind] for index in range(num_prompts)] for kind in Kind}
         speed = {kind: [run.tokens_per_s for run in of[kind]] for kind in Kind}
-        accepted = {kind: round(statistics.mean(run.accept_length for run in of[kind]), 3) for kind in DRAFTED}
+        accepted = {
+            kind: round(statistics.mean(run.accept_length for run in of[kind]), 3) for kind in DRAFTED
+        }
         rows.append(
             {
                 "temperature": temperature,
@@ -262,7 +294,10 @@ def summarise(runs: Runs, num_prompts: int) -> list[dict[str, Any]]:
                 "tokens_per_s": {kind.value: round(statistics.median(speed[kind]), 1) for kind in Kind},
                 "accept_length": {kind.value: accepted[kind] for kind in DRAFTED},
                 "same_text": {
-                    kind.value: sum(a.token_ids == b.token_ids for a, b in zip(of[kind], of[Kind.OFF], strict=True)) for kind in DRAFTED
+                    kind.value: sum(
+                        a.token_ids == b.token_ids for a, b in zip(of[kind], of[Kind.OFF], strict=True)
+                    )
+                    for kind in DRAFTED
                 },
             }
         )
@@ -293,8 +328,16 @@ def _ratios(numerators: Sequence[float], denominators: Sequence[float], most: fl
     """Return median and quartiles of the ratios, pair by pair, beside the `most` that they can be: with drafts the accept length, if a
     round took no longer than a step, and 1 without."""
     ratios = sorted(a / b for a, b in zip(numerators, denominators, strict=True))
-    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else [ratios[0]] * 3
-    return {"median": round(median, 3), "p25": round(low, 3), "p75": round(high, 3), "floor": most, "ratio": round(most / median, 3)}
+    low, median, high = (
+        statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else [ratios[0]] * 3
+    )
+    return {
+        "median": round(median, 3),
+        "p25": round(low, 3),
+        "p75": round(high, 3),
+        "floor": most,
+        "ratio": round(most / median, 3),
+    }
 
 
 def _as_json(run: Run) -> dict[str, Any]:
@@ -319,12 +362,19 @@ def _print_table(console: Console, rows: Sequence[dict[str, Any]], options: Benc
     for a, b in RATIOS:
         table.add_row(f"{LABELS[a]} ÷ {LABELS[b]}", *(_spread(row[_ratio_name(a, b)]) for row in rows))
     for kind in Kind:
-        table.add_row(f"tokens/s, {LABELS[kind]}", *(f"{row['tokens_per_s'][kind.value]:.0f}" for row in rows))
+        table.add_row(
+            f"tokens/s, {LABELS[kind]}", *(f"{row['tokens_per_s'][kind.value]:.0f}" for row in rows)
+        )
     for kind in DRAFTED:
-        table.add_row(f"mean accept length, {LABELS[kind]}", *(f"{row['accept_length'][kind.value]:.2f}" for row in rows))
+        table.add_row(
+            f"mean accept length, {LABELS[kind]}",
+            *(f"{row['accept_length'][kind.value]:.2f}" for row in rows),
+        )
     for kind in DRAFTED:
         same = (row["same_text"][kind.value] for row in rows)
-        table.add_row(f"text as with off, {LABELS[kind]}", *(f"{count} of {options.num_prompts}" for count in same))
+        table.add_row(
+            f"text as with off, {LABELS[kind]}", *(f"{count} of {options.num_prompts}" for count in same)
+        )
     console.print(table)
 
 

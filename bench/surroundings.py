@@ -40,9 +40,16 @@ def recorded_environment() -> dict[str, str]:
     matters = {
         name: value
         for name, value in os.environ.items()
-        if name in VARIABLES or (name.startswith(PREFIXES) and name not in TOLD_ELSEWHERE and not any(word in name for word in SECRET))
+        if name in VARIABLES
+        or (
+            name.startswith(PREFIXES)
+            and name not in TOLD_ELSEWHERE
+            and not any(word in name for word in SECRET)
+        )
     }
-    return {name: Path(value).name if value.startswith("/") else value for name, value in sorted(matters.items())}
+    return {
+        name: Path(value).name if value.startswith("/") else value for name, value in sorted(matters.items())
+    }
 
 
 def under_mps() -> bool:
@@ -82,4 +89,6 @@ def process_age_s() -> float:
 def compiled_kernels() -> int:
     """Return how many kernels lie compiled in Triton's cache on the disk."""
     home = Path(os.environ.get("TRITON_HOME", Path.home()))
-    return sum(1 for _ in Path(os.environ.get("TRITON_CACHE_DIR", home / ".triton" / "cache")).glob("*/*.cubin"))
+    return sum(
+        1 for _ in Path(os.environ.get("TRITON_CACHE_DIR", home / ".triton" / "cache")).glob("*/*.cubin")
+    )

@@ -22,7 +22,10 @@ def run_tune(options: KernelOptions) -> int:
         raise ConfigurationError("--tune measures tiles of GPU kernels; use --device cuda.", field="--tune")
     decoder = random_decoder(options.shape.model_config(), options.device, options.dtype)
     if decoder.fused is None:
-        raise ConfigurationError(f"--tune: {options.shape.name} does not run from fused kernels, which alone have tiles.", field="--tune")
+        raise ConfigurationError(
+            f"--tune: {options.shape.name} does not run from fused kernels, which alone have tiles.",
+            field="--tune",
+        )
     tried = try_products(decoder.fused.uses(), options.device, math.inf)
     dtype = str(options.dtype).removeprefix("torch.")
     settings = {"shape": options.shape.name, "device": str(options.device), "dtype": dtype}
@@ -32,5 +35,12 @@ def run_tune(options: KernelOptions) -> int:
 
 def _row(tried: Tried) -> Row:
     product = tried.product
-    case = f"{product.epilogue.name.lower()} {product.out_features}x{product.in_features}, {product.rows} rows"
-    return Row(case, tried.microseconds, "us", more={"tile": describe(tried.tile), "rule": tried.rule, "library": tried.library})
+    case = (
+        f"{product.epilogue.name.lower()} {product.out_features}x{product.in_features}, {product.rows} rows"
+    )
+    return Row(
+        case,
+        tried.microseconds,
+        "us",
+        more={"tile": describe(tried.tile), "rule": tried.rule, "library": tried.library},
+    )

@@ -10,14 +10,18 @@ from contextlib import AbstractContextManager
 import torch
 
 
-def expect(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], dtype: torch.dtype | None = None) -> None:
+def expect(
+    name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], dtype: torch.dtype | None = None
+) -> None:
     """Check a tensor's shape (None = any extent) and dtype.
 
     Raises:
         ValueError: Names the tensor, what it is and what it should be.
     """
     actual = tensor.shape
-    if len(actual) != len(shape) or any(want is not None and want != have for want, have in zip(shape, actual, strict=True)):
+    if len(actual) != len(shape) or any(
+        want is not None and want != have for want, have in zip(shape, actual, strict=True)
+    ):
         wanted = ", ".join("*" if extent is None else str(extent) for extent in shape)
         raise ValueError(f"{name} has shape {list(actual)}, expected [{wanted}]")
     if dtype is not None and tensor.dtype is not dtype:
@@ -31,7 +35,9 @@ def expect_contiguous(name: str, tensor: torch.Tensor) -> None:
         ValueError: Names the tensor.
     """
     if not tensor.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, its strides are {tensor.stride()} for shape {list(tensor.shape)}")
+        raise ValueError(
+            f"{name} must be contiguous, its strides are {tensor.stride()} for shape {list(tensor.shape)}"
+        )
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -49,7 +55,11 @@ _zeros = False
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Allocate what a Triton launch writes. One place, so that the tests can put guard bands round every buffer."""
-    return torch.zeros(shape, dtype=dtype, device=device) if _zeros else torch.empty(shape, dtype=dtype, device=device)
+    return (
+        torch.zeros(shape, dtype=dtype, device=device)
+        if _zeros
+        else torch.empty(shape, dtype=dtype, device=device)
+    )
 
 
 @contextlib.contextmanager

@@ -24,7 +24,10 @@ class ThirdParty(Contract):
             for importer in sorted({source.name} | graph.find_descendants(source.name)):
                 for imported in sorted(graph.find_modules_directly_imported_by(importer)):
                     if graph.is_module_squashed(imported) and imported.partition(".")[0] not in allowed:
-                        lines = [detail["line_number"] for detail in graph.get_import_details(importer=importer, imported=imported)]
+                        lines = [
+                            detail["line_number"]
+                            for detail in graph.get_import_details(importer=importer, imported=imported)
+                        ]
                         found.append((importer, imported, lines))
         return ContractCheck(kept=not found, metadata={"found": found})
 

@@ -18,14 +18,28 @@ GENERATED = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py", "*_pb2_grpc.pyi")
 def generate(target: Path) -> None:
     """Run protoc with the Python, gRPC and typing plug-ins over every proto; stubs land below `target`."""
     protos = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.rglob("*.proto"))
-    outputs = [f"--python_out={target}", f"--mypy_out=quiet:{target}", f"--grpc_python_out={target}", f"--mypy_grpc_out=quiet:{target}"]
+    outputs = [
+        f"--python_out={target}",
+        f"--mypy_out=quiet:{target}",
+        f"--grpc_python_out={target}",
+        f"--mypy_grpc_out=quiet:{target}",
+    ]
     environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
-    subprocess.run([sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTOS}", *outputs, *protos], check=True, cwd=PROTOS, env=environment)
+    subprocess.run(
+        [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTOS}", *outputs, *protos],
+        check=True,
+        cwd=PROTOS,
+        env=environment,
+    )
 
 
 def stubs_below(folder: Path) -> dict[str, bytes]:
     """Return the generated files below a folder, by relative path."""
-    return {str(path.relative_to(folder)): path.read_bytes() for pattern in GENERATED for path in folder.rglob(pattern)}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for pattern in GENERATED
+        for path in folder.rglob(pattern)
+    }
 
 
 def main(action: str) -> int:

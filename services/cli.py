@@ -45,7 +45,12 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_optio
 
 TargetDir = Annotated[
     Path | None,
-    typer.Option("--target", help="Model folder in Hugging Face layout.", show_default="the embedded demo model", metavar="DIR"),
+    typer.Option(
+        "--target",
+        help="Model folder in Hugging Face layout.",
+        show_default="the embedded demo model",
+        metavar="DIR",
+    ),
 ]
 DraftDir = Annotated[
     str | None,
@@ -67,47 +72,93 @@ SpeculativeAlgorithm = Annotated[
 ]
 TokenMap = Annotated[
     Path | None,
-    typer.Option("--speculative-token-map", help="FR-Spec: file of the token ids to draft (.pt, .safetensors, .json).", metavar="FILE"),
+    typer.Option(
+        "--speculative-token-map",
+        help="FR-Spec: file of the token ids to draft (.pt, .safetensors, .json).",
+        metavar="FILE",
+    ),
 ]
 NgramCorpus = Annotated[
     Path | None,
-    typer.Option("--ngram-corpus", help="NGRAM: further texts, .json or .jsonl of token ids or texts, or a text a line.", metavar="FILE"),
+    typer.Option(
+        "--ngram-corpus",
+        help="NGRAM: further texts, .json or .jsonl of token ids or texts, or a text a line.",
+        metavar="FILE",
+    ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …")]
 Dtype = Annotated[str, typer.Option(help="auto (bf16 on CUDA, fp32 on CPU), float32, bfloat16, float16.")]
-NumSteps = Annotated[int | None, typer.Option("--num-steps", "--speculative-num-steps", help="Depth of drafting.", show_default="5")]
-TopK = Annotated[int | None, typer.Option("--topk", "--speculative-eagle-topk", help="Branches per step; 1 is a chain.", show_default="4")]
+NumSteps = Annotated[
+    int | None,
+    typer.Option("--num-steps", "--speculative-num-steps", help="Depth of drafting.", show_default="5"),
+]
+TopK = Annotated[
+    int | None,
+    typer.Option(
+        "--topk", "--speculative-eagle-topk", help="Branches per step; 1 is a chain.", show_default="4"
+    ),
+]
 NumDraftTokens = Annotated[
     int | None,
     typer.Option(
-        "--num-draft-tokens", "--speculative-num-draft-tokens", help="Nodes verified per round, root included.", show_default="16"
+        "--num-draft-tokens",
+        "--speculative-num-draft-tokens",
+        help="Nodes verified per round, root included.",
+        show_default="16",
     ),
 ]
 MaxSteps = Annotated[
-    int | None, typer.Option("--speculative-max-steps", help="Deepest tree that a request may ask for.", show_default="16")
+    int | None,
+    typer.Option(
+        "--speculative-max-steps", help="Deepest tree that a request may ask for.", show_default="16"
+    ),
 ]
 MaxTopK = Annotated[
-    int | None, typer.Option("--speculative-max-topk", help="Widest branching that a request may ask for.", show_default="16")
+    int | None,
+    typer.Option(
+        "--speculative-max-topk", help="Widest branching that a request may ask for.", show_default="16"
+    ),
 ]
 MaxNodes = Annotated[
-    int | None, typer.Option("--speculative-max-nodes", help="Largest tree that a request may ask for.", show_default="128")
+    int | None,
+    typer.Option(
+        "--speculative-max-nodes", help="Largest tree that a request may ask for.", show_default="128"
+    ),
 ]
-MaxRunningRequests = Annotated[int | None, typer.Option(help="Sequences that are worked on at once.", show_default="16")]
+MaxRunningRequests = Annotated[
+    int | None, typer.Option(help="Sequences that are worked on at once.", show_default="16")
+]
 MemFractionStatic = Annotated[
-    float | None, typer.Option(help="Share of the GPU's memory for weights and KV cache, the draft's included.", show_default="0.85")
+    float | None,
+    typer.Option(
+        help="Share of the GPU's memory for weights and KV cache, the draft's included.", show_default="0.85"
+    ),
 ]
 Tp = Annotated[
-    int | None, typer.Option("--tp", "--tensor-parallel-size", help="GPUs that share the target (processes, on a CPU).", show_default="1")
+    int | None,
+    typer.Option(
+        "--tp",
+        "--tensor-parallel-size",
+        help="GPUs that share the target (processes, on a CPU).",
+        show_default="1",
+    ),
 ]
 KvTokens = Annotated[
-    int | None, typer.Option(help="Size of the KV caches of target and draft in tokens.", show_default="what the memory allows")
+    int | None,
+    typer.Option(
+        help="Size of the KV caches of target and draft in tokens.", show_default="what the memory allows"
+    ),
 ]
 Url = Annotated[str, typer.Option(help="Address of the gateway.")]
 ApiKey = Annotated[str | None, typer.Option(help="Key to send, if the gateway wants one.")]
-Speculation = Annotated[str | None, typer.Option("--speculation", help="auto, on or off.", show_default="the server's: auto")]
+Speculation = Annotated[
+    str | None, typer.Option("--speculation", help="auto, on or off.", show_default="the server's: auto")
+]
 MaxTokens = Annotated[int, typer.Option(help="Tokens to generate at most.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", show_default="drawn by the server")]
+Seed = Annotated[
+    int | None, typer.Option(help="Makes sampling repeatable.", show_default="drawn by the server")
+]
 
 
 @app.command()
@@ -134,9 +185,15 @@ def up(
     port: Annotated[int, typer.Option(help="REST port; gRPC takes the next one.")] = 8000,
     skip_tokenizer: Annotated[bool, typer.Option("--skip-tokenizer", help="Serve token ids only.")] = False,
     transport: Annotated[
-        Transport, typer.Option(help="auto puts the draft into the target's process on a machine with one GPU, else runs it apart.")
+        Transport,
+        typer.Option(
+            help="auto puts the draft into the target's process on a machine with one GPU, else runs it apart."
+        ),
     ] = Transport.AUTO,
-    mps: Annotated[bool, typer.Option("--mps", help="Share the GPU by NVIDIA's multi-process service; the draft runs apart.")] = False,
+    mps: Annotated[
+        bool,
+        typer.Option("--mps", help="Share the GPU by NVIDIA's multi-process service; the draft runs apart."),
+    ] = False,
     log_level: Annotated[str, typer.Option(help="Of all services.")] = "info",
     **target_flags: Any,
 ) -> None:
@@ -170,8 +227,16 @@ def up(
         target_flags={name: value for name, value in target_flags.items() if value is not None},
     )
     console = StatusConsole(stderr=True, highlight=False)
-    with StopSignal() as stop, launch.running_stack(options, _echo_to(console), _progress_to(console), lambda: stop.requested) as stack:
-        console.print(f"[bold green]up[/] {stack.url}  (OpenAI API at {stack.url}/v1; gRPC on port {port + 1})", soft_wrap=True)
+    with (
+        StopSignal() as stop,
+        launch.running_stack(
+            options, _echo_to(console), _progress_to(console), lambda: stop.requested
+        ) as stack,
+    ):
+        console.print(
+            f"[bold green]up[/] {stack.url}  (OpenAI API at {stack.url}/v1; gRPC on port {port + 1})",
+            soft_wrap=True,
+        )
         stop.wait()
         console.print("stopping")
 
@@ -184,7 +249,9 @@ class StatusConsole(Console):
         self.quiet = True
 
 
-def _draft_folder(target: Path | None, draft: str | None, algorithm: Algorithm = Algorithm.AUTO) -> Path | None:
+def _draft_folder(
+    target: Path | None, draft: str | None, algorithm: Algorithm = Algorithm.AUTO
+) -> Path | None:
     """The embedded head fits the embedded model only, and is an EAGLE-3 head: all else needs its own, or none."""
     if draft is None:
         return DEMO_DRAFT if target is None and algorithm in (Algorithm.AUTO, Algorithm.EAGLE3) else None
@@ -240,7 +307,9 @@ def _run_service(name: str, settings_type: Any, run: Any, arguments: list[str]) 
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; `-` reads standard input.")],
     url: Url = "http://127.0.0.1:8000",
-    raw: Annotated[bool, typer.Option("--raw", help="Complete the text as it is, without the chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Complete the text as it is, without the chat template.")
+    ] = False,
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
     seed: Seed = None,
@@ -292,7 +361,9 @@ def _ask() -> str:
         return ""
 
 
-def _request_options(max_tokens: int, temperature: float, seed: int | None, speculation: str | None) -> dict[str, Any]:
+def _request_options(
+    max_tokens: int, temperature: float, seed: int | None, speculation: str | None
+) -> dict[str, Any]:
     options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
     if seed is not None:
         options["seed"] = seed
@@ -311,9 +382,15 @@ def _print_pieces(pieces: Any) -> None:
 def _print_summary(reply: Any) -> None:
     speculation = reply.speculation
     drafted = bool(speculation.get("draft_tokens"))
-    speculated = f", accept length {speculation['accept_length']:.2f} over {speculation['rounds']} rounds" if drafted else ""
+    speculated = (
+        f", accept length {speculation['accept_length']:.2f} over {speculation['rounds']} rounds"
+        if drafted
+        else ""
+    )
     console = Console(stderr=True, highlight=False)
-    console.print(f"[dim]{reply.completion_tokens} tokens, {reply.tokens_per_s:.0f}/s, {reply.finish_reason}{speculated}[/]")
+    console.print(
+        f"[dim]{reply.completion_tokens} tokens, {reply.tokens_per_s:.0f}/s, {reply.finish_reason}{speculated}[/]"
+    )
 
 
 @app.command()
@@ -321,7 +398,11 @@ def health(
     url: Url = "http://127.0.0.1:8000",
     grpc_address: Annotated[
         str | None,
-        typer.Option("--grpc", help="Ask the service at this address (host:port, unix:/path or ipc:///path) instead.", metavar="ADDRESS"),
+        typer.Option(
+            "--grpc",
+            help="Ask the service at this address (host:port, unix:/path or ipc:///path) instead.",
+            metavar="ADDRESS",
+        ),
     ] = None,
     service: Annotated[str, typer.Option(help="gRPC service name to ask for.")] = "",
 ) -> None:
@@ -369,7 +450,9 @@ def main() -> None:
     try:
         app()
     except OutriderError as error:
-        Console(stderr=True, highlight=False).print(Text.assemble(("error: ", "bold red"), error.message), soft_wrap=True)
+        Console(stderr=True, highlight=False).print(
+            Text.assemble(("error: ", "bold red"), error.message), soft_wrap=True
+        )
         sys.exit(EXIT_CODES.get(error.code, 1))
     except KeyboardInterrupt:
         sys.exit(130)

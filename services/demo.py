@@ -34,7 +34,10 @@ def run_demo(prompt: str, device: str, tokens: int) -> int:
     options = StackOptions(device=device, port=free_port(), transport=Transport.GRPC)
     try:
         console.print("Starting gateway, target and draft on the embedded model pair …")
-        with running_stack(options, keep, lambda line: console.print(f"  [dim]{line}[/]")) as stack, RestClient(stack.url) as client:
+        with (
+            running_stack(options, keep, lambda line: console.print(f"  [dim]{line}[/]")) as stack,
+            RestClient(stack.url) as client,
+        ):
             _answer(console, client, prompt)
             _measure(console, client, prompt, tokens)
     except Exception:
@@ -64,10 +67,14 @@ def _measure(console: Console, client: RestClient, prompt: str, tokens: int) -> 
     for _ in range(REPEATS):
         for mode, replies in runs.items():
             reply = Reply()
-            for _piece in client.stream_chat([{"role": "user", "content": prompt}], options | {"speculation": {"mode": mode}}, reply):
+            for _piece in client.stream_chat(
+                [{"role": "user", "content": prompt}], options | {"speculation": {"mode": mode}}, reply
+            ):
                 pass
             replies.append(reply)
-    speeds = {mode: statistics.median(reply.tokens_per_s for reply in replies) for mode, replies in runs.items()}
+    speeds = {
+        mode: statistics.median(reply.tokens_per_s for reply in replies) for mode, replies in runs.items()
+    }
     table = Table(title=f"{tokens} tokens, median of {REPEATS} runs in turn, batch 1")
     for heading in ("speculation", "tokens/s", "accept length", "rounds"):
         table.add_column(heading, justify="right")

@@ -126,29 +126,73 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
     by_ipc = options.transport is Transport.IPC or (options.mps and options.transport is Transport.AUTO)
     scheme = "ipc://" if by_ipc else "unix:"
     draft_address = f"{scheme}{runtime_dir / 'draft.sock'}" if options.speculates and not inproc else None
-    shape = {"num-steps": options.num_steps, "topk": options.topk, "num-draft-tokens": options.num_draft_tokens}
+    shape = {
+        "num-steps": options.num_steps,
+        "topk": options.topk,
+        "num-draft-tokens": options.num_draft_tokens,
+    }
     caps = {"max-steps": options.max_steps, "max-topk": options.max_topk, "max-nodes": options.max_nodes}
-    placement = {"device": options.device, "dtype": options.dtype, "log-level": options.log_level, "kv-tokens": options.kv_tokens}
-    algorithm = {"speculative-algorithm": None if options.algorithm is Algorithm.AUTO else options.algorithm.value}
+    placement = {
+        "device": options.device,
+        "dtype": options.dtype,
+        "log-level": options.log_level,
+        "kv-tokens": options.kv_tokens,
+    }
+    algorithm = {
+        "speculative-algorithm": None if options.algorithm is Algorithm.AUTO else options.algorithm.value
+    }
     texts = {"speculative-token-map": options.token_map, "ngram-corpus": options.ngram_corpus}
-    capacity = {"max-running-requests": options.max_running_requests, "mem-fraction-static": options.mem_fraction_static, "tp": options.tp}
+    capacity = {
+        "max-running-requests": options.max_running_requests,
+        "mem-fraction-static": options.mem_fraction_static,
+        "tp": options.tp,
+    }
 
-    gateway = {"host": options.host, "port": options.port, "grpc-port": options.port + 1, "target": target_address}
-    gateway |= {"tokenizer": None if options.skip_tokenizer else options.target, "log-level": options.log_level}
+    gateway = {
+        "host": options.host,
+        "port": options.port,
+        "grpc-port": options.port + 1,
+        "target": target_address,
+    }
+    gateway |= {
+        "tokenizer": None if options.skip_tokenizer else options.target,
+        "log-level": options.log_level,
+    }
     drafter = draft_address or (f"{INPROC}{options.draft or ''}" if options.speculates else "none")
     # EAGLE may turn out to be MTP layers, as in SGLang. A draft of its own finds out; the target would refuse them by that name.
     told = {} if draft_address and options.algorithm is Algorithm.EAGLE else algorithm
-    target = {"listen": target_address, "model": options.target, "draft": drafter} | told | shape | caps | placement | capacity
+    target = (
+        {"listen": target_address, "model": options.target, "draft": drafter}
+        | told
+        | shape
+        | caps
+        | placement
+        | capacity
+    )
     target |= {name.replace("_", "-"): value for name, value in options.target_flags.items()}
-    children = [_child("gateway", gateway), _child("target", target | (texts if options.speculates and inproc else {}))]
+    children = [
+        _child("gateway", gateway),
+        _child("target", target | (texts if options.speculates and inproc else {})),
+    ]
     if draft_address:
-        draft = {"listen": draft_address, "draft": options.draft, "target-weights": options.target} | algorithm | texts | caps | placement
+        draft = (
+            {"listen": draft_address, "draft": options.draft, "target-weights": options.target}
+            | algorithm
+            | texts
+            | caps
+            | placement
+        )
         draft |= shape
-        draft |= {name.replace("_", "-"): options.target_flags.get(name) for name in ("cuda_graph_max_bs", "disable_cuda_graph")}
+        draft |= {
+            name.replace("_", "-"): options.target_flags.get(name)
+            for name in ("cuda_graph_max_bs", "disable_cuda_graph")
+        }
         draft["max-sessions"] = _sessions(options.max_running_requests)
         draft["disable-tile-trial"] = options.target_flags.get("disable_tile_trial")
         children.append(_child("draft", draft, DRAFT_DRAIN_S))
-    return StackPlan(tuple(children), f"http://{_reachable(options.host)}:{options.port}", target_address, draft_address)
+    return StackPlan(
+        tuple(children), f"http://{_reachable(options.host)}:{options.port}", target_address, draft_address
+    )
 
 
 def _sessions(running: int | None) -> int | None:
@@ -182,7 +226,10 @@ def outrider_command() -> str:
     beside = Path(sysconfig.get_path("scripts")) / "outrider"
     found = str(beside) if beside.exists() else shutil.which("outrider")
     if not found:
-        raise ConfigurationError("The `outrider` command is not installed in this environment: pip install outrider.", field="outrider")
+        raise ConfigurationError(
+            "The `outrider` command is not installed in this environment: pip install outrider.",
+            field="outrider",
+        )
     return found
 
 
@@ -195,7 +242,8 @@ def check_options(options: StackOptions) -> None:
     check_values(options)
     if importlib.util.find_spec("torch") is None:
         raise ConfigurationError(
-            "PyTorch is not installed here, and target and draft need it: pip install 'outrider[engine]'.", field="torch"
+            "PyTorch is not installed here, and target and draft need it: pip install 'outrider[engine]'.",
+            field="torch",
         )
     _check_model_folder(options.target, "--target")
     if options.algorithm is Algorithm.NONE and options.draft is not None:
@@ -228,7 +276,13 @@ def _check_target_flags(options: StackOptions) -> None:
     from outrider.services.target.settings import TargetSettings
 
     draft = "unix:/draft" if options.speculates and not wants_inproc(options) else "none"
-    beside = {"model": options.target, "device": options.device, "dtype": options.dtype, "tp": options.tp, "draft": draft}
+    beside = {
+        "model": options.target,
+        "device": options.device,
+        "dtype": options.dtype,
+        "tp": options.tp,
+        "draft": draft,
+    }
     beside["mem_fraction_static"] = options.mem_fraction_static
     TargetSettings.load({**beside, **options.target_flags}).check()
 
@@ -237,12 +291,16 @@ def _check_model_folder(folder: Path, flag: str, hint: str = "") -> None:
     if not folder.is_dir():
         raise ConfigurationError(f"{flag} {folder}: there is no such folder{hint}.", field=flag)
     # Draft heads of Mistral's come with params.json.
-    if not any((folder / name).exists() for name in (("config.json", "params.json") if flag == "--draft" else ("config.json",))):
+    if not any(
+        (folder / name).exists()
+        for name in (("config.json", "params.json") if flag == "--draft" else ("config.json",))
+    ):
         message = f"{flag} {folder} has no config.json; give a model folder in Hugging Face layout, downloaded in full{hint}."
         raise ConfigurationError(message, field=flag)
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise ConfigurationError(
-            f"{flag} {folder} holds no weights (*.safetensors or *.bin); download the model in full{hint}.", field=flag
+            f"{flag} {folder} holds no weights (*.safetensors or *.bin); download the model in full{hint}.",
+            field=flag,
         )
 
 
@@ -288,7 +346,9 @@ class Stack:
 
 
 @contextmanager
-def running_stack(options: StackOptions, echo: Echo, progress: Progress, stopped: Callable[[], bool] = lambda: False) -> Iterator[Stack]:
+def running_stack(
+    options: StackOptions, echo: Echo, progress: Progress, stopped: Callable[[], bool] = lambda: False
+) -> Iterator[Stack]:
     """Start the services, wait until all can serve, and stop them on leaving.
 
     Args:
@@ -309,14 +369,18 @@ def running_stack(options: StackOptions, echo: Echo, progress: Progress, stopped
         if not inproc:
             options = replace(options, kv_tokens=options.kv_tokens or shared_kv_tokens(options))
         plan = plan_stack(options, runtime_dir, inproc)
-        around = cleanup.enter_context(shared_gpu(runtime_dir / "mps", echo)) if options.mps else Surroundings()
+        around = (
+            cleanup.enter_context(shared_gpu(runtime_dir / "mps", echo)) if options.mps else Surroundings()
+        )
         supervisor = cleanup.enter_context(Supervisor(plan.children, echo, around))
         _wait_until_ready(plan, supervisor, progress, stopped)
         supervisor.settle()
         yield Stack(plan, supervisor)
 
 
-def _wait_until_ready(plan: StackPlan, supervisor: Supervisor, progress: Progress, stopped: Callable[[], bool]) -> None:
+def _wait_until_ready(
+    plan: StackPlan, supervisor: Supervisor, progress: Progress, stopped: Callable[[], bool]
+) -> None:
     from outrider.services.health_client import DRAFT_SERVICE, TARGET_SERVICE, ServingProbe
     from outrider.services.rest import RestClient
     from outrider.shared.rpc.address import grpc_address
@@ -327,7 +391,9 @@ def _wait_until_ready(plan: StackPlan, supervisor: Supervisor, progress: Progres
         target = cleanup.enter_context(ServingProbe(plan.target_address, TARGET_SERVICE))
         waiting: dict[str, Callable[[], bool]] = {}
         if plan.draft_address:
-            waiting["draft"] = cleanup.enter_context(ServingProbe(grpc_address(plan.draft_address, "draft"), DRAFT_SERVICE)).serving
+            waiting["draft"] = cleanup.enter_context(
+                ServingProbe(grpc_address(plan.draft_address, "draft"), DRAFT_SERVICE)
+            ).serving
         waiting["target"] = target.serving
         # Asked last: the gateway is ready when the target is.
         waiting["gateway"] = lambda: len(waiting) == 1 and gateway.status("/ready")[0] == 200
@@ -335,7 +401,9 @@ def _wait_until_ready(plan: StackPlan, supervisor: Supervisor, progress: Progres
             if stopped():
                 raise CancelledError("Stopped while the services were starting.")
             if failed := supervisor.failed():
-                raise _start_failure(failed.spec.name, failed.last_lines[-1] if failed.last_lines else "it printed nothing")
+                raise _start_failure(
+                    failed.spec.name, failed.last_lines[-1] if failed.last_lines else "it printed nothing"
+                )
             if time.monotonic() - started > START_TIMEOUT_S:
                 raise UnavailableError(
                     f"Not ready after {START_TIMEOUT_S:g} s: {', '.join(waiting)}. Their lines above say how far they came."

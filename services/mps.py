@@ -91,7 +91,9 @@ class _Control:
             raise ConfigurationError(f"{FLAG}: cannot start {PROGRAM}: {error}.", field=FLAG) from None
         if code:
             why = said.read_text(encoding="utf-8", errors="replace").strip() or f"exit code {code}"
-            raise ConfigurationError(f"{FLAG}: {PROGRAM} does not start: {why}. Leave {FLAG} out to do without it.", field=FLAG)
+            raise ConfigurationError(
+                f"{FLAG}: {PROGRAM} does not start: {why}. Leave {FLAG} out to do without it.", field=FLAG
+            )
 
     def tell(self, command: str) -> tuple[str, str | None]:
         """Return the daemon's answer to a command, and why there is none if it failed."""
@@ -108,7 +110,9 @@ class _Control:
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             return "", str(error)
-        return done.stdout, (done.stderr.strip() or f"exit code {done.returncode}") if done.returncode else None
+        return done.stdout, (
+            done.stderr.strip() or f"exit code {done.returncode}"
+        ) if done.returncode else None
 
     def let_go(self, process_id: int) -> None:
         """Take a process off the GPU before it is killed: with work in flight its end would be that of the others too."""

@@ -40,7 +40,9 @@ def check_values(options: StackOptions, devices: Path = Path("/dev")) -> None:
         ConfigurationError: names the flag, the value and what is allowed.
     """
     if not 1 <= options.port < MAX_PORT:
-        raise _wrong("--port", options.port, f"between 1 and {MAX_PORT - 1}", "; gRPC listens on the port after it")
+        raise _wrong(
+            "--port", options.port, f"between 1 and {MAX_PORT - 1}", "; gRPC listens on the port after it"
+        )
     if not DEVICE.fullmatch(options.device):
         raise _wrong("--device", options.device, "auto, cpu, cuda or cuda:N")
     if options.device.startswith("cuda") and not any(next(devices.glob(name), None) for name in GPU_DEVICES):
@@ -48,7 +50,10 @@ def check_values(options: StackOptions, devices: Path = Path("/dev")) -> None:
             f"--device {options.device}: this machine shows no GPU; use --device cpu, or --device auto to take a GPU where there is one.",
             field="--device",
         )
-    for flag, text, allowed in (("--dtype", options.dtype, DTYPES), ("--log-level", options.log_level, LOG_LEVELS)):
+    for flag, text, allowed in (
+        ("--dtype", options.dtype, DTYPES),
+        ("--log-level", options.log_level, LOG_LEVELS),
+    ):
         if text not in allowed:
             raise _wrong(flag, text, f"one of {', '.join(allowed)}")
     _check_shape(options)
@@ -76,7 +81,9 @@ def _check_mps(options: StackOptions, devices: Path) -> None:
     """Refuse the multi-process service where no two processes would share an NVIDIA GPU, or where it is not installed."""
     check_mps_device(options.device, devices)
     if not options.speculates or options.algorithm is Algorithm.NGRAM or options.transport.value == "inproc":
-        raise _no_mps("is for a target and a draft that are two processes on a GPU, and here only the target is")
+        raise _no_mps(
+            "is for a target and a draft that are two processes on a GPU, and here only the target is"
+        )
     mps_program()
 
 
@@ -103,7 +110,14 @@ def _no_mps(why: str) -> ConfigurationError:
 def _check_shape(options: StackOptions) -> None:
     """Compare the default tree with its caps, the services' own defaults where a flag was not given."""
     for flag, value, default, cap_flag, cap, default_cap in (
-        ("--num-steps", options.num_steps, DEFAULT_NUM_STEPS, "--speculative-max-steps", options.max_steps, DEFAULT_MAX_STEPS),
+        (
+            "--num-steps",
+            options.num_steps,
+            DEFAULT_NUM_STEPS,
+            "--speculative-max-steps",
+            options.max_steps,
+            DEFAULT_MAX_STEPS,
+        ),
         ("--topk", options.topk, DEFAULT_TOPK, "--speculative-max-topk", options.max_topk, DEFAULT_MAX_TOPK),
         (
             *("--num-draft-tokens", options.num_draft_tokens, DEFAULT_NUM_DRAFT_TOKENS),
@@ -116,10 +130,15 @@ def _check_shape(options: StackOptions) -> None:
         asked, most = (default if value is None else value), (default_cap if cap is None else cap)
         if asked > most:
             raise ConfigurationError(
-                f"{_said(flag, asked, value)} is above {_said(cap_flag, most, cap)}; raise the cap or lower the default.", field=flag
+                f"{_said(flag, asked, value)} is above {_said(cap_flag, most, cap)}; raise the cap or lower the default.",
+                field=flag,
             )
     num_steps = options.num_steps or DEFAULT_NUM_STEPS
-    if options.topk == 1 and options.num_draft_tokens is not None and options.num_draft_tokens > num_steps + 1:
+    if (
+        options.topk == 1
+        and options.num_draft_tokens is not None
+        and options.num_draft_tokens > num_steps + 1
+    ):
         raise ConfigurationError(
             f"--num-draft-tokens {options.num_draft_tokens}: with --topk 1 drafts are a chain of num_steps + 1 = {num_steps + 1} nodes; "
             "lower it, or raise --num-steps or --topk.",
@@ -129,15 +148,25 @@ def _check_shape(options: StackOptions) -> None:
 
 def _check_files(options: StackOptions) -> None:
     """Refuse a token map or a corpus that is not there, or that nothing would read."""
-    for flag, path in (("--speculative-token-map", options.token_map), ("--ngram-corpus", options.ngram_corpus)):
+    for flag, path in (
+        ("--speculative-token-map", options.token_map),
+        ("--ngram-corpus", options.ngram_corpus),
+    ):
         if path is not None and not path.is_file():
             raise ConfigurationError(f"{flag} {path}: there is no such file.", field=flag)
     if options.token_map is not None and options.token_map.suffix not in TOKEN_MAP_SUFFIXES:
-        raise _wrong("--speculative-token-map", options.token_map, f"a file of {', '.join(TOKEN_MAP_SUFFIXES)}")
+        raise _wrong(
+            "--speculative-token-map", options.token_map, f"a file of {', '.join(TOKEN_MAP_SUFFIXES)}"
+        )
     if options.token_map is not None and (options.algorithm is Algorithm.NGRAM or not options.speculates):
-        why = "n-grams have no vocabulary of their own" if options.algorithm is Algorithm.NGRAM else "nothing drafts"
+        why = (
+            "n-grams have no vocabulary of their own"
+            if options.algorithm is Algorithm.NGRAM
+            else "nothing drafts"
+        )
         raise ConfigurationError(
-            f"--speculative-token-map: {why}; leave it out, or give a --draft that it restricts.", field="--speculative-token-map"
+            f"--speculative-token-map: {why}; leave it out, or give a --draft that it restricts.",
+            field="--speculative-token-map",
         )
     if options.ngram_corpus is not None and options.algorithm is not Algorithm.NGRAM:
         raise ConfigurationError(

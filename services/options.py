@@ -30,7 +30,9 @@ ALIASES: dict[str, tuple[str, ...]] = {
 }
 
 
-def settings_command(settings_type: type[ServiceSettings], run: Callable[[ServiceSettings], int], help_text: str) -> Callable[..., None]:
+def settings_command(
+    settings_type: type[ServiceSettings], run: Callable[[ServiceSettings], int], help_text: str
+) -> Callable[..., None]:
     """Return a function for `typer.Typer.command` with one option per field of `settings_type`, and ``--config FILE``.
 
     Args:
@@ -40,13 +42,22 @@ def settings_command(settings_type: type[ServiceSettings], run: Callable[[Servic
     """
 
     def command(config: Path | None = None, **flags: Any) -> None:
-        given = {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items() if value not in (None, [])}
+        given = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in flags.items()
+            if value not in (None, [])
+        }
         raise typer.Exit(run(settings_type.load(given, config)))
 
     prefix = str(settings_type.model_config.get("env_prefix", ""))
     parameters = [_parameter(name, field, prefix) for name, field in settings_type.model_fields.items()]
-    config_option = Annotated[Path | None, typer.Option("--config", help="TOML or JSON file of settings, below flags and environment.")]
-    parameters.append(inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=config_option))
+    config_option = Annotated[
+        Path | None,
+        typer.Option("--config", help="TOML or JSON file of settings, below flags and environment."),
+    ]
+    parameters.append(
+        inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=config_option)
+    )
     command.__doc__ = help_text
     return signed(command, parameters)
 
@@ -56,9 +67,13 @@ def _parameter(name: str, field: FieldInfo, env_prefix: str) -> inspect.Paramete
     default = _default_text(field)
     origin = f"{default}; {env_prefix}{name.upper()}" if default else f"{env_prefix}{name.upper()}"
     help_text = f"{field.description or ''} [{origin}]".strip()
-    kind: Any = bool if field.annotation is bool else list[str] if get_origin(field.annotation) is tuple else str
+    kind: Any = (
+        bool if field.annotation is bool else list[str] if get_origin(field.annotation) is tuple else str
+    )
     names = switch_names(flag_name(name)) if kind is bool else (flag_name(name), *ALIASES.get(name, ()))
-    return keyword(name, kind, typer.Option(*names, help=help_text, show_default=False, metavar=_metavar(field)))
+    return keyword(
+        name, kind, typer.Option(*names, help=help_text, show_default=False, metavar=_metavar(field))
+    )
 
 
 def _default_text(field: FieldInfo) -> str:
@@ -67,12 +82,20 @@ def _default_text(field: FieldInfo) -> str:
     value = field.get_default()
     if value in (None, (), "", PydanticUndefined):
         return ""
-    text = ",".join(str(item) for item in value) if isinstance(value, tuple) else str(getattr(value, "value", value))
+    text = (
+        ",".join(str(item) for item in value)
+        if isinstance(value, tuple)
+        else str(getattr(value, "value", value))
+    )
     return f"default {text}"
 
 
 def _metavar(field: FieldInfo) -> str | None:
     if field.annotation is bool:
         return None
-    kinds = [kind for kind in (get_args(field.annotation) or (field.annotation,)) if kind not in (type(None), Ellipsis)]
+    kinds = [
+        kind
+        for kind in (get_args(field.annotation) or (field.annotation,))
+        if kind not in (type(None), Ellipsis)
+    ]
     return "|".join(getattr(kind, "__name__", str(kind)) for kind in kinds).upper()

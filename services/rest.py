@@ -59,7 +59,9 @@ class RestClient:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self.url = url.rstrip("/")
         # Proxies of the environment are for the outside; a gateway is addressed directly.
-        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=httpx.Timeout(timeout_s, connect=5.0), trust_env=False)
+        self._http = httpx.Client(
+            base_url=self.url, headers=headers, timeout=httpx.Timeout(timeout_s, connect=5.0), trust_env=False
+        )
 
     def __enter__(self) -> RestClient:
         return self
@@ -87,15 +89,24 @@ class RestClient:
             raise self._unreachable() if status == 0 else _error(status, body)
         return str(body["data"][0]["id"])
 
-    def stream_chat(self, messages: list[dict[str, str]], options: Mapping[str, Any], reply: Reply) -> Iterator[str]:
+    def stream_chat(
+        self, messages: list[dict[str, str]], options: Mapping[str, Any], reply: Reply
+    ) -> Iterator[str]:
         """Stream one chat completion."""
         yield from self._stream(
-            "/v1/chat/completions", {"messages": messages, **options}, reply, lambda choice: choice["delta"].get("content")
+            "/v1/chat/completions",
+            {"messages": messages, **options},
+            reply,
+            lambda choice: choice["delta"].get("content"),
         )
 
-    def stream_completion(self, prompt: str | list[int], options: Mapping[str, Any], reply: Reply) -> Iterator[str]:
+    def stream_completion(
+        self, prompt: str | list[int], options: Mapping[str, Any], reply: Reply
+    ) -> Iterator[str]:
         """Stream one text completion; token ids are taken too."""
-        yield from self._stream("/v1/completions", {"prompt": prompt, **options}, reply, lambda choice: choice.get("text"))
+        yield from self._stream(
+            "/v1/completions", {"prompt": prompt, **options}, reply, lambda choice: choice.get("text")
+        )
 
     def _stream(self, path: str, body: dict[str, Any], reply: Reply, text_of: Any) -> Iterator[str]:
         body = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}, **body}
@@ -121,7 +132,8 @@ class RestClient:
 
     def _unreachable(self) -> UnavailableError:
         return UnavailableError(
-            f"Nothing answers at {self.url}. Start the services with `outrider up`, or name another --url.", field="url"
+            f"Nothing answers at {self.url}. Start the services with `outrider up`, or name another --url.",
+            field="url",
         )
 
 
@@ -161,5 +173,8 @@ def _error(status: int, body: Mapping[str, Any]) -> OutriderError:
     message = str(details.get("message") or f"The gateway answered {status}.")
     known = {code.value: code for code in ErrorCode}
     return OutriderError(
-        message, code=known.get(status, ErrorCode.INTERNAL), reason=str(details.get("code") or "http_error"), field=details.get("param")
+        message,
+        code=known.get(status, ErrorCode.INTERNAL),
+        reason=str(details.get("code") or "http_error"),
+        field=details.get("param"),
     )

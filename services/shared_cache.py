@@ -50,15 +50,34 @@ def shared_kv_tokens(options: StackOptions) -> int | None:
     from outrider.services.doctor.pair import Pair
     from outrider.services.target.settings import TargetSettings
 
-    sizes = {"max_running_requests": options.max_running_requests, "mem_fraction_static": options.mem_fraction_static}
+    sizes = {
+        "max_running_requests": options.max_running_requests,
+        "mem_fraction_static": options.mem_fraction_static,
+    }
     caps = {"max_steps": options.max_steps, "max_topk": options.max_topk, "max_nodes": options.max_nodes}
-    given = {"model": options.target, "device": device, "dtype": options.dtype, **sizes, **caps, **options.target_flags}
+    given = {
+        "model": options.target,
+        "device": device,
+        "dtype": options.dtype,
+        **sizes,
+        **caps,
+        **options.target_flags,
+    }
     settings = TargetSettings.load({name: value for name, value in given.items() if value is not None})
     dtype = settings.torch_dtype() or torch.bfloat16
-    pair = Pair(options.target, options.draft, options.algorithm, torch.device(device), dtype, options.token_map)
+    pair = Pair(
+        options.target, options.draft, options.algorithm, torch.device(device), dtype, options.token_map
+    )
     config, (free, total) = pair.target_config, memory
-    borrowed = 0 if pair.choice.algorithm is Algorithm.STANDALONE else 2 * config.vocab_size * config.hidden_size * dtype.itemsize
-    return plan_memory(pair, settings, (free - CONTEXTS_BYTES - DRAFT_WORK_BYTES - borrowed, total)).kv_tokens or None
+    borrowed = (
+        0
+        if pair.choice.algorithm is Algorithm.STANDALONE
+        else 2 * config.vocab_size * config.hidden_size * dtype.itemsize
+    )
+    return (
+        plan_memory(pair, settings, (free - CONTEXTS_BYTES - DRAFT_WORK_BYTES - borrowed, total)).kv_tokens
+        or None
+    )
 
 
 def gpu_memory(index: int) -> tuple[int, int] | None:
@@ -73,7 +92,11 @@ def gpu_memory(index: int) -> tuple[int, int] | None:
     command = ["nvidia-smi", "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits"]
     try:
         asked = subprocess.run(
-            [*command, f"--id={visible[index] if visible else index}"], capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=True
+            [*command, f"--id={visible[index] if visible else index}"],
+            capture_output=True,
+            text=True,
+            timeout=QUERY_TIMEOUT_S,
+            check=True,
         )
         free, total = (int(part) << 20 for part in asked.stdout.strip().split(","))
     except (OSError, subprocess.SubprocessError, ValueError):

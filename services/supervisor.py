@@ -137,7 +137,9 @@ class Child:
             if self._stopping.is_set() or not self._settled.is_set():
                 return
             backoff_s = next_backoff(backoff_s, time.monotonic() - started)
-            self._echo(self.spec.name, f"exited with {_describe_exit(self.exit_code)}; restarting in {backoff_s:g} s")
+            self._echo(
+                self.spec.name, f"exited with {_describe_exit(self.exit_code)}; restarting in {backoff_s:g} s"
+            )
             if self._stopping.wait(backoff_s):
                 return
 

@@ -49,7 +49,9 @@ def recorded(decoder: Decoder) -> Iterator[dict[int, list[torch.Tensor]]]:
         yield rows
 
 
-def plain(decoder: Decoder, count: int, sampling: SamplingParams | None = None) -> tuple[list[int], dict[int, torch.Tensor]]:
+def plain(
+    decoder: Decoder, count: int, sampling: SamplingParams | None = None
+) -> tuple[list[int], dict[int, torch.Tensor]]:
     """Return tokens and logits of plain decoding after `PROMPT`, alone, the prompt in one chunk."""
     harness = harness_of(decoder, NoDrafter())
     harness.submit(PROMPT, count, request_id="plain", mode=SpeculationMode.OFF, sampling=sampling)
@@ -62,10 +64,14 @@ def plain(decoder: Decoder, count: int, sampling: SamplingParams | None = None) 
 def assert_bits(expected: dict[int, torch.Tensor], rows: dict[int, list[torch.Tensor]]) -> None:
     """Every token of the plain run was chosen from a row with exactly its bits."""
     for position, logits in expected.items():
-        assert any(torch.equal(logits, row) for row in rows[position]), f"no row for token {position} has the bits of plain decoding"
+        assert any(torch.equal(logits, row) for row in rows[position]), (
+            f"no row for token {position} has the bits of plain decoding"
+        )
 
 
-def logits_in_chunks(decoder: Decoder, ids: Sequence[int], sizes: Sequence[int], page_size: int = 4) -> torch.Tensor:
+def logits_in_chunks(
+    decoder: Decoder, ids: Sequence[int], sizes: Sequence[int], page_size: int = 4
+) -> torch.Tensor:
     """Return ``[len(ids), V]``, the logits of a prompt that is read in parts of these sizes."""
     pool = decoder.make_pool(-(-len(ids) // page_size), page_size)
     lease = pool.lease(len(ids))

@@ -68,7 +68,11 @@ class StaticTrees:
             depths=torch.tensor([template.depths] * bs, dtype=torch.int32, device=device),
             parents=torch.tensor([template.parents] * bs, dtype=torch.int32, device=device),
             siblings=torch.tensor(template.siblings, dtype=torch.int64, device=device),
-            mains=torch.tensor([main_sibling(depth, shape.topk) for depth in template.depths], dtype=torch.int64, device=device),
+            mains=torch.tensor(
+                [main_sibling(depth, shape.topk) for depth in template.depths],
+                dtype=torch.int64,
+                device=device,
+            ),
             ancestors=torch.tensor([signed] * bs, dtype=torch.int32, device=device),
         )
 
@@ -121,7 +125,10 @@ class AnswerDrafter(FakeDrafter):
         for row in request.rows:
             self.consumed[row.fence.session_id] = len(self.sequences[row.fence.session_id])
         drafts = super().propose(request)
-        moved = {field: getattr(drafts, field).to(self.device) for field in ("tokens", "parents", "depths", "num_nodes", "ancestors")}
+        moved = {
+            field: getattr(drafts, field).to(self.device)
+            for field in ("tokens", "parents", "depths", "num_nodes", "ancestors")
+        }
         return DraftBatch(**moved)
 
     def close(self, session_ids: Sequence[int]) -> None:
@@ -159,10 +166,15 @@ class AnswerDrafter(FakeDrafter):
         template = Template.of(row.shape)
         truth = self.truth(tokens)
         nodes: list[Node] = []
-        for parent, depth, sibling in zip(template.parents[1:], template.depths[1:], template.siblings[1:], strict=True):
+        for parent, depth, sibling in zip(
+            template.parents[1:], template.depths[1:], template.siblings[1:], strict=True
+        ):
             index = len(tokens) + depth - 1
             token = truth[index] if index < len(truth) else 0
-            right = sibling == main_sibling(depth, row.shape.topk) and (7 * len(tokens) + 3 * depth) % 10 < 10 * self.accuracy
+            right = (
+                sibling == main_sibling(depth, row.shape.topk)
+                and (7 * len(tokens) + 3 * depth) % 10 < 10 * self.accuracy
+            )
             nodes.append((token if right else (token + 1 + sibling) % self.vocab_size, parent))
         return nodes
 
@@ -170,7 +182,9 @@ class AnswerDrafter(FakeDrafter):
 class AnswerRounds:
     """`DeviceRounds` of an `AnswerDrafter`."""
 
-    def __init__(self, drafter: AnswerDrafter, session_ids: Sequence[int], shape: DraftShape, state: RoundState) -> None:
+    def __init__(
+        self, drafter: AnswerDrafter, session_ids: Sequence[int], shape: DraftShape, state: RoundState
+    ) -> None:
         self.drafter = drafter
         self.key = "answers"
         self.shape = shape
@@ -211,8 +225,12 @@ class AnswerRounds:
         committed = state.committed_lens.to(torch.int64)[:, None]
         depths = static.depths.to(torch.int64)
         truth = static.truth.gather(1, (committed + depths - 1).clamp(0, LONGEST - 1))
-        right = (static.siblings == static.mains) & ((7 * committed + 3 * depths) % 10 < 10 * self.drafter.accuracy)
-        tokens = torch.where(right, truth, (truth + 1 + static.siblings) % self.drafter.vocab_size).to(torch.int32)
+        right = (static.siblings == static.mains) & (
+            (7 * committed + 3 * depths) % 10 < 10 * self.drafter.accuracy
+        )
+        tokens = torch.where(right, truth, (truth + 1 + static.siblings) % self.drafter.vocab_size).to(
+            torch.int32
+        )
         tokens[:, 0] = state.roots()
         num_nodes = torch.where(state.counts > 0, tokens.shape[1], 1).to(torch.int32)
         return DraftBatch(tokens, static.parents, static.depths, num_nodes, static.ancestors)
@@ -257,8 +275,12 @@ class AnswerRounds:
         if self.drafter.moves == self.drafter.fail_move_at:
             return False
         assert state.bs < self.state.bs
-        assert {row for row, session_id in enumerate(self.sessions) if session_id is not None} == set(rows), "nobody is left behind"
-        self.sessions, self.upper, self.told = ([field[row] for row in rows] for field in (self.sessions, self.upper, self.told))
+        assert {row for row, session_id in enumerate(self.sessions) if session_id is not None} == set(rows), (
+            "nobody is left behind"
+        )
+        self.sessions, self.upper, self.told = (
+            [field[row] for row in rows] for field in (self.sessions, self.upper, self.told)
+        )
         self.state = state
         self.static = self._fill_static()
         return True
@@ -269,7 +291,9 @@ class AnswerRounds:
         if not self.checked:
             for row, session_id in enumerate(self.sessions):
                 if session_id is not None:
-                    self.drafter.consumed[session_id] = len(self.drafter.sequences[session_id]) - self.told[row]
+                    self.drafter.consumed[session_id] = (
+                        len(self.drafter.sequences[session_id]) - self.told[row]
+                    )
             return
         for row, session_id in enumerate(self.sessions):
             if session_id is None:

@@ -77,7 +77,9 @@ class DraftProcess:
         }
         self._log = (folder / "draft.log").open("a+")
         command = [sys.executable, "-c", SCRIPT, json.dumps(values), "spoil" if spoils else ""]
-        self.popen = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True)
+        self.popen = subprocess.Popen(
+            command, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
+        )
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to it."""

@@ -18,10 +18,19 @@ from safetensors.torch import load_file
 class PlainEagle3:
     """A head read from its folder; fp32 (or fp64) on the CPU."""
 
-    def __init__(self, folder: Path, embedding: torch.Tensor, dtype: torch.dtype = torch.float32, prefix: str = "midlayer.") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        embedding: torch.Tensor,
+        dtype: torch.dtype = torch.float32,
+        prefix: str = "midlayer.",
+    ) -> None:
         config = json.loads((folder / "config.json").read_text())
         weights = load_file(str(folder / "model.safetensors"))
-        self.w = {name.removeprefix(prefix): (t.to(dtype) if t.is_floating_point() else t) for name, t in weights.items()}
+        self.w = {
+            name.removeprefix(prefix): (t.to(dtype) if t.is_floating_point() else t)
+            for name, t in weights.items()
+        }
         self.embedding = embedding.to(dtype)
         self.heads, self.kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         self.head_dim = config["head_dim"]
@@ -51,8 +60,15 @@ class PlainEagle3:
         """Return the state of the last of ``(token, feature, position)`` rows, which sees all of them."""
         keys, values = [], []
         for token, feature, position in rows:
-            pair = torch.cat([self.norm(self.embedding[token], "input_layernorm.weight"), self.norm(feature, "hidden_norm.weight")])
-            keys.append(self.rotate((self.w["self_attn.k_proj.weight"] @ pair).view(self.kv_heads, -1), position))
+            pair = torch.cat(
+                [
+                    self.norm(self.embedding[token], "input_layernorm.weight"),
+                    self.norm(feature, "hidden_norm.weight"),
+                ]
+            )
+            keys.append(
+                self.rotate((self.w["self_attn.k_proj.weight"] @ pair).view(self.kv_heads, -1), position)
+            )
             values.append((self.w["self_attn.v_proj.weight"] @ pair).view(self.kv_heads, -1))
         query = self.rotate((self.w["self_attn.q_proj.weight"] @ pair).view(self.heads, -1), position)
         outputs = []
@@ -154,14 +170,20 @@ def reference_tree(
         known: list[float] = values.tolist()
         score = candidates[index].score if index >= 0 else 0.0
         first = len(candidates)
-        candidates.extend(Candidate((*path, head.target_id(i)), index, score + known[i]) for i in rank(known, topk))
+        candidates.extend(
+            Candidate((*path, head.target_id(i)), index, score + known[i]) for i in rank(known, topk)
+        )
         return list(range(first, len(candidates)))
 
     level = expand(-1)
     for step in range(1, steps):
         beam = rank([candidates[i].score for i in level], topk) if step > 1 else list(range(len(level)))
         level = [child for i in beam for child in expand(level[i])]
-    kept = sorted(rank([candidate.score for candidate in candidates], max_nodes - 1, ordered=False)) if max_nodes > 1 else []
+    kept = (
+        sorted(rank([candidate.score for candidate in candidates], max_nodes - 1, ordered=False))
+        if max_nodes > 1
+        else []
+    )
     node = {-1: 0} | {index: position for position, index in enumerate(kept, 1)}
     return PlainTree(
         tokens=[tokens[-1], *(candidates[index].path[-1] for index in kept)],

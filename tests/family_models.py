@@ -58,15 +58,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
     "qwen3-moe": (
         "Qwen3Moe",
-        {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "head_dim": 16, "mlp_only_layers": [1]},
+        {
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "head_dim": 16,
+            "mlp_only_layers": [1],
+        },
     ),
     "qwen3-moe-normed": (
         "Qwen3Moe",
-        {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "head_dim": 16, "norm_topk_prob": True},
+        {
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "head_dim": 16,
+            "norm_topk_prob": True,
+        },
     ),
     "gpt-oss": ("GptOss", GPT_OSS),
     "gpt-oss-narrow": ("GptOss", {**GPT_OSS, "sliding_window": 3}),
-    "deepseek-v2-lite": ("DeepseekV2", {**DEEPSEEK, "q_lora_rank": None, "topk_method": "greedy", "n_shared_experts": 2}),
+    "deepseek-v2-lite": (
+        "DeepseekV2",
+        {**DEEPSEEK, "q_lora_rank": None, "topk_method": "greedy", "n_shared_experts": 2},
+    ),
     "deepseek-v2": (
         "DeepseekV2",
         {
@@ -77,7 +92,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
         },
     ),
-    "deepseek-v3": ("DeepseekV3", {**DEEPSEEK, "q_lora_rank": 20, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}}),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {**DEEPSEEK, "q_lora_rank": 20, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}},
+    ),
 }
 
 
@@ -99,7 +117,10 @@ class PlainMimo(nn.Module):
 
     def save_pretrained(self, path: Path) -> None:
         """Save as published, naming code as MiMo-7B does."""
-        code = {"AutoConfig": "configuration_mimo.MiMoConfig", "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"}
+        code = {
+            "AutoConfig": "configuration_mimo.MiMoConfig",
+            "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM",
+        }
         toy_mtp.save(self.model, path, auto_map=code, eos_token_id=None)
 
 
@@ -125,19 +146,25 @@ def reference(case: str) -> Any:
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
-        model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**settings)).eval()
+        model = getattr(transformers, f"{name}ForCausalLM")(
+            getattr(transformers, f"{name}Config")(**settings)
+        ).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1 or parameter.shape[-1] == 1:
                     parameter.add_(torch.randn_like(parameter) * 0.2)
             for module in model.modules():
-                if hasattr(module, "limit"):  # of gpt-oss's experts; transformers before 5.19 takes 7 whatever the configuration says
+                if hasattr(
+                    module, "limit"
+                ):  # of gpt-oss's experts; transformers before 5.19 takes 7 whatever the configuration says
                     module.limit = settings["swiglu_limit"]
             for buffer_name, buffer in model.named_buffers():
                 if buffer_name.endswith("e_score_correction_bias"):
                     buffer.add_(torch.randn_like(buffer) * 0.2)
             for key, parameter in model.named_parameters():
-                if key.endswith(("router.bias", "experts.gate_up_proj_bias", "experts.down_proj_bias", "sinks")):
+                if key.endswith(
+                    ("router.bias", "experts.gate_up_proj_bias", "experts.down_proj_bias", "sinks")
+                ):
                     parameter.add_(torch.randn_like(parameter) * 0.3)
     return model
 
@@ -150,7 +177,9 @@ def save(case: str, folder: Path) -> Path:
     return path
 
 
-def store_fp8(path: Path, source: Path, block: tuple[int, int], keep: Sequence[str] = ()) -> dict[str, torch.Tensor]:
+def store_fp8(
+    path: Path, source: Path, block: tuple[int, int], keep: Sequence[str] = ()
+) -> dict[str, torch.Tensor]:
     """Write the layers of `source` in FP8 as DeepSeek-V3 is released, and return the tensors that the file stands for.
 
     Names with a part of `keep` stay as they are.
@@ -158,9 +187,15 @@ def store_fp8(path: Path, source: Path, block: tuple[int, int], keep: Sequence[s
     tensors = load_file(source / "model.safetensors")
     meant = dict(tensors)
     for name, tensor in list(tensors.items()):
-        if tensor.dim() == 2 and ".layers." in name and not any(part in name for part in ("mlp.gate.weight", *keep)):
+        if (
+            tensor.dim() == 2
+            and ".layers." in name
+            and not any(part in name for part in ("mlp.gate.weight", *keep))
+        ):
             rows, columns = (-(-size // step) for size, step in zip(tensor.shape, block, strict=True))
-            scales = torch.rand(rows, columns, generator=torch.Generator().manual_seed(len(name))) / 100 + 0.001
+            scales = (
+                torch.rand(rows, columns, generator=torch.Generator().manual_seed(len(name))) / 100 + 0.001
+            )
             spread = torch.kron(scales, torch.ones(block))[: tensor.shape[0], : tensor.shape[1]]
             tensors[name] = (tensor / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
             tensors[f"{name}_scale_inv"] = scales
@@ -190,10 +225,14 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, tolerance: float = 1e-4) 
 class Sequences:
     """Runs rows of several sequences through a decoder, on any backend."""
 
-    def __init__(self, decoder: Decoder, count: int, *, page_size: int = 4, tokens: int = 112, backend: str = "auto") -> None:
+    def __init__(
+        self, decoder: Decoder, count: int, *, page_size: int = 4, tokens: int = 112, backend: str = "auto"
+    ) -> None:
         self.decoder = decoder
         self.pool: KVPool = decoder.make_pool(count * (-(-tokens // page_size)), page_size)
-        self.leases = [lease for lease in (self.pool.lease(tokens) for _ in range(count)) if lease is not None]
+        self.leases = [
+            lease for lease in (self.pool.lease(tokens) for _ in range(count)) if lease is not None
+        ]
         self.attention = create_backend(backend, "cpu")
 
     def run(
@@ -206,9 +245,13 @@ class Sequences:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return logits ``[rows, vocab]`` and captured states of all rows."""
         leases = self.leases[: len(starts)]
-        self.attention.plan(build_batch(self.pool, leases, starts, [len(row) for row in rows], ancestors=ancestors))
+        self.attention.plan(
+            build_batch(self.pool, leases, starts, [len(row) for row in rows], ancestors=ancestors)
+        )
         if positions is None:
-            positions = [list(range(start, start + len(row))) for start, row in zip(starts, rows, strict=True)]
+            positions = [
+                list(range(start, start + len(row))) for start, row in zip(starts, rows, strict=True)
+            ]
         tokens = torch.tensor([token for row in rows for token in row])
         places = torch.tensor([place for row in positions for place in row])
         output = self.decoder.forward(tokens, places, self.attention, self.pool, aux)

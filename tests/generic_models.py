@@ -18,8 +18,24 @@ EXPERTS = {"num_experts": 6, "moe_intermediate_size": 24, "num_experts_per_tok":
 # Case → class prefix and what its config has beyond BASE.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {"head_dim": 24}),
-    "gemma2": ("Gemma2", {"attn_logit_softcapping": 1.5, "head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 20}),
-    "gemma2-uncapped": ("Gemma2", {"attn_logit_softcapping": None, "head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 20}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "attn_logit_softcapping": 1.5,
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 20,
+        },
+    ),
+    "gemma2-uncapped": (
+        "Gemma2",
+        {
+            "attn_logit_softcapping": None,
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 20,
+        },
+    ),
     "gemma3": ("Gemma3", {"head_dim": 16, "sliding_window": WINDOW, "layer_types": MIXED}),
     "phi": ("Phi", {}),
     "phi3": ("Phi3", {"sliding_window": WINDOW}),
@@ -33,7 +49,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("Olmoe", EXPERTS),
     "cohere": ("Cohere", {"logit_scale": 0.3, "use_qk_norm": True}),
     "cohere2": ("Cohere2", {"sliding_window": WINDOW, "layer_types": MIXED}),
-    "granite": ("Granite", {"logits_scaling": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "embedding_multiplier": 2.0}),
+    "granite": (
+        "Granite",
+        {
+            "logits_scaling": 3.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 2.0,
+        },
+    ),
     "granite-moe": ("GraniteMoe", {"num_local_experts": 4}),
     "starcoder2": ("Starcoder2", {"sliding_window": WINDOW}),
     "glm": ("Glm", {"head_dim": 16}),
@@ -52,7 +76,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("Arcee", {}),
     "minicpm3": (
         "MiniCPM3",
-        {"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 24,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 10,
+        },
     ),
 }
 WINDOWED = [case for case, (_, overrides) in CASES.items() if "sliding_window" in overrides]
@@ -67,17 +98,32 @@ LONGROPE = {
     "long_factor": [2.0] * 8,
 }
 REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
-    "gemma3-bidirectional": ("Gemma3", {"head_dim": 16, "use_bidirectional_attention": True}, "is_causal", "looks ahead"),
+    "gemma3-bidirectional": (
+        "Gemma3",
+        {"head_dim": 16, "use_bidirectional_attention": True},
+        "is_causal",
+        "looks ahead",
+    ),
     "phi3-longrope": ("Phi3", {"rope_parameters": LONGROPE}, "rope_parameters", "longest text of a batch"),
     "gptj": ("GPTJ", GPT2_SIZES, "model_type", "does not use the attention interface"),
-    "falcon": ("Falcon", {"new_decoder_architecture": True}, "model_type", "does not use the attention interface"),
+    "falcon": (
+        "Falcon",
+        {"new_decoder_architecture": True},
+        "model_type",
+        "does not use the attention interface",
+    ),
     "falcon-alibi": ("Falcon", {"alibi": True}, "alibi", "by distance"),
     "bloom": ("Bloom", {}, "model_type", "takes no explicit positions"),
     "mpt": ("Mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2}, "model_type", "takes no explicit positions"),
     "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64}, "model_type", "cannot be run apart"),
     "doge": ("Doge", {}, "model_type", "works on its attention mask"),
     "diffllama": ("DiffLlama", {}, "model_type", "calls the attention interface 6 times"),
-    "llama4": ("Llama4", {"head_dim": 16, "attention_chunk_size": 16, "num_local_experts": 2}, "layer_types", "'chunked_attention'"),
+    "llama4": (
+        "Llama4",
+        {"head_dim": 16, "attention_chunk_size": 16, "num_local_experts": 2},
+        "layer_types",
+        "'chunked_attention'",
+    ),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "model_type", "linear-attention"),
     "mamba": ("Mamba", {}, "model_type", "linear-attention"),
 }
@@ -99,7 +145,9 @@ def make(name: str, overrides: dict[str, Any]) -> Any:
         "pad_token_id": None,
         **overrides,
     }
-    model_class = getattr(transformers, f"{name}ForCausalLM", None) or getattr(transformers, f"{name}LMHeadModel")
+    model_class = getattr(transformers, f"{name}ForCausalLM", None) or getattr(
+        transformers, f"{name}LMHeadModel"
+    )
     config_class = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)

@@ -53,15 +53,28 @@ FIRST_LAWS = tuple(f"law/test_{name}.py" for name in (
     "heads_remote", "drafter_ngram", "noise_position", "philox",
 ))  # fmt: skip
 """About half of the laws by time; those first that train something."""
-OTHER_LAWS_FIRST = ("doctor_trained", "mutations", "drafter_mtp_deepseek", "family_output", "joins", "demo_pair", "equality_engine")
+OTHER_LAWS_FIRST = (
+    "doctor_trained",
+    "mutations",
+    "drafter_mtp_deepseek",
+    "family_output",
+    "joins",
+    "demo_pair",
+    "equality_engine",
+)
 FIRST_KERNELS = (
     "families_cuda", "tile_trial_cuda", "device_loop_cuda", "compile_cuda", "drafters", "layer_kernels_cuda", "draft_graph_cuda",
     "deterministic_cuda", "kernels",
 )  # fmt: skip
 """Long tests first."""
-SOAK, TEXTS, MPS, RANKS, FLASHINFER = (f"gpu/test_{name}_cuda.py" for name in ("soak", "text_bf16", "mps", "tp", "flashinfer"))
+SOAK, TEXTS, MPS, RANKS, FLASHINFER = (
+    f"gpu/test_{name}_cuda.py" for name in ("soak", "text_bf16", "mps", "tp", "flashinfer")
+)
 SERVED, SERVED_BF16 = "gpu/test_serving.py", "gpu/test_serving_bf16.py"
-QUIET = tuple(f"gpu/test_{name}_cuda.py" for name in ("ipc", "ipc_rounds", "bench", "exchange", "launch_counts", "relay"))
+QUIET = tuple(
+    f"gpu/test_{name}_cuda.py"
+    for name in ("ipc", "ipc_rounds", "bench", "exchange", "launch_counts", "relay")
+)
 """They wait for other processes, or measure; on two GPUs if there are two."""
 APART = (SOAK, TEXTS, MPS, RANKS, SERVED, SERVED_BF16, *QUIET)
 
@@ -94,12 +107,18 @@ def rest(folder: str, first: tuple[str, ...], without: tuple[str, ...]) -> tuple
     """Return the test files of a folder that no other job has, the named ones first."""
     order = {f"{folder}/test_{name}.py": place for place, name in enumerate(first)}
     found = [f"{folder}/{path.name}" for path in sorted((TESTS / folder).glob("test_*.py"))]
-    return tuple(sorted((path for path in found if path not in without), key=lambda path: order.get(path, len(order))))
+    return tuple(
+        sorted((path for path in found if path not in without), key=lambda path: order.get(path, len(order)))
+    )
 
 
 def plan(gpus: int, cores: int) -> list[Job]:
     """Return all jobs in the order in which lanes take them; `cores`: of one lane."""
-    many, few, pair = max(1, min(MOST_WORKERS, cores - 1)), max(1, min(7, cores // 2)), max(1, min(8, cores - 2))
+    many, few, pair = (
+        max(1, min(MOST_WORKERS, cores - 1)),
+        max(1, min(7, cores // 2)),
+        max(1, min(8, cores - 2)),
+    )
     other_laws = rest("law", OTHER_LAWS_FIRST, (*FIRST_LAWS, ROUNDS_ELSEWHERE))
     kernels = ("-m", "gpu and not flashinfer", *rest("gpu", FIRST_KERNELS, APART))
     jobs = [
@@ -190,8 +209,12 @@ class Suite:
         for job in jobs:
             of_job = {file for file in job.files if file.endswith(tuple(wanted))}
             if of_job:
-                kept = tuple(argument for argument in job.arguments if argument in of_job or argument not in job.files)
-                repeated.append(Job(f"{job.name} again", job.lanes, min(job.workers, 4), kept, job.law, job.library))
+                kept = tuple(
+                    argument for argument in job.arguments if argument in of_job or argument not in job.files
+                )
+                repeated.append(
+                    Job(f"{job.name} again", job.lanes, min(job.workers, 4), kept, job.law, job.library)
+                )
         self.run(repeated, only)
 
     def _start(self, job: Job, only: Path | None) -> subprocess.Popen[bytes]:
@@ -199,7 +222,11 @@ class Suite:
         log.write_text("")
         self._heard[job.name] = log.open()
         spread = ("-n", str(job.workers), "--dist", "loadgroup") if job.workers > 1 else ()
-        command = [*PYTEST, *spread, *(str(TESTS / one) if one in job.files else one for one in job.arguments)]
+        command = [
+            *PYTEST,
+            *spread,
+            *(str(TESTS / one) if one in job.files else one for one in job.arguments),
+        ]
         self.say(f"{job.name}, GPU {','.join(self.gpus_of(job))}: pytest {shlex.join(command[3:])}")
         cores = set().union(*(self.cores[lane] for lane in job.lanes))
         with log.with_suffix(".log").open("wb") as output:
@@ -241,19 +268,25 @@ class Suite:
             if test[key] != "failed":  # a test that passes may fail as it is taken down
                 test[key] = row["outcome"]
                 if key == "outcome":
-                    test |= {name: value for name, value in row.items() if name not in ("event", "test", "outcome")}
+                    test |= {
+                        name: value for name, value in row.items() if name not in ("event", "test", "outcome")
+                    }
             if row["outcome"] == "failed":
                 self.say(f"FAILED {row['test']} ({row['when']}, {row['seconds']} s)\n{row['error'][-2500:]}")
         elif row["event"] == "down" and "again" not in test:
             test["seconds"] = row["seconds"]
 
-    def _collect_ended(self, running: dict[str, tuple[Job, subprocess.Popen[bytes], float]], how: str = "") -> None:
+    def _collect_ended(
+        self, running: dict[str, tuple[Job, subprocess.Popen[bytes], float]], how: str = ""
+    ) -> None:
         for job, process, at in list(running.values()):
             if process.poll() is not None:
                 del running[job.name]
                 seconds = round(time.monotonic() - at, 1)
                 ended = f"{how}exit code {process.returncode}"
-                self.told.append({"job": job.name, "gpus": self.gpus_of(job), "seconds": seconds, "ended": ended})
+                self.told.append(
+                    {"job": job.name, "gpus": self.gpus_of(job), "seconds": seconds, "ended": ended}
+                )
                 self.say(f"{job.name}: {ended} after {seconds} s")
 
 
@@ -264,7 +297,9 @@ class Names:
         path = ":".join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH", ""))))
         given = os.environ | {"OUTRIDER_TEST_DEVICE": "cuda", "PYTHONPATH": path}
         commands = [[*PYTEST, "--collect-only", str(TESTS / folder)] for folder in ("law", "gpu")]
-        self._asked = [subprocess.Popen(one, cwd=ROOT, env=given, stdout=subprocess.PIPE, text=True) for one in commands]
+        self._asked = [
+            subprocess.Popen(one, cwd=ROOT, env=given, stdout=subprocess.PIPE, text=True) for one in commands
+        ]
 
     def all(self) -> list[str]:
         return [line for asked in self._asked for line in asked.communicate()[0].splitlines() if "::" in line]
@@ -279,16 +314,25 @@ def record(suite: Suite, names: list[str], commit: str) -> dict[str, Any]:
     rows: dict[str, dict[str, float]] = {}
     not_passed = []
     for name in dict.fromkeys([*names, *suite.tests]):
-        row = rows.setdefault(file_of(name), {"tests": 0, "passed": 0, "failed": 0, "not run": 0, "seconds": 0.0})
+        row = rows.setdefault(
+            file_of(name), {"tests": 0, "passed": 0, "failed": 0, "not run": 0, "seconds": 0.0}
+        )
         test = suite.tests.get(name, {"outcome": "not run", "seconds": 0.0})
         row["tests"] += 1
         row[test["outcome"] if test["outcome"] in ("passed", "failed") else "not run"] += 1
         row["seconds"] = round(row["seconds"] + test["seconds"], 1)
         if test["outcome"] != "passed":
             again = {"again": test["again"]} if "again" in test else {}
-            not_passed.append({"test": name, "outcome": test["outcome"], "error": why(test.get("error", "")), **again})
-    machine = {"gpus": nvidia_smi("--query-gpu=name", "--format=csv,noheader")[: len(suite.gpus)], "cores a lane": suite.share}
-    machine["packages"] = {"python": platform.python_version()} | {name: version for name in PACKAGES if (version := version_of(name))}
+            not_passed.append(
+                {"test": name, "outcome": test["outcome"], "error": why(test.get("error", "")), **again}
+            )
+    machine = {
+        "gpus": nvidia_smi("--query-gpu=name", "--format=csv,noheader")[: len(suite.gpus)],
+        "cores a lane": suite.share,
+    }
+    machine["packages"] = {"python": platform.python_version()} | {
+        name: version for name in PACKAGES if (version := version_of(name))
+    }
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": commit,
@@ -301,7 +345,9 @@ def record(suite: Suite, names: list[str], commit: str) -> dict[str, Any]:
         "jobs": suite.told,
         "near-ties": [tie for test in suite.tests.values() for tie in test.get("near_ties", ())],
         "printed": {
-            name.split("::")[-1]: test["printed"].strip().splitlines() for name, test in suite.tests.items() if test.get("printed")
+            name.split("::")[-1]: test["printed"].strip().splitlines()
+            for name, test in suite.tests.items()
+            if test.get("printed")
         },
     }
 
@@ -319,7 +365,11 @@ def version_of(package: str) -> str:
 
 
 def nvidia_smi(*arguments: str) -> list[str]:
-    return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, check=True).stdout.strip().splitlines()
+    return (
+        subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, check=True)
+        .stdout.strip()
+        .splitlines()
+    )
 
 
 def main() -> int:
@@ -327,9 +377,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds for everything")
-    parser.add_argument("--logs", type=Path, default=Path("gpu-suite-logs"), help="folder for what the runs print")
-    parser.add_argument("--commit", default="", help="what is tested, where the working tree is no git checkout")
-    parser.add_argument("--flashinfer-path", default="", help="folder with FlashInfer, if it is not installed")
+    parser.add_argument(
+        "--logs", type=Path, default=Path("gpu-suite-logs"), help="folder for what the runs print"
+    )
+    parser.add_argument(
+        "--commit", default="", help="what is tested, where the working tree is no git checkout"
+    )
+    parser.add_argument(
+        "--flashinfer-path", default="", help="folder with FlashInfer, if it is not installed"
+    )
     given = parser.parse_args()
     git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     commit = given.commit or subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
@@ -343,7 +399,9 @@ def main() -> int:
     suite.again([name for name in names if name not in suite.tests], jobs)
     found = record(suite, names, commit)
     given.output.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    suite.say(f"{found['passed']} of {found['tests']} passed, {found['failed']} failed, {found['not run']} not run")
+    suite.say(
+        f"{found['passed']} of {found['tests']} passed, {found['failed']} failed, {found['not run']} not run"
+    )
     return 0 if found["passed"] == found["tests"] else 1
 
 

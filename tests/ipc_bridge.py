@@ -98,7 +98,9 @@ class IpcBridge:
         answer, mapped = acknowledge(offer, frames.take_files(2), torch.device("cpu"))
         frames.send(FrameKind.MAILBOX, answer.SerializeToString())
         assert mapped is not None
-        reader = threading.Thread(target=self._read, args=(frames, mapped.session, mapped.bulk, requests, context), daemon=True)
+        reader = threading.Thread(
+            target=self._read, args=(frames, mapped.session, mapped.bulk, requests, context), daemon=True
+        )
         reader.start()
         for reply in replies:
             to = self._bulk if reply.HasField("pong") else frames
@@ -106,7 +108,12 @@ class IpcBridge:
                 to.send(FrameKind.SESSION, reply.SerializeToString())
 
     def _read(
-        self, frames: FrameSocket, tensors: TensorReader, bulk: TensorReader, requests: queue.SimpleQueue[Any], context: Context
+        self,
+        frames: FrameSocket,
+        tensors: TensorReader,
+        bulk: TensorReader,
+        requests: queue.SimpleQueue[Any],
+        context: Context,
     ) -> None:
         try:
             while True:

@@ -15,7 +15,12 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def differences(
-    judge: Decoder, prompt: Sequence[int], expected: Sequence[int], found: Sequence[int], name: str, tolerance: float = NEAR_TIE
+    judge: Decoder,
+    prompt: Sequence[int],
+    expected: Sequence[int],
+    found: Sequence[int],
+    name: str,
+    tolerance: float = NEAR_TIE,
 ) -> list[str]:
     """Compare two greedy texts up to their first difference, where both tokens must be nearly tied with the best.
 
@@ -33,7 +38,10 @@ def differences(
     best = scores.topk(3)
     worse = float(scores[torch.tensor([expected[at], found[at]])].min())
     gap, limit = float(best.values[0]) - worse, tolerance * float(best.values[0].abs())
-    ranked = ", ".join(f"{token}: {logit:.4f}" for token, logit in zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    ranked = ", ".join(
+        f"{token}: {logit:.4f}"
+        for token, logit in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    )
     line = f"{name}: token {at} is {expected[at]} or {found[at]}; best logits in fp32 {ranked}; gap {gap:.4f}, allowed {limit:.4f}"
     assert gap <= limit, f"not nearly tied: {line}"
     return [line]

@@ -41,7 +41,11 @@ class ThreadCollectives:
         meeting = self._meeting
         meeting.slots[self.rank] = tensor.clone()
         meeting.barrier.wait()
-        stacked = torch.stack(meeting.slots) if len({slot.shape for slot in meeting.slots}) == 1 else meeting.slots[0][None]
+        stacked = (
+            torch.stack(meeting.slots)
+            if len({slot.shape for slot in meeting.slots}) == 1
+            else meeting.slots[0][None]
+        )
         meeting.barrier.wait()
         return stacked
 
@@ -70,7 +74,9 @@ def load_ranks(path: Path, size: int) -> list[ShardedDecoder]:
         collectives = ThreadCollectives(meeting, rank)
         shard = Shard.of(config, rank, size)
         with checked_source(path, config, torch.device("cpu"), torch.float32) as checkpoint:
-            decoders.append(build_rank(ShardedDecoder, checkpoint, shard, collectives, GroupReduce(collectives)))
+            decoders.append(
+                build_rank(ShardedDecoder, checkpoint, shard, collectives, GroupReduce(collectives))
+            )
     return decoders
 
 

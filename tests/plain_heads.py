@@ -28,7 +28,11 @@ class PlainHead:
     """
 
     def __init__(
-        self, config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], embedding: torch.Tensor, lm_head: torch.Tensor
+        self,
+        config: Mapping[str, Any],
+        weights: Mapping[str, torch.Tensor],
+        embedding: torch.Tensor,
+        lm_head: torch.Tensor,
     ) -> None:
         self.config = config
         self.w = weights
@@ -44,7 +48,9 @@ class PlainHead:
             self.ids = torch.arange(len(weights["d2t"])) + weights["d2t"]
 
     @classmethod
-    def read(cls, folder: Path, target_tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float64) -> PlainHead:
+    def read(
+        cls, folder: Path, target_tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float64
+    ) -> PlainHead:
         """Read a folder with ``midlayer.`` or ``layers.0.`` names and a flat configuration."""
         config = json.loads((folder / "config.json").read_text())
         config |= config.get("eagle_config", {})
@@ -69,12 +75,17 @@ class PlainHead:
             return states
         count = sum(name.startswith("fc_norm.") for name in self.w)
         if count:
-            states = torch.cat([self._norm(part, f"fc_norm.{i}.weight") for i, part in enumerate(states.chunk(count, -1))], -1)
+            states = torch.cat(
+                [self._norm(part, f"fc_norm.{i}.weight") for i, part in enumerate(states.chunk(count, -1))],
+                -1,
+            )
         if "input_norm.weight" in self.w:
             states = self._norm(states, "input_norm.weight")
         return self._linear(states, "fc")
 
-    def states(self, tokens: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    def states(
+        self, tokens: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor
+    ) -> torch.Tensor:
         """Run rows at once.
 
         Args:
@@ -106,7 +117,11 @@ class PlainHead:
             prefix = f"layers.{layer}.mlp."
             inner = silu(self._linear(x, f"{prefix}gate_proj")) * self._linear(x, f"{prefix}up_proj")
             residual = residual + self._linear(inner, f"{prefix}down_proj")
-        return self._norm(residual, "norm.weight") if self.config.get("norm_output") or self.is_mistral else residual
+        return (
+            self._norm(residual, "norm.weight")
+            if self.config.get("norm_output") or self.is_mistral
+            else residual
+        )
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return logits over the draft vocabulary."""
@@ -119,7 +134,9 @@ class PlainHead:
         tokens, features, positions = zip(*rows, strict=True)
         visible = torch.ones(len(rows), len(rows), dtype=torch.bool).tril()
         with torch.no_grad():
-            return self.states(torch.tensor(tokens), torch.stack(list(features)), torch.tensor(positions), visible)[-1]
+            return self.states(
+                torch.tensor(tokens), torch.stack(list(features)), torch.tensor(positions), visible
+            )[-1]
 
     def logprobs(self, state: torch.Tensor) -> torch.Tensor:
         """Return log-probs over the draft vocabulary."""
@@ -130,11 +147,16 @@ class PlainHead:
         """Return the target's id of a draft id."""
         return int(self.ids[draft_id])
 
-    def _attend(self, layer: int, x: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self, layer: int, x: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor
+    ) -> torch.Tensor:
         prefix = f"layers.{layer}.self_attn."
         if f"{prefix}kv_b_proj.weight" in self.w:
             return self._attend_latent(prefix, x, positions, visible)
-        q, k, v = (self._linear(x, f"{prefix}{part}_proj").unflatten(-1, (-1, self.head_dim)).transpose(-3, -2) for part in "qkv")
+        q, k, v = (
+            self._linear(x, f"{prefix}{part}_proj").unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
+            for part in "qkv"
+        )
         if f"{prefix}q_norm.weight" in self.w:
             q, k = self._norm(q, f"{prefix}q_norm.weight"), self._norm(k, f"{prefix}k_norm.weight")
         turn = self._rotate_pairs if self.config.get("turns_pairs") else self._rotate
@@ -143,29 +165,44 @@ class PlainHead:
         scores = (q @ k.transpose(-1, -2) / self.head_dim**0.5).masked_fill(~visible, float("-inf"))
         return self._linear((scores.softmax(-1) @ v).transpose(-3, -2).flatten(-2), f"{prefix}o_proj")
 
-    def _attend_latent(self, prefix: str, x: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    def _attend_latent(
+        self, prefix: str, x: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor
+    ) -> torch.Tensor:
         """DeepSeek-V2's attention, written out: keys and values of every head are made from the latent."""
-        rank, nope, rope = (self.config[key] for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"))
+        rank, nope, rope = (
+            self.config[key] for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
+        )
         if f"{prefix}q_proj.weight" in self.w:
             q = self._linear(x, f"{prefix}q_proj")
         else:
-            q = self._linear(self._norm(self._linear(x, f"{prefix}q_a_proj"), f"{prefix}q_a_layernorm.weight", 1e-6), f"{prefix}q_b_proj")
+            q = self._linear(
+                self._norm(self._linear(x, f"{prefix}q_a_proj"), f"{prefix}q_a_layernorm.weight", 1e-6),
+                f"{prefix}q_b_proj",
+            )
         q = q.unflatten(-1, (-1, nope + rope)).transpose(-3, -2)  # [heads, rows, nope + rope]
         compressed = self._linear(x, f"{prefix}kv_a_proj_with_mqa")
         latent = self._norm(compressed[..., :rank], f"{prefix}kv_a_layernorm.weight", 1e-6)
-        keys_values = self._linear(latent, f"{prefix}kv_b_proj").unflatten(-1, (self.num_heads, -1)).transpose(-3, -2)
+        keys_values = (
+            self._linear(latent, f"{prefix}kv_b_proj").unflatten(-1, (self.num_heads, -1)).transpose(-3, -2)
+        )
         shared_key = self._rotate_pairs(compressed[..., rank:], positions)
         scores = q[..., :nope] @ keys_values[..., :nope].transpose(-1, -2)
         scores = scores + self._rotate_pairs(q[..., nope:], positions) @ shared_key.transpose(-1, -2)
         weights = (scores / (nope + rope) ** 0.5).masked_fill(~visible, float("-inf")).softmax(-1)
-        return self._linear((weights @ keys_values[..., nope:]).transpose(-3, -2).flatten(-2), f"{prefix}o_proj")
+        return self._linear(
+            (weights @ keys_values[..., nope:]).transpose(-3, -2).flatten(-2), f"{prefix}o_proj"
+        )
 
     def _rotate_pairs(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         width = rows.shape[-1]
-        rates = (self.config.get("rope_theta") or 10000.0) ** (-torch.arange(0, width, 2, dtype=self.dtype) / width)
+        rates = (self.config.get("rope_theta") or 10000.0) ** (
+            -torch.arange(0, width, 2, dtype=self.dtype) / width
+        )
         angles = positions.to(self.dtype)[:, None] * rates
         a, b = rows[..., 0::2], rows[..., 1::2]
-        return torch.stack([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1).flatten(-2)
+        return torch.stack(
+            [a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1
+        ).flatten(-2)
 
     def _rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         theta = self.config.get("rope_theta") or 10000.0
@@ -175,7 +212,11 @@ class PlainHead:
         return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
 
     def _norm(self, x: torch.Tensor, name: str, eps: float | None = None) -> torch.Tensor:
-        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + (eps or self.config["rms_norm_eps"])) * self.w[name]
+        return (
+            x
+            * torch.rsqrt((x * x).mean(-1, keepdim=True) + (eps or self.config["rms_norm_eps"]))
+            * self.w[name]
+        )
 
     def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
         out = x @ self.w[f"{name}.weight"].T
@@ -183,7 +224,14 @@ class PlainHead:
 
 
 def train(
-    head: PlainHead, tokens: torch.Tensor, states: torch.Tensor, labels: torch.Tensor, *, depth: int, rate: float, steps: int
+    head: PlainHead,
+    tokens: torch.Tensor,
+    states: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    depth: int,
+    rate: float,
+    steps: int,
 ) -> float:
     """Train a head by unrolling it as it is used: the target's features first, then its own states, `depth` rows deep.
 
@@ -213,7 +261,9 @@ def train(
             levels = torch.arange(level + 1).repeat_interleave(count)
             rows = row.repeat(level + 1)
             # A row sees the first level up to its own position, and the rows of its own position of the levels between.
-            visible = torch.where(levels[None, :] == 0, rows[None, :] <= rows[:, None], rows[None, :] == rows[:, None])
+            visible = torch.where(
+                levels[None, :] == 0, rows[None, :] <= rows[:, None], rows[None, :] == rows[:, None]
+            )
             visible &= levels[None, :] <= levels[:, None]
             ids = torch.cat([batch[:, 1 + i : 1 + i + count] for i in range(level + 1)], 1)
             out = head.states(ids, torch.cat(features, 1), rows + levels, visible)[:, -count:]

@@ -7,7 +7,12 @@ import itertools
 import torch
 from target_harness import Collector
 
-from outrider.services.target.request import GenerationRequest, SamplingParams, SpeculationLimits, SpeculationMode
+from outrider.services.target.request import (
+    GenerationRequest,
+    SamplingParams,
+    SpeculationLimits,
+    SpeculationMode,
+)
 from outrider.services.target.runner import ModelRunner
 from outrider.services.target.scheduler import PrefillChunk
 from outrider.services.target.sequence import Sequence
@@ -27,17 +32,25 @@ SAMPLINGS = [SamplingParams(0.0), SamplingParams(0.9, seed=(1 << 64) - 3, choice
 def make_runner(decoder: Decoder, graphs: GraphCache, sizes: tuple[int, ...]) -> ModelRunner:
     """Make a runner that captures features, over a pool that holds nothing but `UNTOUCHED`."""
     pool = decoder.make_pool(320, PAGE_SIZE)
-    runner = ModelRunner(decoder, pool, create_backend("auto", decoder.device), graphs=graphs, prefill_sizes=sizes)
-    runner.set_feature_spec(FeatureSpec(aux_layer_ids=(1, 3), feature_size=2 * decoder.config.hidden_size, fingerprint="raw"))
+    runner = ModelRunner(
+        decoder, pool, create_backend("auto", decoder.device), graphs=graphs, prefill_sizes=sizes
+    )
+    runner.set_feature_spec(
+        FeatureSpec(aux_layer_ids=(1, 3), feature_size=2 * decoder.config.hidden_size, fingerprint="raw")
+    )
     for plane in pool.planes():
         plane.fill_(UNTOUCHED)
     return runner
 
 
-def make_sequence(runner: ModelRunner, length: int, sampling: SamplingParams, mode: SpeculationMode) -> Sequence:
+def make_sequence(
+    runner: ModelRunner, length: int, sampling: SamplingParams, mode: SpeculationMode
+) -> Sequence:
     """Make a sequence with a made-up prompt and a lease; its token indices are not its slots."""
     vocab = runner.decoder.config.vocab_size
-    request = GenerationRequest("x", [(5 * i + 3) % vocab for i in range(length)], 4, sampling, SpeculationLimits().resolve(mode))
+    request = GenerationRequest(
+        "x", [(5 * i + 3) % vocab for i in range(length)], 4, sampling, SpeculationLimits().resolve(mode)
+    )
     sequence = Sequence(request, Collector(), session_id=1, page_size=PAGE_SIZE, follow=True)
     runner.pool.lease(9)
     sequence.lease = runner.pool.lease(length + 8)
@@ -51,10 +64,17 @@ def prefill(runner: ModelRunner, sequence: Sequence, cuts: list[int]) -> list[in
 
 
 def check_same(
-    plain: ModelRunner, padded: ModelRunner, length: int, cuts: list[int], sampling: SamplingParams, mode: SpeculationMode
+    plain: ModelRunner,
+    padded: ModelRunner,
+    length: int,
+    cuts: list[int],
+    sampling: SamplingParams,
+    mode: SpeculationMode,
 ) -> None:
     """Check that both runners choose the same token and leave the same in their pools."""
-    tokens = [prefill(runner, make_sequence(runner, length, sampling, mode), cuts) for runner in (plain, padded)]
+    tokens = [
+        prefill(runner, make_sequence(runner, length, sampling, mode), cuts) for runner in (plain, padded)
+    ]
     assert tokens[0] == tokens[1]
     assert len(tokens[0]) == 1
     for expected, found in zip(plain.pool.planes(), padded.pool.planes(), strict=True):

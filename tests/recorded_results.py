@@ -35,7 +35,16 @@ def record(
 
 
 def latency_row(case: str, value: float, **more: Any) -> dict[str, Any]:
-    return {"case": case, "value": value, "unit": "ms", "floor": 3.3, "floor_of": "bytes", "ratio": value / 3.3, "batch": 1, **more}
+    return {
+        "case": case,
+        "value": value,
+        "unit": "ms",
+        "floor": 3.3,
+        "floor_of": "bytes",
+        "ratio": value / 3.3,
+        "batch": 1,
+        **more,
+    }
 
 
 def line_of(folder: Path, what: str) -> str:

@@ -73,11 +73,15 @@ def main() -> None:
     found["compiled"] = pool.compiled
     found["state"] = pool.state_of(norm_rows).name
     again = CompilerPool()
-    found["output_again"] = rehearse(again, 2).abs().max().item()  # compiled, and still not launched, which this driver could not
+    found["output_again"] = (
+        rehearse(again, 2).abs().max().item()
+    )  # compiled, and still not launched, which this driver could not
     found["missing"] = again.submitted
     found["launched elsewhere"] = launches_elsewhere(again)
     broken = CompilerPool()
-    broken.submit("system", json.dumps({"module": "os", "name": "system", "target": ["cuda", 90, 32], "data": "{}"}))
+    broken.submit(
+        "system", json.dumps({"module": "os", "name": "system", "target": ["cuda", 90, 32], "data": "{}"})
+    )
     broken.submit("nothing", "no job")
     broken.wait(0)
     found["refused"] = [broken.submitted, broken.compiled]

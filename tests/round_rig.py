@@ -58,7 +58,10 @@ class Rig:
         if not self.feature_size:
             return None
         rows = [
-            torch.randn(self.feature_size, generator=torch.Generator().manual_seed(stream.session_id * 10_000 + position))
+            torch.randn(
+                self.feature_size,
+                generator=torch.Generator().manual_seed(stream.session_id * 10_000 + position),
+            )
             for position in range(begin, end)
         ]
         return torch.stack(rows).to(self.device)
@@ -66,7 +69,9 @@ class Rig:
     def open(self, session_id: int, prompt: Sequence[int], temperature: float) -> Stream:
         """Follow a sequence from its prompt and the first token after it."""
         stream = Stream(session_id, list(prompt), temperature, seed=session_id * 77 + 5)
-        self.drafter.open([SequenceOpen(stream.fence(len(prompt) - 1), stream.tokens[:-1], stream.seed, temperature)])
+        self.drafter.open(
+            [SequenceOpen(stream.fence(len(prompt) - 1), stream.tokens[:-1], stream.seed, temperature)]
+        )
         rows = self.feature_rows(stream, 0, len(prompt) - 1)
         if rows is not None:
             self.drafter.features(session_id, 0, rows)
@@ -80,7 +85,9 @@ class Rig:
         stream.tokens.extend(tokens)
         base = stream.told
         rows = self.feature_rows(stream, base - 1, len(stream.tokens) - 1)
-        self.drafter.commit(RoundResult(self._round, [Commit(stream.fence(), base, stream.tokens[base:], rows)]))
+        self.drafter.commit(
+            RoundResult(self._round, [Commit(stream.fence(), base, stream.tokens[base:], rows)])
+        )
         stream.told = len(stream.tokens)
 
     def propose(self, streams: Sequence[Stream], shape: DraftShape) -> DraftBatch:
@@ -91,7 +98,9 @@ class Rig:
     def state(self, streams: Sequence[Stream], bs: int, columns: int) -> RoundState:
         """Return what the engine fills before it enters: a state that never moves, all rows idle."""
         if (bs, columns) not in self._states:
-            self._states[bs, columns] = RoundState.idle(bs, columns, self.feature_size, torch.float32, self.device)
+            self._states[bs, columns] = RoundState.idle(
+                bs, columns, self.feature_size, torch.float32, self.device
+            )
         state = self._states[bs, columns]
         state.counts.zero_()
         state.tokens.zero_()
@@ -149,12 +158,16 @@ def assert_same_trees(have: DraftBatch, row: int, want: DraftBatch, wanted_row: 
     nodes = int(want.num_nodes[wanted_row])
     assert int(have.num_nodes[row]) == nodes
     for name in ("tokens", "parents", "depths"):
-        assert getattr(have, name)[row, :nodes].tolist() == getattr(want, name)[wanted_row, :nodes].tolist(), name
+        assert (
+            getattr(have, name)[row, :nodes].tolist() == getattr(want, name)[wanted_row, :nodes].tolist()
+        ), name
     words = min(have.ancestors.shape[2], want.ancestors.shape[2])
     assert have.ancestors[row, :nodes, :words].tolist() == want.ancestors[wanted_row, :nodes, :words].tolist()
     assert have.logprobs is not None
     assert want.logprobs is not None
-    torch.testing.assert_close(have.logprobs[row, :nodes].cpu(), want.logprobs[wanted_row, :nodes].cpu(), atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(
+        have.logprobs[row, :nodes].cpu(), want.logprobs[wanted_row, :nodes].cpu(), atol=1e-3, rtol=1e-3
+    )
 
 
 def open_streams(*rigs: Rig) -> list[list[Stream]]:
@@ -162,11 +175,22 @@ def open_streams(*rigs: Rig) -> list[list[Stream]]:
     lengths, temperatures = (2, 9, 30, 4), (0.0, 0.8, 0.0, 1.3)
     for rig in rigs:
         for session_id, (length, temperature) in enumerate(zip(lengths, temperatures, strict=True), 1):
-            rig.open(session_id, [(session_id * 7 + 3 * index) % rig.vocab_size for index in range(length)], temperature)
+            rig.open(
+                session_id,
+                [(session_id * 7 + 3 * index) % rig.vocab_size for index in range(length)],
+                temperature,
+            )
     return [list(rig.streams) for rig in rigs]
 
 
-def host_round(plain: Rig, streams: list[Stream], mixed: Rig, twins: list[Stream], shape: DraftShape, source: random.Random) -> None:
+def host_round(
+    plain: Rig,
+    streams: list[Stream],
+    mixed: Rig,
+    twins: list[Stream],
+    shape: DraftShape,
+    source: random.Random,
+) -> None:
     """Draft once in both rigs the host's way, and commit the same choices."""
     want, have = plain.propose(streams, shape), mixed.propose(twins, shape)
     for row, (stream, twin) in enumerate(zip(streams, twins, strict=True)):
@@ -202,7 +226,9 @@ def device_rounds(
         untold = []
         for row, (stream, twin) in enumerate(zip(streams, twins, strict=True)):
             assert_same_trees(have, row, want, row)
-            tokens = accepted(want, row, source.randrange(shape.depth + 1), source.randrange(plain.vocab_size))
+            tokens = accepted(
+                want, row, source.randrange(shape.depth + 1), source.randrange(plain.vocab_size)
+            )
             plain.commit(stream, tokens)
             mixed.advance(state, row, twin, tokens)
             untold.append(tokens)

@@ -44,10 +44,13 @@ def health_changes(address: str, service: str = "") -> Iterator[int]:
     """Yield the serving statuses that a health Watch reports, reconnecting for ever."""
     while True:
         with grpc.insecure_channel(
-            address, options=[("grpc.max_reconnect_backoff_ms", 50), ("grpc.initial_reconnect_backoff_ms", 50)]
+            address,
+            options=[("grpc.max_reconnect_backoff_ms", 50), ("grpc.initial_reconnect_backoff_ms", 50)],
         ) as channel:
             try:
-                for reply in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=service), wait_for_ready=True):
+                for reply in health_pb2_grpc.HealthStub(channel).Watch(
+                    health_pb2.HealthCheckRequest(service=service), wait_for_ready=True
+                ):
                     yield reply.status
             except grpc.RpcError:
                 yield health_pb2.HealthCheckResponse.UNKNOWN
@@ -56,7 +59,13 @@ def health_changes(address: str, service: str = "") -> Iterator[int]:
 class Process:
     """One command with its output in a file; `stop` and `__exit__` leave nothing behind."""
 
-    def __init__(self, *arguments: str, log: Path, environment: dict[str, str] | None = None, command: Sequence[str] = OUTRIDER) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        log: Path,
+        environment: dict[str, str] | None = None,
+        command: Sequence[str] = OUTRIDER,
+    ) -> None:
         self.arguments = arguments
         self._log = log
         self._output = log.open("ab")
@@ -83,12 +92,16 @@ class Process:
                 stub = health_pb2_grpc.HealthStub(channel)
                 while self.popen.poll() is None:
                     with contextlib.suppress(grpc.RpcError):
-                        for reply in stub.Watch(health_pb2.HealthCheckRequest(service=service), wait_for_ready=True, timeout=5):
+                        for reply in stub.Watch(
+                            health_pb2.HealthCheckRequest(service=service), wait_for_ready=True, timeout=5
+                        ):
                             if reply.status == health_pb2.HealthCheckResponse.SERVING:
                                 return
         finally:
             deadline.cancel()
-        raise AssertionError(f"outrider {' '.join(self.arguments)} ended with {self.popen.returncode}:\n{self.output[-4000:]}")
+        raise AssertionError(
+            f"outrider {' '.join(self.arguments)} ended with {self.popen.returncode}:\n{self.output[-4000:]}"
+        )
 
     def stop(self, timeout_s: float = 30) -> int:
         """SIGTERM, then wait for the exit code."""
@@ -143,7 +156,9 @@ class Client:
         )
         return self._collect(self.stub.Chat(request, timeout=100), on_tokens)
 
-    def complete(self, tokens: Sequence[int], *, mode: int = common_pb2.SPECULATION_MODE_AUTO, max_tokens: int = 96) -> Result:
+    def complete(
+        self, tokens: Sequence[int], *, mode: int = common_pb2.SPECULATION_MODE_AUTO, max_tokens: int = 96
+    ) -> Result:
         """Continue token ids, with traces."""
         request = gateway_pb2.CompleteRequest(
             token_ids=gateway_pb2.TokenIds(ids=tokens),
@@ -156,7 +171,9 @@ class Client:
         )
         return self._collect(self.stub.Complete(request, timeout=100))
 
-    def _collect(self, replies: Iterable[Any], on_tokens: Callable[[int], None] = lambda count: None) -> Result:
+    def _collect(
+        self, replies: Iterable[Any], on_tokens: Callable[[int], None] = lambda count: None
+    ) -> Result:
         result = Result()
         for reply in replies:
             if reply.HasField("finished"):
@@ -172,7 +189,15 @@ class Client:
 class Stack:
     """A running gateway, target and draft; `draft_address` is where the draft takes gRPC calls."""
 
-    def __init__(self, processes: Sequence[Process], *, grpc_address: str, target_address: str, draft_address: str, http_port: int) -> None:
+    def __init__(
+        self,
+        processes: Sequence[Process],
+        *,
+        grpc_address: str,
+        target_address: str,
+        draft_address: str,
+        http_port: int,
+    ) -> None:
         self.processes = processes
         self.grpc_address = grpc_address
         self.target_address = target_address
@@ -190,7 +215,9 @@ class Stack:
         """Return how long it took until a request was drafted for; fail after `timeout_s`."""
         started = time.monotonic()
         while (elapsed := time.monotonic() - started) < timeout_s:
-            result = self.client.chat(PROMPTS[0], mode=common_pb2.SPECULATION_MODE_ON, max_tokens=8, trace=True)
+            result = self.client.chat(
+                PROMPTS[0], mode=common_pb2.SPECULATION_MODE_ON, max_tokens=8, trace=True
+            )
             if any(len(one.nodes) > 1 for one in result.rounds):
                 return time.monotonic() - started
         raise AssertionError(f"not drafting after {elapsed:.2f} s; draft state {self.stats().draft_state}")
@@ -212,7 +239,9 @@ class Stack:
 
 
 @contextlib.contextmanager
-def supervised(*arguments: str, device: str = "cpu", until: Callable[[Stack], object] | None = None) -> Iterator[Stack]:
+def supervised(
+    *arguments: str, device: str = "cpu", until: Callable[[Stack], object] | None = None
+) -> Iterator[Stack]:
     """`outrider up`, on the embedded pair unless `arguments` say otherwise, until it drafts for a chat (or `until` returns)."""
     folder = Path(tempfile.mkdtemp(prefix="outrider-"))
     port = free_port()
@@ -223,8 +252,16 @@ def supervised(*arguments: str, device: str = "cpu", until: Callable[[Stack], ob
         target_address = child_argument(child_pid(up.popen.pid, "target"), "--listen")
         draft_address = ""
         with contextlib.suppress(ProcessLookupError):  # in process
-            draft_address = addresses.grpc_address(child_argument(child_pid(up.popen.pid, "draft"), "--listen"), "--listen")
-        stack = Stack([up], grpc_address=grpc_address, target_address=target_address, draft_address=draft_address, http_port=port)
+            draft_address = addresses.grpc_address(
+                child_argument(child_pid(up.popen.pid, "draft"), "--listen"), "--listen"
+            )
+        stack = Stack(
+            [up],
+            grpc_address=grpc_address,
+            target_address=target_address,
+            draft_address=draft_address,
+            http_port=port,
+        )
         if until is not None:
             until(stack)
         else:
@@ -269,9 +306,27 @@ def separate(
         if reach_draft is not None:
             reached = f"{scheme}{folder}/between.sock"
             cleanup.enter_context(reach_draft(reached, draft_address))
-        target = start("target", target_address, "--listen", target_address, "--model", str(DEMO_TARGET), "--draft", reached, *device)
+        target = start(
+            "target",
+            target_address,
+            "--listen",
+            target_address,
+            "--model",
+            str(DEMO_TARGET),
+            "--draft",
+            reached,
+            *device,
+        )
         ports = ("--port", str(port), "--grpc-port", str(port + 1))
-        gateway = start("gateway", f"127.0.0.1:{port + 1}", *ports, "--target", target_address, "--tokenizer", str(DEMO_TARGET))
+        gateway = start(
+            "gateway",
+            f"127.0.0.1:{port + 1}",
+            *ports,
+            "--target",
+            target_address,
+            "--tokenizer",
+            str(DEMO_TARGET),
+        )
         yield Stack(
             [gateway, target, draft],
             grpc_address=f"127.0.0.1:{port + 1}",
@@ -288,7 +343,12 @@ def child_pid(parent: int, service: str) -> int:
             with contextlib.suppress(OSError):
                 command = (entry / "cmdline").read_bytes().decode().split("\0")
                 status = (entry / "stat").read_text().rpartition(")")[2].split()
-                if "serve" in command and service in command and int(status[1]) == parent and status[0] != "Z":
+                if (
+                    "serve" in command
+                    and service in command
+                    and int(status[1]) == parent
+                    and status[0] != "Z"
+                ):
                     return int(entry.name)
     raise ProcessLookupError(service)
 
@@ -335,7 +395,9 @@ def assert_ranks_serve(first: Process, second: Process, address: str, num_tokens
     try:
         first.wait_serving(address, "outrider.target.v1.Target")
         with grpc.insecure_channel(address) as channel:
-            request = target_pb2.GenerateRequest(request_id="a", prompt_ids=[1, 2, 3], max_new_tokens=num_tokens, ignore_eos=True)
+            request = target_pb2.GenerateRequest(
+                request_id="a", prompt_ids=[1, 2, 3], max_new_tokens=num_tokens, ignore_eos=True
+            )
             replies = list(target_pb2_grpc.TargetStub(channel).Generate(request, timeout=60))
         assert sum(len(reply.delta.token_ids) for reply in replies) == num_tokens
         first.popen.terminate()

@@ -32,7 +32,9 @@ class Echo(grpc.GenericRpcHandler):
     def _serve(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         endings: SimpleQueue[Exception | None] = SimpleQueue()
         yield next(requests)
-        stream = ServerStream(context, lambda message: self._on_message(stream, message), endings.put, self._max_unsent, Vigil())
+        stream = ServerStream(
+            context, lambda message: self._on_message(stream, message), endings.put, self._max_unsent, Vigil()
+        )
         stream.start()
         error = endings.get()
         stream.flush()

@@ -77,7 +77,9 @@ class FakeDrafter:
 
     device_resident = False
 
-    def __init__(self, plan: Callable[[list[int], ProposalRow], list[Node]], spec: FeatureSpec | None = None) -> None:
+    def __init__(
+        self, plan: Callable[[list[int], ProposalRow], list[Node]], spec: FeatureSpec | None = None
+    ) -> None:
         self.plan = plan
         self.spec = spec or FeatureSpec()
         self.sequences: dict[int, list[int]] = {}
@@ -176,7 +178,9 @@ def oracle_plan(
     rng = random.Random(seed)
 
     def plan(tokens: list[int], row: ProposalRow) -> list[Node]:
-        truth: Sequence[int] = next((answer[len(tokens) :] for answer in answers if list(answer[: len(tokens)]) == tokens), ())
+        truth: Sequence[int] = next(
+            (answer[len(tokens) :] for answer in answers if list(answer[: len(tokens)]) == tokens), ()
+        )
         nodes: list[Node] = []
         parent = 0
         for depth in range(row.shape.depth):
@@ -189,7 +193,11 @@ def oracle_plan(
                     nodes.append((token, parent))
             if len(nodes) == level_start:
                 break
-            wanted = [index for index in range(level_start, len(nodes)) if depth < len(truth) and nodes[index][0] == truth[depth]]
+            wanted = [
+                index
+                for index in range(level_start, len(nodes))
+                if depth < len(truth) and nodes[index][0] == truth[depth]
+            ]
             parent = 1 + (wanted[0] if wanted else rng.randrange(level_start, len(nodes)))
         return nodes
 
@@ -280,14 +288,18 @@ def make_harness(
 ) -> Harness:
     """Build an engine without a thread; with `overlap` its rounds stay on the device, with `buckets` verify passes are padded."""
     pool = decoder.make_pool(num_pages, page_size)
-    runner = ModelRunner(decoder, pool, attention or create_backend("auto", decoder.device), buckets=buckets, graphs=graphs)
+    runner = ModelRunner(
+        decoder, pool, attention or create_backend("auto", decoder.device), buckets=buckets, graphs=graphs
+    )
     scheduler = Scheduler(pool.allocator, page_size, SchedulerLimits(**limits))
     engine_limits = EngineLimits(decoder.config.vocab_size, max_model_len, frozenset(eos))
     engine = TargetEngine(runner, scheduler, drafter, engine_limits, overlap=overlap)
     return Harness(engine, scheduler, runner, Collector())
 
 
-def generate_plain(decoder: Decoder, drafter: Drafter, prompt: Sequence[int], max_new_tokens: int, **options: object) -> list[int]:
+def generate_plain(
+    decoder: Decoder, drafter: Drafter, prompt: Sequence[int], max_new_tokens: int, **options: object
+) -> list[int]:
     """Return what plain decoding emits for one prompt alone."""
     harness = make_harness(decoder, drafter)
     harness.submit(prompt, max_new_tokens, request_id="plain", mode=SpeculationMode.OFF, **options)  # type: ignore[arg-type]
@@ -307,7 +319,10 @@ def next_scores(decoder: Decoder, tokens: Sequence[int], sampling: SamplingParam
     assert lease is not None
     attention = create_backend("auto", decoder.device)
     attention.plan(build_batch(pool, [lease], [0], [len(tokens)]))
-    ids, positions = torch.tensor(tokens, device=decoder.device), torch.arange(len(tokens), device=decoder.device)
+    ids, positions = (
+        torch.tensor(tokens, device=decoder.device),
+        torch.arange(len(tokens), device=decoder.device),
+    )
     with torch.inference_mode():
         scores = decoder.logits(decoder.forward(ids, positions, attention, pool).hidden[-1:]).float().cpu()
     if sampling.temperature > 0:
@@ -323,18 +338,30 @@ def next_scores(decoder: Decoder, tokens: Sequence[int], sampling: SamplingParam
 def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
     """Return the index of the first token that differs, None for equal outputs."""
     at = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), None)
-    assert at is not None or len(expected) == len(found), f"one output is a prefix of the other: {len(expected)} and {len(found)} tokens"
+    assert at is not None or len(expected) == len(found), (
+        f"one output is a prefix of the other: {len(expected)} and {len(found)} tokens"
+    )
     return at
 
 
 def assert_same_tokens(
-    decoder: Decoder, prompt: Sequence[int], expected: Sequence[int], found: Sequence[int], sampling: SamplingParams | None = None
+    decoder: Decoder,
+    prompt: Sequence[int],
+    expected: Sequence[int],
+    found: Sequence[int],
+    sampling: SamplingParams | None = None,
 ) -> None:
     """Token equality as the project defines it: the first difference is allowed where the plain run's top-two gap is under 1e-4."""
     at = first_difference(expected, found)
     if at is None:
         return
-    best = next_scores(decoder, [*prompt, *expected[:at]], sampling or SamplingParams(temperature=0.0)).topk(2).values
+    best = (
+        next_scores(decoder, [*prompt, *expected[:at]], sampling or SamplingParams(temperature=0.0))
+        .topk(2)
+        .values
+    )
     gap = float(best[0] - best[1])
     print(f"near-tie at token {at}: {expected[at]} or {found[at]}, top-two gap {gap:.2e}")
-    assert gap < 1e-4, f"token {at} is {found[at]}, plain decoding says {expected[at]}; the top-two gap is {gap:.2e}"
+    assert gap < 1e-4, (
+        f"token {at} is {found[at]}, plain decoding says {expected[at]}; the top-two gap is {gap:.2e}"
+    )

@@ -90,7 +90,9 @@ class Model(nn.Module):
     def loss(self, tokens: Tensor) -> Tensor:
         """Return the sum of the losses of the model and of each MTP layer."""
         states = self.hidden(tokens)
-        total = functional.cross_entropy(self.base.lm_head(states[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        total = functional.cross_entropy(
+            self.base.lm_head(states[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+        )
         states = states.detach()
         for index in range(len(self.joints)):
             states = self.join(index, tokens[:, 1 + index :], states[:, :-1])
@@ -107,7 +109,9 @@ class Model(nn.Module):
         return tokens[len(prompt) :]
 
     @torch.no_grad()
-    def draft(self, tokens: Sequence[int], depth: int, path: Sequence[int] = ()) -> tuple[list[int], list[float]]:
+    def draft(
+        self, tokens: Sequence[int], depth: int, path: Sequence[int] = ()
+    ) -> tuple[list[int], list[float]]:
         """Return a chain of `depth` tokens after `tokens`, and the log-prob of each; see `toy_mtp.Model.draft`."""
         inputs = states = self.hidden(torch.tensor([list(tokens)]))[:, :-1]
         chain: list[int] = []
@@ -117,7 +121,9 @@ class Model(nn.Module):
             # The next layer takes the states of the one before; the last one, once more, its own last state one position further.
             inputs = states if level < used else torch.cat([inputs, states[:, -1:]], 1)
             index = min(level, used - 1)
-            states = self.join(index, torch.tensor([[*tokens, *chain][1 + index : 1 + index + inputs.shape[1]]]), inputs)
+            states = self.join(
+                index, torch.tensor([[*tokens, *chain][1 + index : 1 + index + inputs.shape[1]]]), inputs
+            )
             known = torch.log_softmax(self.base.lm_head(states[0, -1]), -1)
             chain.append(path[level] if level < len(path) else int(known.argmax()))
             logprobs.append(float(known[chain[-1]]))

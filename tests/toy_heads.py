@@ -58,7 +58,9 @@ class Maker:
     def bias(self, size: int = HIDDEN) -> torch.Tensor:
         return 0.3 * torch.randn(size, generator=self._generator)
 
-    def layer(self, prefix: str, input_size: int, *norms: str, hidden: int = HIDDEN, qkv_bias: bool = False) -> Tensors:
+    def layer(
+        self, prefix: str, input_size: int, *norms: str, hidden: int = HIDDEN, qkv_bias: bool = False
+    ) -> Tensors:
         """Return one decoder layer with the named norms beside post_attention_layernorm."""
         queries, keys = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
         tensors = {}
@@ -70,20 +72,29 @@ class Maker:
         for part in ("gate", "up"):
             tensors[f"{prefix}mlp.{part}_proj.weight"] = self.matrix(INNER, hidden)
         tensors[f"{prefix}mlp.down_proj.weight"] = self.matrix(hidden, INNER)
-        return tensors | {f"{prefix}{norm}.weight": self.norm(hidden) for norm in ("post_attention_layernorm", *norms)}
+        return tensors | {
+            f"{prefix}{norm}.weight": self.norm(hidden) for norm in ("post_attention_layernorm", *norms)
+        }
 
     def vocabulary(self, size: int) -> Tensors:
         """Return ``d2t`` (offsets) and ``t2d`` of a draft vocabulary."""
         kept = torch.randperm(VOCAB, generator=self._generator)[:size].sort().values
-        return {"d2t": kept - torch.arange(size), "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, kept, True)}
+        return {
+            "d2t": kept - torch.arange(size),
+            "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, kept, True),
+        }
 
 
-def eagle_tensors(seed: int = 5, *, layers: int = 1, fc_bias: bool = True, qkv_bias: bool = False, embedding: bool = True) -> Tensors:
+def eagle_tensors(
+    seed: int = 5, *, layers: int = 1, fc_bias: bool = True, qkv_bias: bool = False, embedding: bool = True
+) -> Tensors:
     """Return an EAGLE-1/2 head as SafeAILab publishes it: ``layers.N.*``, ``fc``, a copy of the target's embedding."""
     make = Maker(seed)
     tensors = {"fc.weight": make.matrix(HIDDEN, 2 * HIDDEN)} | ({"fc.bias": make.bias()} if fc_bias else {})
     for index in range(layers):
-        tensors |= make.layer(f"layers.{index}.", HIDDEN, *(["input_layernorm"] if index else []), qkv_bias=qkv_bias)
+        tensors |= make.layer(
+            f"layers.{index}.", HIDDEN, *(["input_layernorm"] if index else []), qkv_bias=qkv_bias
+        )
     return tensors | ({"embed_tokens.weight": make.matrix(VOCAB, HIDDEN)} if embedding else {})
 
 
@@ -105,7 +116,9 @@ def eagle3_tensors(
     for index in range(layers):
         first = index == 0
         norms = ("hidden_norm", "input_layernorm") if first else (inner_norm,)
-        tensors |= make.layer(prefix if first else f"layers.{index}.", 2 * HIDDEN if first else HIDDEN, *norms)
+        tensors |= make.layer(
+            prefix if first else f"layers.{index}.", 2 * HIDDEN if first else HIDDEN, *norms
+        )
     tensors["norm.weight"] = make.norm()
     if lm_head:
         tensors["lm_head.weight"] = make.matrix(draft_vocab or VOCAB, HIDDEN)
@@ -114,15 +127,25 @@ def eagle3_tensors(
     return tensors | ({"embed_tokens.weight": make.matrix(VOCAB, HIDDEN)} if embedding else {})
 
 
-LATENT = {"kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}
+LATENT = {
+    "kv_lora_rank": 12,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+}
 
 
-def with_latent_attention(tensors: Tensors, seed: int = 9, *, query_rank: int | None = LATENT["q_lora_rank"]) -> Tensors:
+def with_latent_attention(
+    tensors: Tensors, seed: int = 9, *, query_rank: int | None = LATENT["q_lora_rank"]
+) -> Tensors:
     """Return an EAGLE-3 head whose first layer attends as DeepSeek-V3's do (``Eagle3DeepseekV2ForCausalLM``, heads for Kimi-K2)."""
     make = Maker(seed)
     names = [name for name in tensors if ".self_attn." in name]
     prefix = names[0][: names[0].index("self_attn.")] + "self_attn."
-    rank, rope, nope, value = (LATENT[key] for key in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+    rank, rope, nope, value = (
+        LATENT[key] for key in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    )
     attention = {
         "kv_a_proj_with_mqa": make.matrix(rank + rope, 2 * HIDDEN),
         "kv_a_layernorm": make.norm(rank),
@@ -139,13 +162,17 @@ def with_latent_attention(tensors: Tensors, seed: int = 9, *, query_rank: int | 
     return kept | {f"{prefix}{name}.weight": tensor for name, tensor in attention.items()}
 
 
-def fc_norms(num_aux: int, target_hidden: int = HIDDEN, names: str = "fc_norm.{}.weight", seed: int = 7) -> Tensors:
+def fc_norms(
+    num_aux: int, target_hidden: int = HIDDEN, names: str = "fc_norm.{}.weight", seed: int = 7
+) -> Tensors:
     """Return one norm per aux state."""
     make = Maker(seed)
     return {names.format(index): make.norm(target_hidden) for index in range(num_aux)}
 
 
-def write_head(folder: Path, config: Mapping[str, Any], tensors: Tensors, *, file: str = "model.safetensors") -> Path:
+def write_head(
+    folder: Path, config: Mapping[str, Any], tensors: Tensors, *, file: str = "model.safetensors"
+) -> Path:
     """Save a head and return its folder. ``pytorch_model.bin`` is pickled; ``shards`` are two safetensors files with an index."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
@@ -154,7 +181,10 @@ def write_head(folder: Path, config: Mapping[str, Any], tensors: Tensors, *, fil
         torch.save(tensors, folder / file)
     elif file == "shards":
         names = sorted(tensors)
-        parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+        parts = {
+            "model-00001-of-00002.safetensors": names[::2],
+            "model-00002-of-00002.safetensors": names[1::2],
+        }
         for part, held in parts.items():
             save_file({name: tensors[name] for name in held}, str(folder / part))
         index = {"metadata": {}, "weight_map": {name: part for part, held in parts.items() for name in held}}

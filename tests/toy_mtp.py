@@ -28,7 +28,11 @@ def sample_text(rows: int, length: int, generator: torch.Generator, noise: float
     text = torch.randint(0, VOCAB, (rows, 1), generator=generator)
     stride = 1 + text % STEPS
     for _ in range(length - 1):
-        step = torch.where(torch.rand(rows, 1, generator=generator) < noise, torch.randint(1, 4, (rows, 1), generator=generator), stride)
+        step = torch.where(
+            torch.rand(rows, 1, generator=generator) < noise,
+            torch.randint(1, 4, (rows, 1), generator=generator),
+            stride,
+        )
         text = torch.cat([text, (text[:, -1:] + step) % VOCAB], dim=1)
     return text
 
@@ -53,7 +57,10 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Attend causally over ``x [rows, length, hidden]`` at rotary ``positions [length]``."""
         rows, length, _ = x.shape
-        q, k, v = (p(x).view(rows, length, -1, HEAD_DIM).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            p(x).view(rows, length, -1, HEAD_DIM).transpose(1, 2)
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
         angles = positions[:, None].float() * THETA ** (-torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM)
         cos, sin = angles.cos(), angles.sin()
 
@@ -128,7 +135,11 @@ class Model(nn.Module):
         states = states.detach()
         for index, layer in enumerate(self.mtp_layers):
             # Row t: the state of the layer before at t, and token t + 1 + index.
-            states = layer.join(self.embed_tokens(tokens[:, 1 + index :]).detach(), states[:, :-1], torch.arange(states.shape[1] - 1))
+            states = layer.join(
+                self.embed_tokens(tokens[:, 1 + index :]).detach(),
+                states[:, :-1],
+                torch.arange(states.shape[1] - 1),
+            )
             logits = functional.linear(states[:, :-1], self.lm_head.weight.detach())
             total = total + _cross_entropy(logits, tokens[:, 2 + index :])
         return total
@@ -142,7 +153,9 @@ class Model(nn.Module):
         return tokens[len(prompt) :]
 
     @torch.no_grad()
-    def draft(self, tokens: Sequence[int], depth: int, path: Sequence[int] = ()) -> tuple[list[int], list[float]]:
+    def draft(
+        self, tokens: Sequence[int], depth: int, path: Sequence[int] = ()
+    ) -> tuple[list[int], list[float]]:
         """Return a chain of `depth` tokens that the MTP layers expect after `tokens`, and the log-prob of each.
 
         The last of `tokens` has no feature yet. The first tokens of the chain are those of `path`, whatever the layers expect.
@@ -159,7 +172,9 @@ class Model(nn.Module):
             else:  # the last layer once more: its own states, each one position further
                 inputs, behind = torch.cat([inputs, states[:, -1:]], 1), used
             row_tokens = torch.tensor([[*known, *chain][behind : behind + inputs.shape[1]]])
-            states = self.mtp_layers[index].join(self.embed_tokens(row_tokens), inputs, torch.arange(inputs.shape[1]))
+            states = self.mtp_layers[index].join(
+                self.embed_tokens(row_tokens), inputs, torch.arange(inputs.shape[1])
+            )
             known_logprobs = torch.log_softmax(self.lm_head(states[0, -1]), -1)
             chain.append(path[level] if level < len(path) else int(known_logprobs.argmax()))
             logprobs.append(float(known_logprobs[chain[-1]]))
@@ -215,7 +230,10 @@ def save(model: Model, path: Path, **config: object) -> Path:
         "torch_dtype": "float32",
     }
     (path / "config.json").write_text(json.dumps(values | config))
-    tensors = {name if name.startswith("lm_head") else f"model.{name}": t.detach().clone() for name, t in model.state_dict().items()}
+    tensors = {
+        name if name.startswith("lm_head") else f"model.{name}": t.detach().clone()
+        for name, t in model.state_dict().items()
+    }
     save_file(tensors, str(path / "model.safetensors"))
     return path
 

@@ -33,6 +33,8 @@ def make_tokenizer(folder: Path, template: str | None = TEMPLATE) -> Path:
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"bos_token": BOS, "eos_token": {"content": EOS}} | ({"chat_template": template} if template else {})
+    config = {"bos_token": BOS, "eos_token": {"content": EOS}} | (
+        {"chat_template": template} if template else {}
+    )
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder

@@ -20,7 +20,11 @@ DEFAULT_AUX = "published"
 def successor(vocab_size: int) -> torch.Tensor:
     """Return the planted rule: ``[vocab_size] int64``, token v is usually followed by ``successor[v]``; a fixed permutation."""
     stride = 5 if vocab_size % 5 else 7
-    return (torch.arange(vocab_size) * stride + 3) % vocab_size if vocab_size % stride else (torch.arange(vocab_size) + 1) % vocab_size
+    return (
+        (torch.arange(vocab_size) * stride + 3) % vocab_size
+        if vocab_size % stride
+        else (torch.arange(vocab_size) + 1) % vocab_size
+    )
 
 
 def default_aux_layers(num_layers: int) -> list[int]:
@@ -55,7 +59,12 @@ def make_toy_target(
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    settings: dict[str, Any] = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None, **config_overrides}
+    settings: dict[str, Any] = {
+        "eos_token_id": None,
+        "bos_token_id": None,
+        "pad_token_id": None,
+        **config_overrides,
+    }
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -208,7 +217,9 @@ def _plant_head(
         raise ValueError("a planted head needs intermediate_size >= vocab_size")
     rule = successor(vocab_size)
     eye = torch.eye(vocab_size, hidden)
-    tensors["fc.weight"] = torch.cat([torch.eye(hidden) / num_aux] * num_aux, dim=1) + 0.02 * tensors["fc.weight"]
+    tensors["fc.weight"] = (
+        torch.cat([torch.eye(hidden) / num_aux] * num_aux, dim=1) + 0.02 * tensors["fc.weight"]
+    )
     tensors[f"{prefix}self_attn.o_proj.weight"] *= 0.1
     tensors[f"{prefix}mlp.gate_proj.weight"] = 0.05 * tensors[f"{prefix}mlp.gate_proj.weight"]
     tensors[f"{prefix}mlp.up_proj.weight"] = 0.05 * tensors[f"{prefix}mlp.up_proj.weight"]

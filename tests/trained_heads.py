@@ -65,13 +65,17 @@ def sentences(count: int, length: int, seed: int) -> torch.Tensor:
     """Return ``[count, length]`` tokens of the language, the rules in turn."""
     generator = torch.Generator().manual_seed(seed)
     size = VOCAB - FIRST
-    rules = [torch.randperm(size, generator=torch.Generator().manual_seed(100 + rule)) + FIRST for rule in range(2)]
+    rules = [
+        torch.randperm(size, generator=torch.Generator().manual_seed(100 + rule)) + FIRST for rule in range(2)
+    ]
     out = torch.zeros(count, length, dtype=torch.long)
     for row in range(count):
         rule = row % 3
         out[row, 0] = rule
         if rule == 2:
-            out[row, 1:] = torch.randint(FIRST, VOCAB, (PERIOD,), generator=generator).repeat(length)[: length - 1]
+            out[row, 1:] = torch.randint(FIRST, VOCAB, (PERIOD,), generator=generator).repeat(length)[
+                : length - 1
+            ]
             continue
         token = int(torch.randint(FIRST, VOCAB, (1,), generator=generator))
         for position in range(1, length):
@@ -127,7 +131,9 @@ def trained_target() -> TrainedTarget:
         schedule.step()
     folder = workplace() / "target"
     model.eval().save_pretrained(str(folder))
-    return TrainedTarget(folder, model, {name: tensor.detach() for name, tensor in model.state_dict().items()})
+    return TrainedTarget(
+        folder, model, {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    )
 
 
 def training_rows() -> torch.Tensor:
@@ -150,7 +156,9 @@ def eagle3() -> Path:
     weights["d2t"] = kept - torch.arange(DRAFT_VOCAB)
     weights["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, kept, True)
     config = _config("LlamaForCausalLMEagle3", draft_vocab_size=DRAFT_VOCAB)
-    return _train("eagle3", weights, config | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": AUX}}, AUX)
+    return _train(
+        "eagle3", weights, config | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": AUX}}, AUX
+    )
 
 
 @cache
@@ -159,7 +167,13 @@ def eagle3_deep() -> Path:
     aux = [0, 1, 2, 3]
     weights = _first_weights(is_eagle3=True, layers=2, num_aux=4)
     del weights["lm_head.weight"]
-    config = _config("LlamaForCausalLMEagle3", num_hidden_layers=2, draft_vocab_size=None, num_aux_hidden_states=4, fc_norm=True)
+    config = _config(
+        "LlamaForCausalLMEagle3",
+        num_hidden_layers=2,
+        draft_vocab_size=None,
+        num_aux_hidden_states=4,
+        fc_norm=True,
+    )
     return _train("eagle3-deep", weights, config | {"eagle_aux_hidden_state_layer_ids": aux}, aux)
 
 
@@ -169,7 +183,12 @@ def prompts(count: int = 9, seed: int = 77) -> list[list[int]]:
 
 
 def plain_accept_length(
-    head: PlainHead, target: TrainedTarget, aux: Sequence[int], shape: tuple[int, int, int], starts: Sequence[Sequence[int]], count: int
+    head: PlainHead,
+    target: TrainedTarget,
+    aux: Sequence[int],
+    shape: tuple[int, int, int],
+    starts: Sequence[Sequence[int]],
+    count: int,
 ) -> float:
     """Return tokens per round of the plain drafter: its trees against what the target says, features of accepted tokens always true."""
     tokens_out = rounds = 0
@@ -189,11 +208,19 @@ def plain_accept_length(
 
 
 def _config(architecture: str, **more: Any) -> dict[str, Any]:
-    sizes = {"hidden_size": HIDDEN, "vocab_size": VOCAB, "num_hidden_layers": 1, "rms_norm_eps": 1e-5, **SIZES}
+    sizes = {
+        "hidden_size": HIDDEN,
+        "vocab_size": VOCAB,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": 1e-5,
+        **SIZES,
+    }
     return {"architectures": [architecture], "model_type": "llama", **sizes, **more}
 
 
-def _first_weights(*, is_eagle3: bool, layers: int = 1, num_aux: int = 3, rows: int = VOCAB) -> dict[str, torch.Tensor]:
+def _first_weights(
+    *, is_eagle3: bool, layers: int = 1, num_aux: int = 3, rows: int = VOCAB
+) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
 
     def matrix(out: int, width: int) -> torch.Tensor:
@@ -233,19 +260,29 @@ def _train(name: str, weights: dict[str, torch.Tensor], config: dict[str, Any], 
     for tensor in weights.values():
         if tensor.is_floating_point():
             tensor.requires_grad_(True)
-    head = PlainHead(config, weights, target.tensors["model.embed_tokens.weight"], target.tensors["lm_head.weight"])
+    head = PlainHead(
+        config, weights, target.tensors["model.embed_tokens.weight"], target.tensors["lm_head.weight"]
+    )
     rows = training_rows()
     states, labels = zip(*(target.states(batch, aux) for batch in rows), strict=True)
     train(head, rows, torch.stack(states), torch.stack(labels), depth=3, rate=6e-3, steps=180)
     folder = workplace() / name
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({key: tensor.detach().contiguous() for key, tensor in weights.items()}, str(folder / "model.safetensors"))
+    save_file(
+        {key: tensor.detach().contiguous() for key, tensor in weights.items()},
+        str(folder / "model.safetensors"),
+    )
     return folder
 
 
 def served_accept_length(
-    folder: Path, target: TrainedTarget, shape: tuple[int, int, int], starts: Sequence[Sequence[int]], count: int, **settings: Any
+    folder: Path,
+    target: TrainedTarget,
+    shape: tuple[int, int, int],
+    starts: Sequence[Sequence[int]],
+    count: int,
+    **settings: Any,
 ) -> float:
     """Return tokens per round of the real engine with the in-process drafter, over the same rounds as `plain_accept_length`."""
     decoder = load_toy(target.folder)
@@ -257,6 +294,13 @@ def served_accept_length(
     harness.run()
     emitted: list[int] = []
     for index, start in enumerate(starts):
-        assert harness.sink.tokens[str(index)] == target.continue_greedily(start, count + shape[0] + 1)[len(start) :]
-        emitted += [len(round_.emitted) for round_ in harness.sink.rounds[str(index)] if round_.base_len < len(start) + count]
+        assert (
+            harness.sink.tokens[str(index)]
+            == target.continue_greedily(start, count + shape[0] + 1)[len(start) :]
+        )
+        emitted += [
+            len(round_.emitted)
+            for round_ in harness.sink.rounds[str(index)]
+            if round_.base_len < len(start) + count
+        ]
     return sum(emitted) / len(emitted)

@@ -74,7 +74,14 @@ def _run(job: RowJob) -> bytes:
 
 
 def build_rows(
-    tokenizer: Path, count: int, length: int, seed: int, split: Split, gsm8k_file: Path | None, gsm8k_rate: float, workers: int
+    tokenizer: Path,
+    count: int,
+    length: int,
+    seed: int,
+    split: Split,
+    gsm8k_file: Path | None,
+    gsm8k_rate: float,
+    workers: int,
 ) -> Tensor:
     """Generate token rows, in parallel, independent of the number of workers.
 
@@ -84,7 +91,15 @@ def build_rows(
     shard = max(1, min(500, count))
     path = str(gsm8k_file) if gsm8k_file else None
     jobs = [
-        RowJob(seed * 1_000_003 + start, min(shard, count - start), length, str(tokenizer), split, path, gsm8k_rate)
+        RowJob(
+            seed * 1_000_003 + start,
+            min(shard, count - start),
+            length,
+            str(tokenizer),
+            split,
+            path,
+            gsm8k_rate,
+        )
         for start in range(0, count, shard)
     ]
     if workers <= 1:

@@ -23,8 +23,12 @@ from outrider.train.tokenizer import BOS_ID, START
 
 
 def _parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="outrider.train.eagle3", description="Train an EAGLE-3 head by training-time test.")
-    p.add_argument("--target", type=Path, required=True, help="directory of the target, written by outrider.train.target")
+    p = argparse.ArgumentParser(
+        prog="outrider.train.eagle3", description="Train an EAGLE-3 head by training-time test."
+    )
+    p.add_argument(
+        "--target", type=Path, required=True, help="directory of the target, written by outrider.train.target"
+    )
     p.add_argument("--out", type=Path, required=True, help="directory of the head (published EAGLE-3 layout)")
     p.add_argument("--gsm8k", type=Path, help="GSM8K's train.jsonl, to be mixed into the prompts")
     p.add_argument("--gsm8k-rate", type=float, default=0.05, help="fraction of exchanges taken from GSM8K")
@@ -33,7 +37,12 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--length", type=int, default=512, help="tokens per conversation")
     p.add_argument("--batch", type=int, default=64, help="conversations per step")
     p.add_argument("--steps", type=int, default=1_000_000, help="upper limit of steps")
-    p.add_argument("--minutes", type=float, default=2.5, help="upper limit of training time (data and compilation excluded)")
+    p.add_argument(
+        "--minutes",
+        type=float,
+        default=2.5,
+        help="upper limit of training time (data and compilation excluded)",
+    )
     p.add_argument("--ttt", type=int, default=6, help="unrolled steps of the training-time test")
     p.add_argument("--decay", type=float, default=0.8, help="loss weight of step i is decay**i")
     p.add_argument("--draft-vocab", type=int, default=2048, help="size of the draft vocabulary")
@@ -54,9 +63,13 @@ def regenerate(target: Llama, tokenizer: Tokenizer, rows: Tensor, batch: int, se
     for i, part in enumerate(torch.split(rows, batch)):
         temperature = levels[torch.arange(len(part)) % 4].to(device)
         parts.append(
-            continue_rows(target, part.long().to(device), cuts[i * batch : i * batch + len(part)].to(device), temperature, seed + i).to(
-                rows.dtype
-            )
+            continue_rows(
+                target,
+                part.long().to(device),
+                cuts[i * batch : i * batch + len(part)].to(device),
+                temperature,
+                seed + i,
+            ).to(rows.dtype)
         )
     return torch.cat(parts)
 
@@ -93,7 +106,9 @@ class Trainer(nn.Module):
         for i, draft in enumerate(steps):
             label = labels[:, 1 + i : 1 + i + length]
             seen = usable[:, 1 + i : 1 + i + length]
-            loss = loss + self.decay**i * soft_loss(draft, soft[:, 1 + i : 1 + i + length], (seen & self.in_draft[label]).float())
+            loss = loss + self.decay**i * soft_loss(
+                draft, soft[:, 1 + i : 1 + i + length], (seen & self.in_draft[label]).float()
+            )
             hits.append(((self.head.draft_ids[draft.argmax(-1)] == label) & seen).float().sum() / seen.sum())
         return loss, torch.stack(hits).detach()
 
@@ -102,20 +117,34 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
     """Run the command; returns the numbers that it also writes to ``training.json``."""
     args = _parser().parse_args(argv)
     if args.smoke:
-        args.rows, args.generate_batch, args.length, args.batch, args.steps, args.draft_vocab = 64, 32, 64, 8, min(args.steps, 20), 256
+        args.rows, args.generate_batch, args.length, args.batch, args.steps, args.draft_vocab = (
+            64,
+            32,
+            64,
+            8,
+            min(args.steps, 20),
+            256,
+        )
     started = time.monotonic()
     tokenizer_file = args.target / "tokenizer.json"
     workers = 1 if args.smoke else len(os.sched_getaffinity(0))
-    corpus = build_rows(tokenizer_file, args.rows, args.length, args.seed, Split.TRAIN, args.gsm8k, args.gsm8k_rate, workers)
+    corpus = build_rows(
+        tokenizer_file, args.rows, args.length, args.seed, Split.TRAIN, args.gsm8k, args.gsm8k_rate, workers
+    )
     corpus = read_rows(corpus)[0].to(corpus.dtype)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(args.seed)
     target = load_target(args.target).to(device).requires_grad_(False)
     if device == "cuda":
         target = target.bfloat16()
-    rows = regenerate(target, Tokenizer.from_file(str(tokenizer_file)), corpus, args.generate_batch, args.seed)
+    rows = regenerate(
+        target, Tokenizer.from_file(str(tokenizer_file)), corpus, args.generate_batch, args.seed
+    )
     print(f"target wrote {rows.numel() / 1e6:.1f} M tokens, {time.monotonic() - started:.0f} s", flush=True)
-    held, rows = rows[: args.batch * 2], torch.cat((rows[args.batch * 2 :], corpus[: len(corpus) // 5].to(device)))
+    held, rows = (
+        rows[: args.batch * 2],
+        torch.cat((rows[args.batch * 2 :], corpus[: len(corpus) // 5].to(device))),
+    )
     draft_ids, coverage = draft_vocabulary(rows, target.shape.vocab_size, args.draft_vocab)
     head = Eagle3Head(target.shape, draft_ids).to(device)
     with torch.no_grad():  # a head that starts from the target's output rows learns faster
@@ -136,7 +165,10 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
         torch.autograd.backward(loss)
         optimiser.step(clock.factor())
         if clock.done % 200 == 0:
-            print(f"step {clock.done} loss {float(loss.detach()):.4f} accuracy {[round(h, 3) for h in hits.tolist()]}", flush=True)
+            print(
+                f"step {clock.done} loss {float(loss.detach()):.4f} accuracy {[round(h, 3) for h in hits.tolist()]}",
+                flush=True,
+            )
         clock.tick()
     save_head(head, target, args.out)
     with torch.no_grad():

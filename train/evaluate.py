@@ -23,26 +23,49 @@ from outrider.train.reference import ReferenceHead, ReferenceTarget, Sampling, T
 from outrider.train.target import mean_loss
 from outrider.train.tokenizer import END, END_ID, render_prompt
 
-FACTUAL = ("countries", "explain", "arithmetic", "units", "code")  # topics whose questions have one right answer
+FACTUAL = (
+    "countries",
+    "explain",
+    "arithmetic",
+    "units",
+    "code",
+)  # topics whose questions have one right answer
 MODES = {"T=0": Sampling(0.0, 0), "T=1": Sampling(1.0, 0), "T=1 coupled": Sampling(1.0, 0, coupled=True)}
 
 
 def _parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="outrider.train.evaluate", description="Measure accept lengths with a plain-torch EAGLE-3 reference.")
+    p = argparse.ArgumentParser(
+        prog="outrider.train.evaluate",
+        description="Measure accept lengths with a plain-torch EAGLE-3 reference.",
+    )
     p.add_argument("--target", type=Path, required=True, help="directory of the target")
     p.add_argument("--head", type=Path, required=True, help="directory of the EAGLE-3 head")
     p.add_argument("--prompts", type=Path, help="jsonl of {prompt, topic}")
     p.add_argument("--gsm8k", type=Path, help="GSM8K's test.jsonl, used for measuring only")
     p.add_argument("--gsm8k-count", type=int, default=40, help="first questions of the GSM8K file to use")
-    p.add_argument("--max-new", type=int, default=128, help="tokens generated per prompt; end of text is ignored")
+    p.add_argument(
+        "--max-new", type=int, default=128, help="tokens generated per prompt; end of text is ignored"
+    )
     p.add_argument("--modes", nargs="+", choices=sorted(MODES), default=list(MODES), help="sampling modes")
     p.add_argument("--limit", type=int, help="use only the first prompts of each set")
     p.add_argument("--num-steps", type=int, default=5, help="levels of the tree")
     p.add_argument("--topk", type=int, default=4, help="branching of the tree")
     p.add_argument("--num-draft-tokens", type=int, default=16, help="verified nodes, root included")
-    p.add_argument("--check", action="store_true", help="also generate without speculation and count equal outputs")
-    p.add_argument("--loss-rows", type=int, default=0, help="conversations per split on which to measure the target's loss")
-    p.add_argument("--answers", type=int, default=0, help="questions per factual topic on which to count exactly right greedy answers")
+    p.add_argument(
+        "--check", action="store_true", help="also generate without speculation and count equal outputs"
+    )
+    p.add_argument(
+        "--loss-rows",
+        type=int,
+        default=0,
+        help="conversations per split on which to measure the target's loss",
+    )
+    p.add_argument(
+        "--answers",
+        type=int,
+        default=0,
+        help="questions per factual topic on which to count exactly right greedy answers",
+    )
     p.add_argument("--out", type=Path, help="JSON file to write")
     return p
 
@@ -68,7 +91,9 @@ def measure(
         sampling = Sampling(mode.temperature, 1000 + i, mode.coupled)
         run = speculate(target, head, ids, max_new, shape, sampling)
         rounds.setdefault(topic, []).extend(run.emitted)
-        end = run.tokens.index(END_ID) if END_ID in run.tokens else len(run.tokens) - 1  # token 0 comes from the prefill, not from a round
+        end = (
+            run.tokens.index(END_ID) if END_ID in run.tokens else len(run.tokens) - 1
+        )  # token 0 comes from the prefill, not from a round
         answer_tokens += end
         answer_rounds += sum(before < end for before in accumulate(run.emitted[:-1], initial=0))
         equal += int(check and run.tokens == plain(target, ids, max_new, sampling))
@@ -94,7 +119,10 @@ def losses(directory: Path, count: int) -> dict[str, float]:
     model = load_target(directory)
     length = min(1025, model.shape.max_position_embeddings)
     splits = {"fresh": Split.TRAIN, "rephrased_answers": Split.REPHRASED, "heldout_answers": Split.HELDOUT}
-    rows = {name: build_rows(directory / "tokenizer.json", count, length, 777, split, None, 0.0, 1) for name, split in splits.items()}
+    rows = {
+        name: build_rows(directory / "tokenizer.json", count, length, 777, split, None, 0.0, 1)
+        for name, split in splits.items()
+    }
     return {name: round(mean_loss(model, part, 4), 4) for name, part in rows.items()}
 
 
@@ -132,7 +160,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         records = [json.loads(line) for line in args.prompts.read_text(encoding="utf-8").splitlines()]
         sets["heldout"] = [(r["topic"], r["prompt"]) for r in records]
     if args.gsm8k:
-        sets["gsm8k_test"] = [("gsm8k", question) for question, _ in gsm8k.load(args.gsm8k)[: args.gsm8k_count]]
+        sets["gsm8k_test"] = [
+            ("gsm8k", question) for question, _ in gsm8k.load(args.gsm8k)[: args.gsm8k_count]
+        ]
     result: dict[str, Any] = {
         "num_steps": shape.num_steps,
         "topk": shape.topk,
@@ -143,12 +173,19 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         result["loss"] = losses(args.target, args.loss_rows)
         print("loss", json.dumps(result["loss"]), flush=True)
     if args.answers:
-        result["exact_answers"] = {s.value: exact_answers(target, tokenizer, s, args.answers) for s in (Split.TRAIN, Split.REPHRASED)}
+        result["exact_answers"] = {
+            s.value: exact_answers(target, tokenizer, s, args.answers) for s in (Split.TRAIN, Split.REPHRASED)
+        }
         print("exact answers", json.dumps(result["exact_answers"]), flush=True)
     for name, texts in sets.items():
-        prompts = [(topic, tokenizer.encode(render_prompt(text), add_special_tokens=False)) for topic, text in texts[: args.limit]]
+        prompts = [
+            (topic, tokenizer.encode(render_prompt(text), add_special_tokens=False))
+            for topic, text in texts[: args.limit]
+        ]
         for mode in args.modes:
-            result.setdefault(name, {})[mode] = measure(target, head, prompts, args.max_new, shape, MODES[mode], args.check)
+            result.setdefault(name, {})[mode] = measure(
+                target, head, prompts, args.max_new, shape, MODES[mode], args.check
+            )
             print(name, mode, json.dumps(result[name][mode]), flush=True)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,9 @@ from outrider.train.model import Llama
 from outrider.train.tokenizer import START_ID
 
 
-def cut_points(rows: Tensor, generator: torch.Generator, assistant_id: int, header: int, latest: int) -> Tensor:
+def cut_points(
+    rows: Tensor, generator: torch.Generator, assistant_id: int, header: int, latest: int
+) -> Tensor:
     """Choose per row where the target takes over: after an assistant header, mostly the first one.
 
     Args:
@@ -26,9 +28,11 @@ def cut_points(rows: Tensor, generator: torch.Generator, assistant_id: int, head
     for row, first, pick in zip(rows, first_only.tolist(), picks.tolist(), strict=True):
         starts = (row == START_ID).nonzero().flatten().tolist()
         roles = [int(row[s + 1]) if s + 1 < len(row) else -1 for s in starts]
-        assistants = [s + header for s, role in zip(starts, roles, strict=True) if role == assistant_id and s + header <= latest] or [
-            latest
-        ]
+        assistants = [
+            s + header
+            for s, role in zip(starts, roles, strict=True)
+            if role == assistant_id and s + header <= latest
+        ] or [latest]
         cuts.append(assistants[0] if first else assistants[int(pick * len(assistants))])
     return torch.tensor(cuts)
 

@@ -48,7 +48,9 @@ class Eagle3Head(nn.Module):
         """Attend at unrolled step ``step``: all earlier rows of step 0, and the same row of each later step."""
         attn = self.midlayer.self_attn
         length = x.shape[1]
-        cos, sin = rope_tables(torch.arange(step, step + length, device=x.device), attn.dim, self.shape.rope_theta)
+        cos, sin = rope_tables(
+            torch.arange(step, step + length, device=x.device), attn.dim, self.shape.rope_theta
+        )
         q, k, v = attn.project(x, cos, sin)
         groups = attn.heads // attn.kv_heads
         steps.append((k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
@@ -103,7 +105,10 @@ def save_head(head: Eagle3Head, target: Llama, directory: Path) -> None:
         "vocab_size": vocab,
         "draft_vocab_size": len(head.draft_ids),
         "target_hidden_size": target.shape.hidden_size,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(target.shape.aux_layer_ids()), "use_aux_hidden_state": True},
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": list(target.shape.aux_layer_ids()),
+            "use_aux_hidden_state": True,
+        },
         "rope_theta": s.rope_theta,
         "rms_norm_eps": s.rms_norm_eps,
         "hidden_act": "silu",
@@ -116,7 +121,11 @@ def save_head(head: Eagle3Head, target: Llama, directory: Path) -> None:
         "pad_token_id": BOS_ID,
     }
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    state = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in head.state_dict().items() if k != "draft_ids"}
+    state = {
+        k: v.detach().to("cpu", torch.bfloat16).contiguous()
+        for k, v in head.state_dict().items()
+        if k != "draft_ids"
+    }
     ids = head.draft_ids.cpu()
     state["d2t"] = ids - torch.arange(len(ids))
     state["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)

@@ -46,12 +46,16 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last axis; keeps shape and dtype."""
         h = x.float()
-        return (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight.to(x.dtype)
+        return (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight.to(
+            x.dtype
+        )
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Return cos and sin [..., positions, head_dim] fp32 in the rotate-half layout."""
-    inverse = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
+    inverse = theta ** (
+        -torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    )
     angles = positions[..., None].float() * inverse
     angles = torch.cat((angles, angles), -1)
     return angles.cos(), angles.sin()
@@ -69,7 +73,11 @@ class Attention(nn.Module):
 
     def __init__(self, shape: LlamaShape, in_size: int) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
+        self.heads, self.kv_heads, self.dim = (
+            shape.num_attention_heads,
+            shape.num_key_value_heads,
+            shape.head_dim,
+        )
         self.q_proj = nn.Linear(in_size, self.heads * self.dim, bias=False)
         self.k_proj = nn.Linear(in_size, self.kv_heads * self.dim, bias=False)
         self.v_proj = nn.Linear(in_size, self.kv_heads * self.dim, bias=False)
@@ -83,7 +91,9 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(bs, length, self.kv_heads, self.dim).transpose(1, 2)
         return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: tuple[Tensor, Tensor] | None, start: int) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: tuple[Tensor, Tensor] | None, start: int
+    ) -> Tensor:
         """Attend causally; with a cache, S is 1 or ``start`` is 0."""
         q, k, v = self.project(x, cos, sin)
         if cache is not None:
@@ -120,7 +130,9 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = MLP(shape)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: tuple[Tensor, Tensor] | None, start: int) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: tuple[Tensor, Tensor] | None, start: int
+    ) -> Tensor:
         """Map the residual stream [bs, S, hidden]."""
         attended: Tensor = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, start)
         result: Tensor = attended + self.mlp(self.post_attention_layernorm(attended))
@@ -175,7 +187,10 @@ class Llama(nn.Module):
         """Allocate an empty cache on the model's device."""
         s, device = self.shape, self.model.embed_tokens.weight.device
         size = (bs, s.num_key_value_heads, max_len, s.head_dim)
-        return [(torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device)) for _ in self.model.layers]
+        return [
+            (torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device))
+            for _ in self.model.layers
+        ]
 
 
 def save_target(model: Llama, directory: Path, shard_bytes: int = 14_000_000) -> None:

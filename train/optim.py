@@ -28,7 +28,9 @@ class Muon:
         self.groups: dict[torch.Size, list[Tensor]] = {}
         for p in params:
             self.groups.setdefault(p.shape, []).append(p)
-        self.buffers = {shape: torch.zeros((len(ps), *shape), device=ps[0].device) for shape, ps in self.groups.items()}
+        self.buffers = {
+            shape: torch.zeros((len(ps), *shape), device=ps[0].device) for shape, ps in self.groups.items()
+        }
         self.momentum, self.weight_decay = momentum, weight_decay
 
     @torch.no_grad()
@@ -46,12 +48,16 @@ class Muon:
 class Optimiser:
     """Muon for matrices inside layers, AdamW for embeddings, heads and norms."""
 
-    def __init__(self, model: nn.Module, peak_lr: float, adam_names: tuple[str, ...] = ("embed_tokens", "lm_head")) -> None:
+    def __init__(
+        self, model: nn.Module, peak_lr: float, adam_names: tuple[str, ...] = ("embed_tokens", "lm_head")
+    ) -> None:
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         adam = [p for n, p in named if p.dim() != 2 or any(a in n for a in adam_names)]
         self.params = [p for _, p in named]
         self.muon = Muon([p for n, p in named if p.dim() == 2 and not any(a in n for a in adam_names)])
-        self.adam = torch.optim.AdamW(adam, lr=peak_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=self.params[0].is_cuda)
+        self.adam = torch.optim.AdamW(
+            adam, lr=peak_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=self.params[0].is_cuda
+        )
         self.peak_lr = peak_lr
 
     def step(self, factor: float) -> None:

@@ -11,7 +11,8 @@ from outrider.train.corpus.conversations import heldout_prompts
 def main(argv: list[str] | None = None) -> None:
     """Write one ``{"prompt", "topic"}`` object a line, topics mixed."""
     p = argparse.ArgumentParser(
-        prog="outrider.train.prompts", description="Write held-out prompts (templates unseen, entities never asked about in training)."
+        prog="outrider.train.prompts",
+        description="Write held-out prompts (templates unseen, entities never asked about in training).",
     )
     p.add_argument("--out", type=Path, required=True, help="jsonl file to write")
     p.add_argument("--per-topic", type=int, default=7, help="prompts of each topic")
@@ -21,7 +22,10 @@ def main(argv: list[str] | None = None) -> None:
     Random(args.seed).shuffle(prompts)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(
-        "".join(json.dumps({"prompt": text, "topic": topic}, ensure_ascii=False) + "\n" for topic, text in prompts), encoding="utf-8"
+        "".join(
+            json.dumps({"prompt": text, "topic": topic}, ensure_ascii=False) + "\n" for topic, text in prompts
+        ),
+        encoding="utf-8",
     )
 
 

@@ -57,7 +57,11 @@ def choose(logits: Tensor, sampling: Sampling, position: int) -> int:
     """Choose the token at ``position`` from logits [vocab]."""
     if sampling.temperature == 0:
         return int(logits.argmax())
-    return int((F.log_softmax(logits / sampling.temperature, -1) + gumbel(sampling.seed, position, len(logits))).argmax())
+    return int(
+        (
+            F.log_softmax(logits / sampling.temperature, -1) + gumbel(sampling.seed, position, len(logits))
+        ).argmax()
+    )
 
 
 class ReferenceTarget:
@@ -111,7 +115,10 @@ class ReferenceHead:
 
     def __init__(self, directory: Path, embedding: Tensor) -> None:
         self.config = json.loads((directory / "config.json").read_text())
-        self.w = {k: v.float() if v.is_floating_point() else v for k, v in load_file(str(directory / "model.safetensors")).items()}
+        self.w = {
+            k: v.float() if v.is_floating_point() else v
+            for k, v in load_file(str(directory / "model.safetensors")).items()
+        }
         self.embedding = embedding
         self.target_ids = torch.arange(self.config["draft_vocab_size"]) + self.w["d2t"]
         self.reset()
@@ -122,16 +129,28 @@ class ReferenceHead:
         self.keys, self.values = torch.zeros(kv, 0, dim), torch.zeros(kv, 0, dim)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"]) * self.w[name + ".weight"]
+        return (
+            x
+            * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"])
+            * self.w[name + ".weight"]
+        )
 
     def _rope(self, x: Tensor, positions: Tensor) -> Tensor:
         half = x.shape[-1] // 2
         angles = positions[:, None] * self.config["rope_theta"] ** (-torch.arange(half) / half)
         cos, sin = angles.cos(), angles.sin()
-        return torch.cat((x[..., :half] * cos - x[..., half:] * sin, x[..., half:] * cos + x[..., :half] * sin), -1)
+        return torch.cat(
+            (x[..., :half] * cos - x[..., half:] * sin, x[..., half:] * cos + x[..., :half] * sin), -1
+        )
 
     def rows(
-        self, feature: Tensor, tokens: list[int], positions: Tensor, keys: Tensor, values: Tensor, visible: Tensor
+        self,
+        feature: Tensor,
+        tokens: list[int],
+        positions: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        visible: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run n rows.
 
@@ -150,7 +169,9 @@ class ReferenceHead:
         n, dim = len(tokens), c["head_dim"]
         e = self._norm(self.embedding[torch.tensor(tokens)], "midlayer.input_layernorm")
         x = torch.cat((e, self._norm(feature, "midlayer.hidden_norm")), -1)
-        q, k, v = (F.linear(x, self.w[p + f"{name}_proj.weight"]).view(n, -1, dim).transpose(0, 1) for name in "qkv")
+        q, k, v = (
+            F.linear(x, self.w[p + f"{name}_proj.weight"]).view(n, -1, dim).transpose(0, 1) for name in "qkv"
+        )
         q, k = self._rope(q, positions), self._rope(k, positions)
         keys, values = torch.cat((keys, k), 1), torch.cat((values, v), 1)
         groups = c["num_attention_heads"] // c["num_key_value_heads"]
@@ -159,15 +180,21 @@ class ReferenceHead:
         attended = (weights @ values.repeat_interleave(groups, 0)).transpose(0, 1).flatten(1)
         h = feature + F.linear(attended, self.w[p + "o_proj.weight"])
         y = self._norm(h, "midlayer.post_attention_layernorm")
-        gate = F.silu(F.linear(y, self.w["midlayer.mlp.gate_proj.weight"])) * F.linear(y, self.w["midlayer.mlp.up_proj.weight"])
+        gate = F.silu(F.linear(y, self.w["midlayer.mlp.gate_proj.weight"])) * F.linear(
+            y, self.w["midlayer.mlp.up_proj.weight"]
+        )
         return h + F.linear(gate, self.w["midlayer.mlp.down_proj.weight"]), keys, values
 
     def extend(self, features: Tensor, tokens: list[int]) -> Tensor:
         """Append rows with true target features [n, 3*hidden] to the stable keys; returns the last row's hidden [1, hidden]."""
         done, n = self.keys.shape[1], len(tokens)
-        visible = torch.cat((torch.ones(n, done, dtype=torch.bool), torch.ones(n, n, dtype=torch.bool).tril()), 1)
+        visible = torch.cat(
+            (torch.ones(n, done, dtype=torch.bool), torch.ones(n, n, dtype=torch.bool).tril()), 1
+        )
         feature = F.linear(features, self.w["fc.weight"])
-        h, self.keys, self.values = self.rows(feature, tokens, torch.arange(done, done + n), self.keys, self.values, visible)
+        h, self.keys, self.values = self.rows(
+            feature, tokens, torch.arange(done, done + n), self.keys, self.values, visible
+        )
         return h[-1:]
 
     def scores(self, hidden: Tensor, sampling: Sampling, position: int) -> Tensor:
@@ -180,7 +207,9 @@ class ReferenceHead:
 
     def grow(self, last: Tensor, shape: TreeShape, sampling: Sampling) -> list[Candidate]:
         """Grow the dynamic tree from the last extend row; parents precede children, the root is not listed."""
-        stable = self.keys.shape[1]  # = L: level i runs at position L + i - 1; a level-1 token has absolute position L + 1
+        stable = self.keys.shape[
+            1
+        ]  # = L: level i runs at position L + i - 1; a level-1 token has absolute position L + 1
         candidates: list[Candidate] = []
         value, child = self.scores(last, sampling, stable + 1)[0].topk(shape.topk)
         for s, t in zip(value.tolist(), child.tolist(), strict=True):
@@ -201,18 +230,28 @@ class ReferenceHead:
                     node = candidates[node].parent
             feature = torch.stack([features[candidates[b].parent] for b in beam])
             positions = torch.full((len(beam),), stable + level - 1)
-            hidden, keys, values = self.rows(feature, [candidates[b].token for b in beam], positions, keys, values, visible)
+            hidden, keys, values = self.rows(
+                feature, [candidates[b].token for b in beam], positions, keys, values, visible
+            )
             row_of |= {b: earlier + r for r, b in enumerate(beam)}
             features |= {b: hidden[r] for r, b in enumerate(beam)}
             value, child = self.scores(hidden, sampling, stable + 1 + level).topk(shape.topk)
             fresh = range(len(candidates), len(candidates) + len(beam) * shape.topk)
             for r, b in enumerate(beam):
                 for s, t in zip(value[r].tolist(), child[r].tolist(), strict=True):
-                    candidates.append(Candidate(int(self.target_ids[t]), b, level + 1, candidates[b].score + s))
+                    candidates.append(
+                        Candidate(int(self.target_ids[t]), b, level + 1, candidates[b].score + s)
+                    )
             beam = sorted(fresh, key=lambda i: (-candidates[i].score, i))[: shape.topk]
-        chosen = sorted(sorted(range(len(candidates)), key=lambda i: (-candidates[i].score, i))[: shape.num_draft_tokens - 1])
+        chosen = sorted(
+            sorted(range(len(candidates)), key=lambda i: (-candidates[i].score, i))[
+                : shape.num_draft_tokens - 1
+            ]
+        )
         place = {old: new for new, old in enumerate(chosen)} | {-1: -1}
-        return [Candidate(c.token, place[c.parent], c.depth, c.score) for c in (candidates[i] for i in chosen)]
+        return [
+            Candidate(c.token, place[c.parent], c.depth, c.score) for c in (candidates[i] for i in chosen)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +263,14 @@ class Run:
 
 
 @torch.no_grad()
-def speculate(target: ReferenceTarget, head: ReferenceHead, prompt: list[int], max_new: int, shape: TreeShape, sampling: Sampling) -> Run:
+def speculate(
+    target: ReferenceTarget,
+    head: ReferenceHead,
+    prompt: list[int],
+    max_new: int,
+    shape: TreeShape,
+    sampling: Sampling,
+) -> Run:
     """Generate ``max_new`` tokens (end-of-text ignored) with speculation."""
     target.reset()
     head.reset()

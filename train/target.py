@@ -23,20 +23,35 @@ from outrider.train.optim import Clock, Optimiser
 
 IGNORE = -100  # cross_entropy's label of a token without loss
 SMOKE_SHAPE = LlamaShape(
-    vocab_size=512, hidden_size=32, num_hidden_layers=8, num_attention_heads=2, num_key_value_heads=1, head_dim=16, intermediate_size=64
+    vocab_size=512,
+    hidden_size=32,
+    num_hidden_layers=8,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+    intermediate_size=64,
 )
 
 
 def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="outrider.train.target", description="Train the demo's target model.")
-    p.add_argument("--out", type=Path, required=True, help="directory of the checkpoint (Hugging Face layout)")
-    p.add_argument("--gsm8k", type=Path, help="GSM8K's train.jsonl; without it the corpus is the generated one alone")
+    p.add_argument(
+        "--out", type=Path, required=True, help="directory of the checkpoint (Hugging Face layout)"
+    )
+    p.add_argument(
+        "--gsm8k", type=Path, help="GSM8K's train.jsonl; without it the corpus is the generated one alone"
+    )
     p.add_argument("--gsm8k-rate", type=float, default=0.05, help="fraction of exchanges taken from GSM8K")
     p.add_argument("--rows", type=int, default=80_000, help="training conversations")
     p.add_argument("--length", type=int, default=1024, help="tokens per conversation")
     p.add_argument("--batch", type=int, default=64, help="conversations per step")
     p.add_argument("--steps", type=int, default=1_000_000, help="upper limit of steps")
-    p.add_argument("--minutes", type=float, default=4.0, help="upper limit of training time (data and compilation excluded)")
+    p.add_argument(
+        "--minutes",
+        type=float,
+        default=4.0,
+        help="upper limit of training time (data and compilation excluded)",
+    )
     p.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
     p.add_argument("--layers", type=int, default=12, help="decoder layers")
     p.add_argument("--seed", type=int, default=1, help="seed of corpus and initialisation")
@@ -61,7 +76,9 @@ def mean_loss(model: Llama, rows: Tensor, batch: int) -> float:
 
 def make_tokenizer(args: argparse.Namespace, vocab_size: int) -> Tokenizer:
     """Train the tokenizer on a sample of the corpus and on GSM8K."""
-    texts = sample_texts(args.seed + 7, 60 if args.smoke else 2500, make_mix(Split.TRAIN, args.gsm8k, args.gsm8k_rate), 3000)
+    texts = sample_texts(
+        args.seed + 7, 60 if args.smoke else 2500, make_mix(Split.TRAIN, args.gsm8k, args.gsm8k_rate), 3000
+    )
     return tok.train_tokenizer(texts, vocab_size)
 
 
@@ -76,10 +93,17 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     tok.save(make_tokenizer(args, shape.vocab_size), args.out, shape.max_position_embeddings)
     workers = 1 if args.smoke else len(os.sched_getaffinity(0))
     path = args.out / "tokenizer.json"
-    train = build_rows(path, args.rows, args.length + 1, args.seed, Split.TRAIN, args.gsm8k, args.gsm8k_rate, workers)
-    held = build_rows(path, 16 if args.smoke else 256, args.length + 1, args.seed + 1, Split.HELDOUT, None, 0.0, workers)
+    train = build_rows(
+        path, args.rows, args.length + 1, args.seed, Split.TRAIN, args.gsm8k, args.gsm8k_rate, workers
+    )
+    held = build_rows(
+        path, 16 if args.smoke else 256, args.length + 1, args.seed + 1, Split.HELDOUT, None, 0.0, workers
+    )
     padding = float((train == tok.BOS_ID).float().mean())
-    print(f"corpus: {train.numel() / 1e6:.1f} M tokens, {padding:.4f} padding, {time.monotonic() - started:.0f} s", flush=True)
+    print(
+        f"corpus: {train.numel() / 1e6:.1f} M tokens, {padding:.4f} padding, {time.monotonic() - started:.0f} s",
+        flush=True,
+    )
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(args.seed)
@@ -102,7 +126,10 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         torch.autograd.backward(loss)
         optimiser.step(clock.factor())
         if clock.done % 200 == 0:
-            print(f"step {clock.done} loss {float(loss.detach()):.4f} progress {clock.progress():.3f}", flush=True)
+            print(
+                f"step {clock.done} loss {float(loss.detach()):.4f} progress {clock.progress():.3f}",
+                flush=True,
+            )
         clock.tick()
     save_target(model, args.out)
     seconds = time.monotonic() - clock.start

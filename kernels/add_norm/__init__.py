@@ -79,7 +79,9 @@ def normalise(stream: Stream) -> torch.Tensor:
     return reference.normalise(stream)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return ``x / sqrt(mean(x²) + eps) * weight`` over the last dimension of ``x [rows, width]`` (rows may be strided).
 
     Args:

@@ -9,7 +9,12 @@ from outrider.kernels.stream import Stream, normed_at_once
 
 
 def add_sums(
-    parts: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, bias: torch.Tensor | None, out: torch.Tensor | None
+    parts: torch.Tensor,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
 ) -> Stream:
     """See `outrider.kernels.add_norm.add_sums`."""
     total = residual.float() + (parts.sum(0) if parts.dim() == 3 else parts.float())

@@ -67,7 +67,9 @@ def _divide(
     if PDL:
         gdc_wait()
     total = tl.sum(tl.load(sums + part * rows + row, mask=part < parts, other=0.0), 0)
-    value = tl.load(scaled + row * width + column, mask=inside, other=0.0).to(tl.float32) * tl.rsqrt(total / width + eps)
+    value = tl.load(scaled + row * width + column, mask=inside, other=0.0).to(tl.float32) * tl.rsqrt(
+        total / width + eps
+    )
     if PDL:
         gdc_launch_dependents()
     tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=inside)
@@ -97,7 +99,11 @@ def _stream(
     whole = normed_at_once(rows, out.dtype)
     kept = _launch.ceil_div(rows, _TILE_ROWS) * _TILE_ROWS if FEW_ROWS < rows <= MANY_ROWS else rows
     scaled = _launch.empty((kept, width), out.dtype, out.device)[:rows]
-    sums = None if whole else _launch.empty((_launch.ceil_div(width, _block(width, whole)), rows), torch.float32, out.device)
+    sums = (
+        None
+        if whole
+        else _launch.empty((_launch.ceil_div(width, _block(width, whole)), rows), torch.float32, out.device)
+    )
     _launch_rows(source, tokens, parts, splits, bias, norm_weight, eps, out, scaled, sums)
     return Stream(out, scaled, sums, eps)
 

@@ -48,7 +48,9 @@ def rehearsing() -> bool:
     return _rehearsing
 
 
-def compile_ahead(device: torch.device, works: Sequence[Work], tell: Tell | None = None, *, limit_s: float = math.inf) -> int:
+def compile_ahead(
+    device: torch.device, works: Sequence[Work], tell: Tell | None = None, *, limit_s: float = math.inf
+) -> int:
     """Rehearse pieces of work on this thread, and wait until the kernels that they miss are compiled.
 
     A piece must stand the zeros: it neither waits for what kernels compute nor keeps it. One that fails ends the rehearsal; what was

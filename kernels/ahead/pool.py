@@ -85,7 +85,9 @@ class CompilerPool:
             knobs.runtime.jit_cache_hook = before
             JITFunction.run = run
 
-    def wait(self, since: int, tell: Callable[[int, int], None] | None = None, limit_s: float = math.inf) -> None:
+    def wait(
+        self, since: int, tell: Callable[[int, int], None] | None = None, limit_s: float = math.inf
+    ) -> None:
         """Wait until all that was submitted is compiled, or nobody is left to do it, or the time is up.
 
         What was not begun by then is forgotten: who submits later does not wait for it. What was begun goes on.
@@ -97,7 +99,11 @@ class CompilerPool:
         """
         told, until = 0, time.monotonic() + limit_s
         with self._changed:
-            while self._done < self.submitted and time.monotonic() < until and any(thread.is_alive() for thread in self._threads):
+            while (
+                self._done < self.submitted
+                and time.monotonic() < until
+                and any(thread.is_alive() for thread in self._threads)
+            ):
                 self._changed.wait(0.5)
                 done = max(0, self._done - since)
                 if tell is not None and done > told:
@@ -163,10 +169,16 @@ class CompilerPool:
 
     def _work(self) -> None:
         """Feed one process until nothing more comes, or it is gone."""
-        command, variables, pipe = [sys.executable, "-m", WORKER], {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, subprocess.PIPE
+        command, variables, pipe = (
+            [sys.executable, "-m", WORKER],
+            {**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            subprocess.PIPE,
+        )
         with (
             contextlib.suppress(OSError, Empty),
-            subprocess.Popen(command, env=variables, text=True, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL) as process,
+            subprocess.Popen(
+                command, env=variables, text=True, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL
+            ) as process,
         ):
             assert process.stdin is not None
             assert process.stdout is not None
@@ -191,7 +203,9 @@ class CompilerPool:
                 self._refused.add(kernel)
             self._changed.notify_all()
         if answer != "compiled":
-            _log.warning("%s is compiled when it is launched: %s", name, answer or "the process that compiled it ended")
+            _log.warning(
+                "%s is compiled when it is launched: %s", name, answer or "the process that compiled it ended"
+            )
 
 
 def _kernel(fn: Any, compile: dict[str, Any]) -> Kernel:

@@ -34,11 +34,15 @@ def compile_kernel(job: dict[str, Any]) -> None:
         tuple(place): language.dtype(value) if language.dtype.is_dtype(value) else _constant(value)
         for place, value in zip(data["constant_keys"], data["constant_vals"], strict=True)
     }
-    attributes = {tuple(place): value for place, value in zip(data["attrs_keys"], data["attrs_vals"], strict=True)}
+    attributes = {
+        tuple(place): value for place, value in zip(data["attrs_keys"], data["attrs_vals"], strict=True)
+    }
     signature = {name: _tuples(kind) for name, kind in data["signature"].items()}
     target = GPUTarget(*job["target"])
     options = make_backend(target).parse_options(restored(data["options"]))
-    triton.compile(ASTSource(function, signature, constants, attributes), target=target, options=options.__dict__)
+    triton.compile(
+        ASTSource(function, signature, constants, attributes), target=target, options=options.__dict__
+    )
 
 
 def restored(options: dict[str, Any]) -> dict[str, Any]:
@@ -49,7 +53,9 @@ def restored(options: dict[str, Any]) -> dict[str, Any]:
 def _constant(value: Any) -> Any:
     from triton import language
 
-    return language.constexpr(value["constexpr"]) if isinstance(value, dict) and "constexpr" in value else value
+    return (
+        language.constexpr(value["constexpr"]) if isinstance(value, dict) and "constexpr" in value else value
+    )
 
 
 def _tuples(kind: Any) -> Any:

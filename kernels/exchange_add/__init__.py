@@ -51,7 +51,12 @@ def exchange_add(
         ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
     """
     rows, width = residual.shape
-    expect("parts", parts[0] if parts.dim() == 3 else parts, (rows, width), torch.float32 if parts.dim() == 3 else residual.dtype)
+    expect(
+        "parts",
+        parts[0] if parts.dim() == 3 else parts,
+        (rows, width),
+        torch.float32 if parts.dim() == 3 else residual.dtype,
+    )
     expect_contiguous("parts", parts)
     expect("norm_weight", norm_weight, (width,))
     if out is not None:

@@ -51,11 +51,17 @@ def _receive(boxes: Boxes, own: torch.Tensor) -> list[torch.Tensor]:
     return list(received)
 
 
-def _places(inbox: torch.Tensor, boxes: Boxes, own: torch.Tensor) -> list[tuple[tuple[int, slice], torch.Tensor]]:
+def _places(
+    inbox: torch.Tensor, boxes: Boxes, own: torch.Tensor
+) -> list[tuple[tuple[int, slice], torch.Tensor]]:
     """Return, tile by tile, which numbers of the rows it has, and where an inbox keeps them for this call: ``[ranks, columns]``."""
     rows, width = own.shape
     word, _ = _word(own.dtype)
-    tiles = [(row, slice(first, min(first + BLOCK, width))) for row in range(rows) for first in range(0, width, BLOCK)]
+    tiles = [
+        (row, slice(first, min(first + BLOCK, width)))
+        for row in range(rows)
+        for first in range(0, width, BLOCK)
+    ]
     slots = boxes.slots[: len(tiles)].tolist()
     return [
         ((row, columns), inbox[slot, :, tile].view(word)[:, : columns.stop - columns.start])

@@ -40,10 +40,14 @@ class Boxes:
     patience: int
 
     @classmethod
-    def of(cls, rank: int, inboxes: Sequence[torch.Tensor], patience: int, lost: torch.Tensor | None = None) -> Boxes:
+    def of(
+        cls, rank: int, inboxes: Sequence[torch.Tensor], patience: int, lost: torch.Tensor | None = None
+    ) -> Boxes:
         """Return rank's view of these inboxes, and empty its own; no rank may use its boxes before all are made."""
         own = inboxes[rank].fill_(ABSENT)
-        addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], dtype=torch.int64, device=own.device)
+        addresses = torch.tensor(
+            [inbox.data_ptr() for inbox in inboxes], dtype=torch.int64, device=own.device
+        )
         slots = torch.zeros(own.shape[2], dtype=torch.int32, device=own.device)
         lost = torch.zeros(1, dtype=torch.int32, device=own.device) if lost is None else lost.zero_()
         return cls(rank, tuple(inboxes), addresses, slots, lost, patience)

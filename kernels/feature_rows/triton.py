@@ -28,7 +28,11 @@ def _place_rows(
         value += tl.load(rows + (split * total + row) * width + column, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         gdc_launch_dependents()
-    tl.store(out + row // count * out_sequence + row % count * out_row + column, value.to(out.dtype.element_ty), mask=inside)
+    tl.store(
+        out + row // count * out_sequence + row % count * out_row + column,
+        value.to(out.dtype.element_ty),
+        mask=inside,
+    )
     tl.store(plane + slot * width + column, value.to(plane.dtype.element_ty), mask=inside & (slot >= 0))
 
 

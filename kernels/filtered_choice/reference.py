@@ -40,4 +40,6 @@ def kept_tokens(logits: torch.Tensor, sampling: SamplingTensors) -> Kept:
     everything = kept.all(dim=1)
     ties = (kept & (keys == least[:, None])).sum(dim=1)
     none = -(1 << 15) if logits.dtype is torch.bfloat16 else LEAST_KEY
-    return Kept(torch.where(everything, none, least).to(torch.int32), torch.where(everything, 0, ties).to(torch.int32))
+    return Kept(
+        torch.where(everything, none, least).to(torch.int32), torch.where(everything, 0, ties).to(torch.int32)
+    )

@@ -71,7 +71,9 @@ def _narrow(partials, bases, aboves, at, target, splits, shift, SPLITS: tl.const
         at: Which launch and row: index into `bases` and `aboves`.
     """
     split, pivot = tl.arange(0, SPLITS)[:, None], tl.arange(0, _PIVOTS)
-    found = tl.load(partials + (at * splits + split) * _PIVOTS + pivot[None, :], mask=split < splits, other=0.0)
+    found = tl.load(
+        partials + (at * splits + split) * _PIVOTS + pivot[None, :], mask=split < splits, other=0.0
+    )
     sums = tl.sum(found, 0)
     reached = tl.max(tl.where(sums >= target, pivot, 0), 0)
     beyond = tl.sum(tl.where(pivot == reached + 1, sums, 0.0), 0)
@@ -80,7 +82,9 @@ def _narrow(partials, bases, aboves, at, target, splits, shift, SPLITS: tl.const
 
 
 @triton.jit
-def _mass_target(masses, bases, aboves, kth, row, splits, k, k_on, p, heat, top, SHORT: tl.constexpr, SPLITS: tl.constexpr):
+def _mass_target(
+    masses, bases, aboves, kth, row, splits, k, k_on, p, heat, top, SHORT: tl.constexpr, SPLITS: tl.constexpr
+):
     """Return the mass that top-p asks for: p of what top-k keeps, in units of the best token's.
 
     Args:
@@ -132,7 +136,21 @@ def _search(
         if not FIRST:
             target = k.to(tl.float32)
             if SUMS:
-                target = _mass_target(masses, bases, aboves, 2 * STEPS * rows + row, row, splits, k, k_on, p, heat, top, SHORT, SPLITS)
+                target = _mass_target(
+                    masses,
+                    bases,
+                    aboves,
+                    2 * STEPS * rows + row,
+                    row,
+                    splits,
+                    k,
+                    k_on,
+                    p,
+                    heat,
+                    top,
+                    SHORT,
+                    SPLITS,
+                )
             base, above = _narrow(partials, bases, aboves, last, target, splits, shift + _DIGIT, SPLITS)
         if k_on & SUMS & FIRST:
             kth, beyond = _narrow(partials, bases, aboves, last, k.to(tl.float32), splits, 0, SPLITS)
@@ -176,12 +194,18 @@ def _bounds(
     k_on, p_on = (heat > 0) & (k > 0) & (k < vocab), (heat > 0) & (p < 1)
     key, stay = tl.full((), LEAST, tl.int32), tl.full((), 0, tl.int32)
     if k_on:
-        key, above = _narrow(partials, bases, aboves, (STEPS - 1) * rows + row, k.to(tl.float32), splits, 0, SPLITS)
+        key, above = _narrow(
+            partials, bases, aboves, (STEPS - 1) * rows + row, k.to(tl.float32), splits, 0, SPLITS
+        )
         stay = k - above.to(tl.int32)
     if p_on:
         top = _row_best(best, row, splits, SPLITS)
-        target = _mass_target(masses, bases, aboves, 2 * STEPS * rows + row, row, splits, k, k_on, p, heat, top, SHORT, SPLITS)
-        last, above = _narrow(partials, bases, aboves, (2 * STEPS - 1) * rows + row, target, splits, 0, SPLITS)
+        target = _mass_target(
+            masses, bases, aboves, 2 * STEPS * rows + row, row, splits, k, k_on, p, heat, top, SHORT, SPLITS
+        )
+        last, above = _narrow(
+            partials, bases, aboves, (2 * STEPS - 1) * rows + row, target, splits, 0, SPLITS
+        )
         weight = _weight(last, heat, top, SHORT)
         wanted = tl.ceil(tl.minimum((target - above) / tl.maximum(weight, _TINY), vocab.to(tl.float32)))
         some = tl.maximum(wanted.to(tl.int32), 1)
@@ -263,12 +287,22 @@ class _Found:
 def _find(logits: torch.Tensor, sampling: SamplingTensors) -> _Found:
     """Launch everything up to the bounds."""
     rows, found = logits.shape[0], _Found(logits)
-    temperature, top_k, top_p = (column.contiguous() for column in (sampling.temperature, sampling.top_k, sampling.top_p))
+    temperature, top_k, top_p = (
+        column.contiguous() for column in (sampling.temperature, sampling.top_k, sampling.top_p)
+    )
     block = max(16, min(_BLOCK, _launch.next_power_of_2(found.vocab)))
-    sizes = {"SPLITS": _launch.next_power_of_2(found.splits), "STEPS": found.steps, "SHORT": found.short, "BLOCK": block, "num_warps": 8}
+    sizes = {
+        "SPLITS": _launch.next_power_of_2(found.splits),
+        "STEPS": found.steps,
+        "SHORT": found.short,
+        "BLOCK": block,
+        "num_warps": 8,
+    }
     sizes |= _launch.dependent(logits)
     grid, given = (rows, found.splits), (logits, logits.stride(0), temperature)
-    _best_split[grid](*given, found.best, found.vocab, found.splits, BLOCK=block, num_warps=8, **_launch.dependent(logits))
+    _best_split[grid](
+        *given, found.best, found.vocab, found.splits, BLOCK=block, num_warps=8, **_launch.dependent(logits)
+    )
     left = (top_k, top_p, found.best, found.bases, found.aboves, found.partials, found.masses)
     for step in range(2 * found.steps):
         half = {"SUMS": step >= found.steps, "FIRST": step % found.steps == 0, "CHUNK": min(_CHUNK, block)}

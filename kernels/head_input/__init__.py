@@ -61,14 +61,20 @@ def head_input(
         from outrider.kernels.head_input import triton as compiled
 
         normed = residual is Residual.NORMED_FEATURE
-        return compiled.head_input(tokens, embedding, features, rows, embedding_norm, feature_norm, eps, normed)
+        return compiled.head_input(
+            tokens, embedding, features, rows, embedding_norm, feature_norm, eps, normed
+        )
     return reference.head_input(
         tokens, embedding, features, rows, embedding_norm, feature_norm, eps, residual is Residual.NORMED_FEATURE
     )  # fmt: skip
 
 
 def feature_input(
-    features: torch.Tensor, rows: torch.Tensor | None, norm: torch.Tensor, eps: float, residual: Residual = Residual.FEATURE
+    features: torch.Tensor,
+    rows: torch.Tensor | None,
+    norm: torch.Tensor,
+    eps: float,
+    residual: Residual = Residual.FEATURE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``norm(feature)`` and the residual: what a first layer reads whose products with the embeddings are known beforehand.
 

@@ -19,7 +19,10 @@ def head_input(
     """See `outrider.kernels.head_input.head_input`."""
     taken = features if rows is None else features.index_select(0, rows)
     feature = _norm(taken, feature_norm, eps).to(embedding.dtype)
-    pair = torch.cat([_norm(functional.embedding(tokens, embedding), embedding_norm, eps).to(embedding.dtype), feature], dim=-1)
+    pair = torch.cat(
+        [_norm(functional.embedding(tokens, embedding), embedding_norm, eps).to(embedding.dtype), feature],
+        dim=-1,
+    )
     return pair, feature if normed_residual else taken.to(embedding.dtype)
 
 

@@ -13,7 +13,11 @@ from outrider.kernels import _launch
 @triton.jit
 def _normed(x, weight, column, inside, size, eps, NORM: tl.constexpr):
     if NORM:
-        x = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps) * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+        x = (
+            x
+            * tl.rsqrt(tl.sum(x * x, 0) / size + eps)
+            * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+        )
     return x
 
 

@@ -12,7 +12,10 @@ __all__ = ["invariant_gemm"]
 
 
 def invariant_gemm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return ``x @ weight.T + bias + residual``, summed in fp32 in an order that the weight's shape and dtype decide.
 

@@ -6,7 +6,9 @@ import torch
 from torch.nn import functional
 
 
-def invariant_gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None) -> torch.Tensor:
+def invariant_gemm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
+) -> torch.Tensor:
     """See `outrider.kernels.invariant_gemm.invariant_gemm`."""
     out = x.new_empty((x.shape[0], weight.shape[0]))
     for row in range(x.shape[0]):

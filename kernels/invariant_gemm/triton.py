@@ -14,7 +14,9 @@ import triton.language as tl
 
 from outrider.kernels import _launch
 
-_WANTED_PROGRAMS = 264  # two for each multiprocessor of an H200; a constant, as the result must not depend on the GPU's size
+_WANTED_PROGRAMS = (
+    264  # two for each multiprocessor of an H200; a constant, as the result must not depend on the GPU's size
+)
 _MAX_SPLITS = 8
 _BLOCK_FINISH = 1024
 
@@ -36,7 +38,12 @@ def _project(
     for step in range(0, SHARE, BLOCK_IN):
         k = split * SHARE + step + tl.arange(0, BLOCK_IN)
         inside = k < IN
-        w = tl.load(weight_rows + k[None, :], mask=real_feature[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")
+        w = tl.load(
+            weight_rows + k[None, :],
+            mask=real_feature[:, None] & inside[None, :],
+            other=0.0,
+            eviction_policy="evict_first",
+        )
         a = tl.load(x_rows + k[:, None], mask=inside[:, None] & real_row[None, :], other=0.0)
         if WIDEN:
             w, a = w.to(tl.float32), a.to(tl.float32)
@@ -75,12 +82,16 @@ def _finish(
 def _splits(blocks: int, width: int, block_in: int) -> int:
     """Return into how many shares the width is split so that one block of rows fills a GPU; each share has some steps to pipeline."""
     splits = 1
-    while splits < _MAX_SPLITS and 2 * splits * blocks <= _WANTED_PROGRAMS and width >= 16 * splits * block_in:
+    while (
+        splits < _MAX_SPLITS and 2 * splits * blocks <= _WANTED_PROGRAMS and width >= 16 * splits * block_in
+    ):
         splits *= 2
     return splits
 
 
-def invariant_gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None) -> torch.Tensor:
+def invariant_gemm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
+) -> torch.Tensor:
     """See `outrider.kernels.invariant_gemm.invariant_gemm`."""
     rows, width = x.shape
     out_features = weight.shape[0]

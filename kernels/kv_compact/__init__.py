@@ -14,7 +14,11 @@ __all__ = ["kv_compact"]
 
 
 def kv_compact(
-    planes: Sequence[torch.Tensor], page_table: torch.Tensor, cached_lens: torch.Tensor, path: torch.Tensor, num_accepted: torch.Tensor
+    planes: Sequence[torch.Tensor],
+    page_table: torch.Tensor,
+    cached_lens: torch.Tensor,
+    path: torch.Tensor,
+    num_accepted: torch.Tensor,
 ) -> None:
     """Move the row of token index ``cached_lens[b] + path[b, i]`` to ``cached_lens[b] + i`` for i in 0..num_accepted[b], in place.
 
@@ -39,7 +43,9 @@ def kv_compact(
     expect("num_accepted", num_accepted, (bs,), torch.int32)
     for i, plane in enumerate(planes):
         if plane.shape[:2] != planes[0].shape[:2]:
-            raise ValueError(f"planes[{i}] has {list(plane.shape[:2])} pages and page_size, planes[0] has {list(planes[0].shape[:2])}")
+            raise ValueError(
+                f"planes[{i}] has {list(plane.shape[:2])} pages and page_size, planes[0] has {list(planes[0].shape[:2])}"
+            )
         expect_contiguous(f"planes[{i}]", plane)
     if not planes or bs == 0:
         return

@@ -10,12 +10,18 @@ from outrider.kernels._fp8 import movable
 
 
 def kv_compact(
-    planes: Sequence[torch.Tensor], page_table: torch.Tensor, cached_lens: torch.Tensor, path: torch.Tensor, num_accepted: torch.Tensor
+    planes: Sequence[torch.Tensor],
+    page_table: torch.Tensor,
+    cached_lens: torch.Tensor,
+    path: torch.Tensor,
+    num_accepted: torch.Tensor,
 ) -> None:
     """See `outrider.kernels.kv_compact.kv_compact`."""
     page_size = planes[0].shape[1]
     steps = torch.arange(path.shape[1], dtype=torch.int32, device=path.device)
-    moves = (steps <= num_accepted[:, None]) & (path >= 0) & (path != steps)  # [bs, N]; a row that is in place already stays
+    moves = (
+        (steps <= num_accepted[:, None]) & (path >= 0) & (path != steps)
+    )  # [bs, N]; a row that is in place already stays
     rows, columns = moves.nonzero(as_tuple=True)
     if rows.numel() == 0:
         return

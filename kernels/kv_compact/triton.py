@@ -53,23 +53,41 @@ def _compact(
 @functools.lru_cache(maxsize=64)
 def _addresses(planes: tuple[tuple[int, int], ...], unit: int, device: torch.device) -> torch.Tensor:
     """Return ``[planes, 2] int64`` on the device: address, and row width in units. Cached, as it costs a copy from the host."""
-    return torch.tensor([(address, row_bytes // unit) for address, row_bytes in planes], dtype=torch.int64, device=device)
+    return torch.tensor(
+        [(address, row_bytes // unit) for address, row_bytes in planes], dtype=torch.int64, device=device
+    )
 
 
 def kv_compact(
-    planes: Sequence[torch.Tensor], page_table: torch.Tensor, cached_lens: torch.Tensor, path: torch.Tensor, num_accepted: torch.Tensor
+    planes: Sequence[torch.Tensor],
+    page_table: torch.Tensor,
+    cached_lens: torch.Tensor,
+    path: torch.Tensor,
+    num_accepted: torch.Tensor,
 ) -> None:
     """See `outrider.kernels.kv_compact.kv_compact`."""
     pages, page_size = planes[0].shape[:2]
-    sizes = tuple((plane.data_ptr(), plane.numel() // (pages * page_size) * plane.element_size()) for plane in planes if plane.numel())
+    sizes = tuple(
+        (plane.data_ptr(), plane.numel() // (pages * page_size) * plane.element_size())
+        for plane in planes
+        if plane.numel()
+    )
     if not sizes:
         return
-    unit = next(unit for unit in _UNITS if all(address % unit == 0 and row_bytes % unit == 0 for address, row_bytes in sizes))
+    unit = next(
+        unit
+        for unit in _UNITS
+        if all(address % unit == 0 and row_bytes % unit == 0 for address, row_bytes in sizes)
+    )
     path = path if path.stride(1) == 1 else path.contiguous()
     columns = path.shape[1]
     nodes = _launch.next_power_of_2(columns)
     block = max(16, 2048 // nodes)
-    grid = (page_table.shape[0], len(sizes), _launch.ceil_div(max(row_bytes for _, row_bytes in sizes) // unit, block))
+    grid = (
+        page_table.shape[0],
+        len(sizes),
+        _launch.ceil_div(max(row_bytes for _, row_bytes in sizes) // unit, block),
+    )
     with _launch.on_device_of(path):
         _compact[grid](
             _addresses(sizes, unit, path.device), page_table.contiguous(), page_table.shape[1], cached_lens.contiguous(), path,

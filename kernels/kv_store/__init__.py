@@ -11,7 +11,9 @@ from outrider.kernels.kv_store import reference
 __all__ = ["kv_store"]
 
 
-def kv_store(k: torch.Tensor, v: torch.Tensor, k_plane: torch.Tensor, v_plane: torch.Tensor, slots: torch.Tensor) -> None:
+def kv_store(
+    k: torch.Tensor, v: torch.Tensor, k_plane: torch.Tensor, v_plane: torch.Tensor, slots: torch.Tensor
+) -> None:
     """Store ``k[r], v[r]`` at slot ``slots[r]`` of the planes, in place.
 
     Args:

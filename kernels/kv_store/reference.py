@@ -7,7 +7,9 @@ import torch
 from outrider.kernels._fp8 import convert, movable
 
 
-def kv_store(k: torch.Tensor, v: torch.Tensor, k_plane: torch.Tensor, v_plane: torch.Tensor, slots: torch.Tensor) -> None:
+def kv_store(
+    k: torch.Tensor, v: torch.Tensor, k_plane: torch.Tensor, v_plane: torch.Tensor, slots: torch.Tensor
+) -> None:
     """See `outrider.kernels.kv_store.kv_store`."""
     kept = slots >= 0
     if not bool(kept.all()):

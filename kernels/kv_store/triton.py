@@ -22,12 +22,17 @@ def _store(k, v, k_plane, v_plane, slots, k_row, k_head, v_row, v_head, SIZE: tl
         keys = tl.load(k + row * k_row + head * k_head + d, mask=inside)
         values = tl.load(v + row * v_row + head * v_head + d, mask=inside)
         if SATURATE:
-            keys, values = tl.clamp(keys.to(tl.float32), -448.0, 448.0), tl.clamp(values.to(tl.float32), -448.0, 448.0)
+            keys, values = (
+                tl.clamp(keys.to(tl.float32), -448.0, 448.0),
+                tl.clamp(values.to(tl.float32), -448.0, 448.0),
+            )
         tl.store(k_plane + slot * SIZE + i, keys.to(k_plane.dtype.element_ty), mask=inside)
         tl.store(v_plane + slot * SIZE + i, values.to(v_plane.dtype.element_ty), mask=inside)
 
 
-def kv_store(k: torch.Tensor, v: torch.Tensor, k_plane: torch.Tensor, v_plane: torch.Tensor, slots: torch.Tensor) -> None:
+def kv_store(
+    k: torch.Tensor, v: torch.Tensor, k_plane: torch.Tensor, v_plane: torch.Tensor, slots: torch.Tensor
+) -> None:
     """See `outrider.kernels.kv_store.kv_store`."""
     rows, kv_heads, dim = k.shape
     size = kv_heads * dim

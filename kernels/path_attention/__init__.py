@@ -36,7 +36,11 @@ class RowPaths:
 
 
 def row_paths(
-    prefix_lens: torch.Tensor, kv_lens: torch.Tensor, query_start: torch.Tensor, ancestors: torch.Tensor | None, rows: int
+    prefix_lens: torch.Tensor,
+    kv_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    ancestors: torch.Tensor | None,
+    rows: int,
 ) -> RowPaths:
     """Find the history of each row of a step; device work alone.
 
@@ -47,11 +51,18 @@ def row_paths(
         rows: Of the step.
     """
     row = torch.arange(rows, dtype=torch.int32, device=query_start.device)
-    sequence = torch.searchsorted(query_start[1:].contiguous(), row, right=True).clamp(max=query_start.shape[0] - 2)
+    sequence = torch.searchsorted(query_start[1:].contiguous(), row, right=True).clamp(
+        max=query_start.shape[0] - 2
+    )
     ends = kv_lens[sequence]
     if ancestors is None:
         lengths = (ends - query_start[sequence + 1] + row + 1).clamp(min=0).to(torch.int32)
-        return RowPaths(sequence.to(torch.int32), lengths, lengths, torch.zeros((rows, 1), dtype=torch.int32, device=row.device))
+        return RowPaths(
+            sequence.to(torch.int32),
+            lengths,
+            lengths,
+            torch.zeros((rows, 1), dtype=torch.int32, device=row.device),
+        )
     width = 32 * ancestors.shape[1]
     shifts = torch.arange(32, dtype=torch.int32, device=row.device)
     bits = ((ancestors[:, :, None] >> shifts) & 1).flatten(1)  # [rows, width]
@@ -100,7 +111,9 @@ def path_attention(
     expect("k_plane", k_plane, (None, None, None, dim))
     expect("v_plane", v_plane, tuple(k_plane.shape), k_plane.dtype)
     if heads % k_plane.shape[2]:
-        raise ValueError(f"q has {heads} heads, which is no multiple of the {k_plane.shape[2]} heads of k_plane")
+        raise ValueError(
+            f"q has {heads} heads, which is no multiple of the {k_plane.shape[2]} heads of k_plane"
+        )
     expect_contiguous("k_plane", k_plane)
     expect_contiguous("v_plane", v_plane)
     expect("page_table", page_table, (None, None), torch.int32)

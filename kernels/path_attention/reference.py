@@ -31,7 +31,11 @@ def path_attention(
         if index.numel() == 0:
             continue
         behind = index >= prefix_len
-        index = torch.where(behind, prefix_len + columns[row, (index - prefix_len).clamp(min=0, max=columns.shape[1] - 1)], index)
+        index = torch.where(
+            behind,
+            prefix_len + columns[row, (index - prefix_len).clamp(min=0, max=columns.shape[1] - 1)],
+            index,
+        )
         page = page_table[sequence, (index // page_size).clamp(max=page_table.shape[1] - 1)].long()
         slots = page * page_size + index % page_size
         k, v = (plane.flatten(0, 1)[slots].float() for plane in (k_plane, v_plane))  # [length, kv_heads, dim]

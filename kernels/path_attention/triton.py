@@ -51,11 +51,17 @@ def _fold(
             seen = (j < end) & (j >= first_seen)
             place = j - prefix_len
             behind = seen & (place >= 0)
-            index = tl.where(behind, prefix_len + tl.load(path + place, mask=behind & (place < width), other=0), j)
+            index = tl.where(
+                behind, prefix_len + tl.load(path + place, mask=behind & (place < width), other=0), j
+            )
             page = tl.load(table + tl.minimum(index // PAGE_SIZE, last_page), mask=seen, other=0).to(tl.int64)
             slot = ((page * PAGE_SIZE + index % PAGE_SIZE) * KV_HEADS + kv_head) * DIM
-            k = tl.load(k_plane + slot[None, :] + d[:, None], mask=seen[None, :] & (d < DIM)[:, None], other=0.0)
-            v = tl.load(v_plane + slot[:, None] + d[None, :], mask=seen[:, None] & (d < DIM)[None, :], other=0.0)
+            k = tl.load(
+                k_plane + slot[None, :] + d[:, None], mask=seen[None, :] & (d < DIM)[:, None], other=0.0
+            )
+            v = tl.load(
+                v_plane + slot[:, None] + d[None, :], mask=seen[:, None] & (d < DIM)[None, :], other=0.0
+            )
             k, v = k.to(query.dtype), v.to(query.dtype)
             scores = tl.dot(query, k, input_precision="ieee") * scale
             if SOFTCAP:

@@ -36,7 +36,9 @@ def send_words(words: torch.Tensor, mail: Mail, readers: range, *, missing: int)
     reference.send_words(words, mail, readers, missing)
 
 
-def receive_words(out: torch.Tensor, mail: Mail, senders: range, *, missing: int, own: torch.Tensor | None = None) -> None:
+def receive_words(
+    out: torch.Tensor, mail: Mail, senders: range, *, missing: int, own: torch.Tensor | None = None
+) -> None:
     """Wait for a message from each of the ranks `senders`.
 
     Args:

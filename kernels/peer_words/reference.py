@@ -17,11 +17,15 @@ def send_words(words: torch.Tensor, mail: Mail, readers: range, missing: int) ->
         for reader in readers:
             receipt = mail.boxes[mail.rank][reader, tile, BLOCK:]
             if _comes(mail, lambda receipt=receipt, turn=turn: bool(receipt == turn)):  # type: ignore[misc]
-                mail.boxes[reader][mail.rank, tile, : part.shape[0]] = (part.long() & 0xFFFFFFFF) | ((turn + 1) << 32)
+                mail.boxes[reader][mail.rank, tile, : part.shape[0]] = (part.long() & 0xFFFFFFFF) | (
+                    (turn + 1) << 32
+                )
         mail.turns[mail.rank, tile] = turn + 1
 
 
-def receive_words(out: torch.Tensor, mail: Mail, senders: range, missing: int, own: torch.Tensor | None) -> None:
+def receive_words(
+    out: torch.Tensor, mail: Mail, senders: range, missing: int, own: torch.Tensor | None
+) -> None:
     """See `outrider.kernels.peer_words.receive_words`."""
     for row, sender in zip(out, senders, strict=True):
         if sender == mail.rank:
@@ -39,7 +43,9 @@ def receive_words(out: torch.Tensor, mail: Mail, senders: range, missing: int, o
 
 
 def _tiles(words: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    return ((tile, words[first : first + BLOCK]) for tile, first in enumerate(range(0, words.shape[0], BLOCK)))
+    return (
+        (tile, words[first : first + BLOCK]) for tile, first in enumerate(range(0, words.shape[0], BLOCK))
+    )
 
 
 def _comes(mail: Mail, look: Callable[[], bool]) -> bool:

@@ -100,7 +100,9 @@ def send_words(words: torch.Tensor, mail: Mail, readers: range, missing: int) ->
         )  # fmt: skip
 
 
-def receive_words(out: torch.Tensor, mail: Mail, senders: range, missing: int, own: torch.Tensor | None) -> None:
+def receive_words(
+    out: torch.Tensor, mail: Mail, senders: range, missing: int, own: torch.Tensor | None
+) -> None:
     """See `outrider.kernels.peer_words.receive_words`."""
     rows, count = out.shape
     if count == 0 or rows == 0:

@@ -39,7 +39,9 @@ class Mail:
     patience: int
 
     @classmethod
-    def of(cls, rank: int, boxes: Sequence[torch.Tensor], patience: int, lost: torch.Tensor | None = None) -> Mail:
+    def of(
+        cls, rank: int, boxes: Sequence[torch.Tensor], patience: int, lost: torch.Tensor | None = None
+    ) -> Mail:
         """Return rank's view of these boxes, and empty its own; no rank may use its mail before all are made."""
         own = boxes[rank].zero_()
         addresses = torch.tensor([box.data_ptr() for box in boxes], dtype=torch.int64, device=own.device)

@@ -15,7 +15,9 @@ from outrider.kernels.philox import reference
 __all__ = ["gumbel_noise"]
 
 
-def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, choices: torch.Tensor, tokens: torch.Tensor | int) -> torch.Tensor:
+def gumbel_noise(
+    seeds: torch.Tensor, positions: torch.Tensor, choices: torch.Tensor, tokens: torch.Tensor | int
+) -> torch.Tensor:
     """Return the noise of every row and token.
 
     Args:

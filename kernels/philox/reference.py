@@ -34,7 +34,9 @@ def philox_words(key: Words, counter: Words) -> Words:
     # round is a product and two xors; the products alternate between two buffers because the low halves are read a round later.
     multiplied, carried = counter[0::2].copy(), counter[1::2]
     steps = np.arange(ROUNDS, dtype=np.uint64)[:, None]
-    keys = (key[None].astype(np.uint64) + (steps * WEYL)[:, :, None]).astype(np.uint32)  # [rounds, 2, rows], modulo 2^32
+    keys = (key[None].astype(np.uint64) + (steps * WEYL)[:, :, None]).astype(
+        np.uint32
+    )  # [rounds, 2, rows], modulo 2^32
     buffers = [np.empty(multiplied.shape, dtype=np.uint64) for _ in range(2)]
     for i in range(ROUNDS):
         product = buffers[i % 2]
@@ -46,7 +48,9 @@ def philox_words(key: Words, counter: Words) -> Words:
     return np.stack((multiplied[0], carried[0], multiplied[1], carried[1]))
 
 
-def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, choices: torch.Tensor, tokens: torch.Tensor | int) -> torch.Tensor:
+def gumbel_noise(
+    seeds: torch.Tensor, positions: torch.Tensor, choices: torch.Tensor, tokens: torch.Tensor | int
+) -> torch.Tensor:
     """See `outrider.kernels.philox.gumbel_noise`. Rows that share (seed, position, choice), as siblings of a tree do, are computed once."""
     keys = list(zip(seeds.tolist(), positions.tolist(), choices.tolist(), strict=True))
     distinct = {key: i for i, key in enumerate(dict.fromkeys(keys))}
@@ -67,7 +71,9 @@ def _noise(rows: npt.NDArray[np.int64], vocab: int) -> torch.Tensor:
     counter[0] = rows[:, 1, None].astype(np.uint32)
     counter[1] = np.arange(counter.shape[2], dtype=np.uint32)
     counter[2] = rows[:, 2, None].astype(np.uint32)
-    words = philox_words(np.stack((seeds.astype(np.uint32), (seeds >> np.uint64(32)).astype(np.uint32))), counter)
+    words = philox_words(
+        np.stack((seeds.astype(np.uint32), (seeds >> np.uint64(32)).astype(np.uint32))), counter
+    )
     uniform = np.empty((len(rows), counter.shape[2], 4), dtype=np.float32)
     uniform[...] = np.moveaxis(words >> np.uint32(9), 0, 2)
     noise = torch.from_numpy(uniform).flatten(1)[:, :vocab]

@@ -46,7 +46,9 @@ def _noise(seeds, positions, choices, tokens, out, size, HAS_TOKENS: tl.constexp
     tl.store(out + row * size + column, noise, mask=inside)
 
 
-def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, choices: torch.Tensor, tokens: torch.Tensor | int) -> torch.Tensor:
+def gumbel_noise(
+    seeds: torch.Tensor, positions: torch.Tensor, choices: torch.Tensor, tokens: torch.Tensor | int
+) -> torch.Tensor:
     """See `outrider.kernels.philox.gumbel_noise`."""
     listed = tokens.contiguous() if isinstance(tokens, torch.Tensor) else None
     size = tokens.shape[0] if isinstance(tokens, torch.Tensor) else tokens

@@ -14,7 +14,17 @@ _BLOCK = 16384
 
 
 @triton.jit
-def _quantize_rows(x, out, scales, width, x_row, LARGEST: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr):
+def _quantize_rows(
+    x,
+    out,
+    scales,
+    width,
+    x_row,
+    LARGEST: tl.constexpr,
+    ONCE: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     if PDL:
@@ -23,7 +33,9 @@ def _quantize_rows(x, out, scales, width, x_row, LARGEST: tl.constexpr, ONCE: tl
     top = tl.max(tl.abs(value), 0)
     if not ONCE:
         for first in range(BLOCK, width, BLOCK):
-            more = tl.load(x + row * x_row + first + column, mask=first + column < width, other=0.0).to(tl.float32)
+            more = tl.load(x + row * x_row + first + column, mask=first + column < width, other=0.0).to(
+                tl.float32
+            )
             top = tl.maximum(top, tl.max(tl.abs(more), 0))
     scale = tl.where(top > 0, top / LARGEST, 1.0)
     if PDL:

@@ -13,7 +13,9 @@ from outrider.kernels.stream import Stream
 __all__ = ["Lookup", "rope_angles", "rope_store"]
 
 
-def rope_angles(positions: torch.Tensor, frequencies: torch.Tensor, factor: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_angles(
+    positions: torch.Tensor, frequencies: torch.Tensor, factor: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cos and sin of ``positions * frequencies``, times `factor`; the first half of sin is negated.
 
     Args:
@@ -72,7 +74,9 @@ def rope_store(
     rows = parts.shape[-2]
     heads = parts.shape[-1] // dim - 2 * kv_heads
     if heads < 0 or parts.shape[-1] % dim:
-        raise ValueError(f"parts has {parts.shape[-1]} columns; planes of {kv_heads} heads of {dim} need (heads + {2 * kv_heads}) * {dim}")
+        raise ValueError(
+            f"parts has {parts.shape[-1]} columns; planes of {kv_heads} heads of {dim} need (heads + {2 * kv_heads}) * {dim}"
+        )
     expect_contiguous("parts", parts)
     expect("cos", cos, (rows, 1, dim))
     expect("sin", sin, (rows, 1, dim))

@@ -10,7 +10,9 @@ from outrider.kernels.rope_store.types import Lookup
 from outrider.kernels.stream import Stream
 
 
-def rope_angles(positions: torch.Tensor, frequencies: torch.Tensor, factor: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_angles(
+    positions: torch.Tensor, frequencies: torch.Tensor, factor: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See `outrider.kernels.rope_store.rope_angles`."""
     angles = (positions.to(torch.float32)[:, None] * frequencies)[:, None, :]
     sign = torch.ones_like(frequencies)

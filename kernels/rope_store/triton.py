@@ -13,7 +13,9 @@ from outrider.kernels.stream import FEW_ROWS, Stream
 
 
 @triton.jit
-def _angles(positions, frequencies, cos, sin, factor, DIM: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr):
+def _angles(
+    positions, frequencies, cos, sin, factor, DIM: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     inside = d < DIM
@@ -74,7 +76,9 @@ def _rope_store(
         inverse_head = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / DIM + head_eps)[:, None]
         turned = (head < HEADS + KV_HEADS)[:, None] & real
         turn_low = low * inverse_head * tl.load(head_norm + column, mask=turned, other=0.0).to(tl.float32)
-        turn_high = high * inverse_head * tl.load(head_norm + column + HALF, mask=turned, other=0.0).to(tl.float32)
+        turn_high = (
+            high * inverse_head * tl.load(head_norm + column + HALF, mask=turned, other=0.0).to(tl.float32)
+        )
     new_low = turn_low * cos_low + turn_high * sin_low
     new_high = turn_high * cos_high + turn_low * sin_high
     if PDL:
@@ -93,7 +97,9 @@ def _rope_store(
         tl.store(values + HALF, high.to(v_plane.dtype.element_ty), mask=is_value & inside)
 
 
-def rope_angles(positions: torch.Tensor, frequencies: torch.Tensor, factor: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_angles(
+    positions: torch.Tensor, frequencies: torch.Tensor, factor: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See `outrider.kernels.rope_store.rope_angles`."""
     rows, dim = positions.shape[0], frequencies.shape[0]
     cos, sin = (_launch.empty((rows, 1, dim), dtype, frequencies.device) for _ in range(2))

@@ -27,7 +27,9 @@ class Lookup:
         expect("index", self.index, (rows,), torch.int32)
         expect_contiguous("index", self.index)
         if self.table.stride(1) != 1:
-            raise ValueError(f"the last dimension of table must be dense, its strides are {self.table.stride()}")
+            raise ValueError(
+                f"the last dimension of table must be dense, its strides are {self.table.stride()}"
+            )
 
     def rows(self) -> torch.Tensor:
         """Return the entries, ``[rows, out] fp32``."""

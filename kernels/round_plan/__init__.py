@@ -57,5 +57,9 @@ def round_plan(
     if use_triton(tokens):
         from outrider.kernels.round_plan import triton as compiled
 
-        return compiled.round_plan(committed_lens, counts, tokens, max_nodes, page_table, rows, depth, topk, page_size, lead)
-    return reference.round_plan(committed_lens, counts, tokens, max_nodes, page_table, rows, depth, topk, page_size, lead)
+        return compiled.round_plan(
+            committed_lens, counts, tokens, max_nodes, page_table, rows, depth, topk, page_size, lead
+        )
+    return reference.round_plan(
+        committed_lens, counts, tokens, max_nodes, page_table, rows, depth, topk, page_size, lead
+    )

@@ -36,7 +36,9 @@ def round_plan(
     lens = [stable - count[:, 0], *(stable + level * topk * busy for level in range(depth))]
     return RoundPlan(
         tokens=torch.where(fresh, tokens.gather(1, source.clamp(min=0)), 0).view(-1),
-        features=(source.clamp(min=0) + torch.arange(bs, device=device)[:, None] * columns).view(-1).to(torch.int32),
+        features=(source.clamp(min=0) + torch.arange(bs, device=device)[:, None] * columns)
+        .view(-1)
+        .to(torch.int32),
         extend_slots=_slots(page_table, torch.where(fresh, index, -1), page_size).view(-1),
         level_slots=_slots(page_table, torch.where(busy[:, None], behind, -1), page_size)
         .view(bs, depth - 1, topk)

@@ -48,7 +48,9 @@ def _plan(
     tl.store(out_nodes + sequence, nodes)
     level = scratch // TOPK  # less one
     at = (level * bs + sequence) * TOPK + scratch % TOPK
-    tl.store(level_slots + at, tl.where(busy, scratch_page * PAGE_SIZE + behind % PAGE_SIZE, -1), mask=drafted)
+    tl.store(
+        level_slots + at, tl.where(busy, scratch_page * PAGE_SIZE + behind % PAGE_SIZE, -1), mask=drafted
+    )
     tl.store(positions + bs * rows + at, tl.maximum(stable + level, 0), mask=drafted)
     step = tl.arange(0, BLOCK_D)  # lens: before the extension, then by level from 0
     length = tl.where(step == 0, stable - count, stable + tl.where(busy, (step - 1) * TOPK, 0))

@@ -78,7 +78,17 @@ def admit_counts(number: torch.Tensor, expected: torch.Tensor, counts: torch.Ten
 
 
 @triton.jit
-def _pack(num_nodes, tokens, parents, out_nodes, out_tokens, out_parents, columns, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _pack(
+    num_nodes,
+    tokens,
+    parents,
+    out_nodes,
+    out_tokens,
+    out_parents,
+    columns,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)

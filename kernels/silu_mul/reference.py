@@ -8,7 +8,9 @@ from torch.nn import functional
 from outrider.kernels.stream import Stream
 
 
-def silu_mul(parts: torch.Tensor, stream: Stream | None, bias: torch.Tensor | None, gelu: bool, dtype: torch.dtype) -> torch.Tensor:
+def silu_mul(
+    parts: torch.Tensor, stream: Stream | None, bias: torch.Tensor | None, gelu: bool, dtype: torch.dtype
+) -> torch.Tensor:
     """See `outrider.kernels.silu_mul.silu_mul`."""
     total = parts.sum(0) if parts.dim() == 3 else parts.float()
     inverse = None if stream is None else stream.inverse_rms()

@@ -53,7 +53,9 @@ def _silu_mul(
     tl.store(out + row * size + column, result.to(out.dtype.element_ty), mask=inside)
 
 
-def silu_mul(parts: torch.Tensor, stream: Stream | None, bias: torch.Tensor | None, gelu: bool, dtype: torch.dtype) -> torch.Tensor:
+def silu_mul(
+    parts: torch.Tensor, stream: Stream | None, bias: torch.Tensor | None, gelu: bool, dtype: torch.dtype
+) -> torch.Tensor:
     """See `outrider.kernels.silu_mul.silu_mul`."""
     rows, size = parts.shape[-2], parts.shape[-1] // 2
     out = _launch.empty((rows, size), dtype, parts.device)

@@ -23,7 +23,9 @@ __all__ = [
 ]  # fmt: skip
 
 
-def project(x: torch.Tensor, weight: torch.Tensor, *, scales: torch.Tensor | None = None, tile: Tile | None = None) -> torch.Tensor:
+def project(
+    x: torch.Tensor, weight: torch.Tensor, *, scales: torch.Tensor | None = None, tile: Tile | None = None
+) -> torch.Tensor:
     """Return ``x @ weight.T``, or the parts of it that the next kernel has to add.
 
     Args:
@@ -182,7 +184,9 @@ def project_rotated(
     _check(x, weight, scales)
     kv_heads, dim = rotary.k_plane.shape[2:]
     if weight.shape[0] % dim or weight.shape[0] // dim <= 2 * kv_heads:
-        raise ValueError(f"weight has {weight.shape[0]} rows; planes of {kv_heads} heads of {dim} need (heads + {2 * kv_heads}) * {dim}")
+        raise ValueError(
+            f"weight has {weight.shape[0]} rows; planes of {kv_heads} heads of {dim} need (heads + {2 * kv_heads}) * {dim}"
+        )
     if use_triton(x):
         from outrider.kernels.skinny_gemm import triton as compiled
         from outrider.kernels.skinny_gemm.wide import triton as wide
@@ -202,7 +206,9 @@ def project_rotated(
             return compiled.project_rotated(stream, weight, scales, bias, rotary, lookup, tile)
     parts = project(x, weight, scales=scales, tile=tile)
     planes = rotary.k_plane, rotary.v_plane
-    return rope_store(parts, rotary.cos, rotary.sin, *planes, rotary.slots, stream=stream, bias=bias, lookup=lookup)
+    return rope_store(
+        parts, rotary.cos, rotary.sin, *planes, rotary.slots, stream=stream, bias=bias, lookup=lookup
+    )
 
 
 def _usable(tile: Tile, x: torch.Tensor, weight: torch.Tensor, half: int = 1) -> Tile:

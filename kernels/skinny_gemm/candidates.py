@@ -21,7 +21,9 @@ def candidates(product: Product, multiprocessors: int) -> list[Tile]:
         multiprocessors: Of the device.
     """
     rule = guess_tile(*product.shape, product.rows, product.dtype.itemsize)
-    near = _near_sum(product, rule, multiprocessors) if rule.method is Method.SUM else _near_dot(product, rule)
+    near = (
+        _near_sum(product, rule, multiprocessors) if rule.method is Method.SUM else _near_dot(product, rule)
+    )
     library = [] if product.dtype.itemsize == 1 else [LIBRARY]  # for FP8 weights it would widen them first
     return list(dict.fromkeys((rule, *near, *library)))
 
@@ -30,7 +32,9 @@ def _near_sum(product: Product, rule: Tile, multiprocessors: int) -> list[Tile]:
     near = [replace(rule, block_n=rule.block_n // 2)] if rule.block_n > 1 else []
     near.append(replace(rule, warps=12 - rule.warps))
     if product.rows == 1:
-        stay = replace(rule, method=Method.STAY, block_n=max(1, rule.block_n // 2), programs=_STAYING * multiprocessors)
+        stay = replace(
+            rule, method=Method.STAY, block_n=max(1, rule.block_n // 2), programs=_STAYING * multiprocessors
+        )
         return [*near, stay]
     return [*near, guess_tile(*product.shape, product.rows + 1, product.dtype.itemsize)]
 

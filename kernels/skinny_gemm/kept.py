@@ -17,7 +17,16 @@ import torch
 from outrider.kernels.skinny_gemm.table import Product, tile_of
 from outrider.kernels.skinny_gemm.types import Epilogue, Tile
 
-_RUN_BY_TRIALS = ("_fp8.py", "_launch.py", "add_norm", "quantize_rows", "rope_store", "silu_mul", "skinny_gemm", "stream.py")
+_RUN_BY_TRIALS = (
+    "_fp8.py",
+    "_launch.py",
+    "add_norm",
+    "quantize_rows",
+    "rope_store",
+    "silu_mul",
+    "skinny_gemm",
+    "stream.py",
+)
 """Of the folder of kernels: the products themselves, and what reads or writes beside them."""
 
 
@@ -65,7 +74,9 @@ class Tried:
         if not isinstance(microseconds, float):
             raise TypeError("a time is a number")
         rule, library = (time if isinstance(time, float) else None for time in (rule, library))
-        of = Product(Epilogue[epilogue], int(out_features), int(in_features), int(rows), getattr(torch, dtype))
+        of = Product(
+            Epilogue[epilogue], int(out_features), int(in_features), int(rows), getattr(torch, dtype)
+        )
         return cls(of, tile_of(tile), microseconds, rule, library)
 
 
@@ -107,7 +118,9 @@ def trying_alone(path: Path) -> Iterator[bool]:
     with contextlib.ExitStack() as held:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            fcntl.flock(held.enter_context(path.with_suffix(".trial").open("w")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(
+                held.enter_context(path.with_suffix(".trial").open("w")), fcntl.LOCK_EX | fcntl.LOCK_NB
+            )
             alone = True
         except BlockingIOError:
             alone = False

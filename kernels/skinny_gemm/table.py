@@ -85,7 +85,10 @@ def _tried_rows(product: Product, device: str) -> _Rows:
 
 def _nearest(measured: _Rows, rows: int) -> int | None:
     """Return the least row count that was measured and is not below `rows`; few rows and many have tiles of their own."""
-    return min((count for count in measured if count >= rows and (count > FEW_ROWS) == (rows > FEW_ROWS)), default=None)
+    return min(
+        (count for count in measured if count >= rows and (count > FEW_ROWS) == (rows > FEW_ROWS)),
+        default=None,
+    )
 
 
 def remember(device: str, tiles: Iterable[tuple[Product, Tile]]) -> None:
@@ -109,7 +112,14 @@ def device_name(device: torch.device) -> str:
 
 
 @functools.cache
-def _choose(epilogue: Epilogue, out_features: int, in_features: int, rows: int, dtype: torch.dtype, device: torch.device) -> Tile:
+def _choose(
+    epilogue: Epilogue,
+    out_features: int,
+    in_features: int,
+    rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tile:
     product = Product(epilogue, out_features, in_features, rows, dtype)
     measured = measured_tile(product, device_name(device))
     if measured is not None:
@@ -125,7 +135,9 @@ def _stored() -> dict[tuple[_Shape, int], _Rows]:
     table: dict[tuple[_Shape, int], _Rows] = {}
     path = Path(__file__).with_name("tiles.json")
     for epilogue, out_features, in_features, rows, itemsize, *tile in json.loads(path.read_text()):
-        table.setdefault(((Epilogue[epilogue], out_features, in_features), itemsize), {})[rows] = tile_of(tile)
+        table.setdefault(((Epilogue[epilogue], out_features, in_features), itemsize), {})[rows] = tile_of(
+            tile
+        )
     return table
 
 

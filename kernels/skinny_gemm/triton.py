@@ -21,7 +21,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from outrider.kernels import _launch
 from outrider.kernels.quantize_rows.triton import quantize_rows
 from outrider.kernels.rope_store.types import Lookup
-from outrider.kernels.skinny_gemm.epilogue.triton import entries, finish, load_constants, load_rows, look_up, tile_rows
+from outrider.kernels.skinny_gemm.epilogue.triton import (
+    entries,
+    finish,
+    load_constants,
+    load_rows,
+    look_up,
+    tile_rows,
+)
 from outrider.kernels.skinny_gemm.rows.triton import stay_rows, sum_rows
 from outrider.kernels.skinny_gemm.types import Epilogue, Method, Overlap, Rotary, Tile
 from outrider.kernels.stream import Stream
@@ -61,7 +68,9 @@ def _dot_tiles(
             right = tl.load(xs, mask=real_m[None, :], other=0.0)
         else:
             real_k = k + step * BLOCK_K < K
-            left = tl.load(weights, mask=real_n[:, None] & real_k[None, :], other=0.0, eviction_policy="evict_first")
+            left = tl.load(
+                weights, mask=real_n[:, None] & real_k[None, :], other=0.0, eviction_policy="evict_first"
+            )
             right = tl.load(xs, mask=real_m[None, :] & real_k[:, None], other=0.0)
         if WIDEN:
             right = right.to(tl.float32)
@@ -117,18 +126,41 @@ def project_add(
     total = _launch.empty((rows, width), x.dtype, x.device) if out is None else out
     scaled = _launch.empty((rows, width), x.dtype, x.device)
     sums = _launch.empty((_launch.ceil_div(width, tile.block_n), rows), torch.float32, x.device)
-    tail = _Tail(total, width, bias=bias, scales=scales, residual=residual, norm_weight=norm_weight, scaled=scaled, sums=sums)
+    tail = _Tail(
+        total,
+        width,
+        bias=bias,
+        scales=scales,
+        residual=residual,
+        norm_weight=norm_weight,
+        scaled=scaled,
+        sums=sums,
+    )
     _run(Epilogue.ADD, x, weight, tile, tail)
     return Stream(total, scaled, sums, eps)
 
 
 def project_gated(
-    stream: Stream, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None, gelu: bool, tile: Tile
+    stream: Stream,
+    weight: torch.Tensor,
+    scales: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    gelu: bool,
+    tile: Tile,
 ) -> torch.Tensor:
     """See `outrider.kernels.skinny_gemm.project_gated`."""
     rows, size = stream.scaled.shape[0], weight.shape[0] // 2
     out = _launch.empty((rows, size), stream.scaled.dtype, stream.scaled.device)
-    tail = _Tail(out, size, second=size, bias=bias, scales=scales, sums=stream.sums, normed=stream.sums is not None, eps=stream.eps)
+    tail = _Tail(
+        out,
+        size,
+        second=size,
+        bias=bias,
+        scales=scales,
+        sums=stream.sums,
+        normed=stream.sums is not None,
+        eps=stream.eps,
+    )
     _run(Epilogue.GATED, stream.scaled, weight, tile, tail, gelu=gelu)
     return out
 
@@ -188,7 +220,14 @@ def _run(
     turned = (rotary.cos, rotary.sin, rotary.slots, rotary.k_plane, rotary.v_plane) if rotary else (x,) * 5
     scales = (tail.scales, row_scales) if tile.method is Method.DOT else (tail.scales,)
     found = (lookup.table, lookup.index) if lookup else (x, x)
-    tensors = (x, weight, out, *(x if tensor is None else tensor for tensor in (tail.bias, *scales, *optional)), *turned, *found)
+    tensors = (
+        x,
+        weight,
+        out,
+        *(x if tensor is None else tensor for tensor in (tail.bias, *scales, *optional)),
+        *turned,
+        *found,
+    )
     strides = (
         x.stride(0), 0 if tail.residual is None else tail.residual.stride(0), out.stride(-2), lookup.table.stride(0) if lookup else 0
     )  # fmt: skip
@@ -200,7 +239,11 @@ def _run(
     with _launch.on_device_of(x):
         if tile.method is not Method.DOT:
             block_k = _launch.next_power_of_2(columns)
-            flags |= {"EVEN": block_k == columns, "EARLY": tile.overlap is not Overlap.LATE, "BLOCK_K": block_k}
+            flags |= {
+                "EVEN": block_k == columns,
+                "EARLY": tile.overlap is not Overlap.LATE,
+                "BLOCK_K": block_k,
+            }
             sizes = (tail.count, columns, tail.second, *strides, parts, tail.eps)
             if tile.method is Method.SUM:
                 sum_rows[(blocks,)](*tensors, *sizes, ROWS=rows, **flags)
@@ -208,7 +251,9 @@ def _run(
                 programs = min(blocks, tile.programs)
                 # The interpreter has no assembler; rows are read in whole words, aligned.
                 compiled = isinstance(stay_rows, triton.JITFunction)
-                words = compiled and weight.element_size() == 1 and not (columns % 16 or weight.data_ptr() % 16)
+                words = (
+                    compiled and weight.element_size() == 1 and not (columns % 16 or weight.data_ptr() % 16)
+                )
                 tensors = (x, weight.view(torch.int64) if words else weight, *tensors[2:])
                 stay_rows[(programs,)](*tensors, *sizes, programs, BYTES=words, **flags)
             else:
@@ -216,7 +261,10 @@ def _run(
             return
         gathered = (x, x)
         if gathers:
-            gathered = _launch.empty((tile.splits, rows, tail.count), torch.float32, x.device), _arrivals(weight)
+            gathered = (
+                _launch.empty((tile.splits, rows, tail.count), torch.float32, x.device),
+                _arrivals(weight),
+            )
         steps = _launch.ceil_div(columns, tile.block_k * tile.splits)
         even = columns == steps * tile.block_k * tile.splits and tail.count % tile.block_n == 0
         fetches = tile.overlap is Overlap.FETCH and even and flags["PDL"] and weight.data_ptr() % 16 == 0

@@ -59,7 +59,18 @@ def synthetic_acceptance(
     expect("positions", positions, (bs,), torch.int64)
     expect("seeds", seeds, (bs,), torch.int64)
     expect("thresholds", thresholds, (None,), torch.float32)
-    arguments = (tokens, parents, depths, num_nodes, ancestors, chosen, positions, seeds, thresholds, vocab_size)
+    arguments = (
+        tokens,
+        parents,
+        depths,
+        num_nodes,
+        ancestors,
+        chosen,
+        positions,
+        seeds,
+        thresholds,
+        vocab_size,
+    )
     if use_triton(tokens):
         from outrider.kernels.synthetic_acceptance import triton as compiled
 

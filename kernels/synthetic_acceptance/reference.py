@@ -27,7 +27,9 @@ def synthetic_acceptance(
     drawn = (noise < thresholds.to(noise.device)).sum(dim=1).tolist()
     out = chosen.clone()
     for row, count in enumerate(num_nodes.tolist()):
-        row_tokens, row_parents, row_depths = (field[row, :count].tolist() for field in (tokens, parents, depths))
+        row_tokens, row_parents, row_depths = (
+            field[row, :count].tolist() for field in (tokens, parents, depths)
+        )
         accepted = min(drawn[row], max(row_depths))
         end = row_depths.index(accepted)
         words = ancestors[row, end].tolist()

@@ -28,7 +28,12 @@ def _plant(
     level = tl.arange(0, LEVELS)
     threshold = tl.load(thresholds + level, mask=level < levels, other=-float("inf"))
     lane = level * 0
-    noise = gumbel(tl.load(seeds + row * seed_stride), tl.load(positions + row * position_stride), tl.sum(lane, 0) + CHOICE, lane)
+    noise = gumbel(
+        tl.load(seeds + row * seed_stride),
+        tl.load(positions + row * position_stride),
+        tl.sum(lane, 0) + CHOICE,
+        lane,
+    )
     drawn = tl.sum((noise < threshold).to(tl.int32), 0)
     accepted = tl.minimum(drawn, tl.max(tl.where(real, depth, 0), 0))
     end = tl.min(tl.where(real & (depth == accepted), node, BLOCK), 0)

@@ -9,7 +9,16 @@ from outrider.kernels._launch import expect
 from outrider.kernels.topk_expand import reference
 from outrider.kernels.topk_expand.types import Beam, Candidates, Expansion, Noise, num_candidates
 
-__all__ = ["Beam", "Candidates", "Expansion", "Noise", "expand_level", "num_candidates", "select_beam", "topk_expand"]
+__all__ = [
+    "Beam",
+    "Candidates",
+    "Expansion",
+    "Noise",
+    "expand_level",
+    "num_candidates",
+    "select_beam",
+    "topk_expand",
+]
 
 
 def topk_expand(
@@ -125,7 +134,9 @@ def expand_level(
     if not 1 <= topk <= vocab:
         raise ValueError(f"topk is {topk}, expected 1..{vocab} (the draft vocabulary)")
     if candidates.level(level, topk).stop > columns:
-        raise ValueError(f"candidates has {columns} columns, level {level} takes those up to {candidates.level(level, topk).stop}")
+        raise ValueError(
+            f"candidates has {columns} columns, level {level} takes those up to {candidates.level(level, topk).stop}"
+        )
     if (beam is None) != (level == 0):
         raise ValueError("beam is for the levels from 1, and they need it")
     if noise is not None:

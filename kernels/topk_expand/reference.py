@@ -10,7 +10,13 @@ from outrider.kernels.philox.reference import gumbel_noise
 from outrider.kernels.topk_expand.types import Beam, Candidates, Expansion, Noise
 
 
-def topk_expand(logits: torch.Tensor, parent_scores: torch.Tensor, topk: int, d2t: torch.Tensor | None, noise: Noise | None) -> Expansion:
+def topk_expand(
+    logits: torch.Tensor,
+    parent_scores: torch.Tensor,
+    topk: int,
+    d2t: torch.Tensor | None,
+    noise: Noise | None,
+) -> Expansion:
     """See `outrider.kernels.topk_expand.topk_expand`."""
     plain = logits.float()
     values = plain if noise is None else _coupled(plain, d2t, noise)
@@ -27,7 +33,9 @@ def _coupled(plain: torch.Tensor, d2t: torch.Tensor | None, noise: Noise) -> tor
     tokens = vocab if d2t is None else d2t + torch.arange(vocab, device=d2t.device)
     sampled = (noise.temperature > 0)[:, None]
     scaled = plain / torch.where(sampled, noise.temperature[:, None], 1.0)
-    return torch.where(sampled, scaled + gumbel_noise(noise.seeds, noise.positions, noise.choices, tokens), plain)
+    return torch.where(
+        sampled, scaled + gumbel_noise(noise.seeds, noise.positions, noise.choices, tokens), plain
+    )
 
 
 def select_beam(scores: torch.Tensor, topk: int) -> torch.Tensor:
@@ -60,7 +68,9 @@ def expand_level(
     candidates.scores[:, columns] = children.scores.view(bs, -1)
     candidates.tokens[:, columns] = children.token_ids.view(bs, -1)
     candidates.logprobs[:, columns] = children.logprobs.view(bs, -1)
-    candidates.parents[:, columns] = -1 if beam is None else beam.candidates.view(bs, topk).repeat_interleave(topk, 1)
+    candidates.parents[:, columns] = (
+        -1 if beam is None else beam.candidates.view(bs, topk).repeat_interleave(topk, 1)
+    )
     if last:
         return None
     chosen = select_beam(children.scores.view(bs, width * topk), topk).to(torch.int64)  # [bs, topk]
@@ -69,7 +79,11 @@ def expand_level(
     parents = child // topk
     column = torch.arange(topk, device=device).repeat(bs) + level * topk
     bit = torch.ones((), dtype=torch.int32, device=device) << (column % 32).to(torch.int32)
-    ancestors = torch.zeros(bs * topk, words, dtype=torch.int32, device=device) if beam is None else beam.ancestors[parents]
+    ancestors = (
+        torch.zeros(bs * topk, words, dtype=torch.int32, device=device)
+        if beam is None
+        else beam.ancestors[parents]
+    )
     ancestors[torch.arange(bs * topk, device=device), column // 32] |= bit
     return Beam(
         tokens=children.token_ids.view(-1)[child],

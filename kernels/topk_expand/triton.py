@@ -45,7 +45,13 @@ def _expand_merge(
     tl.store(logprobs + out, logprob, mask=inside)
 
 
-def topk_expand(logits: torch.Tensor, parent_scores: torch.Tensor, topk: int, d2t: torch.Tensor | None, noise: Noise | None) -> Expansion:
+def topk_expand(
+    logits: torch.Tensor,
+    parent_scores: torch.Tensor,
+    topk: int,
+    d2t: torch.Tensor | None,
+    noise: Noise | None,
+) -> Expansion:
     """See `outrider.kernels.topk_expand.topk_expand`."""
     rows = logits.shape[0]
     device = logits.device

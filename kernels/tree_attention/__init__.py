@@ -68,7 +68,9 @@ def tree_attention(
     expect("k_plane", k_plane, (None, None, None, dim), None if k_plane.dtype is FP8 else q.dtype)
     expect("v_plane", v_plane, tuple(k_plane.shape), k_plane.dtype)
     if heads % k_plane.shape[2]:
-        raise ValueError(f"q has {heads} heads, which is no multiple of the {k_plane.shape[2]} heads of k_plane")
+        raise ValueError(
+            f"q has {heads} heads, which is no multiple of the {k_plane.shape[2]} heads of k_plane"
+        )
     expect("page_table", page_table, (bs, None), torch.int32)
     expect("prefix_lens", prefix_lens, (bs,), torch.int32)
     expect("kv_lens", kv_lens, (bs,), torch.int32)

@@ -82,7 +82,9 @@ def choose_blocks(
     alone = roomy and deep and processors // 2 < programs <= processors
     if not few:  # one program of a block where they fill half of the device; the merge of many rows is dear
         room = processors // programs
-        splits = min(most, max(8, steps // 4), 2 * processors // programs if pairs > _MANY and room > 1 else room)
+        splits = min(
+            most, max(8, steps // 4), 2 * processors // programs if pairs > _MANY and room > 1 else room
+        )
         if splits <= 1:
             if alone and pairs <= _MANY // 2:
                 return Blocks(_MANY // 2, 128, 1, 8, 3, _release(bs, rows, 1), transposed=True)
@@ -96,15 +98,35 @@ def choose_blocks(
         tokens, stages = (64, 4) if rows == bs else (128, 3)
         return Blocks(block_pairs, tokens, 1, 4, stages, _release(bs, rows, 1))
     splits = min(most, max(4, steps // 4), 2 * processors // programs)
-    if splits <= 1:  # beside our own products of few rows, which share multiprocessors with attention, longer steps are better
+    if (
+        splits <= 1
+    ):  # beside our own products of few rows, which share multiprocessors with attention, longer steps are better
         tokens, stages = (64, 2) if rows <= FEW_ROWS else (32, 3)
         return Blocks(block_pairs, tokens, 1, 4, stages, _release(bs, rows, 1))
     splits = _power_of_2(splits)
     stages = (4 if programs * splits <= processors else 3) if deep else 2
-    return Blocks(block_pairs, 64, splits, 4, stages, _release(bs, rows, splits), transposed=True, gathers=splits <= _MOST_GATHERED)
+    return Blocks(
+        block_pairs,
+        64,
+        splits,
+        4,
+        stages,
+        _release(bs, rows, splits),
+        transposed=True,
+        gathers=splits <= _MOST_GATHERED,
+    )
 
 
-def _modest(bs: int, rows: int, programs: int, block_pairs: int, block_d: int, itemsize: int, max_kv_len: int, processors: int) -> Blocks:
+def _modest(
+    bs: int,
+    rows: int,
+    programs: int,
+    block_pairs: int,
+    block_d: int,
+    itemsize: int,
+    max_kv_len: int,
+    processors: int,
+) -> Blocks:
     """Return sizes for what nobody measured: short pipelines, and of many pairs shares of two steps at least."""
     wide, few = block_d > _WIDE, block_pairs == _FEW
     tokens = 16 if wide else 32 if itemsize > 2 else 64

@@ -36,18 +36,28 @@ def tree_attention(
         pages = page_table[b, : -(-kv_len // page_size)].long()
         k = k_plane[pages].flatten(0, 1)[:kv_len].float().permute(1, 2, 0)  # [kv_heads, dim, kv]
         v = v_plane[pages].flatten(0, 1)[:kv_len].float().transpose(0, 1)  # [kv_heads, kv, dim]
-        index = torch.arange(kv_len, device=q.device).expand(q_len, -1)  # [q_len, kv]: the position of each token, as the row sees it
+        index = torch.arange(kv_len, device=q.device).expand(
+            q_len, -1
+        )  # [q_len, kv]: the position of each token, as the row sees it
         if ancestors is None:
             positions = index[0, kv_len - q_len :]
             visible = index <= positions[:, None]
         else:
             visible = _tree(ancestors[rows], prefix_len, kv_len)
-            path = visible[:, prefix_len:].flip(-1).cumsum(-1).flip(-1)  # nodes of the row's path from a column on
-            positions = visible[:, prefix_len:].sum(-1) + prefix_len - 1 if row_positions is None else row_positions[rows]
+            path = (
+                visible[:, prefix_len:].flip(-1).cumsum(-1).flip(-1)
+            )  # nodes of the row's path from a column on
+            positions = (
+                visible[:, prefix_len:].sum(-1) + prefix_len - 1
+                if row_positions is None
+                else row_positions[rows]
+            )
             index = torch.cat([index[:, :prefix_len], positions[:, None] + 1 - path], dim=-1)
         if window > 0:
             visible &= index > positions[:, None] - window
-        grouped = q[rows].float().view(q_len, kv_heads, group, dim).permute(1, 2, 0, 3)  # [kv_heads, group, q_len, dim]
+        grouped = (
+            q[rows].float().view(q_len, kv_heads, group, dim).permute(1, 2, 0, 3)
+        )  # [kv_heads, group, q_len, dim]
         scores = torch.matmul(grouped, k[:, None]) * scale
         if softcap > 0:
             scores = torch.tanh(scores / softcap) * softcap
@@ -55,7 +65,12 @@ def tree_attention(
         if sinks is not None:
             scores = torch.cat([scores, sinks.view(kv_heads, group, 1, 1).expand(-1, -1, q_len, 1)], dim=-1)
         weights = scores.softmax(dim=-1)[..., :kv_len].nan_to_num(0.0)  # a row that sees nothing is all NaN
-        out[rows] = torch.matmul(weights, v[:, None]).permute(2, 0, 1, 3).reshape(q_len, kv_heads * group, dim).to(out.dtype)
+        out[rows] = (
+            torch.matmul(weights, v[:, None])
+            .permute(2, 0, 1, 3)
+            .reshape(q_len, kv_heads * group, dim)
+            .to(out.dtype)
+        )
 
 
 def _tree(ancestors: torch.Tensor, prefix_len: int, kv_len: int) -> torch.Tensor:

@@ -63,7 +63,9 @@ def _attention(
     else:
         first = kv_len - q_len + first_pair // GROUP
         shared_end = tl.maximum(tl.minimum(first + 1, kv_len), 0)
-        end = tl.maximum(tl.minimum(kv_len - q_len + (first_pair + BLOCK_M - 1) // GROUP + 1, kv_len), shared_end)
+        end = tl.maximum(
+            tl.minimum(kv_len - q_len + (first_pair + BLOCK_M - 1) // GROUP + 1, kv_len), shared_end
+        )
         if WINDOW:
             begin = tl.minimum(tl.maximum(first - window + 1, 0), shared_end)
     if SPLIT:
@@ -86,7 +88,9 @@ def _attention(
             place = row[None, :] * q_row + head[None, :] * q_head + d[:, None]
             query = tl.load(q + place, mask=real[None, :] & (d < DIM)[:, None], other=0.0)
         else:
-            query = tl.load(q + row[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=element, other=0.0)
+            query = tl.load(
+                q + row[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=element, other=0.0
+            )
         if WIDEN:
             query = query.to(tl.float32)
         top, total, acc = fold(
@@ -101,7 +105,9 @@ def _attention(
         last = split >= 0
         if SPLIT:
             place = row * (KV_HEADS * GROUP) + head
-            stride = tl.cast(0 * split + rows, tl.int64) * (KV_HEADS * GROUP)  # an argument of 1 is no tensor of its own
+            stride = tl.cast(0 * split + rows, tl.int64) * (
+                KV_HEADS * GROUP
+            )  # an argument of 1 is no tensor of its own
             tl.store(partial + (split * stride + place)[:, None] * DIM + d[None, :], acc, mask=element)
             tl.store(stats + 2 * (split * stride + place), top, mask=real)
             tl.store(stats + 2 * (split * stride + place) + 1, total, mask=real)
@@ -111,22 +117,42 @@ def _attention(
                 last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1
                 if last:
                     tl.store(counter, 0)
-                    top, total, acc = _gather(partial, stats, place, stride, real, d, element, DIM, GATHER, BLOCK_M, BLOCK_D)
+                    top, total, acc = _gather(
+                        partial, stats, place, stride, real, d, element, DIM, GATHER, BLOCK_M, BLOCK_D
+                    )
         if last and (GATHER > 0 or not SPLIT):
             if SINKS:
-                total += tl.exp2(tl.load(sinks + head) * 1.4426950408889634 - tl.where(top == -float("inf"), 0.0, top))
+                total += tl.exp2(
+                    tl.load(sinks + head) * 1.4426950408889634 - tl.where(top == -float("inf"), 0.0, top)
+                )
             result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-            tl.store(out + row[:, None] * out_row + head[:, None] * DIM + d[None, :], result.to(out.dtype.element_ty), mask=element)
+            tl.store(
+                out + row[:, None] * out_row + head[:, None] * DIM + d[None, :],
+                result.to(out.dtype.element_ty),
+                mask=element,
+            )
 
 
 @triton.jit
 def _gather(
-    partial, stats, place, stride, real, d, element, DIM: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr
+    partial,
+    stats,
+    place,
+    stride,
+    real,
+    d,
+    element,
+    DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     """Return maximum, sum and weighted sum of all splits."""
     top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     for nth in tl.static_range(SPLITS):
-        own = tl.load(stats + 2 * (nth * stride + place), mask=real, other=-float("inf"), cache_modifier=".cg")
+        own = tl.load(
+            stats + 2 * (nth * stride + place), mask=real, other=-float("inf"), cache_modifier=".cg"
+        )
         top = tl.maximum(top, own)
     base = tl.where(top == -float("inf"), 0.0, top)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -137,7 +163,9 @@ def _gather(
         part = tl.load(stats + 2 * at + 1, mask=real, other=0.0, cache_modifier=".cg")
         weight = tl.exp2(own - base)
         total += part * weight
-        part = tl.load(partial + at[:, None] * DIM + d[None, :], mask=element, other=0.0, cache_modifier=".cg")
+        part = tl.load(
+            partial + at[:, None] * DIM + d[None, :], mask=element, other=0.0, cache_modifier=".cg"
+        )
         acc += part * weight[:, None]
     return top, total, acc
 
@@ -163,16 +191,24 @@ def _merge(
         # All three are asked for before any is used: one memory latency, not three.
         tops = tl.load(stats + 2 * place, mask=real, other=-float("inf"))
         totals = tl.load(stats + 2 * place + 1, mask=real, other=0.0)
-        parts = tl.load(partial + place[:, None] * DIM + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0)
+        parts = tl.load(
+            partial + place[:, None] * DIM + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0
+        )
         top = tl.max(tops, 0)
         weights = tl.exp2(tops - tl.where(top == -float("inf"), 0.0, top))
         total = tl.sum(weights * totals, 0)
         if SINKS:
-            total += tl.exp2(tl.load(sinks + head) * 1.4426950408889634 - tl.where(top == -float("inf"), 0.0, top))
+            total += tl.exp2(
+                tl.load(sinks + head) * 1.4426950408889634 - tl.where(top == -float("inf"), 0.0, top)
+            )
         result = tl.sum(parts * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
         if PDL:
             gdc_launch_dependents()
-        tl.store(out + ((start + local).to(tl.int64) * HEADS + head) * DIM + d, result.to(out.dtype.element_ty), mask=d < DIM)
+        tl.store(
+            out + ((start + local).to(tl.int64) * HEADS + head) * DIM + d,
+            result.to(out.dtype.element_ty),
+            mask=d < DIM,
+        )
 
 
 _COUNTERS: dict[tuple[torch.device, int], torch.Tensor] = {}
@@ -207,7 +243,9 @@ def _has_room(device: torch.device) -> bool:
     """Whether a program may take `SHARED_BYTES`."""
     if device.type != "cuda":
         return True
-    most = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)  # the stubs do not know it, nor does ROCm
+    most = getattr(
+        torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0
+    )  # the stubs do not know it, nor does ROCm
     return int(most) >= SHARED_BYTES
 
 
@@ -243,16 +281,22 @@ def tree_attention(
     masks = ancestors.contiguous() if ancestors is not None else query_start
     block_d = max(16, _launch.next_power_of_2(dim))
     roomy = k_plane.dtype == q.dtype and _has_room(q.device)
-    blocks = choose_blocks(bs, q.shape[0], pairs, kv_heads, block_d, q.element_size(), max_kv_len, _processors(q.device), roomy)
+    blocks = choose_blocks(
+        bs, q.shape[0], pairs, kv_heads, block_d, q.element_size(), max_kv_len, _processors(q.device), roomy
+    )
     splits = blocks.splits
     rows = q.shape[0]
     starts = query_start.contiguous()
     logits = starts if sinks is None else sinks.contiguous()
     late = {"RELEASE": blocks.release.value, **_launch.dependent(q)}
     grid = (_launch.ceil_div(pairs, blocks.pairs), kv_heads, bs * splits)
-    transposed = blocks.transposed and k_plane.dtype == q.dtype  # what is widened in registers goes to the right operand as well
+    transposed = (
+        blocks.transposed and k_plane.dtype == q.dtype
+    )  # what is widened in registers goes to the right operand as well
     partial = stats = arrivals = out
-    gathers = blocks.gathers and splits > 1 and grid[0] * kv_heads * bs <= _MOST_COUNTERS and _can_count(k_plane)
+    gathers = (
+        blocks.gathers and splits > 1 and grid[0] * kv_heads * bs <= _MOST_COUNTERS and _can_count(k_plane)
+    )
     if splits > 1:
         partial = _launch.empty((splits, rows, heads, dim), torch.float32, q.device)
         stats = _launch.empty((splits, rows, heads, 2), torch.float32, q.device)

@@ -24,18 +24,31 @@ def tree_build(
     """See `outrider.kernels.tree_build.tree_build`."""
     words = -(-num_columns // WORD_BITS)
     ranked = ranked_indices(scores, min(num_columns - 1, scores.shape[1])).tolist()
-    batch = zip(ranked, scores.tolist(), tokens.tolist(), parents.tolist(), root_tokens.tolist(), max_nodes.tolist(), strict=True)
+    batch = zip(
+        ranked,
+        scores.tolist(),
+        tokens.tolist(),
+        parents.tolist(),
+        root_tokens.tolist(),
+        max_nodes.tolist(),
+        strict=True,
+    )
     rows = [_build(best[: max(0, budget - 1)], *candidates) for best, *candidates, budget in batch]
 
     def column(values: list[list[int]], fill: int) -> torch.Tensor:
         padded = [row + [fill] * (num_columns - len(row)) for row in values]
         return torch.tensor(padded, dtype=torch.int32, device=scores.device).view(-1, num_columns)
 
-    masks = [[_word(mask, word) for mask in row for word in range(words)] + [0] * words * (num_columns - len(row)) for *_, row in rows]
+    masks = [
+        [_word(mask, word) for mask in row for word in range(words)] + [0] * words * (num_columns - len(row))
+        for *_, row in rows
+    ]
     candidates = column([row[3] for row in rows], -1)
     drafted = None
     if logprobs is not None:
-        drafted = torch.where(candidates >= 0, logprobs.gather(1, candidates.clamp(min=0).to(torch.int64)), 0.0)
+        drafted = torch.where(
+            candidates >= 0, logprobs.gather(1, candidates.clamp(min=0).to(torch.int64)), 0.0
+        )
     return DraftTreeTensors(
         tokens=column([row[0] for row in rows], 0),
         parents=column([row[1] for row in rows], -1),

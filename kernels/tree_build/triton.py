@@ -40,7 +40,9 @@ def _build(
         above_it = tl.zeros((BLOCK_C,), tl.int32)
         for start in range(0, total, UNROLL):
             for i in tl.static_range(UNROLL):
-                other = tl.load(scores + row * score_stride + start + i, mask=start + i < total, other=-float("inf"))
+                other = tl.load(
+                    scores + row * score_stride + start + i, mask=start + i < total, other=-float("inf")
+                )
                 above_it += ((other > score) | ((other == score) & (start + i < candidate))).to(tl.int32)
         kept = valid & (above_it < budget)
     else:
@@ -91,7 +93,11 @@ def _build(
     if LOGPROBS:
         tl.store(out_logprobs + at, logprob, mask=column)
     tl.store(out_depths + at, tl.maximum(depth, 0), mask=column)
-    tl.store(out_ancestors + at[:, None] * words + word[None, :], bits, mask=column[:, None] & (word < words)[None, :])
+    tl.store(
+        out_ancestors + at[:, None] * words + word[None, :],
+        bits,
+        mask=column[:, None] & (word < words)[None, :],
+    )
 
 
 def tree_build(
@@ -108,7 +114,9 @@ def tree_build(
     device = scores.device
     words = _launch.ceil_div(num_columns, _WORD_BITS)
     given = scores if logprobs is None else logprobs
-    scores, tokens, parents, given = (table if table.stride(1) == 1 else table.contiguous() for table in (scores, tokens, parents, given))
+    scores, tokens, parents, given = (
+        table if table.stride(1) == 1 else table.contiguous() for table in (scores, tokens, parents, given)
+    )
 
     def integers(*shape: int) -> torch.Tensor:
         return _launch.empty(shape, torch.int32, device)

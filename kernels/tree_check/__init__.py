@@ -60,12 +60,24 @@ def tree_check(
     expect("parents", parents, (bs, tokens.shape[1]), torch.int32)
     expect("fresh", fresh, (bs, None), torch.int32)
     expect("counts", counts, (bs,), torch.int32)
-    for name, tensor in (("num_nodes", num_nodes), ("tokens", tokens), ("parents", parents), ("fresh", fresh), ("counts", counts)):
+    for name, tensor in (
+        ("num_nodes", num_nodes),
+        ("tokens", tokens),
+        ("parents", parents),
+        ("fresh", fresh),
+        ("counts", counts),
+    ):
         expect_contiguous(name, tensor)
     if use_triton(tokens):
         from outrider.kernels.tree_check import triton as compiled
 
-        return CheckedTrees(*compiled.tree_check(number, expected, num_nodes, tokens, parents, fresh, counts, vocab_size, depth))
+        return CheckedTrees(
+            *compiled.tree_check(
+                number, expected, num_nodes, tokens, parents, fresh, counts, vocab_size, depth
+            )
+        )
     from outrider.kernels.tree_check import reference
 
-    return CheckedTrees(*reference.tree_check(number, expected, num_nodes, tokens, parents, fresh, counts, vocab_size, depth))
+    return CheckedTrees(
+        *reference.tree_check(number, expected, num_nodes, tokens, parents, fresh, counts, vocab_size, depth)
+    )

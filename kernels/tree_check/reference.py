@@ -46,7 +46,9 @@ def tree_check(
     words = ceil_div(columns, WORD_BITS)
     bits = torch.zeros((bs, columns, words * WORD_BITS), dtype=torch.int64, device=tokens.device)
     bits[:, :, :columns] = seen & torch.where(drafted[:, :, None], True, node == 0) & real[:, :, None]
-    weights = torch.ones(WORD_BITS, dtype=torch.int64, device=tokens.device) << torch.arange(WORD_BITS, device=tokens.device)
+    weights = torch.ones(WORD_BITS, dtype=torch.int64, device=tokens.device) << torch.arange(
+        WORD_BITS, device=tokens.device
+    )
     packed = (bits.view(bs, columns, words, WORD_BITS) * weights).sum(3)
     ancestors = torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
     out_tokens = torch.where(drafted, tokens, 0)

@@ -21,7 +21,9 @@ def _check(
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(counts + row)
-    root = tl.load(fresh + row * fresh_stride + count - 1, mask=(count > 0) & (count <= fresh_stride), other=0)
+    root = tl.load(
+        fresh + row * fresh_stride + count - 1, mask=(count > 0) & (count <= fresh_stride), other=0
+    )
     nodes = tl.load(num_nodes + row)
     fits = (tl.load(number) == tl.load(expected)) & (count > 0) & (nodes >= 1) & (nodes <= columns)
     node = tl.arange(0, BLOCK)
@@ -53,7 +55,9 @@ def _check(
     real = drafted | (node == 0)
     only_root = tl.where(word == 0, 1, 0)[None, :]
     masks = tl.where(real[:, None], tl.where(drafted[:, None], masks, only_root), 0)
-    tl.store(out_masks + at[:, None] * words + word[None, :], masks, mask=inside[:, None] & (word < words)[None, :])
+    tl.store(
+        out_masks + at[:, None] * words + word[None, :], masks, mask=inside[:, None] & (word < words)[None, :]
+    )
 
 
 def tree_check(

@@ -51,7 +51,9 @@ def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: to
     return reference.choose_tokens(logits, sampling, positions)
 
 
-def verify_tree(tokens: torch.Tensor, parents: torch.Tensor, num_nodes: torch.Tensor, chosen: torch.Tensor) -> VerifiedTree:
+def verify_tree(
+    tokens: torch.Tensor, parents: torch.Tensor, num_nodes: torch.Tensor, chosen: torch.Tensor
+) -> VerifiedTree:
     """Walk each tree from its root: while a child carries the token chosen after the node, descend.
 
     Args:

@@ -6,10 +6,14 @@ import torch
 
 from outrider.kernels._order import ranked_topk
 
-_HOST_WIDTH = 256  # a sorted vocabulary is what costs time on a CPU; most filters are settled among this many tokens
+_HOST_WIDTH = (
+    256  # a sorted vocabulary is what costs time on a CPU; most filters are settled among this many tokens
+)
 
 
-def filter_logits(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+def filter_logits(
+    scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
     """Return the scores with every token that a filter removes set to -inf; order and ties as `choose_tokens` says.
 
     Args:
@@ -30,7 +34,12 @@ def filter_logits(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 
 
 def _filter(
-    scores: torch.Tensor, ordered: torch.Tensor, order: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+    scores: torch.Tensor,
+    ordered: torch.Tensor,
+    order: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Filter by the best tokens of each row, ``ordered, order`` ``[rows, width]``; also return which rows keep none beyond them."""
     width = ordered.shape[1]
@@ -38,10 +47,14 @@ def _filter(
     in_top_k = (top_k <= 0) | (torch.arange(width, device=scores.device) < top_k)
     best = ordered[:, :1]
     weights = (ordered - best).exp().masked_fill(~in_top_k, 0.0)
-    total = torch.where(top_k > 0, weights.sum(dim=-1, keepdim=True), (scores - best).exp().sum(dim=-1, keepdim=True))
+    total = torch.where(
+        top_k > 0, weights.sum(dim=-1, keepdim=True), (scores - best).exp().sum(dim=-1, keepdim=True)
+    )
     probs = weights / total
     before = probs.cumsum(dim=-1) - probs  # probability of everything ranked above
     kept = in_top_k & ((before < top_p) | (top_p >= 1)) & (probs >= min_p * probs[:, :1])
     kept[:, 0] = True
     settled = ((top_k > 0) & (top_k <= width)) | ((top_k <= 0) & ~kept[:, -1:])
-    return torch.full_like(scores, -torch.inf).scatter_(1, order, ordered.masked_fill(~kept, -torch.inf)), settled
+    return torch.full_like(scores, -torch.inf).scatter_(
+        1, order, ordered.masked_fill(~kept, -torch.inf)
+    ), settled

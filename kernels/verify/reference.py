@@ -35,7 +35,9 @@ def _sample(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Te
     return _argmax(scores)
 
 
-def _filtered(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+def _filtered(
+    scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
     """Filter the rows that have a filter on, in place."""
     rows = ((top_k > 0) | (top_p < 1) | (min_p > 0)).nonzero().squeeze(1)
     if rows.numel() == scores.shape[0]:
@@ -51,7 +53,9 @@ def _argmax(scores: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(scores.detach().numpy().argmax(axis=-1))
 
 
-def verify_tree(tokens: torch.Tensor, parents: torch.Tensor, num_nodes: torch.Tensor, chosen: torch.Tensor) -> VerifiedTree:
+def verify_tree(
+    tokens: torch.Tensor, parents: torch.Tensor, num_nodes: torch.Tensor, chosen: torch.Tensor
+) -> VerifiedTree:
     """See `outrider.kernels.verify.verify_tree`. Parents precede children, so one pass over the nodes of a row is the whole walk."""
     width = tokens.shape[1]
     paths: list[list[int]] = []
@@ -70,6 +74,8 @@ def verify_tree(tokens: torch.Tensor, parents: torch.Tensor, num_nodes: torch.Te
     device = tokens.device
     return VerifiedTree(
         path=torch.tensor(paths, dtype=torch.int32, device=device).view(-1, width),
-        num_accepted=torch.tensor([width - row.count(-1) - 1 for row in paths], dtype=torch.int32, device=device),
+        num_accepted=torch.tensor(
+            [width - row.count(-1) - 1 for row in paths], dtype=torch.int32, device=device
+        ),
         emitted=torch.tensor(emissions, dtype=torch.int32, device=device).view(-1, width),
     )

@@ -92,7 +92,17 @@ def _maxima(logits, row_stride, best, vocab, splits, BLOCK: tl.constexpr, PDL: t
 
 
 @triton.jit
-def _first_maximum(logits, row_stride, best, chosen, vocab, splits, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _first_maximum(
+    logits,
+    row_stride,
+    best,
+    chosen,
+    vocab,
+    splits,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Find the first token of a row's maximum, in the first block that has it."""
     if PDL:
         gdc_wait()
@@ -114,7 +124,9 @@ def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: to
     return _choose(logits, sampling, positions, filtered, filtered and _searches(logits))
 
 
-def _choose(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor, filtered: bool, search: bool) -> torch.Tensor:
+def _choose(
+    logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor, filtered: bool, search: bool
+) -> torch.Tensor:
     """Choose; what filters keep is searched for, or sorted out before."""
     rows, vocab = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -164,7 +176,16 @@ def _searches(logits: torch.Tensor) -> bool:
 
 def _agrees(device: torch.device, dtype: torch.dtype, vocab: int) -> bool:
     """Choose from made-up rows both ways."""
-    kinds = [(0, 0.9, 0.0), (40, 1.0, 0.0), (20, 0.8, 0.0), (0, 1.0, 0.05), (50, 0.95, 0.02), (0, 0.5, 0.0), (1, 1.0, 0.0), (0, 1.0, 0.0)]
+    kinds = [
+        (0, 0.9, 0.0),
+        (40, 1.0, 0.0),
+        (20, 0.8, 0.0),
+        (0, 1.0, 0.05),
+        (50, 0.95, 0.02),
+        (0, 0.5, 0.0),
+        (1, 1.0, 0.0),
+        (0, 1.0, 0.0),
+    ]
     top_k, top_p, min_p = zip(*kinds, strict=True)
     rows = len(kinds)
     logits = (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * 3).to(device, dtype)
@@ -179,7 +200,9 @@ def _agrees(device: torch.device, dtype: torch.dtype, vocab: int) -> bool:
         any_filter=True,
     )
     positions = torch.arange(rows, device=device)
-    searched, by_sorting = (_choose(logits, sampling, positions, True, search).tolist() for search in (True, False))
+    searched, by_sorting = (
+        _choose(logits, sampling, positions, True, search).tolist() for search in (True, False)
+    )
     if searched != by_sorting:
         _log.error("filters are applied by sorting: the search chooses %s, sorting %s", searched, by_sorting)
     return searched == by_sorting
@@ -199,7 +222,9 @@ def _argmax(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     return chosen
 
 
-def _best(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor, chosen: torch.Tensor) -> Parts:
+def _best(
+    logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor, chosen: torch.Tensor
+) -> Parts:
     """Return the best token of every part of the vocabulary, noise included; of a vocabulary in one part it goes to `chosen` instead."""
     rows, vocab = logits.shape
     size = (rows, _launch.ceil_div(vocab, _BLOCK))
@@ -240,7 +265,18 @@ def walk_tree(tokens, parents, chosen, row, num_nodes, columns, BLOCK: tl.conste
 
 
 @triton.jit
-def _walk(tokens, parents, num_nodes, chosen, path, num_accepted, emitted, columns, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _walk(
+    tokens,
+    parents,
+    num_nodes,
+    chosen,
+    path,
+    num_accepted,
+    emitted,
+    columns,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
@@ -254,7 +290,9 @@ def _walk(tokens, parents, num_nodes, chosen, path, num_accepted, emitted, colum
     tl.store(num_accepted + row, accepted)
 
 
-def verify_tree(tokens: torch.Tensor, parents: torch.Tensor, num_nodes: torch.Tensor, chosen: torch.Tensor) -> VerifiedTree:
+def verify_tree(
+    tokens: torch.Tensor, parents: torch.Tensor, num_nodes: torch.Tensor, chosen: torch.Tensor
+) -> VerifiedTree:
     """See `outrider.kernels.verify.verify_tree`."""
     bs, columns = tokens.shape
     path = _launch.empty((bs, columns), torch.int32, tokens.device)

@@ -12,7 +12,15 @@ from outrider.kernels._launch import expect, expect_contiguous
 from outrider.kernels.verify_round import reference
 from outrider.kernels.verify_round.types import AcceptedRound, PlacedRows, RoundTensors
 
-__all__ = ["AcceptedRound", "PlacedRows", "RoundTensors", "accept_round", "begin_round", "place_rows", "post_round"]
+__all__ = [
+    "AcceptedRound",
+    "PlacedRows",
+    "RoundTensors",
+    "accept_round",
+    "begin_round",
+    "place_rows",
+    "post_round",
+]
 
 
 def begin_round(state: RoundTensors, limits: torch.Tensor) -> torch.Tensor:

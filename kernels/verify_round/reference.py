@@ -48,7 +48,11 @@ def accept_round(
     """See `outrider.kernels.verify_round.accept_round`."""
     bs, nodes = tokens.shape
     if nodes == 1:
-        path, emitted, num_accepted = torch.zeros_like(tokens), chosen.to(torch.int32), torch.zeros_like(num_nodes)
+        path, emitted, num_accepted = (
+            torch.zeros_like(tokens),
+            chosen.to(torch.int32),
+            torch.zeros_like(num_nodes),
+        )
     else:
         tree = verify_tree(tokens, parents, num_nodes, chosen)
         path, emitted, num_accepted = tree.path, tree.emitted, tree.num_accepted
@@ -61,7 +65,9 @@ def accept_round(
     kept = min(nodes, columns)
     first = torch.arange(0, bs * nodes, nodes, device=path.device)[:, None]
     rows = first + walked[:, :kept].clamp(min=0)
-    slots = torch.where(on_path[:, :kept], _slots(page_table, cached_lens[:, None] + column[:kept], page_size), -1)
+    slots = torch.where(
+        on_path[:, :kept], _slots(page_table, cached_lens[:, None] + column[:kept], page_size), -1
+    )
     if state is not None:
         bonus = said.gather(1, accepted.clamp(min=0).long()[:, None])[:, 0]
         counts = torch.where(bonus >= 0, accepted + 1, 0)

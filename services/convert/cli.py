@@ -16,9 +16,15 @@ LAYOUTS = ("outrider", "eagle")
 
 @convert.command("head")
 def convert_head(
-    source: Annotated[Path, typer.Argument(help="Folder of a draft head, in any dialect that serves.", metavar="SOURCE")],
-    destination: Annotated[Path, typer.Argument(help="Folder to write; must not exist, or be empty.", metavar="DESTINATION")],
-    to: Annotated[str, typer.Option("--to", help=f"Layout: {' or '.join(LAYOUTS)} (the official code's).")] = "outrider",
+    source: Annotated[
+        Path, typer.Argument(help="Folder of a draft head, in any dialect that serves.", metavar="SOURCE")
+    ],
+    destination: Annotated[
+        Path, typer.Argument(help="Folder to write; must not exist, or be empty.", metavar="DESTINATION")
+    ],
+    to: Annotated[
+        str, typer.Option("--to", help=f"Layout: {' or '.join(LAYOUTS)} (the official code's).")
+    ] = "outrider",
 ) -> None:
     """Write a draft head anew: safetensors, one spelling of names, a flat config.json, d2t as offsets."""
     from outrider.services.convert.head import Layout, convert_head
@@ -35,11 +41,18 @@ def convert_head(
 
 @convert.command("tokenizer")
 def convert_tokenizer(
-    folder: Annotated[Path, typer.Argument(help="Model folder with a slow tokenizer's files.", metavar="DIR")],
-    output: Annotated[Path | None, typer.Option(help="File to write.", show_default="tokenizer.json in the folder", metavar="FILE")] = None,
+    folder: Annotated[
+        Path, typer.Argument(help="Model folder with a slow tokenizer's files.", metavar="DIR")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="File to write.", show_default="tokenizer.json in the folder", metavar="FILE"),
+    ] = None,
 ) -> None:
     """Make a tokenizer.json from a slow tokenizer's files. Needs transformers: pip install 'outrider[train]'."""
     from outrider.services.convert.tokenizer import convert_tokenizer
 
     done = convert_tokenizer(folder, output)
-    typer.echo(f"{done.file}: {done.tokens} tokens, from {done.kind}; encodes {done.compared} sample texts as the original does")
+    typer.echo(
+        f"{done.file}: {done.tokens} tokens, from {done.kind}; encodes {done.compared} sample texts as the original does"
+    )

@@ -32,15 +32,22 @@ WRAPPER_KEYS = (
 OFFICIAL_ROPES = (RopeKind.DEFAULT, RopeKind.LINEAR)
 
 
-def outrider_config(raw: Mapping[str, Any], source: Path, kind: HeadKind, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def outrider_config(
+    raw: Mapping[str, Any], source: Path, kind: HeadKind, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, Any]:
     """Return a flat configuration that says the same, with the aux layers where SGLang looks for them too."""
     flat = flatten(raw, source)
     layer = HeadConfig.parse(ConfigReader(flat, source))
     config = {key: value for key, value in flat.items() if key not in (*WRAPPER_KEYS, *EAGLE_SECTION_KEYS)}
     config |= {"num_hidden_layers": layer.num_layers, "intermediate_size": layer.intermediate_size}
-    if layer.latent is None:  # else the model_type says how the layers attend, and the sizes have names of their own
+    if (
+        layer.latent is None
+    ):  # else the model_type says how the layers attend, and the sizes have names of their own
         is_mistral = kind is HeadKind.EAGLE and "norm.weight" in tensors
-        config |= {"architectures": [MISTRAL_ARCHITECTURE if is_mistral else ARCHITECTURES[kind]], "model_type": "llama"}
+        config |= {
+            "architectures": [MISTRAL_ARCHITECTURE if is_mistral else ARCHITECTURES[kind]],
+            "model_type": "llama",
+        }
         config |= {"head_dim": layer.head_dim, "num_key_value_heads": layer.num_kv_heads}
     section = {key: flat[key] for key in EAGLE_SECTION_KEYS if key in flat}
     if section:
@@ -50,7 +57,9 @@ def outrider_config(raw: Mapping[str, Any], source: Path, kind: HeadKind, tensor
     return config
 
 
-def eagle_config(raw: Mapping[str, Any], source: Path, kind: HeadKind, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def eagle_config(
+    raw: Mapping[str, Any], source: Path, kind: HeadKind, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, Any]:
     """Return the configuration that the official EAGLE code reads.
 
     Raises:
@@ -61,9 +70,14 @@ def eagle_config(raw: Mapping[str, Any], source: Path, kind: HeadKind, tensors: 
     if layer.latent is not None:
         raise _unsayable("model_type", f"{flat['model_type']} attends over latents")
     if layer.head_dim * layer.num_heads != layer.hidden_size:
-        raise _unsayable("head_dim", f"{layer.head_dim} x {layer.num_heads} heads is not hidden_size {layer.hidden_size}")
+        raise _unsayable(
+            "head_dim", f"{layer.head_dim} x {layer.num_heads} heads is not hidden_size {layer.hidden_size}"
+        )
     if layer.rope.kind not in OFFICIAL_ROPES:
-        raise _unsayable("rope_scaling", f"{layer.rope.kind.value} is none of {', '.join(rope.value for rope in OFFICIAL_ROPES)}")
+        raise _unsayable(
+            "rope_scaling",
+            f"{layer.rope.kind.value} is none of {', '.join(rope.value for rope in OFFICIAL_ROPES)}",
+        )
     if layer.sliding_window is not None:
         raise _unsayable("sliding_window", f"a window of {layer.sliding_window}")
     head_norm = next((name for name in tensors if name.endswith(("q_norm.weight", "k_norm.weight"))), None)
@@ -91,7 +105,10 @@ def eagle_config(raw: Mapping[str, Any], source: Path, kind: HeadKind, tensors: 
     }
     config |= {key: flat[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in flat}
     if kind is HeadKind.EAGLE:
-        return config | {"bias": "fc.bias" in tensors, "qkv_bias": "layers.0.self_attn.q_proj.bias" in tensors}
+        return config | {
+            "bias": "fc.bias" in tensors,
+            "qkv_bias": "layers.0.self_attn.q_proj.bias" in tensors,
+        }
     _check_official_eagle3(raw, source, tensors)
     if "target_hidden_size" in flat:
         config["target_hidden_size"] = flat["target_hidden_size"]
@@ -100,7 +117,10 @@ def eagle_config(raw: Mapping[str, Any], source: Path, kind: HeadKind, tensors: 
 
 def _official_scaling(reader: ConfigReader, layer: HeadConfig) -> dict[str, Any] | None:
     if plain_rope(reader) == "dynamic":
-        return {"type": "dynamic", "factor": (reader.raw.get("rope_parameters") or reader.raw["rope_scaling"]).get("factor", 1.0)}
+        return {
+            "type": "dynamic",
+            "factor": (reader.raw.get("rope_parameters") or reader.raw["rope_scaling"]).get("factor", 1.0),
+        }
     return {"type": "linear", "factor": layer.rope.factor} if layer.rope.kind is RopeKind.LINEAR else None
 
 
@@ -109,14 +129,20 @@ def _check_official_eagle3(raw: Mapping[str, Any], source: Path, tensors: Mappin
     config = Eagle3Config.parse(raw, source)
     if config.layer.num_layers > 1:
         raise _unsayable("num_hidden_layers", f"{config.layer.num_layers} layers instead of 1")
-    for key, wanted in (("norm_output", config.norm_output), ("norm_before_residual", config.norm_before_residual)):
+    for key, wanted in (
+        ("norm_output", config.norm_output),
+        ("norm_before_residual", config.norm_before_residual),
+    ):
         if wanted:
             raise _unsayable(key, "true")
     if config.final_hidden:
         raise _unsayable("use_aux_hidden_state", "false")
     if config.layer.tie_word_embeddings and "lm_head.weight" not in tensors:
         raise _unsayable("tie_word_embeddings", "true")
-    extra = next((name for name in tensors if name.startswith(("fc_norm.", "input_norm.")) or name.endswith(".bias")), None)
+    extra = next(
+        (name for name in tensors if name.startswith(("fc_norm.", "input_norm.")) or name.endswith(".bias")),
+        None,
+    )
     if extra is not None:
         raise _unsayable(extra, "a tensor that it has no place for")
     if "lm_head.weight" not in tensors:

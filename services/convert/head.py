@@ -79,13 +79,18 @@ def convert_head(source: Path, destination: Path, layout: Layout) -> Converted:
     """
     kind = head_kind(source)
     if kind is None:
-        raise CheckpointError(f"{source} is a plain model, not a draft head; there is nothing to convert.", field=str(source))
+        raise CheckpointError(
+            f"{source} is a plain model, not a draft head; there is nothing to convert.", field=str(source)
+        )
     if kind not in _READERS:
         raise CheckpointError(
-            f"{source}: heads of kind {kind.value} come in one layout only; there is nothing to convert.", field="architectures"
+            f"{source}: heads of kind {kind.value} come in one layout only; there is nothing to convert.",
+            field="architectures",
         )
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise ConfigurationError(f"{destination} is there already and not empty; give a new folder.", field=str(destination))
+        raise ConfigurationError(
+            f"{destination} is there already and not empty; give a new folder.", field=str(destination)
+        )
     stored = _read(source, kind)
     notes = [f"left out {name}: {reason}" for name, reason in stored.ignored.items()]
     if "d2t" in stored.tensors:
@@ -123,7 +128,9 @@ _READERS: Mapping[HeadKind, Callable[[Path, CheckpointReader], HeadKeys]] = {
     HeadKind.EAGLE: _eagle_keys,
     HeadKind.EAGLE3: _eagle3_keys,
 }
-CONFIGS: Mapping[Layout, Callable[[Mapping[str, Any], Path, HeadKind, Mapping[str, torch.Tensor]], dict[str, Any]]] = {
+CONFIGS: Mapping[
+    Layout, Callable[[Mapping[str, Any], Path, HeadKind, Mapping[str, torch.Tensor]], dict[str, Any]]
+] = {
     Layout.OUTRIDER: outrider_config,
     Layout.EAGLE: eagle_config,
 }
@@ -150,7 +157,9 @@ def _settle_vocabulary(source: Path, stored: _Source) -> list[str]:
     head = tensors.get("lm_head.weight")
     if head is not None and head.shape[0] != ids.shape[0]:
         tensors["lm_head.weight"] = head[ids]
-        notes.append(f"lm_head.weight cut from {head.shape[0]} to the {ids.shape[0]} rows of the draft vocabulary")
+        notes.append(
+            f"lm_head.weight cut from {head.shape[0]} to the {ids.shape[0]} rows of the draft vocabulary"
+        )
     return notes
 
 

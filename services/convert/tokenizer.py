@@ -43,24 +43,35 @@ def convert_tokenizer(folder: Path, output: Path | None = None) -> ConvertedToke
     """
     file = output or folder / TOKENIZER_FILE
     if file.exists():
-        raise ConfigurationError(f"{file} exists already; remove it, or name another by --output.", field=str(file))
+        raise ConfigurationError(
+            f"{file} exists already; remove it, or name another by --output.", field=str(file)
+        )
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist; give a model folder.", field=str(folder))
     try:
         from tokenizers import Tokenizer
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise ConfigurationError(f"Converting needs transformers: pip install 'outrider[train]' ({error}).", field="transformers") from None
+        raise ConfigurationError(
+            f"Converting needs transformers: pip install 'outrider[train]' ({error}).", field="transformers"
+        ) from None
     try:
-        original: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        original: Any = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
         backend = original.backend_tokenizer
     except Exception as error:
         # transformers raises whatever its many tokenizers raise; the text says which file or package is missing.
-        raise CheckpointError(f"{folder}: transformers cannot convert this tokenizer: {error}", field=str(folder)) from error
+        raise CheckpointError(
+            f"{folder}: transformers cannot convert this tokenizer: {error}", field=str(folder)
+        ) from error
     backend.save(str(file))
     written = Tokenizer.from_file(str(file))
     for text in SAMPLES:
         if written.encode(text).ids != list(original(text)["input_ids"]):
             file.unlink()
-            raise CheckpointError(f"{folder}: the converted tokenizer encodes {text!r} differently; it was not kept.", field=TOKENIZER_FILE)
+            raise CheckpointError(
+                f"{folder}: the converted tokenizer encodes {text!r} differently; it was not kept.",
+                field=TOKENIZER_FILE,
+            )
     return ConvertedTokenizer(file, written.get_vocab_size(), type(original).__name__, len(SAMPLES))

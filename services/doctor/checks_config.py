@@ -46,7 +46,10 @@ def check_algorithm(pair: Pair) -> Iterator[Finding]:
         named = ", ".join(pair.head_reader.strings("architectures") or ("no architecture",))
         yield Finding.ok("speculative_algorithm", f"{pair.head.algorithm}, a draft head ({named})")
     else:
-        yield Finding.ok("speculative_algorithm", f"{choice.algorithm.value}" + (f" from {choice.folder}" if choice.folder else ""))
+        yield Finding.ok(
+            "speculative_algorithm",
+            f"{choice.algorithm.value}" + (f" from {choice.folder}" if choice.folder else ""),
+        )
 
 
 def check_vocabulary(pair: Pair) -> Iterator[Finding]:
@@ -56,7 +59,10 @@ def check_vocabulary(pair: Pair) -> Iterator[Finding]:
         mine = pair.draft_model.vocab_size
         pair.standalone_vocabulary.check(mine, theirs)
         if mine != theirs:
-            yield Finding.ok("vocab_size", f"the draft's is {mine}, the target's {theirs}: one tokenizer, padded differently")
+            yield Finding.ok(
+                "vocab_size",
+                f"the draft's is {mine}, the target's {theirs}: one tokenizer, padded differently",
+            )
             return
     elif pair.choice.algorithm is Algorithm.EAGLE:
         mine = pair.head_config.vocab_size
@@ -76,7 +82,9 @@ def check_hidden_size(pair: Pair) -> Iterator[Finding]:
     reads = pair.head_reader.positive("target_hidden_size", layer.hidden_size)
     if reads != theirs:
         key = "target_hidden_size" if "target_hidden_size" in pair.head_reader.raw else "hidden_size"
-        yield Finding.refused(key, f"the head reads features of width {reads}, the target's states have {theirs}", ANOTHER_DRAFT)
+        yield Finding.refused(
+            key, f"the head reads features of width {reads}, the target's states have {theirs}", ANOTHER_DRAFT
+        )
     else:
         yield Finding.ok("hidden_size", f"head {layer.hidden_size}, its features {reads}, target {theirs}")
 
@@ -98,7 +106,8 @@ def check_rope(pair: Pair) -> Iterator[Finding]:
         yield Finding.ok("rope_theta", f"head {_rope(mine)}, target {_rope(theirs)}")
     if plain_rope(pair.head_reader) == "dynamic":
         yield Finding.ok(
-            "rope_scaling", "dynamic: as trained up to max_position_embeddings; beyond it the base stays, and drafts may be accepted less"
+            "rope_scaling",
+            "dynamic: as trained up to max_position_embeddings; beyond it the base stays, and drafts may be accepted less",
         )
     table = raw.get("max_position_embeddings")  # serving does not look at it
     if isinstance(table, int) and table < pair.target_config.max_position_embeddings:
@@ -129,7 +138,10 @@ def check_aux_layers(pair: Pair) -> Iterator[Finding]:
             f"Write as many layers as fc takes into the head's config.json; --probe measures {captured}.",
         )
     if convention is AuxConvention.DEFAULT:
-        yield Finding.ok(AUX_KEY, f"not named: outputs of layers {captured}, the inputs of the default triple of the official code")
+        yield Finding.ok(
+            AUX_KEY,
+            f"not named: outputs of layers {captured}, the inputs of the default triple of the official code",
+        )
     elif convention is AuxConvention.OUTPUTS:
         yield Finding.ok(AUX_KEY, f"{captured}, read as outputs of these layers (target {family})")
     else:
@@ -146,7 +158,9 @@ def check_token_map(pair: Pair) -> Iterator[Finding]:
     if pair.token_map is None:
         return
     if not pair.drafts:
-        yield Finding.refused(MAP_FIELD, "nothing drafts that it could restrict", "Leave it out, or give a --draft.")
+        yield Finding.refused(
+            MAP_FIELD, "nothing drafts that it could restrict", "Leave it out, or give a --draft."
+        )
         return
     yield Finding.ok(MAP_FIELD, f"{pair.drafted.size} of {pair.target_config.vocab_size} tokens are drafted")
 
@@ -187,7 +201,9 @@ def _compare(theirs: Mapping[str, int], mine: Mapping[str, int], file: Path) -> 
     )
     if not different:
         return Finding.ok(TOKENIZER_FILE, f"{len(theirs)} tokens, the same on both sides")
-    named = ", ".join(f"{token!r} is {_id(theirs, token)} and {_id(mine, token)}" for token in different[:MAX_NAMED])
+    named = ", ".join(
+        f"{token!r} is {_id(theirs, token)} and {_id(mine, token)}" for token in different[:MAX_NAMED]
+    )
     return Finding.refused(
         TOKENIZER_FILE,
         f"{len(different)} tokens differ between the target's tokenizer and {file}: {named}",

@@ -30,9 +30,15 @@ def check_target_tensors(pair: Pair) -> Iterator[Finding]:
         faults = list(check_generic(reader, pair.target)) if ANYTHING in config.ignored else []
         yield from faults
         if not faults:
-            yield Finding.ok("tensors", f"{len(names)} in {len(reader.files)} file{'s' if len(reader.files) > 1 else ''}, all as expected")
+            yield Finding.ok(
+                "tensors",
+                f"{len(names)} in {len(reader.files)} file{'s' if len(reader.files) > 1 else ''}, all as expected",
+            )
         yield from judge(
-            _statistics(reader, names, whole=False), "the target", sampled=True, norms_about_one=ANYTHING not in config.ignored
+            _statistics(reader, names, whole=False),
+            "the target",
+            sampled=True,
+            norms_about_one=ANYTHING not in config.ignored,
         )
 
 
@@ -43,18 +49,28 @@ def check_draft_tensors(pair: Pair) -> Iterator[Finding]:
         config = pair.draft_model
         with CheckpointReader(choice.require_folder()) as reader:
             names = _compare(reader, config)
-            faults = list(check_generic(reader, choice.require_folder())) if ANYTHING in config.ignored else []
+            faults = (
+                list(check_generic(reader, choice.require_folder())) if ANYTHING in config.ignored else []
+            )
             yield from faults
             if not faults:
                 yield Finding.ok("tensors", f"{len(names)}, all as expected")
             about_one = ANYTHING not in config.ignored
-            yield from judge(_statistics(reader, names, whole=False), "the draft model", sampled=True, norms_about_one=about_one)
+            yield from judge(
+                _statistics(reader, names, whole=False),
+                "the draft model",
+                sampled=True,
+                norms_about_one=about_one,
+            )
     if choice.algorithm is Algorithm.MTP:
         count = len(pair.mtp.layers)
         with CheckpointReader(choice.require_folder()) as reader:
             names = [name for name in reader.names if name.startswith(pair.mtp.prefixes)]
             yield from judge(_statistics(reader, names, whole=True), "the MTP layers", sampled=False)
-        yield Finding.ok("tensors", f"{count} MTP layer{'s' if count > 1 else ''} of {choice.require_folder().name}, all as expected")
+        yield Finding.ok(
+            "tensors",
+            f"{count} MTP layer{'s' if count > 1 else ''} of {choice.require_folder().name}, all as expected",
+        )
     if choice.algorithm is not Algorithm.EAGLE:
         return
     with CheckpointReader(choice.require_folder()) as reader:
@@ -62,7 +78,10 @@ def check_draft_tensors(pair: Pair) -> Iterator[Finding]:
         yield from _file_format(reader)
     # Last: it raises the one error that serving would, and the statistics above may tell why.
     missing = ", ".join(pair.head.missing())
-    yield Finding.ok("tensors", "all used or ignored by name" + (f"; {missing} borrowed from the target" if missing else ""))
+    yield Finding.ok(
+        "tensors",
+        "all used or ignored by name" + (f"; {missing} borrowed from the target" if missing else ""),
+    )
 
 
 def check_d2t(pair: Pair) -> Iterator[Finding]:
@@ -75,7 +94,9 @@ def check_d2t(pair: Pair) -> Iterator[Finding]:
     if d2t is None:
         return
     if d2t.is_floating_point() or d2t.dim() != 1:
-        yield Finding.refused("d2t", f"is {d2t.dtype} {list(d2t.shape)}, must be one list of integers", DOWNLOAD)
+        yield Finding.refused(
+            "d2t", f"is {d2t.dtype} {list(d2t.shape)}, must be one list of integers", DOWNLOAD
+        )
         return
     size = pair.head_config.vocab_size
     meaning = d2t_meaning(d2t, t2d, size)
@@ -85,15 +106,20 @@ def check_d2t(pair: Pair) -> Iterator[Finding]:
     elif meaning is D2tMeaning.TARGET_IDS:
         yield Finding.refused(
             "d2t",
-            "holds target ids, not offsets: " + ("t2d marks exactly these" if t2d is not None else "as offsets they leave the vocabulary"),
+            "holds target ids, not offsets: "
+            + ("t2d marks exactly these" if t2d is not None else "as offsets they leave the vocabulary"),
             "Rewrite it by `outrider convert head`, which stores offsets.",
         )
     elif meaning is D2tMeaning.EITHER:
         yield Finding.warning(
-            "d2t", "could be offsets or target ids by its values; it is read as offsets", "Look at the accept length: --probe measures it."
+            "d2t",
+            "could be offsets or target ids by its values; it is read as offsets",
+            "Look at the accept length: --probe measures it.",
         )
     else:
-        yield Finding.refused("d2t", f"holds neither offsets nor ids of a vocabulary of {size}, or contradicts t2d", DOWNLOAD)
+        yield Finding.refused(
+            "d2t", f"holds neither offsets nor ids of a vocabulary of {size}, or contradicts t2d", DOWNLOAD
+        )
 
 
 def check_embedding(pair: Pair) -> Iterator[Finding]:
@@ -106,7 +132,9 @@ def check_embedding(pair: Pair) -> Iterator[Finding]:
         if mine is None or theirs is None or head.tensors[mine].shape != target.tensors[theirs].shape:
             return
         rows = slice(0, None, max(1, head.tensors[mine].shape[0] // 512))
-        own, original = (_file(reader, name)[rows].float() for reader, name in ((head, mine), (target, theirs)))
+        own, original = (
+            _file(reader, name)[rows].float() for reader, name in ((head, mine), (target, theirs))
+        )
         likeness = float(torch.nn.functional.cosine_similarity(own, original, dim=-1).mean())
     if likeness > 0.99:
         yield Finding.ok(mine, "the head's own is the target's")
@@ -129,7 +157,9 @@ def _compare(reader: CheckpointReader, config: ModelConfig) -> list[str]:
 
 
 def _statistics(reader: CheckpointReader, names: Sequence[str], *, whole: bool) -> list[Examined]:
-    floating = [name for name in names if reader.tensors[name].dtype.is_floating_point and reader.tensors[name].shape]
+    floating = [
+        name for name in names if reader.tensors[name].dtype.is_floating_point and reader.tensors[name].shape
+    ]
     if not whole:  # tens of thousands of experts look alike; the target is read in full when it is loaded
         floating = floating[:: 1 + len(floating) // MAX_SAMPLED]
     return [Examined(name, describe(_file(reader, name), whole=whole)) for name in floating]
@@ -138,11 +168,15 @@ def _statistics(reader: CheckpointReader, names: Sequence[str], *, whole: bool) 
 def _file_format(reader: CheckpointReader) -> Iterator[Finding]:
     file = reader.files[0].path
     if file.suffix != ".safetensors":
-        yield Finding.ok(file.name, "unpickled with weights_only; `outrider convert head` makes safetensors of it")
+        yield Finding.ok(
+            file.name, "unpickled with weights_only; `outrider convert head` makes safetensors of it"
+        )
 
 
 def _read_all(reader: CheckpointReader, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    return {name.removeprefix("model."): _file(reader, name).clone() for name in names if name in reader.names}
+    return {
+        name.removeprefix("model."): _file(reader, name).clone() for name in names if name in reader.names
+    }
 
 
 def _file(reader: CheckpointReader, name: str) -> torch.Tensor:

@@ -76,7 +76,14 @@ def run_doctor(options: DoctorOptions) -> int:
     """
     configure_logging("doctor", "warning")
     device = _device(options.device)
-    pair = Pair(options.target, options.draft, options.algorithm, device, _dtype(options.dtype, device), options.token_map)
+    pair = Pair(
+        options.target,
+        options.draft,
+        options.algorithm,
+        device,
+        _dtype(options.dtype, device),
+        options.token_map,
+    )
     report = examine(pair)
     if options.probe:
         report = _probed(report, pair, options)
@@ -105,10 +112,14 @@ def _probed(report: Report, pair: Pair, options: DoctorOptions) -> Report:
         found = [Finding.ok("--probe", "not run: the pair would be refused")]
         numbers = {}
     elif not pair.drafts:
-        raise ConfigurationError("--probe measures a draft; give one by --draft or --speculative-algorithm.", field="--probe")
+        raise ConfigurationError(
+            "--probe measures a draft; give one by --draft or --speculative-algorithm.", field="--probe"
+        )
     else:
         try:
-            prompts = read_prompts(options.prompts, pair.target, pair.target_config.vocab_size, options.num_prompts)
+            prompts = read_prompts(
+                options.prompts, pair.target, pair.target_config.vocab_size, options.num_prompts
+            )
             measured = run_probe(pair, prompts, options.tokens, options.shape)
             found, numbers = list(judge_probe(measured)), {"probe": probe_numbers(measured)}
         except OutriderError as error:
@@ -123,9 +134,13 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigurationError(f"device: {name!r} is none of auto, cpu, cuda and cuda:N.", field="device") from None
+        raise ConfigurationError(
+            f"device: {name!r} is none of auto, cpu, cuda and cuda:N.", field="device"
+        ) from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigurationError("device: cuda was asked for and torch sees no GPU here; use --device cpu.", field="device")
+        raise ConfigurationError(
+            "device: cuda was asked for and torch sees no GPU here; use --device cpu.", field="device"
+        )
     return device
 
 

@@ -17,7 +17,12 @@ from outrider.services.doctor.checks_config import (
     check_unused,
     check_vocabulary,
 )
-from outrider.services.doctor.checks_tensors import check_d2t, check_draft_tensors, check_embedding, check_target_tensors
+from outrider.services.doctor.checks_tensors import (
+    check_d2t,
+    check_draft_tensors,
+    check_embedding,
+    check_target_tensors,
+)
 from outrider.services.doctor.finding import Finding, Report
 from outrider.services.doctor.memory import check_memory, memory_numbers, plan_memory
 from outrider.services.doctor.pair import Pair

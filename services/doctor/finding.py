@@ -86,7 +86,9 @@ class Report:
     def severity(self) -> Severity:
         """The worst of the findings."""
         found = {finding.severity for finding in self.findings}
-        return next((severity for severity in (Severity.REFUSED, Severity.WARNING) if severity in found), Severity.OK)
+        return next(
+            (severity for severity in (Severity.REFUSED, Severity.WARNING) if severity in found), Severity.OK
+        )
 
     @property
     def exit_code(self) -> int:

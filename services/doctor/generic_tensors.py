@@ -29,11 +29,17 @@ def check_generic(reader: CheckpointReader, folder: Path) -> Iterator[Finding]:
     misshaped = [name for name, shape in expected.items() if name in stored and stored[name] != shape]
     if misshaped:
         first = misshaped[0]
-        yield Finding.refused(first, f"{named(misshaped)} misshaped: {list(stored[first])}, must be {list(expected[first])}", DOWNLOAD)
+        yield Finding.refused(
+            first,
+            f"{named(misshaped)} misshaped: {list(stored[first])}, must be {list(expected[first])}",
+            DOWNLOAD,
+        )
     wrong = wrong_types(reader.tensors, model)
     if wrong:
         first = next(iter(wrong))
-        yield Finding.refused(first, f"{named(list(wrong))} {WRONG_TYPE}: {dtype_name(wrong[first])}", "Use a bf16 checkpoint.")
+        yield Finding.refused(
+            first, f"{named(list(wrong))} {WRONG_TYPE}: {dtype_name(wrong[first])}", "Use a bf16 checkpoint."
+        )
     missing = [name for name in expected if name not in stored]
     others = [name for name in stored if name not in expected]
     if missing and others:
@@ -52,7 +58,9 @@ def model_of(folder: Path) -> Any:
 
     model_class: Any
     with faults_of(folder / CONFIG_FILE), torch.device("meta"):
-        model_class, settings = find_class(ConfigReader(read_json(folder / CONFIG_FILE), folder / CONFIG_FILE))
+        model_class, settings = find_class(
+            ConfigReader(read_json(folder / CONFIG_FILE), folder / CONFIG_FILE)
+        )
         return model_class._from_config(settings)
 
 
@@ -65,5 +73,7 @@ def saved_shapes(model: Any, folder: Path) -> Mapping[str, Shape]:
         tied = set(model.all_tied_weights_keys)
         # It keeps the experts of a layer in one tensor, and files have one each: what save_pretrained does about it.
         model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
-        tensors = revert_weight_conversion(model, {name: tensor for name, tensor in model.state_dict().items() if name not in tied})
+        tensors = revert_weight_conversion(
+            model, {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+        )
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -36,7 +36,9 @@ class Examined:
         return self.name.endswith(NORM_ENDING) or "norm." in self.name
 
 
-def judge(examined: Sequence[Examined], whose: str, *, sampled: bool, norms_about_one: bool = True) -> Iterator[Finding]:
+def judge(
+    examined: Sequence[Examined], whose: str, *, sampled: bool, norms_about_one: bool = True
+) -> Iterator[Finding]:
     """Say what is wrong with the tensors of a model.
 
     Args:
@@ -48,14 +50,22 @@ def judge(examined: Sequence[Examined], whose: str, *, sampled: bool, norms_abou
     broken = [one.name for one in examined if not one.statistics.finite]
     if broken:
         yield Finding.refused(broken[0], f"{named(broken)} with NaN or infinite numbers", DOWNLOAD)
-    weights = [one for one in examined if one.statistics.finite and not one.is_norm and one.statistics.columns]
+    weights = [
+        one for one in examined if one.statistics.finite and not one.is_norm and one.statistics.columns
+    ]
     flat = [one.name for one in weights if one.statistics.std < NEAR_ZERO and not one.name.endswith(".bias")]
     if flat:
-        yield Finding.warning(flat[0], f"{named(flat)} with a standard deviation under {NEAR_ZERO:g}: never filled", DOWNLOAD)
-    yield from _norms([one for one in examined if one.statistics.finite and one.is_norm], whose, norms_about_one)
+        yield Finding.warning(
+            flat[0], f"{named(flat)} with a standard deviation under {NEAR_ZERO:g}: never filled", DOWNLOAD
+        )
+    yield from _norms(
+        [one for one in examined if one.statistics.finite and one.is_norm], whose, norms_about_one
+    )
     yield from _untrained(weights, whose, sampled=sampled)
     if not broken and not flat:
-        seen = f"a sample of {len(examined)} tensors" if sampled else f"every number of {len(examined)} tensors"
+        seen = (
+            f"a sample of {len(examined)} tensors" if sampled else f"every number of {len(examined)} tensors"
+        )
         yield Finding.ok("weights", f"{seen} of {whose} is finite")
 
 
@@ -68,16 +78,28 @@ def named(names: Sequence[str]) -> str:
 def _norms(norms: Sequence[Examined], whose: str, about_one: bool) -> Iterator[Finding]:
     ones = [one.name for one in norms if one.statistics.constant and one.statistics.mean == 1.0]
     if ones and len(ones) == len(norms):
-        yield Finding.warning(ones[0], f"all {len(norms)} norm weights of {whose} are exactly 1, as before training", TRAINED)
+        yield Finding.warning(
+            ones[0], f"all {len(norms)} norm weights of {whose} are exactly 1, as before training", TRAINED
+        )
         return
     if not about_one:
         return
     same = [one.name for one in norms if one.statistics.constant]
     if same:
-        yield Finding.warning(same[0], f"{named(same)}: all numbers of a norm are the same, and those of the others are not", TRAINED)
-    around_zero = [one.name for one in norms if one.statistics.negative > NORM_NEGATIVES and not one.statistics.constant]
+        yield Finding.warning(
+            same[0],
+            f"{named(same)}: all numbers of a norm are the same, and those of the others are not",
+            TRAINED,
+        )
+    around_zero = [
+        one.name for one in norms if one.statistics.negative > NORM_NEGATIVES and not one.statistics.constant
+    ]
     if around_zero:
-        yield Finding.warning(around_zero[0], f"{named(around_zero)}: a norm whose weights scatter around zero was never trained", TRAINED)
+        yield Finding.warning(
+            around_zero[0],
+            f"{named(around_zero)}: a norm whose weights scatter around zero was never trained",
+            TRAINED,
+        )
 
 
 def _untrained(weights: Sequence[Examined], whose: str, *, sampled: bool) -> Iterator[Finding]:

@@ -64,7 +64,9 @@ class MemoryPlan:
     total: int
 
 
-def plan_memory(pair: Pair, settings: TargetSettings | None = None, memory_of_device: tuple[int, int] | None = None) -> MemoryPlan:
+def plan_memory(
+    pair: Pair, settings: TargetSettings | None = None, memory_of_device: tuple[int, int] | None = None
+) -> MemoryPlan:
     """Compute the plan from headers and configurations.
 
     Args:
@@ -92,12 +94,18 @@ def plan_memory(pair: Pair, settings: TargetSettings | None = None, memory_of_de
     available, total = memory_of_device or device_memory(pair.device)
     has_table = pair.device.type == "cuda" and pair.drafts and pair.choice.algorithm is Algorithm.EAGLE
     if has_table and pair.head.algorithm == Eagle3Head.algorithm:
-        draft_weights += table_bytes(pair.head_config, pair.dtype, available - target_weights - draft_weights, total)
+        draft_weights += table_bytes(
+            pair.head_config, pair.dtype, available - target_weights - draft_weights, total
+        )
     weights = target_weights + draft_weights
     context = longest_text(config, settings.max_model_len)
     on_gpu = pair.device.type == "cuda"
     reserve = working_bytes(settings, config, pair.dtype) if on_gpu else 0
-    memory = Memory(total=total, free=available - weights, weights=target_weights, draft=draft_weights) if on_gpu else None
+    memory = (
+        Memory(total=total, free=available - weights, weights=target_weights, draft=draft_weights)
+        if on_gpu
+        else None
+    )
     draft = DraftCache(draft_kv, more_tokens(settings))
     kv_tokens, refusal = 0, ""
     try:
@@ -127,7 +135,9 @@ def plan_memory(pair: Pair, settings: TargetSettings | None = None, memory_of_de
 
 def table_bytes(config: HeadConfig, dtype: torch.dtype, free: int, total: int) -> int:
     """Return what an EAGLE-3 head's products of all embeddings take of a GPU, 0 where they are not kept; see `token_products`."""
-    nbytes = config.vocab_size * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * dtype.itemsize
+    nbytes = (
+        config.vocab_size * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * dtype.itemsize
+    )
     fused = config.latent is None and dtype is not torch.float16
     return nbytes if fused and fits(nbytes, free, total) else 0
 
@@ -145,11 +155,15 @@ def check_memory(pair: Pair) -> Iterator[Finding]:
         f"{plan.context}; {pair.device} has {_size(plan.available)} free of {_size(plan.total)}"
     )
     if plan.minimum > plan.available:
-        yield Finding.refused("device", numbers, "Free memory of the device, serve on a larger one, or with a smaller --dtype.")
+        yield Finding.refused(
+            "device", numbers, "Free memory of the device, serve on a larger one, or with a smaller --dtype."
+        )
     elif plan.refusal:
         yield Finding.refused("device", numbers, plan.refusal)
     elif plan.full_context > plan.available:
-        yield Finding.warning("max_model_len", numbers, "Serve with a lower --max-model-len, or on a larger device.")
+        yield Finding.warning(
+            "max_model_len", numbers, "Serve with a lower --max-model-len, or on a larger device."
+        )
     else:
         yield Finding.ok("device", f"{numbers}; by default the cache holds {plan.kv_tokens} tokens")
 
@@ -161,7 +175,9 @@ def device_memory(device: torch.device) -> tuple[int, int]:
         return free, total
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+        lines = dict(
+            line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        )
         return int(lines["MemAvailable"].split()[0]) * 1024, total
     except (OSError, KeyError, ValueError):
         return total, total
@@ -176,7 +192,9 @@ def _weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> int:
     """Return the bytes of a loaded model."""
     with CheckpointReader(folder) as reader:
         names = expected_of(reader, config).shapes or reader.names
-        return sum(loaded_bytes(name, reader.tensors[name], dtype) for name in names if name in reader.tensors)
+        return sum(
+            loaded_bytes(name, reader.tensors[name], dtype) for name in names if name in reader.tensors
+        )
 
 
 def _draft(pair: Pair) -> tuple[int, int, int]:
@@ -186,11 +204,21 @@ def _draft(pair: Pair) -> tuple[int, int, int]:
         head = pair.head
         with CheckpointReader(choice.require_folder()) as reader:
             weights = sum(loaded_bytes(name, info, pair.dtype) for name, info in reader.tensors.items())
-        return weights, token_bytes(head.num_layers, head.kv_heads, head.head_dim, pair.dtype, latent=head.latent), head.hidden_size
+        return (
+            weights,
+            token_bytes(head.num_layers, head.kv_heads, head.head_dim, pair.dtype, latent=head.latent),
+            head.hidden_size,
+        )
     if choice.algorithm is Algorithm.STANDALONE:
         config = pair.draft_model
         weights = _weights(choice.require_folder(), config, pair.dtype)
-        kv = token_bytes(config.num_layers, config.num_kv_heads, config.head_dim, pair.dtype, latent=config.latent is not None)
+        kv = token_bytes(
+            config.num_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            pair.dtype,
+            latent=config.latent is not None,
+        )
         return weights, kv, 0
     return _mtp(pair) if choice.algorithm is Algorithm.MTP else (0, 0, 0)
 
@@ -201,7 +229,11 @@ def _mtp(pair: Pair) -> tuple[int, int, int]:
     with CheckpointReader(pair.choice.require_folder()) as reader:
         own = expected_of(reader, config).shapes
         layers = [name for name in reader.names if name.startswith(mtp.dialect.layers) and name not in own]
-        weights = sum(loaded_bytes(name, reader.tensors[name], pair.dtype) for name in layers if not name.endswith(mtp.dialect.ignored))
+        weights = sum(
+            loaded_bytes(name, reader.tensors[name], pair.dtype)
+            for name in layers
+            if not name.endswith(mtp.dialect.ignored)
+        )
     latent = config.latent is not None
     kv = token_bytes(len(mtp.layers), config.num_kv_heads, config.head_dim, pair.dtype, latent=latent)
     return weights, kv, config.hidden_size

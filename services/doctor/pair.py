@@ -63,7 +63,9 @@ class Pair:
     @property
     def drafts(self) -> bool:
         """Whether anything drafts at all."""
-        return self.algorithm is not Algorithm.NONE and (self.draft is not None or self.algorithm is not Algorithm.AUTO)
+        return self.algorithm is not Algorithm.NONE and (
+            self.draft is not None or self.algorithm is not Algorithm.AUTO
+        )
 
     @cached_property
     def target_config(self) -> ModelConfig:

@@ -67,7 +67,9 @@ class Measured:
     seconds: float
 
 
-def run_probe(pair: Pair, prompts: Sequence[Sequence[int]], num_tokens: int, shape: DraftShape) -> list[Measured]:
+def run_probe(
+    pair: Pair, prompts: Sequence[Sequence[int]], num_tokens: int, shape: DraftShape
+) -> list[Measured]:
     """Load the pair and answer the prompts greedily, once per variant.
 
     Args:
@@ -98,7 +100,8 @@ def run_probe(pair: Pair, prompts: Sequence[Sequence[int]], num_tokens: int, sha
         engine.strategy.lend(name, decoder.weight(name))
     warm_up(engine, torch.device("cpu"))  # a measurement waits for its kernels
     return [
-        _measure(name, decoder, engine, one, prompts, num_tokens, room, shape, _named(pair, one)) for name, one in _variants(spec, decoder)
+        _measure(name, decoder, engine, one, prompts, num_tokens, room, shape, _named(pair, one))
+        for name, one in _variants(spec, decoder)
     ]
 
 
@@ -108,7 +111,9 @@ def judge_probe(measured: Sequence[Measured]) -> Iterator[Finding]:
     numbers = f"accept length {first.accept_length:.2f} over {first.rounds} rounds ({first.tokens} tokens, {first.seconds:.1f} s)"
     if first.accept_length < USEFUL:
         yield Finding.warning(
-            "accept_length", numbers, "The draft guesses next to nothing of this target's text: it is untrained, or made for another model."
+            "accept_length",
+            numbers,
+            "The draft guesses next to nothing of this target's text: it is untrained, or made for another model.",
         )
     else:
         yield Finding.ok("accept_length", numbers)
@@ -146,7 +151,11 @@ def _variants(spec: FeatureSpec, decoder: Decoder) -> Iterator[tuple[str, Featur
 def _named(pair: Pair, spec: FeatureSpec) -> tuple[int, ...] | None:
     """Return how the head's file would name what is captured; nothing where nothing is."""
     outputs = tuple(spec.aux_layer_ids)
-    return Eagle3Config.parse(pair.draft_raw, pair.head_reader.source).aux_naming(outputs, pair.target_info) if outputs else ()
+    return (
+        Eagle3Config.parse(pair.draft_raw, pair.head_reader.source).aux_naming(outputs, pair.target_info)
+        if outputs
+        else ()
+    )
 
 
 class _Outcome:
@@ -184,7 +193,9 @@ def _measure(
         target = TargetEngine(runner, scheduler, drafter, EngineLimits(decoder.config.vocab_size, room, eos))
         for index, prompt in enumerate(prompts):
             speculation = limits.resolve(SpeculationMode.ON)
-            request = GenerationRequest(str(index), tuple(prompt), num_tokens, SamplingParams(temperature=0.0), speculation)
+            request = GenerationRequest(
+                str(index), tuple(prompt), num_tokens, SamplingParams(temperature=0.0), speculation
+            )
             target.submit(request, outcome)
         while target.has_work():
             target.step()
@@ -192,7 +203,15 @@ def _measure(
         raise outcome.failed[0].error
     total = target.stats().speculation
     tokens = sum(event.completion_tokens for event in outcome.finished)
-    return Measured(name, tuple(spec.aux_layer_ids), named_ids, total.accept_length, total.rounds, tokens, time.monotonic() - started)
+    return Measured(
+        name,
+        tuple(spec.aux_layer_ids),
+        named_ids,
+        total.accept_length,
+        total.rounds,
+        tokens,
+        time.monotonic() - started,
+    )
 
 
 @contextmanager

@@ -39,21 +39,33 @@ def read_prompts(file: Path | None, target: Path, vocab_size: int, count: int) -
         raise ConfigurationError(f"{source} cannot be read as JSON lines ({error}).", field=FIELD) from error
     if not rows:
         raise ConfigurationError(f"{source} holds no prompt.", field=FIELD)
-    codec = TextCodec.load(target) if any(not isinstance(row, dict) or "prompt_ids" not in row for row in rows) else None
+    codec = (
+        TextCodec.load(target)
+        if any(not isinstance(row, dict) or "prompt_ids" not in row for row in rows)
+        else None
+    )
     return [_encode(row, codec, vocab_size, f"{source}:{number}") for number, row in enumerate(rows, start=1)]
 
 
 def _encode(row: Any, codec: TextCodec | None, vocab_size: int, where: str) -> tuple[int, ...]:
     if isinstance(row, dict) and "prompt_ids" in row:
         ids = row["prompt_ids"]
-        if not isinstance(ids, list) or not ids or not all(isinstance(token, int) and 0 <= token < vocab_size for token in ids):
-            raise ConfigurationError(f"{where}: prompt_ids must list token ids below {vocab_size}.", field=FIELD)
+        if (
+            not isinstance(ids, list)
+            or not ids
+            or not all(isinstance(token, int) and 0 <= token < vocab_size for token in ids)
+        ):
+            raise ConfigurationError(
+                f"{where}: prompt_ids must list token ids below {vocab_size}.", field=FIELD
+            )
         return tuple(ids)
     if not isinstance(row, dict) or codec is None or not ("prompt" in row or "messages" in row):
         raise ConfigurationError(f"{where}: needs `prompt`, `messages` or `prompt_ids`.", field=FIELD)
     if codec.template is None:
         return codec.encode(row["prompt"] if "prompt" in row else row["messages"][-1]["content"])
-    return codec.encode_chat(row["messages"] if "messages" in row else [{"role": "user", "content": row["prompt"]}], {})
+    return codec.encode_chat(
+        row["messages"] if "messages" in row else [{"role": "user", "content": row["prompt"]}], {}
+    )
 
 
 def _made_up(vocab_size: int, count: int) -> list[tuple[int, ...]]:

@@ -56,7 +56,11 @@ class TensorStatistics:
         """Name of the distribution that all numbers seem to be drawn from independently; empty if they do not."""
         if self.numbers < MIN_NUMBERS or not self.finite or self.constant or not self.columns:
             return ""
-        spreads = ((self.row_spread, self.rows), (self.column_spread, self.columns), (self.mean_spread, self.columns))
+        spreads = (
+            (self.row_spread, self.rows),
+            (self.column_spread, self.columns),
+            (self.mean_spread, self.columns),
+        )
         if any(abs(spread - 1) > SIGMAS / math.sqrt(2 * max(count, 2)) + SLACK for spread, count in spreads):
             return ""
         if abs(self.mean) > SIGMAS * self.std / math.sqrt(self.numbers):
@@ -92,7 +96,9 @@ def sample(tensor: torch.Tensor, size: int = SAMPLE) -> torch.Tensor:
     if wanted >= rows.shape[0]:
         return rows.to(torch.float32)
     piece, step = max(1, wanted // SPREAD), max(1, rows.shape[0] // SPREAD)
-    return torch.cat([rows[start : start + piece] for start in range(0, rows.shape[0], step)]).to(torch.float32)
+    return torch.cat([rows[start : start + piece] for start in range(0, rows.shape[0], step)]).to(
+        torch.float32
+    )
 
 
 def describe(tensor: torch.Tensor, *, whole: bool) -> TensorStatistics:
@@ -106,11 +112,17 @@ def describe(tensor: torch.Tensor, *, whole: bool) -> TensorStatistics:
     numbers, columns = taken.numel(), taken.shape[-1] if taken.dim() > 1 else 0
     finite = is_finite(tensor if whole else taken)
     if not numbers or not finite:
-        return TensorStatistics(numbers, finite, math.nan, math.nan, math.nan, 0.0, 0.0, 0.0, 0, columns, 0.0, False)
+        return TensorStatistics(
+            numbers, finite, math.nan, math.nan, math.nan, 0.0, 0.0, 0.0, 0, columns, 0.0, False
+        )
     centred = (taken - taken.mean()).double()
     variance = float(centred.square().mean())
     kurtosis = float(centred.pow(4).mean()) / variance**2 - 3 if variance > 0 else 0.0
-    rows, spreads = (numbers // columns, _spreads(taken, math.sqrt(variance), kurtosis)) if columns else (0, (0.0, 0.0, 0.0))
+    rows, spreads = (
+        (numbers // columns, _spreads(taken, math.sqrt(variance), kurtosis))
+        if columns
+        else (0, (0.0, 0.0, 0.0))
+    )
     constant = bool((taken == taken.reshape(-1)[0]).all())
     negative = float((taken < 0).float().mean())
     mean, std = float(taken.mean()), math.sqrt(variance)

@@ -12,7 +12,12 @@ from outrider.shared.spec.algorithm import FIELD, Algorithm, check_given
 
 __all__ = ["Algorithm", "Choice", "check_given", "check_head", "check_restricted", "choose", "identify"]
 
-HEAD_MARKS = (".fc.weight", ".eagle_linear.weight", ".hidden_norm.weight", ".midlayer.self_attn.q_proj.weight")
+HEAD_MARKS = (
+    ".fc.weight",
+    ".eagle_linear.weight",
+    ".hidden_norm.weight",
+    ".midlayer.self_attn.q_proj.weight",
+)
 """Ends of tensor names that only draft heads have."""
 MTP_MARKS = (".input_proj.weight", ".eh_proj.weight")
 """Ends of tensor names that only MTP layers have."""
@@ -60,18 +65,27 @@ def choose(asked: Algorithm, draft: Path | None, target_weights: Path | None) ->
         return Choice(found, draft, asked)
     if asked in (Algorithm.MTP, Algorithm.NEXTN):
         if found is not Algorithm.MTP:
-            raise CheckpointError(f"{draft} holds no MTP layers; give the folder of a model that was published with them.", field=FIELD)
+            raise CheckpointError(
+                f"{draft} holds no MTP layers; give the folder of a model that was published with them.",
+                field=FIELD,
+            )
         return Choice(Algorithm.MTP, draft, asked)
     if asked is Algorithm.STANDALONE:
         if found is Algorithm.EAGLE:
             raise CheckpointError(
-                f"{draft} is a draft head, not a model of its own: ask for EAGLE or EAGLE3, or give a small model.", field=FIELD
+                f"{draft} is a draft head, not a model of its own: ask for EAGLE or EAGLE3, or give a small model.",
+                field=FIELD,
             )
         return Choice(Algorithm.STANDALONE, draft, asked)
     if found is Algorithm.STANDALONE:
-        raise CheckpointError(f"{draft} is a model of its own, not an {asked.value} head: ask for STANDALONE, or give a head.", field=FIELD)
+        raise CheckpointError(
+            f"{draft} is a model of its own, not an {asked.value} head: ask for STANDALONE, or give a head.",
+            field=FIELD,
+        )
     if found is Algorithm.MTP and asked is Algorithm.EAGLE3:
-        raise CheckpointError(f"{draft} holds MTP layers, not an EAGLE3 head: ask for MTP, or give a head.", field=FIELD)
+        raise CheckpointError(
+            f"{draft} holds MTP layers, not an EAGLE3 head: ask for MTP, or give a head.", field=FIELD
+        )
     return Choice(found, draft, asked)
 
 
@@ -95,7 +109,10 @@ def check_restricted(choice: Choice, token_map: Path | None) -> None:
         ConfigurationError: it has none.
     """
     if token_map is not None and choice.algorithm is Algorithm.NGRAM:
-        raise ConfigurationError("speculative_token_map: NGRAM has no vocabulary of its own; leave it out.", field="speculative_token_map")
+        raise ConfigurationError(
+            "speculative_token_map: NGRAM has no vocabulary of its own; leave it out.",
+            field="speculative_token_map",
+        )
 
 
 def identify(folder: Path) -> Algorithm:

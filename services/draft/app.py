@@ -63,7 +63,9 @@ class DraftService:
         if threads:
             torch.set_num_threads(threads)
         self.loop = DraftLoop(self.engine)
-        protocol = DraftProtocol(self.loop, device, _tokenizer(settings), tiles=not settings.disable_tile_trial)
+        protocol = DraftProtocol(
+            self.loop, device, _tokenizer(settings), tiles=not settings.disable_tile_trial
+        )
         ipc = IpcAddress.parse(settings.listen, "listen")
         self._ipc = IpcServer(ipc.streams, protocol) if ipc else None
         self._server: SyncServer = sync_server(
@@ -114,5 +116,9 @@ def _use_device(device: torch.device) -> None:
 
 def _tokenizer(settings: DraftSettings) -> str:
     """Return the fingerprint of the tokenizer that the draft, or the target's folder beside it, has; empty if neither has one."""
-    prints = (tokenizer_fingerprint(folder) for folder in (settings.draft, settings.target_weights) if folder is not None)
+    prints = (
+        tokenizer_fingerprint(folder)
+        for folder in (settings.draft, settings.target_weights)
+        if folder is not None
+    )
     return next(filter(None, prints), "")

@@ -59,8 +59,12 @@ def build_engine(
     choice = choose(settings.speculative_algorithm, settings.draft, settings.target_weights)
     check_restricted(choice, settings.speculative_token_map)
     theirs = settings.target_weights
-    same_tokenizer = choice.folder is not None and theirs is not None and check_same_tokenizer(choice.folder, theirs)
-    strategy = BUILDERS[choice.algorithm](Build(settings, choice, device, dtype, target, same_tokenizer, sizing))
+    same_tokenizer = (
+        choice.folder is not None and theirs is not None and check_same_tokenizer(choice.folder, theirs)
+    )
+    strategy = BUILDERS[choice.algorithm](
+        Build(settings, choice, device, dtype, target, same_tokenizer, sizing)
+    )
     lender = settings.target_weights or (choice.folder if choice.algorithm is Algorithm.MTP else None)
     if target is None and lender is not None:
         borrow(strategy, lender, device, dtype)
@@ -82,7 +86,13 @@ def build_engine(
     metrics = DraftMetrics()
     engine = DraftEngine(strategy, limits, metrics)
     metrics.watch(lambda: len(engine.sessions), lambda: strategy.pages().free, lambda: strategy.pages().held)
-    log.info("draft engine made", algorithm=info.algorithm, pages=strategy.pages().total, page_size=settings.page_size, device=str(device))
+    log.info(
+        "draft engine made",
+        algorithm=info.algorithm,
+        pages=strategy.pages().total,
+        page_size=settings.page_size,
+        device=str(device),
+    )
     return engine
 
 
@@ -135,7 +145,9 @@ def _build_head(build: Build) -> DraftStrategy:
     folder = build.choice.require_folder()
     head = load_head(folder, build.device, build.dtype, build.token_map())
     check_head(build.choice, head.algorithm)
-    pages = build.num_pages(token_bytes(head.num_layers, head.kv_heads, head.head_dim, build.dtype, latent=head.latent))
+    pages = build.num_pages(
+        token_bytes(head.num_layers, head.kv_heads, head.head_dim, build.dtype, latent=head.latent)
+    )
     pool = KVPool(
         pages,
         build.settings.page_size,
@@ -151,14 +163,20 @@ def _build_head(build: Build) -> DraftStrategy:
 
 def _build_ngram(build: Build) -> DraftStrategy:
     settings = build.settings
-    corpus = Corpus.read(settings.ngram_corpus, settings.target_weights) if settings.ngram_corpus is not None else None
+    corpus = (
+        Corpus.read(settings.ngram_corpus, settings.target_weights)
+        if settings.ngram_corpus is not None
+        else None
+    )
     options = NgramOptions(settings.ngram_min_match, settings.ngram_max_match)
     return NgramStrategy(options, build.target_vocab_size(), corpus, build.device)
 
 
 def _build_mtp(build: Build) -> DraftStrategy:
     settings, folder = build.settings, build.choice.require_folder()
-    model = MtpModel(MtpWeights.load(folder, build.device, build.dtype), build.device, build.dtype, build.token_map())
+    model = MtpModel(
+        MtpWeights.load(folder, build.device, build.dtype), build.device, build.dtype, build.token_map()
+    )
     pages = build.num_pages(model.make_pool(1, settings.page_size).bytes_per_token)
     pool = model.make_pool(pages, settings.page_size)
     return MtpStrategy(model, pool, build.attention(), folder.resolve().name, settings.max_shape())

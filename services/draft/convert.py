@@ -51,7 +51,9 @@ def target_info(hello: draft_pb2.Hello) -> TargetInfo:
     if not hello.target_id:
         raise ProtocolError("A target must name itself in its Hello.", field="target_id")
     sizes = (hello.vocab_size, hello.hidden_size, hello.num_layers)
-    return TargetInfo(hello.target_id, hello.target_fingerprint, *sizes, hello.model_type, hello.tokenizer_fingerprint)
+    return TargetInfo(
+        hello.target_id, hello.target_fingerprint, *sizes, hello.model_type, hello.tokenizer_fingerprint
+    )
 
 
 def hello_ack(
@@ -91,15 +93,28 @@ def fence_from(message: draft_pb2.Fence) -> Fence:
 
 def fence_to(fence: Fence) -> draft_pb2.Fence:
     """Convert a fence."""
-    return draft_pb2.Fence(session_id=fence.session_id, epoch=fence.epoch, committed_len=fence.committed_len, prefix_hash=fence.prefix_hash)
+    return draft_pb2.Fence(
+        session_id=fence.session_id,
+        epoch=fence.epoch,
+        committed_len=fence.committed_len,
+        prefix_hash=fence.prefix_hash,
+    )
 
 
 def opening_from(message: draft_pb2.Open) -> SequenceOpen:
     """Convert an Open."""
-    return SequenceOpen(fence_from(message.fence), list(message.token_ids), message.seed, message.temperature, message.choice_index)
+    return SequenceOpen(
+        fence_from(message.fence),
+        list(message.token_ids),
+        message.seed,
+        message.temperature,
+        message.choice_index,
+    )
 
 
-def commits_from(frame: draft_pb2.TargetFrame, feature_size: int, received_s: float, tensors: TensorReader) -> Iterator[CommitMessage]:
+def commits_from(
+    frame: draft_pb2.TargetFrame, feature_size: int, received_s: float, tensors: TensorReader
+) -> Iterator[CommitMessage]:
     """Convert a frame's commits. Their feature rows are views of one tensor.
 
     Args:
@@ -144,22 +159,37 @@ def reply_to(reply: Reply) -> draft_pb2.SessionReply:
             resync = draft_pb2.NeedResync(session_id=reply.session_id, epoch=reply.epoch, reason=reply.reason)
             return draft_pb2.SessionReply(need_resync=resync)
         case Rejected():
-            reject = draft_pb2.Reject(session_id=reply.session_id, reason=reply.reason, retry_after_ms=reply.retry_after_ms)
+            reject = draft_pb2.Reject(
+                session_id=reply.session_id, reason=reply.reason, retry_after_ms=reply.retry_after_ms
+            )
             return draft_pb2.SessionReply(reject=reject)
         case Pong():
             return draft_pb2.SessionReply(pong=draft_pb2.Pong(nonce=reply.nonce, load=reply.load))
         case RoundsEntered():
-            entered = draft_pb2.RoundsEntered(rounds=reply.rounds, accepted=not reply.reason, reason=reply.reason)
+            entered = draft_pb2.RoundsEntered(
+                rounds=reply.rounds, accepted=not reply.reason, reason=reply.reason
+            )
             return draft_pb2.SessionReply(rounds_entered=entered)
         case RoundsEnded():
-            return draft_pb2.SessionReply(rounds_ended=draft_pb2.RoundsEnded(rounds=reply.rounds, reason=reply.reason))
+            return draft_pb2.SessionReply(
+                rounds_ended=draft_pb2.RoundsEnded(rounds=reply.rounds, reason=reply.reason)
+            )
         case RoundTrees():
-            return draft_pb2.SessionReply(round_trees=draft_pb2.RoundTrees(rounds=reply.rounds, number=reply.number, trees=reply.trees))
+            return draft_pb2.SessionReply(
+                round_trees=draft_pb2.RoundTrees(rounds=reply.rounds, number=reply.number, trees=reply.trees)
+            )
         case RoundTaken():
             return draft_pb2.SessionReply(round_taken=draft_pb2.RoundTaken())
         case TreeFrame():
             trees = [
-                draft_pb2.Tree(fence=fence_to(tree.fence), token_ids=tree.token_ids, parents=tree.parents, logprobs=tree.logprobs)
+                draft_pb2.Tree(
+                    fence=fence_to(tree.fence),
+                    token_ids=tree.token_ids,
+                    parents=tree.parents,
+                    logprobs=tree.logprobs,
+                )
                 for tree in reply.trees
             ]
-            return draft_pb2.SessionReply(frame=draft_pb2.DraftFrame(round=reply.round, draft_ms=reply.draft_ms, trees=trees))
+            return draft_pb2.SessionReply(
+                frame=draft_pb2.DraftFrame(round=reply.round, draft_ms=reply.draft_ms, trees=trees)
+            )

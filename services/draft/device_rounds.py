@@ -50,7 +50,9 @@ class RoundMemory:
         """Return ``[bs] int32`` of that many nodes; it never moves or changes."""
         if (bs, nodes) not in self._budgets:
             with torch.inference_mode(False):
-                self._budgets[bs, nodes] = torch.full((bs,), nodes, dtype=torch.int32, device=self.pool.device)
+                self._budgets[bs, nodes] = torch.full(
+                    (bs,), nodes, dtype=torch.int32, device=self.pool.device
+                )
         return self._budgets[bs, nodes]
 
     def tokens_needed(self, committed_len: int, shape: DraftShape) -> int:
@@ -83,7 +85,12 @@ class SessionRounds:
     """
 
     def __init__(
-        self, memory: RoundMemory, sessions: Sequence[Session], shape: DraftShape, state: RoundState, now: Callable[[], float]
+        self,
+        memory: RoundMemory,
+        sessions: Sequence[Session],
+        shape: DraftShape,
+        state: RoundState,
+        now: Callable[[], float],
     ) -> None:
         self._memory = memory
         self._sessions: list[Session | None] = list(sessions)
@@ -104,7 +111,12 @@ class SessionRounds:
 
     @classmethod
     def enter(
-        cls, memory: RoundMemory, sessions: Sequence[Session], shape: DraftShape, state: RoundState, now: Callable[[], float]
+        cls,
+        memory: RoundMemory,
+        sessions: Sequence[Session],
+        shape: DraftShape,
+        state: RoundState,
+        now: Callable[[], float],
     ) -> SessionRounds:
         """Start rounds: the sessions' fresh rows, 1 to R of each, go into the state."""
         rounds = cls(memory, sessions, shape, state, now)
@@ -114,10 +126,18 @@ class SessionRounds:
     def reserve(self, committed_upper: Sequence[int]) -> bool:
         """See `DeviceRounds.reserve`."""
         memory, longest = self._memory, 1
-        rows = [(one.lease, upper) for one, upper in zip(self._sessions, committed_upper, strict=True) if one is not None]
-        needs = [(lease, memory.tokens_needed(upper, self._bounded)) for lease, upper in rows if lease is not None]
+        rows = [
+            (one.lease, upper)
+            for one, upper in zip(self._sessions, committed_upper, strict=True)
+            if one is not None
+        ]
+        needs = [
+            (lease, memory.tokens_needed(upper, self._bounded)) for lease, upper in rows if lease is not None
+        ]
         assert len(needs) == len(rows), "sessions in rounds hold a lease"
-        grows = any(not memory.holds(lease, needed) for lease, needed in needs)  # the table is rewritten then: for long, if all grow
+        grows = any(
+            not memory.holds(lease, needed) for lease, needed in needs
+        )  # the table is rewritten then: for long, if all grow
         for lease, needed in needs:
             if memory.tables.width_for(needed) is None or not memory.reserve(lease, needed, grows=grows):
                 return False
@@ -202,7 +222,9 @@ class SessionRounds:
             session.last_state = None
             if session.row_source is RowSource.FEATURES:
                 session.features = FeatureQueue(session.cached_rows)
-                session.features.add(session.cached_rows, self._state.features[row, : self._counts[row]].clone())
+                session.features.add(
+                    session.cached_rows, self._state.features[row, : self._counts[row]].clone()
+                )
         self._sessions = [None] * len(self._sessions)
         self._table.lent = False
 
@@ -225,8 +247,13 @@ class SessionRounds:
 def _fill(state: RoundState, sessions: Sequence[Session]) -> None:
     """Move the sessions' fresh rows into the first rows of a state, in stream order."""
     counts = [session.num_rows - session.cached_rows for session in sessions]
-    fresh = [session.tokens[session.committed_len - count :] for session, count in zip(sessions, counts, strict=True)]
-    host = torch.tensor([[len(row), *row] + [0] * (state.columns - len(row)) for row in fresh], dtype=torch.int32)
+    fresh = [
+        session.tokens[session.committed_len - count :]
+        for session, count in zip(sessions, counts, strict=True)
+    ]
+    host = torch.tensor(
+        [[len(row), *row] + [0] * (state.columns - len(row)) for row in fresh], dtype=torch.int32
+    )
     rows = host.pin_memory().to(state.counts.device, non_blocking=True) if state.counts.is_cuda else host
     state.counts[: len(sessions)].copy_(rows[:, 0])
     state.tokens[: len(sessions)].copy_(rows[:, 1:])

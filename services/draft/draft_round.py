@@ -121,20 +121,35 @@ class RoundDrafter:
         extend, *levels = model.passes(
             plan.positions, [bs * shape.rows] + [bs * topk] * (shape.depth - 1), self._attention, pool
         )  # fmt: skip
-        every, last = (self._visible(inputs, plan.lens[0], plan.lens[1], plan.extend_slots, rows, None) for rows in (shape.rows, 1))
+        every, last = (
+            self._visible(inputs, plan.lens[0], plan.lens[1], plan.extend_slots, rows, None)
+            for rows in (shape.rows, 1)
+        )
         self._attention.plan(every)
         # The tree grows from the last row's state: of the others nothing is wanted but K and V.
         roots = extend(plan.tokens, inputs.features.flatten(0, 1), plan.features, Ends(last))  # [bs, hidden]
         candidates = self._grow(inputs, plan, levels, roots, shape.depth, topk)
         tree = tree_build(
-            candidates.scores, candidates.tokens, candidates.parents, plan.root_tokens, plan.max_nodes, shape.nodes, candidates.logprobs
+            candidates.scores,
+            candidates.tokens,
+            candidates.parents,
+            plan.root_tokens,
+            plan.max_nodes,
+            shape.nodes,
+            candidates.logprobs,
         )
         return RoundTrees(
             DraftBatch(tree.tokens, tree.parents, tree.depths, tree.num_nodes, tree.ancestors, logprobs=tree.logprobs), roots
         )  # fmt: skip
 
     def _grow(
-        self, inputs: RoundInputs, plan: RoundPlan, levels: list[RoundPass], roots: torch.Tensor, depth: int, topk: int
+        self,
+        inputs: RoundInputs,
+        plan: RoundPlan,
+        levels: list[RoundPass],
+        roots: torch.Tensor,
+        depth: int,
+        topk: int,
     ) -> Candidates:
         """Return every candidate of the trees that grow from the states ``roots [bs, hidden]``."""
         model, bs, device = self._model, roots.shape[0], roots.device
@@ -146,19 +161,39 @@ class RoundDrafter:
             if beam is not None:
                 # One row per sequence sees all that lies before it, and follows the only one: no mask is needed, and no parents.
                 masks, parents = (beam.ancestors, beam.parents) if topk > 1 else (None, None)
-                self._attention.plan(self._visible(inputs, plan.lens[1], plan.lens[1 + level], plan.level_slots[level - 1], topk, masks))
+                self._attention.plan(
+                    self._visible(
+                        inputs, plan.lens[1], plan.lens[1 + level], plan.level_slots[level - 1], topk, masks
+                    )
+                )
                 states = levels[level - 1](beam.tokens, states, parents)
             beam = self._expand(model.logits(states), beam, level, topk, candidates, words, depth, noise)
         return candidates
 
     def _expand(
-        self, logits: torch.Tensor, beam: Beam | None, level: int, topk: int, candidates: Candidates, words: int, depth: int, noise: Noise
+        self,
+        logits: torch.Tensor,
+        beam: Beam | None,
+        level: int,
+        topk: int,
+        candidates: Candidates,
+        words: int,
+        depth: int,
+        noise: Noise,
     ) -> Beam | None:
         d2t, last = self._model.vocabulary.d2t, level == depth - 1
-        return expand_level(logits, beam, level, topk, candidates, words=words, last=last, d2t=d2t, noise=noise)
+        return expand_level(
+            logits, beam, level, topk, candidates, words=words, last=last, d2t=d2t, noise=noise
+        )
 
     def _visible(
-        self, inputs: RoundInputs, prefix: torch.Tensor, ends: torch.Tensor, slots: torch.Tensor, rows: int, masks: torch.Tensor | None
+        self,
+        inputs: RoundInputs,
+        prefix: torch.Tensor,
+        ends: torch.Tensor,
+        slots: torch.Tensor,
+        rows: int,
+        masks: torch.Tensor | None,
     ) -> AttentionBatch:
         """Return what `rows` rows of every sequence see."""
         return AttentionBatch(

@@ -73,7 +73,11 @@ class DraftEngine:
     """
 
     def __init__(
-        self, strategy: DraftStrategy, limits: SessionLimits, metrics: DraftMetrics, clock: Callable[[], float] = time.monotonic
+        self,
+        strategy: DraftStrategy,
+        limits: SessionLimits,
+        metrics: DraftMetrics,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.strategy = strategy
         self.metrics = metrics
@@ -84,10 +88,14 @@ class DraftEngine:
         """See `SessionTable.open`. Refused while borrowed tensors are missing."""
         self.sessions.touch(peer, self._clock())
         if self.strategy.missing():
-            return self._counted("open", Answer(Verdict.REJECTED, Reason.NOT_READY, retry_after_ms=OUT_OF_PAGES_RETRY_MS))
+            return self._counted(
+                "open", Answer(Verdict.REJECTED, Reason.NOT_READY, retry_after_ms=OUT_OF_PAGES_RETRY_MS)
+            )
         return self._counted("open", self.sessions.open(peer, opening, self._clock()))
 
-    def add_features(self, peer: PeerId, session_id: int, epoch: int, base: int, rows: torch.Tensor) -> Answer:
+    def add_features(
+        self, peer: PeerId, session_id: int, epoch: int, base: int, rows: torch.Tensor
+    ) -> Answer:
         """See `SessionTable.add_features`."""
         now = self._clock()
         self.sessions.touch(peer, now)
@@ -102,7 +110,9 @@ class DraftEngine:
     def cancel(self, peer: PeerId, round_number: int) -> None:
         """See `SessionTable.cancel`."""
         self.sessions.touch(peer, self._clock())
-        self.metrics.dropped.labels(message="ask", reason="cancelled").inc(self.sessions.cancel(peer, round_number))
+        self.metrics.dropped.labels(message="ask", reason="cancelled").inc(
+            self.sessions.cancel(peer, round_number)
+        )
 
     def close(self, peer: PeerId, session_id: int) -> Answer:
         """See `SessionTable.close`."""
@@ -137,7 +147,11 @@ class DraftEngine:
     def give_up(self) -> int:
         """After a failed step: forget every session that was being worked on, so that the targets open them again."""
         tainted = {id(session): session for session in (*self.sessions.ready(), *self.sessions.extendable())}
-        tainted |= {id(session): session for session in self.sessions if session.cached_rows and session.last_state is None}
+        tainted |= {
+            id(session): session
+            for session in self.sessions
+            if session.cached_rows and session.last_state is None
+        }
         for session in tainted.values():
             self.sessions.lose(session)
         return len(tainted)
@@ -154,7 +168,11 @@ class DraftEngine:
         kept, refusals = self._reserve(ready)
         groups = list(self._groups(kept, started))
         left = {
-            id(session): pending_rows(session.ask.shape) for group in groups if self._in_one_go(group) for session in group if session.ask
+            id(session): pending_rows(session.ask.shape)
+            for group in groups
+            if self._in_one_go(group)
+            for session in group
+            if session.ask
         }
         self._extend([session for session in kept if id(session) not in left])
         self._extend([session for session in kept if id(session) in left], left)
@@ -170,17 +188,28 @@ class DraftEngine:
         rounds = self.strategy.rounds
         if rounds is None or rounds.host is None:
             return False
-        return all(session.ask is not None and session.ask.shape.drafts and session.extendable_rows > 0 for session in group)
+        return all(
+            session.ask is not None and session.ask.shape.drafts and session.extendable_rows > 0
+            for session in group
+        )
 
     def _extend(self, sessions: Sequence[Session], left: Mapping[int, int] | None = None) -> None:
         """Take in the rows of sessions; where at most `left` rows (by id of a `Session`) wait, they go with the tree, and at least one."""
-        while behind := [session for session in sessions if session.extendable_rows > (left[id(session)] if left else 0)]:
+        while behind := [
+            session for session in sessions if session.extendable_rows > (left[id(session)] if left else 0)
+        ]:
             self.strategy.extend(behind, self.strategy.info.extend_rows, keep=1 if left else 0)
 
     def _propose(self, group: Sequence[Session], in_one_go: bool) -> Proposal:
-        asked = tuple(Asked(session.peer, session.fence, session.ask.round) for session in group if session.ask is not None)
+        asked = tuple(
+            Asked(session.peer, session.fence, session.ask.round)
+            for session in group
+            if session.ask is not None
+        )
         rounds = self.strategy.rounds
-        trees = rounds.host.draft(group) if in_one_go and rounds and rounds.host else self.strategy.propose(group)
+        trees = (
+            rounds.host.draft(group) if in_one_go and rounds and rounds.host else self.strategy.propose(group)
+        )
         for session in group:
             session.ask = None
         self.metrics.trees.inc(len(group))
@@ -193,12 +222,23 @@ class DraftEngine:
         kept = [session for session in behind if self.strategy.reserve(session)]
         self._extend(kept, {id(session): 1 for session in kept})
 
-    def enter(self, peer: PeerId, session_ids: Sequence[int], shape: DraftShape, state: RoundState) -> SessionRounds | None:
+    def enter(
+        self, peer: PeerId, session_ids: Sequence[int], shape: DraftShape, state: RoundState
+    ) -> SessionRounds | None:
         """Start rounds that stay on the device; see `DeviceDrafter.enter`. Rows beyond what a round takes in are extended at once."""
         rounds = self.strategy.rounds
         found = [self.sessions.get(peer, session_id) for session_id in session_ids]
-        sessions = [session for session in found if session is not None and self.sessions.complete(session) and session.extendable_rows > 0]
-        if rounds is None or not shape.drafts or not self.sessions.allows(shape) or len(sessions) < len(found):
+        sessions = [
+            session
+            for session in found
+            if session is not None and self.sessions.complete(session) and session.extendable_rows > 0
+        ]
+        if (
+            rounds is None
+            or not shape.drafts
+            or not self.sessions.allows(shape)
+            or len(sessions) < len(found)
+        ):
             return None
         memory = rounds.memory
         for session in sessions:
@@ -223,7 +263,9 @@ class DraftEngine:
         refusals: list[Refusal] = []
         in_use = {id(session) for session in sessions}
         for session in sessions:
-            while not (reserved := self.strategy.reserve(session)) and self.sessions.evict_idle(self._clock(), keep=in_use):
+            while not (reserved := self.strategy.reserve(session)) and self.sessions.evict_idle(
+                self._clock(), keep=in_use
+            ):
                 self.metrics.evicted.inc()
             if reserved:
                 kept.append(session)

@@ -102,10 +102,14 @@ class TreeGrower:
         topk = min(batch.topk, model.vocabulary.size)
         depth = batch.depth
         constants = self._constants_for(bs, depth, topk)
-        host = torch.tensor([batch.stable_lens, batch.root_tokens, batch.max_nodes, batch.committed_lens], dtype=torch.int32)
+        host = torch.tensor(
+            [batch.stable_lens, batch.root_tokens, batch.max_nodes, batch.committed_lens], dtype=torch.int32
+        )
         stable_lens, root_tokens, max_nodes, committed_lens = host.to(model.device)  # each [bs]
 
-        expansion = self._expand(model.logits(batch.states), constants.zeros[:bs], topk, batch, committed_lens, level=0)
+        expansion = self._expand(
+            model.logits(batch.states), constants.zeros[:bs], topk, batch, committed_lens, level=0
+        )
         tokens, scores, logprobs = [expansion.token_ids], [expansion.scores], [expansion.logprobs]
         beams: list[torch.Tensor] = []
         beam = _Beam(expansion, batch.states.repeat_interleave(topk, 0), constants)
@@ -116,10 +120,21 @@ class TreeGrower:
         for level in range(1, depth):
             *missed, own = constants.passes[level - 1]
             if missed:
-                assert batch.stage_states is not None, "a model of more than two stages needs the states of all"
+                assert batch.stage_states is not None, (
+                    "a model of more than two stages needs the states of all"
+                )
                 first = batch.stage_states[:, missed[0].stage.behind - 1].repeat_interleave(topk, 0)
-                before = [first, *(out.index_select(0, rows.parents) for out, rows in zip(made, history[1:], strict=False))]
-                made = [self._run(levels, key, rows, states) for key, rows, states in zip(missed, history, before, strict=True)]
+                before = [
+                    first,
+                    *(
+                        out.index_select(0, rows.parents)
+                        for out, rows in zip(made, history[1:], strict=False)
+                    ),
+                ]
+                made = [
+                    self._run(levels, key, rows, states)
+                    for key, rows, states in zip(missed, history, before, strict=True)
+                ]
             rows = beam.rows()
             states = self._run(levels, own, rows, beam.states)
             if constants.catches_up:
@@ -135,11 +150,18 @@ class TreeGrower:
         parents = constants.root_parents
         if beams:
             parents = torch.cat([parents, torch.cat(beams, 1).repeat_interleave(topk, 1)], 1)
-        tree = tree_build(torch.cat(scores, 1), torch.cat(tokens, 1), parents, root_tokens, max_nodes, max(batch.max_nodes))
+        tree = tree_build(
+            torch.cat(scores, 1), torch.cat(tokens, 1), parents, root_tokens, max_nodes, max(batch.max_nodes)
+        )
         is_draft = tree.candidates >= 0
         drafted = torch.cat(logprobs, 1).gather(1, tree.candidates.clamp(min=0).to(torch.int64))  # [bs, N]
         return DraftBatch(
-            tree.tokens, tree.parents, tree.depths, tree.num_nodes, tree.ancestors, logprobs=torch.where(is_draft, drafted, 0.0)
+            tree.tokens,
+            tree.parents,
+            tree.depths,
+            tree.num_nodes,
+            tree.ancestors,
+            logprobs=torch.where(is_draft, drafted, 0.0),
         )
 
     def _run(self, levels: _Levels, key: PassKey, rows: _LevelRows, states: torch.Tensor) -> torch.Tensor:
@@ -148,7 +170,13 @@ class TreeGrower:
         return levels.passes[key](rows.tokens, states)
 
     def _expand(
-        self, logits: torch.Tensor, scores: torch.Tensor, topk: int, batch: GrowBatch, committed_lens: torch.Tensor, level: int
+        self,
+        logits: torch.Tensor,
+        scores: torch.Tensor,
+        topk: int,
+        batch: GrowBatch,
+        committed_lens: torch.Tensor,
+        level: int,
     ) -> Expansion:
         """Return the children of all rows of a level (0: the root)."""
         d2t = self._model.vocabulary.d2t
@@ -169,7 +197,9 @@ class TreeGrower:
             choices=coupling.choices.repeat_interleave(width),
         )
 
-    def _prepare_levels(self, batch: GrowBatch, stable_lens: torch.Tensor, topk: int, constants: _Constants) -> _Levels:
+    def _prepare_levels(
+        self, batch: GrowBatch, stable_lens: torch.Tensor, topk: int, constants: _Constants
+    ) -> _Levels:
         """Compute once what the levels need of positions and memory."""
         pool, bs = self._pool, len(batch.leases)
         page_table = pool.page_table(batch.leases)
@@ -181,7 +211,9 @@ class TreeGrower:
             prefixes[behind] = stable_lens if behind == 0 else (stable_lens - behind).clamp_(min=0)
             slots[behind] = pool.slots(page_table, prefixes[behind], count * topk).view(bs, count, topk)
             if min(batch.stable_lens) < behind:
-                hidden[behind] = constants.columns_from([max(0, behind - stable) * topk for stable in batch.stable_lens])
+                hidden[behind] = constants.columns_from(
+                    [max(0, behind - stable) * topk for stable in batch.stable_lens]
+                )
         positions = (stable_lens + constants.offsets).repeat_interleave(topk, 1)  # [passes, bs * topk]
         if constants.catches_up:
             positions = positions.clamp_(min=0)
@@ -246,7 +278,11 @@ class _Constants:
         one = torch.ones((), dtype=torch.int32)
         bits = torch.zeros(levels * topk, words, dtype=torch.int32)
         bits[columns, columns // MASK_WORD_BITS] = one << (columns % MASK_WORD_BITS).to(torch.int32)
-        self_bits = bits.view(levels, 1, topk, words).expand(levels, bs, topk, words).reshape(levels, bs * topk, words)
+        self_bits = (
+            bits.view(levels, 1, topk, words)
+            .expand(levels, bs, topk, words)
+            .reshape(levels, bs * topk, words)
+        )
         return cls(
             bs,
             topk,
@@ -256,7 +292,9 @@ class _Constants:
             (torch.arange(bs, dtype=torch.int32) * topk * topk).view(bs, 1).to(device),
             self_bits.contiguous().to(device),
             passes,
-            torch.tensor([key.level - 1 - key.stage.behind for key in keys], dtype=torch.int32).view(-1, 1).to(device),
+            torch.tensor([key.level - 1 - key.stage.behind for key in keys], dtype=torch.int32)
+            .view(-1, 1)
+            .to(device),
             sorted({key.stage.behind for key in keys}),
             len(keys) > levels,
         )
@@ -264,7 +302,10 @@ class _Constants:
     def columns_from(self, firsts: Sequence[int]) -> torch.Tensor:
         """Return masks ``[bs * topk, words] int32`` of the scratch columns from a first one on, one for each sequence."""
         words = self.self_bits.shape[2]
-        bits = [[(-1 << max(0, first - word * MASK_WORD_BITS)) & 0xFFFFFFFF for word in range(words)] for first in firsts]
+        bits = [
+            [(-1 << max(0, first - word * MASK_WORD_BITS)) & 0xFFFFFFFF for word in range(words)]
+            for first in firsts
+        ]
         masks = torch.tensor(bits, dtype=torch.int64).to(torch.int32)
         return masks.repeat_interleave(self.topk, 0).to(self.self_bits.device)
 
@@ -344,7 +385,9 @@ class _Beam:
         self.states = states
         self.ancestors = constants.self_bits[0]
         self.parents = children.token_ids.view(-1)
-        self.candidates = torch.arange(topk, dtype=torch.int32, device=states.device).expand(constants.bs, topk)
+        self.candidates = torch.arange(topk, dtype=torch.int32, device=states.device).expand(
+            constants.bs, topk
+        )
 
     def rows(self) -> _LevelRows:
         """Return the rows apart from what is known of them."""
@@ -359,5 +402,7 @@ class _Beam:
         self.tokens = children.token_ids.view(-1).index_select(0, child)
         self.scores = children.scores.view(-1).index_select(0, child)
         self.states = states.index_select(0, self.parents)
-        self.ancestors = self.ancestors.index_select(0, self.parents).bitwise_or_(self._constants.self_bits[level])
+        self.ancestors = self.ancestors.index_select(0, self.parents).bitwise_or_(
+            self._constants.self_bits[level]
+        )
         self.candidates = chosen + (topk + (level - 1) * topk * topk)

@@ -100,7 +100,10 @@ class HeadGrowth:
     ) -> Sequence[LevelPass]:
         """See `GrowingModel.level_passes`."""
         rotations = split_rotation(self._head.rotation(positions.view(-1)), positions.shape[0])
-        return [partial(self._head.forward, rotation=rotation, attention=attention, pool=pool) for rotation in rotations]
+        return [
+            partial(self._head.forward, rotation=rotation, attention=attention, pool=pool)
+            for rotation in rotations
+        ]
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """See `GrowingModel.logits`."""
@@ -110,4 +113,7 @@ class HeadGrowth:
 def split_rotation(rotation: Rotation, levels: int) -> list[Rotation]:
     """Return the angles of each level, computed for the rows of all levels at once."""
     rows = rotation.cos.shape[0] // levels
-    return [Rotation(rotation.cos[start : start + rows], rotation.sin[start : start + rows]) for start in range(0, levels * rows, rows)]
+    return [
+        Rotation(rotation.cos[start : start + rows], rotation.sin[start : start + rows])
+        for start in range(0, levels * rows, rows)
+    ]

@@ -67,7 +67,12 @@ class HostRounds:
     """
 
     def __init__(
-        self, memory: RoundMemory, graphs: GraphCache, feature_size: int, dtype: torch.dtype, max_bs: Callable[[], int] = lambda: MAX_BS
+        self,
+        memory: RoundMemory,
+        graphs: GraphCache,
+        feature_size: int,
+        dtype: torch.dtype,
+        max_bs: Callable[[], int] = lambda: MAX_BS,
     ) -> None:
         self._memory = memory
         self._graphs = graphs
@@ -88,14 +93,19 @@ class HostRounds:
         nodes = _power_of_2(max(shape.max_nodes for shape in shapes))
         rows = max(pending_rows(shape) for shape in shapes)
         size = RoundShape(_power_of_2(len(sessions)), rows, shapes[0].depth, shapes[0].topk, nodes)
-        longest = max(self._memory.tokens_needed(session.committed_len, shape) for session, shape in zip(sessions, shapes, strict=True))
+        longest = max(
+            self._memory.tokens_needed(session.committed_len, shape)
+            for session, shape in zip(sessions, shapes, strict=True)
+        )
         width = self._memory.tables.width_for(longest)
         assert width is not None, "the sessions' leases hold their trees"
         buffers = self._buffers_for(size, width)
         key = (size, width)
         recorded = self._record(key, size, buffers)
         self._load(sessions, counts, [shape.max_nodes for shape in shapes], buffers)
-        drafted = self._graphs.run(key, lambda: self._run(buffers, size)) if recorded else self._run(buffers, size)
+        drafted = (
+            self._graphs.run(key, lambda: self._run(buffers, size)) if recorded else self._run(buffers, size)
+        )
         # The next round of this size overwrites what this one has made.
         trees, states = _copied(drafted, len(sessions), max(shape.max_nodes for shape in shapes))
         for session, count, state in zip(sessions, counts, states.unbind(0), strict=True):
@@ -144,7 +154,9 @@ class HostRounds:
         with torch.inference_mode(False):
             packed = torch.zeros(_packed_size(bs, rows), dtype=torch.int32, device=device)
             features = torch.zeros((bs, rows, self._feature_size), dtype=self._dtype, device=device)
-        places, seeds, *columns, tokens = packed.split_with_sizes([2 * bs * rows, 2 * bs, bs, bs, bs, bs, bs, bs * rows])
+        places, seeds, *columns, tokens = packed.split_with_sizes(
+            [2 * bs * rows, 2 * bs, bs, bs, bs, bs, bs, bs * rows]
+        )
         committed_lens, counts, max_nodes, choices, temperature = columns
         inputs = RoundInputs(
             committed_lens,
@@ -159,7 +171,9 @@ class HostRounds:
         )
         return _Buffers(packed, places.view(torch.int64), inputs, table)
 
-    def _load(self, sessions: Sequence[Session], counts: Sequence[int], max_nodes: Sequence[int], buffers: _Buffers) -> None:
+    def _load(
+        self, sessions: Sequence[Session], counts: Sequence[int], max_nodes: Sequence[int], buffers: _Buffers
+    ) -> None:
         """Copy what a round reads to its place; rows behind the sessions are idle."""
         bs, rows = buffers.inputs.tokens.shape
         packed = np.zeros(buffers.packed.shape[0], dtype=np.int32)
@@ -178,7 +192,10 @@ class HostRounds:
         host = torch.from_numpy(packed)
         buffers.packed.copy_(host.pin_memory() if buffers.packed.is_cuda else host, non_blocking=True)
         if sessions[0].row_source is RowSource.FEATURES:
-            chunks = [RowChunk(session, session.cached_rows, count) for session, count in zip(sessions, counts, strict=True)]
+            chunks = [
+                RowChunk(session, session.cached_rows, count)
+                for session, count in zip(sessions, counts, strict=True)
+            ]
             features = take_features(chunks, buffers.packed.device, self._dtype)
             buffers.inputs.features.flatten(0, 1).index_copy_(0, buffers.places[: len(fresh)], features)
         buffers.table.update([session.lease for session in sessions])
@@ -234,13 +251,28 @@ class DraftRounds:
     graphs: DraftGraphs = field(default_factory=lambda: DraftGraphs(torch.device("cpu")))
 
     @classmethod
-    def make(cls, model: RoundModel, attention: AttentionBackend, pool: KVPool, feature_size: int, dtype: torch.dtype) -> DraftRounds:
+    def make(
+        cls,
+        model: RoundModel,
+        attention: AttentionBackend,
+        pool: KVPool,
+        feature_size: int,
+        dtype: torch.dtype,
+    ) -> DraftRounds:
         """Make those of a model; on a CPU, which has nothing to launch, the host goes the other way."""
-        memory, graphs = RoundMemory(RoundDrafter(model, attention, pool), pool, model.lead), DraftGraphs(pool.device)
+        memory, graphs = (
+            RoundMemory(RoundDrafter(model, attention, pool), pool, model.lead),
+            DraftGraphs(pool.device),
+        )
         if pool.device.type != "cuda":
             return cls(memory, None, graphs=graphs)
         extension = RecordedExtend(model, attention, pool, feature_size, dtype, graphs.cache)
-        return cls(memory, HostRounds(memory, graphs.cache, feature_size, dtype, lambda: graphs.max_bs), extension, graphs)
+        return cls(
+            memory,
+            HostRounds(memory, graphs.cache, feature_size, dtype, lambda: graphs.max_bs),
+            extension,
+            graphs,
+        )
 
 
 def pending_rows(shape: DraftShape) -> int:
@@ -264,6 +296,11 @@ def _copied(drafted: RoundTrees, count: int, nodes: int) -> tuple[DraftBatch, to
     masks = trees.ancestors[:count, :nodes, : mask_words(nodes)]
     parts = [*columns, trees.num_nodes[:count], masks, trees.logprobs[:count, :nodes].view(torch.int32)]
     packed = torch.cat([part.reshape(-1) for part in parts])
-    views = [view.view(part.shape) for view, part in zip(packed.split_with_sizes([part.numel() for part in parts]), parts, strict=True)]
+    views = [
+        view.view(part.shape)
+        for view, part in zip(packed.split_with_sizes([part.numel() for part in parts]), parts, strict=True)
+    ]
     tokens, parents, depths, num_nodes, ancestors, logprobs = views
-    return DraftBatch(tokens, parents, depths, num_nodes, ancestors, logprobs=logprobs.view(torch.float32)), drafted.states[:count].clone()
+    return DraftBatch(
+        tokens, parents, depths, num_nodes, ancestors, logprobs=logprobs.view(torch.float32)
+    ), drafted.states[:count].clone()

@@ -127,7 +127,9 @@ class InlineRounds:
         self._ahead = tried and self._relayed and self._may_go_ahead
         return self._ahead
 
-    def take(self, message: draft_pb2.RoundsNext, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
+    def take(
+        self, message: draft_pb2.RoundsNext, blob: torch.Tensor, expected: torch.Tensor, limit_s: float
+    ) -> None:
         """See `RoundsInlet.take`: it has arrived, or the stream waits for it."""
         if self._relayed and self._relay is not None:
             self._answer_owed(self._relay)  # before there is another round to wait for

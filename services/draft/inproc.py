@@ -23,7 +23,15 @@ from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.fused.trial import BUDGET_S
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.spec.device import DeviceRounds, RoundState
-from outrider.shared.spec.drafter import Commit, DrafterState, FeatureSpec, ProposalRequest, ProposalRow, RoundResult, SequenceOpen
+from outrider.shared.spec.drafter import (
+    Commit,
+    DrafterState,
+    FeatureSpec,
+    ProposalRequest,
+    ProposalRow,
+    RoundResult,
+    SequenceOpen,
+)
 from outrider.shared.spec.fence import Fence
 from outrider.shared.spec.tree import DraftBatch, DraftShape, mask_words
 
@@ -34,7 +42,9 @@ FAILED = "draft_error"
 log = get_logger("outrider.draft")
 
 
-def drafter_beside(decoder: Decoder, settings: DraftSettings, sizing: CacheSizing | None = None) -> InprocDrafter:
+def drafter_beside(
+    decoder: Decoder, settings: DraftSettings, sizing: CacheSizing | None = None
+) -> InprocDrafter:
     """Make the drafter of a target in this process; what the head borrows is shared with the target, not copied.
 
     Args:
@@ -90,7 +100,9 @@ class InprocDrafter:
         """See `Drafter.features`."""
         session = self._engine.sessions.get(HOST_PEER, session_id)
         if session is not None:
-            self._note(session_id, self._engine.add_features(HOST_PEER, session_id, session.epoch, base, rows))
+            self._note(
+                session_id, self._engine.add_features(HOST_PEER, session_id, session.epoch, base, rows)
+            )
 
     def commit(self, result: RoundResult) -> None:
         """See `Drafter.commit`."""
@@ -106,7 +118,9 @@ class InprocDrafter:
         for row in request.rows:
             if row.shape.drafts:
                 ask = Ask(request.round, row.shape, asked_s=started)
-                answer = self._engine.commit(HOST_PEER, Commit(row.fence, row.fence.committed_len, (), None), ask)
+                answer = self._engine.commit(
+                    HOST_PEER, Commit(row.fence, row.fence.committed_len, (), None), ask
+                )
                 self._note(row.fence.session_id, answer)
         proposals = self._drafted(request.rows)
         self._engine.cancel(HOST_PEER, request.round)  # sessions whose features are not complete
@@ -191,7 +205,9 @@ class InprocDrafter:
                 self._lost.add(session_id)
 
 
-def _merge(proposals: Sequence[Proposal], rows: Sequence[ProposalRow], device: torch.device, reasons: dict[int, str]) -> DraftBatch:
+def _merge(
+    proposals: Sequence[Proposal], rows: Sequence[ProposalRow], device: torch.device, reasons: dict[int, str]
+) -> DraftBatch:
     """Place the trees of all proposals at their rows; other rows get a tree of one node. Clears the reason of rows with a tree."""
     for proposal in proposals:
         for asked in proposal.asked:

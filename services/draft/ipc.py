@@ -111,7 +111,13 @@ class IpcServer:
                 if mapped is not None:
                     self._follow(hello.target_id, session, peer, mapped)  # before the target goes on
                 frames.send(FrameKind.MAILBOX, answer.SerializeToString())
-                log.info("mailbox", target_id=hello.target_id, accepted=answer.accepted, reason=answer.reason, rounds=answer.rounds)
+                log.info(
+                    "mailbox",
+                    target_id=hello.target_id,
+                    accepted=answer.accepted,
+                    reason=answer.reason,
+                    rounds=answer.rounds,
+                )
         except BaseException:
             self._protocol.leave(peer)
             raise
@@ -165,7 +171,9 @@ class IpcSession:
         left: Told of this session when it has ended.
     """
 
-    def __init__(self, protocol: DraftProtocol, frames: FrameSocket, left: Callable[[IpcSession], None]) -> None:
+    def __init__(
+        self, protocol: DraftProtocol, frames: FrameSocket, left: Callable[[IpcSession], None]
+    ) -> None:
         self.frames = frames
         self.bulk: FrameSocket | None = None
         self._begun: tuple[Peer, Mapped] | None = None
@@ -203,7 +211,9 @@ class IpcSession:
                 if kind is not FrameKind.SESSION:
                     raise ProtocolError(f"A frame of kind {kind.name} on a session stream.", field="frame")
                 request = draft_pb2.SessionRequest.FromString(payload)
-                self._protocol.take(peer, request, mapped.bulk if request.HasField("rows") else mapped.session, self._inlet)
+                self._protocol.take(
+                    peer, request, mapped.bulk if request.HasField("rows") else mapped.session, self._inlet
+                )
         except EndOfStream:
             self.end()
         except Exception as error:
@@ -233,7 +243,11 @@ class IpcSession:
         if self.bulk is not None:
             self.bulk.close()
         if self._begun is not None:
-            (peer, mapped), self._begun, self._inlet = self._begun, None, None  # the peer has this session: nothing keeps the mailboxes
+            (peer, mapped), self._begun, self._inlet = (
+                self._begun,
+                None,
+                None,
+            )  # the peer has this session: nothing keeps the mailboxes
             self._protocol.leave(peer)
             if mapped.rounds is not None:
                 mapped.rounds.close()
@@ -256,7 +270,9 @@ class IpcRoundsInlet:
         """See `RoundsInlet.goes_ahead`: the state comes without this host."""
         return True
 
-    def take(self, message: draft_pb2.RoundsNext, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
+    def take(
+        self, message: draft_pb2.RoundsNext, blob: torch.Tensor, expected: torch.Tensor, limit_s: float
+    ) -> None:
         """See `RoundsInlet.take`."""
         self._mailbox.receive(message.number, blob, expected, limit_s)
 
@@ -284,13 +300,18 @@ def _expect(frames: FrameSocket, timeout_s: float, *kinds: FrameKind) -> tuple[F
     if received is None:
         raise EndOfStream("the target said nothing")
     if received[0] not in kinds:
-        raise ProtocolError(f"A frame of kind {received[0].name}, expected {' or '.join(kind.name for kind in kinds)}.", field="frame")
+        raise ProtocolError(
+            f"A frame of kind {received[0].name}, expected {' or '.join(kind.name for kind in kinds)}.",
+            field="frame",
+        )
     return received
 
 
 def _last_words(frames: FrameSocket, error: Exception) -> None:
     """Say why the stream is ended here."""
-    mapped = as_outrider_error(ProtocolError("A message does not parse.", field="frame") if isinstance(error, DecodeError) else error)
+    mapped = as_outrider_error(
+        ProtocolError("A message does not parse.", field="frame") if isinstance(error, DecodeError) else error
+    )
     log.warning("hung up on a target", reason=mapped.message)
     with contextlib.suppress(EndOfStream):
         frames.send(FrameKind.ERROR, error_to_proto(mapped).SerializeToString())

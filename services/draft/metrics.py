@@ -13,13 +13,23 @@ class DraftMetrics(Metrics):
     def __init__(self) -> None:
         super().__init__()
         self.trees = self.counter("draft_trees", "Trees proposed.")
-        self.resyncs = self.counter("draft_resync", "Sequences that the draft lost and that must be opened again.", ["reason"])
-        self.dropped = self.counter("draft_messages_dropped", "Messages that were late, repeated, stale or refused.", ["message", "reason"])
+        self.resyncs = self.counter(
+            "draft_resync", "Sequences that the draft lost and that must be opened again.", ["reason"]
+        )
+        self.dropped = self.counter(
+            "draft_messages_dropped",
+            "Messages that were late, repeated, stale or refused.",
+            ["message", "reason"],
+        )
         self.evicted = self.counter("draft_sessions_evicted", "Idle sessions that made room for others.")
         self.expired = self.counter("draft_sessions_expired", "Sessions of targets that fell silent.")
         self.failures = self.counter("draft_step_failures", "Steps that raised.")
-        self.extend_seconds = self.histogram("draft_extend_seconds", "Feeding true features to the head, per step.", STEP_BUCKETS_S)
-        self.propose_seconds = self.histogram("draft_propose_seconds", "Growing trees, per step.", STEP_BUCKETS_S)
+        self.extend_seconds = self.histogram(
+            "draft_extend_seconds", "Feeding true features to the head, per step.", STEP_BUCKETS_S
+        )
+        self.propose_seconds = self.histogram(
+            "draft_propose_seconds", "Growing trees, per step.", STEP_BUCKETS_S
+        )
         self._sessions = self.gauge("draft_sessions", "Sequences followed now.")
         self._pages = self.gauge("draft_kv_pages", "Pages of the draft's KV pool.", ["state"])
 

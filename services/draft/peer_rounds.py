@@ -96,7 +96,9 @@ class PeerRounds:
         rounds.write_later()
         self._buffers = buffers
         self._size = _kind(message)
-        self._untold = [(row.base_len, prefix_hash) for row, prefix_hash in zip(message.rows, before, strict=True)]
+        self._untold = [
+            (row.base_len, prefix_hash) for row, prefix_hash in zip(message.rows, before, strict=True)
+        ]
         self._next: draft_pb2.RoundsNext | None = None
         self._num_run = 0
         self._num_told = 0
@@ -104,7 +106,9 @@ class PeerRounds:
     def ready(self, message: draft_pb2.RoundsNext) -> bool:
         """Make ready for a round; False when there is no room for it."""
         self._tell(message.chosen)
-        if len(message.committed_upper) != len(self._sessions) or not self._rounds.reserve(message.committed_upper):
+        if len(message.committed_upper) != len(self._sessions) or not self._rounds.reserve(
+            message.committed_upper
+        ):
             return False
         self.prepare()
         self._next = message
@@ -165,7 +169,9 @@ class PeerRounds:
     @property
     def tried(self) -> bool:
         """Whether the next round is one that has run before, as a graph if there are graphs."""
-        return self._key in self._desk.tried and (self._desk.graphs.replays(self._key) or not self._desk.graphs.enabled)
+        return self._key in self._desk.tried and (
+            self._desk.graphs.replays(self._key) or not self._desk.graphs.enabled
+        )
 
     @property
     def _key(self) -> Hashable:
@@ -202,7 +208,9 @@ class RoundsDesk:
         now: Monotonic seconds.
     """
 
-    def __init__(self, engine: DraftEngine, device: torch.device, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, engine: DraftEngine, device: torch.device, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self.graphs = engine.strategy.rounds.graphs.cache if engine.strategy.rounds else GraphCache(device)
         self.tried: set[Hashable] = set()
         self._engine = engine
@@ -239,7 +247,9 @@ class RoundsDesk:
         found = [self._engine.sessions.get(peer, row.fence.session_id) for row in message.rows]
         sessions = [session for session in found if session is not None]
         rows = list(zip(sessions, message.rows, strict=False))
-        if len(sessions) < len(found) or not all(self._continues(session, row, message.columns) for session, row in rows):
+        if len(sessions) < len(found) or not all(
+            self._continues(session, row, message.columns) for session, row in rows
+        ):
             return "resync"
         if self.warming(peer, message):
             return WARMING
@@ -263,15 +273,24 @@ class RoundsDesk:
         """Record rounds of a size that a target may ask for, so that it need not wait then; nothing happens if there can be none."""
         rounds = self._engine.strategy.rounds
         shape = DraftShape(message.shape.depth, message.shape.topk, message.shape.max_nodes)
-        if rounds is None or self._rounds is not None or self._engine.strategy.missing() or not self._serves(message, shape, rounds):
+        if (
+            rounds is None
+            or self._rounds is not None
+            or self._engine.strategy.missing()
+            or not self._serves(message, shape, rounds)
+        ):
             return
         buffers = self._buffers_for(message, rounds)
-        PeerRounds(self, message, (), SessionRounds(rounds.memory, (), shape, buffers.state, self._now), buffers, ()).prepare()
+        PeerRounds(
+            self, message, (), SessionRounds(rounds.memory, (), shape, buffers.state, self._now), buffers, ()
+        ).prepare()
 
     def warming(self, peer: PeerId, message: draft_pb2.RoundsEnter) -> bool:
         """Whether rows of sessions are still on their way; not, if one of them is not followed."""
         found = [self._engine.sessions.get(peer, row.fence.session_id) for row in message.rows]
-        return None not in found and not all(self._engine.sessions.complete(session) for session in found if session is not None)
+        return None not in found and not all(
+            self._engine.sessions.complete(session) for session in found if session is not None
+        )
 
     @torch.inference_mode()
     def run(self, peer: PeerId, message: draft_pb2.RoundsNext, inlet: RoundsInlet) -> bool:
@@ -282,7 +301,11 @@ class RoundsDesk:
         if rounds is None:
             return False
         rounds.drop_forgotten(self._followed)
-        if inlet.broken or not rounds.ready(message) or (inlet.goes_ahead(message, rounds.tried) and not rounds.go(message.number, inlet)):
+        if (
+            inlet.broken
+            or not rounds.ready(message)
+            or (inlet.goes_ahead(message, rounds.tried) and not rounds.go(message.number, inlet))
+        ):
             self.abandon(peer)
             return False
         return True
@@ -316,7 +339,11 @@ class RoundsDesk:
             self._lose(rounds.abandon())
 
     def _current(self, peer: PeerId, number: int) -> PeerRounds | None:
-        return self._rounds if self._rounds is not None and self._peer == peer and self._rounds.id == number else None
+        return (
+            self._rounds
+            if self._rounds is not None and self._peer == peer and self._rounds.id == number
+            else None
+        )
 
     def _followed(self, session: Session) -> bool:
         return self._engine.sessions.get(session.peer, session.session_id) is session
@@ -338,7 +365,9 @@ class RoundsDesk:
             and extend_prefix_hash(session.prefix_hash, fresh) == fence.prefix_hash
         )
 
-    def _make_room(self, session: Session, row: draft_pb2.Commit, shape: DraftShape, rounds: DraftRounds) -> bool:
+    def _make_room(
+        self, session: Session, row: draft_pb2.Commit, shape: DraftShape, rounds: DraftRounds
+    ) -> bool:
         memory = rounds.memory
         needed = memory.tokens_needed(row.fence.committed_len, shape.bounded())
         if memory.tables.width_for(needed) is None or not self._engine.strategy.reserve(session):
@@ -355,7 +384,9 @@ class RoundsDesk:
         size, dtype = engine.strategy.info.feature_size, rounds.memory.pool.dtype
         if message.feature_size != size or (size and message.feature_dtype != wire_dtype(dtype)):
             return False
-        known = rounds.graphs.admits(message.batch) and (len(self._buffers) < MAX_SIZES or _size(message) in self._buffers)
+        known = rounds.graphs.admits(message.batch) and (
+            len(self._buffers) < MAX_SIZES or _size(message) in self._buffers
+        )
         return known and packed_bytes(message.batch, message.columns, size, dtype) <= MAX_STATE_BYTES
 
     def _buffers_for(self, message: draft_pb2.RoundsEnter, rounds: DraftRounds) -> _Buffers:
@@ -389,7 +420,10 @@ def _tell_pending(session: Session, row: draft_pb2.Commit, now: float) -> None:
 
 def _load_sampling(state: RoundState, sessions: Sequence[Session]) -> None:
     """Fill what a state does not carry from round to round."""
-    signed = [seed - (1 << 64) if seed >= 1 << 63 else seed for seed in (session.seed & 0xFFFFFFFFFFFFFFFF for session in sessions)]
+    signed = [
+        seed - (1 << 64) if seed >= 1 << 63 else seed
+        for seed in (session.seed & 0xFFFFFFFFFFFFFFFF for session in sessions)
+    ]
     for field, values in (
         (state.temperature, [session.temperature for session in sessions]),
         (state.seeds, signed),

@@ -62,7 +62,13 @@ class DraftProtocol:
     """
 
     def __init__(
-        self, loop: DraftLoop, device: torch.device, tokenizer: str = "", *, only_enqueues: bool | None = None, tiles: bool = True
+        self,
+        loop: DraftLoop,
+        device: torch.device,
+        tokenizer: str = "",
+        *,
+        only_enqueues: bool | None = None,
+        tiles: bool = True,
     ) -> None:
         self.loop = loop
         self.device = device
@@ -91,14 +97,25 @@ class DraftProtocol:
         target = target_info(hello)
         ack = self.loop.call(lambda: self._describe(target, hello.feature_dtype))
         peer = self.loop.call(lambda: self.loop.join(target.target_id, outlet))
-        log.info("target joined", target_id=target.target_id, fingerprint=target.fingerprint[:16], missing=list(ack.missing_tensors))
+        log.info(
+            "target joined",
+            target_id=target.target_id,
+            fingerprint=target.fingerprint[:16],
+            missing=list(ack.missing_tensors),
+        )
         return peer, ack
 
     def leave(self, peer: Peer) -> None:
         """Free what belongs to a session stream that has ended."""
         self.loop.submit(lambda: self._leave(peer))
 
-    def take(self, peer: Peer, request: draft_pb2.SessionRequest, tensors: TensorReader, inlet: RoundsInlet | None = None) -> None:
+    def take(
+        self,
+        peer: Peer,
+        request: draft_pb2.SessionRequest,
+        tensors: TensorReader,
+        inlet: RoundsInlet | None = None,
+    ) -> None:
         """Take a message of a session stream; also on the engine thread. `inlet`: for rounds that stay on the device, if there can be any.
 
         Raises:
@@ -115,7 +132,9 @@ class DraftProtocol:
             case "rows":
                 some = request.rows
                 rows = tensors.read(some.features, "rows.features", self.feature_size)
-                if self._only_enqueues and self._desk.peer is None:  # else this thread might come to wait for a state, which it brings
+                if (
+                    self._only_enqueues and self._desk.peer is None
+                ):  # else this thread might come to wait for a state, which it brings
                     loop.run_here(lambda: self._take_in(peer, some, rows))
                 else:
                     loop.submit(lambda: self._add_features(peer, some, rows))
@@ -135,12 +154,16 @@ class DraftProtocol:
                 inlet.soon()
             case "round_state" if isinstance(inlet, InlineRounds):
                 state = request.round_state
-                if inlet.finish(state):  # at once: the engine's thread may be waiting for the device, which waits for this
+                if inlet.finish(
+                    state
+                ):  # at once: the engine's thread may be waiting for the device, which waits for this
                     return
                 loop.run_here(lambda: self._start_round(peer, state, inlet))
             case "rounds_enter" if inlet is not None:
                 entering = request.rounds_enter
-                begin = loop.run_here if self._only_enqueues and self._desk.has_served(entering) else loop.submit
+                begin = (
+                    loop.run_here if self._only_enqueues and self._desk.has_served(entering) else loop.submit
+                )
                 begin(lambda: self._enter_rounds(peer, entering, inlet))
             case "rounds_prepare" if inlet is not None:
                 size = request.rounds_prepare
@@ -149,13 +172,19 @@ class DraftProtocol:
                 leaving = request.rounds_leave
                 loop.submit(lambda: self._leave_rounds(peer, leaving, inlet))
             case other:
-                raise ProtocolError(f"Unexpected message {other or 'without content'} on a session stream.", field="message")
+                raise ProtocolError(
+                    f"Unexpected message {other or 'without content'} on a session stream.", field="message"
+                )
 
     def take_bulk(self, request: draft_pb2.BulkRequest, tensors: TensorReader) -> draft_pb2.BulkReply:
         """Take rows of a prompt or a resync; not on the engine thread. The reply says how many are held now."""
         rows = tensors.read(request.features, "bulk.features", self.feature_size)
-        answer = self.loop.call(lambda: self._add_features(self.loop.peer_of(request.target_id), request, rows))
-        return draft_pb2.BulkReply(session_id=request.session_id, epoch=request.epoch, have_len=answer.have_len)
+        answer = self.loop.call(
+            lambda: self._add_features(self.loop.peer_of(request.target_id), request, rows)
+        )
+        return draft_pb2.BulkReply(
+            session_id=request.session_id, epoch=request.epoch, have_len=answer.have_len
+        )
 
     def lend(self, name: str, tensor: torch.Tensor) -> None:
         """Take a tensor that the head borrows; on the engine thread. With the last one the draft warms up, as it does at its start else.
@@ -175,7 +204,9 @@ class DraftProtocol:
         pages = strategy.pages()
         limits = sessions.limits
         return draft_pb2.GetInfoReply(
-            head=hello_ack(strategy.info, None, list(strategy.missing()), 0, limits.max_sessions, limits.max_shape),
+            head=hello_ack(
+                strategy.info, None, list(strategy.missing()), 0, limits.max_sessions, limits.max_shape
+            ),
             sessions=len(sessions),
             pages_total=pages.total,
             pages_free=pages.free,
@@ -233,16 +264,22 @@ class DraftProtocol:
 
     def _run_round(self, peer: Peer, message: draft_pb2.RoundsNext, inlet: RoundsInlet) -> None:
         """Enqueue a round, or make ready for it. Not always on the engine thread."""
-        self._answer_round(peer, message.rounds, message.number, inlet, lambda: self._desk.run(peer.id, message, inlet))
+        self._answer_round(
+            peer, message.rounds, message.number, inlet, lambda: self._desk.run(peer.id, message, inlet)
+        )
 
     def _start_round(self, peer: Peer, message: draft_pb2.RoundState, inlet: InlineRounds) -> None:
         """Enqueue a round whose state has come. Not always on the engine thread."""
         if inlet.finish(message):  # enqueued since this message came
             return
         inlet.arrived(message.state)
-        self._answer_round(peer, message.rounds, message.number, inlet, lambda: self._desk.go(peer.id, message, inlet))
+        self._answer_round(
+            peer, message.rounds, message.number, inlet, lambda: self._desk.go(peer.id, message, inlet)
+        )
 
-    def _answer_round(self, peer: Peer, rounds: int, number: int, inlet: RoundsInlet, run: Callable[[], bool]) -> None:
+    def _answer_round(
+        self, peer: Peer, rounds: int, number: int, inlet: RoundsInlet, run: Callable[[], bool]
+    ) -> None:
         """Run a round; one that cannot be is answered too, or the target would wait for it."""
         try:
             with self._on_device():

@@ -60,7 +60,11 @@ class RecordedExtend:
         if len(chunks) != 1:
             return False
         size = self._size_for(chunks[0].count)
-        return size is not None and self._graphs.replays(size) and self._at(size).rows.fits(chunks[0].start, chunks[0].count)
+        return (
+            size is not None
+            and self._graphs.replays(size)
+            and self._at(size).rows.fits(chunks[0].start, chunks[0].count)
+        )
 
     @torch.inference_mode()
     def run(self, chunk: RowChunk) -> None:
@@ -72,7 +76,9 @@ class RecordedExtend:
         # Where rows pair a token with the feature before it, the token is the one behind the row's position.
         inputs.rows.load(session.lease, session.tokens[chunk.start + ahead : chunk.stop + ahead], chunk.start)
         if session.row_source is RowSource.FEATURES:
-            inputs.features[size - chunk.count :].copy_(take_features([chunk], inputs.features.device, self._dtype))
+            inputs.features[size - chunk.count :].copy_(
+                take_features([chunk], inputs.features.device, self._dtype)
+            )
         states = self._graphs.run(size, lambda: self._pass(inputs))
         session.cached_rows += chunk.count
         session.last_state = states[-1].clone()

@@ -102,7 +102,9 @@ class TreeFrame:
     trees: list[SentTree]
 
 
-Reply = Opened | NeedResync | Rejected | Pong | TreeFrame | RoundsEntered | RoundsEnded | RoundTrees | RoundTaken
+Reply = (
+    Opened | NeedResync | Rejected | Pong | TreeFrame | RoundsEntered | RoundsEnded | RoundTrees | RoundTaken
+)
 
 
 def frames_of(proposals: Sequence[Proposal], draft_ms: float) -> dict[PeerId, list[TreeFrame]]:
@@ -113,7 +115,9 @@ def frames_of(proposals: Sequence[Proposal], draft_ms: float) -> dict[PeerId, li
         for b, asked in enumerate(proposal.asked):
             frame = frames.setdefault((asked.peer, asked.round), TreeFrame(asked.round, draft_ms, []))
             drafts = slice(1, counts[b])  # the root is not sent
-            frame.trees.append(SentTree(asked.fence, tokens[b][drafts], parents[b][drafts], logprobs[b][drafts]))
+            frame.trees.append(
+                SentTree(asked.fence, tokens[b][drafts], parents[b][drafts], logprobs[b][drafts])
+            )
     by_peer: dict[PeerId, list[TreeFrame]] = {}
     for (peer, _), frame in frames.items():
         by_peer.setdefault(peer, []).append(frame)
@@ -129,4 +133,9 @@ def _on_host(trees: DraftBatch) -> tuple[list[int], list[list[int]], list[list[i
         parts = list(torch.cat(parts, 1).cpu().split_with_sizes([part.shape[1] for part in parts], 1))
     num_nodes, tokens, parents, *logprobs = parts
     counts: list[int] = num_nodes[:, 0].tolist()
-    return counts, tokens.tolist(), parents.tolist(), logprobs[0].view(torch.float32).tolist() if logprobs else [[] for _ in counts]
+    return (
+        counts,
+        tokens.tolist(),
+        parents.tolist(),
+        logprobs[0].view(torch.float32).tolist() if logprobs else [[] for _ in counts],
+    )

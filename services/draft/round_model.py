@@ -19,7 +19,13 @@ from outrider.shared.nn.rope import Rotation
 class RoundPass(Protocol):
     """One pass over rows. Attention is planned before. The features of a level are the states of the level before."""
 
-    def __call__(self, tokens: torch.Tensor, features: torch.Tensor, source: torch.Tensor | None, ends: Ends | None = None) -> torch.Tensor:
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        features: torch.Tensor,
+        source: torch.Tensor | None,
+        ends: Ends | None = None,
+    ) -> torch.Tensor:
         """Return states ``[rows, hidden]`` of the rows that `ends` wants, or of all.
 
         Args:
@@ -44,7 +50,9 @@ class RoundModel(Protocol):
     device: torch.device
     lead: int
 
-    def passes(self, positions: torch.Tensor, widths: Sequence[int], attention: AttentionBackend, pool: KVPool) -> list[RoundPass]:
+    def passes(
+        self, positions: torch.Tensor, widths: Sequence[int], attention: AttentionBackend, pool: KVPool
+    ) -> list[RoundPass]:
         """Return a pass for each of `widths` rows in turn, at ``positions [sum(widths)] int32``."""
         ...
 
@@ -62,7 +70,13 @@ class _HeadPass:
     attention: AttentionBackend
     pool: KVPool
 
-    def __call__(self, tokens: torch.Tensor, features: torch.Tensor, source: torch.Tensor | None, ends: Ends | None = None) -> torch.Tensor:
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        features: torch.Tensor,
+        source: torch.Tensor | None,
+        ends: Ends | None = None,
+    ) -> torch.Tensor:
         return self.head.forward(tokens, features, self.rotation, self.attention, self.pool, source, ends)
 
 
@@ -75,7 +89,13 @@ class _DecoderPass:
     attention: AttentionBackend
     pool: KVPool
 
-    def __call__(self, tokens: torch.Tensor, features: torch.Tensor, source: torch.Tensor | None, ends: Ends | None = None) -> torch.Tensor:
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        features: torch.Tensor,
+        source: torch.Tensor | None,
+        ends: Ends | None = None,
+    ) -> torch.Tensor:
         states = self.decoder.forward(tokens, self.positions, self.attention, self.pool).hidden
         return states if ends is None else ends.of(states).contiguous()
 
@@ -90,10 +110,14 @@ class HeadRounds:
         self.vocabulary = head.vocabulary
         self.device = head.device
 
-    def passes(self, positions: torch.Tensor, widths: Sequence[int], attention: AttentionBackend, pool: KVPool) -> list[RoundPass]:
+    def passes(
+        self, positions: torch.Tensor, widths: Sequence[int], attention: AttentionBackend, pool: KVPool
+    ) -> list[RoundPass]:
         """See `RoundModel.passes`; the angles of all rows are computed at once."""
         cos, sin = (part.split_with_sizes(list(widths)) for part in self._head.rotation(positions))
-        return [_HeadPass(self._head, Rotation(*angles), attention, pool) for angles in zip(cos, sin, strict=True)]
+        return [
+            _HeadPass(self._head, Rotation(*angles), attention, pool) for angles in zip(cos, sin, strict=True)
+        ]
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """See `RoundModel.logits`."""
@@ -111,15 +135,22 @@ class DecoderRounds:
 
     lead = 1
 
-    def __init__(self, decoder: Decoder, vocabulary: DraftVocabulary, logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self, decoder: Decoder, vocabulary: DraftVocabulary, logits: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
         self._decoder = decoder
         self._logits = logits
         self.vocabulary = vocabulary
         self.device = decoder.device
 
-    def passes(self, positions: torch.Tensor, widths: Sequence[int], attention: AttentionBackend, pool: KVPool) -> list[RoundPass]:
+    def passes(
+        self, positions: torch.Tensor, widths: Sequence[int], attention: AttentionBackend, pool: KVPool
+    ) -> list[RoundPass]:
         """See `RoundModel.passes`."""
-        return [_DecoderPass(self._decoder, rows, attention, pool) for rows in positions.split_with_sizes(list(widths))]
+        return [
+            _DecoderPass(self._decoder, rows, attention, pool)
+            for rows in positions.split_with_sizes(list(widths))
+        ]
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """See `RoundModel.logits`."""

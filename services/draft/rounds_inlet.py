@@ -26,7 +26,9 @@ class RoundsInlet(Protocol):
         """
         ...
 
-    def take(self, message: draft_pb2.RoundsNext, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
+    def take(
+        self, message: draft_pb2.RoundsNext, blob: torch.Tensor, expected: torch.Tensor, limit_s: float
+    ) -> None:
         """Have the state of a round come into ``blob [n] uint8``, in stream order; ``expected [1] int32`` becomes its number."""
         ...
 

@@ -98,7 +98,9 @@ class PagedStrategy(ABC):
         """See `DraftStrategy.propose`."""
         shapes = [session.ask.shape.bounded() for session in sessions if session.ask is not None]
         states = [state for state in map(self._root_state, sessions) if state is not None]
-        assert len(shapes) == len(states) == len(sessions), "propose needs extended sessions that were asked for a tree"
+        assert len(shapes) == len(states) == len(sessions), (
+            "propose needs extended sessions that were asked for a tree"
+        )
         batch = GrowBatch(
             leases=[session.lease for session in sessions if session.lease is not None],
             stable_lens=[session.cached_rows for session in sessions],
@@ -145,11 +147,17 @@ class PagedStrategy(ABC):
         if all(session.temperature <= 0 for session in sessions):
             return None
         device = self._device
-        signed = [session.seed - 2 * SIGN_BIT if session.seed >= SIGN_BIT else session.seed for session in sessions]
+        signed = [
+            session.seed - 2 * SIGN_BIT if session.seed >= SIGN_BIT else session.seed for session in sessions
+        ]
         return Coupling(
-            temperature=torch.tensor([session.temperature for session in sessions], dtype=torch.float32).to(device),
+            temperature=torch.tensor([session.temperature for session in sessions], dtype=torch.float32).to(
+                device
+            ),
             seeds=torch.tensor(signed, dtype=torch.int64).to(device),
-            choices=torch.tensor([session.choice_index for session in sessions], dtype=torch.int32).to(device),
+            choices=torch.tensor([session.choice_index for session in sessions], dtype=torch.int32).to(
+                device
+            ),
         )
 
 
@@ -169,7 +177,14 @@ class HeadRunner(PagedStrategy):
         max_shape: Largest tree that will be asked for.
     """
 
-    def __init__(self, head: RecurrentHead, pool: KVPool, attention: AttentionBackend, model_id: str, max_shape: DraftShape) -> None:
+    def __init__(
+        self,
+        head: RecurrentHead,
+        pool: KVPool,
+        attention: AttentionBackend,
+        model_id: str,
+        max_shape: DraftShape,
+    ) -> None:
         info = StrategyInfo(
             algorithm=head.algorithm,
             model_id=model_id,
@@ -207,7 +222,10 @@ class HeadRunner(PagedStrategy):
             return
         head = self._head
         # The row at position t pairs the feature of t with token t + 1.
-        tokens = [np.array(chunk.session.tokens[chunk.start + 1 : chunk.stop + 1], dtype=np.int32) for chunk in chunks]
+        tokens = [
+            np.array(chunk.session.tokens[chunk.start + 1 : chunk.stop + 1], dtype=np.int32)
+            for chunk in chunks
+        ]
         positions = [np.arange(chunk.start, chunk.stop, dtype=np.int32) for chunk in chunks]
         features = take_features(chunks, head.device, head.dtype)
         host = upload(np.stack([np.concatenate(tokens), np.concatenate(positions)]), torch.int32, head.device)
@@ -215,9 +233,15 @@ class HeadRunner(PagedStrategy):
         batch = build_batch(self._pool, leases_of(chunks), starts, counts)
         ends = ONLY_KEYS  # where rows are kept, the last of them gives the state that a tree grows from
         if not keep:
-            order = upload([*range(len(chunks) + 1), *(stop - 1 for stop in accumulate(counts))], torch.int64, head.device)
+            order = upload(
+                [*range(len(chunks) + 1), *(stop - 1 for stop in accumulate(counts))],
+                torch.int64,
+                head.device,
+            )
             firsts, lasts = order.split_with_sizes([len(chunks) + 1, len(chunks)])
             ends = Ends(replace(batch, query_start=firsts.to(torch.int32), max_query_len=1), lasts)
         self._attention.plan(batch)
-        states = head.forward(host[0], features, head.rotation(host[1]), self._attention, self._pool, None, ends)
+        states = head.forward(
+            host[0], features, head.rotation(host[1]), self._attention, self._pool, None, ends
+        )
         finish_chunks(chunks, [None] * len(chunks) if keep else states.unbind(0))

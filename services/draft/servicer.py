@@ -101,7 +101,9 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         peer, ack = self._protocol.welcome(first.hello, outlet)
         yield draft_pb2.SessionReply(hello=ack)
         inlet = InlineRounds(peer, StreamRelay.try_make(Side.DRAFT, self._protocol.device))
-        stream = ServerStream(context, lambda message: self._take(peer, message, inlet), endings.put, MAX_UNSENT, self._vigil)
+        stream = ServerStream(
+            context, lambda message: self._take(peer, message, inlet), endings.put, MAX_UNSENT, self._vigil
+        )
         outlet.open(stream)
         stream.start()
         try:
@@ -114,27 +116,37 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             outlet.close()
             self._protocol.leave(peer)
 
-    def Bulk(self, request_iterator: Iterator[draft_pb2.BulkRequest], context: grpc.ServicerContext) -> Iterator[draft_pb2.BulkReply]:
+    def Bulk(
+        self, request_iterator: Iterator[draft_pb2.BulkRequest], context: grpc.ServicerContext
+    ) -> Iterator[draft_pb2.BulkReply]:
         """Take in feature rows of prompts and resyncs; each chunk is answered with how many rows are held now."""
         for request in _until_gone(request_iterator):
             if len(request.features.inline) > MAX_BULK_BYTES:
                 raise ProtocolError("A bulk chunk must not exceed 1 MiB of rows.", field="features")
             yield self._protocol.take_bulk(request, self._tensors)
 
-    def GetInfo(self, request: draft_pb2.GetInfoRequest, context: grpc.ServicerContext) -> draft_pb2.GetInfoReply:
+    def GetInfo(
+        self, request: draft_pb2.GetInfoRequest, context: grpc.ServicerContext
+    ) -> draft_pb2.GetInfoReply:
         """Describe the head, the pool and the metrics."""
         return self._loop.call(self._protocol.info)
 
-    def GetTensor(self, request: draft_pb2.GetTensorRequest, context: grpc.ServicerContext) -> Iterator[draft_pb2.GetTensorReply]:
+    def GetTensor(
+        self, request: draft_pb2.GetTensorRequest, context: grpc.ServicerContext
+    ) -> Iterator[draft_pb2.GetTensorReply]:
         """Stream one of the tensors that the target applies."""
         tensors = self._engine.strategy.feature_spec(None).projector
         tensor = tensors.get(request.name)
         if tensor is None:
-            raise ProtocolError(f"{request.name!r} is not served; known: {', '.join(tensors) or 'none'}.", field="name")
+            raise ProtocolError(
+                f"{request.name!r} is not served; known: {', '.join(tensors) or 'none'}.", field="name"
+            )
         for chunk in split_tensor(request.name, tensor):
             yield draft_pb2.GetTensorReply(chunk=chunk)
 
-    def PutTensor(self, request_iterator: Iterator[draft_pb2.PutTensorRequest], context: grpc.ServicerContext) -> draft_pb2.PutTensorReply:
+    def PutTensor(
+        self, request_iterator: Iterator[draft_pb2.PutTensorRequest], context: grpc.ServicerContext
+    ) -> draft_pb2.PutTensorReply:
         """Take tensors of the target that the head borrows."""
         wanted = self._loop.call(self._engine.strategy.missing)
         limit = max((torch.Size(shape).numel() for shape in wanted.values()), default=0) * MAX_FP32_BYTES

@@ -130,5 +130,9 @@ class Session:
     @property
     def extendable_rows(self) -> int:
         """Rows whose inputs are all here and that are not in the strategy's KV yet."""
-        known = min(self.features.contiguous, self.num_rows) if self.row_source is RowSource.FEATURES else self.num_rows
+        known = (
+            min(self.features.contiguous, self.num_rows)
+            if self.row_source is RowSource.FEATURES
+            else self.num_rows
+        )
         return known - self.cached_rows

@@ -105,9 +105,15 @@ class SessionTable:
             return self._reject(known, Reason.PREFIX_MISMATCH)
         if known is not None and fence.epoch == known.epoch:
             same = known.tokens[: len(tokens)] == list(tokens)
-            return Answer(Verdict.DROPPED, Reason.DUPLICATE) if same else self._resync(known, Reason.PREFIX_MISMATCH)
+            return (
+                Answer(Verdict.DROPPED, Reason.DUPLICATE)
+                if same
+                else self._resync(known, Reason.PREFIX_MISMATCH)
+            )
         if known is None and not self._make_room(now):
-            return Answer(Verdict.REJECTED, Reason.FULL, retry_after_ms=max(1, int(self.limits.evict_idle_s * 1000)))
+            return Answer(
+                Verdict.REJECTED, Reason.FULL, retry_after_ms=max(1, int(self.limits.evict_idle_s * 1000))
+            )
         session = Session(
             peer,
             fence.session_id,
@@ -130,7 +136,9 @@ class SessionTable:
                 return answer
         return Answer(Verdict.ACCEPTED, have_len=session.features.contiguous)
 
-    def add_features(self, peer: PeerId, session_id: int, epoch: int, base: int, rows: torch.Tensor, now: float) -> Answer:
+    def add_features(
+        self, peer: PeerId, session_id: int, epoch: int, base: int, rows: torch.Tensor, now: float
+    ) -> Answer:
         """Take in feature rows of positions ``[base, base + n)`` from the bulk stream, which keeps its order within a session.
 
         Rows may overtake the Open that they follow, since that travels on another stream; they are kept for it a while.
@@ -142,7 +150,11 @@ class SessionTable:
         if epoch < session.epoch:
             return Answer(Verdict.DROPPED, Reason.STALE_EPOCH)
         session.last_used_s = now
-        if rows.dim() != 2 or rows.shape[1] != self.limits.feature_size or base + rows.shape[0] > self.limits.max_len:
+        if (
+            rows.dim() != 2
+            or rows.shape[1] != self.limits.feature_size
+            or base + rows.shape[0] > self.limits.max_len
+        ):
             return self._resync(session, Reason.MALFORMED)
         if base > session.features.contiguous or not session.features.add(base, rows):
             return self._resync(session, Reason.FEATURE_GAP)
@@ -173,7 +185,11 @@ class SessionTable:
             return self._resync(session, Reason.PREFIX_MISMATCH)
         session.tokens.extend(fresh)
         session.prefix_hash = prefix_hash
-        if commit.features is not None and commit.features.shape[0] and not session.features.add(commit.base_len - 1, commit.features):
+        if (
+            commit.features is not None
+            and commit.features.shape[0]
+            and not session.features.add(commit.base_len - 1, commit.features)
+        ):
             return self._resync(session, Reason.FEATURE_GAP)
         if ask is not None and not self.allows(ask.shape):
             session.ask = None
@@ -183,7 +199,11 @@ class SessionTable:
 
     def cancel(self, peer: PeerId, round_number: int) -> int:
         """Forget what was asked in a round; returns how many asks that were."""
-        cancelled = [session for session in self if session.peer == peer and session.ask and session.ask.round == round_number]
+        cancelled = [
+            session
+            for session in self
+            if session.peer == peer and session.ask and session.ask.round == round_number
+        ]
         for session in cancelled:
             session.ask = None
         return len(cancelled)
@@ -208,7 +228,9 @@ class SessionTable:
     def expire(self, now: float) -> list[Session]:
         """Forget the sessions of peers that were silent for `lease_s`, and return them."""
         self._early.expire(now)
-        silent = {peer for peer, heard_s in self._last_heard_s.items() if now - heard_s >= self.limits.lease_s}
+        silent = {
+            peer for peer, heard_s in self._last_heard_s.items() if now - heard_s >= self.limits.lease_s
+        }
         expired = [session for session in self if session.peer in silent]
         for session in expired:
             self._forget(session)
@@ -256,7 +278,11 @@ class SessionTable:
     def allows(self, shape: DraftShape) -> bool:
         """Whether trees may be as large."""
         most = self.limits.max_shape
-        return 1 <= shape.max_nodes <= most.max_nodes and 0 <= shape.depth <= most.depth and 1 <= shape.topk <= most.topk
+        return (
+            1 <= shape.max_nodes <= most.max_nodes
+            and 0 <= shape.depth <= most.depth
+            and 1 <= shape.topk <= most.topk
+        )
 
     def _valid(self, tokens: Sequence[int]) -> bool:
         vocab_size = self.limits.vocab_size
@@ -267,14 +293,22 @@ class SessionTable:
         fence = commit.fence
         if commit.base_len > session.committed_len:
             return Reason.GAP
-        if commit.base_len < 1 or len(commit.token_ids) != fence.committed_len - commit.base_len or not self._valid(commit.token_ids):
+        if (
+            commit.base_len < 1
+            or len(commit.token_ids) != fence.committed_len - commit.base_len
+            or not self._valid(commit.token_ids)
+        ):
             return Reason.MALFORMED
         if fence.committed_len > self.limits.max_len:
             return Reason.TOO_LONG
         rows = commit.features
         if rows is None or not rows.shape[0]:
             return Reason.NONE
-        fits = rows.dim() == 2 and rows.shape[1] == self.limits.feature_size and rows.shape[0] == len(commit.token_ids)
+        fits = (
+            rows.dim() == 2
+            and rows.shape[1] == self.limits.feature_size
+            and rows.shape[0] == len(commit.token_ids)
+        )
         return Reason.NONE if fits else Reason.MALFORMED
 
     def _make_room(self, now: float) -> bool:
@@ -284,7 +318,11 @@ class SessionTable:
         """Refuse an opening; what was followed under that id is gone too, since the target gave it up."""
         if known is not None:
             self._forget(known)
-        return Answer(Verdict.REJECTED, reason, retry_after_ms=NEVER_MS if reason is Reason.TOO_LONG else REFUSED_RETRY_MS)
+        return Answer(
+            Verdict.REJECTED,
+            reason,
+            retry_after_ms=NEVER_MS if reason is Reason.TOO_LONG else REFUSED_RETRY_MS,
+        )
 
     def _resync(self, session: Session, reason: Reason) -> Answer:
         self._forget(session)

@@ -40,48 +40,80 @@ class DraftSettings(ServiceSettings):
     model_config = settings_config("draft")
 
     listen: str = Field(
-        "127.0.0.1:7002", description="Address of the service: host:port, unix:/path, or ipc:///path for a target of this host."
+        "127.0.0.1:7002",
+        description="Address of the service: host:port, unix:/path, or ipc:///path for a target of this host.",
     )
-    insecure: bool = Field(False, description="Listen on addresses that other hosts reach, without authentication.")
-    draft: Path | None = Field(None, description="Folder of the draft head or draft model; none for n-grams or the target's MTP layers.")
+    insecure: bool = Field(
+        False, description="Listen on addresses that other hosts reach, without authentication."
+    )
+    draft: Path | None = Field(
+        None,
+        description="Folder of the draft head or draft model; none for n-grams or the target's MTP layers.",
+    )
     target_weights: Path | None = Field(
         None, description="Target's folder: borrowed tensors, MTP layers and the tokenizer are read from it."
     )
     speculative_algorithm: Algorithm = Field(
-        Algorithm.AUTO, description="EAGLE, EAGLE3, MTP (or NEXTN), STANDALONE, NGRAM, NONE, or auto: what the checkpoint shows."
+        Algorithm.AUTO,
+        description="EAGLE, EAGLE3, MTP (or NEXTN), STANDALONE, NGRAM, NONE, or auto: what the checkpoint shows.",
     )
     speculative_token_map: Path | None = Field(
-        None, description="FR-Spec: the frequent tokens to draft, .pt, .safetensors or .json of ids; for heads with a full vocabulary."
+        None,
+        description="FR-Spec: the frequent tokens to draft, .pt, .safetensors or .json of ids; for heads with a full vocabulary.",
     )
     ngram_min_match: int = Field(1, ge=1, description="NGRAM: tokens of context that must agree.")
     ngram_max_match: int = Field(12, ge=1, description="NGRAM: tokens of context that can at most count.")
-    ngram_corpus: Path | None = Field(None, description="NGRAM: further texts, .json or .jsonl of token ids or texts, or a text a line.")
-    device: str = Field("auto", pattern="^(auto|cpu|cuda(:[0-9]+)?)$", description="auto, cpu, cuda or cuda:N.")
+    ngram_corpus: Path | None = Field(
+        None, description="NGRAM: further texts, .json or .jsonl of token ids or texts, or a text a line."
+    )
+    device: str = Field(
+        "auto", pattern="^(auto|cpu|cuda(:[0-9]+)?)$", description="auto, cpu, cuda or cuda:N."
+    )
     dtype: Dtype = Field(Dtype.AUTO, description="auto, float32, bfloat16 or float16.")
     attention_backend: AttentionKind = Field(AttentionKind.AUTO, description="auto, reference or triton.")
-    disable_tile_trial: bool = Field(False, description="Try no tiles of products at start, and use none of earlier trials.")
+    disable_tile_trial: bool = Field(
+        False, description="Try no tiles of products at start, and use none of earlier trials."
+    )
     max_sessions: int = Field(64, ge=1, description="Sequences that are followed at once.")
     max_steps: int = Field(16, ge=1, description="Deepest tree that a target may ask for.")
     max_topk: int = Field(16, ge=1, description="Widest branching that a target may ask for.")
     max_nodes: int = Field(128, ge=1, description="Largest tree that a target may ask for.")
-    num_steps: int = Field(5, ge=1, description="Depth of the trees that are recorded at start: the target's own default.")
+    num_steps: int = Field(
+        5, ge=1, description="Depth of the trees that are recorded at start: the target's own default."
+    )
     topk: int = Field(4, ge=1, description="Branching of these trees.")
     num_draft_tokens: int = Field(16, ge=1, description="Nodes of these trees, the root included.")
-    cuda_graph_max_bs: int = Field(64, ge=1, description="Largest batch that CUDA graphs are recorded for; larger ones run without.")
-    disable_cuda_graph: bool = Field(False, description="Record no CUDA graphs; every round is launched kernel by kernel.")
+    cuda_graph_max_bs: int = Field(
+        64, ge=1, description="Largest batch that CUDA graphs are recorded for; larger ones run without."
+    )
+    disable_cuda_graph: bool = Field(
+        False, description="Record no CUDA graphs; every round is launched kernel by kernel."
+    )
     page_size: int = Field(16, ge=1, le=1024, description="Tokens per page of the draft's KV cache.")
-    kv_tokens: int | None = Field(None, ge=1, description="Size of the draft's KV cache in tokens; by default what the memory allows.")
+    kv_tokens: int | None = Field(
+        None, ge=1, description="Size of the draft's KV cache in tokens; by default what the memory allows."
+    )
     mem_fraction_static: float | None = Field(
         None,
         gt=0,
         lt=1,
         description="Share of the GPU's memory for weights and KV cache; by default the cache gets a tenth of what is free.",
     )
-    threads: int | None = Field(None, ge=1, description="CPU threads of the draft; by default 1 for a small one, else torch's own choice.")
+    threads: int | None = Field(
+        None,
+        ge=1,
+        description="CPU threads of the draft; by default 1 for a small one, else torch's own choice.",
+    )
     lease_s: float = Field(10.0, gt=0, description="A target that is silent for so long loses its sessions.")
-    evict_idle_s: float = Field(1.0, ge=0, description="A session that was idle for so long may make room for another.")
-    drain_grace_s: float = Field(2.0, ge=0, description="On SIGTERM: time that the step in hand gets to finish.")
-    log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
+    evict_idle_s: float = Field(
+        1.0, ge=0, description="A session that was idle for so long may make room for another."
+    )
+    drain_grace_s: float = Field(
+        2.0, ge=0, description="On SIGTERM: time that the step in hand gets to finish."
+    )
+    log_level: str = Field(
+        "info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error."
+    )
     log_json: bool = Field(False, description="One JSON object per log line.")
 
     def check(self) -> None:
@@ -99,7 +131,8 @@ class DraftSettings(ServiceSettings):
             )
         if self.ngram_min_match > self.ngram_max_match:
             raise ConfigurationError(
-                f"ngram_min_match = {self.ngram_min_match} is above ngram_max_match = {self.ngram_max_match}.", field="ngram_min_match"
+                f"ngram_min_match = {self.ngram_min_match} is above ngram_max_match = {self.ngram_max_match}.",
+                field="ngram_min_match",
             )
         if self.attention_backend is AttentionKind.FLASHINFER:
             raise ConfigurationError(
@@ -112,13 +145,17 @@ class DraftSettings(ServiceSettings):
                 field="mem_fraction_static",
             )
         if self.device.startswith("cuda") and not torch.cuda.is_available():
-            raise ConfigurationError("device: cuda was asked for and torch sees no GPU here; use --device cpu.", field="device")
+            raise ConfigurationError(
+                "device: cuda was asked for and torch sees no GPU here; use --device cpu.", field="device"
+            )
 
     def sized(self, kv_tokens: int) -> DraftSettings:
         """Return the settings with a cache of so many tokens (and at least one largest tree), unless they name its size."""
         if self.kv_tokens is not None:
             return self
-        return self.model_copy(update={"kv_tokens": max(kv_tokens, self.max_topk * self.max_steps + self.page_size)})
+        return self.model_copy(
+            update={"kv_tokens": max(kv_tokens, self.max_topk * self.max_steps + self.page_size)}
+        )
 
     def max_shape(self) -> DraftShape:
         """Return the largest tree that may be asked for."""
@@ -159,7 +196,11 @@ def plan_pages(settings: DraftSettings, bytes_per_token: int, gpu_memory: tuple[
     else:
         free, total = gpu_memory
         share = settings.mem_fraction_static
-        budget = int(free * FREE_SHARE) if share is None else max(0, min(free, int(total * share) - (total - free)))
+        budget = (
+            int(free * FREE_SHARE)
+            if share is None
+            else max(0, min(free, int(total * share) - (total - free)))
+        )
         tokens = min(settings.max_sessions * SESSION_TOKENS, budget // bytes_per_token)
     tokens = settings.kv_tokens or tokens
     pages = -(-tokens // settings.page_size)

@@ -49,9 +49,14 @@ class DraftVocabulary:
                 field="d2t",
             )
         if len(set(ids.tolist())) != ids.shape[0]:
-            raise CheckpointError("d2t maps two draft ids to one target id; it must hold offsets (target id - draft id).", field="d2t")
+            raise CheckpointError(
+                "d2t maps two draft ids to one target id; it must hold offsets (target id - draft id).",
+                field="d2t",
+            )
         if t2d is not None and (int(t2d.sum()) != ids.shape[0] or not bool(t2d[ids].all())):
-            raise CheckpointError("t2d names other tokens than d2t; export both from the same vocabulary.", field="t2d")
+            raise CheckpointError(
+                "t2d names other tokens than d2t; export both from the same vocabulary.", field="t2d"
+            )
         return cls(ids.shape[0], target_size, offsets)
 
     @classmethod
@@ -79,7 +84,11 @@ class DraftVocabulary:
     @classmethod
     def in_order(cls, token_ids: torch.Tensor, target_size: int) -> DraftVocabulary:
         """Return the vocabulary of a head whose lm_head has a row for each of ``token_ids [size]``, distinct target ids, in that order."""
-        return cls(token_ids.shape[0], target_size, token_ids - torch.arange(token_ids.shape[0], device=token_ids.device))
+        return cls(
+            token_ids.shape[0],
+            target_size,
+            token_ids - torch.arange(token_ids.shape[0], device=token_ids.device),
+        )
 
     def target_ids(self, device: torch.device) -> torch.Tensor:
         """Return the target id of every draft id, ``[size] int64``."""

@@ -35,7 +35,12 @@ MOST_TOKENS = 256
 
 
 def warm_up(
-    engine: DraftEngine, device: torch.device, *, record: bool = True, tiles: bool = True, tiles_s: float = BESIDE_BUDGET_S
+    engine: DraftEngine,
+    device: torch.device,
+    *,
+    record: bool = True,
+    tiles: bool = True,
+    tiles_s: float = BESIDE_BUDGET_S,
 ) -> None:
     """Follow made-up sequences and grow trees of the default shapes, greedy and with noise; on a GPU in batches of several sizes.
 
@@ -62,7 +67,12 @@ def warm_up(
     if rounds is not None and rounds.graphs.cache.keys:
         cache = rounds.graphs.cache
         mib = round(cache.memory_bytes / 2**20)
-        _log.info("CUDA graphs recorded", graphs=len(cache.keys), memory_mib=mib, seconds=round(time.monotonic() - started, 1))
+        _log.info(
+            "CUDA graphs recorded",
+            graphs=len(cache.keys),
+            memory_mib=mib,
+            seconds=round(time.monotonic() - started, 1),
+        )
 
 
 def _works(engine: DraftEngine, device: torch.device, record: bool) -> Iterator[Work]:
@@ -106,11 +116,15 @@ def _follow(engine: DraftEngine, sessions: int, temperature: float, length: int 
     info = engine.strategy.info
     length = max(PROMPT_LEN, min(length, info.max_len // 2))
     tokens = [index % min(PERIOD, info.vocab_size) for index in range(length)]
-    fences = [Fence(session, 1, len(tokens), extend_prefix_hash(FNV_OFFSET, tokens)) for session in range(sessions)]
+    fences = [
+        Fence(session, 1, len(tokens), extend_prefix_hash(FNV_OFFSET, tokens)) for session in range(sessions)
+    ]
     for fence in fences:
         engine.open(WARM_UP_PEER, SequenceOpen(fence, tokens, seed=0, temperature=temperature))
         if info.feature_size:
-            engine.add_features(WARM_UP_PEER, fence.session_id, 1, 0, torch.ones(length - 1, info.feature_size))
+            engine.add_features(
+                WARM_UP_PEER, fence.session_id, 1, 0, torch.ones(length - 1, info.feature_size)
+            )
     for fitting in usual_shapes(engine):
         for fence in fences:
             engine.commit(WARM_UP_PEER, Commit(fence, len(tokens), (), None), Ask(0, fitting, asked_s=0.0))

@@ -38,7 +38,9 @@ class Admission:
         return Slot(self, sequences)
 
     def _overloaded(self, why: str) -> OverloadedError:
-        return OverloadedError(f"The server is overloaded: {why}. Retry later.", retry_after_s=self.retry_after_s())
+        return OverloadedError(
+            f"The server is overloaded: {why}. Retry later.", retry_after_s=self.retry_after_s()
+        )
 
     def retry_after_s(self) -> float:
         """Return when to come back: the time in which half of the queue drains at the measured rate, in whole seconds."""
@@ -48,7 +50,9 @@ class Admission:
     def _enter_tokens(self, tokens: int) -> None:
         # One prompt that alone exceeds the limit is let in when nothing else waits: it could never run otherwise.
         if self.waiting_tokens and self.waiting_tokens + tokens > self._max_prompt_tokens:
-            raise self._overloaded(f"{self.waiting_tokens} prompt tokens wait already (limit {self._max_prompt_tokens})")
+            raise self._overloaded(
+                f"{self.waiting_tokens} prompt tokens wait already (limit {self._max_prompt_tokens})"
+            )
         self.waiting_tokens += tokens
 
     def _leave(self, sequences: int, tokens: int, served: bool) -> None:
@@ -60,7 +64,9 @@ class Admission:
         if self._last_departure is not None:
             interval = now - self._last_departure
             previous = self._drain_interval_s
-            self._drain_interval_s = interval if previous is None else previous + DRAIN_ALPHA * (interval - previous)
+            self._drain_interval_s = (
+                interval if previous is None else previous + DRAIN_ALPHA * (interval - previous)
+            )
         # Only intervals between departures from one queue tell how fast it drains.
         self._last_departure = now if self.waiting else None
 
@@ -95,7 +101,9 @@ class Slot:
     def __enter__(self) -> Slot:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._admission._leave(self._waiting, sum(self._tokens.values()), served=False)
         self._admission.active -= self._sequences
         self._tokens.clear()

@@ -35,7 +35,12 @@ _log = get_logger("outrider.gateway")
 
 def create_app(core: GatewayCore) -> FastAPI:
     """Return the REST application over `core`."""
-    app = FastAPI(title="Outrider", description="Serves large language models with speculative decoding.", docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="Outrider",
+        description="Serves large language models with speculative decoding.",
+        docs_url=None,
+        redoc_url=None,
+    )
     app.state.core = core
     for module in (chat, completions, native, models, ops):
         app.include_router(module.router)
@@ -127,7 +132,9 @@ class GatewayServer:
             if self._grpc:
                 await self._grpc.set_serving(True)
             if not announced:
-                _log.info("ready", url=f"http://{self._settings.host}:{self.port}", grpc_port=self.grpc_port or None)
+                _log.info(
+                    "ready", url=f"http://{self._settings.host}:{self.port}", grpc_port=self.grpc_port or None
+                )
                 announced = True
             await self.core.client.readiness.wait_for(False)
             if self._grpc:
@@ -184,7 +191,9 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise ConfigurationError(f"Cannot listen on {host}:{port}: {error.strerror}. Choose another --port.", field="port") from None
+        raise ConfigurationError(
+            f"Cannot listen on {host}:{port}: {error.strerror}. Choose another --port.", field="port"
+        ) from None
     return listener
 
 

@@ -73,7 +73,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         # (Jinja hands out str.format wrapped.)
         method = getattr(__obj, "__wrapped__", __obj)
         if isinstance(text := getattr(method, "__self__", None), str):
-            if any(isinstance(argument, int) and argument > MAX_FIELD_CHARS for argument in (*args, *kwargs.values())):
+            if any(
+                isinstance(argument, int) and argument > MAX_FIELD_CHARS
+                for argument in (*args, *kwargs.values())
+            ):
                 raise SecurityError("a text is padded too far")
             if method.__name__ in ("format", "format_map") and _WIDE_FIELD.search(text):
                 raise SecurityError("a format is too wide")
@@ -91,15 +94,21 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 class ChatTemplate:
     """A compiled template. Rendering is synchronous; call it on a worker thread."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime] = datetime.now) -> None:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime] = datetime.now
+    ) -> None:
         """Compile `source`.
 
         Raises:
             CheckpointError: it is too long or not valid Jinja.
         """
         if len(source) > MAX_TEMPLATE_CHARS:
-            raise CheckpointError(f"The chat template has more than {MAX_TEMPLATE_CHARS} characters.", field="chat_template")
-        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
+            raise CheckpointError(
+                f"The chat template has more than {MAX_TEMPLATE_CHARS} characters.", field="chat_template"
+            )
+        environment = _Sandbox(
+            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
+        )
         for name in UNBOUNDED_FILTERS:
             del environment.filters[name]
         environment.filters["tojson"] = _to_json
@@ -109,10 +118,17 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
-            raise CheckpointError(f"The chat template is not valid: {error}.", field="chat_template") from None
+            raise CheckpointError(
+                f"The chat template is not valid: {error}.", field="chat_template"
+            ) from None
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        add_generation_prompt: bool = True,
+    ) -> str:
         """Return the prompt's text.
 
         Args:
@@ -127,16 +143,30 @@ class ChatTemplate:
         token = _deadline.set(time.monotonic() + MAX_RENDER_S)
         pieces, length = [], 0
         try:
-            for piece in self._template.generate(messages=list(messages), add_generation_prompt=add_generation_prompt, **variables):
+            for piece in self._template.generate(
+                messages=list(messages), add_generation_prompt=add_generation_prompt, **variables
+            ):
                 _check_time()
                 length += len(piece)
                 if length > MAX_OUTPUT_CHARS:
                     raise SecurityError(f"its output is longer than {MAX_OUTPUT_CHARS} characters")
                 pieces.append(piece)
         except TemplateRefusal as error:
-            raise InvalidRequestError(f"The model's chat template refuses these messages: {error}.", field="messages") from None
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
-            raise InvalidRequestError(f"The model's chat template fails on these messages: {error}.", field="messages") from None
+            raise InvalidRequestError(
+                f"The model's chat template refuses these messages: {error}.", field="messages"
+            ) from None
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            LookupError,
+            AttributeError,
+            RecursionError,
+        ) as error:
+            raise InvalidRequestError(
+                f"The model's chat template fails on these messages: {error}.", field="messages"
+            ) from None
         finally:
             _deadline.reset(token)
         return "".join(pieces)
@@ -162,11 +192,19 @@ def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = 
     return do_indent(text, width, first, blank)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
     # Jinja's own tojson escapes for HTML, which changes prompts.
     if isinstance(indent, int) and indent > MAX_INDENT:
         raise SecurityError("a text is indented too far")
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _refuse(message: object) -> None:

@@ -165,7 +165,10 @@ def round_to_proto(one: RoundTrace) -> common_pb2.RoundTrace:
     return common_pb2.RoundTrace(
         round=one.round,
         base_len=one.base_len,
-        nodes=[common_pb2.TraceNode(token=node.token, parent=node.parent, depth=node.depth, logprob=node.logprob) for node in one.nodes],
+        nodes=[
+            common_pb2.TraceNode(token=node.token, parent=node.parent, depth=node.depth, logprob=node.logprob)
+            for node in one.nodes
+        ],
         accepted=one.accepted,
         emitted=one.emitted,
         draft_ms=one.draft_ms,

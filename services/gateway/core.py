@@ -49,8 +49,12 @@ class GatewayCore:
         self.settings = settings
         self.codec = TextCodec.load(settings.tokenizer) if settings.tokenizer else None
         self.metrics = GatewayMetrics()
-        self.admission = Admission(settings.max_queued_requests, settings.max_queued_prompt_tokens, time.monotonic)
-        self.client = TargetClient(settings.target, ReaderLimits(settings.slow_reader_bytes, settings.slow_reader_timeout_s))
+        self.admission = Admission(
+            settings.max_queued_requests, settings.max_queued_prompt_tokens, time.monotonic
+        )
+        self.client = TargetClient(
+            settings.target, ReaderLimits(settings.slow_reader_bytes, settings.slow_reader_timeout_s)
+        )
         self.builder = RequestBuilder(settings)
         self.started_at = int(time.time())
         self.draining = False
@@ -80,9 +84,7 @@ class GatewayCore:
             InvalidRequestError: this server runs on token ids only; says what to send instead.
         """
         if self.codec is None:
-            message = (
-                f"{field} needs text, and this server runs without a tokenizer: send token ids, or start the gateway with --tokenizer DIR."
-            )
+            message = f"{field} needs text, and this server runs without a tokenizer: send token ids, or start the gateway with --tokenizer DIR."
             raise InvalidRequestError(message, field=field, reason="no_tokenizer")
         return self.codec
 
@@ -132,5 +134,7 @@ class GatewayCore:
     @staticmethod
     def _draining() -> UnavailableError:
         return UnavailableError(
-            "The server is shutting down; send the request elsewhere or retry.", reason="draining", retry_after_s=DRAIN_RETRY_S
+            "The server is shutting down; send the request elsewhere or retry.",
+            reason="draining",
+            retry_after_s=DRAIN_RETRY_S,
         )

@@ -81,7 +81,9 @@ class TextAssembler:
     A token is released with the last of its text, never before. Without a tokenizer the chunks carry ids and no text.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, rules: StopRules, silent_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, rules: StopRules, silent_token_ids: frozenset[int]
+    ) -> None:
         """`silent_token_ids` end the sequence and have no text (EOS, stop tokens), whatever the tokenizer says of them."""
         self._decoder = IncrementalDecoder(tokenizer, rules.skip_special_tokens) if tokenizer else None
         self._matcher = StopMatcher(rules.strings, rules.include_stop_string)

@@ -44,7 +44,14 @@ class JsonResponse(Response):
 
 def error_body(error: OutriderError) -> dict[str, Any]:
     """Return the body of an error reply."""
-    return {"error": {"message": error.message, "type": TYPE_OF_CODE[error.code], "param": error.field, "code": error.reason}}
+    return {
+        "error": {
+            "message": error.message,
+            "type": TYPE_OF_CODE[error.code],
+            "param": error.field,
+            "code": error.reason,
+        }
+    }
 
 
 def error_response(error: OutriderError) -> JsonResponse:
@@ -94,7 +101,11 @@ def explain_validation(problems: Sequence[Mapping[str, Any]]) -> InvalidRequestE
         return InvalidRequestError(f"Unknown field: {field}.", field=field, reason="unknown_field")
     if first["type"] == "missing":
         return InvalidRequestError(f"Missing field: {field}.", field=field, reason="missing_field")
-    messages = dict.fromkeys(str(problem["msg"]).removeprefix("Value error, ") for problem in problems if _field_of(problem) == field)
+    messages = dict.fromkeys(
+        str(problem["msg"]).removeprefix("Value error, ")
+        for problem in problems
+        if _field_of(problem) == field
+    )
     if not field:
         return InvalidRequestError("The body must be a JSON object.", reason="malformed_json")
     return InvalidRequestError(f"{field}: {'; or: '.join(messages)}.", field=field)
@@ -112,8 +123,19 @@ def _field_of(problem: Mapping[str, Any]) -> str:
 def _http_error(error: HTTPException) -> Response:
     """Routing errors of the framework: unknown path, wrong method, a body that is not text."""
     if error.status_code == 404:
-        return error_response(OutriderError("There is no such path.", code=ErrorCode.NOT_FOUND, reason="not_found"))
+        return error_response(
+            OutriderError("There is no such path.", code=ErrorCode.NOT_FOUND, reason="not_found")
+        )
     if error.status_code == 400:
-        return error_response(InvalidRequestError("The body cannot be read as JSON.", reason="malformed_json"))
-    body = {"error": {"message": f"{error.detail}.", "type": "invalid_request_error", "param": None, "code": "method_not_allowed"}}
+        return error_response(
+            InvalidRequestError("The body cannot be read as JSON.", reason="malformed_json")
+        )
+    body = {
+        "error": {
+            "message": f"{error.detail}.",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": "method_not_allowed",
+        }
+    }
     return JsonResponse(body, error.status_code, dict(error.headers or {}))

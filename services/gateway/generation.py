@@ -41,7 +41,9 @@ class Generator:
         self._tokenizer = tokenizer
         self._metrics = metrics
 
-    async def run(self, requests: Sequence[GenerationRequest], slot: Slot) -> AsyncGenerator[ChoiceEvent, None]:
+    async def run(
+        self, requests: Sequence[GenerationRequest], slot: Slot
+    ) -> AsyncGenerator[ChoiceEvent, None]:
         """Run all sequences of one request at once and yield their events as they come, each sequence's own in order.
 
         Closing the generator cancels what still runs. A sequence that fails ends the whole request.
@@ -54,7 +56,9 @@ class Generator:
             async for event in events:
                 yield event
 
-    async def _sequence(self, index: int, request: GenerationRequest, slot: Slot) -> AsyncGenerator[ChoiceEvent, None]:
+    async def _sequence(
+        self, index: int, request: GenerationRequest, slot: Slot
+    ) -> AsyncGenerator[ChoiceEvent, None]:
         loop = asyncio.get_running_loop()
         submitted = last = loop.time()
         started = False
@@ -169,7 +173,9 @@ async def _last_word(stream: TargetStream, request: GenerationRequest) -> Target
         return TargetFinish(FinishReason.STOP, None, Usage(len(request.prompt_ids), 0), SpeculationStats())
 
 
-def _finished(request: GenerationRequest, end: TargetFinish, assembler: TextAssembler, e2e_s: float) -> Finished:
+def _finished(
+    request: GenerationRequest, end: TargetFinish, assembler: TextAssembler, e2e_s: float
+) -> Finished:
     stop_string = assembler.matched_stop
     # What came after a stop string is neither shown nor billed, whatever the target counted.
     completion_tokens = end.usage.completion_tokens if stop_string is None else assembler.num_tokens

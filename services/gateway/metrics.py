@@ -11,20 +11,30 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self._metrics = metrics = Metrics()
-        self.time_to_first_token = metrics.histogram("time_to_first_token_seconds", "From admission to the first token.", REQUEST_BUCKETS_S)
+        self.time_to_first_token = metrics.histogram(
+            "time_to_first_token_seconds", "From admission to the first token.", REQUEST_BUCKETS_S
+        )
         self.inter_token_latency = metrics.histogram(
             "inter_token_latency_seconds", "Between tokens, averaged over a chunk.", TOKEN_BUCKETS_S
         )
-        self.e2e_latency = metrics.histogram("e2e_request_latency_seconds", "From admission to the last token.", REQUEST_BUCKETS_S)
-        self.queue_time = metrics.histogram("request_queue_time_seconds", "Waiting in the target's queue.", REQUEST_BUCKETS_S)
+        self.e2e_latency = metrics.histogram(
+            "e2e_request_latency_seconds", "From admission to the last token.", REQUEST_BUCKETS_S
+        )
+        self.queue_time = metrics.histogram(
+            "request_queue_time_seconds", "Waiting in the target's queue.", REQUEST_BUCKETS_S
+        )
         self.prompt_tokens = metrics.counter("prompt_tokens", "Prompt tokens of finished sequences.")
         self.generation_tokens = metrics.counter("generation_tokens", "Tokens generated.")
         self.success = metrics.counter("request_success", "Finished sequences.", ["finished_reason"])
         self.failures = metrics.counter("request_failures", "Failed sequences by reason.", ["reason"])
         self.http_requests = metrics.counter("http_requests", "HTTP requests.", ["route", "status"])
         self.active = metrics.gauge("gateway_requests_active", "Sequences admitted and not finished.")
-        self.waiting = metrics.gauge("gateway_requests_waiting", "Sequences admitted and without a first token.")
-        self.waiting_tokens = metrics.gauge("gateway_prompt_tokens_waiting", "Prompt tokens of waiting sequences.")
+        self.waiting = metrics.gauge(
+            "gateway_requests_waiting", "Sequences admitted and without a first token."
+        )
+        self.waiting_tokens = metrics.gauge(
+            "gateway_prompt_tokens_waiting", "Prompt tokens of waiting sequences."
+        )
         self.target_ready = metrics.gauge("gateway_target_ready", "1 if the target is connected and serving.")
 
     def finished(self, one: Finished, queue_s: float) -> None:

@@ -71,7 +71,13 @@ class RequestContext:
                 elapsed_ms = round((time.perf_counter() - started) * 1e3, 1)
                 # Probes come every second; they are no news.
                 log = _log.debug if route in QUIET_ROUTES else _log.info
-                log("request", method=scope["method"], route=route, status=status or ErrorCode.CANCELLED.value, elapsed_ms=elapsed_ms)
+                log(
+                    "request",
+                    method=scope["method"],
+                    route=route,
+                    status=status or ErrorCode.CANCELLED.value,
+                    elapsed_ms=elapsed_ms,
+                )
 
 
 class KeyChecker:
@@ -127,7 +133,12 @@ class BodyGuard:
             content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
             if not _JSON_TYPE.fullmatch(content_type):
                 message = f"The content type must be application/json, not {content_type[:64]!r}."
-                raise OutriderError(message, code=ErrorCode.UNSUPPORTED_MEDIA_TYPE, reason="unsupported_media_type", field="Content-Type")
+                raise OutriderError(
+                    message,
+                    code=ErrorCode.UNSUPPORTED_MEDIA_TYPE,
+                    reason="unsupported_media_type",
+                    field="Content-Type",
+                )
             length = headers.get("content-length", "")
             if length.isdigit() and int(length) > self._max_bytes:
                 raise self._too_large()
@@ -167,7 +178,9 @@ class BodyGuard:
                         break
         except TimeoutError:
             message_text = f"The body did not arrive within {BODY_TIMEOUT_S:g} s."
-            raise OutriderError(message_text, code=ErrorCode.DEADLINE_EXCEEDED, reason="body_timeout") from None
+            raise OutriderError(
+                message_text, code=ErrorCode.DEADLINE_EXCEEDED, reason="body_timeout"
+            ) from None
         body = b"".join(parts)
         _check_json(body)
         return body
@@ -184,12 +197,20 @@ def _check_json(body: bytes) -> None:
     except json.JSONDecodeError as error:
         raise InvalidRequestError(f"The body is not valid JSON: {error}.", reason="malformed_json") from None
     except UnicodeDecodeError:
-        raise InvalidRequestError("The body is not valid JSON: it is not UTF-8 text.", reason="malformed_json") from None
+        raise InvalidRequestError(
+            "The body is not valid JSON: it is not UTF-8 text.", reason="malformed_json"
+        ) from None
     except RecursionError:
-        raise InvalidRequestError("The body cannot be read: it is nested too deeply.", reason="malformed_json") from None
+        raise InvalidRequestError(
+            "The body cannot be read: it is nested too deeply.", reason="malformed_json"
+        ) from None
     except ValueError:
-        raise InvalidRequestError("The body cannot be read: a number in it has too many digits.", reason="malformed_json") from None
+        raise InvalidRequestError(
+            "The body cannot be read: a number in it has too many digits.", reason="malformed_json"
+        ) from None
 
 
 def _refuse_constant(name: str) -> None:
-    raise InvalidRequestError(f"The body is not valid JSON: {name} is not a JSON value.", reason="malformed_json")
+    raise InvalidRequestError(
+        f"The body is not valid JSON: {name} is not a JSON value.", reason="malformed_json"
+    )

@@ -100,7 +100,9 @@ class RequestBuilder:
             return names[0]
         if model not in names and not self._settings.any_model:
             known = ", ".join(repr(name) for name in names)
-            raise ModelNotFoundError(f"The model {model[:128]!r} does not exist; served here: {known}.", field="model")
+            raise ModelNotFoundError(
+                f"The model {model[:128]!r} does not exist; served here: {known}.", field="model"
+            )
         return model
 
     def check(self, parameters: Parameters, surface: Surface, num_prompts: int) -> int:
@@ -115,17 +117,30 @@ class RequestBuilder:
         name = surface.prefix
         p = parameters
         n = 1 if p.n is None else p.n
-        _check(1 <= n <= self._settings.max_choices, f"{name}n", f"between 1 and {self._settings.max_choices}", n)
+        _check(
+            1 <= n <= self._settings.max_choices, f"{name}n", f"between 1 and {self._settings.max_choices}", n
+        )
         if not 1 <= num_prompts <= self._settings.max_batch:
             raise InvalidRequestError(
-                f"{surface.prompt} must hold 1 to {self._settings.max_batch} prompts, not {num_prompts}.", field=surface.prompt
+                f"{surface.prompt} must hold 1 to {self._settings.max_batch} prompts, not {num_prompts}.",
+                field=surface.prompt,
             )
         if p.max_tokens is not None:
             _check(p.max_tokens >= 1, surface.max_tokens, "at least 1", p.max_tokens)
         if p.temperature is not None:
-            _check(0 <= p.temperature <= MAX_TEMPERATURE, f"{name}temperature", f"between 0 and {MAX_TEMPERATURE:g}", p.temperature)
+            _check(
+                0 <= p.temperature <= MAX_TEMPERATURE,
+                f"{name}temperature",
+                f"between 0 and {MAX_TEMPERATURE:g}",
+                p.temperature,
+            )
         if p.top_k is not None:
-            _check(-1 <= p.top_k <= MAX_TOP_K, f"{name}top_k", f"between 1 and {MAX_TOP_K}, or -1 or 0 for off", p.top_k)
+            _check(
+                -1 <= p.top_k <= MAX_TOP_K,
+                f"{name}top_k",
+                f"between 1 and {MAX_TOP_K}, or -1 or 0 for off",
+                p.top_k,
+            )
         if p.top_p is not None:
             _check(0 < p.top_p <= 1, f"{name}top_p", "above 0 and at most 1", p.top_p)
         if p.min_p is not None:
@@ -135,19 +150,28 @@ class RequestBuilder:
         _check(-(1 << 31) <= p.priority < 1 << 31, "priority", "a 32-bit integer", p.priority)
         _check_text(p.cache_salt, "cache_salt")
         if len(p.cache_salt) > MAX_SALT_CHARS:
-            raise InvalidRequestError(f"cache_salt must have at most {MAX_SALT_CHARS} characters.", field="cache_salt")
+            raise InvalidRequestError(
+                f"cache_salt must have at most {MAX_SALT_CHARS} characters.", field="cache_salt"
+            )
         self._check_stops(p, name)
         return n * num_prompts
 
     def _check_stops(self, p: Parameters, name: str) -> None:
         if len(p.stop) > MAX_STOPS:
-            raise InvalidRequestError(f"{name}stop takes at most {MAX_STOPS} strings, not {len(p.stop)}.", field=f"{name}stop")
+            raise InvalidRequestError(
+                f"{name}stop takes at most {MAX_STOPS} strings, not {len(p.stop)}.", field=f"{name}stop"
+            )
         for stop in p.stop:
             _check_text(stop, f"{name}stop")
             if not 1 <= len(stop) <= MAX_STOP_CHARS:
-                raise InvalidRequestError(f"Each string of {name}stop must have 1 to {MAX_STOP_CHARS} characters.", field=f"{name}stop")
+                raise InvalidRequestError(
+                    f"Each string of {name}stop must have 1 to {MAX_STOP_CHARS} characters.",
+                    field=f"{name}stop",
+                )
         if len(p.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise InvalidRequestError(f"{name}stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids.", field=f"{name}stop_token_ids")
+            raise InvalidRequestError(
+                f"{name}stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids.", field=f"{name}stop_token_ids"
+            )
         if p.stop and self._settings.tokenizer is None:
             raise InvalidRequestError(
                 f"{name}stop needs text, and this server runs without a tokenizer; use stop_token_ids.",
@@ -156,7 +180,12 @@ class RequestBuilder:
             )
 
     def build(
-        self, prompts: Sequence[tuple[int, ...]], parameters: Parameters, surface: Surface, info: TargetInfo, deadline: float
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        parameters: Parameters,
+        surface: Surface,
+        info: TargetInfo,
+        deadline: float,
     ) -> list[GenerationRequest]:
         """Return n requests per prompt, prompt by prompt; all choices share one seed.
 
@@ -166,7 +195,10 @@ class RequestBuilder:
         self._check_speculation(parameters.speculation, surface, info)
         for token_id in parameters.stop_token_ids:
             _check(
-                0 <= token_id < info.vocab_size, f"{surface.prefix}stop_token_ids", f"below the vocabulary size {info.vocab_size}", token_id
+                0 <= token_id < info.vocab_size,
+                f"{surface.prefix}stop_token_ids",
+                f"below the vocabulary size {info.vocab_size}",
+                token_id,
             )
         seed = secrets.randbits(DRAWN_SEED_BITS) if parameters.seed is None else parameters.seed & MASK_64
         request_id = uuid.uuid4().hex
@@ -204,9 +236,15 @@ class RequestBuilder:
         )
         for name, value, cap in caps:
             if value is not None and not 1 <= value <= cap:
-                hint = " It counts the root: 1 means no draft nodes." if name == "max_nodes" and value < 1 else ""
+                hint = (
+                    " It counts the root: 1 means no draft nodes."
+                    if name == "max_nodes" and value < 1
+                    else ""
+                )
                 field = f"{surface.speculation}.{name}"
-                raise InvalidRequestError(f"{field} must be between 1 and {cap} on this server, not {value}.{hint}", field=field)
+                raise InvalidRequestError(
+                    f"{field} must be between 1 and {cap} on this server, not {value}.{hint}", field=field
+                )
 
 
 def check_prompt_text(text: str, field: str) -> None:
@@ -223,7 +261,9 @@ def _check_text(text: str, field: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise InvalidRequestError(f"{field} holds a lone surrogate, which is not text.", field=field) from None
+        raise InvalidRequestError(
+            f"{field} holds a lone surrogate, which is not text.", field=field
+        ) from None
 
 
 def _sampling(parameters: Parameters, seed: int, choice: int) -> SamplingParams:
@@ -238,13 +278,18 @@ def _sampling(parameters: Parameters, seed: int, choice: int) -> SamplingParams:
     )
 
 
-def _check_lengths(prompt_ids: tuple[int, ...], max_tokens: int | None, surface: Surface, info: TargetInfo) -> int:
+def _check_lengths(
+    prompt_ids: tuple[int, ...], max_tokens: int | None, surface: Surface, info: TargetInfo
+) -> int:
     """Return the number of new tokens; the checks of one prompt."""
     length, limit = len(prompt_ids), info.max_model_len
     if not length:
         raise InvalidRequestError(f"{surface.prompt} must hold at least one token.", field=surface.prompt)
     if length >= limit:
-        raise _too_long(surface.prompt, f"The prompt has {length} tokens, and the model's context of {limit} must hold it and the answer.")
+        raise _too_long(
+            surface.prompt,
+            f"The prompt has {length} tokens, and the model's context of {limit} must hold it and the answer.",
+        )
     for token_id in (min(prompt_ids), max(prompt_ids)):
         if not 0 <= token_id < info.vocab_size:
             message = f"{surface.prompt} holds the token id {token_id}; the vocabulary has {info.vocab_size} entries."

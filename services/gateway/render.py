@@ -6,7 +6,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from outrider.services.gateway.request import Completion, Finished, RoundTrace, SpeculationStats, Usage, merge_speculation
+from outrider.services.gateway.request import (
+    Completion,
+    Finished,
+    RoundTrace,
+    SpeculationStats,
+    Usage,
+    merge_speculation,
+)
 from outrider.services.gateway.target_info import TargetInfo
 
 
@@ -26,7 +33,13 @@ def trace_object(one: RoundTrace) -> dict[str, Any]:
         "round": one.round,
         "base_len": one.base_len,
         "nodes": [
-            {"token": node.token, "parent": node.parent, "depth": node.depth, "logprob": _finite(node.logprob)} for node in one.nodes
+            {
+                "token": node.token,
+                "parent": node.parent,
+                "depth": node.depth,
+                "logprob": _finite(node.logprob),
+            }
+            for node in one.nodes
         ],
         "accepted": list(one.accepted),
         "emitted": list(one.emitted),

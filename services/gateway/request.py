@@ -226,10 +226,16 @@ def merge_speculation(stats: Sequence[SpeculationStats]) -> SpeculationStats:
     drafted_rounds = [_drafted_rounds(one) for one in stats]
     total_drafted = sum(drafted_rounds)
     accept_length = (
-        sum(one.accept_length * rounds for one, rounds in zip(stats, drafted_rounds, strict=True)) / total_drafted if total_drafted else 0.0
+        sum(one.accept_length * rounds for one, rounds in zip(stats, drafted_rounds, strict=True))
+        / total_drafted
+        if total_drafted
+        else 0.0
     )
     width = max((len(one.accepted_histogram) for one in stats), default=0)
-    histogram = tuple(sum(one.accepted_histogram[k] for one in stats if k < len(one.accepted_histogram)) for k in range(width))
+    histogram = tuple(
+        sum(one.accepted_histogram[k] for one in stats if k < len(one.accepted_histogram))
+        for k in range(width)
+    )
     estimates = [one.speedup_estimate for one in stats if one.speedup_estimate is not None]
     return SpeculationStats(
         accept_length=accept_length,

@@ -38,14 +38,18 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     def __init__(self, core: GatewayCore) -> None:
         self._core = core
 
-    async def Chat(self, request: gateway_pb2.ChatRequest, context: Context) -> AsyncGenerator[gateway_pb2.ChatReply, None]:
+    async def Chat(
+        self, request: gateway_pb2.ChatRequest, context: Context
+    ) -> AsyncGenerator[gateway_pb2.ChatReply, None]:
         """Answer a chat."""
         await _tell_request_id(context)
         core = self._core
         core.builder.check_model(request.model or None, core.client.info)
         codec = core.need_codec("messages")
         if not 1 <= len(request.messages) <= core.settings.max_messages:
-            raise InvalidRequestError(f"messages must hold 1 to {core.settings.max_messages} messages.", field="messages")
+            raise InvalidRequestError(
+                f"messages must hold 1 to {core.settings.max_messages} messages.", field="messages"
+            )
         messages = [_message(message, number) for number, message in enumerate(request.messages)]
         parameters = _parameters(request.options)
         sequences = core.builder.check(parameters, GRPC_CHAT, 1)
@@ -58,7 +62,9 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             async for reply in replies:
                 yield reply
 
-    async def Complete(self, request: gateway_pb2.CompleteRequest, context: Context) -> AsyncGenerator[gateway_pb2.CompleteReply, None]:
+    async def Complete(
+        self, request: gateway_pb2.CompleteRequest, context: Context
+    ) -> AsyncGenerator[gateway_pb2.CompleteReply, None]:
         """Continue text or token ids."""
         await _tell_request_id(context)
         core = self._core
@@ -81,12 +87,16 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             async for reply in replies:
                 yield reply
 
-    async def ListModels(self, request: gateway_pb2.ListModelsRequest, context: Context) -> gateway_pb2.ListModelsReply:
+    async def ListModels(
+        self, request: gateway_pb2.ListModelsRequest, context: Context
+    ) -> gateway_pb2.ListModelsReply:
         """List the names that requests may use."""
         await _tell_request_id(context)
         info = self._core.client.info
         names = self._core.settings.served_model_name or (info.model_id,)
-        return gateway_pb2.ListModelsReply(models=[gateway_pb2.Model(id=name, max_model_len=info.max_model_len) for name in names])
+        return gateway_pb2.ListModelsReply(
+            models=[gateway_pb2.Model(id=name, max_model_len=info.max_model_len) for name in names]
+        )
 
     async def _replies(self, job: Job, make: type[Reply]) -> AsyncGenerator[Reply, None]:
         seed = 0
@@ -96,7 +106,9 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
                     case Started() as start:
                         seed = start.seed
                     case Chunk(text=text, token_ids=token_ids, rounds=rounds):
-                        chunk = gateway_pb2.Chunk(text=text, token_ids=token_ids, rounds=[round_to_proto(each) for each in rounds])
+                        chunk = gateway_pb2.Chunk(
+                            text=text, token_ids=token_ids, rounds=[round_to_proto(each) for each in rounds]
+                        )
                         yield make(chunk=chunk)
                     case Finished() as end:
                         yield make(finished=_finished(end, seed))
@@ -109,7 +121,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         self._checker = checker
 
     async def intercept_service(
-        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         if not handler_call_details.method.startswith(HEALTH_PREFIX):
             metadata = dict(handler_call_details.invocation_metadata or ())
@@ -120,20 +134,27 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 async def _tell_request_id(context: Context) -> None:
     """Echo the caller's x-request-id, or make one."""
     given = dict(context.invocation_metadata() or ()).get(REQUEST_ID_KEY)
-    await context.send_initial_metadata(((REQUEST_ID_KEY, request_id_of(given if isinstance(given, str) else None)),))
+    await context.send_initial_metadata(
+        ((REQUEST_ID_KEY, request_id_of(given if isinstance(given, str) else None)),)
+    )
 
 
 def _message(message: gateway_pb2.Message, number: int) -> dict[str, Any]:
     field = f"messages.{number}"
     if message.role not in ROLES:
-        raise InvalidRequestError(f"{field}.role must be one of {', '.join(ROLES)}, not {message.role[:32]!r}.", field=f"{field}.role")
+        raise InvalidRequestError(
+            f"{field}.role must be one of {', '.join(ROLES)}, not {message.role[:32]!r}.",
+            field=f"{field}.role",
+        )
     return Message.model_validate({"role": message.role, "content": message.content}).for_template(field)
 
 
 def _parameters(options: gateway_pb2.GenerationOptions) -> Parameters:
     sampling, speculation = options.sampling, options.speculation
     if sampling.choice_index:
-        raise InvalidRequestError("options.sampling.choice_index is the server's to choose.", field="options.sampling.choice_index")
+        raise InvalidRequestError(
+            "options.sampling.choice_index is the server's to choose.", field="options.sampling.choice_index"
+        )
     mode = MODE_FROM_PROTO.get(speculation.mode)
     if mode is None:
         raise InvalidRequestError("options.speculation.mode is unknown.", field="options.speculation.mode")
@@ -164,7 +185,9 @@ def _finished(end: Finished, seed: int) -> gateway_pb2.Finished:
     finished = gateway_pb2.Finished(
         reason=REASON_TO_PROTO[end.reason],
         usage=common_pb2.Usage(
-            prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens, cached_tokens=usage.cached_tokens
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
         ),
         speculation=stats_to_proto(end.speculation),
         seed=seed,

@@ -26,7 +26,9 @@ def encode_event(event: dict[str, Any]) -> bytes:
     """Return one event. JSON escapes line breaks, so an event is always one data line."""
     return (
         b"data: "
-        + json.dumps(event, allow_nan=False, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "backslashreplace")
+        + json.dumps(event, allow_nan=False, separators=(",", ":"), ensure_ascii=False).encode(
+            "utf-8", "backslashreplace"
+        )
         + b"\n\n"
     )
 

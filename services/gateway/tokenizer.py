@@ -53,7 +53,9 @@ class TextCodec:
             tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:
             # The Rust side raises a bare Exception for every kind of broken file.
-            raise CheckpointError(f"{file} is not a tokenizer of the `tokenizers` library: {error}.", field=str(file)) from None
+            raise CheckpointError(
+                f"{file} is not a tokenizer of the `tokenizers` library: {error}.", field=str(file)
+            ) from None
         tokenizer.no_truncation()
         tokenizer.no_padding()
         config = _read_json(folder / CONFIG_FILE)
@@ -65,7 +67,9 @@ class TextCodec:
         """Return the ids of `text`."""
         return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[int, ...]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    ) -> tuple[int, ...]:
         """Render a chat and return its ids; the template writes special tokens itself.
 
         Raises:
@@ -85,7 +89,9 @@ class TextCodec:
             return self.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
 
-    async def encode_chat_aside(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[int, ...]:
+    async def encode_chat_aside(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    ) -> tuple[int, ...]:
         """`encode_chat` that keeps no other request waiting: a long chat goes to a worker thread.
 
         Raises:
@@ -129,7 +135,13 @@ def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
     value = _read_json(wrapped).get("chat_template") or config.get("chat_template")
     if isinstance(value, list):
         # Several named templates: tools and RAG have their own, the plain one is called default.
-        value = next((one.get("template") for one in value if isinstance(one, dict) and one.get("name") == "default"), None)
+        value = next(
+            (one.get("template") for one in value if isinstance(one, dict) and one.get("name") == "default"),
+            None,
+        )
     if value is not None and not isinstance(value, str):
-        raise CheckpointError(f"{folder / CONFIG_FILE}: chat_template must be text or a list of named templates.", field="chat_template")
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE}: chat_template must be text or a list of named templates.",
+            field="chat_template",
+        )
     return value

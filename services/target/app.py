@@ -16,7 +16,13 @@ from outrider.services.target.draft_client.link import TargetIdentity
 from outrider.services.target.draft_client.remote import RemoteDrafter
 from outrider.services.target.drafter import NoDrafter
 from outrider.services.target.engine import TargetEngine
-from outrider.services.target.graph_plan import GraphPlan, await_draft, compile_kernels, plan_graphs, record_graphs
+from outrider.services.target.graph_plan import (
+    GraphPlan,
+    await_draft,
+    compile_kernels,
+    plan_graphs,
+    record_graphs,
+)
 from outrider.services.target.limits import EngineLimits, longest_text
 from outrider.services.target.memory import CachePlanner
 from outrider.services.target.numerics import load_decoder, prepare_attention, prepare_decoder
@@ -96,7 +102,10 @@ async def _serve(settings: TargetSettings, make_drafter: DrafterFactory | None) 
         loop.call_soon_threadsafe(stop.set)
 
     try:
-        target = await _until(stop, asyncio.to_thread(Target, settings, make_drafter, on_rank_lost=rank_lost, stopped=stop.is_set))
+        target = await _until(
+            stop,
+            asyncio.to_thread(Target, settings, make_drafter, on_rank_lost=rank_lost, stopped=stop.is_set),
+        )
         if target is not None:
             await _until(stop, target.wait_for_draft(settings.draft_wait_s))
         if target is not None and not stop.is_set():
@@ -104,7 +113,12 @@ async def _serve(settings: TargetSettings, make_drafter: DrafterFactory | None) 
         if target is not None and not stop.is_set():
             servicer.serve(target.serving)
             await server.set_serving(True)
-            _log.info("ready", listen=server.address, model=target.serving.model_id, draft=target.drafter.state().value)
+            _log.info(
+                "ready",
+                listen=server.address,
+                model=target.serving.model_id,
+                draft=target.drafter.state().value,
+            )
             await stop.wait()
             if not lost:
                 await _drain(settings, server.set_serving, target)
@@ -130,7 +144,9 @@ async def _until(stop: asyncio.Event, work: Awaitable[Result]) -> Result | None:
     return None
 
 
-async def _drain(settings: TargetSettings, set_serving: Callable[[bool], Awaitable[None]], target: Target) -> None:
+async def _drain(
+    settings: TargetSettings, set_serving: Callable[[bool], Awaitable[None]], target: Target
+) -> None:
     """Not serving → notice period → refuse new requests → let the running ones finish."""
     await set_serving(False)
     await asyncio.sleep(settings.drain_notice_s)
@@ -176,13 +192,23 @@ class Target:
         self._waited_s = 0.0
         self._stopped = stopped
         self._absence = Absence(None if make_drafter else settings.draft_address())
-        decoder = prepare_decoder(settings, stand_in.decoder if stand_in is not None else self._load(settings, on_rank_lost))
-        attention = prepare_attention(settings, decoder)  # before memory is shared out: FlashInfer's has a workspace
-        planner = CachePlanner(settings, decoder, drafts=make_drafter is not None or settings.draft_address() is not None)
-        self.drafter = make_drafter(decoder, planner.draft_tokens) if make_drafter else _make_drafter(settings, decoder)
+        decoder = prepare_decoder(
+            settings, stand_in.decoder if stand_in is not None else self._load(settings, on_rank_lost)
+        )
+        attention = prepare_attention(
+            settings, decoder
+        )  # before memory is shared out: FlashInfer's has a workspace
+        planner = CachePlanner(
+            settings, decoder, drafts=make_drafter is not None or settings.draft_address() is not None
+        )
+        self.drafter = (
+            make_drafter(decoder, planner.draft_tokens) if make_drafter else _make_drafter(settings, decoder)
+        )
         memory = planner.plan()
         _log.info("memory", **memory.numbers())
-        graph_plan = plan_graphs(settings, cuda=device.type == "cuda", waits=waits_for_device(attention), offers=stand_in is None)
+        graph_plan = plan_graphs(
+            settings, cuda=device.type == "cuda", waits=waits_for_device(attention), offers=stand_in is None
+        )
         runner = ModelRunner(
             decoder,
             decoder.make_pool(memory.pages, settings.page_size),
@@ -196,8 +222,12 @@ class Target:
         self._graphs = runner.graphs
         self.engine = _make_engine(settings, runner, self.drafter, graph_plan)
         with watched(decoder):
-            self._warm_up(settings, runner, graph_plan, parity=stand_in is None)  # random weights have near-ties everywhere
-        self._thread = EngineThread(watched_engine(self.engine, decoder), on_start=lambda: _use_device(device))
+            self._warm_up(
+                settings, runner, graph_plan, parity=stand_in is None
+            )  # random weights have near-ties everywhere
+        self._thread = EngineThread(
+            watched_engine(self.engine, decoder), on_start=lambda: _use_device(device)
+        )
         self.engine.wake = self._thread.wake
         self._thread.start()
         self.serving = Serving(
@@ -208,7 +238,13 @@ class Target:
             max_running_requests=settings.max_running_requests,
             describe_draft=self._describe_draft,
         )
-        _log.info("engine started", pages=memory.pages, page_size=settings.page_size, device=str(device), dtype=str(decoder.dtype))
+        _log.info(
+            "engine started",
+            pages=memory.pages,
+            page_size=settings.page_size,
+            device=str(device),
+            dtype=str(decoder.dtype),
+        )
 
     def _load(self, settings: TargetSettings, on_rank_lost: FailureHandler) -> Decoder:
         """Load the model, on all ranks if there are several."""
@@ -218,7 +254,9 @@ class Target:
         self._ranks = start_group(settings, on_rank_lost, progress)
         return self._ranks.decoder
 
-    def _warm_up(self, settings: TargetSettings, runner: ModelRunner, plan: GraphPlan, *, parity: bool) -> None:
+    def _warm_up(
+        self, settings: TargetSettings, runner: ModelRunner, plan: GraphPlan, *, parity: bool
+    ) -> None:
         """Compile kernels, check that trees yield what plain decoding does, and record graphs."""
         graphs, to_console = runner.graphs, not settings.log_json
         compile_kernels(self.engine, graphs, plan, prompt_rehearsals(runner), to_console=to_console)
@@ -245,7 +283,10 @@ class Target:
             OutriderError: The draft does not fit this target.
         """
         deadline = time.monotonic() + timeout_s - self._waited_s
-        while self.drafter.state() in (DrafterState.CONNECTING, DrafterState.DOWN, DrafterState.WARMING) and time.monotonic() < deadline:
+        while (
+            self.drafter.state() in (DrafterState.CONNECTING, DrafterState.DOWN, DrafterState.WARMING)
+            and time.monotonic() < deadline
+        ):
             misfit = self._misfit()
             if misfit is not None:
                 raise misfit
@@ -253,10 +294,15 @@ class Target:
                 break
             await asyncio.sleep(POLL_S)
         if self.drafter.state() not in (DrafterState.ON, DrafterState.NONE):
-            _log.warning("serving without the draft until it answers", waited_s=round(timeout_s - deadline + time.monotonic(), 1))
+            _log.warning(
+                "serving without the draft until it answers",
+                waited_s=round(timeout_s - deadline + time.monotonic(), 1),
+            )
             return
         recorded, deadline = self.engine.ask_recorded(), time.monotonic() + RECORD_LIMIT_S
-        while not recorded.is_set() and time.monotonic() < deadline:  # not on a thread, which a stop would have to wait for
+        while (
+            not recorded.is_set() and time.monotonic() < deadline
+        ):  # not on a thread, which a stop would have to wait for
             await asyncio.sleep(POLL_S)
 
     def shutdown(self) -> None:
@@ -285,23 +331,36 @@ def _use_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def _make_engine(settings: TargetSettings, runner: ModelRunner, drafter: Drafter, plan: GraphPlan) -> TargetEngine:
+def _make_engine(
+    settings: TargetSettings, runner: ModelRunner, drafter: Drafter, plan: GraphPlan
+) -> TargetEngine:
     config, pool = runner.decoder.config, runner.pool
     most = SchedulerLimits(
-        settings.max_running_requests, settings.max_queued_requests, settings.max_queued_prompt_tokens, settings.prefill_tokens()
+        settings.max_running_requests,
+        settings.max_queued_requests,
+        settings.max_queued_prompt_tokens,
+        settings.prefill_tokens(),
     )
-    limits = EngineLimits(config.vocab_size, longest_text(config, settings.max_model_len), frozenset(config.eos_token_ids))
-    return TargetEngine(runner, Scheduler(pool.allocator, settings.page_size, most), drafter, limits, overlap=plan.overlap)
+    limits = EngineLimits(
+        config.vocab_size, longest_text(config, settings.max_model_len), frozenset(config.eos_token_ids)
+    )
+    return TargetEngine(
+        runner, Scheduler(pool.allocator, settings.page_size, most), drafter, limits, overlap=plan.overlap
+    )
 
 
 def _make_drafter(settings: TargetSettings, decoder: Decoder) -> Drafter:
     address = settings.draft_address()
     if address is None:
         return NoDrafter(decoder.device)
-    identity = TargetIdentity.of(decoder, tokenizer_fingerprint(settings.model), settings.speculative_algorithm)
+    identity = TargetIdentity.of(
+        decoder, tokenizer_fingerprint(settings.model), settings.speculative_algorithm
+    )
     rounds = settings.keeps_draft_rounds(decoder.device)
     deadline_s = settings.draft_fault_deadline_s
-    return RemoteDrafter(address, identity, decoder.weight, decoder.device, fault_deadline_s=deadline_s, rounds=rounds)
+    return RemoteDrafter(
+        address, identity, decoder.weight, decoder.device, fault_deadline_s=deadline_s, rounds=rounds
+    )
 
 
 def _progress_logger(model: Path) -> Callable[[int, int], None]:

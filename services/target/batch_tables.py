@@ -31,7 +31,9 @@ class SamplingMode(Enum):
     @classmethod
     def of(cls, sequences: Seq[Sequence]) -> SamplingMode:
         """Return the least that serves all of them."""
-        warm = [sequence.request.sampling for sequence in sequences if sequence.request.sampling.temperature > 0]
+        warm = [
+            sequence.request.sampling for sequence in sequences if sequence.request.sampling.temperature > 0
+        ]
         if not warm:
             return cls.GREEDY
         filtered = any(params.top_k > 0 or params.top_p < 1 or params.min_p > 0 for params in warm)
@@ -90,7 +92,15 @@ class BatchTables:
         self.page_size = page_size
         rows = bs * nodes
         # 64-bit seeds first, where they are aligned.
-        sizes = {"seeds": 2 * rows, "limits": bs, "committed_lens": bs, "temperature": rows, "top_k": rows, "top_p": rows, "min_p": rows}
+        sizes = {
+            "seeds": 2 * rows,
+            "limits": bs,
+            "committed_lens": bs,
+            "temperature": rows,
+            "top_k": rows,
+            "top_p": rows,
+            "min_p": rows,
+        }
         sizes |= {"choices": rows, "page_table": bs * pages}
         words = mask_words(nodes)
         sizes |= {"tokens": rows, "parents": rows, "depths": rows, "num_nodes": bs, "ancestors": rows * words}
@@ -102,7 +112,9 @@ class BatchTables:
         with torch.inference_mode(False):
             if device.type == "cuda":
                 self._device_buffer = torch.zeros(len(self._host), dtype=torch.int32, device=device)
-                self._pinned = [torch.zeros(len(self._host), dtype=torch.int32, pin_memory=True) for _ in range(STAGES)]
+                self._pinned = [
+                    torch.zeros(len(self._host), dtype=torch.int32, pin_memory=True) for _ in range(STAGES)
+                ]
                 self._copied = [torch.cuda.Event() for _ in range(STAGES)]  # type: ignore[no-untyped-call]
             else:
                 self._device_buffer = torch.from_numpy(self._host)
@@ -118,7 +130,9 @@ class BatchTables:
             offset += size
         self._seeds = host["seeds"].view(np.uint64)
         self._limits, self._committed = host["limits"], host["committed_lens"]
-        self._temperature, self._top_p, self._min_p = (host[name].view(np.float32) for name in ("temperature", "top_p", "min_p"))
+        self._temperature, self._top_p, self._min_p = (
+            host[name].view(np.float32) for name in ("temperature", "top_p", "min_p")
+        )
         self._top_k, self._choices = host["top_k"], host["choices"]
         self._table = host["page_table"].reshape(bs, pages)
         self._held = [0] * bs  # pages of each row that the table has
@@ -153,7 +167,9 @@ class BatchTables:
 
     def sampling(self, mode: SamplingMode) -> SamplingTensors:
         """Return the parameters of all ``bs * nodes`` rows."""
-        return replace(self._rows, all_greedy=mode is SamplingMode.GREEDY, any_filter=mode is SamplingMode.FILTERED)
+        return replace(
+            self._rows, all_greedy=mode is SamplingMode.GREEDY, any_filter=mode is SamplingMode.FILTERED
+        )
 
     @property
     def first_rows(self) -> SamplingTensors:

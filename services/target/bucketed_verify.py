@@ -32,7 +32,10 @@ class Buckets:
     @classmethod
     def make(cls, max_bs: int, max_nodes: int, usual_nodes: Seq[int] = ()) -> Buckets:
         """Return `batch_buckets`, and powers of two up to the limit of nodes with the sizes that are usual as they are."""
-        return cls(batch_buckets(max_bs), tuple(sorted({*_powers(max_nodes), *(size for size in usual_nodes if size <= max_nodes)})))
+        return cls(
+            batch_buckets(max_bs),
+            tuple(sorted({*_powers(max_nodes), *(size for size in usual_nodes if size <= max_nodes)})),
+        )
 
     def batch_size(self, count: int) -> int | None:
         """Return the bucket of a batch, or None above the largest."""
@@ -60,7 +63,9 @@ class BucketedVerify:
         max_depth: The deepest tree that is cut nowhere.
     """
 
-    def __init__(self, model: Callable[[bool], StepModel], graphs: GraphCache, buckets: Buckets, max_depth: int) -> None:
+    def __init__(
+        self, model: Callable[[bool], StepModel], graphs: GraphCache, buckets: Buckets, max_depth: int
+    ) -> None:
         self._model = model
         self._graphs = graphs
         self._buckets = buckets
@@ -71,9 +76,13 @@ class BucketedVerify:
     def fits(self, counts: Seq[int]) -> bool:
         """Whether trees of these sizes go through a graph without too much padding."""
         bs, nodes = self._buckets.batch_size(len(counts)), self._buckets.num_nodes(max(counts))
-        return bs is not None and nodes is not None and bs * nodes <= max(FREE_ROWS, MAX_PADDING * sum(counts))
+        return (
+            bs is not None and nodes is not None and bs * nodes <= max(FREE_ROWS, MAX_PADDING * sum(counts))
+        )
 
-    def verify(self, sequences: Seq[Sequence], drafts: DraftBatch, capture: bool) -> tuple[list[HostRow], torch.Tensor | None]:
+    def verify(
+        self, sequences: Seq[Sequence], drafts: DraftBatch, capture: bool
+    ) -> tuple[list[HostRow], torch.Tensor | None]:
         """Verify one tree per sequence.
 
         Returns:
@@ -117,7 +126,9 @@ class BucketedVerify:
         found = self._tables.get((bs, nodes, pages))
         if found is None:
             pool = self._model(False).pool
-            found = self._tables[bs, nodes, pages] = BatchTables(bs, nodes, pages, pool.page_size, pool.device)
+            found = self._tables[bs, nodes, pages] = BatchTables(
+                bs, nodes, pages, pool.page_size, pool.device
+            )
         return found
 
     def _prepare(self, tables: BatchTables, mode: SamplingMode, capture: bool) -> None:
@@ -127,11 +138,15 @@ class BucketedVerify:
             self._graphs.capture(key, lambda: self._step(tables, mode, capture))
 
     def _run(self, tables: BatchTables, mode: SamplingMode, capture: bool) -> VerifiedStep:
-        return self._graphs.run(self._graph_key(tables, mode, capture), lambda: self._step(tables, mode, capture))
+        return self._graphs.run(
+            self._graph_key(tables, mode, capture), lambda: self._step(tables, mode, capture)
+        )
 
     def _step(self, tables: BatchTables, mode: SamplingMode, capture: bool) -> VerifiedStep:
         columns = min(tables.nodes, self._max_depth + 1)
-        return verify_step(self._model(capture), tables, mode, tables.limits, tables.committed_lens, tables.trees, columns)
+        return verify_step(
+            self._model(capture), tables, mode, tables.limits, tables.committed_lens, tables.trees, columns
+        )
 
     def _graph_key(self, tables: BatchTables, mode: SamplingMode, capture: bool) -> tuple[object, ...]:
         return ("verify", tables.bs, tables.nodes, tables.pages, mode, capture)

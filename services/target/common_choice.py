@@ -78,7 +78,13 @@ class CommonChoice:
         self._rounds_left -= 1
         return self._shape
 
-    def _next(self, rows: Sequence[RowBound], offered: Sequence[DraftShape], costs: StepCosts, acceptance: Acceptances) -> DraftShape:
+    def _next(
+        self,
+        rows: Sequence[RowBound],
+        offered: Sequence[DraftShape],
+        costs: StepCosts,
+        acceptance: Acceptances,
+    ) -> DraftShape:
         batch_size = len(rows)
         if not offered or costs.plain_round(batch_size) is None or self.shadow.due():
             return NO_DRAFT
@@ -121,20 +127,30 @@ def _summed(rows: Sequence[RowBound], form: DraftShape) -> list[float]:
     """Return the tokens that all rows together are expected to get of a round of depth 0, 1, ...; of many rows some speak for all."""
     speakers = rows[:: -(-len(rows) // MOST_SPEAKERS)]
     share = len(rows) / len(speakers)
-    return [share * sum(tokens) for tokens in zip(*(row.expected_tokens(form, form.depth) for row in speakers), strict=True)]
+    return [
+        share * sum(tokens)
+        for tokens in zip(*(row.expected_tokens(form, form.depth) for row in speakers), strict=True)
+    ]
 
 
 def _allowed(offered: Sequence[DraftShape], most_rows: int, batch_size: int) -> list[DraftShape]:
     """Return the shapes that are no more than twice as large as any step measured, and the smallest of each form."""
     largest = max(SMALL_STEP_ROWS, 2 * most_rows)
-    smallest = {chain: min((one for one in offered if (one.topk == 1) is chain), key=_nodes, default=None) for chain in (False, True)}
-    return [shape for shape in offered if batch_size * shape.max_nodes <= largest or shape in smallest.values()]
+    smallest = {
+        chain: min((one for one in offered if (one.topk == 1) is chain), key=_nodes, default=None)
+        for chain in (False, True)
+    }
+    return [
+        shape for shape in offered if batch_size * shape.max_nodes <= largest or shape in smallest.values()
+    ]
 
 
 def _probe(allowed: Sequence[DraftShape], chains: bool) -> DraftShape:
     """Return a small shape, of one form if it is offered."""
     shapes = [shape for shape in allowed if (shape.topk == 1) is chains] or allowed
-    return max((shape for shape in shapes if shape.depth <= PROBE_DEPTH), key=_nodes, default=min(shapes, key=_nodes))
+    return max(
+        (shape for shape in shapes if shape.depth <= PROBE_DEPTH), key=_nodes, default=min(shapes, key=_nodes)
+    )
 
 
 def _nodes(shape: DraftShape) -> int:

@@ -11,7 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.services.target.choice_types import ROUNDS_PER_CHOICE, ExecutedRow, ExecutedStep, FormChoice, RowBound, RowState
+from outrider.services.target.choice_types import (
+    ROUNDS_PER_CHOICE,
+    ExecutedRow,
+    ExecutedStep,
+    FormChoice,
+    RowBound,
+    RowState,
+)
 from outrider.services.target.common_choice import (
     ADVANTAGE,
     FIRST_PROBE_GAP,
@@ -81,11 +88,16 @@ class SpeculationController:
         if not rows:
             return []
         all_plain_possible = other_nodes == batch_size - len(rows)
-        if self.costs.plain_step(batch_size) is None or (all_plain_possible and self._shadow(batch_size).due()):
+        if self.costs.plain_step(batch_size) is None or (
+            all_plain_possible and self._shadow(batch_size).due()
+        ):
             return [NO_DRAFT] * len(rows)
         plan = self._plan(rows, batch_size, other_nodes)
         self._add_probe(rows, plan.useful, plan.depths)
-        return [cut(bound, depth) if depth else NO_DRAFT for bound, depth in zip(plan.bounds, plan.depths, strict=True)]
+        return [
+            cut(bound, depth) if depth else NO_DRAFT
+            for bound, depth in zip(plan.bounds, plan.depths, strict=True)
+        ]
 
     def choose_common(self, rows: Sequence[RowBound]) -> DraftShape:
         """Pick one shape for a batch whose rounds stay on the device; all rows have the same forms and the controller.
@@ -117,7 +129,9 @@ class SpeculationController:
         if nodes > batch_size and plain is not None:
             tokens = batch_size + sum(row.accepted for row in step.rows)
             ratio = tokens / batch_size * plain / seconds
-            self._draft_rate = ratio if self._draft_rate is None else self._draft_rate + 0.1 * (ratio - self._draft_rate)
+            self._draft_rate = (
+                ratio if self._draft_rate is None else self._draft_rate + 0.1 * (ratio - self._draft_rate)
+            )
         for row in step.rows:
             if row.num_nodes > 1 and row.offered_depth:
                 self.acceptance.of(row.chain).observe(row.accepted, row.offered_depth)
@@ -140,7 +154,9 @@ class SpeculationController:
                 # Until acceptance is known, hope for the best: what is never waited for is never learnt.
                 known = row.state.acceptance.of(bound.topk == 1).known
                 tokens = row.expected_tokens(bound, depth)[-1] if known else 1.0 + depth
-                gain = max(gain, tokens * plain_s - self.costs.verify(batch_size, batch_size + bound.max_nodes - 1))
+                gain = max(
+                    gain, tokens * plain_s - self.costs.verify(batch_size, batch_size + bound.max_nodes - 1)
+                )
         return min(P99_MULTIPLE * (self.costs.answer_p99 or 0.0), WAIT_SHARE * gain)
 
     @property
@@ -164,14 +180,22 @@ class SpeculationController:
             return self._best_plan(rows, self._form.chain, batch_size, other_nodes)
         self._form_left = ROUNDS_PER_CHOICE - 1
         plans = [self._best_plan(rows, chain, batch_size, other_nodes) for chain in (False, True)]
-        promised = [plan.rate if self.acceptance.of(chain).tried else None for chain, plan in zip((False, True), plans, strict=True)]
+        promised = [
+            plan.rate if self.acceptance.of(chain).tried else None
+            for chain, plan in zip((False, True), plans, strict=True)
+        ]
         return plans[self._form.decide(*promised)]
 
     def _best_plan(self, rows: Sequence[RowBound], chain: bool, batch_size: int, other_nodes: int) -> _Plan:
         """Return the best depths of one form: the best common level, then without the rows that are not worth their nodes, then again."""
         bounds = [row.form(chain) for row in rows]
-        depths = [min(bound.depth, row.useful_depth) if bound.drafts else 0 for row, bound in zip(rows, bounds, strict=True)]
-        expected = [row.expected_tokens(bound, depth) for row, bound, depth in zip(rows, bounds, depths, strict=True)]
+        depths = [
+            min(bound.depth, row.useful_depth) if bound.drafts else 0
+            for row, bound in zip(rows, bounds, strict=True)
+        ]
+        expected = [
+            row.expected_tokens(bound, depth) for row, bound, depth in zip(rows, bounds, depths, strict=True)
+        ]
         level, rate = self._best_level(bounds, depths, expected, batch_size, other_nodes)
         chosen = [min(level, depth) for depth in depths]
         if not level or len(rows) == 1:
@@ -181,7 +205,9 @@ class SpeculationController:
         kept = list(chosen)
         for index, (bound, tokens_at) in enumerate(zip(bounds, expected, strict=True)):
             extra_nodes = nodes_of(bound, chosen[index]) - 1
-            saved_s = self.costs.verify(batch_size, total) - self.costs.verify(batch_size, total - extra_nodes)
+            saved_s = self.costs.verify(batch_size, total) - self.costs.verify(
+                batch_size, total - extra_nodes
+            )
             if total > allowed or tokens_at[chosen[index]] - 1.0 < rate * saved_s:
                 kept[index] = 0
                 total -= extra_nodes
@@ -192,7 +218,12 @@ class SpeculationController:
         return _Plan(bounds, [min(level, depth) for depth in remaining], depths, rate)
 
     def _best_level(
-        self, bounds: Sequence[DraftShape], depths: Sequence[int], expected: Sequence[Sequence[float]], batch_size: int, other_nodes: int
+        self,
+        bounds: Sequence[DraftShape],
+        depths: Sequence[int],
+        expected: Sequence[Sequence[float]],
+        batch_size: int,
+        other_nodes: int,
     ) -> tuple[int, float]:
         """Return the common depth with the most expected tokens per second, and those."""
         others = batch_size - len(bounds)

@@ -38,18 +38,26 @@ REASONS = {
 }
 
 
-def request_from_proto(message: target_pb2.GenerateRequest, limits: SpeculationLimits, vocab_size: int) -> GenerationRequest:
+def request_from_proto(
+    message: target_pb2.GenerateRequest, limits: SpeculationLimits, vocab_size: int
+) -> GenerationRequest:
     """Parse a request; absent fields are neutral, a missing seed is drawn.
 
     Raises:
         InvalidRequestError: A field is wrong; names it.
     """
     if not message.request_id or len(message.request_id) > MAX_REQUEST_ID_LENGTH:
-        raise InvalidRequestError(f"request_id must have 1 to {MAX_REQUEST_ID_LENGTH} characters.", field="request_id")
+        raise InvalidRequestError(
+            f"request_id must have 1 to {MAX_REQUEST_ID_LENGTH} characters.", field="request_id"
+        )
     if len(message.stop_token_ids) > MAX_STOP_TOKENS:
-        raise InvalidRequestError(f"stop_token_ids holds more than {MAX_STOP_TOKENS} tokens.", field="stop_token_ids")
+        raise InvalidRequestError(
+            f"stop_token_ids holds more than {MAX_STOP_TOKENS} tokens.", field="stop_token_ids"
+        )
     if any(token >= vocab_size for token in message.stop_token_ids):
-        raise InvalidRequestError(f"stop_token_ids must be below the vocabulary size of {vocab_size}.", field="stop_token_ids")
+        raise InvalidRequestError(
+            f"stop_token_ids must be below the vocabulary size of {vocab_size}.", field="stop_token_ids"
+        )
     options = message.speculation
     if options.mode not in MODES:
         raise InvalidRequestError(f"speculation.mode {options.mode} is not known.", field="speculation.mode")
@@ -111,7 +119,9 @@ def _finish(event: FinishedEvent) -> target_pb2.Finish:
         reason=REASONS[event.reason],
         matched_token=event.matched_token,
         usage=common_pb2.Usage(
-            prompt_tokens=event.prompt_tokens, completion_tokens=event.completion_tokens, cached_tokens=event.cached_tokens
+            prompt_tokens=event.prompt_tokens,
+            completion_tokens=event.completion_tokens,
+            cached_tokens=event.cached_tokens,
         ),
         speculation=report_to_proto(event.speculation),
         queue_ms=event.queue_s * 1e3,
@@ -124,7 +134,10 @@ def _round(one: RoundTrace) -> common_pb2.RoundTrace:
     return common_pb2.RoundTrace(
         round=one.round,
         base_len=one.base_len,
-        nodes=[common_pb2.TraceNode(token=node.token, parent=node.parent, depth=node.depth, logprob=node.logprob) for node in one.nodes],
+        nodes=[
+            common_pb2.TraceNode(token=node.token, parent=node.parent, depth=node.depth, logprob=node.logprob)
+            for node in one.nodes
+        ],
         accepted=one.accepted,
         emitted=one.emitted,
         draft_ms=one.draft_ms,

@@ -119,13 +119,26 @@ class StepCosts:
             return self.step(batch_size, rows, depth)
         smaller = max((key for key in known if 1 < key[0] <= nodes), default=None)
         if smaller is not None:
-            estimate = known[smaller] + max(0.0, known[smaller] - plain) * (nodes - smaller[0]) / (smaller[0] - 1)
+            estimate = known[smaller] + max(0.0, known[smaller] - plain) * (nodes - smaller[0]) / (
+                smaller[0] - 1
+            )
         elif self.plain_step(batch_size) is None:
             estimate = plain * (1.0 + UNSEEN_ROW_COST * (rows - batch_size) / batch_size)
         else:
-            estimate = plain + self.draft(depth) + self.verify(batch_size, rows) - self.verify(batch_size, batch_size)
-        least = max((seconds for (of, levels), seconds in known.items() if of <= nodes and levels <= depth), default=0.0)
-        most = min((seconds for (of, levels), seconds in known.items() if of >= nodes and levels >= depth), default=estimate)
+            estimate = (
+                plain
+                + self.draft(depth)
+                + self.verify(batch_size, rows)
+                - self.verify(batch_size, batch_size)
+            )
+        least = max(
+            (seconds for (of, levels), seconds in known.items() if of <= nodes and levels <= depth),
+            default=0.0,
+        )
+        most = min(
+            (seconds for (of, levels), seconds in known.items() if of >= nodes and levels >= depth),
+            default=estimate,
+        )
         return max(least, min(estimate, most))
 
     def step(self, batch_size: int, rows: int, depth: int, chain: bool = False) -> float:
@@ -204,7 +217,9 @@ class Acceptance:
             self._successes.append(0.0)
         for level in range(min(accepted + 1, offered_depth)):
             self._trials[level] = self._trials[level] * POSTERIOR_DECAY + 1.0
-            self._successes[level] = self._successes[level] * POSTERIOR_DECAY + (1.0 if accepted > level else 0.0)
+            self._successes[level] = self._successes[level] * POSTERIOR_DECAY + (
+                1.0 if accepted > level else 0.0
+            )
 
     @property
     def known(self) -> bool:
@@ -222,7 +237,9 @@ class Acceptance:
         prior = self._believed(depth)
         if depth > len(self._trials):
             return prior
-        return (self._successes[depth - 1] + PRIOR_STRENGTH * prior) / (self._trials[depth - 1] + PRIOR_STRENGTH)
+        return (self._successes[depth - 1] + PRIOR_STRENGTH * prior) / (
+            self._trials[depth - 1] + PRIOR_STRENGTH
+        )
 
     def seen(self, depth: int) -> bool:
         """See `Prior.seen`."""

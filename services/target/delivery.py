@@ -8,7 +8,15 @@ from collections.abc import Callable
 from outrider.services.target.controller import SpeculationController
 from outrider.services.target.follower import Follower
 from outrider.services.target.metrics import TargetMetrics
-from outrider.services.target.request import Event, EventSink, FailedEvent, FinishedEvent, FinishReason, RoundTrace, TokensEvent
+from outrider.services.target.request import (
+    Event,
+    EventSink,
+    FailedEvent,
+    FinishedEvent,
+    FinishReason,
+    RoundTrace,
+    TokensEvent,
+)
 from outrider.services.target.rounds import Advance
 from outrider.services.target.scheduler import Scheduler
 from outrider.services.target.sequence import Sequence
@@ -22,7 +30,13 @@ class Delivery:
     `before_end` is called first with every sequence that ends.
     """
 
-    def __init__(self, scheduler: Scheduler, follower: Follower, metrics: TargetMetrics, controller: SpeculationController) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        follower: Follower,
+        metrics: TargetMetrics,
+        controller: SpeculationController,
+    ) -> None:
         self._scheduler = scheduler
         self._follower = follower
         self._metrics = metrics
@@ -60,10 +74,14 @@ class Delivery:
             self._metrics.more_tokens(len(step.kept), now - sequence.last_emit_at)
         sequence.last_emit_at = now
         self.generated_tokens += len(step.kept)
-        self._put(sequence, TokensEvent(sequence.request.request_id, step.kept, () if trace is None else (trace,)))
+        self._put(
+            sequence, TokensEvent(sequence.request.request_id, step.kept, () if trace is None else (trace,))
+        )
         if step.finish is None:
             return False
-        self._finish(sequence, step.finish, step.matched_token, sequence.committed_len - sequence.prompt_len, now)
+        self._finish(
+            sequence, step.finish, step.matched_token, sequence.committed_len - sequence.prompt_len, now
+        )
         return True
 
     def cancel(self, sequence: Sequence, keep_tokens: int | None) -> None:
@@ -80,7 +98,14 @@ class Delivery:
         self._metrics.finished("error")
         self._put(sequence, FailedEvent(sequence.request.request_id, error))
 
-    def _finish(self, sequence: Sequence, reason: FinishReason, matched: int | None, completion_tokens: int, now: float) -> None:
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        matched: int | None,
+        completion_tokens: int,
+        now: float,
+    ) -> None:
         self._end(sequence, now)
         self._metrics.finished(reason.value, now - sequence.submitted_at)
         admitted = sequence.admitted_at or now

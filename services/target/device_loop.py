@@ -85,7 +85,12 @@ class DeviceLoop:
     def undisturbed(self) -> bool:
         """Whether all that decodes is here, and nobody elsewhere takes part: other work may then be enqueued behind the rounds."""
         parts = self._parts
-        return self.takes_prefilled and not self._rounds.exchanges and parts.follower.settled and self._holds(parts.scheduler.decoding())
+        return (
+            self.takes_prefilled
+            and not self._rounds.exchanges
+            and parts.follower.settled
+            and self._holds(parts.scheduler.decoding())
+        )
 
     def takes(self, shape: DraftShape) -> bool:
         """Whether rounds of this shape can stay on the device."""
@@ -160,17 +165,25 @@ class DeviceLoop:
 
     def _holds(self, decoding: Seq[Sequence]) -> bool:
         """Whether exactly these sequences are here."""
-        return len(decoding) == len(self._places) and all(sequence.session_id in self._places for sequence in decoding)
+        return len(decoding) == len(self._places) and all(
+            sequence.session_id in self._places for sequence in decoding
+        )
 
     def _drafter_falls_behind(self, decoding: Seq[Sequence]) -> bool:
         """Whether plain rounds have gone on for so long that the drafter should be told of them: `catch_up` is one message."""
         if self._shape.drafts:
             return False
-        return any(one.drafted and one.committed_len - self._entered_len[one.session_id] >= CATCH_UP_TOKENS for one in decoding)
+        return any(
+            one.drafted and one.committed_len - self._entered_len[one.session_id] >= CATCH_UP_TOKENS
+            for one in decoding
+        )
 
     def _worth_another(self) -> bool:
         """Whether some sequence is not certain to end with the rounds on their way: each brings at least one token."""
-        return any(sequence is not None and sequence.remaining > self._rounds.in_flight for sequence in self._sequences)
+        return any(
+            sequence is not None and sequence.remaining > self._rounds.in_flight
+            for sequence in self._sequences
+        )
 
     def _launch(self) -> bool:
         """Enqueue a round behind those on their way, unless those end every sequence; False when there is no room."""
@@ -180,7 +193,11 @@ class DeviceLoop:
             return False
         most = (self._shape.depth + 1) * self._rounds.in_flight
         upper = [0 if one is None else min(one.committed_len + most, one.end_len) for one in self._sequences]
-        uppers = [(sequence, bound) for sequence, bound in zip(self._sequences, upper, strict=True) if sequence is not None]
+        uppers = [
+            (sequence, bound)
+            for sequence, bound in zip(self._sequences, upper, strict=True)
+            if sequence is not None
+        ]
         if not self._parts.scheduler.reserve_all_ahead(uppers):
             return False
         return self._rounds.launch(upper, self._wait_limit_s)
@@ -194,12 +211,16 @@ class DeviceLoop:
         if not self._rounds.move(rows, bs):
             return False
         self._sequences = [self._sequences[row] for row in rows]
-        self._places = {sequence.session_id: row for row, sequence in enumerate(self._sequences) if sequence is not None}
+        self._places = {
+            sequence.session_id: row for row, sequence in enumerate(self._sequences) if sequence is not None
+        }
         self._bs = bs
         return True
 
     def _wait_limit_s(self) -> float | None:
-        return self._parts.proposals.wait_limit_s([sequence for sequence in self._sequences if sequence is not None])
+        return self._parts.proposals.wait_limit_s(
+            [sequence for sequence in self._sequences if sequence is not None]
+        )
 
     def _finish(self, finished: FinishedRound) -> None:
         """Advance, deliver and learn from a round that was read."""
@@ -211,14 +232,22 @@ class DeviceLoop:
                 continue
             assert outcome is not None, "a sequence that goes on was verified"
             chain = self._shape.topk == 1
-            executed.append(ExecutedRow(sequence.controller_row, outcome.num_nodes, self._shape.depth, len(outcome.path), chain))
+            executed.append(
+                ExecutedRow(
+                    sequence.controller_row, outcome.num_nodes, self._shape.depth, len(outcome.path), chain
+                )
+            )
             kept[row] = self._advance(sequence, outcome)
         if self._places:
-            self._rounds.committed([tokens if self._sequences[row] is not None else [] for row, tokens in enumerate(kept)])
+            self._rounds.committed(
+                [tokens if self._sequences[row] is not None else [] for row, tokens in enumerate(kept)]
+            )
         self._parts.counter.value += 1
         self._parts.delivery.flush()
         if executed:
-            step = ExecutedStep(executed, self._shape.depth, 0.0 if self._shape.drafts else None, 0.0, 0.0, finished.seconds)
+            step = ExecutedStep(
+                executed, self._shape.depth, 0.0 if self._shape.drafts else None, 0.0, 0.0, finished.seconds
+            )
             self._parts.controller.observe(step)
             self._parts.metrics.observe_device_round(step)
 
@@ -240,7 +269,10 @@ class DeviceLoop:
         remaining = [sequence for sequence in self._sequences if sequence is not None]
         self._rounds.leave()
         if not self._shape.drafts:  # the drafter was told nothing of what was decoded plainly
-            commits = [self._parts.follower.catch_up(sequence, self._entered_len[sequence.session_id]) for sequence in remaining]
+            commits = [
+                self._parts.follower.catch_up(sequence, self._entered_len[sequence.session_id])
+                for sequence in remaining
+            ]
             told: list[Commit] = [commit for commit in commits if commit is not None]
             if told:
                 self._parts.drafter.commit(RoundResult(self._parts.counter.value, told))

@@ -90,8 +90,12 @@ def scatter_trees(drafts: DraftBatch, rows: Sequence[int], root_tokens: Sequence
         logprobs = torch.zeros((bs, width), device=device).index_copy_(0, index, drafts.logprobs)
     return DraftBatch(
         tokens=tokens.index_copy_(0, index, drafts.tokens),
-        parents=torch.full((bs, width), -1, dtype=torch.int32, device=device).index_copy_(0, index, drafts.parents),
-        depths=torch.zeros((bs, width), dtype=torch.int32, device=device).index_copy_(0, index, drafts.depths),
+        parents=torch.full((bs, width), -1, dtype=torch.int32, device=device).index_copy_(
+            0, index, drafts.parents
+        ),
+        depths=torch.zeros((bs, width), dtype=torch.int32, device=device).index_copy_(
+            0, index, drafts.depths
+        ),
         num_nodes=torch.ones(bs, dtype=torch.int32, device=device).index_copy_(0, index, drafts.num_nodes),
         ancestors=ancestors.index_copy_(0, index, drafts.ancestors),
         logprobs=logprobs,

@@ -122,7 +122,9 @@ class TargetEngine:
         )
         self._host = HostRounds(runner, self._parts)
         self._loop = None if overlap is None else self._make_loop(overlap)
-        self._prompts = Prompts(runner, self._parts, self._host, lambda: self._loop is not None and self._loop.drafts)
+        self._prompts = Prompts(
+            runner, self._parts, self._host, lambda: self._loop is not None and self._loop.drafts
+        )
 
     # ---- any thread
 
@@ -138,7 +140,10 @@ class TargetEngine:
             UnavailableError: The service is draining.
         """
         if self.draining:
-            raise UnavailableError("This server is shutting down; send the request to another one.", retry_after_s=DRAIN_RETRY_AFTER_S)
+            raise UnavailableError(
+                "This server is shutting down; send the request to another one.",
+                retry_after_s=DRAIN_RETRY_AFTER_S,
+            )
         sequence = Sequence(
             request,
             sink,
@@ -169,7 +174,12 @@ class TargetEngine:
 
     def prometheus_text(self) -> str:
         """Return the metrics as of now."""
-        return self.metrics.render(self._scheduler, self._drafter.state(), self._follower.num_resyncs, self.controller.speedup_estimate)
+        return self.metrics.render(
+            self._scheduler,
+            self._drafter.state(),
+            self._follower.num_resyncs,
+            self.controller.speedup_estimate,
+        )
 
     def stats(self) -> EngineStats:
         """Return a snapshot; cheap and approximate while the engine runs."""
@@ -214,7 +224,9 @@ class TargetEngine:
         if self._loop is None or not self._loop.takes(shape):
             if shape.drafts and not self._drafts:
                 return []
-            return [lambda mode=mode: runner.capture_verify(bs, shape.max_nodes, mode) for mode in USUAL_MODES]  # type: ignore[misc]
+            return [
+                lambda mode=mode: runner.capture_verify(bs, shape.max_nodes, mode) for mode in USUAL_MODES
+            ]  # type: ignore[misc]
         loop = self._loop
         # Plain rounds store feature rows for sequences that are drafted at times, and none for others.
         kinds = [runner.captures] if shape.drafts or not runner.captures else [True, False]
@@ -252,7 +264,11 @@ class TargetEngine:
         """One step of every request that can advance."""
         started = time.monotonic()
         self._receive(started)
-        if self._loop is not None and self._loop.active and (self._loop.step() or self._leaves_and_enters(self._loop, started)):
+        if (
+            self._loop is not None
+            and self._loop.active
+            and (self._loop.step() or self._leaves_and_enters(self._loop, started))
+        ):
             return
         if self._follower.refresh():
             self.again.renew()
@@ -262,7 +278,9 @@ class TargetEngine:
         plan = self._scheduler.schedule(started)
         self._follower.follow(plan)
         loop, prefills = None if self._host.announced else self._loop, plan.prefills
-        if loop is not None and loop.takes_prefilled:  # a draft elsewhere is asked first, and works while the target prefills
+        if (
+            loop is not None and loop.takes_prefilled
+        ):  # a draft elsewhere is asked first, and works while the target prefills
             self._delivery.flush()
             if prefills:
                 self._prompts.finish(self._prompts.begin(prefills))
@@ -307,9 +325,14 @@ class TargetEngine:
 
     def step_failed(self, error: Exception) -> None:
         """See `Steppable.step_failed`: requests in the batch fail, queued ones go on. A lost rank is no fault of the request: try again."""
-        code, reason = (error.code, error.reason) if isinstance(error, UnavailableError) else (ErrorCode.INTERNAL, None)
+        code, reason = (
+            (error.code, error.reason) if isinstance(error, UnavailableError) else (ErrorCode.INTERNAL, None)
+        )
         for sequence in list(self._scheduler.active):
-            self._fail(sequence, OutriderError(f"The engine failed on this request: {error}", code=code, reason=reason))
+            self._fail(
+                sequence,
+                OutriderError(f"The engine failed on this request: {error}", code=code, reason=reason),
+            )
         self._host.drop()
         if self._loop is not None:
             self._loop.abandon()
@@ -354,7 +377,9 @@ class TargetEngine:
         for sequence in list(self._live.values()):
             deadline, paused_at = sequence.request.deadline, sequence.paused_at
             if deadline is not None and now >= deadline:
-                self._fail(sequence, DeadlineExceededError("The deadline passed before the answer was complete."))
+                self._fail(
+                    sequence, DeadlineExceededError("The deadline passed before the answer was complete.")
+                )
             elif paused_at is not None and now >= paused_at + self.limits.pause_timeout_s:
                 message = f"The reader was too slow for {self.limits.pause_timeout_s:.0f} s."
                 self._fail(sequence, OutriderError(message, code=ErrorCode.CANCELLED, reason="slow_reader"))

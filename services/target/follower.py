@@ -109,7 +109,9 @@ class Follower:
             self._drafter.features(sequence.session_id, chunk.start, rows[:-1])
         return rows[-1:]
 
-    def commit(self, sequence: Sequence, base_len: int, token_ids: list[int], features: torch.Tensor | None) -> Commit | None:
+    def commit(
+        self, sequence: Sequence, base_len: int, token_ids: list[int], features: torch.Tensor | None
+    ) -> Commit | None:
         """Return what to tell the drafter of a sequence that goes on, or None if it does not follow it."""
         if not sequence.drafted or (self._wants_features and features is None):
             return None
@@ -144,7 +146,15 @@ class Follower:
         sequence.drafted = True
         sampling = sequence.request.sampling
         self._drafter.open(
-            [SequenceOpen(sequence.fence(), tuple(sequence.tokens), sampling.seed, sampling.temperature, sampling.choice_index)]
+            [
+                SequenceOpen(
+                    sequence.fence(),
+                    tuple(sequence.tokens),
+                    sampling.seed,
+                    sampling.temperature,
+                    sampling.choice_index,
+                )
+            ]
         )
 
     def _reopen(self, sequence: Sequence) -> None:

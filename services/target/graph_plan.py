@@ -80,7 +80,11 @@ def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool, offers: bo
         offers: Whether requests come that leave the choice of a shape to `auto`.
     """
     graphs = cuda and not waits and not settings.disable_cuda_graph
-    overlaps = {OverlapSchedule.AUTO: cuda and not waits, OverlapSchedule.ON: True, OverlapSchedule.OFF: False}
+    overlaps = {
+        OverlapSchedule.AUTO: cuda and not waits,
+        OverlapSchedule.ON: True,
+        OverlapSchedule.OFF: False,
+    }
     auto = settings.limits().resolve(SpeculationMode.AUTO)
     tree = auto.shape
     usual = (tree, DraftShape(tree.depth, 1, tree.depth + 1)) if tree.drafts else ()
@@ -93,7 +97,9 @@ def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool, offers: bo
     sizes = FP8_PREFILL_SIZES if settings.quantization is Quantization.FP8 else PREFILL_SIZES
     prefills = sizes if graphs and not settings.deterministic and settings.tp == 1 else ()
     shapes, forms = (NO_DRAFT, *dict.fromkeys(usual)), auto.forms if offers else ()
-    return GraphPlan(graphs, overlap if on else None, buckets if graphs else None, shapes, forms, prefills, waits)
+    return GraphPlan(
+        graphs, overlap if on else None, buckets if graphs else None, shapes, forms, prefills, waits
+    )
 
 
 def await_draft(drafter: Drafter, timeout_s: float, given_up: Callable[[], bool]) -> float:
@@ -105,13 +111,22 @@ def await_draft(drafter: Drafter, timeout_s: float, given_up: Callable[[], bool]
         given_up: Whether there is no use in waiting: the draft has refused, or is not there, or the process is to end.
     """
     started = time.monotonic()
-    while drafter.state() is DrafterState.CONNECTING and not given_up() and time.monotonic() - started < timeout_s:
+    while (
+        drafter.state() is DrafterState.CONNECTING
+        and not given_up()
+        and time.monotonic() - started < timeout_s
+    ):
         time.sleep(POLL_S)
     return time.monotonic() - started
 
 
 def record_graphs(
-    engine: TargetEngine, graphs: GraphCache, plan: GraphPlan, *, to_console: bool, stopped: Callable[[], bool] = lambda: False
+    engine: TargetEngine,
+    graphs: GraphCache,
+    plan: GraphPlan,
+    *,
+    to_console: bool,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> None:
     """Record prompts, then at every batch size what `shapes_at` names: the usual shapes of at most `MOST_ROWS` rows, and those of `auto`.
 
@@ -132,12 +147,22 @@ def record_graphs(
             record()
             progress.tell(done, len(work), description)
     mib = round(graphs.memory_bytes / 2**20)
-    _log.info("CUDA graphs recorded", graphs=len(graphs.keys), memory_mib=mib, seconds=round(time.monotonic() - started, 1))
+    _log.info(
+        "CUDA graphs recorded",
+        graphs=len(graphs.keys),
+        memory_mib=mib,
+        seconds=round(time.monotonic() - started, 1),
+    )
     engine.again.follow(lambda: [record for _, record in _recordings(engine, plan)])
 
 
 def compile_kernels(
-    engine: TargetEngine, graphs: GraphCache, plan: GraphPlan, more: Sequence[Callable[[], object]] = (), *, to_console: bool
+    engine: TargetEngine,
+    graphs: GraphCache,
+    plan: GraphPlan,
+    more: Sequence[Callable[[], object]] = (),
+    *,
+    to_console: bool,
 ) -> None:
     """Have the kernels of `more`, and of all that `record_graphs` records, compiled by several processes at once, if they are not yet.
 
@@ -149,7 +174,10 @@ def compile_kernels(
         return
     if graphs.observed or plan.waits:
         why = "other ranks launch them too" if graphs.observed else "attention waits for the device"
-        _log.info("kernels are compiled when they are launched first, unless an earlier start has left them", why=why)
+        _log.info(
+            "kernels are compiled when they are launched first, unless an earlier start has left them",
+            why=why,
+        )
         return
     started = time.monotonic()
     with _progress("compiling kernels", to_console) as progress:

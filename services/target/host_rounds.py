@@ -87,11 +87,19 @@ class HostRounds:
                 sequence.feature_len += len(step.kept)
             sequence.cached_len += len(step.kept)
             if step.finish is None:
-                commits.append(self._parts.follower.commit(sequence, base_lens[index], step.kept, features[index]))
+                commits.append(
+                    self._parts.follower.commit(sequence, base_lens[index], step.kept, features[index])
+                )
         self.commit(commits)
         round_number = self._parts.counter.value
         self._parts.counter.value += 1
-        self._announce_early({sequence.session_id for sequence, done in zip(decodes, steps, strict=True) if done and done.finish})
+        self._announce_early(
+            {
+                sequence.session_id
+                for sequence, done in zip(decodes, steps, strict=True)
+                if done and done.finish
+            }
+        )
         num_nodes = [1] * len(decodes) if drafts.tokens.shape[1] == 1 else drafts.num_nodes.tolist()
         for index, (sequence, outcome, done) in enumerate(zip(decodes, outcomes, steps, strict=True)):
             if done is None:
@@ -99,7 +107,9 @@ class HostRounds:
             sequence.stats.record(num_nodes[index], len(outcome.accepted), done.num_cut)
             trace = None
             if sequence.request.speculation.trace:
-                trace = round_trace(drafts, index, num_nodes[index], base_lens[index], round_number, outcome, done.kept, times)
+                trace = round_trace(
+                    drafts, index, num_nodes[index], base_lens[index], round_number, outcome, done.kept, times
+                )
             if self._parts.delivery.tokens(sequence, done, trace):
                 self._parts.forget(sequence)
         times.committed = time.monotonic()
@@ -110,7 +120,9 @@ class HostRounds:
             if timed is not None:
                 # Without an answer it would have taken longer than it was waited for.
                 answered = max(num_nodes) > 1
-                self._parts.controller.costs.observe_answer((times.proposed - timed.announced_at) * (1.0 if answered else 2.0))
+                self._parts.controller.costs.observe_answer(
+                    (times.proposed - timed.announced_at) * (1.0 if answered else 2.0)
+                )
         self._parts.metrics.observe_round(executed, times)
 
     def commit(self, commits: Seq[Commit | None]) -> None:
@@ -123,7 +135,9 @@ class HostRounds:
         """Let the drafter begin with the next round of the sequences that go on, if it works beside this process."""
         if not self._drafts:
             return
-        expected = [sequence for sequence in self._parts.scheduler.decoding() if sequence.session_id not in ended]
+        expected = [
+            sequence for sequence in self._parts.scheduler.decoding() if sequence.session_id not in ended
+        ]
         if expected and not self._parts.proposals.may_stay_on_device(expected):
             proposal = self._parts.proposals.announce(expected, self._parts.counter.value)
             self._early = _Early([sequence.session_id for sequence in expected], proposal)

@@ -46,10 +46,14 @@ class EngineLimits:
         if not request.prompt_ids:
             raise InvalidRequestError("prompt_ids is empty; give at least one token.", field="prompt_ids")
         if request.max_new_tokens < 1:
-            raise InvalidRequestError(f"max_new_tokens must be at least 1, not {request.max_new_tokens}.", field="max_new_tokens")
+            raise InvalidRequestError(
+                f"max_new_tokens must be at least 1, not {request.max_new_tokens}.", field="max_new_tokens"
+            )
         highest = max(sequence.tokens)
         if highest >= self.vocab_size or min(sequence.tokens) < 0:
-            message = f"prompt_ids holds token {highest}; this model's vocabulary ends at {self.vocab_size - 1}."
+            message = (
+                f"prompt_ids holds token {highest}; this model's vocabulary ends at {self.vocab_size - 1}."
+            )
             raise InvalidRequestError(message, field="prompt_ids")
         context = min(self.max_model_len, capacity - sequence.node_bound)
         if sequence.prompt_len + request.max_new_tokens > context:

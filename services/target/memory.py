@@ -116,9 +116,21 @@ class MemoryPlan:
         memory = self.memory
         if memory is None:
             return {"kv_gib": _gib(self.kv), **tokens}
-        parts = {"elsewhere": memory.elsewhere, "weights": memory.weights, "draft": memory.draft, "kv": self.kv, "reserve": self.reserve}
+        parts = {
+            "elsewhere": memory.elsewhere,
+            "weights": memory.weights,
+            "draft": memory.draft,
+            "kv": self.kv,
+            "reserve": self.reserve,
+        }
         unused = memory.free - self.kv - self.reserve
-        return {**{f"{name}_gib": _gib(size) for name, size in (*parts.items(), ("unused", unused), ("total", memory.total))}, **tokens}
+        return {
+            **{
+                f"{name}_gib": _gib(size)
+                for name, size in (*parts.items(), ("unused", unused), ("total", memory.total))
+            },
+            **tokens,
+        }
 
 
 def plan_memory(
@@ -155,12 +167,16 @@ def plan_memory(
         if memory is not None and pages * page + draft.more > memory.free - reserve:
             raise _too_many_tokens(settings, memory, reserve, page, draft, least)
     elif memory is None:
-        pages = min(max(CPU_KV_TOKENS, 2 * max_model_len), CPU_KV_BYTES // bytes_per_token) // settings.page_size
+        pages = (
+            min(max(CPU_KV_TOKENS, 2 * max_model_len), CPU_KV_BYTES // bytes_per_token) // settings.page_size
+        )
     else:
         allowed = int(memory.total * settings.mem_fraction_static) - memory.used
         pages = max(0, min(allowed, memory.free - reserve) - draft.more) // page
         if pages * settings.page_size < least:
-            raise _too_little_memory(settings, memory, reserve, least * page // settings.page_size + draft.more, least)
+            raise _too_little_memory(
+                settings, memory, reserve, least * page // settings.page_size + draft.more, least
+            )
     return MemoryPlan(memory, reserve, bytes_per_token, settings.page_size, max(pages, 1))
 
 
@@ -184,12 +200,18 @@ def working_bytes(settings: TargetSettings, config: ModelConfig, dtype: torch.dt
         dtype: Of activations.
     """
     speculation = settings.limits()
-    verified = settings.max_running_requests * max(speculation.default.max_nodes, speculation.longest_chain + 1)
+    verified = settings.max_running_requests * max(
+        speculation.default.max_nodes, speculation.longest_chain + 1
+    )
     rows = max(settings.prefill_tokens(), verified)
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    widest = max(3 * config.intermediate_size, 2 * heads) + 6 * config.hidden_size  # residual, norms, captured layers; one layer's own
+    widest = (
+        max(3 * config.intermediate_size, 2 * heads) + 6 * config.hidden_size
+    )  # residual, norms, captured layers; one layer's own
     logits = verified * config.vocab_size * (dtype.itemsize + torch.float32.itemsize)
-    return graphs_bytes(settings, config.num_layers) + int(ALLOCATOR_SLACK * (rows * widest * dtype.itemsize + logits))
+    return graphs_bytes(settings, config.num_layers) + int(
+        ALLOCATOR_SLACK * (rows * widest * dtype.itemsize + logits)
+    )
 
 
 def graphs_bytes(settings: TargetSettings, num_layers: int) -> int:
@@ -200,7 +222,10 @@ def graphs_bytes(settings: TargetSettings, num_layers: int) -> int:
         num_layers: Of the target.
     """
     batch_sizes = len(batch_buckets(min(settings.cuda_graph_max_bs, settings.max_running_requests)))
-    return WORKSPACES_BYTES + (batch_sizes * GRAPHS_PER_BATCH_SIZE + MOST_LATE) * num_layers * GRAPH_BYTES_PER_LAYER
+    return (
+        WORKSPACES_BYTES
+        + (batch_sizes * GRAPHS_PER_BATCH_SIZE + MOST_LATE) * num_layers * GRAPH_BYTES_PER_LAYER
+    )
 
 
 def more_tokens(settings: TargetSettings) -> int:
@@ -225,7 +250,9 @@ class CachePlanner:
         self._settings = settings
         self._decoder = decoder
         config = decoder.config
-        self._bytes_per_token = decoder.token_bytes(config.hidden_size if drafts else 0)  # as wide as a row is for every head there is
+        self._bytes_per_token = decoder.token_bytes(
+            config.hidden_size if drafts else 0
+        )  # as wide as a row is for every head there is
         self._longest = longest_text(config, settings.max_model_len)
         self._before = gpu_memory(decoder.device)
 
@@ -251,7 +278,9 @@ class CachePlanner:
         decoder, memory, now = self._decoder, None, gpu_memory(self._decoder.device)
         if self._before is not None and now is not None:
             free, total = now
-            memory = Memory(total=total, free=free, weights=decoder.weight_bytes, draft=self._before[0] - free)
+            memory = Memory(
+                total=total, free=free, weights=decoder.weight_bytes, draft=self._before[0] - free
+            )
         reserve = working_bytes(self._settings, decoder.config, decoder.dtype)
         return plan_memory(self._settings, self._bytes_per_token, self._longest, memory, reserve, draft)
 
@@ -269,7 +298,11 @@ def _too_many_tokens(
 ) -> ConfigurationError:
     most = max(0, memory.free - reserve - draft.more) // page * settings.page_size
     needed = -(-(settings.kv_tokens or 0) // settings.page_size) * page + draft.more
-    advice = f"at most {most} tokens fit. Give --kv-tokens {most} or less" if most >= least else f"not even {least} tokens fit. {MAKE_ROOM}"
+    advice = (
+        f"at most {most} tokens fit. Give --kv-tokens {most} or less"
+        if most >= least
+        else f"not even {least} tokens fit. {MAKE_ROOM}"
+    )
     return ConfigurationError(
         f"kv_tokens: {settings.kv_tokens} tokens need {_gib(needed)} GiB{_of_both(draft)}; of {_gib(memory.free)} GiB that are free "
         f"{_gib(reserve)} are kept for graphs and activations, so that {advice}.",
@@ -281,7 +314,9 @@ def _of_both(draft: DraftCache) -> str:
     return ", in the draft's cache too" if draft.bytes_per_token else ""
 
 
-def _too_little_memory(settings: TargetSettings, memory: Memory, reserve: int, minimum: int, least: int) -> ConfigurationError:
+def _too_little_memory(
+    settings: TargetSettings, memory: Memory, reserve: int, minimum: int, least: int
+) -> ConfigurationError:
     parts = (
         f"the GPU has {_gib(memory.total)} GiB, of which the weights take {_gib(memory.weights)}, the draft {_gib(memory.draft)} and "
         f"others {_gib(memory.elsewhere)}; {_gib(reserve)} are kept for graphs and activations"

@@ -19,7 +19,11 @@ REASONS_OF_STATE = {
 
 # What the engine, the follower and the remote drafter say; other reasons (those that a draft gives for a refusal) appear as they come.
 FALLBACK_REASONS = (
-    *(state.value for state in DrafterState if state is not DrafterState.ON and state is not DrafterState.NONE),
+    *(
+        state.value
+        for state in DrafterState
+        if state is not DrafterState.ON and state is not DrafterState.NONE
+    ),
     "bad_tree",
     "empty_tree",
     "late",
@@ -39,10 +43,18 @@ class TargetMetrics:
     def __init__(self) -> None:
         self._metrics = metrics = Metrics()
         histogram, counter, gauge = metrics.histogram, metrics.counter, metrics.gauge
-        self._ttft = histogram("time_to_first_token_seconds", "From submission to the first token.", REQUEST_BUCKETS_S)
-        self._itl = histogram("inter_token_latency_seconds", "Between deliveries, per token.", TOKEN_BUCKETS_S)
-        self._e2e = histogram("e2e_request_latency_seconds", "From submission to the end of a request.", REQUEST_BUCKETS_S)
-        self._queue = histogram("request_queue_time_seconds", "From submission to admission.", REQUEST_BUCKETS_S)
+        self._ttft = histogram(
+            "time_to_first_token_seconds", "From submission to the first token.", REQUEST_BUCKETS_S
+        )
+        self._itl = histogram(
+            "inter_token_latency_seconds", "Between deliveries, per token.", TOKEN_BUCKETS_S
+        )
+        self._e2e = histogram(
+            "e2e_request_latency_seconds", "From submission to the end of a request.", REQUEST_BUCKETS_S
+        )
+        self._queue = histogram(
+            "request_queue_time_seconds", "From submission to admission.", REQUEST_BUCKETS_S
+        )
         self._running = gauge("num_requests_running", "Sequences that hold pages.")
         self._waiting = gauge("num_requests_waiting", "Sequences in the queue.")
         self._kv_usage = gauge("kv_cache_usage_perc", "Share of the pool's pages that are held, 0 to 1.")
@@ -54,17 +66,31 @@ class TargetMetrics:
         self._drafts = counter("spec_decode_num_drafts", "Rounds of sequences with at least one draft node.")
         self._draft_tokens = counter("spec_decode_num_draft_tokens", "Draft nodes verified.")
         self._accepted = counter("spec_decode_num_accepted_tokens", "Draft nodes accepted.")
-        self._per_pos = counter("spec_decode_num_accepted_tokens_per_pos", "Draft nodes accepted, by depth from 0.", ("position",))
-        self._accepted_at = counter("accepted_tokens", "Draft nodes accepted, by their depth in the tree; the root has 0.", ("depth",))
-        self._rpc_s = histogram(
-            "draft_rpc_seconds", "From asking for a step's proposal to having it, what was done meanwhile included.", STEP_BUCKETS_S
+        self._per_pos = counter(
+            "spec_decode_num_accepted_tokens_per_pos", "Draft nodes accepted, by depth from 0.", ("position",)
         )
-        self._draft_s = histogram("draft_seconds", "How long a step stood still for its proposal.", STEP_BUCKETS_S)
-        self._verify_s = histogram("verify_seconds", "Verify pass of a step, its sampling and compaction included.", STEP_BUCKETS_S)
-        self._round_s = histogram("device_round_seconds", "Rounds that stayed on the device, drafting included.", STEP_BUCKETS_S)
+        self._accepted_at = counter(
+            "accepted_tokens", "Draft nodes accepted, by their depth in the tree; the root has 0.", ("depth",)
+        )
+        self._rpc_s = histogram(
+            "draft_rpc_seconds",
+            "From asking for a step's proposal to having it, what was done meanwhile included.",
+            STEP_BUCKETS_S,
+        )
+        self._draft_s = histogram(
+            "draft_seconds", "How long a step stood still for its proposal.", STEP_BUCKETS_S
+        )
+        self._verify_s = histogram(
+            "verify_seconds", "Verify pass of a step, its sampling and compaction included.", STEP_BUCKETS_S
+        )
+        self._round_s = histogram(
+            "device_round_seconds", "Rounds that stayed on the device, drafting included.", STEP_BUCKETS_S
+        )
         self._speedup = gauge("estimated_speedup", "Drafting steps' tokens per second over plain ones'.")
         self._state = gauge("speculation_state", "1 for the state that speculation is in.", ("reason",))
-        self._fallbacks = counter("draft_fallback", "Rounds that wanted draft nodes and got none, by reason.", ("reason",))
+        self._fallbacks = counter(
+            "draft_fallback", "Rounds that wanted draft nodes and got none, by reason.", ("reason",)
+        )
         self._resyncs = counter("draft_resync", "Sequences reopened on the draft.")
         self._resyncs_seen = 0
         self._preemptions_seen = 0

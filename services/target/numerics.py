@@ -42,7 +42,12 @@ def prepare_decoder(settings: TargetSettings, decoder: Decoder) -> Decoder:
     if settings.deterministic:
         decoder = deterministic(decoder)
     _log.info("layers", computed_by=decoder.computed_by, dtype=str(decoder.dtype).removeprefix("torch."))
-    if decoder.fused is not None and not settings.deterministic and decoder.device.type == "cuda" and not settings.disable_tile_trial:
+    if (
+        decoder.fused is not None
+        and not settings.deterministic
+        and decoder.device.type == "cuda"
+        and not settings.disable_tile_trial
+    ):
         _choose_tiles(settings, decoder, decoder.fused)
     return decoder
 
@@ -58,11 +63,15 @@ def load_decoder(settings: TargetSettings, progress: Progress | None = None) -> 
     device, dtype = settings.torch_device(), settings.torch_dtype()
     rounding = None
     if settings.quantization is not Quantization.NONE:
-        rounding = layer_rounding(settings, ModelConfig.from_dir(settings.model), device, dtype or default_dtype(device))
+        rounding = layer_rounding(
+            settings, ModelConfig.from_dir(settings.model), device, dtype or default_dtype(device)
+        )
     return Decoder.load(settings.model, device, dtype, progress, rounding)
 
 
-def layer_rounding(settings: TargetSettings, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> OnLayer | None:
+def layer_rounding(
+    settings: TargetSettings, config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> OnLayer | None:
     """Return what changes layers while they are loaded.
 
     Raises:
@@ -80,7 +89,9 @@ def prepare_attention(settings: TargetSettings, decoder: Decoder) -> AttentionBa
     if settings.deterministic:
         return DeterministicAttention()
     if settings.kv_cache_dtype is not KvCacheDtype.AUTO:
-        return create_backend(AttentionKind.TRITON, decoder.device)  # the one that widens K and V; its reference on a CPU
+        return create_backend(
+            AttentionKind.TRITON, decoder.device
+        )  # the one that widens K and V; its reference on a CPU
     return create_backend(settings.attention_backend, decoder.device)
 
 
@@ -94,7 +105,9 @@ def _compile(decoder: Decoder, max_rows: int) -> None:
 def _choose_tiles(settings: TargetSettings, decoder: Decoder, fused: FusedForward) -> None:
     """Try what nobody measured; of several ranks the first does, and all choose as it does."""
     ranks = decoder.collectives if isinstance(decoder, ShardedDecoder) else None
-    budget_s = BUDGET_S if ranks is None else min(BUDGET_S, settings.tp_timeout_s / 4)  # the others wait meanwhile
+    budget_s = (
+        BUDGET_S if ranks is None else min(BUDGET_S, settings.tp_timeout_s / 4)
+    )  # the others wait meanwhile
     tried: list[Tried] = []
     if ranks is None or ranks.rank == 0:
         tried = try_products(fused.uses(), decoder.device, budget_s)
@@ -105,6 +118,7 @@ def _choose_tiles(settings: TargetSettings, decoder: Decoder, fused: FusedForwar
 def _narrow_cache(decoder: Decoder) -> None:
     if decoder.device.type == "cuda" and torch.cuda.get_device_capability(decoder.device) < (8, 9):
         raise ConfigurationError(
-            "kv_cache_dtype: the GPU has no FP8 (compute capability 8.9 or higher has); leave --kv-cache-dtype out.", field="kv_cache_dtype"
+            "kv_cache_dtype: the GPU has no FP8 (compute capability 8.9 or higher has); leave --kv-cache-dtype out.",
+            field="kv_cache_dtype",
         )
     decoder.kv_dtype = torch.float8_e4m3fn

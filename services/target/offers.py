@@ -39,6 +39,8 @@ def offered_shapes(forms: tuple[DraftShape, ...], batch_size: int) -> tuple[Draf
     for form in forms:
         if form.drafts:
             depths = CHAIN_DEPTHS if form.topk == 1 else TREE_DEPTHS if len(forms) == 1 else ()
-            shapes += [cut(form, depth) for depth in (*(one for one in depths if one < form.depth), form.depth)]
+            shapes += [
+                cut(form, depth) for depth in (*(one for one in depths if one < form.depth), form.depth)
+            ]
     fitting = [shape for shape in shapes if batch_size * shape.max_nodes <= MOST_ROWS]
     return tuple(dict.fromkeys(fitting or sorted(shapes, key=lambda shape: shape.max_nodes)[:1]))

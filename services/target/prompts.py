@@ -39,7 +39,9 @@ class Prompts:
         expects_drafts: Whether a sequence that leaves it to the controller is likely to be drafted from its first round on.
     """
 
-    def __init__(self, runner: ModelRunner, parts: EngineParts, host: HostRounds, expects_drafts: Callable[[], bool]) -> None:
+    def __init__(
+        self, runner: ModelRunner, parts: EngineParts, host: HostRounds, expects_drafts: Callable[[], bool]
+    ) -> None:
         self._runner = runner
         self._parts = parts
         self._host = host

@@ -51,7 +51,9 @@ class Proposal:
 class Proposals:
     """Chooses how much each sequence drafts, asks the drafter, and counts why a sequence got nothing. Belongs to the engine thread."""
 
-    def __init__(self, drafter: Drafter, follower: Follower, controller: SpeculationController, metrics: TargetMetrics) -> None:
+    def __init__(
+        self, drafter: Drafter, follower: Follower, controller: SpeculationController, metrics: TargetMetrics
+    ) -> None:
         self._drafter = drafter
         self._follower = follower
         self._controller = controller
@@ -71,11 +73,19 @@ class Proposals:
         rows = [index for index, shape in enumerate(shapes) if shape.drafts]
         if not rows:
             return None
-        auto_rows = [self._bound(decodes[index]) for index in rows if decodes[index].controller_row is not None]
+        auto_rows = [
+            self._bound(decodes[index]) for index in rows if decodes[index].controller_row is not None
+        ]
         request = ProposalRequest(
             round=round_number,
             rows=[
-                ProposalRow(decodes[i].fence(), decodes[i].tokens[-1], shapes[i], must_wait=decodes[i].controller_row is None) for i in rows
+                ProposalRow(
+                    decodes[i].fence(),
+                    decodes[i].tokens[-1],
+                    shapes[i],
+                    must_wait=decodes[i].controller_row is None,
+                )
+                for i in rows
             ],
             deadline_s=self._controller.wait_cap_s(auto_rows, len(decodes)) if auto_rows else None,
         )
@@ -99,7 +109,9 @@ class Proposals:
             return root_trees(roots, HOST)
         return scatter_trees(drafts, proposal.rows, roots)
 
-    def timed(self, proposal: Proposal | None, decodes: Seq[Sequence], drafts: DraftBatch, wait_s: float) -> Proposal | None:
+    def timed(
+        self, proposal: Proposal | None, decodes: Seq[Sequence], drafts: DraftBatch, wait_s: float
+    ) -> Proposal | None:
         """Return the proposal if the wait for it says what proposals cost: not if the drafter owes it and was not waited for to the end.
 
         Args:
@@ -112,7 +124,9 @@ class Proposals:
             return proposal
         if proposal.request.deadline_s is not None and wait_s >= proposal.request.deadline_s:
             return proposal
-        answered = any(self._drafter.fallback_reason(decodes[place].session_id) in ANSWERED for place in proposal.rows)
+        answered = any(
+            self._drafter.fallback_reason(decodes[place].session_id) in ANSWERED for place in proposal.rows
+        )
         return proposal if answered else None
 
     def common_shape(self, decodes: Seq[Sequence]) -> DraftShape | None:
@@ -137,13 +151,20 @@ class Proposals:
         auto = [sequence for sequence in wanting if sequence.controller_row is not None]
         if not auto:
             return forms.pop()[0]
-        return self._controller.choose_common([self._bound(sequence) for sequence in auto]) if len(auto) == len(decodes) else None
+        return (
+            self._controller.choose_common([self._bound(sequence) for sequence in auto])
+            if len(auto) == len(decodes)
+            else None
+        )
 
     def may_stay_on_device(self, decodes: Seq[Sequence]) -> bool:
         """Whether the next round of these sequences may be one on the device, so that nothing should be announced ahead of it."""
         if not self._drafter.device_resident or len(decodes) > self.most_on_device:
             return False
-        if any(one.request.speculation.trace or not one.wants_drafts or self._follower.obstacle(one) for one in decodes):
+        if any(
+            one.request.speculation.trace or not one.wants_drafts or self._follower.obstacle(one)
+            for one in decodes
+        ):
             return False
         kinds = {(one.request.speculation.forms, one.controller_row is None) for one in decodes}
         return len(kinds) == 1
@@ -183,7 +204,9 @@ class Proposals:
                 shapes[index] = sequence.request.speculation.shape
         if auto:
             other_nodes = sum(shape.max_nodes for shape in shapes) - len(auto)
-            chosen = self._controller.choose([self._bound(decodes[index]) for index in auto], len(decodes), other_nodes)
+            chosen = self._controller.choose(
+                [self._bound(decodes[index]) for index in auto], len(decodes), other_nodes
+            )
             for index, shape in zip(auto, chosen, strict=True):
                 shapes[index] = shape
         return shapes

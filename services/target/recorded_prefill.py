@@ -48,7 +48,11 @@ class RecordedPrefill:
         chunk = chunks[0]
         count = chunk.stop - chunk.start
         size = self._size_for(count)
-        return size is not None and self._at(size).rows.fits(chunk.start, count) and self._graphs.replays(self._key(size))
+        return (
+            size is not None
+            and self._at(size).rows.fits(chunk.start, count)
+            and self._graphs.replays(self._key(size))
+        )
 
     def run(self, chunk: PrefillChunk, features: bool) -> torch.Tensor:
         """Enqueue a chunk that `takes` accepts; its K/V is stored, and its feature rows if `features`.
@@ -93,7 +97,10 @@ class _Inputs:
         self._position = position.view(torch.int64)
         self._hidden_slots = hidden_slots.view(torch.int64)
         with torch.inference_mode(False):
-            off, one = torch.zeros(1, dtype=torch.int32, device=pool.device), torch.ones(1, device=pool.device)
+            off, one = (
+                torch.zeros(1, dtype=torch.int32, device=pool.device),
+                torch.ones(1, device=pool.device),
+            )
         self._sampling = SamplingTensors(
             temperature=temperature.view(torch.float32),
             top_k=off,
@@ -121,7 +128,9 @@ class _Inputs:
         rows, projector = self.rows, model.projector
         model.attention.plan(rows.batch)
         aux_layer_ids = tuple(projector.spec.aux_layer_ids) if projector else ()
-        output = model.decoder.forward(rows.tokens, rows.positions, model.attention, model.pool, aux_layer_ids)
+        output = model.decoder.forward(
+            rows.tokens, rows.positions, model.attention, model.pool, aux_layer_ids
+        )
         if projector is not None:
             # A slot stays as it is or, where no features are wanted, becomes -1.
             model.pool.store_some_features(projector(output), rows.batch.slots | self._hidden_slots)

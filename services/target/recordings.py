@@ -62,7 +62,11 @@ class Recordings:
             with self._graphs.keeping():
                 self._pieces.popleft()()
             if not self._pieces:
-                _log.info("CUDA graphs recorded anew: %d in %.1f s", len(self._graphs.keys), time.monotonic() - self._started)
+                _log.info(
+                    "CUDA graphs recorded anew: %d in %.1f s",
+                    len(self._graphs.keys),
+                    time.monotonic() - self._started,
+                )
         if not self._pieces:
             while self._asked:
                 self._asked.pop().set()

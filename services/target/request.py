@@ -37,17 +37,26 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise InvalidRequestError(f"temperature must be a finite number of at least 0, not {self.temperature}.", field="temperature")
+            raise InvalidRequestError(
+                f"temperature must be a finite number of at least 0, not {self.temperature}.",
+                field="temperature",
+            )
         if not 0 <= self.top_k < 1 << 31:
-            raise InvalidRequestError(f"top_k must be at least 0 (0 is off), not {self.top_k}.", field="top_k")
+            raise InvalidRequestError(
+                f"top_k must be at least 0 (0 is off), not {self.top_k}.", field="top_k"
+            )
         if not 0 < self.top_p <= 1:
-            raise InvalidRequestError(f"top_p must be above 0 and at most 1, not {self.top_p}.", field="top_p")
+            raise InvalidRequestError(
+                f"top_p must be above 0 and at most 1, not {self.top_p}.", field="top_p"
+            )
         if not 0 <= self.min_p <= 1:
             raise InvalidRequestError(f"min_p must lie between 0 and 1, not {self.min_p}.", field="min_p")
         if not 0 <= self.seed <= MAX_SEED:
             raise InvalidRequestError("seed must fit in 64 bits without a sign.", field="seed")
         if not 0 <= self.choice_index < 1 << 16:
-            raise InvalidRequestError(f"choice_index must be below 65536, not {self.choice_index}.", field="choice_index")
+            raise InvalidRequestError(
+                f"choice_index must be below 65536, not {self.choice_index}.", field="choice_index"
+            )
 
 
 class SpeculationMode(Enum):
@@ -120,11 +129,16 @@ class SpeculationLimits:
         Raises:
             InvalidRequestError: A value is 0 or above its cap; names the field.
         """
-        for name, value, cap in (("depth", depth, self.max_steps), ("topk", topk, self.max_topk), ("max_nodes", max_nodes, self.max_nodes)):
+        for name, value, cap in (
+            ("depth", depth, self.max_steps),
+            ("topk", topk, self.max_topk),
+            ("max_nodes", max_nodes, self.max_nodes),
+        ):
             if value is not None and not 1 <= value <= cap:
                 hint = " 1 means no draft nodes." if name == "max_nodes" and value < 1 else ""
                 raise InvalidRequestError(
-                    f"speculation.{name} must be between 1 and {cap} on this server, not {value}.{hint}", field=f"speculation.{name}"
+                    f"speculation.{name} must be between 1 and {cap} on this server, not {value}.{hint}",
+                    field=f"speculation.{name}",
                 )
         shape = DraftShape(
             self.default.depth if depth is None else depth,

@@ -103,7 +103,12 @@ class RoundRunner:
     """
 
     def __init__(
-        self, runner: ModelRunner, graphs: GraphCache, drafter: DeviceDrafter | None, columns: int, recorded: int | None = None
+        self,
+        runner: ModelRunner,
+        graphs: GraphCache,
+        drafter: DeviceDrafter | None,
+        columns: int,
+        recorded: int | None = None,
     ) -> None:
         self._runner = runner
         self._graphs = graphs
@@ -141,7 +146,9 @@ class RoundRunner:
         assert self._batch is None
         capture = self._runner.captures and any(sequence.has_features for sequence in sequences)
         state = self._state(bs, shape)
-        tables = self._tables_for(bs, shape.max_nodes, table_pages(sequences, self._runner.pool.page_size, shape.max_nodes))
+        tables = self._tables_for(
+            bs, shape.max_nodes, table_pages(sequences, self._runner.pool.page_size, shape.max_nodes)
+        )
         tables.load(sequences)
         _load(state, tables)
         rounds = None
@@ -160,7 +167,9 @@ class RoundRunner:
         return True
 
     @torch.inference_mode()
-    def launch(self, committed_upper: Seq[int], wait_limit_s: Callable[[], float | None] = lambda: None) -> bool:
+    def launch(
+        self, committed_upper: Seq[int], wait_limit_s: Callable[[], float | None] = lambda: None
+    ) -> bool:
         """Enqueue one round; False when the drafter has no room for it.
 
         Args:
@@ -237,7 +246,9 @@ class RoundRunner:
         if batch.rounds is not None and not batch.rounds.move(rows, state):
             return False
         going = [sequence for sequence in sequences if sequence is not None]
-        tables = self._tables_for(bs, batch.shape.max_nodes, table_pages(going, self._runner.pool.page_size, batch.shape.max_nodes))
+        tables = self._tables_for(
+            bs, batch.shape.max_nodes, table_pages(going, self._runner.pool.page_size, batch.shape.max_nodes)
+        )
         tables.load(sequences)
         _load(state, tables)
         _take_rows(state, batch.state, rows)
@@ -261,7 +272,9 @@ class RoundRunner:
     def capture(self, bs: int, shape: DraftShape, mode: SamplingMode, capture: bool) -> None:
         """Record the round of one size before it is needed."""
         state = self._state(bs, shape)
-        tables = self._tables_for(bs, shape.max_nodes, table_pages((), self._runner.pool.page_size, shape.max_nodes))
+        tables = self._tables_for(
+            bs, shape.max_nodes, table_pages((), self._runner.pool.page_size, shape.max_nodes)
+        )
         tables.make_idle()
         _load(state, tables)
         rounds = self._drafter.rounds_for_capture(shape, state) if shape.drafts and self._drafter else None
@@ -285,7 +298,9 @@ class RoundRunner:
         model = self._runner.step_model(batch.capture)
         features = state.features if batch.rounds is not None else None
         live, lens = state.counts, state.committed_lens
-        packed = verify_step(model, tables, batch.mode, live, lens, drafts, state.columns, round_state, features).packed
+        packed = verify_step(
+            model, tables, batch.mode, live, lens, drafts, state.columns, round_state, features
+        ).packed
         self._results_of(state).post(packed)
 
     def _key(self, batch: _Batch) -> tuple[object, ...]:
@@ -293,7 +308,17 @@ class RoundRunner:
         assert tables is not None
         drafter_key = None if batch.rounds is None else batch.rounds.key
         of_draft = batch.capture or batch.shape.drafts  # comes last: see `ModelRunner.set_feature_spec`
-        return ("round", tables.bs, batch.state.columns, batch.shape, tables.pages, batch.mode, batch.capture, drafter_key, of_draft)
+        return (
+            "round",
+            tables.bs,
+            batch.state.columns,
+            batch.shape,
+            tables.pages,
+            batch.mode,
+            batch.capture,
+            drafter_key,
+            of_draft,
+        )
 
     def _ready(self, batch: _Batch, key: tuple[object, ...]) -> Callable[[], None]:
         """Return what enqueues the round: a replay, or each kernel by itself of a size that hardly ever comes up or is too large."""
@@ -354,15 +379,21 @@ class RoundRunner:
             if len(self._tables) >= MOST_TABLES:
                 self._forget_unused()
             pool = self._runner.pool
-            found = self._tables[bs, nodes, pages] = BatchTables(bs, nodes, pages, pool.page_size, pool.device)
+            found = self._tables[bs, nodes, pages] = BatchTables(
+                bs, nodes, pages, pool.page_size, pool.device
+            )
         return found
 
     def _forget_unused(self) -> None:
         """Let go of what no graph reads: which shapes come up is for clients to say, and nothing may grow by that."""
         keys = set(self._graphs.keys)
         self._tried &= keys
-        used = {(key[1], key[3].max_nodes, key[4]) for key in keys if isinstance(key, tuple) and key[0] == "round"}
-        self._tables = {size: tables for size, tables in self._tables.items() if size in used or tables is self._current}
+        used = {
+            (key[1], key[3].max_nodes, key[4]) for key in keys if isinstance(key, tuple) and key[0] == "round"
+        }
+        self._tables = {
+            size: tables for size, tables in self._tables.items() if size in used or tables is self._current
+        }
 
     def _entered(self) -> _Batch:
         assert self._batch is not None, "enter() comes first"

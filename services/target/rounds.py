@@ -86,7 +86,9 @@ def round_trace(
     times: RoundTimes,
 ) -> RoundTrace:
     """Describe one row of a verified batch; copies its tree to the host."""
-    tokens, parents, depths = (field[index, :num_nodes].tolist() for field in (drafts.tokens, drafts.parents, drafts.depths))
+    tokens, parents, depths = (
+        field[index, :num_nodes].tolist() for field in (drafts.tokens, drafts.parents, drafts.depths)
+    )
     logprobs = [0.0] * num_nodes if drafts.logprobs is None else drafts.logprobs[index, :num_nodes].tolist()
     return RoundTrace(
         round=round_number,
@@ -113,7 +115,9 @@ def executed_step(
     return ExecutedStep(
         rows=[
             ExecutedRow(sequence.controller_row, nodes, depth_offered, len(outcome.accepted), place in chains)
-            for place, (sequence, nodes, depth_offered, outcome) in enumerate(zip(decodes, num_nodes, offered, outcomes, strict=True))
+            for place, (sequence, nodes, depth_offered, outcome) in enumerate(
+                zip(decodes, num_nodes, offered, outcomes, strict=True)
+            )
         ],
         depth=depth,
         wait_s=times.draft_wait_s if depth else None,

@@ -101,7 +101,9 @@ class ModelRunner:
         self.attention = attention
         self.device = pool.device
         self.graphs = graphs or GraphCache(pool.device, enabled=False)
-        self._bucketed = None if buckets is None else BucketedVerify(self.step_model, self.graphs, buckets, max_depth)
+        self._bucketed = (
+            None if buckets is None else BucketedVerify(self.step_model, self.graphs, buckets, max_depth)
+        )
         self._recorded = RecordedPrefill(self.step_model, self.graphs, prefill_sizes)
         self._sampling = SamplingBatches(pool.device)
         self._projector: FeatureProjector | None = None
@@ -126,14 +128,20 @@ class ModelRunner:
             return
         config = self.decoder.config
         self._projector = FeatureProjector(
-            spec, self.device, self.decoder.dtype, hidden_size=config.hidden_size, num_layers=config.num_layers
+            spec,
+            self.device,
+            self.decoder.dtype,
+            hidden_size=config.hidden_size,
+            num_layers=config.num_layers,
         )
         self._aux_layer_ids = tuple(spec.aux_layer_ids)
         self.pool.resize_features(spec.feature_size)
 
     def step_model(self, capture: bool) -> StepModel:
         """Return what `verify_step` runs with; `capture` computes feature rows."""
-        return StepModel(self.decoder, self.pool, self.attention, self._projector if capture else None, self._synthetic)
+        return StepModel(
+            self.decoder, self.pool, self.attention, self._projector if capture else None, self._synthetic
+        )
 
     def prefill(self, chunks: Seq[PrefillChunk]) -> list[int]:
         """Compute prompt chunks, see `begin_prefill`, and wait for their tokens."""
@@ -172,10 +180,14 @@ class ModelRunner:
         finished = [chunk.sequence for chunk in chunks if chunk.is_last]
         hidden = output.hidden[self._int64([end - 1 for end in ends])]
         sampling = self._sampling.rows(finished, [1] * len(finished))
-        return self.decoder.choose(hidden, sampling, self._int64([sequence.committed_len for sequence in finished]))
+        return self.decoder.choose(
+            hidden, sampling, self._int64([sequence.committed_len for sequence in finished])
+        )
 
     @torch.inference_mode()
-    def verify(self, sequences: Seq[Sequence], drafts: DraftBatch) -> tuple[list[RoundOutcome], list[torch.Tensor | None]]:
+    def verify(
+        self, sequences: Seq[Sequence], drafts: DraftBatch
+    ) -> tuple[list[RoundOutcome], list[torch.Tensor | None]]:
         """Verify one tree per sequence in one pass; a tree of one node is a step of plain decoding.
 
         Afterwards the accepted nodes' K/V, and feature rows where wanted, sit at token indices ``[cached_len, cached_len + k + 1)``.
@@ -194,7 +206,9 @@ class ModelRunner:
         roots = self._int64([sequence.committed_len - 1 for sequence in sequences])
         tokens = _select(drafts.tokens.view(-1), rows).long()
         positions = _select((roots[:, None] + drafts.depths).view(-1), rows)
-        ancestors = None if width == 1 else _select(drafts.ancestors.view(-1, drafts.ancestors.shape[2]), rows)
+        ancestors = (
+            None if width == 1 else _select(drafts.ancestors.view(-1, drafts.ancestors.shape[2]), rows)
+        )
         attention_batch = build_batch(self.pool, _leases(sequences), starts, counts, ancestors=ancestors)
         output = self._forward(tokens, positions, attention_batch, capture)
         chosen = self.decoder.choose(output.hidden, self._sampling.rows(sequences, counts), positions + 1)
@@ -241,12 +255,21 @@ class ModelRunner:
             for index, (sequence, row) in enumerate(zip(sequences, rows, strict=True))
         ]
 
-    def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, capture: bool) -> DecoderOutput:
+    def _forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, capture: bool
+    ) -> DecoderOutput:
         self.attention.plan(batch)
-        return self.decoder.forward(tokens, positions, self.attention, self.pool, self._aux_layer_ids if capture else ())
+        return self.decoder.forward(
+            tokens, positions, self.attention, self.pool, self._aux_layer_ids if capture else ()
+        )
 
     def _walk(
-        self, sequences: Seq[Sequence], drafts: DraftBatch, chosen: torch.Tensor, rows: torch.Tensor | None, batch: AttentionBatch
+        self,
+        sequences: Seq[Sequence],
+        drafts: DraftBatch,
+        chosen: torch.Tensor,
+        rows: torch.Tensor | None,
+        batch: AttentionBatch,
     ) -> list[RoundOutcome]:
         bs, width = drafts.tokens.shape
         if rows is not None:
@@ -255,7 +278,9 @@ class ModelRunner:
         chosen = chosen.view(bs, width)
         if self._synthetic is not None:
             seeds = self._int64([signed_seed(sequence.request.sampling.seed) for sequence in sequences])
-            chosen = self._synthetic(chosen, drafts, self._int64([sequence.committed_len for sequence in sequences]), seeds)
+            chosen = self._synthetic(
+                chosen, drafts, self._int64([sequence.committed_len for sequence in sequences]), seeds
+            )
         verified = verify_tree(drafts.tokens, drafts.parents, drafts.num_nodes, chosen)
         outcomes = []
         host = torch.cat((verified.num_accepted[:, None], verified.path, verified.emitted), dim=1).tolist()
@@ -268,7 +293,9 @@ class ModelRunner:
             self.pool.compact(batch.page_table, batch.prefix_lens, verified.path, verified.num_accepted)
         return outcomes
 
-    def _store_prefill_features(self, output: DecoderOutput, chunks: Seq[PrefillChunk], slots: torch.Tensor) -> None:
+    def _store_prefill_features(
+        self, output: DecoderOutput, chunks: Seq[PrefillChunk], slots: torch.Tensor
+    ) -> None:
         assert self._projector is not None
         if not all(chunk.sequence.wants_drafts for chunk in chunks):
             wanted = [chunk.sequence.wants_drafts for chunk in chunks for _ in range(chunk.start, chunk.stop)]
@@ -287,7 +314,11 @@ class ModelRunner:
                 first = end - count
                 rows.append(first)
                 rows.extend([first + node for node in outcome.accepted])
-                slots.extend(self._token_slots(sequence, sequence.cached_len, sequence.cached_len + len(outcome.emitted)))
+                slots.extend(
+                    self._token_slots(
+                        sequence, sequence.cached_len, sequence.cached_len + len(outcome.emitted)
+                    )
+                )
         projected = self._projector(_output_rows(output, self._int64(rows)))
         self.pool.store_features(projected, self._int64(slots))
         features: list[torch.Tensor | None] = []
@@ -305,7 +336,9 @@ class ModelRunner:
         return self.pool.token_slots(sequence.lease, start, stop)
 
     def _valid_rows(self, counts: Seq[int], width: int) -> torch.Tensor:
-        return self._int64([index * width + node for index, count in enumerate(counts) for node in range(count)])
+        return self._int64(
+            [index * width + node for index, count in enumerate(counts) for node in range(count)]
+        )
 
     def _int64(self, values: Seq[int]) -> torch.Tensor:
         return upload(values, torch.int64, self.device)
@@ -319,9 +352,12 @@ def _moved(drafts: DraftBatch, device: torch.device) -> DraftBatch:
     if drafts.tokens.device.type == device.type:
         return drafts
     tokens, parents, depths, num_nodes, ancestors = (
-        part.to(device) for part in (drafts.tokens, drafts.parents, drafts.depths, drafts.num_nodes, drafts.ancestors)
+        part.to(device)
+        for part in (drafts.tokens, drafts.parents, drafts.depths, drafts.num_nodes, drafts.ancestors)
     )
-    return replace(drafts, tokens=tokens, parents=parents, depths=depths, num_nodes=num_nodes, ancestors=ancestors)
+    return replace(
+        drafts, tokens=tokens, parents=parents, depths=depths, num_nodes=num_nodes, ancestors=ancestors
+    )
 
 
 def _leases(sequences: Seq[Sequence]) -> list[PageLease]:

@@ -24,7 +24,11 @@ class SamplingBatches:
         """Return the parameters with sequence i repeated ``counts[i]`` times: ``[sum(counts)]`` rows."""
         greedy = all(sequence.request.sampling.temperature == 0 for sequence in sequences)
         key: tuple[tuple[int, int], ...] | int = (
-            sum(counts) if greedy else tuple((sequence.session_id, count) for sequence, count in zip(sequences, counts, strict=True))
+            sum(counts)
+            if greedy
+            else tuple(
+                (sequence.session_id, count) for sequence, count in zip(sequences, counts, strict=True)
+            )
         )
         found = self._cache.get(key)
         if found is None:
@@ -34,7 +38,11 @@ class SamplingBatches:
         return found
 
     def _build(self, sequences: Seq[Sequence], counts: Seq[int]) -> SamplingTensors:
-        params = [sequence.request.sampling for sequence, count in zip(sequences, counts, strict=True) for _ in range(count)]
+        params = [
+            sequence.request.sampling
+            for sequence, count in zip(sequences, counts, strict=True)
+            for _ in range(count)
+        ]
 
         def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
             return upload(values, dtype, self._device)
@@ -47,7 +55,9 @@ class SamplingBatches:
             seeds=column([signed_seed(row.seed) for row in params], torch.int64),
             choices=column([row.choice_index for row in params], torch.int32),
             all_greedy=all(row.temperature == 0 for row in params),
-            any_filter=any(row.temperature > 0 and (row.top_k > 0 or row.top_p < 1 or row.min_p > 0) for row in params),
+            any_filter=any(
+                row.temperature > 0 and (row.top_k > 0 or row.top_p < 1 or row.min_p > 0) for row in params
+            ),
         )
 
 

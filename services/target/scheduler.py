@@ -84,7 +84,8 @@ class QueueGate:
         with self._lock:
             if self._requests >= self._limits.max_queued:
                 raise OverloadedError(
-                    f"{self._requests} requests are waiting already, the limit of this server.", retry_after_s=self._retry_after()
+                    f"{self._requests} requests are waiting already, the limit of this server.",
+                    retry_after_s=self._retry_after(),
                 )
             if self._requests and self._tokens + prompt_tokens > self._limits.max_queued_tokens:
                 raise OverloadedError(
@@ -103,7 +104,9 @@ class QueueGate:
             if self._last_leave:
                 gap = now - self._last_leave
                 previous = self._seconds_per_request
-                self._seconds_per_request = gap if previous is None else previous + DRAIN_RATE_WEIGHT * (gap - previous)
+                self._seconds_per_request = (
+                    gap if previous is None else previous + DRAIN_RATE_WEIGHT * (gap - previous)
+                )
             self._last_leave = now
 
     def _retry_after(self) -> float:
@@ -160,7 +163,9 @@ class Scheduler:
         The device's page tables are written anew whenever a lease has grown: so they seldom are.
         """
         if any(self._missing(sequence, upper) > 0 for sequence, upper in uppers):
-            spare = [(one, self._missing(one, min(upper + SPARE_TOKENS, one.end_len))) for one, upper in uppers]
+            spare = [
+                (one, self._missing(one, min(upper + SPARE_TOKENS, one.end_len))) for one, upper in uppers
+            ]
             if PLENTY * sum(max(missing, 0) for _, missing in spare) <= self.allocator.free_pages:
                 for sequence, missing in spare:
                     if missing > 0 and sequence.lease is not None:
@@ -169,12 +174,17 @@ class Scheduler:
 
     def decoding(self) -> list[Sequence]:
         """Return the sequences that would decode if a step were scheduled now, in its order."""
-        running = [one for one in self.active if one.status is SequenceStatus.RUNNING and one.paused_at is None]
+        running = [
+            one for one in self.active if one.status is SequenceStatus.RUNNING and one.paused_at is None
+        ]
         return sorted(running, key=_queue_key)
 
     def has_other_work(self) -> bool:
         """Whether `schedule` would prefill or admit anything: what rounds that stay on the device must make way for."""
-        if any(sequence.status is SequenceStatus.PREFILLING and sequence.paused_at is None for sequence in self.active):
+        if any(
+            sequence.status is SequenceStatus.PREFILLING and sequence.paused_at is None
+            for sequence in self.active
+        ):
             return True
         first = next((sequence for sequence in self.waiting if sequence.paused_at is None), None)
         return first is not None and self._admissible(first)
@@ -184,7 +194,9 @@ class Scheduler:
 
         That is so if nobody else decodes: a round of some takes about as long as one of all, and nobody waits for more than one step.
         """
-        prefilling = [one for one in self.active if one.status is SequenceStatus.PREFILLING and one.paused_at is None]
+        prefilling = [
+            one for one in self.active if one.status is SequenceStatus.PREFILLING and one.paused_at is None
+        ]
         if not 0 < sum(one.committed_len - one.cached_len for one in prefilling) <= self.limits.prefill_chunk:
             return False
         fresh = {chunk.sequence.session_id for chunk in prefilled}
@@ -215,7 +227,11 @@ class Scheduler:
         """Assert that no page is lost and no length out of order."""
         self.allocator.check()
         held = sum(len(sequence.lease.pages) for sequence in self if sequence.lease is not None)
-        assert held + self.allocator.free_pages == self.allocator.num_pages, (held, self.allocator.free_pages, self.allocator.num_pages)
+        assert held + self.allocator.free_pages == self.allocator.num_pages, (
+            held,
+            self.allocator.free_pages,
+            self.allocator.num_pages,
+        )
         for sequence in self:
             sequence.check()
 
@@ -249,7 +265,9 @@ class Scheduler:
 
     def _admit(self, now: float, retracted: list[Sequence]) -> list[Sequence]:
         admitted: list[Sequence] = []
-        for sequence in [sequence for sequence in self.waiting if sequence.paused_at is None] if self.waiting else ():
+        for sequence in (
+            [sequence for sequence in self.waiting if sequence.paused_at is None] if self.waiting else ()
+        ):
             while (lease := self._lease_for_admission(sequence)) is None:
                 # Slow readers must not keep others out: with nobody else at work, one of them gives up its pages.
                 if not self.active or any(other.paused_at is None for other in self.active):

@@ -107,7 +107,9 @@ class Sequence:
         self.drafted = False
         self.node_bound = request.speculation.most_nodes if self.wants_drafts else 1
         self.max_len = self.prompt_len + request.max_new_tokens + self.node_bound
-        self.stop_ids = request.stop_token_ids if request.ignore_eos else request.stop_token_ids | eos_token_ids
+        self.stop_ids = (
+            request.stop_token_ids if request.ignore_eos else request.stop_token_ids | eos_token_ids
+        )
         self.stats = SpeculationStats()
         self.pending_tokens: list[int] = []
         self.pending_rounds: list[RoundTrace] = []
@@ -149,7 +151,9 @@ class Sequence:
     @property
     def speculates(self) -> bool:
         """Whether the request wants draft nodes at all."""
-        return self.request.speculation.mode is not SpeculationMode.OFF and self.request.speculation.shape.drafts
+        return (
+            self.request.speculation.mode is not SpeculationMode.OFF and self.request.speculation.shape.drafts
+        )
 
     @property
     def plain_by(self) -> str:
@@ -171,4 +175,8 @@ class Sequence:
         reserved = self.reserved_len
         assert 0 <= self.cached_len <= len(self.tokens), (self.cached_len, len(self.tokens))
         if self.lease is not None:
-            assert len(self.tokens) <= reserved <= self.max_len + self.page_size - 1, (len(self.tokens), reserved, self.max_len)
+            assert len(self.tokens) <= reserved <= self.max_len + self.page_size - 1, (
+                len(self.tokens),
+                reserved,
+                self.max_len,
+            )

@@ -103,7 +103,9 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
         self._serving = serving
 
     async def Session(
-        self, request_iterator: AsyncIterable[target_pb2.SessionRequest], context: grpc.aio.ServicerContext[Any, Any]
+        self,
+        request_iterator: AsyncIterable[target_pb2.SessionRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[target_pb2.SessionReply]:
         """See target.proto. The end of the call cancels what is left of its requests; a half-closed call is served to its end."""
         serving = self._get()
@@ -127,7 +129,9 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
         remaining = context.time_remaining()
         if remaining is not None:
             deadline = time.monotonic() + remaining
-            parsed = replace(parsed, deadline=deadline if parsed.deadline is None else min(parsed.deadline, deadline))
+            parsed = replace(
+                parsed, deadline=deadline if parsed.deadline is None else min(parsed.deadline, deadline)
+            )
         handle = 0
         sink = StreamSink(lambda paused: engine.pause(handle) if paused else engine.resume(handle))
         handle = engine.submit(parsed, sink)
@@ -142,7 +146,9 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
         finally:
             engine.cancel(handle)
 
-    async def GetInfo(self, request: target_pb2.GetInfoRequest, context: grpc.aio.ServicerContext[Any, Any]) -> target_pb2.GetInfoReply:
+    async def GetInfo(
+        self, request: target_pb2.GetInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.GetInfoReply:
         """See target.proto."""
         serving = self._get()
         decoder, limits = serving.decoder, serving.limits
@@ -174,7 +180,9 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
             weight_version=decoder.fingerprint[:16],
         )
 
-    async def GetStats(self, request: target_pb2.GetStatsRequest, context: grpc.aio.ServicerContext[Any, Any]) -> target_pb2.GetStatsReply:
+    async def GetStats(
+        self, request: target_pb2.GetStatsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.GetStatsReply:
         """See target.proto."""
         serving = self._get()
         stats = serving.engine.stats()
@@ -251,7 +259,9 @@ class _Session:
         engine = self._serving.engine
         try:
             if message.request_id in self._handles:
-                raise InvalidRequestError(f"request_id {message.request_id!r} is in use on this stream.", field="request_id")
+                raise InvalidRequestError(
+                    f"request_id {message.request_id!r} is in use on this stream.", field="request_id"
+                )
             request = request_from_proto(message, self._serving.limits, engine.limits.vocab_size)
             self._handles[message.request_id] = engine.submit(request, self.sink)
         except OutriderError as error:

@@ -14,7 +14,15 @@ class SpeculationStats:
         rounds that verified at least one draft node (before any cut), 1.0 if there was none.
     """
 
-    __slots__ = ("accepted_tokens", "draft_rounds", "draft_tokens", "fallbacks", "histogram", "rounds", "tokens_cut")
+    __slots__ = (
+        "accepted_tokens",
+        "draft_rounds",
+        "draft_tokens",
+        "fallbacks",
+        "histogram",
+        "rounds",
+        "tokens_cut",
+    )
 
     def __init__(self) -> None:
         self.rounds = 0

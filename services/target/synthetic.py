@@ -45,7 +45,8 @@ class SyntheticAcceptance:
         """
         if not 0 < len(rates) <= MAX_LEVELS or not all(0.0 <= rate <= 1.0 for rate in rates):
             raise ConfigurationError(
-                f"acceptance rates are 1 to {MAX_LEVELS} numbers between 0 and 1, not {list(rates)}.", field="--accept-length"
+                f"acceptance rates are 1 to {MAX_LEVELS} numbers between 0 and 1, not {list(rates)}.",
+                field="--accept-length",
             )
         self.rates = tuple(rates)
         self._survival = tuple(math.prod(self.rates[: depth + 1]) for depth in range(len(self.rates)))
@@ -60,7 +61,9 @@ class SyntheticAcceptance:
         """Return the label of every figure that was measured with it."""
         return "synthetic, per-position rates " + ", ".join(f"{rate:g}" for rate in self.rates)
 
-    def __call__(self, chosen: torch.Tensor, drafts: DraftBatch, positions: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, chosen: torch.Tensor, drafts: DraftBatch, positions: torch.Tensor, seeds: torch.Tensor
+    ) -> torch.Tensor:
         """Return the tokens to walk by, ``[bs, N] int64``; a batch of single nodes is returned as it is.
 
         Args:

@@ -35,7 +35,15 @@ from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.base.errors import ConfigurationError, OutriderError, UnavailableError
 from outrider.shared.nn.decoder import Progress, default_dtype
 from outrider.shared.obs.logging import get_logger
-from outrider.shared.parallel.channel import Connection, Report, ReportKind, accept_ranks, beat_until_gone, connect_rank, store_of_these
+from outrider.shared.parallel.channel import (
+    Connection,
+    Report,
+    ReportKind,
+    accept_ranks,
+    beat_until_gone,
+    connect_rank,
+    store_of_these,
+)
 from outrider.shared.parallel.collectives import NO_MULTICAST, Collectives, TorchCollectives
 from outrider.shared.parallel.decoder import ShardedDecoder, build_rank
 from outrider.shared.parallel.lead import FailureHandler, Lead, LeadDecoder
@@ -89,7 +97,13 @@ class RankGroup:
         decoder: Computes on all of them.
     """
 
-    def __init__(self, decoder: LeadDecoder, lead: Lead, collectives: Collectives, processes: list[subprocess.Popen[bytes]]) -> None:
+    def __init__(
+        self,
+        decoder: LeadDecoder,
+        lead: Lead,
+        collectives: Collectives,
+        processes: list[subprocess.Popen[bytes]],
+    ) -> None:
         self.decoder = decoder
         self._lead = lead
         self._collectives = collectives
@@ -170,7 +184,11 @@ def start_group(
     store, processes = _meet(order, ranks)
     try:
         connections = accept_ranks(
-            store, ranks.host if ranks else LOOPBACK, settings.tp, MEET_TIMEOUT_S, check=lambda: _check_alive(processes)
+            store,
+            ranks.host if ranks else LOOPBACK,
+            settings.tp,
+            MEET_TIMEOUT_S,
+            check=lambda: _check_alive(processes),
         )
     except BaseException:
         _end(processes)
@@ -178,7 +196,9 @@ def start_group(
 
     def failed(error: OutriderError) -> None:
         on_failure(error)
-        _in(FAILED_STOP_TIMEOUT_S, lambda: _end(processes, 0.0))  # this process may end without coming to `RankGroup.close`
+        _in(
+            FAILED_STOP_TIMEOUT_S, lambda: _end(processes, 0.0)
+        )  # this process may end without coming to `RankGroup.close`
 
     lead = Lead(connections, failed, settings.tp_timeout_s, bounded=device.type == "cpu")
     try:
@@ -188,7 +208,10 @@ def start_group(
         decoder.connect(lead, head_reader(weights, shard.config, device, dtype))
         for rank, fingerprint in lead.wait_done(LOAD_TIMEOUT_S).items():
             if fingerprint != decoder.fingerprint:
-                raise ConfigurationError(f"model: rank {rank} has other weights than rank 0; give all hosts one checkpoint.", field="model")
+                raise ConfigurationError(
+                    f"model: rank {rank} has other weights than rank 0; give all hosts one checkpoint.",
+                    field="model",
+                )
     except BaseException as error:
         failure = lead.failure  # what happened here may be its consequence
         lead.close()
@@ -197,7 +220,13 @@ def start_group(
             raise failure from error
         raise
     group = RankGroup(decoder, lead, collectives, processes)
-    _log.info("ranks ready", ranks=settings.tp, device=str(device), weight_bytes=decoder.weight_bytes, processes=group.process_ids)
+    _log.info(
+        "ranks ready",
+        ranks=settings.tp,
+        device=str(device),
+        weight_bytes=decoder.weight_bytes,
+        processes=group.process_ids,
+    )
     return group
 
 
@@ -231,7 +260,14 @@ def _load_rank(order: Order, ranks: Ranks, device: torch.device) -> ShardedDecod
         check_weights_fit(settings)
     collectives, reduce = _join_group(store_of_these(_join(ranks)), shard, device, dtype, settings, ranks)
     with weights.open(shard.config, device, dtype) as checkpoint:
-        return build_rank(ShardedDecoder, checkpoint, shard, collectives, reduce, layer_rounding(settings, shard.config, device, dtype))
+        return build_rank(
+            ShardedDecoder,
+            checkpoint,
+            shard,
+            collectives,
+            reduce,
+            layer_rounding(settings, shard.config, device, dtype),
+        )
 
 
 def _mirror(decoder: ShardedDecoder, attention: AttentionBackend, connection: Connection) -> int:
@@ -249,11 +285,23 @@ def _mirror(decoder: ShardedDecoder, attention: AttentionBackend, connection: Co
 
 
 def _join_group(
-    store: Store, shard: Shard, device: torch.device, dtype: torch.dtype, settings: TargetSettings, ranks: Ranks | None
+    store: Store,
+    shard: Shard,
+    device: torch.device,
+    dtype: torch.dtype,
+    settings: TargetSettings,
+    ranks: Ranks | None,
 ) -> tuple[Collectives, Reduce]:
     one_host = ranks is None or ranks.local_size == ranks.size
     group = TorchCollectives(store, shard.rank, shard.size, device, settings.tp_timeout_s)
-    return connect_peers(group, shard.config.hidden_size, dtype, settings.tp_all_reduce, settings.tp_timeout_s, one_host=one_host)
+    return connect_peers(
+        group,
+        shard.config.hidden_size,
+        dtype,
+        settings.tp_all_reduce,
+        settings.tp_timeout_s,
+        one_host=one_host,
+    )
 
 
 def _meet(order: Order, ranks: Ranks | None) -> tuple[Store, list[subprocess.Popen[bytes]]]:
@@ -294,7 +342,9 @@ def _join(ranks: Ranks) -> Store:
             timeout=timedelta(seconds=MEET_TIMEOUT_S),
         )
     except (DistError, RuntimeError) as error:
-        raise UnavailableError(f"tp: the ranks' store at {ranks.host}:{ranks.port} cannot be reached ({error}).", field="tp") from error
+        raise UnavailableError(
+            f"tp: the ranks' store at {ranks.host}:{ranks.port} cannot be reached ({error}).", field="tp"
+        ) from error
     return PrefixStore(STORE_PREFIX, store)
 
 
@@ -323,7 +373,10 @@ def _spawn(order: Order, shared: Ranks, rank: int) -> subprocess.Popen[bytes]:
 def _check_alive(processes: list[subprocess.Popen[bytes]]) -> None:
     for rank, process in enumerate(processes, 1):
         if process.poll() is not None:
-            raise UnavailableError(f"tp: rank {rank} ended with code {process.returncode} while starting; its output says why.", field="tp")
+            raise UnavailableError(
+                f"tp: rank {rank} ended with code {process.returncode} while starting; its output says why.",
+                field="tp",
+            )
 
 
 def _end(processes: list[subprocess.Popen[bytes]], timeout_s: float = STOP_TIMEOUT_S) -> None:

@@ -73,7 +73,9 @@ class RandomWeights:
         yield CheckedSource(RandomTensors(device, dtype), f"random {config.fingerprint}")
 
 
-def head_reader(weights: Weights, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> HeadReader:
+def head_reader(
+    weights: Weights, config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> HeadReader:
     """Return what reads the whole output head."""
 
     def read() -> torch.Tensor:

@@ -63,7 +63,9 @@ def unpack(rows: list[list[int]]) -> list[HostRow | None]:
     """Read `VerifiedStep.packed`; None for an idle row."""
     columns = (len(rows[0]) - 2) // 2
     return [
-        None if accepted < 0 else HostRow(num_nodes, rest[1 : 1 + accepted], rest[columns : columns + accepted + 1])
+        None
+        if accepted < 0
+        else HostRow(num_nodes, rest[1 : 1 + accepted], rest[columns : columns + accepted + 1])
         for accepted, num_nodes, *rest in rows
     ]
 
@@ -108,19 +110,27 @@ def verify_step(
     projector = model.projector
     aux_layer_ids = tuple(projector.spec.aux_layer_ids) if projector else ()
     model.attention.plan(batch)
-    output = model.decoder.forward(drafts.tokens.flatten(), placed.positions, model.attention, pool, aux_layer_ids)
+    output = model.decoder.forward(
+        drafts.tokens.flatten(), placed.positions, model.attention, pool, aux_layer_ids
+    )
     chosen = model.decoder.choose(output.hidden, tables.sampling(mode), placed.next_positions).view(bs, nodes)
     if nodes > 1 and model.synthetic is not None:
         chosen = model.synthetic(chosen, drafts, placed.next_positions[::nodes], tables.first_rows.seeds)
     trees = drafts.tokens, drafts.parents, drafts.num_nodes
-    accepted = accept_round(live, placed.cached_lens, *trees, chosen, tables.page_table, page_size, columns, state)
+    accepted = accept_round(
+        live, placed.cached_lens, *trees, chosen, tables.page_table, page_size, columns, state
+    )
     if nodes > 1:
         pool.compact(tables.page_table, placed.cached_lens, accepted.path[:, :columns], accepted.num_accepted)
     features = None
     if projector is not None:
         rows = projector.parts(_picked(output, accepted.feature_rows, projector.spec.final_hidden))
         kept = min(nodes, columns)
-        features = rows.new_empty((bs, kept, rows.shape[-1]), dtype=pool.dtype) if features_out is None else features_out[:, :kept]
+        features = (
+            rows.new_empty((bs, kept, rows.shape[-1]), dtype=pool.dtype)
+            if features_out is None
+            else features_out[:, :kept]
+        )
         pool.place_features(rows, accepted.feature_slots, features)
     return VerifiedStep(accepted.packed, features)
 

@@ -71,7 +71,12 @@ def run_through(engine: TargetEngine, limits: SpeculationLimits) -> None:
 
     What the controller learns of costs is kept, the counters start over.
     """
-    rounds = ((SpeculationMode.ON, 0.0), (SpeculationMode.ON, 1.0), (SpeculationMode.OFF, 0.0), (SpeculationMode.AUTO, 0.0))
+    rounds = (
+        (SpeculationMode.ON, 0.0),
+        (SpeculationMode.ON, 1.0),
+        (SpeculationMode.OFF, 0.0),
+        (SpeculationMode.AUTO, 0.0),
+    )
     for mode, temperature in rounds:
         sink = _EndSink()
         length = min(RUN_THROUGH_PROMPT, engine.limits.max_model_len // 2)
@@ -126,7 +131,10 @@ def _plain(runner: ModelRunner, attempt: int, controller: SpeculationController)
             advance(sequence, outcomes[0].emitted)
             sequence.cached_len += 1
         if FAILED_TOKEN in emitted:
-            raise UnavailableError("The model's output is not a number (NaN or infinity): the checkpoint is damaged.", reason="nan_logits")
+            raise UnavailableError(
+                "The model's output is not a number (NaN or infinity): the checkpoint is damaged.",
+                reason="nan_logits",
+            )
         return emitted
     finally:
         _release(sequence)
@@ -137,7 +145,9 @@ def _tree(runner: ModelRunner, attempt: int, plain: list[int]) -> list[int]:
     sequence = _sequence(runner, attempt)
     try:
         _prefill(runner, sequence)
-        drafts = _tree_with_decoys(plain[0], plain[1 : 1 + TREE_DEPTH], runner.decoder.config.vocab_size, runner.device)
+        drafts = _tree_with_decoys(
+            plain[0], plain[1 : 1 + TREE_DEPTH], runner.decoder.config.vocab_size, runner.device
+        )
         outcomes, _features = runner.verify([sequence], drafts)
         return outcomes[0].emitted
     finally:
@@ -174,8 +184,15 @@ def prompt_rehearsals(runner: ModelRunner) -> list[Callable[[], object]]:
     See `kernels.ahead`.
     """
     pool = runner.pool
-    pages = {lengths: sum(pool.pages_for(length + WARM_UP_ROOM) for length in lengths) for lengths in REHEARSED_PROMPTS}
-    return [partial(_prefill_together, runner, lengths) for lengths, needed in pages.items() if needed <= pool.num_pages]
+    pages = {
+        lengths: sum(pool.pages_for(length + WARM_UP_ROOM) for length in lengths)
+        for lengths in REHEARSED_PROMPTS
+    }
+    return [
+        partial(_prefill_together, runner, lengths)
+        for lengths, needed in pages.items()
+        if needed <= pool.num_pages
+    ]
 
 
 def _prefill_together(runner: ModelRunner, lengths: Seq[int]) -> None:
@@ -184,7 +201,9 @@ def _prefill_together(runner: ModelRunner, lengths: Seq[int]) -> None:
         for index, length in enumerate(lengths):
             sequences.append(_sequence(runner, index, length))
             sequences[-1].wants_drafts = runner.captures
-        runner.prefill([PrefillChunk(sequence, 0, length) for sequence, length in zip(sequences, lengths, strict=True)])
+        runner.prefill(
+            [PrefillChunk(sequence, 0, length) for sequence, length in zip(sequences, lengths, strict=True)]
+        )
     finally:
         for sequence in sequences:
             _release(sequence)
@@ -203,7 +222,9 @@ def _sequence(runner: ModelRunner, attempt: int, length: int = PROMPT_LEN) -> Se
     sequence = Sequence(request, _NoSink(), session_id=0, page_size=runner.pool.page_size)
     sequence.lease = runner.pool.lease(length + WARM_UP_ROOM)
     if sequence.lease is None:
-        raise OutriderError("The KV cache is too small for the warm-up; raise --kv-tokens.", field="kv_tokens")
+        raise OutriderError(
+            "The KV cache is too small for the warm-up; raise --kv-tokens.", field="kv_tokens"
+        )
     return sequence
 
 

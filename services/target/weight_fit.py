@@ -20,7 +20,15 @@ from outrider.shared.nn.tensor_file import TensorInfo
 from outrider.shared.nn.weight_sizes import gib, loaded_bytes
 from outrider.shared.parallel.shard import Shard
 
-ROUNDED = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight", "gate_proj.weight", "up_proj.weight", "down_proj.weight")
+ROUNDED = (
+    "q_proj.weight",
+    "k_proj.weight",
+    "v_proj.weight",
+    "o_proj.weight",
+    "gate_proj.weight",
+    "up_proj.weight",
+    "down_proj.weight",
+)
 MORE_RANKS = (2, 4, 8, 16)
 
 
@@ -46,7 +54,10 @@ def check_weights_fit(settings: TargetSettings) -> None:
     if needed <= free:
         return
     shared = f" on each of {settings.tp} GPUs" if settings.tp > 1 else ""
-    fitting = [*_what_fits(sizes, settings, free, rounded=rounded), "another device, or an end of what else uses this one"]
+    fitting = [
+        *_what_fits(sizes, settings, free, rounded=rounded),
+        "another device, or an end of what else uses this one",
+    ]
     raise ConfigurationError(
         f"{settings.model} does not fit: its weights need {gib(needed)}{shared} as {_as(dtype, rounded=rounded)}, and {device} has "
         f"{gib(free)} free of {gib(total)}. What helps: {'; '.join(fitting)}.",
@@ -72,12 +83,18 @@ class WeightSizes:
             names, stored = expected_tensors(self.config), reader.tensors
             # `transformers` finds weights by other names too (without a prefix, experts apart): then all that is stored counts.
             renamed = isinstance(self.config, GenericConfig) and not (names and names.keys() <= stored.keys())
-            self.tensors: Mapping[str, TensorInfo] = {name: info for name, info in stored.items() if renamed or name in names}
+            self.tensors: Mapping[str, TensorInfo] = {
+                name: info for name, info in stored.items() if renamed or name in names
+            }
 
     @property
     def can_round(self) -> bool:
         """Whether its products can be computed in FP8."""
-        plain = not isinstance(self.config, GenericConfig) and self.config.experts is None and self.config.latent is None
+        plain = (
+            not isinstance(self.config, GenericConfig)
+            and self.config.experts is None
+            and self.config.latent is None
+        )
         return plain and self.dtype is torch.bfloat16
 
     def can_split(self, ranks: int) -> bool:
@@ -103,9 +120,13 @@ class WeightSizes:
             narrow = rounded and self.can_round and name.endswith(ROUNDED)
             size = prod(info.shape) + 4 * info.shape[0] if narrow else loaded_bytes(name, info, dtype)
             total += size // ranks if name == LM_HEAD else _part_of(shard, name, size)
-        return total + (self.config.vocab_size * self.config.hidden_size // ranks if rounded and self.can_round else 0)
+        return total + (
+            self.config.vocab_size * self.config.hidden_size // ranks if rounded and self.can_round else 0
+        )
 
-    def while_loading(self, ranks: int = 1, *, rounded: bool = False, dtype: torch.dtype | None = None) -> int:
+    def while_loading(
+        self, ranks: int = 1, *, rounded: bool = False, dtype: torch.dtype | None = None
+    ) -> int:
         """Return the bytes that each of `ranks` GPUs must have for it: with products in FP8 one layer besides, which is wide until then.
 
         Args:
@@ -118,7 +139,9 @@ class WeightSizes:
         layers: Counter[str] = Counter()
         for name, info in self.tensors.items():
             if name.endswith(ROUNDED):
-                layers[name.rsplit(".", 3)[0]] += _part_of(shard, name, loaded_bytes(name, info, dtype or self.dtype))
+                layers[name.rsplit(".", 3)[0]] += _part_of(
+                    shard, name, loaded_bytes(name, info, dtype or self.dtype)
+                )
         return held + max(layers.values(), default=0)
 
 
@@ -138,14 +161,21 @@ def _what_fits(sizes: WeightSizes, settings: TargetSettings, free: int, *, round
     elif not one and sizes.can_round and not rounded:
         both = _fitting_ranks(sizes, settings.tp, free, rounded=True)
         yield from (f"--tp {ranks} with --quantization fp8 ({gib(size)} on each GPU)" for ranks, size in both)
-    if sizes.dtype is torch.float32 and (half := sizes.while_loading(settings.tp, dtype=torch.bfloat16)) <= free:
+    if (
+        sizes.dtype is torch.float32
+        and (half := sizes.while_loading(settings.tp, dtype=torch.bfloat16)) <= free
+    ):
         yield f"--dtype bfloat16 ({gib(half)})"
 
 
 def _fitting_ranks(sizes: WeightSizes, ranks: int, free: int, *, rounded: bool) -> Iterator[tuple[int, int]]:
     """Yield the least number of ranks above this one that the weights fit on, with the bytes of each; nothing if there is none."""
     for more in MORE_RANKS:
-        if more > ranks and sizes.can_split(more) and (size := sizes.while_loading(more, rounded=rounded)) <= free:
+        if (
+            more > ranks
+            and sizes.can_split(more)
+            and (size := sizes.while_loading(more, rounded=rounded)) <= free
+        ):
             yield more, size
             return
 

@@ -1,6 +1,20 @@
 """Attention over paged K/V: what a step's rows may see (planned once per step), and the backends that run it per layer."""
 
-from outrider.shared.attn.base import AttentionBackend, AttentionBatch, build_batch, causal_ancestors, pack_rows
+from outrider.shared.attn.base import (
+    AttentionBackend,
+    AttentionBatch,
+    build_batch,
+    causal_ancestors,
+    pack_rows,
+)
 from outrider.shared.attn.create import AttentionKind, create_backend
 
-__all__ = ["AttentionBackend", "AttentionBatch", "AttentionKind", "build_batch", "causal_ancestors", "create_backend", "pack_rows"]
+__all__ = [
+    "AttentionBackend",
+    "AttentionBatch",
+    "AttentionKind",
+    "build_batch",
+    "causal_ancestors",
+    "create_backend",
+    "pack_rows",
+]

@@ -114,15 +114,21 @@ def build_batch(
     for lease, start, count in zip(leases, starts, counts, strict=True):
         stop = start + count
         if stop > len(lease.pages) * page_size:
-            raise ValueError(f"the lease holds {len(lease.pages) * page_size} tokens; rows up to {stop} need KVPool.reserve first")
+            raise ValueError(
+                f"the lease holds {len(lease.pages) * page_size} tokens; rows up to {stop} need KVPool.reserve first"
+            )
     rows = list(zip(leases, starts, counts, strict=True))
     slots: list[int] | np.ndarray
     if sum(counts) > MANY_ROWS:
         slots = np.concatenate([pool.slot_array(lease, start, start + count) for lease, start, count in rows])
     else:
-        slots = [slot for lease, start, count in rows for slot in pool.token_slots(lease, start, start + count)]
+        slots = [
+            slot for lease, start, count in rows for slot in pool.token_slots(lease, start, start + count)
+        ]
     kv_lens = [start + count for start, count in zip(starts, counts, strict=True)]
-    lengths = upload([*(starts if prefix_lens is None else prefix_lens), *kv_lens], torch.int32, pool.device).view(2, -1)
+    lengths = upload(
+        [*(starts if prefix_lens is None else prefix_lens), *kv_lens], torch.int32, pool.device
+    ).view(2, -1)
     return AttentionBatch(
         page_table=pool.page_table(leases),
         prefix_lens=lengths[0],

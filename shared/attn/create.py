@@ -32,7 +32,9 @@ def create_backend(name: str | AttentionKind, device: torch.device | str) -> Att
         kind = AttentionKind(name)
     except ValueError:
         names = ", ".join(kind.value for kind in AttentionKind)
-        raise ConfigurationError(f"unknown attention backend {name!r}; choose one of {names}", field="attention_backend") from None
+        raise ConfigurationError(
+            f"unknown attention backend {name!r}; choose one of {names}", field="attention_backend"
+        ) from None
     if kind is AttentionKind.AUTO:
         kind = AttentionKind.TRITON if torch.device(device).type == "cuda" else AttentionKind.REFERENCE
     if kind is AttentionKind.REFERENCE:

@@ -27,7 +27,9 @@ class DeterministicAttention:
         """Find the history of every row."""
         self._batch = batch
         self._slots = batch.slots
-        self._paths = row_paths(batch.prefix_lens, batch.kv_lens, batch.query_start, batch.ancestors, batch.slots.shape[0])
+        self._paths = row_paths(
+            batch.prefix_lens, batch.kv_lens, batch.query_start, batch.ancestors, batch.slots.shape[0]
+        )
 
     def select(self, row: int) -> OneRow:
         """Return a backend for one row of the planned step, whose layers run apart from those of the other rows."""
@@ -35,7 +37,9 @@ class DeterministicAttention:
         assert self._paths is not None
         rows = slice(row, row + 1)
         paths = self._paths
-        one = RowPaths(paths.sequences[rows], paths.prefix_lens[rows], paths.lengths[rows], paths.columns[rows])
+        one = RowPaths(
+            paths.sequences[rows], paths.prefix_lens[rows], paths.lengths[rows], paths.columns[rows]
+        )
         return OneRow(self._batch, one, self._batch.slots[rows])
 
     def run(

@@ -112,7 +112,9 @@ class FlashInferAttention:
         kv_store(k, v, k_plane, v_plane, self._batch.slots)
         if self._layout is None:
             self._layout = step_layout(self._batch, pool.page_size)
-        variant = _Variant(q.shape[1], pool.kv_heads, pool.head_dim, q.dtype, k_plane.dtype, scale, window, softcap)
+        variant = _Variant(
+            q.shape[1], pool.kv_heads, pool.head_dim, q.dtype, k_plane.dtype, scale, window, softcap
+        )
         wrapper = self._plan_variant(variant, self._layout, pool.page_size)
         out: torch.Tensor = wrapper.run(q[: self._layout.rows].contiguous(), (k_plane, v_plane))
         padding = q.shape[0] - self._layout.rows
@@ -152,14 +154,22 @@ class FlashInferAttention:
         if sinks is not None:
             raise _refused("the model has attention sinks")
         if window and self._batch.ancestors is not None:
-            raise _refused("the model has sliding windows, which FlashInfer counts by index and trees by depth")
+            raise _refused(
+                "the model has sliding windows, which FlashInfer counts by index and trees by depth"
+            )
         if q.dtype not in (torch.bfloat16, torch.float16):
-            raise _refused(f"FlashInfer has no kernels for {str(q.dtype).removeprefix('torch.')}; use --dtype bfloat16")
+            raise _refused(
+                f"FlashInfer has no kernels for {str(q.dtype).removeprefix('torch.')}; use --dtype bfloat16"
+            )
 
 
 def step_layout(batch: AttentionBatch, page_size: int) -> _Layout:
     """Return the layout of a step; waits for the device. Sequences without rows are left out: FlashInfer has no place for them."""
-    starts, prefix_lens, kv_lens = batch.query_start.tolist(), batch.prefix_lens.tolist(), batch.kv_lens.tolist()
+    starts, prefix_lens, kv_lens = (
+        batch.query_start.tolist(),
+        batch.prefix_lens.tolist(),
+        batch.kv_lens.tolist(),
+    )
     query_start, page_start, last, pages, masks = [0], [0], [], [], []
     for b, (prefix_len, kv_len) in enumerate(zip(prefix_lens, kv_lens, strict=True)):
         count = starts[b + 1] - starts[b]
@@ -193,8 +203,12 @@ def _library() -> ModuleType:
     try:
         return importlib.import_module("flashinfer")
     except (ImportError, OSError) as error:
-        raise _refused(f"FlashInfer cannot be imported ({error}); install it with: pip install 'outrider[flashinfer]'") from error
+        raise _refused(
+            f"FlashInfer cannot be imported ({error}); install it with: pip install 'outrider[flashinfer]'"
+        ) from error
 
 
 def _refused(why: str) -> ConfigurationError:
-    return ConfigurationError(f"attention_backend flashinfer: {why}; or use --attention-backend triton.", field="attention_backend")
+    return ConfigurationError(
+        f"attention_backend flashinfer: {why}; or use --attention-backend triton.", field="attention_backend"
+    )

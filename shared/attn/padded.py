@@ -45,7 +45,9 @@ class PaddedRows:
         with torch.inference_mode(False):
             self._buffer = torch.zeros(len(self._host), dtype=torch.int32, device=device)
             query_start = torch.tensor([0, size], dtype=torch.int32).to(device)
-        slots, self.extra, self.tokens, self.positions, prefix_lens, kv_lens, table = self._buffer.tensor_split(bounds)
+        slots, self.extra, self.tokens, self.positions, prefix_lens, kv_lens, table = (
+            self._buffer.tensor_split(bounds)
+        )
         self.batch = AttentionBatch(
             page_table=table.view(1, pages),
             prefix_lens=prefix_lens,
@@ -62,7 +64,9 @@ class PaddedRows:
         """Whether `count` rows from token index `start` on can be loaded."""
         return count <= self.size and start + count <= self.pages * self._pool.page_size
 
-    def load(self, lease: PageLease, tokens: Sequence[int], start: int, extra: np.ndarray | None = None) -> None:
+    def load(
+        self, lease: PageLease, tokens: Sequence[int], start: int, extra: np.ndarray | None = None
+    ) -> None:
         """Describe the rows of token indices ``[start, start + len(tokens))`` to the device, in stream order.
 
         Args:

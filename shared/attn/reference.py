@@ -115,14 +115,26 @@ def _attend(
     if sequence.views:
         keys, values = sequence.views[2 * layer], sequence.views[2 * layer + 1]
     else:
-        keys = pool.k_planes[layer].index_select(0, sequence.pages).flatten(0, 1)[None, : sequence.kv_len].transpose(1, 2)
+        keys = (
+            pool.k_planes[layer]
+            .index_select(0, sequence.pages)
+            .flatten(0, 1)[None, : sequence.kv_len]
+            .transpose(1, 2)
+        )
         values = keys
         if not pool.latent:
-            values = pool.v_planes[layer].index_select(0, sequence.pages).flatten(0, 1)[None, : sequence.kv_len].transpose(1, 2)
+            values = (
+                pool.v_planes[layer]
+                .index_select(0, sequence.pages)
+                .flatten(0, 1)[None, : sequence.kv_len]
+                .transpose(1, 2)
+            )
     if first:
         keys, values = keys[:, :, first:], values[:, :, first:]
     if sinks is None and softcap == 0:
-        out = scaled_dot_product_attention(queries, keys, values, mask, scale=scale, enable_gqa=True).squeeze(0)
+        out = scaled_dot_product_attention(queries, keys, values, mask, scale=scale, enable_gqa=True).squeeze(
+            0
+        )
     else:
         out = _attend_by_scores(queries[0], keys[0], values[0], mask, scale, sinks, softcap)
     return out.transpose(0, 1).flatten(1)
@@ -166,7 +178,9 @@ def _windowed(batch: AttentionBatch, sequence: _Sequence, window: int) -> tuple[
         cut = kv_len
     else:
         cut = sequence.prefix_len
-        path = visible_columns(batch.ancestors[sequence.rows], kv_len - cut).cumsum(-1)  # [rows, columns]: ancestors up to a column
+        path = visible_columns(batch.ancestors[sequence.rows], kv_len - cut).cumsum(
+            -1
+        )  # [rows, columns]: ancestors up to a column
         positions = cut + path[:, -1] - 1
         index = torch.cat([index[:, :cut], cut + path - 1], dim=-1)
     first = max(0, min(int(positions.min()) - window + 1, cut))
@@ -192,7 +206,11 @@ def _store(plan: _Plan, layer: int, k: torch.Tensor, v: torch.Tensor, pool: KVPo
 
 
 def _make_plan(batch: AttentionBatch, pool: KVPool, dtype: torch.dtype) -> _Plan:
-    starts, prefix_lens, kv_lens = batch.query_start.tolist(), batch.prefix_lens.tolist(), batch.kv_lens.tolist()
+    starts, prefix_lens, kv_lens = (
+        batch.query_start.tolist(),
+        batch.prefix_lens.tolist(),
+        batch.kv_lens.tolist(),
+    )
     sequences = []
     for b, (prefix_len, kv_len) in enumerate(zip(prefix_lens, kv_lens, strict=True)):
         rows = slice(starts[b], starts[b + 1])
@@ -227,7 +245,9 @@ def _first_if_consecutive(numbers: list[int]) -> int | None:
     return numbers[0] if numbers == list(range(numbers[0], numbers[0] + len(numbers))) else None
 
 
-def _mask(batch: AttentionBatch, rows: slice, prefix_len: int, kv_len: int, dtype: torch.dtype) -> torch.Tensor | None:
+def _mask(
+    batch: AttentionBatch, rows: slice, prefix_len: int, kv_len: int, dtype: torch.dtype
+) -> torch.Tensor | None:
     """Return what is added to the scores of one sequence's rows, ``[rows, kv_len]``, or None when nothing is hidden."""
     count = rows.stop - rows.start
     device = batch.slots.device
@@ -237,7 +257,9 @@ def _mask(batch: AttentionBatch, rows: slice, prefix_len: int, kv_len: int, dtyp
         hidden = torch.ones(count, kv_len, dtype=torch.bool, device=device).triu(kv_len - count + 1)
     elif device.type == "cpu":
         # numpy's operations cost a third of torch's, and this is all overhead: a draft does it for every level of a tree.
-        bits = np.unpackbits(batch.ancestors[rows].contiguous().numpy().view(np.uint8), axis=1, bitorder="little")
+        bits = np.unpackbits(
+            batch.ancestors[rows].contiguous().numpy().view(np.uint8), axis=1, bitorder="little"
+        )
         columns = min(bits.shape[1], kv_len - prefix_len)
         added = np.zeros((count, kv_len), dtype=np.float32)
         added[:, prefix_len:] = -np.inf

@@ -24,7 +24,11 @@ ENV_PREFIX = "OUTRIDER_"
 def settings_config(service: str) -> SettingsConfigDict:
     """Return the pydantic configuration of one service's settings class: ``model_config = settings_config("gateway")``."""
     return SettingsConfigDict(
-        env_prefix=f"{ENV_PREFIX}{service.upper()}_", extra="forbid", frozen=True, enable_decoding=False, protected_namespaces=()
+        env_prefix=f"{ENV_PREFIX}{service.upper()}_",
+        extra="forbid",
+        frozen=True,
+        enable_decoding=False,
+        protected_namespaces=(),
     )
 
 
@@ -86,7 +90,9 @@ class ServiceSettings(BaseSettings):
             if problem["type"] == "extra_forbidden":
                 parts.append(f"{name}: unknown setting; known: {', '.join(cls.model_fields)}")
             elif problem["loc"]:
-                parts.append(f"{name}: {message} (flag {flag_name(name)}, environment {cls.model_config.get('env_prefix')}{name.upper()})")
+                parts.append(
+                    f"{name}: {message} (flag {flag_name(name)}, environment {cls.model_config.get('env_prefix')}{name.upper()})"
+                )
             else:
                 parts.append(message)
         field = str(problems[0]["loc"][0]) if problems[0]["loc"] else None
@@ -95,7 +101,10 @@ class ServiceSettings(BaseSettings):
     def resolved(self) -> dict[str, Any]:
         """Return all values for the start-up log, secrets masked."""
         dumped = self.model_dump(mode="json")
-        return {name: "***" if value and ("api_key" in name or "token_secret" in name) else value for name, value in dumped.items()}
+        return {
+            name: "***" if value and ("api_key" in name or "token_secret" in name) else value
+            for name, value in dumped.items()
+        }
 
 
 def flag_name(field: str) -> str:
@@ -111,7 +120,11 @@ def _read_file(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except ValueError as error:
-        raise ConfigurationError(f"The settings file {path} is not valid: {error}.", field=str(path)) from None
+        raise ConfigurationError(
+            f"The settings file {path} is not valid: {error}.", field=str(path)
+        ) from None
     if not isinstance(values, dict):
-        raise ConfigurationError(f"The settings file {path} must hold one table of settings.", field=str(path))
+        raise ConfigurationError(
+            f"The settings file {path} must hold one table of settings.", field=str(path)
+        )
     return values

@@ -81,13 +81,19 @@ class GraphCache:
     """
 
     def __init__(
-        self, device: torch.device | str, enabled: bool = True, observer: GraphObserver | None = None, most_late: int = MOST_LATE
+        self,
+        device: torch.device | str,
+        enabled: bool = True,
+        observer: GraphObserver | None = None,
+        most_late: int = MOST_LATE,
     ) -> None:
         self._device = torch.device(device)
         self.enabled = enabled and self._device.type == "cuda"
         self._observer = observer
         self._numbers = count()
-        self._recorded: dict[Hashable, Recorded] = {}  # the one used last is the last, but for those that are kept
+        self._recorded: dict[
+            Hashable, Recorded
+        ] = {}  # the one used last is the last, but for those that are kept
         self._kept: set[Hashable] = set()
         self._most_late = most_late
         self._keeping = False

@@ -62,7 +62,11 @@ class EngineThread:
     """
 
     def __init__(
-        self, engine: Steppable, name: str = "engine", on_start: Callable[[], None] = lambda: None, event: WakeUp | None = None
+        self,
+        engine: Steppable,
+        name: str = "engine",
+        on_start: Callable[[], None] = lambda: None,
+        event: WakeUp | None = None,
     ) -> None:
         self._engine = engine
         self._on_start = on_start
@@ -101,7 +105,9 @@ class EngineThread:
             if engine.has_work():
                 try:
                     engine.step()
-                except Exception as error:  # a bug or a device fault: the requests in hand fail, the service lives
+                except (
+                    Exception
+                ) as error:  # a bug or a device fault: the requests in hand fail, the service lives
                     _log.exception("an engine step failed")
                     engine.step_failed(error)
                 continue

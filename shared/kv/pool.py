@@ -70,8 +70,12 @@ class KVPool:
         self.latent = latent
         self.allocator = PageAllocator(num_pages)
         # [layers, 2, num_pages, page_size, kv_heads, head_dim]; one plane per layer with a latent
-        self._storage = self._allocate(self.kv_dtype, layers, 1 if latent else 2, num_pages, page_size, kv_heads, head_dim)
-        self.k_planes: list[torch.Tensor] = [layer[0] for layer in self._storage]  # each [num_pages, page_size, kv_heads, head_dim]
+        self._storage = self._allocate(
+            self.kv_dtype, layers, 1 if latent else 2, num_pages, page_size, kv_heads, head_dim
+        )
+        self.k_planes: list[torch.Tensor] = [
+            layer[0] for layer in self._storage
+        ]  # each [num_pages, page_size, kv_heads, head_dim]
         self.v_planes: list[torch.Tensor] = [] if latent else [layer[1] for layer in self._storage]
         self.features: torch.Tensor | None = None  # [num_pages, page_size, feature_size]
         self.resize_features(feature_size)
@@ -95,7 +99,13 @@ class KVPool:
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in all planes."""
         return token_bytes(
-            self.num_layers, self.kv_heads, self.head_dim, self.dtype, self.feature_size, latent=self.latent, kv_dtype=self.kv_dtype
+            self.num_layers,
+            self.kv_heads,
+            self.head_dim,
+            self.dtype,
+            self.feature_size,
+            latent=self.latent,
+            kv_dtype=self.kv_dtype,
         )
 
     def resize_features(self, feature_size: int) -> None:
@@ -121,7 +131,13 @@ class KVPool:
         planes = [plane for layer in self._storage.unbind(0) for plane in layer.unbind(0)]
         return planes if self.features is None else [*planes, self.features]
 
-    def compact(self, page_table: torch.Tensor, cached_lens: torch.Tensor, path: torch.Tensor, num_accepted: torch.Tensor) -> None:
+    def compact(
+        self,
+        page_table: torch.Tensor,
+        cached_lens: torch.Tensor,
+        path: torch.Tensor,
+        num_accepted: torch.Tensor,
+    ) -> None:
         """Move the accepted nodes' K and V to the committed slots of every layer, as `kv_compact` says; feature rows stay."""
         kv_compact([*self.k_planes, *self.v_planes], page_table, cached_lens, path, num_accepted)
 
@@ -139,7 +155,9 @@ class KVPool:
         token = self.kv_heads * self.head_dim
         plane = self.num_pages * self.page_size * token
         size = (self._storage.shape[1] * self.num_layers, 1, self.kv_heads, count, self.head_dim)
-        return self._storage.as_strided(size, (plane, 0, self.head_dim, token, 1), first_slot * token).unbind(0)
+        return self._storage.as_strided(size, (plane, 0, self.head_dim, token, 1), first_slot * token).unbind(
+            0
+        )
 
     def pages_for(self, num_tokens: int) -> int:
         """Return how many pages hold `num_tokens` tokens."""
@@ -182,7 +200,10 @@ class KVPool:
     def slot_array(self, lease: PageLease, start: int, stop: int) -> np.ndarray:
         """Return what `token_slots` does as ``[stop - start] int64``: quicker of many."""
         index = np.arange(start, stop)
-        return np.asarray(lease.pages, dtype=np.int64)[index // self.page_size] * self.page_size + index % self.page_size
+        return (
+            np.asarray(lease.pages, dtype=np.int64)[index // self.page_size] * self.page_size
+            + index % self.page_size
+        )
 
     def store_features(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Write feature rows ``[n, feature_size]`` to slots ``[n] int64`` of the feature plane."""
@@ -206,7 +227,9 @@ class KVPool:
         assert self.features is not None, "the pool has no feature plane; call resize_features first"
         rows = self.features.view(-1, self.feature_size)
         pages = lease.pages[start // self.page_size : self.pages_for(stop)]
-        if pages and pages == list(range(pages[0], pages[0] + len(pages))):  # as a rule: one range, of which the device need not be told
+        if pages and pages == list(
+            range(pages[0], pages[0] + len(pages))
+        ):  # as a rule: one range, of which the device need not be told
             first = pages[0] * self.page_size + start % self.page_size
             return rows[first : first + stop - start].clone()
         slots = torch.tensor(self.token_slots(lease, start, stop), dtype=torch.int64).to(self.device)
@@ -224,4 +247,6 @@ def token_bytes(
     kv_dtype: torch.dtype | None = None,
 ) -> int:
     """Return the bytes that one token takes in a pool of this shape, to size a pool before it is made."""
-    return (1 if latent else 2) * layers * kv_heads * head_dim * (kv_dtype or dtype).itemsize + feature_size * dtype.itemsize
+    return (1 if latent else 2) * layers * kv_heads * head_dim * (
+        kv_dtype or dtype
+    ).itemsize + feature_size * dtype.itemsize

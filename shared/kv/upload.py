@@ -9,7 +9,9 @@ import torch
 
 
 def upload(
-    values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | np.ndarray, dtype: torch.dtype, device: torch.device
+    values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | np.ndarray,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> torch.Tensor:
     """Return a tensor of these values on the device, in stream order: a GPU that is still at work is not waited for."""
     host = torch.tensor(values, dtype=dtype)

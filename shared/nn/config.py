@@ -111,7 +111,9 @@ class ModelConfig:
         """
         folder = Path(path)
         raw = read_json(folder / CONFIG_FILE)
-        generation = read_json(folder / GENERATION_CONFIG_FILE) if (folder / GENERATION_CONFIG_FILE).is_file() else {}
+        generation = (
+            read_json(folder / GENERATION_CONFIG_FILE) if (folder / GENERATION_CONFIG_FILE).is_file() else {}
+        )
         with faults_of(folder / CONFIG_FILE):
             reader = ConfigReader(raw, folder / CONFIG_FILE)
             check_architecture(reader)
@@ -119,7 +121,13 @@ class ModelConfig:
             return generic or cls.parse(raw, source=folder / CONFIG_FILE, generation=generation)
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any], *, source: Path | str = CONFIG_FILE, generation: Mapping[str, Any] | None = None) -> ModelConfig:
+    def parse(
+        cls,
+        raw: Mapping[str, Any],
+        *,
+        source: Path | str = CONFIG_FILE,
+        generation: Mapping[str, Any] | None = None,
+    ) -> ModelConfig:
         """Parse a configuration that is already read (draft heads nest theirs). `source` is named in errors.
 
         Raises:
@@ -185,9 +193,14 @@ def read_head_sizes(reader: ConfigReader, hidden_size: int, num_heads: int) -> t
     """
     num_kv_heads = reader.positive("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
-        raise reader.error("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
+        raise reader.error(
+            "num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}"
+        )
     if reader.raw.get("head_dim") is None and hidden_size % num_heads:
-        raise reader.error("head_dim", f"is missing, and hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads}")
+        raise reader.error(
+            "head_dim",
+            f"is missing, and hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads}",
+        )
     head_dim = reader.positive("head_dim", hidden_size // num_heads)
     if head_dim % 2:
         raise reader.error("head_dim", f"must be even for rotary embeddings, not {head_dim}")
@@ -204,11 +217,15 @@ def _latent_heads(reader: ConfigReader, latent: LatentConfig) -> _Heads:
     if latent.rope_dim % 2:
         raise reader.error("qk_rope_head_dim", f"must be even for rotary embeddings, not {latent.rope_dim}")
     cached = latent.rank + latent.rope_dim
-    return _Heads(reader.positive("num_attention_heads"), 1, cached, latent.rope_dim, latent.nope_dim + latent.rope_dim)
+    return _Heads(
+        reader.positive("num_attention_heads"), 1, cached, latent.rope_dim, latent.nope_dim + latent.rope_dim
+    )
 
 
 def _ignored(family: Family, reader: ConfigReader, num_layers: int) -> dict[str, str]:
-    ignored = {"*rotary_emb.inv_freq": "a buffer of old exports, computed from config.json"} | dict(family.ignored(reader, num_layers))
+    ignored = {"*rotary_emb.inv_freq": "a buffer of old exports, computed from config.json"} | dict(
+        family.ignored(reader, num_layers)
+    )
     if reader.flag("tie_word_embeddings", False):
         ignored["lm_head.weight"] = "tied: the input embedding is used"
     if parse_weight_block(reader):
@@ -228,6 +245,8 @@ def _activation(reader: ConfigReader) -> Activation:
 def _eos_token_ids(reader: ConfigReader, generation: Mapping[str, Any]) -> tuple[int, ...]:
     value = generation.get("eos_token_id", reader.raw.get("eos_token_id"))
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0 for token_id in ids):
+    if not all(
+        isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0 for token_id in ids
+    ):
         raise reader.error("eos_token_id", f"must be a token id or a list of them, not {value!r}")
     return tuple(ids)

@@ -31,7 +31,9 @@ class ConfigReader:
         value = self.raw.get(key)
         if value is None:
             if default is None:
-                raise self.error(key, "is missing; the folder must hold the config.json that belongs to the weights")
+                raise self.error(
+                    key, "is missing; the folder must hold the config.json that belongs to the weights"
+                )
             return default
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.error(key, f"must be a positive integer, not {value!r}")
@@ -55,7 +57,12 @@ class ConfigReader:
             if default is None:
                 raise self.error(key, "is missing")
             return default
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not math.isfinite(value)
+            or value <= 0
+        ):
             raise self.error(key, f"must be a positive number, not {value!r}")
         return float(value)
 
@@ -98,7 +105,9 @@ def faults_of(source: Path | str) -> Iterator[None]:
         yield
     except OutriderError:
         raise
-    except Exception as error:  # values of files reach code that was not written for them, that of transformers too
+    except (
+        Exception
+    ) as error:  # values of files reach code that was not written for them, that of transformers too
         raise CheckpointError(
             f"{source} cannot be read as a model's configuration ({type(error).__name__}: {error}); correct it, or download it again.",
             field=str(source),
@@ -117,7 +126,9 @@ def read_json(path: Path) -> dict[str, Any]:
         hint = "is the path right?" if not path.parent.is_dir() else "give a Hugging Face model folder"
         raise CheckpointError(f"{path} does not exist: {hint}", field=str(path)) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON ({error}); download the file again.", field=str(path)) from error
+        raise CheckpointError(
+            f"{path} cannot be read as JSON ({error}); download the file again.", field=str(path)
+        ) from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, not {type(value).__name__}.", field=str(path))
     return value

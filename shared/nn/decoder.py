@@ -36,7 +36,16 @@ EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
 
-__all__ = ["Decoder", "DecoderOutput", "default_dtype", "expected_headers", "expected_tensors", "load_attention", "load_layer", "load_mlp"]
+__all__ = [
+    "Decoder",
+    "DecoderOutput",
+    "default_dtype",
+    "expected_headers",
+    "expected_tensors",
+    "load_attention",
+    "load_layer",
+    "load_mlp",
+]
 
 _log = get_logger("outrider.decoder")
 
@@ -116,7 +125,9 @@ class Decoder:
                 quantize_layer(layer)
             head = Fp8Linear.of(self._head)
         except TypeError as error:
-            raise ConfigurationError(f"quantization fp8: {error}. Serve this model without it.", field="quantization") from error
+            raise ConfigurationError(
+                f"quantization fp8: {error}. Serve this model without it.", field="quantization"
+            ) from error
         self.use_rounded(head)
         self._fuse()
 
@@ -158,7 +169,10 @@ class Decoder:
             if on_layer is None:
                 why, smaller = f": its weights need {needed}", " or a smaller dtype"
             else:  # what they are changed to is not known here
-                why, smaller = f", though its layers are rounded as they are loaded (before, its weights are {needed})", ""
+                why, smaller = (
+                    f", though its layers are rounded as they are loaded (before, its weights are {needed})",
+                    "",
+                )
             raise ConfigurationError(
                 f"{path} does not fit into the free memory of {device}{why}; choose another device{smaller}, or end what else uses it.",
                 field="device",
@@ -257,7 +271,9 @@ class Decoder:
             hidden = layer(hidden, rotation, attention, pool)
             if index in aux_layer_ids:
                 aux.append(hidden)
-        assert len(aux) == len(aux_layer_ids), f"aux layers {aux_layer_ids} of a decoder with {len(self.layers)}"
+        assert len(aux) == len(aux_layer_ids), (
+            f"aux layers {aux_layer_ids} of a decoder with {len(self.layers)}"
+        )
         return DecoderOutput(hidden=self.norm(hidden), aux=torch.cat(aux, dim=-1) if aux else None)
 
     @torch.inference_mode()
@@ -270,7 +286,9 @@ class Decoder:
             return self.fused.logits(hidden)
         return self._head(hidden)
 
-    def choose(self, hidden: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> torch.Tensor:
+    def choose(
+        self, hidden: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor
+    ) -> torch.Tensor:
         """Return `choose_tokens` of the rows' logits: ``[rows] int64``."""
         return choose_tokens(self.logits(hidden), sampling, positions)
 
@@ -290,7 +308,11 @@ class CheckedSource:
 
 @contextmanager
 def checked_source(
-    path: Path | str, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: Progress | None = None
+    path: Path | str,
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
 ) -> Iterator[CheckedSource]:
     """Open a checkpoint of one of our own families and check its headers; the arguments are those of `Decoder.load`.
 
@@ -307,14 +329,24 @@ def checked_source(
         expected.shapes |= scaled
         reader.check(expected.shapes, ignored=config.ignored, dtypes=expected.dtypes)
         if scaled and dtype is not torch.float16:  # whose range the scaled weights might leave
-            _log.info("scales of an FP8 cache are moved into the weights", checkpoint=str(path), count=len(scaled))
+            _log.info(
+                "scales of an FP8 cache are moved into the weights", checkpoint=str(path), count=len(scaled)
+            )
             source = ScaledSource(source, read_scales(reader, scaled), head_norm=config.head_norm)
         _log_ignored(path, config, [name for name in reader.names if name not in expected.shapes])
         reader.read_ahead(expected.shapes)
-        yield CheckedSource(source, hashlib.sha256(f"{config.fingerprint} {reader.fingerprint}".encode()).hexdigest())
+        yield CheckedSource(
+            source, hashlib.sha256(f"{config.fingerprint} {reader.fingerprint}".encode()).hexdigest()
+        )
 
 
-def _open_generic(path: Path | str, config: GenericConfig, device: torch.device, dtype: torch.dtype, progress: Progress | None) -> Decoder:
+def _open_generic(
+    path: Path | str,
+    config: GenericConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress | None,
+) -> Decoder:
     """Load a model that `transformers` computes; only such a model imports it."""
     model = importlib.import_module("outrider.shared.nn.generic.model")
     decoder: Decoder = model.GenericDecoder.open(path, config, device, dtype, progress)
@@ -326,7 +358,13 @@ def _needed(path: Path | str, config: ModelConfig, dtype: torch.dtype) -> str:
     names = expected_tensors(config)
     with CheckpointReader(path) as reader:
         stored = reader.tensors.items()
-        return gib(sum(loaded_bytes(name, info, dtype) for name, info in stored if name in names or isinstance(config, GenericConfig)))
+        return gib(
+            sum(
+                loaded_bytes(name, info, dtype)
+                for name, info in stored
+                if name in names or isinstance(config, GenericConfig)
+            )
+        )
 
 
 def default_dtype(device: torch.device | str) -> torch.dtype:
@@ -360,7 +398,9 @@ def _load_parts(source: TensorSource, config: ModelConfig, on_layer: OnLayer | N
         if on_layer is not None:
             on_layer(layers[-1])
     norm = RMSNorm(source.take(FINAL_NORM, (config.hidden_size,)), config.rms_norm_eps)
-    return _Parts(embedding, layers, norm, embedding if config.tie_word_embeddings else source.take(LM_HEAD, table))
+    return _Parts(
+        embedding, layers, norm, embedding if config.tie_word_embeddings else source.take(LM_HEAD, table)
+    )
 
 
 def expected_headers(config: ModelConfig) -> ExpectedTensors:
@@ -375,4 +415,11 @@ def _log_ignored(path: Path | str, config: ModelConfig, left: Collection[str]) -
     for pattern, reason in config.ignored.items():
         names = match_names(left, pattern)
         if names:
-            _log.info("tensors ignored", checkpoint=str(path), pattern=pattern, count=len(names), first=min(names), reason=reason)
+            _log.info(
+                "tensors ignored",
+                checkpoint=str(path),
+                pattern=pattern,
+                count=len(names),
+                first=min(names),
+                reason=reason,
+            )

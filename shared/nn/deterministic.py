@@ -80,16 +80,24 @@ class RowByRow(Decoder):
         aux_layer_ids: Sequence[int] = (),
     ) -> DecoderOutput:
         """See `Decoder.forward`. Rows that store nothing are padding: theirs are zeros."""
-        assert isinstance(attention, DeterministicAttention), "a deterministic decoder attends by DeterministicAttention"
+        assert isinstance(attention, DeterministicAttention), (
+            "a deterministic decoder attends by DeterministicAttention"
+        )
         assert attention.batch is not None, "plan() comes before forward()"
         size = self.config.hidden_size
         hidden = torch.zeros((tokens.shape[0], size), dtype=self.dtype, device=self.device)
-        aux = torch.zeros((tokens.shape[0], size * len(aux_layer_ids)), dtype=self.dtype, device=self.device) if aux_layer_ids else None
+        aux = (
+            torch.zeros((tokens.shape[0], size * len(aux_layer_ids)), dtype=self.dtype, device=self.device)
+            if aux_layer_ids
+            else None
+        )
         for row, slot in enumerate(attention.batch.slots.tolist()):
             if slot < 0:
                 continue
             one = slice(row, row + 1)
-            output = self._decoder.forward(tokens[one].clone(), positions[one].clone(), attention.select(row), pool, aux_layer_ids)
+            output = self._decoder.forward(
+                tokens[one].clone(), positions[one].clone(), attention.select(row), pool, aux_layer_ids
+            )
             hidden[one] = output.hidden
             if aux is not None and output.aux is not None:
                 aux[one] = output.aux
@@ -101,11 +109,17 @@ class RowByRow(Decoder):
         rows = [self._decoder.logits(hidden[row : row + 1].clone()) for row in range(hidden.shape[0])]
         return torch.cat(rows) if rows else self._decoder.logits(hidden)
 
-    def choose(self, hidden: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> torch.Tensor:
+    def choose(
+        self, hidden: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor
+    ) -> torch.Tensor:
         """See `Decoder.choose`."""
         logits = self.logits(hidden)
         rows = [
-            choose_tokens(logits[row : row + 1].clone(), sampling_rows(sampling, slice(row, row + 1)), positions[row : row + 1].clone())
+            choose_tokens(
+                logits[row : row + 1].clone(),
+                sampling_rows(sampling, slice(row, row + 1)),
+                positions[row : row + 1].clone(),
+            )
             for row in range(logits.shape[0])
         ]
         return torch.cat(rows) if rows else positions
@@ -150,14 +164,19 @@ class BatchInvariant(Decoder):
             hidden = layer(hidden, rotation, attention, pool)
             if index in aux_layer_ids:
                 aux.append(hidden)
-        return DecoderOutput(hidden=row_norm(hidden, self.norm.weight, self.norm.eps), aux=torch.cat(aux, dim=-1) if aux else None)
+        return DecoderOutput(
+            hidden=row_norm(hidden, self.norm.weight, self.norm.eps),
+            aux=torch.cat(aux, dim=-1) if aux else None,
+        )
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Decoder.logits`."""
         return invariant_gemm(hidden, self.lm_head)
 
-    def choose(self, hidden: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> torch.Tensor:
+    def choose(
+        self, hidden: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor
+    ) -> torch.Tensor:
         """See `Decoder.choose`. With filters, rows pass in groups of one size, the last filled up."""
         logits = self.logits(hidden)
         if sampling.all_greedy or not sampling.any_filter:
@@ -202,14 +221,21 @@ class _InvariantLayer:
         self._attention = layer.attention
         self._mlp = layer.mlp
 
-    def __call__(self, hidden: torch.Tensor, rotation: Rotation, attention: AttentionBackend, pool: KVPool) -> torch.Tensor:
+    def __call__(
+        self, hidden: torch.Tensor, rotation: Rotation, attention: AttentionBackend, pool: KVPool
+    ) -> torch.Tensor:
         """Return the residual stream after this layer, ``[rows, hidden]``."""
         before, between = self._norms
         hidden = self._attend(_norm(before, hidden), hidden, rotation, attention, pool)
         return self._transform(_norm(between, hidden), hidden)
 
     def _attend(
-        self, x: torch.Tensor, residual: torch.Tensor, rotation: Rotation, attention: AttentionBackend, pool: KVPool
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        rotation: Rotation,
+        attention: AttentionBackend,
+        pool: KVPool,
     ) -> torch.Tensor:
         block = self._attention
         rotated = block.num_heads + block.num_kv_heads
@@ -225,7 +251,11 @@ class _InvariantLayer:
     def _transform(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         block = self._mlp
         gate, up = _product(block.gate_up, x).chunk(2, dim=-1)
-        gate = functional.silu(gate) if block.activation is Activation.SILU else functional.gelu(gate, approximate="tanh")
+        gate = (
+            functional.silu(gate)
+            if block.activation is Activation.SILU
+            else functional.gelu(gate, approximate="tanh")
+        )
         return _product(block.down, gate * up, residual)
 
 

@@ -30,14 +30,20 @@ class RandomTensors:
         self.device = torch.device(device)
         self.dtype = dtype
 
-    def take(self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None) -> torch.Tensor:
+    def take(
+        self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
+    ) -> torch.Tensor:
         """See `TensorSource.take`."""
         tensor = torch.empty(shape, dtype=dtype or to or self.dtype, device=self.device)
         self._fill(name, tensor)
         return tensor
 
     def take_rows(
-        self, parts: Sequence[tuple[str, Shape]], *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
+        self,
+        parts: Sequence[tuple[str, Shape]],
+        *,
+        dtype: torch.dtype | None = None,
+        to: torch.dtype | None = None,
     ) -> torch.Tensor:
         """See `TensorSource.take_rows`."""
         rows = sum(shape[0] for _, shape in parts)
@@ -69,7 +75,9 @@ def random_decoder(config: ModelConfig, device: torch.device | str, dtype: torch
     source: TensorSource = RandomTensors(device, dtype)
     table = (config.vocab_size, config.hidden_size)
     embedding = source.take(EMBEDDING, table)
-    layers = [load_layer(source, config, f"model.layers.{index}.", index) for index in range(config.num_layers)]
+    layers = [
+        load_layer(source, config, f"model.layers.{index}.", index) for index in range(config.num_layers)
+    ]
     norm = RMSNorm(source.take(FINAL_NORM, (config.hidden_size,)), config.rms_norm_eps)
     lm_head = embedding if config.tie_word_embeddings else source.take(LM_HEAD, table)
     return Decoder(config, embedding, layers, norm, lm_head, f"random {config.fingerprint}")

@@ -46,7 +46,9 @@ class ExpertFiles(Protocol):
         """Values of the intermediate size that lie together in the files: a part of an expert is a multiple of them."""
         ...
 
-    def load(self, source: TensorSource, prefix: str, config: ExpertsConfig, hidden_size: int) -> ExpertWeights:
+    def load(
+        self, source: TensorSource, prefix: str, config: ExpertsConfig, hidden_size: int
+    ) -> ExpertWeights:
         """Load the experts of the layer whose tensors start with `prefix` (``model.layers.3.``)."""
         ...
 
@@ -69,10 +71,21 @@ class SeparateExperts:
     down: str = "down_proj"
     grain: int = 1
 
-    def load(self, source: TensorSource, prefix: str, config: ExpertsConfig, hidden_size: int) -> ExpertWeights:
+    def load(
+        self, source: TensorSource, prefix: str, config: ExpertsConfig, hidden_size: int
+    ) -> ExpertWeights:
         """See `ExpertFiles.load`."""
-        size, experts = config.intermediate_size, [prefix + self.expert.format(index) for index in range(config.num_experts)]
-        gate_up = source.take_rows([(f"{expert}{name}.weight", (size, hidden_size)) for expert in experts for name in (self.gate, self.up)])
+        size, experts = (
+            config.intermediate_size,
+            [prefix + self.expert.format(index) for index in range(config.num_experts)],
+        )
+        gate_up = source.take_rows(
+            [
+                (f"{expert}{name}.weight", (size, hidden_size))
+                for expert in experts
+                for name in (self.gate, self.up)
+            ]
+        )
         down = source.take_rows([(f"{expert}{self.down}.weight", (hidden_size, size)) for expert in experts])
         return ExpertWeights(gate_up.view(-1, 2 * size, hidden_size), down.view(-1, hidden_size, size))
 
@@ -84,12 +97,18 @@ class FusedExperts:
     router: str = "mlp.router"
     grain: int = 1
 
-    def load(self, source: TensorSource, prefix: str, config: ExpertsConfig, hidden_size: int) -> ExpertWeights:
+    def load(
+        self, source: TensorSource, prefix: str, config: ExpertsConfig, hidden_size: int
+    ) -> ExpertWeights:
         """See `ExpertFiles.load`."""
         experts, size = config.num_experts, config.intermediate_size
-        gate_up = source.take(f"{prefix}mlp.experts.gate_up_proj", (experts, hidden_size, 2 * size)).transpose(1, 2)
+        gate_up = source.take(
+            f"{prefix}mlp.experts.gate_up_proj", (experts, hidden_size, 2 * size)
+        ).transpose(1, 2)
         down = source.take(f"{prefix}mlp.experts.down_proj", (experts, size, hidden_size)).transpose(1, 2)
-        return ExpertWeights(_gate_first(gate_up), down.contiguous(), *_fused_biases(source, prefix, config, hidden_size))
+        return ExpertWeights(
+            _gate_first(gate_up), down.contiguous(), *_fused_biases(source, prefix, config, hidden_size)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +118,17 @@ class Mxfp4Experts:
     router: str = "mlp.router"
     grain: int = MXFP4_GROUP
 
-    def load(self, source: TensorSource, prefix: str, config: ExpertsConfig, hidden_size: int) -> ExpertWeights:
+    def load(
+        self, source: TensorSource, prefix: str, config: ExpertsConfig, hidden_size: int
+    ) -> ExpertWeights:
         """See `ExpertFiles.load`."""
         experts, size = config.num_experts, config.intermediate_size
         biases = _fused_biases(source, prefix, config, hidden_size)
         parts = []
-        for name, rows, columns in (("gate_up_proj", 2 * size, hidden_size), ("down_proj", hidden_size, size)):
+        for name, rows, columns in (
+            ("gate_up_proj", 2 * size, hidden_size),
+            ("down_proj", hidden_size, size),
+        ):
             groups = columns // MXFP4_GROUP
             block_shape = (experts, rows, groups, MXFP4_GROUP // 2)
             blocks = source.take(f"{prefix}mlp.experts.{name}_blocks", block_shape, dtype=torch.uint8)
@@ -123,7 +147,8 @@ def check_mxfp4_scales(name: str, scales: torch.Tensor) -> None:
     """
     if not scales.is_meta and bool((scales == MXFP4_SCALE_NAN).any()):
         raise CheckpointError(
-            f"{name} holds NaN (the byte {MXFP4_SCALE_NAN}); the weights are damaged: download the checkpoint again.", field=name
+            f"{name} holds NaN (the byte {MXFP4_SCALE_NAN}); the weights are damaged: download the checkpoint again.",
+            field=name,
         )
 
 
@@ -138,7 +163,9 @@ def dequantise_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dt
     Source: OCP Microscaling Formats (MX) specification 1.0, E2M1 values and E8M0 scales.
     """
     experts, rows, groups, half = blocks.shape
-    values = torch.tensor([*MXFP4_VALUES, *(-value for value in MXFP4_VALUES)], dtype=dtype, device=blocks.device)
+    values = torch.tensor(
+        [*MXFP4_VALUES, *(-value for value in MXFP4_VALUES)], dtype=dtype, device=blocks.device
+    )
     out = torch.empty(experts, rows, groups, 2 * half, dtype=dtype, device=blocks.device)
     for weights, block, scale in zip(out.unbind(0), blocks.unbind(0), scales.unbind(0), strict=True):
         weights[..., 0::2] = values[(block & 0x0F).int()]
@@ -147,8 +174,12 @@ def dequantise_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dt
     return out.view(experts, rows, groups * 2 * half)
 
 
-def _fused_biases(source: TensorSource, prefix: str, config: ExpertsConfig, hidden_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    gate_up = source.take(f"{prefix}mlp.experts.gate_up_proj_bias", (config.num_experts, 2 * config.intermediate_size))
+def _fused_biases(
+    source: TensorSource, prefix: str, config: ExpertsConfig, hidden_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    gate_up = source.take(
+        f"{prefix}mlp.experts.gate_up_proj_bias", (config.num_experts, 2 * config.intermediate_size)
+    )
     down = source.take(f"{prefix}mlp.experts.down_proj_bias", (config.num_experts, hidden_size))
     return _gate_first(gate_up), down
 

@@ -22,7 +22,13 @@ class Router:
 
     __slots__ = ("bias", "choice_bias", "routing", "weight")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, choice_bias: torch.Tensor | None, routing: Routing) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        choice_bias: torch.Tensor | None,
+        routing: Routing,
+    ) -> None:
         self.weight = weight
         self.bias = bias
         self.choice_bias = choice_bias
@@ -66,7 +72,9 @@ class SparseMLP:
 
     __slots__ = ("_grouped", "_limit", "nbytes", "router", "shared", "swiglu_alpha", "weights")
 
-    def __init__(self, router: Router, weights: ExpertWeights, shared: GatedMLP | None, config: ExpertsConfig) -> None:
+    def __init__(
+        self, router: Router, weights: ExpertWeights, shared: GatedMLP | None, config: ExpertsConfig
+    ) -> None:
         self.router = router
         self.weights = weights
         self.shared = shared
@@ -78,7 +86,9 @@ class SparseMLP:
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Return ``residual + mlp(x)``, ``[rows, hidden]``."""
         weights, chosen = self.router(x)
-        routed = self._run_grouped(x, weights, chosen) if self._grouped else self._run_each(x, weights, chosen)
+        routed = (
+            self._run_grouped(x, weights, chosen) if self._grouped else self._run_each(x, weights, chosen)
+        )
         total = routed.to(x.dtype).add_(residual)
         return total if self.shared is None else self.shared(x, total)
 
@@ -88,8 +98,12 @@ class SparseMLP:
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in sorted(set(chosen.flatten().tolist())):
             rows, place = (chosen == expert).nonzero(as_tuple=True)
-            inner = functional.linear(x[rows], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
-            result = functional.linear(self._activate(inner), down[expert], None if down_bias is None else down_bias[expert])
+            inner = functional.linear(
+                x[rows], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert]
+            )
+            result = functional.linear(
+                self._activate(inner), down[expert], None if down_bias is None else down_bias[expert]
+            )
             out.index_add_(0, rows, result * weights[rows, place, None])
         return out
 
@@ -98,7 +112,9 @@ class SparseMLP:
         gate_up, down, gate_up_bias, down_bias = self.weights
         experts, order = chosen.flatten().sort(stable=True)  # [rows * top_k]
         rows = order // chosen.shape[1]
-        ends = torch.searchsorted(experts, torch.arange(gate_up.shape[0], device=x.device), right=True).to(torch.int32)
+        ends = torch.searchsorted(experts, torch.arange(gate_up.shape[0], device=x.device), right=True).to(
+            torch.int32
+        )
         inner = functional.grouped_mm(x[rows], gate_up.transpose(1, 2), offs=ends)
         if gate_up_bias is not None:
             inner = inner + gate_up_bias[experts]

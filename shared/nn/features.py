@@ -30,9 +30,19 @@ class FeatureProjector:
         CheckpointError: The spec does not fit the target or itself; `field` names the tensor or key.
     """
 
-    def __init__(self, spec: FeatureSpec, device: torch.device | str, dtype: torch.dtype, *, hidden_size: int, num_layers: int) -> None:
+    def __init__(
+        self,
+        spec: FeatureSpec,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        *,
+        hidden_size: int,
+        num_layers: int,
+    ) -> None:
         self.spec = spec
-        self._tensors = {name: tensor.to(device=device, dtype=dtype) for name, tensor in spec.projector.items()}
+        self._tensors = {
+            name: tensor.to(device=device, dtype=dtype) for name, tensor in spec.projector.items()
+        }
         self._hidden_size = hidden_size
         _check_layers(spec, num_layers)
         width = hidden_size * (len(spec.aux_layer_ids) or 1)
@@ -67,7 +77,10 @@ class FeatureProjector:
         assert states is not None, "forward must be given the spec's aux_layer_ids"
         if self._fc_norms:
             parts = states.chunk(len(self._fc_norms), dim=-1)
-            states = torch.cat([norm(part) for norm, part in zip(self._fc_norms, parts, strict=True) if norm is not None], dim=-1)
+            states = torch.cat(
+                [norm(part) for norm, part in zip(self._fc_norms, parts, strict=True) if norm is not None],
+                dim=-1,
+            )
         if self._input_norm is not None:
             states = self._input_norm(states)
         return states
@@ -86,7 +99,10 @@ class FeatureProjector:
         size = self.spec.feature_size
         if weight is None:
             if size != width:
-                raise CheckpointError(f"raw features of this target are {width} wide, the head asks for {size}.", field="feature_size")
+                raise CheckpointError(
+                    f"raw features of this target are {width} wide, the head asks for {size}.",
+                    field="feature_size",
+                )
             return None
         if tuple(weight.shape) != (size, width):
             raise CheckpointError(
@@ -103,7 +119,9 @@ class FeatureProjector:
 def _check_layers(spec: FeatureSpec, num_layers: int) -> None:
     ids = spec.aux_layer_ids
     if spec.final_hidden == bool(ids):
-        raise CheckpointError("a feature spec names either aux layers or the final hidden state.", field="aux_layer_ids")
+        raise CheckpointError(
+            "a feature spec names either aux layers or the final hidden state.", field="aux_layer_ids"
+        )
     if list(ids) != sorted(set(ids)) or any(not 0 <= layer < num_layers for layer in ids):
         raise CheckpointError(
             f"aux layer ids {list(ids)} must be ascending, distinct and below the target's {num_layers} layers; "

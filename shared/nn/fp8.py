@@ -31,8 +31,15 @@ def parse_weight_block(reader: ConfigReader) -> Block | None:
     if not isinstance(section, Mapping) or section.get("quant_method") != "fp8":
         return None
     block = section.get("weight_block_size")
-    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(size, int) and size > 0 for size in block):
-        raise reader.error("quantization_config", f"FP8 weights need weight_block_size with rows and columns of a block, not {block!r}")
+    if (
+        not isinstance(block, list)
+        or len(block) != 2
+        or not all(isinstance(size, int) and size > 0 for size in block)
+    ):
+        raise reader.error(
+            "quantization_config",
+            f"FP8 weights need weight_block_size with rows and columns of a block, not {block!r}",
+        )
     return block[0], block[1]
 
 
@@ -54,18 +61,26 @@ class Fp8Source:
         dtype: What FP8 matrices become.
     """
 
-    def __init__(self, source: TensorSource, stored: Mapping[str, TensorInfo], block: Block, dtype: torch.dtype) -> None:
+    def __init__(
+        self, source: TensorSource, stored: Mapping[str, TensorInfo], block: Block, dtype: torch.dtype
+    ) -> None:
         self._source = source
         self._stored = stored
         self._block = block
         self._dtype = dtype
 
-    def take(self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None) -> torch.Tensor:
+    def take(
+        self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
+    ) -> torch.Tensor:
         """See `TensorSource.take`."""
         return self.take_rows([(name, shape)], dtype=dtype, to=to)
 
     def take_rows(
-        self, parts: Sequence[tuple[str, Shape]], *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
+        self,
+        parts: Sequence[tuple[str, Shape]],
+        *,
+        dtype: torch.dtype | None = None,
+        to: torch.dtype | None = None,
     ) -> torch.Tensor:
         """See `TensorSource.take_rows`."""
         if not any(self._narrow(name) for name, _ in parts):

@@ -65,9 +65,13 @@ class Fp8Linear(Linear):
         """See `Linear.product`."""
         if x.shape[0] > FEW_ROWS and x.is_cuda:
             if any(size % _LIBRARY_MULTIPLE for size in self._weight.shape):
-                return torch.cat([self.product(x[first : first + FEW_ROWS]) for first in range(0, x.shape[0], FEW_ROWS)])
+                return torch.cat(
+                    [self.product(x[first : first + FEW_ROWS]) for first in range(0, x.shape[0], FEW_ROWS)]
+                )
             rows, row_scales = quantize_rows(x)
-            return torch._scaled_mm(rows, self._weight.t(), row_scales[:, None], self._scales[None, :], out_dtype=x.dtype)
+            return torch._scaled_mm(
+                rows, self._weight.t(), row_scales[:, None], self._scales[None, :], out_dtype=x.dtype
+            )
         if x.is_cuda:
             parts = project(x, self._weight, scales=self._scales)
             return parts.sum(0).to(x.dtype) if parts.dim() == 3 else parts
@@ -90,7 +94,9 @@ def quantize_layer(layer: DecoderLayer) -> DecoderLayer:
         TypeError: The layer, or one of its weights, is of another kind.
     """
     if type(layer.attention) is not Attention or type(layer.mlp) is not GatedMLP:
-        raise TypeError(f"FP8 weights are for dense decoders with plain attention, not for {type(layer.attention).__name__}")
+        raise TypeError(
+            f"FP8 weights are for dense decoders with plain attention, not for {type(layer.attention).__name__}"
+        )
     if layer.attention.qkv.rounded:
         return layer
     layer.attention.qkv = Fp8Linear.of(layer.attention.qkv)

@@ -37,7 +37,10 @@ def find_scales(stored: Mapping[str, TensorInfo], config: ModelConfig) -> dict[s
             continue
         shape = stored[name].shape
         if math.prod(shape) != 1:
-            raise CheckpointError(f"{name} is {list(shape)}; the cache of a layer has one scale for K and one for V.", field=name)
+            raise CheckpointError(
+                f"{name} is {list(shape)}; the cache of a layer has one scale for K and one for V.",
+                field=name,
+            )
         found[name] = shape
     return found
 
@@ -52,7 +55,10 @@ def read_scales(reader: CheckpointReader, found: Collection[str]) -> dict[str, f
     for name in found:
         value = reader.number(name)
         if not 0 < value < math.inf:
-            raise CheckpointError(f"{name} is {value:g}; a scale is a number above 0. Download the checkpoint again.", field=name)
+            raise CheckpointError(
+                f"{name} is {value:g}; a scale is a number above 0. Download the checkpoint again.",
+                field=name,
+            )
         prefix, _, rest = name.rpartition(".self_attn.")
         scales[f"{prefix}.self_attn.{rest[0]}"] = 2.0 ** math.ceil(math.log2(value))
     return scales
@@ -81,12 +87,18 @@ class ScaledSource:
                 changes = keys | {f"q_proj.{kind}": scale for kind in ("weight", "bias")}
             self._factors |= {prefix + end: factor for end, factor in changes.items()}
 
-    def take(self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None) -> torch.Tensor:
+    def take(
+        self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
+    ) -> torch.Tensor:
         """See `TensorSource.take`."""
         return self.take_rows([(name, shape)], dtype=dtype, to=to)
 
     def take_rows(
-        self, parts: Sequence[tuple[str, Shape]], *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
+        self,
+        parts: Sequence[tuple[str, Shape]],
+        *,
+        dtype: torch.dtype | None = None,
+        to: torch.dtype | None = None,
     ) -> torch.Tensor:
         """See `TensorSource.take_rows`."""
         out = self._source.take_rows(parts, dtype=dtype, to=to)

@@ -35,7 +35,19 @@ class LatentAttention:
         layer: The pool's layer.
     """
 
-    __slots__ = ("_config", "_key_in", "_latent", "_latent_norm", "_queries", "_query_norm", "_value_out", "layer", "nbytes", "o", "scale")
+    __slots__ = (
+        "_config",
+        "_key_in",
+        "_latent",
+        "_latent_norm",
+        "_queries",
+        "_query_norm",
+        "_value_out",
+        "layer",
+        "nbytes",
+        "o",
+        "scale",
+    )
 
     def __init__(
         self,
@@ -60,10 +72,17 @@ class LatentAttention:
         self._config = config
         self.scale = scale
         self.layer = layer
-        self.nbytes = sum(linear.nbytes for linear in [*queries, latent, o]) + key_in.nbytes + value_out.nbytes
+        self.nbytes = (
+            sum(linear.nbytes for linear in [*queries, latent, o]) + key_in.nbytes + value_out.nbytes
+        )
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, rotation: Rotation, attention: AttentionBackend, pool: KVPool
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        rotation: Rotation,
+        attention: AttentionBackend,
+        pool: KVPool,
     ) -> torch.Tensor:
         """See `layers.Attention`; the row that is cached is ``[rank + rope_dim]``, its normed latent and its rotated key."""
         config, rows = self._config, x.shape[0]
@@ -75,17 +94,28 @@ class LatentAttention:
         rotated_key = cached[:, None, config.rank :]
         rotate(queries[..., config.nope_dim :], rotation)
         rotate(rotated_key, rotation)
-        key = torch.cat([self._latent_norm(cached[:, : config.rank])[:, None], rotated_key], dim=-1)  # [rows, 1, rank + rope]
-        carried = torch.matmul(queries[..., : config.nope_dim].transpose(0, 1), self._key_in).transpose(0, 1)  # [rows, heads, rank]
+        key = torch.cat(
+            [self._latent_norm(cached[:, : config.rank])[:, None], rotated_key], dim=-1
+        )  # [rows, 1, rank + rope]
+        carried = torch.matmul(queries[..., : config.nope_dim].transpose(0, 1), self._key_in).transpose(
+            0, 1
+        )  # [rows, heads, rank]
         query = torch.cat([carried, queries[..., config.nope_dim :]], dim=-1)
         attended = attention.run(self.layer, query, key, key, pool, self.scale)
         latents = attended.view(rows, -1, config.rank + config.rope_dim)[..., : config.rank]
-        values = torch.matmul(latents.transpose(0, 1), self._value_out).transpose(0, 1)  # [rows, heads, value_dim]
+        values = torch.matmul(latents.transpose(0, 1), self._value_out).transpose(
+            0, 1
+        )  # [rows, heads, value_dim]
         return self.o.plus(residual, values.reshape(rows, -1))
 
 
 def load_latent_attention(
-    source: TensorSource, config: ModelConfig, latent: LatentConfig, prefix: str, layer: int, input_size: int | None = None
+    source: TensorSource,
+    config: ModelConfig,
+    latent: LatentConfig,
+    prefix: str,
+    layer: int,
+    input_size: int | None = None,
 ) -> LatentAttention:
     """Load the projections behind `prefix`; `layer` is the index in the pool, `input_size` their input width (hidden_size unless given)."""
     heads, width = config.num_heads, input_size or config.hidden_size
@@ -99,11 +129,15 @@ def load_latent_attention(
         projections, query_norm = [queries("q_proj", width)], None
     else:
         first = Linear(source.take(f"{prefix}q_a_proj.weight", (latent.query_rank, width)))
-        query_norm = RMSNorm(source.take(f"{prefix}q_a_layernorm.weight", (latent.query_rank,)), LATENT_NORM_EPS)
+        query_norm = RMSNorm(
+            source.take(f"{prefix}q_a_layernorm.weight", (latent.query_rank,)), LATENT_NORM_EPS
+        )
         projections = [first, queries("q_b_proj", latent.query_rank)]
     cached = source.take(f"{prefix}kv_a_proj_with_mqa.weight", (latent.rank + latent.rope_dim, width))
     latent_norm = RMSNorm(source.take(f"{prefix}kv_a_layernorm.weight", (latent.rank,)), LATENT_NORM_EPS)
-    both = source.take(f"{prefix}kv_b_proj.weight", (heads * (latent.nope_dim + latent.value_dim), latent.rank))
+    both = source.take(
+        f"{prefix}kv_b_proj.weight", (heads * (latent.nope_dim + latent.value_dim), latent.rank)
+    )
     both = both.view(heads, -1, latent.rank)
     return LatentAttention(
         projections,

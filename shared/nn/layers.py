@@ -18,7 +18,16 @@ from outrider.shared.nn.config import Activation
 from outrider.shared.nn.linear import Linear
 from outrider.shared.nn.rope import Rotation, rotate
 
-__all__ = ["Attention", "AttentionBlock", "DecoderLayer", "GatedMLP", "HeadNorm", "Linear", "MLPBlock", "RMSNorm"]
+__all__ = [
+    "Attention",
+    "AttentionBlock",
+    "DecoderLayer",
+    "GatedMLP",
+    "HeadNorm",
+    "Linear",
+    "MLPBlock",
+    "RMSNorm",
+]
 
 
 class RMSNorm:
@@ -61,8 +70,12 @@ class HeadNorm:
 
     __slots__ = ("_shape", "eps", "weight")
 
-    def __init__(self, q_weight: torch.Tensor, k_weight: torch.Tensor, num_heads: int, num_kv_heads: int, eps: float) -> None:
-        self.weight = torch.cat([q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1)])  # [heads + kv_heads, head_dim]
+    def __init__(
+        self, q_weight: torch.Tensor, k_weight: torch.Tensor, num_heads: int, num_kv_heads: int, eps: float
+    ) -> None:
+        self.weight = torch.cat(
+            [q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1)]
+        )  # [heads + kv_heads, head_dim]
         self._shape = tuple(q_weight.shape)
         self.eps = eps
 
@@ -80,7 +93,12 @@ class AttentionBlock(Protocol):
         ...
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, rotation: Rotation, attention: AttentionBackend, pool: KVPool
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        rotation: Rotation,
+        attention: AttentionBackend,
+        pool: KVPool,
     ) -> torch.Tensor:
         """See `Attention.__call__`."""
         ...
@@ -123,7 +141,11 @@ class GatedMLP:
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Return ``residual + mlp(x)``, ``[rows, hidden]``."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        gate = functional.silu(gate) if self.activation is Activation.SILU else functional.gelu(gate, approximate="tanh")
+        gate = (
+            functional.silu(gate)
+            if self.activation is Activation.SILU
+            else functional.gelu(gate, approximate="tanh")
+        )
         return self.down.plus(residual, gate.mul_(up))
 
 
@@ -176,7 +198,12 @@ class Attention:
         return self.qkv.nbytes + self.o.nbytes
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, rotation: Rotation, attention: AttentionBackend, pool: KVPool
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        rotation: Rotation,
+        attention: AttentionBackend,
+        pool: KVPool,
     ) -> torch.Tensor:
         """Return ``residual + o(attention(x))``, ``[rows, hidden]``; writes K/V of the rows into the pool.
 
@@ -195,7 +222,9 @@ class Attention:
             heads = self.head_norm(qkv[:, : self._rotated])
             rotate(heads, rotation)
             q, k, v = heads[:, : self.num_heads], heads[:, self.num_heads :], qkv[:, self._rotated :]
-        return self.o.plus(residual, attention.run(self.layer, q, k, v, pool, self.scale, self.window, self.sinks))
+        return self.o.plus(
+            residual, attention.run(self.layer, q, k, v, pool, self.scale, self.window, self.sinks)
+        )
 
 
 class DecoderLayer:
@@ -203,13 +232,17 @@ class DecoderLayer:
 
     __slots__ = ("attention", "input_norm", "mlp", "post_attention_norm")
 
-    def __init__(self, input_norm: RMSNorm, attention: AttentionBlock, post_attention_norm: RMSNorm, mlp: MLPBlock) -> None:
+    def __init__(
+        self, input_norm: RMSNorm, attention: AttentionBlock, post_attention_norm: RMSNorm, mlp: MLPBlock
+    ) -> None:
         self.input_norm = input_norm
         self.attention = attention
         self.post_attention_norm = post_attention_norm
         self.mlp = mlp
 
-    def __call__(self, hidden: torch.Tensor, rotation: Rotation, attention: AttentionBackend, pool: KVPool) -> torch.Tensor:
+    def __call__(
+        self, hidden: torch.Tensor, rotation: Rotation, attention: AttentionBackend, pool: KVPool
+    ) -> torch.Tensor:
         """Return the residual stream after this layer, ``[rows, hidden]``, as a new tensor."""
         hidden = self.attention(self.input_norm(hidden), hidden, rotation, attention, pool)
         return self.mlp(self.post_attention_norm(hidden), hidden)

@@ -28,7 +28,9 @@ class Linear:
         self.bias = bias
         # The overload itself: looking it up by name at each call costs as much as a small operation.
         self._packed_linear = torch.ops.mkldnn._linear_pointwise.default if can_pack(weight) else None
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS) if self._packed_linear else weight
+        self._weight = (
+            torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS) if self._packed_linear else weight
+        )
 
     @property
     def weight(self) -> torch.Tensor:

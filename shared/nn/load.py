@@ -15,7 +15,9 @@ from outrider.shared.nn.loader import TensorSource
 from outrider.shared.nn.traits import ExpertsConfig
 
 
-def load_layer(source: TensorSource, config: ModelConfig, prefix: str, layer: int, *, like: int | None = None) -> DecoderLayer:
+def load_layer(
+    source: TensorSource, config: ModelConfig, prefix: str, layer: int, *, like: int | None = None
+) -> DecoderLayer:
     """Load one decoder layer.
 
     Args:
@@ -29,11 +31,16 @@ def load_layer(source: TensorSource, config: ModelConfig, prefix: str, layer: in
     latent = config.latent
     attention = f"{prefix}self_attn."
     return DecoderLayer(
-        input_norm=RMSNorm(source.take(f"{prefix}input_layernorm.weight", (config.hidden_size,)), config.rms_norm_eps),
+        input_norm=RMSNorm(
+            source.take(f"{prefix}input_layernorm.weight", (config.hidden_size,)), config.rms_norm_eps
+        ),
         attention=load_latent_attention(source, config, latent, attention, layer)
         if latent
         else load_attention(source, config, attention, layer, window=config.windows[kind]),
-        post_attention_norm=RMSNorm(source.take(f"{prefix}post_attention_layernorm.weight", (config.hidden_size,)), config.rms_norm_eps),
+        post_attention_norm=RMSNorm(
+            source.take(f"{prefix}post_attention_layernorm.weight", (config.hidden_size,)),
+            config.rms_norm_eps,
+        ),
         mlp=load_experts(source, config, config.experts, prefix)
         if config.experts and config.sparse[kind]
         else load_mlp(source, config, f"{prefix}mlp."),
@@ -41,7 +48,13 @@ def load_layer(source: TensorSource, config: ModelConfig, prefix: str, layer: in
 
 
 def load_attention(
-    source: TensorSource, config: ModelConfig, prefix: str, layer: int, input_size: int | None = None, *, window: int = 0
+    source: TensorSource,
+    config: ModelConfig,
+    prefix: str,
+    layer: int,
+    input_size: int | None = None,
+    *,
+    window: int = 0,
 ) -> Attention:
     """Load ``q_proj, k_proj, v_proj, o_proj`` behind `prefix`; `input_size` is the projections' input width (hidden_size unless given)."""
     width = input_size or config.hidden_size
@@ -49,7 +62,9 @@ def load_attention(
     rows = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
     qkv = Linear(
         source.take_rows([(f"{prefix}{name}.weight", (count, width)) for name, count in rows.items()]),
-        source.take_rows([(f"{prefix}{name}.bias", (count,)) for name, count in rows.items()]) if config.qkv_bias else None,
+        source.take_rows([(f"{prefix}{name}.bias", (count,)) for name, count in rows.items()])
+        if config.qkv_bias
+        else None,
     )
     o = Linear(
         source.take(f"{prefix}o_proj.weight", (config.hidden_size, q_rows)),
@@ -68,7 +83,9 @@ def load_attention(
     )
 
 
-def load_mlp(source: TensorSource, config: ModelConfig, prefix: str, intermediate_size: int | None = None) -> GatedMLP:
+def load_mlp(
+    source: TensorSource, config: ModelConfig, prefix: str, intermediate_size: int | None = None
+) -> GatedMLP:
     """Load ``gate_proj, up_proj, down_proj`` behind `prefix`, of the configuration's intermediate_size unless another is given."""
     hidden, intermediate = config.hidden_size, intermediate_size or config.intermediate_size
     names = (f"{prefix}gate_proj", f"{prefix}up_proj")
@@ -91,15 +108,21 @@ def load_experts(source: TensorSource, config: ModelConfig, experts: ExpertsConf
         Router(
             source.take(f"{router}.weight", (experts.num_experts, config.hidden_size), to=torch.float32),
             source.take(f"{router}.bias", size, to=torch.float32) if routing.bias else None,
-            source.take(f"{router}.e_score_correction_bias", size, to=torch.float32) if routing.choice_bias else None,
+            source.take(f"{router}.e_score_correction_bias", size, to=torch.float32)
+            if routing.choice_bias
+            else None,
             routing,
         ),
         experts.files.load(source, prefix, experts, config.hidden_size),
-        load_mlp(source, config, f"{prefix}mlp.shared_experts.", experts.shared_size) if experts.shared_size else None,
+        load_mlp(source, config, f"{prefix}mlp.shared_experts.", experts.shared_size)
+        if experts.shared_size
+        else None,
         experts,
     )
 
 
 def _load_head_norm(source: TensorSource, config: ModelConfig, prefix: str) -> HeadNorm:
-    q_weight, k_weight = (source.take(f"{prefix}{name}.weight", (config.head_dim,)) for name in ("q_norm", "k_norm"))
+    q_weight, k_weight = (
+        source.take(f"{prefix}{name}.weight", (config.head_dim,)) for name in ("q_norm", "k_norm")
+    )
     return HeadNorm(q_weight, k_weight, config.num_heads, config.num_kv_heads, config.rms_norm_eps)

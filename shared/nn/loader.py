@@ -39,12 +39,18 @@ _log = get_logger("outrider.loader")
 class TensorSource(Protocol):
     """Where the functions that load parts take their tensors from."""
 
-    def take(self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None) -> torch.Tensor:
+    def take(
+        self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
+    ) -> torch.Tensor:
         """See `CheckpointReader.take`."""
         ...
 
     def take_rows(
-        self, parts: Sequence[tuple[str, Shape]], *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
+        self,
+        parts: Sequence[tuple[str, Shape]],
+        *,
+        dtype: torch.dtype | None = None,
+        to: torch.dtype | None = None,
     ) -> torch.Tensor:
         """See `CheckpointReader.take_rows`."""
         ...
@@ -62,12 +68,18 @@ class ExpectedTensors:
         self.shapes: dict[str, Shape] = {}
         self.dtypes: dict[str, torch.dtype] = {}
 
-    def take(self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None) -> torch.Tensor:
+    def take(
+        self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
+    ) -> torch.Tensor:
         """Note one tensor."""
         return self.take_rows([(name, shape)], dtype=dtype, to=to)
 
     def take_rows(
-        self, parts: Sequence[tuple[str, Shape]], *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
+        self,
+        parts: Sequence[tuple[str, Shape]],
+        *,
+        dtype: torch.dtype | None = None,
+        to: torch.dtype | None = None,
     ) -> torch.Tensor:
         """Note several tensors that become one."""
         self.shapes |= dict(parts)
@@ -119,13 +131,17 @@ class CheckpointReader:
         self._staging: Staging | None = None
         self._started: float | None = None
         self._at_once = self.device.type != "cuda"
-        self._unsettled: list[tuple[Sequence[str], torch.dtype, torch.Tensor]] = []  # names, their type here, and whether all is finite
+        self._unsettled: list[
+            tuple[Sequence[str], torch.dtype, torch.Tensor]
+        ] = []  # names, their type here, and whether all is finite
         try:
             self._open()
         except CheckpointError:
             self.close()
             raise
-        self.tensors: dict[str, TensorInfo] = {name: file.tensors[name] for name, file in self._file_of.items()}
+        self.tensors: dict[str, TensorInfo] = {
+            name: file.tensors[name] for name, file in self._file_of.items()
+        }
         self._taken_bytes = 0
         self._all_bytes = sum(info.nbytes for info in self.tensors.values())
 
@@ -141,7 +157,9 @@ class CheckpointReader:
         for name in sorted(self.tensors):
             info = self.tensors[name]
             digest.update(f"{name} {info.shape} {info.dtype}\n".encode())
-            sample = self._file_of[name].read(name).reshape(-1)[: FINGERPRINT_SAMPLE_BYTES // info.dtype.itemsize]
+            sample = (
+                self._file_of[name].read(name).reshape(-1)[: FINGERPRINT_SAMPLE_BYTES // info.dtype.itemsize]
+            )
             digest.update(sample.contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
@@ -166,19 +184,40 @@ class CheckpointReader:
         """
         problems: list[tuple[str, list[str]]] = [
             ("missing", [name for name in expected if name not in self.tensors]),
-            ("unexpected", [name for name in self.tensors if name not in expected and not _matches(name, ignored)]),
+            (
+                "unexpected",
+                [name for name in self.tensors if name not in expected and not _matches(name, ignored)],
+            ),
         ]
-        shared = [(name, shape, self.tensors[name]) for name, shape in expected.items() if name in self.tensors]
+        shared = [
+            (name, shape, self.tensors[name]) for name, shape in expected.items() if name in self.tensors
+        ]
         problems.append(
-            ("misshaped", [f"{name} is {list(info.shape)}, must be {list(shape)}" for name, shape, info in shared if info.shape != shape])
+            (
+                "misshaped",
+                [
+                    f"{name} is {list(info.shape)}, must be {list(shape)}"
+                    for name, shape, info in shared
+                    if info.shape != shape
+                ],
+            )
         )
         if floating:
             exact = dtypes or {}
-            wrong = [f"{name} is {dtype_name(info.dtype)}" for name, _, info in shared if name not in exact and not is_weight(info.dtype)]
+            wrong = [
+                f"{name} is {dtype_name(info.dtype)}"
+                for name, _, info in shared
+                if name not in exact and not is_weight(info.dtype)
+            ]
             problems.append((WRONG_TYPE, wrong))
             for name, _, info in shared:
                 if name in exact and info.dtype != exact[name]:
-                    problems.append((f"of a type that is not {dtype_name(exact[name])}", [f"{name} is {dtype_name(info.dtype)}"]))
+                    problems.append(
+                        (
+                            f"of a type that is not {dtype_name(exact[name])}",
+                            [f"{name} is {dtype_name(info.dtype)}"],
+                        )
+                    )
         self._raise(problems)
         self._ignored |= {name for name in self.tensors if name not in expected}
 
@@ -187,7 +226,9 @@ class CheckpointReader:
         if self.device.type != "meta" and self._ahead is None:
             self._ahead = ReadAhead(self._file_of[name].read(name) for name in names)
 
-    def take(self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None) -> torch.Tensor:
+    def take(
+        self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
+    ) -> torch.Tensor:
         """Copy one tensor to the device.
 
         Args:
@@ -203,7 +244,11 @@ class CheckpointReader:
         return self.take_rows([(name, shape)], dtype=dtype, to=to)
 
     def take_rows(
-        self, parts: Sequence[tuple[str, Shape]], *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
+        self,
+        parts: Sequence[tuple[str, Shape]],
+        *,
+        dtype: torch.dtype | None = None,
+        to: torch.dtype | None = None,
     ) -> torch.Tensor:
         """Copy several tensors into one, concatenated along their first dimension (fused q-k-v, gate-up); see `take`."""
         infos = [self._require(name, shape, dtype) for name, shape in parts]
@@ -248,7 +293,11 @@ class CheckpointReader:
         Raises:
             CheckpointError: Naming them all.
         """
-        left = [name for name in self.tensors if name not in self._taken | self._ignored and not _matches(name, ignored)]
+        left = [
+            name
+            for name in self.tensors
+            if name not in self._taken | self._ignored and not _matches(name, ignored)
+        ]
         self._raise([("unexpected", left)])
 
     def close(self) -> None:
@@ -267,7 +316,9 @@ class CheckpointReader:
     def __enter__(self) -> CheckpointReader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             if kind is None:
                 self.settle()
@@ -299,7 +350,9 @@ class CheckpointReader:
             self._add_file(self.path)
             return
         if not self.path.is_dir():
-            raise CheckpointError(f"{self.path} does not exist; give a Hugging Face model folder.", field=str(self.path))
+            raise CheckpointError(
+                f"{self.path} does not exist; give a Hugging Face model folder.", field=str(self.path)
+            )
         for index_name, single_name in LAYOUTS:
             if (self.path / index_name).is_file():
                 self._open_shards(self.path / index_name)
@@ -309,7 +362,11 @@ class CheckpointReader:
                 return
         candidates = sorted(self.path.glob("*.safetensors"))
         if len(candidates) != 1:
-            found = f"{len(candidates)} safetensors files without model.safetensors.index.json" if candidates else "no weights"
+            found = (
+                f"{len(candidates)} safetensors files without model.safetensors.index.json"
+                if candidates
+                else "no weights"
+            )
             raise CheckpointError(
                 f"{self.path} holds {found}; expected model.safetensors, its index with shards, or pytorch_model.bin.",
                 field=str(self.path),
@@ -319,21 +376,31 @@ class CheckpointReader:
     def _open_shards(self, index: Path) -> None:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise CheckpointError(f"{index} has no weight_map from tensor names to files; download it again.", field=str(index))
+            raise CheckpointError(
+                f"{index} has no weight_map from tensor names to files; download it again.", field=str(index)
+            )
         for shard in sorted(set(weight_map.values())):
             if Path(shard).name != shard:
-                raise CheckpointError(f"{index} points to {shard!r}, outside the model folder.", field=str(index))
+                raise CheckpointError(
+                    f"{index} points to {shard!r}, outside the model folder.", field=str(index)
+                )
             self._add_file(self.path / shard)
         for name, shard in weight_map.items():
             if name not in self._file_of or self._file_of[name].path.name != shard:
-                raise CheckpointError(f"{index} says that {shard} holds {name}, which it does not; download both again.", field=name)
+                raise CheckpointError(
+                    f"{index} says that {shard} holds {name}, which it does not; download both again.",
+                    field=name,
+                )
 
     def _add_file(self, path: Path) -> None:
         file = open_tensor_file(path)
         self.files.append(file)
         for name in file.tensors:
             if name in self._file_of:
-                raise CheckpointError(f"{name} is in {self._file_of[name].path} and in {path}; remove the wrong shard.", field=name)
+                raise CheckpointError(
+                    f"{name} is in {self._file_of[name].path} and in {path}; remove the wrong shard.",
+                    field=name,
+                )
             self._file_of[name] = file
 
     def _require(self, name: str, shape: Shape, dtype: torch.dtype | None) -> TensorInfo:
@@ -341,15 +408,23 @@ class CheckpointReader:
         if info is None:
             raise self._error([("missing", [name])], field=name)
         if info.shape != shape:
-            raise self._error([("misshaped", [f"{name} is {list(info.shape)}, must be {list(shape)}"])], field=name)
+            raise self._error(
+                [("misshaped", [f"{name} is {list(info.shape)}, must be {list(shape)}"])], field=name
+            )
         if info.dtype != dtype if dtype else not is_weight(info.dtype):
             wanted = dtype_name(dtype) if dtype else "fp32, fp16 or bf16"
-            raise self._error([(f"of a type that is not {wanted}", [f"{name} is {dtype_name(info.dtype)}"])], field=name)
+            raise self._error(
+                [(f"of a type that is not {wanted}", [f"{name} is {dtype_name(info.dtype)}"])], field=name
+            )
         return info
 
     def _not_finite(self, names: Sequence[str], dtype: torch.dtype) -> CheckpointError:
         """Return the error for a copy with NaN or infinite numbers: the file holds them, or they are beyond what the dtype can hold."""
-        broken = [name for name in names if self.tensors[name].nbytes and not _is_finite(self._file_of[name].read(name))]
+        broken = [
+            name
+            for name in names
+            if self.tensors[name].nbytes and not _is_finite(self._file_of[name].read(name))
+        ]
         if broken:
             return CheckpointError(
                 f"{self.path}: {', '.join(broken)} holds NaN or infinite numbers; the weights are damaged: download the checkpoint again.",
@@ -369,9 +444,12 @@ class CheckpointReader:
         lists = []
         for kind, names in problems:
             more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-            lists.append(f"{len(names)} tensor{'s' if len(names) > 1 else ''} {kind}: {', '.join(names[:MAX_NAMED])}{more}")
+            lists.append(
+                f"{len(names)} tensor{'s' if len(names) > 1 else ''} {kind}: {', '.join(names[:MAX_NAMED])}{more}"
+            )
         return CheckpointError(
-            f"{self.path}: {'; '.join(lists)}. The weights do not belong to this config.json, or the download is incomplete.", field=field
+            f"{self.path}: {'; '.join(lists)}. The weights do not belong to this config.json, or the download is incomplete.",
+            field=field,
         )
 
 

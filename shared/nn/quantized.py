@@ -85,7 +85,9 @@ def fp8_rounding(config: ModelConfig, device: torch.device, dtype: torch.dtype) 
         if torch.cuda.get_device_capability(device) < (8, 9):
             raise _refused("the GPU has no FP8 products (compute capability 8.9 or higher has)")
         if dtype is not torch.bfloat16:
-            raise _refused(f"FP8 products give bfloat16, and the model runs in {str(dtype).removeprefix('torch.')}")
+            raise _refused(
+                f"FP8 products give bfloat16, and the model runs in {str(dtype).removeprefix('torch.')}"
+            )
     return partial(_round_layer, on_gpu=device.type == "cuda")
 
 

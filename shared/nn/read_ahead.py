@@ -37,7 +37,10 @@ class ReadAhead:
                 self._pieces.append((position, piece))
                 position += piece.numel()
         count = min(THREADS, len(self._pieces))
-        self._threads = [threading.Thread(target=self._run, name=f"read-ahead-{index}", daemon=True) for index in range(count)]
+        self._threads = [
+            threading.Thread(target=self._run, name=f"read-ahead-{index}", daemon=True)
+            for index in range(count)
+        ]
         for thread in self._threads:
             thread.start()
 

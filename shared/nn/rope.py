@@ -28,7 +28,9 @@ class RotaryEmbedding:
         dtype: Of cos and sin; angles are computed in fp32.
     """
 
-    def __init__(self, config: RopeConfig, head_dim: int, device: torch.device | str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: RopeConfig, head_dim: int, device: torch.device | str, dtype: torch.dtype
+    ) -> None:
         frequencies = inverse_frequencies(config, head_dim)
         self._frequencies = torch.cat([frequencies, frequencies]).to(device)  # [head_dim]
         sign = torch.ones(head_dim)
@@ -68,7 +70,9 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
         kept = 1 - _yarn_ramp(config, head_dim)
         return kept * frequencies + (1 - kept) * frequencies / config.factor
     wavelengths = 2 * math.pi / frequencies
-    smooth = (config.original_max_position / wavelengths - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    smooth = (config.original_max_position / wavelengths - config.low_freq_factor) / (
+        config.high_freq_factor - config.low_freq_factor
+    )
     kept = smooth.clamp(0, 1)  # 1: high frequency, unscaled; 0: low frequency, scaled in full
     return kept * frequencies + (1 - kept) * frequencies / config.factor
 
@@ -78,7 +82,11 @@ def _yarn_ramp(config: RopeConfig, head_dim: int) -> torch.Tensor:
 
     def dimension(turns: float) -> float:
         """Return the (fractional) dimension that turns so often within the original context."""
-        return head_dim * math.log(config.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
+        return (
+            head_dim
+            * math.log(config.original_max_position / (turns * 2 * math.pi))
+            / (2 * math.log(config.theta))
+        )
 
     low, high = dimension(config.beta_fast), dimension(config.beta_slow)
     if config.truncate:

@@ -92,10 +92,16 @@ def parse_rope(reader: ConfigReader, default_theta: float = DEFAULT_ROPE_THETA) 
 
 
 def _parse_yarn(inner: ConfigReader, outer: ConfigReader, theta: float) -> RopeConfig:
-    original = inner.positive("original_max_position_embeddings", outer.positive("max_position_embeddings", 2048))
+    original = inner.positive(
+        "original_max_position_embeddings", outer.positive("max_position_embeddings", 2048)
+    )
     factor = inner.number("factor")
     mscale, mscale_all_dim = inner.raw.get("mscale") or 0.0, inner.raw.get("mscale_all_dim") or 0.0
-    magnitude = _magnitude(factor, mscale) / _magnitude(factor, mscale_all_dim) if mscale and mscale_all_dim else _magnitude(factor, 1.0)
+    magnitude = (
+        _magnitude(factor, mscale) / _magnitude(factor, mscale_all_dim)
+        if mscale and mscale_all_dim
+        else _magnitude(factor, 1.0)
+    )
     return RopeConfig(
         theta=theta,
         kind=RopeKind.YARN,

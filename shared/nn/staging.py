@@ -22,7 +22,9 @@ class Staging:
     def __init__(self, device: torch.device, buffer_bytes: int = BUFFER_BYTES) -> None:
         self._on_gpu = device.type == "cuda"
         with torch.inference_mode(False):  # written in any mode
-            self._buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=self._on_gpu) for _ in range(BUFFERS)]
+            self._buffers = [
+                torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=self._on_gpu) for _ in range(BUFFERS)
+            ]
         self._fetched: list[torch.cuda.Event | None] = [None] * BUFFERS
         self._next = 0
 

@@ -79,7 +79,9 @@ def open_tensor_file(path: Path) -> TensorFile:
         CheckpointError: The file is missing, truncated, corrupt or would run code; `field` is the file or the tensor.
     """
     if not path.is_file():
-        raise CheckpointError(f"{path} does not exist; download the checkpoint again, all shards of it.", field=str(path))
+        raise CheckpointError(
+            f"{path} does not exist; download the checkpoint again, all shards of it.", field=str(path)
+        )
     return SafetensorsFile(path) if path.suffix == ".safetensors" else PickledFile(path)
 
 
@@ -145,7 +147,9 @@ class SafetensorsFile:
         for name, info in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
             if info.begin != position:
                 kind = "overlaps the tensor before it" if info.begin < position else "leaves a hole before it"
-                raise self._corrupt(f"stores {name} at byte {info.begin - data_start}, which {kind}", field=name)
+                raise self._corrupt(
+                    f"stores {name} at byte {info.begin - data_start}, which {kind}", field=name
+                )
             position = info.end
         if position != file_size:
             raise self._corrupt(f"holds {file_size - position} bytes behind its last tensor")
@@ -154,18 +158,25 @@ class SafetensorsFile:
     def _entry(self, name: str, entry: Any, data_start: int, file_size: int) -> TensorInfo:
         try:
             dtype_name, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-            whole = all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in (*shape, begin, end))
+            whole = all(
+                isinstance(number, int) and not isinstance(number, bool) and number >= 0
+                for number in (*shape, begin, end)
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise self._corrupt(f"describes {name} incompletely ({error!r})", field=name) from error
         if not whole:
             raise self._corrupt(f"gives {name} a shape or offset that is no whole number", field=name)
         if dtype_name not in DTYPES:
             raise CheckpointError(
-                f"{self._path} stores {name} as {dtype_name!r}, which is not supported; supported: {', '.join(DTYPES)}.", field=name
+                f"{self._path} stores {name} as {dtype_name!r}, which is not supported; supported: {', '.join(DTYPES)}.",
+                field=name,
             )
         info = TensorInfo(shape, DTYPES[dtype_name], data_start + begin, data_start + end)
         if info.nbytes != end - begin:
-            raise self._corrupt(f"gives {name} {end - begin} bytes, but {list(shape)} {dtype_name} takes {info.nbytes}", field=name)
+            raise self._corrupt(
+                f"gives {name} {end - begin} bytes, but {list(shape)} {dtype_name} takes {info.nbytes}",
+                field=name,
+            )
         if info.end > file_size:
             raise self._corrupt(f"ends {info.end - file_size} bytes before the end of {name}", field=name)
         return info
@@ -178,14 +189,20 @@ class PickledFile:
         self._path = path
         content = self._load(path)
         if not isinstance(content, Mapping):
-            raise CheckpointError(f"{path} holds a {type(content).__name__}, not a mapping of names to tensors.", field=str(path))
+            raise CheckpointError(
+                f"{path} holds a {type(content).__name__}, not a mapping of names to tensors.",
+                field=str(path),
+            )
         for name, value in content.items():
             if not isinstance(name, str) or not isinstance(value, torch.Tensor):
                 raise CheckpointError(
-                    f"{path}: {name!r} is a {type(value).__name__}, not a tensor; save the model's state_dict() alone.", field=str(name)
+                    f"{path}: {name!r} is a {type(value).__name__}, not a tensor; save the model's state_dict() alone.",
+                    field=str(name),
                 )
         self._content: dict[str, torch.Tensor] = dict(content)
-        self._tensors = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in self._content.items()}
+        self._tensors = {
+            name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in self._content.items()
+        }
 
     @property
     def path(self) -> Path:
@@ -216,7 +233,9 @@ class PickledFile:
                 field=str(path),
             ) from error
         except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{path} is truncated or corrupt: download it again ({error}).", field=str(path)) from error
+            raise CheckpointError(
+                f"{path} is truncated or corrupt: download it again ({error}).", field=str(path)
+            ) from error
 
 
 def _starts_as_zip(path: Path) -> bool:

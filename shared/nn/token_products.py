@@ -32,7 +32,9 @@ def token_products(embedding: torch.Tensor, norm: RMSNorm, weight: torch.Tensor)
         weight: ``[out, hidden]``; its rows may be strided.
     """
     vocabulary, out = embedding.shape[0], weight.shape[0]
-    if embedding.device.type == "cuda" and not fits(vocabulary * out * weight.element_size(), *torch.cuda.mem_get_info(embedding.device)):
+    if embedding.device.type == "cuda" and not fits(
+        vocabulary * out * weight.element_size(), *torch.cuda.mem_get_info(embedding.device)
+    ):
         return None
     table = torch.empty((vocabulary, out), dtype=weight.dtype, device=weight.device)
     for start in range(0, vocabulary, CHUNK_ROWS):

@@ -28,9 +28,12 @@ def read_vocabulary(folder: Path) -> dict[str, int] | None:
         vocabulary = _vocabulary_of(raw)
     except (TypeError, ValueError, AttributeError, LookupError):
         vocabulary = None
-    if vocabulary is None or not all(isinstance(token, str) and type(number) is int for token, number in vocabulary.items()):
+    if vocabulary is None or not all(
+        isinstance(token, str) and type(number) is int for token, number in vocabulary.items()
+    ):
         raise CheckpointError(
-            f"{file}: model.vocab and added_tokens must give each token an integer id; download the file again.", field=str(file)
+            f"{file}: model.vocab and added_tokens must give each token an integer id; download the file again.",
+            field=str(file),
         )
     return vocabulary
 
@@ -38,7 +41,11 @@ def read_vocabulary(folder: Path) -> dict[str, int] | None:
 def _vocabulary_of(raw: Mapping[str, Any]) -> dict[str, int]:
     """Return token → id of a ``tokenizer.json`` as it stands there; Unigram vocabularies are lists of (token, score)."""
     vocabulary = (raw.get("model") or {}).get("vocab") or {}
-    tokens = dict(vocabulary) if isinstance(vocabulary, Mapping) else {entry[0]: index for index, entry in enumerate(vocabulary)}
+    tokens = (
+        dict(vocabulary)
+        if isinstance(vocabulary, Mapping)
+        else {entry[0]: index for index, entry in enumerate(vocabulary)}
+    )
     return tokens | {added["content"]: added["id"] for added in raw.get("added_tokens") or []}
 
 
@@ -47,4 +54,6 @@ def tokenizer_fingerprint(folder: Path) -> str:
     vocabulary = read_vocabulary(folder)
     if vocabulary is None:
         return ""
-    return hashlib.sha256(json.dumps(sorted(vocabulary.items(), key=lambda entry: (entry[1], entry[0]))).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(sorted(vocabulary.items(), key=lambda entry: (entry[1], entry[0]))).encode()
+    ).hexdigest()

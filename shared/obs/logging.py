@@ -13,7 +13,9 @@ from structlog.typing import FilteringBoundLogger, Processor
 __all__ = ["configure_logging", "get_logger", "log_context"]
 
 
-def configure_logging(service: str, level: str = "info", json: bool = False, stream: TextIO | None = None) -> None:
+def configure_logging(
+    service: str, level: str = "info", json: bool = False, stream: TextIO | None = None
+) -> None:
     """Route structlog and the standard library's loggers to one handler. Call once, at start.
 
     Args:
@@ -24,7 +26,9 @@ def configure_logging(service: str, level: str = "info", json: bool = False, str
     """
     stream = stream or sys.stderr
 
-    def add_service(_logger: Any, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    def add_service(
+        _logger: Any, _method: str, event: structlog.typing.EventDict
+    ) -> structlog.typing.EventDict:
         event.setdefault("service", service)
         return event
 
@@ -41,7 +45,11 @@ def configure_logging(service: str, level: str = "info", json: bool = False, str
     if json:
         final += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     else:
-        final += [structlog.dev.ConsoleRenderer(colors=stream.isatty(), exception_formatter=structlog.dev.plain_traceback)]
+        final += [
+            structlog.dev.ConsoleRenderer(
+                colors=stream.isatty(), exception_formatter=structlog.dev.plain_traceback
+            )
+        ]
 
     handler = logging.StreamHandler(stream)
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=final))
@@ -53,7 +61,11 @@ def configure_logging(service: str, level: str = "info", json: bool = False, str
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
 
     structlog.configure(
-        processors=[structlog.stdlib.filter_by_level, *shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *shared,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
         logger_factory=structlog.stdlib.LoggerFactory(),
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,

@@ -11,7 +11,23 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 REQUEST_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5)
-STEP_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 2.0)
+STEP_BUCKETS_S = (
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.002,
+    0.004,
+    0.008,
+    0.016,
+    0.032,
+    0.064,
+    0.128,
+    0.256,
+    0.512,
+    1.0,
+    2.0,
+)
 
 
 class Metrics:
@@ -28,9 +44,13 @@ class Metrics:
         """Register a gauge ``outrider_<name>``."""
         return Gauge(name, help_text, tuple(labels), namespace=PREFIX, registry=self.registry)
 
-    def histogram(self, name: str, help_text: str, buckets: Iterable[float], labels: Iterable[str] = ()) -> Histogram:
+    def histogram(
+        self, name: str, help_text: str, buckets: Iterable[float], labels: Iterable[str] = ()
+    ) -> Histogram:
         """Register a histogram ``outrider_<name>``; `buckets` are upper edges in the metric's unit."""
-        return Histogram(name, help_text, tuple(labels), namespace=PREFIX, registry=self.registry, buckets=tuple(buckets))
+        return Histogram(
+            name, help_text, tuple(labels), namespace=PREFIX, registry=self.registry, buckets=tuple(buckets)
+        )
 
     def render(self) -> str:
         """Return the metrics in Prometheus text format."""

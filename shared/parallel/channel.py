@@ -93,7 +93,10 @@ class Connection:
             return None
         (length,) = _LENGTH.unpack(header)
         if length > MAX_FRAME:
-            raise ProtocolError(f"tensor parallel control: a frame of {length} bytes; do all ranks run one version?", field="tp")
+            raise ProtocolError(
+                f"tensor parallel control: a frame of {length} bytes; do all ranks run one version?",
+                field="tp",
+            )
         return self._take(length)
 
     def receive_by(self, deadline: float, most: int) -> bytes | None:
@@ -171,7 +174,9 @@ class Connection:
         return taken
 
 
-def accept_ranks(store: Store, host: str, size: int, timeout_s: float, check: Callable[[], None] = lambda: None) -> dict[int, Connection]:
+def accept_ranks(
+    store: Store, host: str, size: int, timeout_s: float, check: Callable[[], None] = lambda: None
+) -> dict[int, Connection]:
     """Listen, publish the address in the store, and wait for ranks 1 … size - 1.
 
     Args:
@@ -196,13 +201,20 @@ def accept_ranks(store: Store, host: str, size: int, timeout_s: float, check: Ca
             check()
             if time.monotonic() > deadline:
                 missing = sorted(set(range(1, size)) - set(connections))
-                raise UnavailableError(f"tp: ranks {missing} did not come within {timeout_s:g} s; their own output says why.", field="tp")
+                raise UnavailableError(
+                    f"tp: ranks {missing} did not come within {timeout_s:g} s; their own output says why.",
+                    field="tp",
+                )
             try:
                 sock, _peer = listener.accept()
             except TimeoutError:
                 continue
             connection = Connection(sock)
-            rank = _greeted(connection.receive_by(min(deadline, time.monotonic() + GREETING_S), MAX_GREETING), secret, size)
+            rank = _greeted(
+                connection.receive_by(min(deadline, time.monotonic() + GREETING_S), MAX_GREETING),
+                secret,
+                size,
+            )
             if rank is None or rank in connections:
                 connection.close()
                 continue
@@ -227,7 +239,9 @@ def connect_rank(store: Store, rank: int, timeout_s: float) -> Connection:
             break
         except OSError as error:
             if time.monotonic() > deadline:
-                raise UnavailableError(f"tp: rank {rank} cannot reach rank 0 at {host}:{port} ({error}).", field="tp") from error
+                raise UnavailableError(
+                    f"tp: rank {rank} cannot reach rank 0 at {host}:{port} ({error}).", field="tp"
+                ) from error
             time.sleep(RETRY_S)
     connection.socket.settimeout(None)
     connection.send(f"{secret} {rank}".encode())
@@ -283,6 +297,10 @@ def _close(connections: Mapping[int, Connection]) -> None:
 def _greeted(greeting: bytes | None, secret: str, size: int) -> int | None:
     """Return the rank of a connection that knows the secret, else None."""
     said, _, rank = (greeting or b"").decode(errors="replace").partition(" ")
-    if not hmac.compare_digest(said.encode(), secret.encode()) or not rank.isdecimal() or not 0 < int(rank) < size:
+    if (
+        not hmac.compare_digest(said.encode(), secret.encode())
+        or not rank.isdecimal()
+        or not 0 < int(rank) < size
+    ):
         return None
     return int(rank)

@@ -55,7 +55,10 @@ class Collectives(Protocol):
 
 def missed(rank: int) -> UnavailableError:
     """Return the error of a rank whose `lost` is true."""
-    return UnavailableError(f"tp: rank {rank} did not get in time what another had to send; start the target again.", reason="rank_lost")
+    return UnavailableError(
+        f"tp: rank {rank} did not get in time what another had to send; start the target again.",
+        reason="rank_lost",
+    )
 
 
 class TorchCollectives:

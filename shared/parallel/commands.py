@@ -113,7 +113,19 @@ class Stop:
 
 Command = MakePool | Forward | Logits | Compact | Scrub | Record | Recorded | Replay | Drop | Forget | Stop
 
-_KINDS: tuple[type[Command], ...] = (MakePool, Forward, Logits, Compact, Scrub, Record, Recorded, Replay, Drop, Forget, Stop)
+_KINDS: tuple[type[Command], ...] = (
+    MakePool,
+    Forward,
+    Logits,
+    Compact,
+    Scrub,
+    Record,
+    Recorded,
+    Replay,
+    Drop,
+    Forget,
+    Stop,
+)
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 _LAYOUTS = {kind: struct.Struct(f"<{len(fields(kind))}q") for kind in _KINDS}
 
@@ -131,6 +143,9 @@ def decode(body: bytes) -> Command:
         ProtocolError: They are none.
     """
     if not body or body[0] >= len(_KINDS) or len(body) != 1 + _LAYOUTS[_KINDS[body[0]]].size:
-        raise ProtocolError(f"tensor parallel control: {len(body)} bytes that are no command; do all ranks run one version?", field="tp")
+        raise ProtocolError(
+            f"tensor parallel control: {len(body)} bytes that are no command; do all ranks run one version?",
+            field="tp",
+        )
     kind = _KINDS[body[0]]
     return kind(*_LAYOUTS[kind].unpack(body[1:]))

@@ -94,9 +94,14 @@ class ShardedDecoder(Decoder):
         count = max(0, min(self.shard.vocabulary_rows, self.config.vocab_size - first))
         if count == 0:  # padding alone
             worst = torch.full((rows,), float("-inf"), device=self.device)
-            return torch.stack([worst.view(torch.int32), torch.full_like(worst, self.config.vocab_size, dtype=torch.int32)], dim=1)
+            return torch.stack(
+                [worst.view(torch.int32), torch.full_like(worst, self.config.vocab_size, dtype=torch.int32)],
+                dim=1,
+            )
         columns = self.columns(hidden)[:, :count].contiguous()
-        ids = choose_tokens(columns, self._greedy_rows(rows), torch.zeros(rows, dtype=torch.int64, device=self.device))
+        ids = choose_tokens(
+            columns, self._greedy_rows(rows), torch.zeros(rows, dtype=torch.int64, device=self.device)
+        )
         values = columns.gather(1, ids.clamp(min=0)[:, None])[:, 0].float()
         return torch.stack([values.view(torch.int32), torch.where(ids < 0, ids, ids + first).int()], dim=1)
 

@@ -164,7 +164,11 @@ class Lead:
     def close(self) -> None:
         """Let the other ranks end."""
         if self._in_step:  # nobody will see it end, and this process could not either
-            self.fail(UnavailableError("tp: told to end in the middle of a step that does not come back.", reason="rank_failed"))
+            self.fail(
+                UnavailableError(
+                    "tp: told to end in the middle of a step that does not come back.", reason="rank_failed"
+                )
+            )
         with self._lock:
             self._closing = True
         for connection in self._connections.values():
@@ -209,7 +213,9 @@ class Lead:
         if isinstance(error, DistError) or _LIBRARY_PLACE.match(text):
             _log.warning("collective failed", command=type(command).__name__, error=text)
             text = "the ranks did not compute it together in time"
-        return self._blame() or UnavailableError(f"tp: rank 0 failed in {type(command).__name__}: {text}", reason="rank_failed")
+        return self._blame() or UnavailableError(
+            f"tp: rank 0 failed in {type(command).__name__}: {text}", reason="rank_failed"
+        )
 
     def _undecided(self) -> bool:
         """Whether a rank is late with its beat, and not late enough to be called silent."""
@@ -288,7 +294,9 @@ class LeadDecoder(ShardedDecoder):
         return gathered.transpose(0, 1).reshape(hidden.shape[0], -1)[:, : self.config.vocab_size].contiguous()
 
     @torch.inference_mode()
-    def choose(self, hidden: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> torch.Tensor:
+    def choose(
+        self, hidden: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor
+    ) -> torch.Tensor:
         """See `Decoder.choose`; greedy rows gather a value and an id per rank instead of the vocabulary."""
         if not sampling.all_greedy:
             return choose_tokens(self.logits(hidden), sampling, positions)
@@ -297,7 +305,13 @@ class LeadDecoder(ShardedDecoder):
         assert gathered is not None
         return best_of(gathered)
 
-    def spread_compact(self, page_table: torch.Tensor, cached_lens: torch.Tensor, path: torch.Tensor, num_accepted: torch.Tensor) -> None:
+    def spread_compact(
+        self,
+        page_table: torch.Tensor,
+        cached_lens: torch.Tensor,
+        path: torch.Tensor,
+        num_accepted: torch.Tensor,
+    ) -> None:
         """Tell the other ranks to compact their planes."""
         batch = None if self._last is None else self._last[1]
         known = batch is not None and page_table is batch.page_table and cached_lens is batch.prefix_lens
@@ -356,7 +370,13 @@ class SpreadPool(KVPool):
         """Take the decoder that tells the other ranks."""
         self._decoder = decoder
 
-    def compact(self, page_table: torch.Tensor, cached_lens: torch.Tensor, path: torch.Tensor, num_accepted: torch.Tensor) -> None:
+    def compact(
+        self,
+        page_table: torch.Tensor,
+        cached_lens: torch.Tensor,
+        path: torch.Tensor,
+        num_accepted: torch.Tensor,
+    ) -> None:
         """See `KVPool.compact`."""
         self._decoder.spread_compact(page_table, cached_lens, path, num_accepted)
         super().compact(page_table, cached_lens, path, num_accepted)
@@ -381,4 +401,7 @@ def _silent(ranks: Sequence[int], beats: int) -> UnavailableError:
 
 
 def _lost(rank: int, how: str) -> UnavailableError:
-    return UnavailableError(f"tp: rank {rank} is lost: {how}. Its own output says why; start the target again.", reason="rank_lost")
+    return UnavailableError(
+        f"tp: rank {rank} is lost: {how}. Its own output says why; start the target again.",
+        reason="rank_lost",
+    )

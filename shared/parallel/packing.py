@@ -100,7 +100,13 @@ def _wide_first(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _order(command: Forward) -> list[str]:
     wide = {"slots": 1, "tokens": command.wide_tokens, "positions": command.wide_positions}
-    names = [*sorted(wide, key=lambda name: -wide[name]), "page_table", "prefix_lens", "kv_lens", "query_start"]
+    names = [
+        *sorted(wide, key=lambda name: -wide[name]),
+        "page_table",
+        "prefix_lens",
+        "kv_lens",
+        "query_start",
+    ]
     return [*names, "ancestors"] if command.mask_words else names
 
 

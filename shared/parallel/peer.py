@@ -45,7 +45,9 @@ class OneShotReduce(GroupReduce):
     def __init__(self, collectives: TorchCollectives, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__(collectives)
         self._name = collectives.group.group_name
-        self._memory = _shared(collectives, (FEW_ROWS * hidden_size * dtype.itemsize,), torch.uint8)[collectives.rank]
+        self._memory = _shared(collectives, (FEW_ROWS * hidden_size * dtype.itemsize,), torch.uint8)[
+            collectives.rank
+        ]
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Reduce.__call__`."""
@@ -68,7 +70,14 @@ class PeerReduce(OneShotReduce):
         RuntimeError: This machine shares no memory between processes.
     """
 
-    def __init__(self, collectives: TorchCollectives, hidden_size: int, dtype: torch.dtype, timeout_s: float, lost: torch.Tensor) -> None:
+    def __init__(
+        self,
+        collectives: TorchCollectives,
+        hidden_size: int,
+        dtype: torch.dtype,
+        timeout_s: float,
+        lost: torch.Tensor,
+    ) -> None:
         super().__init__(collectives, hidden_size, dtype)
         self._lost = lost
         self._inboxes = _shared(collectives, inbox_shape(collectives.size, hidden_size), torch.int32)
@@ -167,13 +176,17 @@ class PeerCollectives:
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """See `Collectives.gather`."""
         if not _is_small(tensor):
-            return self._group.gather(torch.where(self._lost == 0, tensor, float("nan")) if tensor.is_floating_point() else tensor)
+            return self._group.gather(
+                torch.where(self._lost == 0, tensor, float("nan")) if tensor.is_floating_point() else tensor
+            )
         words = tensor.view(-1).view(torch.int32)
         if self.rank > 0:
             send_words(words, self._up, range(1), missing=-1)
             return None
         out = tensor.new_empty((self.size, *tensor.shape))
-        receive_words(out.view(self.size, -1).view(torch.int32), self._up, range(self.size), missing=-1, own=words)
+        receive_words(
+            out.view(self.size, -1).view(torch.int32), self._up, range(self.size), missing=-1, own=words
+        )
         return out
 
     def lost(self) -> bool:
@@ -186,7 +199,13 @@ class PeerCollectives:
 
 
 def connect_peers(
-    group: TorchCollectives, hidden_size: int, dtype: torch.dtype, kind: ReduceKind, timeout_s: float, *, one_host: bool
+    group: TorchCollectives,
+    hidden_size: int,
+    dtype: torch.dtype,
+    kind: ReduceKind,
+    timeout_s: float,
+    *,
+    one_host: bool,
 ) -> tuple[Collectives, Reduce]:
     """Return the fastest operations and sums that all ranks can take part in; every rank calls it, with the same arguments.
 
@@ -209,19 +228,28 @@ def connect_peers(
             _log.warning("no symmetric memory; NCCL adds up", error=str(error).splitlines()[0])
     if _agreed(made is not None, device) and made is not None:
         messages, sums = made
-        _log.info("ranks reach each other's memory", ranks=group.size, sums=type(sums).__name__, messages=type(messages).__name__)
+        _log.info(
+            "ranks reach each other's memory",
+            ranks=group.size,
+            sums=type(sums).__name__,
+            messages=type(messages).__name__,
+        )
         return made
     return group, GroupReduce(group)
 
 
-def _proven(group: TorchCollectives, hidden_size: int, dtype: torch.dtype, timeout_s: float) -> tuple[Collectives, Reduce] | None:
+def _proven(
+    group: TorchCollectives, hidden_size: int, dtype: torch.dtype, timeout_s: float
+) -> tuple[Collectives, Reduce] | None:
     """Return messages and sums through peer memory if a trial of both succeeds."""
     lost = torch.zeros(1, dtype=torch.int32, device=group.device)
     messages = PeerCollectives(group, timeout_s, lost)
     sums = PeerReduce(group, hidden_size, dtype, timeout_s, lost)
     if messages.proves_itself() and sums.proves_itself():
         return messages, sums
-    _log.error("messages or sums through peer memory came out wrong in a trial; NCCL and one shot take their place")
+    _log.error(
+        "messages or sums through peer memory came out wrong in a trial; NCCL and one shot take their place"
+    )
     return None
 
 
@@ -234,9 +262,17 @@ def reaches_all(device: torch.device, rank: int, size: int) -> bool:
     first = index - rank
     seen = torch.cuda.device_count()
     if first < 0 or first + size > seen:
-        _log.warning("not every rank's GPU is visible to this rank; NCCL adds up", rank=rank, device=index, ranks=size, visible=seen)
+        _log.warning(
+            "not every rank's GPU is visible to this rank; NCCL adds up",
+            rank=rank,
+            device=index,
+            ranks=size,
+            visible=seen,
+        )
         return False
-    return all(peer == index or torch.cuda.can_device_access_peer(index, peer) for peer in range(first, first + size))
+    return all(
+        peer == index or torch.cuda.can_device_access_peer(index, peer) for peer in range(first, first + size)
+    )
 
 
 def _shared(group: TorchCollectives, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -245,7 +281,9 @@ def _shared(group: TorchCollectives, shape: tuple[int, ...], dtype: torch.dtype)
 
     own = symmetric_memory.empty(*shape, dtype=dtype, device=group.device)
     handle = symmetric_memory.rendezvous(own, group.group)
-    return [own if rank == group.rank else handle.get_buffer(rank, shape, dtype) for rank in range(group.size)]
+    return [
+        own if rank == group.rank else handle.get_buffer(rank, shape, dtype) for rank in range(group.size)
+    ]
 
 
 def _looks(timeout_s: float) -> int:

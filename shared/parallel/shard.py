@@ -25,7 +25,14 @@ VOCABULARY_MULTIPLE = 64
 
 _QUERY_ROWS = ("q_proj.weight", "q_proj.bias", "sinks", "q_b_proj.weight", "kv_b_proj.weight")
 _KV_ROWS = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
-_MLP_ROWS = ("gate_proj.weight", "gate_proj.bias", "up_proj.weight", "up_proj.bias", ".w1.weight", ".w3.weight")
+_MLP_ROWS = (
+    "gate_proj.weight",
+    "gate_proj.bias",
+    "up_proj.weight",
+    "up_proj.bias",
+    ".w1.weight",
+    ".w3.weight",
+)
 _COLUMNS = ("o_proj.weight", "down_proj.weight", ".w2.weight")
 _FUSED_EXPERTS = {
     "experts.gate_up_proj": 2,
@@ -131,7 +138,9 @@ class ShardedSource:
         self._source = source
         self._shard = shard
 
-    def take(self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None) -> torch.Tensor:
+    def take(
+        self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
+    ) -> torch.Tensor:
         """Return this rank's part of a tensor, of the rank's `shape`; see `TensorSource.take`."""
         part = self._shard.part(name)
         if part is None:
@@ -147,7 +156,11 @@ class ShardedSource:
         )
 
     def take_rows(
-        self, parts: Sequence[tuple[str, Shape]], *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
+        self,
+        parts: Sequence[tuple[str, Shape]],
+        *,
+        dtype: torch.dtype | None = None,
+        to: torch.dtype | None = None,
     ) -> torch.Tensor:
         """Return this rank's parts of several tensors, one behind the other; see `TensorSource.take_rows`."""
         if all(self._shard.part(name) is None for name, _ in parts):
@@ -174,7 +187,9 @@ def _refuse_unsplittable(config: ModelConfig, size: int) -> None:
         if grain == 1:
             sizes["moe_intermediate_size"] = columns
         elif columns < size * grain:
-            raise _refused(f"the experts' intermediate_size {columns} of the model has fewer than {size} groups of {grain}")
+            raise _refused(
+                f"the experts' intermediate_size {columns} of the model has fewer than {size} groups of {grain}"
+            )
         if not all(config.sparse):
             sizes["intermediate_size"] = config.intermediate_size
         if config.experts.shared_size:
@@ -196,7 +211,10 @@ def _expert_columns(experts: ExpertsConfig | None, rank: int, size: int) -> Span
     if experts is None:
         return Span(0, 0, 0)
     grain = experts.files.grain
-    first, last = (rank_or_next * (experts.intermediate_size // grain) // size * grain for rank_or_next in (rank, rank + 1))
+    first, last = (
+        rank_or_next * (experts.intermediate_size // grain) // size * grain
+        for rank_or_next in (rank, rank + 1)
+    )
     return Span(first, last - first, experts.intermediate_size)
 
 

@@ -16,7 +16,9 @@ _EPS = 1e-6
 _CLOSE = 1.6e-2  # twice what a number of 8 bits is rounded by, of bf16's
 
 
-def sums_agree(reduce: Reduce, collectives: Collectives, width: int, dtype: torch.dtype, device: torch.device) -> bool:
+def sums_agree(
+    reduce: Reduce, collectives: Collectives, width: int, dtype: torch.dtype, device: torch.device
+) -> bool:
     """Whether sums come out as the group's own all-reduce has them, and on every rank to the same bits. Every rank calls it.
 
     Args:

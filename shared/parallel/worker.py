@@ -125,7 +125,9 @@ class Worker:
         return count
 
     def _forward(self, command: Forward) -> None:
-        buffer = self._received(torch.empty(packed_words(command), dtype=torch.int32, device=self._decoder.device))
+        buffer = self._received(
+            torch.empty(packed_words(command), dtype=torch.int32, device=self._decoder.device)
+        )
         inputs = StepInputs.unpack(buffer, command)
         self._attention.plan(inputs.batch)
         output = self._decoder.forward(inputs.tokens, inputs.positions, self._attention, self._require_pool())
@@ -134,18 +136,27 @@ class Worker:
     def _logits(self, command: Logits) -> None:
         decoder = self._decoder
         if command.rows:
-            hidden = self._received(torch.empty(command.rows, decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device))
+            hidden = self._received(
+                torch.empty(
+                    command.rows, decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device
+                )
+            )
         else:
             assert self._step is not None
             hidden = self._step.hidden
-        decoder.collectives.gather(decoder.best(hidden) if command.best_only else decoder.sent_columns(hidden))
+        decoder.collectives.gather(
+            decoder.best(hidden) if command.best_only else decoder.sent_columns(hidden)
+        )
 
     def _compact(self, command: Compact) -> None:
         bs = command.bs
         layout: list[Part] = [((bs, command.width), torch.int32), ((bs,), torch.int32)]
         if command.max_pages:
             layout += [((bs, command.max_pages), torch.int32), ((bs,), torch.int32)]
-        parts = unpack(self._received(torch.empty(words_of(layout), dtype=torch.int32, device=self._decoder.device)), layout)
+        parts = unpack(
+            self._received(torch.empty(words_of(layout), dtype=torch.int32, device=self._decoder.device)),
+            layout,
+        )
         if command.max_pages:
             page_table, cached_lens = parts[2], parts[3]
         else:

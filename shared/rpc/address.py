@@ -45,7 +45,8 @@ class IpcAddress:
         path = address.removeprefix(IPC_SCHEME)
         if not path.startswith("/") or path.endswith("/"):
             raise ConfigurationError(
-                f"{field}: the colocated transport needs an absolute path (ipc:///run/outrider/draft.sock), not {address!r}.", field=field
+                f"{field}: the colocated transport needs an absolute path (ipc:///run/outrider/draft.sock), not {address!r}.",
+                field=field,
             )
         if len(path.encode()) > MAX_UNIX_PATH_BYTES - len(IPC_SUFFIX):
             longest = MAX_UNIX_PATH_BYTES - len(IPC_SUFFIX)
@@ -65,14 +66,18 @@ def check_address(address: str, field: str) -> str:
         path = address.removeprefix("unix:").removeprefix("//")
         if not path.startswith("/"):
             raise ConfigurationError(
-                f"{field}: a unix socket needs an absolute path (unix:/run/outrider/target.sock), not {address!r}.", field=field
+                f"{field}: a unix socket needs an absolute path (unix:/run/outrider/target.sock), not {address!r}.",
+                field=field,
             )
         if len(path.encode()) > MAX_UNIX_PATH_BYTES:
             raise _too_long(path, MAX_UNIX_PATH_BYTES, field)
         return f"unix:{path}"
     host, separator, port = address.rpartition(":")
     if not separator or not host or not port.isdigit() or int(port) > 65535:
-        raise ConfigurationError(f"{field}: expected host:port (a port is at most 65535) or unix:/path, not {address!r}.", field=field)
+        raise ConfigurationError(
+            f"{field}: expected host:port (a port is at most 65535) or unix:/path, not {address!r}.",
+            field=field,
+        )
     return address
 
 

@@ -38,4 +38,8 @@ def _options(max_message_bytes: int) -> Options:
     }
     service_config = {"methodConfig": [{"name": list(IDEMPOTENT_METHODS), "retryPolicy": retry}]}
     # A pool of its own: channels to one address with equal options would otherwise share one connection (bulk beside commits).
-    return [*channel_options(max_message_bytes), ("grpc.service_config", json.dumps(service_config)), ("grpc.use_local_subchannel_pool", 1)]
+    return [
+        *channel_options(max_message_bytes),
+        ("grpc.service_config", json.dumps(service_config)),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]

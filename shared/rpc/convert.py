@@ -40,7 +40,9 @@ CODE_OF_STATUS: dict[grpc.StatusCode, ErrorCode] = {
 
 def error_to_proto(error: OutriderError) -> common_pb2.ErrorDetail:
     """Return the error as a message of a stream that goes on."""
-    detail = common_pb2.ErrorDetail(status=error.code.value, reason=error.reason, message=error.message, field=error.field or "")
+    detail = common_pb2.ErrorDetail(
+        status=error.code.value, reason=error.reason, message=error.message, field=error.field or ""
+    )
     if error.retry_after_s is not None:
         detail.retry_after_s = error.retry_after_s
     return detail
@@ -60,7 +62,9 @@ def error_from_proto(detail: common_pb2.ErrorDetail) -> OutriderError:
 def error_to_status(error: OutriderError) -> status_pb2.Status:
     """Return the error as google.rpc.Status with ErrorInfo, BadRequest (if a field is at fault) and RetryInfo (if known)."""
     metadata = {"http_status": str(error.code.value)}
-    details = [_pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=metadata))]
+    details = [
+        _pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=metadata))
+    ]
     if error.field:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
         details.append(_pack(error_details_pb2.BadRequest(field_violations=[violation])))
@@ -76,7 +80,11 @@ def error_from_status(status: status_pb2.Status, code: grpc.StatusCode) -> Outri
     """Return the error inside a google.rpc.Status; `code` is the call's own status, for peers that send no ErrorInfo."""
     error = OutriderError(status.message, code=CODE_OF_STATUS.get(code, ErrorCode.INTERNAL))
     for detail in status.details:
-        info, bad_request, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+        info, bad_request, retry = (
+            error_details_pb2.ErrorInfo(),
+            error_details_pb2.BadRequest(),
+            error_details_pb2.RetryInfo(),
+        )
         if detail.Unpack(info):
             error.reason = info.reason or error.reason
             http_status = info.metadata.get("http_status", "")
@@ -89,7 +97,9 @@ def error_from_status(status: status_pb2.Status, code: grpc.StatusCode) -> Outri
     return error
 
 
-def _pack(message: error_details_pb2.ErrorInfo | error_details_pb2.BadRequest | error_details_pb2.RetryInfo) -> any_pb2.Any:
+def _pack(
+    message: error_details_pb2.ErrorInfo | error_details_pb2.BadRequest | error_details_pb2.RetryInfo,
+) -> any_pb2.Any:
     packed = any_pb2.Any()
     packed.Pack(message)
     return packed

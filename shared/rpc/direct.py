@@ -100,7 +100,13 @@ class ClientStream:
         # Messages that came while something else was looked for.
         self._early: deque[bytes] = deque()
         starts = (
-            ((cygrpc.SendInitialMetadataOperation(None, NO_FLAGS), cygrpc.ReceiveStatusOnClientOperation(NO_FLAGS)), _Tag.STATUS),
+            (
+                (
+                    cygrpc.SendInitialMetadataOperation(None, NO_FLAGS),
+                    cygrpc.ReceiveStatusOnClientOperation(NO_FLAGS),
+                ),
+                _Tag.STATUS,
+            ),
             ((cygrpc.ReceiveInitialMetadataOperation(NO_FLAGS),), _Tag.HEADERS),
             ((cygrpc.ReceiveMessageOperation(NO_FLAGS),), _Tag.RECEIVED),
         )
@@ -108,7 +114,13 @@ class ClientStream:
         self._due = len(starts)
         core = cast(Any, channel)._channel
         self._call: Any = core.segregated_call(
-            cygrpc.PropagationConstants.GRPC_PROPAGATE_DEFAULTS, method.encode(), None, None, None, None, starts
+            cygrpc.PropagationConstants.GRPC_PROPAGATE_DEFAULTS,
+            method.encode(),
+            None,
+            None,
+            None,
+            None,
+            starts,
         )
 
     @property
@@ -161,7 +173,9 @@ class ClientStream:
         code = STATUS_OF_NUMBER.get(self._status.code(), grpc.StatusCode.UNKNOWN)
         if code is grpc.StatusCode.OK:
             return None
-        raise StreamEndedError(code, self._status.details() or "", tuple(self._status.trailing_metadata() or ()))
+        raise StreamEndedError(
+            code, self._status.details() or "", tuple(self._status.trailing_metadata() or ())
+        )
 
     def receive_within(self, seconds: float) -> bytes | None:
         """Wait for the next message; None when none came in time, when the thread in `receive` has dealt with one in between, or when the

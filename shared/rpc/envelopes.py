@@ -51,7 +51,9 @@ class Envelope:
         """Return the encoded message."""
         size = len(blob)
         length = _varint(size)
-        return b"".join((self.outer_tag, _varint(len(self.inner) + len(length) + size), self.inner, length, blob))
+        return b"".join(
+            (self.outer_tag, _varint(len(self.inner) + len(length) + size), self.inner, length, blob)
+        )
 
     def open(self, message: bytes) -> memoryview | None:
         """Return the blob of a message that `seal` could have made, a view of its bytes; None for every other message."""

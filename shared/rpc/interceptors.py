@@ -43,7 +43,9 @@ def error_from_rpc(error: grpc.RpcError | grpc.aio.AioRpcError) -> OutriderError
                 break
             return error_from_status(status, code)
     reason = code.name.lower() if code is not None else "unknown"
-    return OutriderError(call.details() or reason, code=CODE_OF_STATUS.get(code, ErrorCode.INTERNAL), reason=reason)
+    return OutriderError(
+        call.details() or reason, code=CODE_OF_STATUS.get(code, ErrorCode.INTERNAL), reason=reason
+    )
 
 
 def as_outrider_error(error: Exception) -> OutriderError:
@@ -58,7 +60,9 @@ class ErrorInterceptor(grpc.ServerInterceptor):
     """For `grpc.server`."""
 
     def intercept_service(
-        self, continuation: Callable[[grpc.HandlerCallDetails], _Handler | None], handler_call_details: grpc.HandlerCallDetails
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], _Handler | None],
+        handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler | None:
         try:
             handler = continuation(handler_call_details)
@@ -71,7 +75,9 @@ class AioErrorInterceptor(grpc.aio.ServerInterceptor):
     """For `grpc.aio.server`."""
 
     async def intercept_service(
-        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]], handler_call_details: grpc.HandlerCallDetails
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler | None:
         try:
             handler = await continuation(handler_call_details)
@@ -80,15 +86,25 @@ class AioErrorInterceptor(grpc.aio.ServerInterceptor):
         return None if handler is None else _wrap(handler, _guard_aio_unary, _guard_aio_stream)
 
 
-def _wrap(handler: _Handler, unary: Callable[[_Behaviour], _Behaviour], stream: Callable[[_Behaviour], _Behaviour]) -> _Handler:
-    name = ("stream" if handler.request_streaming else "unary") + "_" + ("stream" if handler.response_streaming else "unary")
+def _wrap(
+    handler: _Handler, unary: Callable[[_Behaviour], _Behaviour], stream: Callable[[_Behaviour], _Behaviour]
+) -> _Handler:
+    name = (
+        ("stream" if handler.request_streaming else "unary")
+        + "_"
+        + ("stream" if handler.response_streaming else "unary")
+    )
     behaviour = cast(_Behaviour, getattr(handler, name))
     # grpc's own health Watch takes another signature and holds no worker thread; it raises nothing of ours.
     if getattr(behaviour, "experimental_non_blocking", False):
         return handler
     make = cast(Callable[..., _Handler], getattr(grpc, f"{name}_rpc_method_handler"))
     guarded = (stream if handler.response_streaming else unary)(behaviour)
-    return make(guarded, request_deserializer=_tolerant(handler.request_deserializer), response_serializer=handler.response_serializer)
+    return make(
+        guarded,
+        request_deserializer=_tolerant(handler.request_deserializer),
+        response_serializer=handler.response_serializer,
+    )
 
 
 def _refusing(guard: Callable[[_Behaviour], _Behaviour], error: OutriderError) -> _Handler:
@@ -115,7 +131,9 @@ def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], A
 
 def _checked(request: Any) -> Any:
     if isinstance(request, _Malformed):
-        raise InvalidRequestError("The request message does not parse as this method's protobuf type.", reason="malformed_message")
+        raise InvalidRequestError(
+            "The request message does not parse as this method's protobuf type.", reason="malformed_message"
+        )
     return request
 
 

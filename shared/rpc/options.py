@@ -11,7 +11,10 @@ Options = list[tuple[str, int | str]]
 
 
 def _limits(max_message_bytes: int) -> Options:
-    return [("grpc.max_send_message_length", max_message_bytes), ("grpc.max_receive_message_length", max_message_bytes)]
+    return [
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+    ]
 
 
 def server_options(max_message_bytes: int = INTERNAL_MESSAGE_LIMIT) -> Options:

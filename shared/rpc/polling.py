@@ -31,7 +31,9 @@ def watch_sockets() -> None:
     if (os.cpu_count() or 1) < MANY_CORES or EXPERIMENTS in os.environ:
         return
     if LIBRARY in sys.modules:
-        log.warning("gRPC was imported before it could be told that waits watch the sockets: each message takes some 0.2 ms longer")
+        log.warning(
+            "gRPC was imported before it could be told that waits watch the sockets: each message takes some 0.2 ms longer"
+        )
         return
     os.environ[EXPERIMENTS] = WITHOUT_EVENT_ENGINE
 
@@ -47,7 +49,9 @@ class Vigil:
 
     def __init__(self, enabled: bool | None = None) -> None:
         if enabled is None:
-            enabled = os.environ.get(EXPERIMENTS) == WITHOUT_EVENT_ENGINE and (os.cpu_count() or 1) >= MANY_CORES
+            enabled = (
+                os.environ.get(EXPERIMENTS) == WITHOUT_EVENT_ENGINE and (os.cpu_count() or 1) >= MANY_CORES
+            )
         self.enabled = enabled
         self._period = _period_of_library() if enabled else None
         self._until = 0.0

@@ -70,7 +70,9 @@ class StreamRelay:
         self._mailbox = StreamMailbox(LAYOUT, memory, self._slots, side, device)
         self._peer = RoundWords(memory, Side.DRAFT if side is Side.TARGET else Side.TARGET)
         target = side is Side.TARGET
-        self._out, self._in = (LAYOUT.state_slot, LAYOUT.trees_slot) if target else (LAYOUT.trees_slot, LAYOUT.state_slot)
+        self._out, self._in = (
+            (LAYOUT.state_slot, LAYOUT.trees_slot) if target else (LAYOUT.trees_slot, LAYOUT.state_slot)
+        )
         self._least = None if target else LEAST_STATE_BYTES
         self._sizes = [(0, 0)] * SLOTS
         with torch.cuda.device(device):
@@ -78,7 +80,10 @@ class StreamRelay:
             for event in self._given:
                 event.record()  # makes it
             self._aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            with torch.inference_mode(False), torch.cuda.stream(self._aside):  # whoever has this memory next is behind the last call
+            with (
+                torch.inference_mode(False),
+                torch.cuda.stream(self._aside),
+            ):  # whoever has this memory next is behind the last call
                 self._trifle = torch.zeros(1, dtype=torch.int32, device=device)
             self.call()
             self._aside.synchronize()  # its kernel is loaded before anything waits

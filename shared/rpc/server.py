@@ -59,7 +59,14 @@ class _CallsBackElsewhere:
 class SyncServer:
     """A `grpc.server` on one address. Use `start`, `set_serving`, `stop`; `port` is the bound TCP port (0 for a unix socket)."""
 
-    def __init__(self, server: grpc.Server, health_servicer: health.HealthServicer, names: Sequence[str], address: str, port: int) -> None:
+    def __init__(
+        self,
+        server: grpc.Server,
+        health_servicer: health.HealthServicer,
+        names: Sequence[str],
+        address: str,
+        port: int,
+    ) -> None:
         self._server = server
         self._health = health_servicer
         self._names = ("", *names)
@@ -90,7 +97,12 @@ class AioServer:
     """A `grpc.aio.server` on one address; the same as `SyncServer`, awaited."""
 
     def __init__(
-        self, server: grpc.aio.Server, health_servicer: health.aio.HealthServicer, names: Sequence[str], address: str, port: int
+        self,
+        server: grpc.aio.Server,
+        health_servicer: health.aio.HealthServicer,
+        names: Sequence[str],
+        address: str,
+        port: int,
     ) -> None:
         self._server = server
         self._health = health_servicer
@@ -158,7 +170,9 @@ def aio_server(
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> AioServer:
     """Build and bind an asyncio server; call it inside the running loop. Arguments and errors as for `sync_server`."""
-    server = grpc.aio.server(interceptors=[AioErrorInterceptor(), *interceptors], options=server_options(max_message_bytes))
+    server = grpc.aio.server(
+        interceptors=[AioErrorInterceptor(), *interceptors], options=server_options(max_message_bytes)
+    )
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     _add(servicers, server)

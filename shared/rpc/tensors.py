@@ -35,7 +35,9 @@ def wire_dtype(dtype: torch.dtype) -> common_pb2.DataType.ValueType:
     """Return the wire's name of a dtype; raise ProtocolError if it cannot travel."""
     wire = WIRE_OF_DTYPE.get(dtype)
     if wire is None:
-        raise ProtocolError(f"Tensors of dtype {dtype} cannot be sent; known: {', '.join(str(known) for known in WIRE_OF_DTYPE)}.")
+        raise ProtocolError(
+            f"Tensors of dtype {dtype} cannot be sent; known: {', '.join(str(known) for known in WIRE_OF_DTYPE)}."
+        )
     return wire
 
 
@@ -125,7 +127,11 @@ class InlineTensors:
 
 
 def decode_tensor(
-    data: common_pb2.TensorData, *, name: str = "tensor", columns: int | None = None, device: torch.device = CPU
+    data: common_pb2.TensorData,
+    *,
+    name: str = "tensor",
+    columns: int | None = None,
+    device: torch.device = CPU,
 ) -> torch.Tensor:
     """Return the tensor of an inline message as a fresh tensor.
 
@@ -139,7 +145,10 @@ def decode_tensor(
         ProtocolError: not inline, unknown dtype, byte count and shape disagree, or not ``[rows, columns]``.
     """
     if data.WhichOneof("data") != "inline":
-        raise ProtocolError(f"{name}: only inline tensors are accepted on this transport, not {data.WhichOneof('data')}.", field=name)
+        raise ProtocolError(
+            f"{name}: only inline tensors are accepted on this transport, not {data.WhichOneof('data')}.",
+            field=name,
+        )
     payload = data.inline  # a copy, each time that it is asked for
     shape, dtype = read_shape(data, len(payload), name, columns)
     if device.type != "cuda" or not payload:
@@ -157,13 +166,17 @@ def read_shape(
     dtype = torch_dtype(data.dtype, name)
     shape = _checked_shape(data.shape, name)
     if num_bytes != prod(shape) * dtype.itemsize:
-        raise ProtocolError(f"{name}: {num_bytes} bytes do not fill shape {list(shape)} of {dtype}.", field=name)
+        raise ProtocolError(
+            f"{name}: {num_bytes} bytes do not fill shape {list(shape)} of {dtype}.", field=name
+        )
     if columns is not None and (len(shape) != 2 or shape[1] != columns):
         raise ProtocolError(f"{name}: expected shape [rows, {columns}], not {list(shape)}.", field=name)
     return shape, dtype
 
 
-def split_tensor(name: str, tensor: torch.Tensor, max_chunk_bytes: int = MAX_CHUNK_BYTES) -> Iterator[common_pb2.TensorChunk]:
+def split_tensor(
+    name: str, tensor: torch.Tensor, max_chunk_bytes: int = MAX_CHUNK_BYTES
+) -> Iterator[common_pb2.TensorChunk]:
     """Yield a named tensor in chunks: name, shape and dtype on the first, the SHA-256 of all bytes on the last."""
     payload = tensor_bytes(tensor)
     digest = hashlib.sha256(payload).digest()
@@ -178,7 +191,9 @@ def split_tensor(name: str, tensor: torch.Tensor, max_chunk_bytes: int = MAX_CHU
         yield chunk
 
 
-def join_tensors(chunks: Iterable[common_pb2.TensorChunk], *, max_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+def join_tensors(
+    chunks: Iterable[common_pb2.TensorChunk], *, max_bytes: int
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a chunk stream (one or several, one after the other) as soon as each is complete.
 
     Args:
@@ -202,17 +217,25 @@ def join_tensors(chunks: Iterable[common_pb2.TensorChunk], *, max_bytes: int) ->
         payload += chunk.data
         total = prod(shape) * dtype.itemsize
         if len(payload) > total:
-            raise ProtocolError(f"{name}: more bytes than shape {list(shape)} of {dtype} holds ({total}).", field=name)
+            raise ProtocolError(
+                f"{name}: more bytes than shape {list(shape)} of {dtype} holds ({total}).", field=name
+            )
         if len(payload) < total:
             if not chunk.data or chunk.sha256:
-                raise ProtocolError(f"{name}: the stream stops at byte {len(payload)} of {total}.", field=name)
+                raise ProtocolError(
+                    f"{name}: the stream stops at byte {len(payload)} of {total}.", field=name
+                )
             continue
         if hashlib.sha256(payload).digest() != chunk.sha256:
-            raise ProtocolError(f"{name}: the SHA-256 does not match; the tensor was damaged on the way.", field=name)
+            raise ProtocolError(
+                f"{name}: the SHA-256 does not match; the tensor was damaged on the way.", field=name
+            )
         yield name, _from_bytes(payload, shape, dtype)
         payload = None
     if payload is not None:
-        raise ProtocolError(f"{name}: the stream ended at byte {len(payload)} of {prod(shape) * dtype.itemsize}.", field=name)
+        raise ProtocolError(
+            f"{name}: the stream ended at byte {len(payload)} of {prod(shape) * dtype.itemsize}.", field=name
+        )
 
 
 def _read_header(chunk: common_pb2.TensorChunk, max_bytes: int) -> tuple[str, tuple[int, ...], torch.dtype]:
@@ -221,14 +244,19 @@ def _read_header(chunk: common_pb2.TensorChunk, max_bytes: int) -> tuple[str, tu
     dtype = torch_dtype(chunk.dtype, chunk.name)
     shape = _checked_shape(chunk.shape, chunk.name)
     if prod(shape) * dtype.itemsize > max_bytes:
-        raise ProtocolError(f"{chunk.name}: {prod(shape) * dtype.itemsize} bytes exceed the limit of {max_bytes}.", field=chunk.name)
+        raise ProtocolError(
+            f"{chunk.name}: {prod(shape) * dtype.itemsize} bytes exceed the limit of {max_bytes}.",
+            field=chunk.name,
+        )
     return chunk.name, shape, dtype
 
 
 def _checked_shape(shape: Iterable[int], name: str) -> tuple[int, ...]:
     checked = tuple(shape)
     if len(checked) > MAX_DIMENSIONS:
-        raise ProtocolError(f"{name}: {len(checked)} dimensions; at most {MAX_DIMENSIONS} are accepted.", field=name)
+        raise ProtocolError(
+            f"{name}: {len(checked)} dimensions; at most {MAX_DIMENSIONS} are accepted.", field=name
+        )
     return checked
 
 

@@ -26,7 +26,10 @@ class Algorithm(Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> Algorithm | None:
-        return next((member for member in cls if isinstance(value, str) and member.value.lower() == value.lower()), None)
+        return next(
+            (member for member in cls if isinstance(value, str) and member.value.lower() == value.lower()),
+            None,
+        )
 
     @property
     def needs_draft(self) -> bool:
@@ -41,12 +44,18 @@ def check_given(asked: Algorithm, draft: Path | None, target_weights: Path | Non
         ConfigurationError: as `choose`.
     """
     if asked is Algorithm.NONE:
-        raise ConfigurationError(f"{FIELD}: NONE means decoding without a draft; do not start one.", field=FIELD)
+        raise ConfigurationError(
+            f"{FIELD}: NONE means decoding without a draft; do not start one.", field=FIELD
+        )
     if asked is Algorithm.NGRAM and draft is not None:
-        raise ConfigurationError(f"draft: NGRAM drafts without a model, so {draft} would not be used; leave --draft out.", field="draft")
+        raise ConfigurationError(
+            f"draft: NGRAM drafts without a model, so {draft} would not be used; leave --draft out.",
+            field="draft",
+        )
     if asked is Algorithm.STANDALONE and draft is None:
         raise ConfigurationError(
-            "draft: STANDALONE needs a draft model: give the folder of a small model with the target's tokenizer by --draft.", field="draft"
+            "draft: STANDALONE needs a draft model: give the folder of a small model with the target's tokenizer by --draft.",
+            field="draft",
         )
     if asked is Algorithm.EAGLE3 and draft is None:
         raise ConfigurationError(

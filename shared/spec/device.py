@@ -91,14 +91,20 @@ class RoundState:
     packed: torch.Tensor | None = None
 
     @staticmethod
-    def idle(bs: int, columns: int, feature_size: int, dtype: torch.dtype, device: torch.device | str) -> RoundState:
+    def idle(
+        bs: int, columns: int, feature_size: int, dtype: torch.dtype, device: torch.device | str
+    ) -> RoundState:
         """Make a state of idle rows; its tensors may be written outside inference mode too."""
         with torch.inference_mode(False):
-            packed = torch.zeros(packed_bytes(bs, columns, feature_size, dtype), dtype=torch.uint8, device=device)
+            packed = torch.zeros(
+                packed_bytes(bs, columns, feature_size, dtype), dtype=torch.uint8, device=device
+            )
             return RoundState.of_packed(packed, bs, columns, feature_size, dtype)
 
     @staticmethod
-    def of_packed(packed: torch.Tensor, bs: int, columns: int, feature_size: int, dtype: torch.dtype) -> RoundState:
+    def of_packed(
+        packed: torch.Tensor, bs: int, columns: int, feature_size: int, dtype: torch.dtype
+    ) -> RoundState:
         """Make a state of idle rows in ``packed [packed_bytes] uint8``."""
         with torch.inference_mode(False):
             device = packed.device
@@ -131,7 +137,9 @@ class RoundState:
     def extent(self) -> PackedExtent:
         """What tells how much of `packed` holds anything."""
         row_bytes = self.features.shape[2] * self.features.element_size()
-        return PackedExtent(struct.Struct(f"<{self.bs}i"), self.columns, _features_start(self.bs, self.columns), row_bytes)
+        return PackedExtent(
+            struct.Struct(f"<{self.bs}i"), self.columns, _features_start(self.bs, self.columns), row_bytes
+        )
 
     def roots(self) -> torch.Tensor:
         """Return the last committed token of every row, ``[bs] int32``; 0 where the row is idle. Enqueued, no host."""

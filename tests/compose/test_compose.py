@@ -57,17 +57,27 @@ class Compose:
     def docker(self, *arguments: str) -> str:
         """Run the docker client against the same engine."""
         client = "/usr/bin/docker" if Path("/usr/bin/docker").exists() else "docker"
-        return subprocess.run([client, *arguments], env=self._environment, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            [client, *arguments], env=self._environment, capture_output=True, text=True, check=True
+        ).stdout
 
     def healthy(self, service: str) -> bool:
         """Whether the container's own health check passes."""
-        return self.docker("inspect", "-f", "{{.State.Health.Status}}", self.container(service)).strip() == "healthy"
+        return (
+            self.docker("inspect", "-f", "{{.State.Health.Status}}", self.container(service)).strip()
+            == "healthy"
+        )
 
 
 @pytest.fixture(scope="module")
 def compose() -> Iterator[Compose]:
     helper = os.environ.get("LOCAL_DOCKER")
-    environment = {**os.environ, "OUTRIDER_PORT": str(PORT), "OUTRIDER_GRPC_PORT": str(PORT + 1), "COMPOSE_DOCKER_CLI_BUILD": "0"}
+    environment = {
+        **os.environ,
+        "OUTRIDER_PORT": str(PORT),
+        "OUTRIDER_GRPC_PORT": str(PORT + 1),
+        "COMPOSE_DOCKER_CLI_BUILD": "0",
+    }
     if "DOCKER_HOST" not in environment:
         assert helper, "no Docker engine: set DOCKER_HOST, or LOCAL_DOCKER to a helper that starts one"
         started = subprocess.run([helper, "up"], stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -108,7 +118,11 @@ def test_cpu_profile_serves_through_the_death_of_its_draft(compose: Compose) -> 
     compose("--profile", "cpu", "build", timeout_s=1200)
     compose("--profile", "cpu", "up", "-d", timeout_s=300)
     services = ("gateway-cpu", "target-cpu", "draft-cpu")
-    _wait_for(lambda: all(compose.healthy(name) for name in services), 300, lambda: compose("--profile", "cpu", "logs", "--tail", "60"))
+    _wait_for(
+        lambda: all(compose.healthy(name) for name in services),
+        300,
+        lambda: compose("--profile", "cpu", "logs", "--tail", "60"),
+    )
 
     whole = _stream(speculation="on")
     assert whole.text.strip()
@@ -132,13 +146,23 @@ def test_cpu_profile_serves_through_the_death_of_its_draft(compose: Compose) -> 
     assert survived.completion_tokens == 1500
 
     compose("--profile", "cpu", "up", "-d", timeout_s=120)
-    _wait_for(lambda: compose.healthy("draft-cpu"), 120, lambda: compose("--profile", "cpu", "logs", "--tail", "60", "draft-cpu"))
+    _wait_for(
+        lambda: compose.healthy("draft-cpu"),
+        120,
+        lambda: compose("--profile", "cpu", "logs", "--tail", "60", "draft-cpu"),
+    )
     again = _stream(speculation="on")
     assert again.text == whole.text
     assert again.speculation["accept_length"] > 1.0
 
     gateway = compose.container("gateway-cpu")
-    no_torch = ["exec", gateway, "python", "-c", "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is not None)"]
+    no_torch = [
+        "exec",
+        gateway,
+        "python",
+        "-c",
+        "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is not None)",
+    ]
     compose.docker(*no_torch)
     assert compose.docker("exec", gateway, "id", "-u").strip() == "10001"
 
@@ -156,12 +180,27 @@ class Answer:
         self.speculation: dict[str, Any] = {}
 
 
-def _stream(*, speculation: str, max_tokens: int = 120, ignore_eos: bool = False, first_words: threading.Event | None = None) -> Answer:
+def _stream(
+    *,
+    speculation: str,
+    max_tokens: int = 120,
+    ignore_eos: bool = False,
+    first_words: threading.Event | None = None,
+) -> Answer:
     model = httpx.get(f"{URL}/v1/models", trust_env=False).json()["data"][0]["id"]
-    body = {"model": model, "messages": PROMPT, "temperature": 0, "max_tokens": max_tokens, "ignore_eos": ignore_eos, "stream": True}
+    body = {
+        "model": model,
+        "messages": PROMPT,
+        "temperature": 0,
+        "max_tokens": max_tokens,
+        "ignore_eos": ignore_eos,
+        "stream": True,
+    }
     body |= {"stream_options": {"include_usage": True}, "speculation": {"mode": speculation}}
     answer = Answer()
-    with httpx.stream("POST", f"{URL}/v1/chat/completions", json=body, timeout=180, trust_env=False) as response:
+    with httpx.stream(
+        "POST", f"{URL}/v1/chat/completions", json=body, timeout=180, trust_env=False
+    ) as response:
         assert response.status_code == 200, response.read()
         for line in response.iter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":

@@ -46,7 +46,9 @@ class _Running:
 
 def chain_tokens(request: target_pb2.GenerateRequest, count: int) -> list[int]:
     """Tokens that follow from prompt, seed and choice alone: plain ASCII ids of the toy vocabulary."""
-    noise = request.sampling.seed * 17 + request.sampling.choice_index * 7 if request.sampling.temperature else 0
+    noise = (
+        request.sampling.seed * 17 + request.sampling.choice_index * 7 if request.sampling.temperature else 0
+    )
     state = (sum(request.prompt_ids) * 31 + noise) % 997
     tokens = []
     for _ in range(count):
@@ -58,7 +60,13 @@ def chain_tokens(request: target_pb2.GenerateRequest, count: int) -> list[int]:
 class FakeTarget(target_pb2_grpc.TargetServicer):
     """Serves the target's protocol. `script` maps a request to its answer; `seen`, `cancels`, `pauses` record what came in."""
 
-    def __init__(self, vocab_size: int, prometheus_text: str = "", max_model_len: int = MAX_MODEL_LEN, trace_nodes: int = 0) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        prometheus_text: str = "",
+        max_model_len: int = MAX_MODEL_LEN,
+        trace_nodes: int = 0,
+    ) -> None:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.trace_nodes = trace_nodes
@@ -77,7 +85,9 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
         return Script([tokens[:1], *[tokens[at : at + 2] for at in range(1, len(tokens), 2)]])
 
     def start(self, address: str = "127.0.0.1:0") -> str:
-        self._server = sync_server(address, [(target_pb2_grpc.add_TargetServicer_to_server, self)], [TARGET_SERVICE], max_workers=4)
+        self._server = sync_server(
+            address, [(target_pb2_grpc.add_TargetServicer_to_server, self)], [TARGET_SERVICE], max_workers=4
+        )
         self._server.start()
         self._server.set_serving(True)
         return self._server.address
@@ -171,7 +181,11 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
                     reason = common_pb2.FINISH_REASON_LENGTH
                     break
             if script.error:
-                replies.put(target_pb2.GenerateReply(request_id=request.request_id, error=error_to_proto(script.error)))
+                replies.put(
+                    target_pb2.GenerateReply(
+                        request_id=request.request_id, error=error_to_proto(script.error)
+                    )
+                )
                 return
             if not script.finish:
                 running.cancelled.wait(WAIT_S)
@@ -181,10 +195,16 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
                 reason=reason,
                 matched_token=matched,
                 usage=common_pb2.Usage(
-                    prompt_tokens=len(request.prompt_ids), completion_tokens=running.keep_tokens or emitted, cached_tokens=0
+                    prompt_tokens=len(request.prompt_ids),
+                    completion_tokens=running.keep_tokens or emitted,
+                    cached_tokens=0,
                 ),
                 speculation=common_pb2.SpeculationStats(
-                    accept_length=2.0, rounds=rounds, draft_tokens=3 * rounds, accepted_tokens=rounds, accepted_histogram=[0, rounds]
+                    accept_length=2.0,
+                    rounds=rounds,
+                    draft_tokens=3 * rounds,
+                    accepted_tokens=rounds,
+                    accepted_histogram=[0, rounds],
                 ),
                 queue_ms=1.0,
             )
@@ -209,20 +229,40 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
             device="cpu",
             max_running_requests=16,
             speculation=target_pb2.SpeculationInfo(
-                algorithm="EAGLE3", num_steps=5, topk=4, num_draft_tokens=16, max_steps=16, max_topk=16, max_nodes=128, state="on"
+                algorithm="EAGLE3",
+                num_steps=5,
+                topk=4,
+                num_draft_tokens=16,
+                max_steps=16,
+                max_topk=16,
+                max_nodes=128,
+                state="on",
             ),
         )
 
     def GetStats(self, request, context) -> target_pb2.GetStatsReply:
-        return target_pb2.GetStatsReply(running=self.live, draft_state="on", prometheus_text=self.prometheus_text)
+        return target_pb2.GetStatsReply(
+            running=self.live, draft_state="on", prometheus_text=self.prometheus_text
+        )
 
 
-def trace_round(number: int, base_len: int, emitted: Sequence[int], rejected: int = 0) -> common_pb2.RoundTrace:
+def trace_round(
+    number: int, base_len: int, emitted: Sequence[int], rejected: int = 0
+) -> common_pb2.RoundTrace:
     """A round whose tree is one chain, every emitted token but the last was drafted, and `rejected` children of the root."""
     nodes = [common_pb2.TraceNode(token=9, parent=-1, depth=0)]
-    nodes += [common_pb2.TraceNode(token=token, parent=at, depth=at + 1, logprob=-0.5) for at, token in enumerate(emitted[:-1])]
+    nodes += [
+        common_pb2.TraceNode(token=token, parent=at, depth=at + 1, logprob=-0.5)
+        for at, token in enumerate(emitted[:-1])
+    ]
     accepted = range(1, len(nodes))
     nodes += [common_pb2.TraceNode(token=10, parent=0, depth=1, logprob=-4.5)] * rejected
     return common_pb2.RoundTrace(
-        round=number, base_len=base_len, nodes=nodes, accepted=accepted, emitted=emitted, draft_ms=1.0, verify_ms=2.0
+        round=number,
+        base_len=base_len,
+        nodes=nodes,
+        accepted=accepted,
+        emitted=emitted,
+        draft_ms=1.0,
+        verify_ms=2.0,
     )

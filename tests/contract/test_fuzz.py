@@ -19,7 +19,10 @@ ROUTES = ["/v1/chat/completions", "/v1/completions", "/generate", "/tokenize", "
 FUZZ = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 TIMEOUT_S = 20
 BASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "/v1/chat/completions": ("ChatRequest", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}),
+    "/v1/chat/completions": (
+        "ChatRequest",
+        {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+    ),
     "/v1/completions": ("CompletionRequest", {"prompt": "x", "max_tokens": 2}),
     "/generate": ("NativeRequest", {"text": "x", "sampling_params": {"max_new_tokens": 2}}),
 }
@@ -54,9 +57,13 @@ def send_case(http: httpx.Client, case: Any) -> None:
     check(http.request(made["method"], made["url"], content=content, headers=headers))
 
 
-@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=lambda mode: mode.value)
+@pytest.mark.parametrize(
+    "mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=lambda mode: mode.value
+)
 @pytest.mark.parametrize("path", ROUTES)
-def test_requests_made_from_the_schema_are_answered_or_refused(gateway: GatewayThread, path: str, mode: GenerationMode) -> None:
+def test_requests_made_from_the_schema_are_answered_or_refused(
+    gateway: GatewayThread, path: str, mode: GenerationMode
+) -> None:
     schema = schemathesis.openapi.from_dict(create_app(gateway.server.core).openapi())
     with httpx.Client(base_url=gateway.stack.base_url, timeout=TIMEOUT_S) as http:
 
@@ -72,7 +79,9 @@ def test_requests_made_from_the_schema_are_answered_or_refused(gateway: GatewayT
 def test_any_value_in_any_field_is_answered_or_refused(gateway: GatewayThread, path: str) -> None:
     name, base = BASES[path]
     fields = sorted(create_app(gateway.server.core).openapi()["components"]["schemas"][name]["properties"])
-    with httpx.Client(base_url=gateway.stack.base_url, timeout=TIMEOUT_S, headers={"Content-Type": "application/json"}) as http:
+    with httpx.Client(
+        base_url=gateway.stack.base_url, timeout=TIMEOUT_S, headers={"Content-Type": "application/json"}
+    ) as http:
 
         @settings(FUZZ, max_examples=120)
         @given(field=st.sampled_from(fields) | TEXT, value=JSON)

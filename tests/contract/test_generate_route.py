@@ -24,13 +24,25 @@ def events_of(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 def test_text_in_text_and_ids_out(stack: Stack) -> None:
-    reply = post(stack, {"text": "The quick", "sampling_params": {"max_new_tokens": 6, "temperature": 0}}).json()
+    reply = post(
+        stack, {"text": "The quick", "sampling_params": {"max_new_tokens": 6, "temperature": 0}}
+    ).json()
     meta = reply["meta_info"]
     assert reply["text"]
     assert len(reply["output_ids"]) == meta["completion_tokens"]
-    assert {"id", "finish_reason", "prompt_tokens", "cached_tokens", "e2e_latency", "spec_verify_ct", "spec_accept_rate"} <= meta.keys()
+    assert {
+        "id",
+        "finish_reason",
+        "prompt_tokens",
+        "cached_tokens",
+        "e2e_latency",
+        "spec_verify_ct",
+        "spec_accept_rate",
+    } <= meta.keys()
     assert meta["finish_reason"]["type"] in ("length", "stop")
-    assert meta["spec_accept_length"] == pytest.approx(meta["completion_tokens"] / meta["spec_verify_ct"], rel=1e-5)
+    assert meta["spec_accept_length"] == pytest.approx(
+        meta["completion_tokens"] / meta["spec_verify_ct"], rel=1e-5
+    )
     assert reply["speculation"]["rounds"] == meta["spec_verify_ct"]
 
 
@@ -46,7 +58,9 @@ def test_ids_and_batches(stack: Stack) -> None:
     assert len(post(stack, {"text": "The quick", "sampling_params": {**sampling, "n": 2}}).json()) == 2
 
 
-@pytest.mark.parametrize(("prompt", "field"), [({"text": ""}, "text"), ({"input_ids": []}, "input_ids"), ({"text": [""]}, "text")])
+@pytest.mark.parametrize(
+    ("prompt", "field"), [({"text": ""}, "text"), ({"input_ids": []}, "input_ids"), ({"text": [""]}, "text")]
+)
 def test_an_empty_prompt_is_named_as_it_was_given(stack: Stack, prompt: dict[str, Any], field: str) -> None:
     response = post(stack, prompt)
     assert response.status_code == 400
@@ -60,13 +74,20 @@ def test_a_stream_repeats_the_text_so_far(stack: Stack) -> None:
     whole = post(stack, body).json()
     events = events_of(post(stack, {**body, "stream": True}))
     assert all(later["text"].startswith(earlier["text"]) for earlier, later in pairwise(events))
-    assert [event["meta_info"]["finish_reason"] is None for event in events] == [True] * (len(events) - 1) + [False]
+    assert [event["meta_info"]["finish_reason"] is None for event in events] == [True] * (len(events) - 1) + [
+        False
+    ]
     assert (events[-1]["text"], events[-1]["output_ids"]) == (whole["text"], whole["output_ids"])
     assert "speculation" in events[-1]
 
 
 def test_a_streamed_batch_is_numbered(stack: Stack) -> None:
-    events = events_of(post(stack, {"text": ["The quick", "What is"], "stream": True, "sampling_params": {"max_new_tokens": 4}}))
+    events = events_of(
+        post(
+            stack,
+            {"text": ["The quick", "What is"], "stream": True, "sampling_params": {"max_new_tokens": 4}},
+        )
+    )
     assert {event["index"] for event in events} == {0, 1}
     assert sorted(event["index"] for event in events if event["meta_info"]["finish_reason"]) == [0, 1]
 
@@ -96,8 +117,17 @@ def test_wrong_fields_are_named(stack: Stack, body: dict[str, Any], param: str) 
 
 
 def test_neutral_values_of_unsupported_parameters_pass(stack: Stack) -> None:
-    neutral = {"frequency_penalty": 0.0, "presence_penalty": 0, "repetition_penalty": 1.0, "min_new_tokens": 0, "regex": None, "top_k": -1}
-    response = post(stack, {"text": "a", "return_logprob": False, "sampling_params": {**neutral, "max_new_tokens": 2}})
+    neutral = {
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0,
+        "repetition_penalty": 1.0,
+        "min_new_tokens": 0,
+        "regex": None,
+        "top_k": -1,
+    }
+    response = post(
+        stack, {"text": "a", "return_logprob": False, "sampling_params": {**neutral, "max_new_tokens": 2}}
+    )
     assert response.status_code == 200
 
 
@@ -112,7 +142,9 @@ def test_what_is_served_is_told(stack: Stack) -> None:
 
 def test_text_and_ids_convert_both_ways(stack: Stack) -> None:
     text = "The quick brown fox 🦊 jumps."
-    tokens = httpx.post(f"{stack.base_url}/tokenize", json={"prompt": text, "add_special_tokens": False}).json()
+    tokens = httpx.post(
+        f"{stack.base_url}/tokenize", json={"prompt": text, "add_special_tokens": False}
+    ).json()
     assert tokens["count"] == len(tokens["tokens"]) > 1
     back = httpx.post(f"{stack.base_url}/detokenize", json={"tokens": tokens["tokens"]}).json()
     assert back["prompt"] == text

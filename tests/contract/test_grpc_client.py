@@ -33,7 +33,8 @@ def stub(channel: grpc.Channel) -> gateway_pb2_grpc.InferenceStub:
 
 def chat(text: str = "List 3 countries.", **options) -> gateway_pb2.ChatRequest:
     return gateway_pb2.ChatRequest(
-        messages=[gateway_pb2.Message(role="user", content=text)], options=gateway_pb2.GenerationOptions(**options)
+        messages=[gateway_pb2.Message(role="user", content=text)],
+        options=gateway_pb2.GenerationOptions(**options),
     )
 
 
@@ -49,7 +50,12 @@ def test_a_chat_streams_chunks_and_ends_with_one_finished(stub) -> None:
 
 
 def test_both_surfaces_give_the_same_text(stub, stack: Stack) -> None:
-    body = {"messages": [{"role": "user", "content": "List 3 countries."}], "max_tokens": 10, "temperature": 0.8, "seed": 7}
+    body = {
+        "messages": [{"role": "user", "content": "List 3 countries."}],
+        "max_tokens": 10,
+        "temperature": 0.8,
+        "seed": 7,
+    }
     rest = httpx.post(f"{stack.base_url}/v1/chat/completions", json=body, timeout=TIMEOUT_S).json()
     sampling = common_pb2.SamplingOptions(temperature=0.8, seed=7)
     replies = stub.Chat(chat(max_tokens=10, sampling=sampling), timeout=TIMEOUT_S)
@@ -66,10 +72,15 @@ def test_a_drawn_seed_is_told_and_reproduces_the_answer(stub) -> None:
 def test_complete_takes_text_or_ids(stub) -> None:
     options = gateway_pb2.GenerationOptions(max_tokens=4, sampling=common_pb2.SamplingOptions(temperature=0))
     by_ids = list(
-        stub.Complete(gateway_pb2.CompleteRequest(token_ids=gateway_pb2.TokenIds(ids=[9, 10]), options=options), timeout=TIMEOUT_S)
+        stub.Complete(
+            gateway_pb2.CompleteRequest(token_ids=gateway_pb2.TokenIds(ids=[9, 10]), options=options),
+            timeout=TIMEOUT_S,
+        )
     )
     assert by_ids[-1].finished.usage.prompt_tokens == 2
-    by_text = list(stub.Complete(gateway_pb2.CompleteRequest(text="The quick", options=options), timeout=TIMEOUT_S))
+    by_text = list(
+        stub.Complete(gateway_pb2.CompleteRequest(text="The quick", options=options), timeout=TIMEOUT_S)
+    )
     assert by_text[-1].finished.usage.completion_tokens >= 1
 
 
@@ -85,12 +96,28 @@ def test_a_trace_comes_round_by_round(stub) -> None:
     ("request_", "field", "reason"),
     [
         (gateway_pb2.ChatRequest(), "messages", "invalid_value"),
-        (gateway_pb2.ChatRequest(messages=[gateway_pb2.Message(role="robot", content="x")]), "messages.0.role", "invalid_value"),
+        (
+            gateway_pb2.ChatRequest(messages=[gateway_pb2.Message(role="robot", content="x")]),
+            "messages.0.role",
+            "invalid_value",
+        ),
         (chat(sampling=common_pb2.SamplingOptions(top_p=2)), "options.top_p", "invalid_value"),
-        (chat(sampling=common_pb2.SamplingOptions(temperature=float("nan"))), "options.temperature", "invalid_value"),
+        (
+            chat(sampling=common_pb2.SamplingOptions(temperature=float("nan"))),
+            "options.temperature",
+            "invalid_value",
+        ),
         (chat(max_tokens=0), "options.max_tokens", "invalid_value"),
-        (chat(speculation=common_pb2.SpeculationOptions(max_nodes=0)), "options.speculation.max_nodes", "invalid_value"),
-        (chat(speculation=common_pb2.SpeculationOptions(mode=9)), "options.speculation.mode", "invalid_value"),
+        (
+            chat(speculation=common_pb2.SpeculationOptions(max_nodes=0)),
+            "options.speculation.max_nodes",
+            "invalid_value",
+        ),
+        (
+            chat(speculation=common_pb2.SpeculationOptions(mode=9)),
+            "options.speculation.mode",
+            "invalid_value",
+        ),
         (chat(stop=["a", "b", "c", "d", "e"]), "options.stop", "invalid_value"),
         (chat("word " * 5000), "messages", "context_length_exceeded"),
         (chat(max_tokens=10**6), "options.max_tokens", "context_length_exceeded"),
@@ -117,7 +144,9 @@ def test_models_health_and_reflection(channel, stub, stack: Stack) -> None:
     assert [model.id for model in models] == [stack.model]
     assert models[0].max_model_len > 0
     for name in ("", SERVICE):
-        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=name), timeout=TIMEOUT_S)
+        watch = health_pb2_grpc.HealthStub(channel).Watch(
+            health_pb2.HealthCheckRequest(service=name), timeout=TIMEOUT_S
+        )
         assert any(reply.status == health_pb2.HealthCheckResponse.SERVING for reply in watch)
         watch.cancel()
     reflected = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
@@ -134,7 +163,9 @@ def test_a_message_that_does_not_parse_is_refused(channel) -> None:
 
 
 def test_the_request_id_is_echoed_or_made(stub) -> None:
-    call = stub.ListModels.with_call(gateway_pb2.ListModelsRequest(), timeout=TIMEOUT_S, metadata=(("x-request-id", "mine-1"),))[1]
+    call = stub.ListModels.with_call(
+        gateway_pb2.ListModelsRequest(), timeout=TIMEOUT_S, metadata=(("x-request-id", "mine-1"),)
+    )[1]
     assert dict(call.initial_metadata())["x-request-id"] == "mine-1"
     streamed = stub.Chat(chat(max_tokens=1), timeout=TIMEOUT_S)
     assert len(dict(streamed.initial_metadata())["x-request-id"]) == 32

@@ -66,7 +66,9 @@ def test_the_queue_is_bounded_in_prompt_tokens_too(make_gateway: MakeGateway, fa
         assert http.post("/v1/completions", json={"prompt": [9] * 10, "max_tokens": 1}).status_code == 200
 
 
-def test_metrics_hold_ours_and_the_targets_each_family_once(make_gateway: MakeGateway, tokenizer: Tokenizer) -> None:
+def test_metrics_hold_ours_and_the_targets_each_family_once(
+    make_gateway: MakeGateway, tokenizer: Tokenizer
+) -> None:
     text = (
         "# HELP outrider_prompt_tokens_total theirs\n# TYPE outrider_prompt_tokens_total counter\noutrider_prompt_tokens_total 77\n"
         "# HELP outrider_num_requests_running Running.\n# TYPE outrider_num_requests_running gauge\noutrider_num_requests_running 3\n"
@@ -92,7 +94,9 @@ def test_metrics_hold_ours_and_the_targets_each_family_once(make_gateway: MakeGa
         target.stop()
 
 
-def test_a_gateway_without_its_target_is_alive_and_not_ready(make_gateway: MakeGateway, tokenizer: Tokenizer) -> None:
+def test_a_gateway_without_its_target_is_alive_and_not_ready(
+    make_gateway: MakeGateway, tokenizer: Tokenizer
+) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -121,13 +125,17 @@ def test_a_gateway_without_its_target_is_alive_and_not_ready(make_gateway: MakeG
         again.stop()
 
 
-def test_a_target_that_dies_ends_its_streams_with_an_error(make_gateway: MakeGateway, tokenizer: Tokenizer) -> None:
+def test_a_target_that_dies_ends_its_streams_with_an_error(
+    make_gateway: MakeGateway, tokenizer: Tokenizer
+) -> None:
     target = FakeTarget(tokenizer.get_vocab_size())
     target.script = lambda request: Script([[40]], finish=False)
     gateway = make_gateway(target=target.start())
     with (
         client_of(gateway) as http,
-        http.stream("POST", "/v1/completions", json={"prompt": [9], "max_tokens": 9, "stream": True}) as stream,
+        http.stream(
+            "POST", "/v1/completions", json={"prompt": [9], "max_tokens": 9, "stream": True}
+        ) as stream,
     ):
         lines = stream.iter_lines()
         assert next(lines).startswith("data: ")
@@ -165,7 +173,9 @@ def test_draining_finishes_streams_and_refuses_the_rest(make_gateway: MakeGatewa
         httpx.get(gateway.stack.base_url + "/health")
 
 
-def test_streams_that_outlast_the_grace_period_are_cancelled(make_gateway: MakeGateway, fake: FakeTarget) -> None:
+def test_streams_that_outlast_the_grace_period_are_cancelled(
+    make_gateway: MakeGateway, fake: FakeTarget
+) -> None:
     fake.script = lambda request: Script([[40]], finish=False)
     gateway = make_gateway(drain_grace_s=0.2)
     body = {"prompt": [9], "max_tokens": 9, "stream": True}

@@ -48,7 +48,9 @@ def test_a_body_that_is_no_request_is_a_400(http: httpx.Client, path: str, body:
     assert error_of(response)["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+@pytest.mark.parametrize(
+    "content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""]
+)
 def test_other_content_types_are_a_415(http: httpx.Client, content_type: str) -> None:
     response = http.post(CHAT, content=b"{}", headers={"Content-Type": content_type})
     assert response.status_code == 415
@@ -68,7 +70,9 @@ def test_unknown_paths_and_methods_are_errors_of_the_same_shape(http: httpx.Clie
     wrong = http.get(CHAT)
     assert (wrong.status_code, error_of(wrong)["code"]) == (405, "method_not_allowed")
     # No cross-origin access: a browser's preflight is refused like any other method.
-    preflight = http.options(CHAT, headers={"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"})
+    preflight = http.options(
+        CHAT, headers={"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
+    )
     assert preflight.status_code == 405
     assert "access-control-allow-origin" not in preflight.headers
 
@@ -154,16 +158,60 @@ def test_a_wrong_field_is_named_and_nothing_reaches_the_target(
 @pytest.mark.parametrize(
     "fields",
     [
-        {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "x", "prompt_cache_key": "k"},
-        {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1, "logit_bias": {}, "min_tokens": 0, "tools": []},
-        {"response_format": {"type": "text"}, "logprobs": False, "top_logprobs": 0, "tool_choice": "none", "modalities": ["text"]},
-        {"parallel_tool_calls": True, "separate_reasoning": True, "reasoning_effort": "low", "chat_template_kwargs": {"thinking": False}},
-        {"temperature": None, "stop": None, "stream": None, "n": None, "seed": None, "speculation": None, "stream_options": None},
-        {"max_tokens": 4, "max_completion_tokens": 4, "top_k": -1, "top_p": 1, "min_p": 0, "temperature": 0, "stop": "x", "seed": -5},
+        {
+            "user": "u",
+            "metadata": {"a": "b"},
+            "store": False,
+            "service_tier": "auto",
+            "safety_identifier": "x",
+            "prompt_cache_key": "k",
+        },
+        {
+            "presence_penalty": 0,
+            "frequency_penalty": 0.0,
+            "repetition_penalty": 1,
+            "logit_bias": {},
+            "min_tokens": 0,
+            "tools": [],
+        },
+        {
+            "response_format": {"type": "text"},
+            "logprobs": False,
+            "top_logprobs": 0,
+            "tool_choice": "none",
+            "modalities": ["text"],
+        },
+        {
+            "parallel_tool_calls": True,
+            "separate_reasoning": True,
+            "reasoning_effort": "low",
+            "chat_template_kwargs": {"thinking": False},
+        },
+        {
+            "temperature": None,
+            "stop": None,
+            "stream": None,
+            "n": None,
+            "seed": None,
+            "speculation": None,
+            "stream_options": None,
+        },
+        {
+            "max_tokens": 4,
+            "max_completion_tokens": 4,
+            "top_k": -1,
+            "top_p": 1,
+            "min_p": 0,
+            "temperature": 0,
+            "stop": "x",
+            "seed": -5,
+        },
     ],
 )
 def test_neutral_and_irrelevant_fields_pass(http: httpx.Client, fields: dict[str, Any]) -> None:
-    response = http.post(CHAT, json={"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, **fields})
+    response = http.post(
+        CHAT, json={"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, **fields}
+    )
     assert response.status_code == 200, response.text
 
 
@@ -174,10 +222,20 @@ def test_neutral_and_irrelevant_fields_pass(http: httpx.Client, fields: dict[str
         ({"stop": 5}, "stop: must be a string or a list of up to 4 strings."),
         ({"stop": ["a", 5]}, "stop: must be a string or a list of up to 4 strings."),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}]}]},
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}],
+                    }
+                ]
+            },
             "messages.0.content.0: only text parts are supported, not 'image_url'.",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "Missing field: messages.0.content.0.text."),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "Missing field: messages.0.content.0.text.",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "colour": 1}]}]},
             "Unknown field: messages.0.content.0.colour.",
@@ -192,18 +250,25 @@ def test_messages_say_what_is_allowed(http: httpx.Client, fields: dict[str, Any]
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (b'{"max_tokens": ' + b"9" * 5000 + b"}", "The body cannot be read: a number in it has too many digits."),
+        (
+            b'{"max_tokens": ' + b"9" * 5000 + b"}",
+            "The body cannot be read: a number in it has too many digits.",
+        ),
         (b"[" * 100_000, "The body cannot be read: it is nested too deeply."),
         (b'{"a": NaN}', "The body is not valid JSON: NaN is not a JSON value."),
         (b'{"a": "\xff"}', "The body is not valid JSON: it is not UTF-8 text."),
     ],
 )
-def test_an_unreadable_body_is_explained_without_the_parser(http: httpx.Client, body: bytes, message: str) -> None:
+def test_an_unreadable_body_is_explained_without_the_parser(
+    http: httpx.Client, body: bytes, message: str
+) -> None:
     response = http.post(CHAT, content=body, headers={"Content-Type": "application/json"})
     assert (response.status_code, error_of(response)["message"]) == (400, message)
 
 
-def test_an_empty_model_is_unknown_and_a_missing_one_the_only(http: httpx.Client, make_gateway: MakeGateway) -> None:
+def test_an_empty_model_is_unknown_and_a_missing_one_the_only(
+    http: httpx.Client, make_gateway: MakeGateway
+) -> None:
     body = {"prompt": [9], "max_tokens": 1}
     assert http.post("/v1/completions", json=body).status_code == 200
     response = http.post("/v1/completions", json={**body, "model": ""})
@@ -225,7 +290,9 @@ def test_every_route_needs_a_key_but_health_and_readiness(make_gateway: MakeGate
         assert len(paths) >= 14
         for path, operations in {**paths, "/openapi.json": {"get": {}}}.items():
             for method in operations:
-                response = http.request(method, path.replace("{model}", "toy"), json={} if method == "post" else None)
+                response = http.request(
+                    method, path.replace("{model}", "toy"), json={} if method == "post" else None
+                )
                 if response.status_code == 401:
                     assert error_of(response)["code"] == "invalid_api_key"
                     assert response.headers["WWW-Authenticate"] == "Bearer"
@@ -233,8 +300,17 @@ def test_every_route_needs_a_key_but_health_and_readiness(make_gateway: MakeGate
                     public.add(path)
         assert public == {"/health", "/ready"}
         assert http.get("/no-such-path").status_code == 401
-        for header in ("Bearer wrong", "Bearer right2", "Bearer", "Basic right", "right", "Bearer r\u00efght"):
-            assert http.get("/v1/models", headers={"Authorization": header.encode("latin-1")}).status_code == 401
+        for header in (
+            "Bearer wrong",
+            "Bearer right2",
+            "Bearer",
+            "Basic right",
+            "right",
+            "Bearer r\u00efght",
+        ):
+            assert (
+                http.get("/v1/models", headers={"Authorization": header.encode("latin-1")}).status_code == 401
+            )
         for key in ("right", "other"):
             assert http.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
             assert http.get("/v1/models", headers={"Authorization": f"bearer {key}"}).status_code == 200
@@ -251,7 +327,10 @@ def test_grpc_needs_the_key_too_but_for_health(make_gateway: MakeGateway) -> Non
         right = (("authorization", "Bearer right"),)
         assert stub.ListModels(gateway_pb2.ListModelsRequest(), timeout=TIMEOUT_S, metadata=right).models
         health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
-        assert health.status in (health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING)
+        assert health.status in (
+            health_pb2.HealthCheckResponse.SERVING,
+            health_pb2.HealthCheckResponse.NOT_SERVING,
+        )
 
 
 def test_names_of_the_model(make_gateway: MakeGateway) -> None:
@@ -260,7 +339,9 @@ def test_names_of_the_model(make_gateway: MakeGateway) -> None:
         assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["alpha", "beta"]
         assert http.post("/v1/completions", json={"model": "beta", **body}).json()["model"] == "beta"
         assert http.post("/v1/completions", json=body).json()["model"] == "alpha"
-        assert error_of(http.post("/v1/completions", json={"model": "toy", **body}))["code"] == "model_not_found"
+        assert (
+            error_of(http.post("/v1/completions", json={"model": "toy", **body}))["code"] == "model_not_found"
+        )
     with client_of(make_gateway(any_model=True)) as http:
         assert http.post("/v1/completions", json={"model": "gpt-99", **body}).json()["model"] == "gpt-99"
 
@@ -269,10 +350,14 @@ def test_without_a_tokenizer_ids_go_in_and_come_out(make_gateway: MakeGateway) -
     with client_of(make_gateway(tokenizer=None)) as http:
         choice = http.post("/v1/completions", json={"prompt": [9, 10], "max_tokens": 3}).json()["choices"][0]
         assert (choice["text"], len(choice["token_ids"])) == ("", 3)
-        streamed = http.post("/v1/completions", json={"prompt": [9, 10], "max_tokens": 3, "temperature": 0, "stream": True}).text
+        streamed = http.post(
+            "/v1/completions", json={"prompt": [9, 10], "max_tokens": 3, "temperature": 0, "stream": True}
+        ).text
         chunks = [json.loads(line[6:]) for line in streamed.split("\n\n") if line.startswith("data: {")]
         assert sum(len(chunk["choices"][0].get("token_ids", [])) for chunk in chunks) == 3
-        reply = http.post("/generate", json={"input_ids": [9, 10], "sampling_params": {"max_new_tokens": 3}}).json()
+        reply = http.post(
+            "/generate", json={"input_ids": [9, 10], "sampling_params": {"max_new_tokens": 3}}
+        ).json()
         assert (reply["text"], len(reply["output_ids"])) == ("", 3)
         for path, body, param in (
             ("/v1/completions", {"prompt": "x"}, "prompt"),
@@ -282,7 +367,11 @@ def test_without_a_tokenizer_ids_go_in_and_come_out(make_gateway: MakeGateway) -
             ("/tokenize", {"prompt": "x"}, "prompt"),
         ):
             response = http.post(path, json=body)
-            assert (response.status_code, error_of(response)["code"], error_of(response)["param"]) == (400, "no_tokenizer", param)
+            assert (response.status_code, error_of(response)["code"], error_of(response)["param"]) == (
+                400,
+                "no_tokenizer",
+                param,
+            )
 
 
 def test_a_model_without_chat_template_says_so(make_gateway: MakeGateway, tmp_path) -> None:

@@ -25,17 +25,25 @@ def bench_serve(endpoint: tuple[str, str], output: Path, *flags: str) -> tuple[i
 
 
 @pytest.mark.parametrize("api", ["rest", "grpc"])
-def test_every_request_is_answered_and_measured(stack: Stack, fake: FakeTarget, tmp_path: Path, api: str) -> None:
+def test_every_request_is_answered_and_measured(
+    stack: Stack, fake: FakeTarget, tmp_path: Path, api: str
+) -> None:
     endpoint = ("--url", stack.base_url) if api == "rest" else ("--grpc", stack.grpc_address)
     code, written = bench_serve(endpoint, tmp_path / "load.json", "--speculation", "off")
     assert code == 0
     assert written["settings"]["api"] == api
     assert written["failed"] == 0
     rows = {row["case"]: row for row in written["rows"]}
-    assert rows["tokens"]["value"] == pytest.approx(6 * rows["requests"]["value"]), "the server counts six tokens an answer"
+    assert rows["tokens"]["value"] == pytest.approx(6 * rows["requests"]["value"]), (
+        "the server counts six tokens an answer"
+    )
     assert rows["requests"]["floor"] == pytest.approx(written["requests"] / 0.4), "what was offered"
     assert rows["tokens"]["floor"] == pytest.approx(6 * rows["requests"]["floor"])
-    for case in ("time to first token, p50", "per token after the first (TPOT), p99", "whole request (e2e), p90"):
+    for case in (
+        "time to first token, p50",
+        "per token after the first (TPOT), p99",
+        "whole request (e2e), p90",
+    ):
         assert rows[case]["value"] > 0
         assert rows[case]["floor"] > 0
         assert rows[case]["ratio"] > 0
@@ -70,7 +78,9 @@ def test_failures_are_counted_and_told(stack: Stack, fake: FakeTarget, tmp_path:
 
 
 def test_goodput_counts_what_meets_the_limits(stack: Stack, tmp_path: Path) -> None:
-    _code, written = bench_serve(("--url", stack.base_url), tmp_path / "load.json", "--first-token-limit", "0.000001")
+    _code, written = bench_serve(
+        ("--url", stack.base_url), tmp_path / "load.json", "--first-token-limit", "0.000001"
+    )
     rows = {row["case"]: row["value"] for row in written["rows"]}
     assert rows["requests"] > 0
     assert rows["requests within the limits (goodput)"] == 0

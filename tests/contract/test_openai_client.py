@@ -32,22 +32,45 @@ def test_models_are_listed_and_described(client: openai.OpenAI, stack: Stack) ->
 
 
 def test_a_chat_is_answered(client: openai.OpenAI, stack: Stack) -> None:
-    reply = client.chat.completions.create(model=stack.model, messages=MESSAGES, max_tokens=8, temperature=0, seed=1)
+    reply = client.chat.completions.create(
+        model=stack.model, messages=MESSAGES, max_tokens=8, temperature=0, seed=1
+    )
     choice = reply.choices[0]
-    assert (reply.object, reply.model, choice.message.role, choice.index) == ("chat.completion", stack.model, "assistant", 0)
+    assert (reply.object, reply.model, choice.message.role, choice.index) == (
+        "chat.completion",
+        stack.model,
+        "assistant",
+        0,
+    )
     assert choice.message.content
     assert choice.finish_reason in ("stop", "length")
     assert reply.usage is not None
     assert 1 <= reply.usage.completion_tokens <= 8
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
     assert reply.usage.prompt_tokens_details.cached_tokens == 0
-    assert {"accept_length", "rounds", "draft_tokens", "accepted_histogram", "fallback_reason"} <= speculation_of(reply).keys()
+    assert {
+        "accept_length",
+        "rounds",
+        "draft_tokens",
+        "accepted_histogram",
+        "fallback_reason",
+    } <= speculation_of(reply).keys()
 
 
-def test_a_streamed_chat_says_the_same_in_the_form_that_clients_rely_on(client: openai.OpenAI, stack: Stack) -> None:
-    asked: dict[str, Any] = {"model": stack.model, "messages": MESSAGES, "max_tokens": 12, "temperature": 0.7, "seed": 5}
+def test_a_streamed_chat_says_the_same_in_the_form_that_clients_rely_on(
+    client: openai.OpenAI, stack: Stack
+) -> None:
+    asked: dict[str, Any] = {
+        "model": stack.model,
+        "messages": MESSAGES,
+        "max_tokens": 12,
+        "temperature": 0.7,
+        "seed": 5,
+    }
     whole = client.chat.completions.create(**asked)
-    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    chunks = list(
+        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
     *body, last = chunks
     assert len({(chunk.id, chunk.model, chunk.created) for chunk in chunks}) == 1
     assert all(chunk.object == "chat.completion.chunk" for chunk in chunks)
@@ -66,17 +89,27 @@ def test_a_streamed_chat_says_the_same_in_the_form_that_clients_rely_on(client: 
 
 
 def test_without_include_usage_no_chunk_mentions_it(client: openai.OpenAI, stack: Stack) -> None:
-    chunks = list(client.chat.completions.create(model=stack.model, messages=MESSAGES, max_tokens=4, stream=True))
+    chunks = list(
+        client.chat.completions.create(model=stack.model, messages=MESSAGES, max_tokens=4, stream=True)
+    )
     assert all("usage" not in chunk.model_fields_set and len(chunk.choices) == 1 for chunk in chunks)
 
 
 async def test_the_asynchronous_client_streams_many_at_once(stack: Stack) -> None:
     import asyncio
 
-    async with openai.AsyncOpenAI(base_url=f"{stack.base_url}/v1", api_key="none", max_retries=0, timeout=30) as client:
+    async with openai.AsyncOpenAI(
+        base_url=f"{stack.base_url}/v1", api_key="none", max_retries=0, timeout=30
+    ) as client:
 
         async def one(seed: int, stream: bool) -> str:
-            asked: dict[str, Any] = {"model": stack.model, "messages": MESSAGES, "max_tokens": 16, "temperature": 2, "seed": seed}
+            asked: dict[str, Any] = {
+                "model": stack.model,
+                "messages": MESSAGES,
+                "max_tokens": 16,
+                "temperature": 2,
+                "seed": seed,
+            }
             if not stream:
                 return (await client.chat.completions.create(**asked)).choices[0].message.content
             chunks = [chunk async for chunk in await client.chat.completions.create(**asked, stream=True)]
@@ -89,7 +122,13 @@ async def test_the_asynchronous_client_streams_many_at_once(stack: Stack) -> Non
 
 
 def test_choices_share_the_seed_and_differ(client: openai.OpenAI, stack: Stack) -> None:
-    asked: dict[str, Any] = {"model": stack.model, "messages": MESSAGES, "max_tokens": 16, "temperature": 2, "seed": 3}
+    asked: dict[str, Any] = {
+        "model": stack.model,
+        "messages": MESSAGES,
+        "max_tokens": 16,
+        "temperature": 2,
+        "seed": 3,
+    }
     three = client.chat.completions.create(**asked, n=3)
     alone = client.chat.completions.create(**asked)
     assert [choice.index for choice in three.choices] == [0, 1, 2]
@@ -133,7 +172,13 @@ def test_echo_puts_the_prompt_first(client: openai.OpenAI, stack: Stack) -> None
 
 
 def test_a_trace_says_every_round(client: openai.OpenAI, stack: Stack) -> None:
-    asked: dict[str, Any] = {"model": stack.model, "messages": MESSAGES, "max_tokens": 10, "temperature": 0, "seed": 2}
+    asked: dict[str, Any] = {
+        "model": stack.model,
+        "messages": MESSAGES,
+        "max_tokens": 10,
+        "temperature": 0,
+        "seed": 2,
+    }
     speculation = {"speculation": {"mode": "on", "depth": 3, "topk": 2, "max_nodes": 6, "trace": True}}
     whole = client.chat.completions.create(**asked, extra_body=speculation)
     trace = speculation_of(whole)["trace"]
@@ -144,15 +189,19 @@ def test_a_trace_says_every_round(client: openai.OpenAI, stack: Stack) -> None:
         assert all(0 <= node["parent"] < at for at, node in enumerate(one["nodes"]) if at)
         assert len(one["accepted"]) < len(one["nodes"])
     chunks = list(client.chat.completions.create(**asked, extra_body=speculation, stream=True))
-    streamed = [chunk.model_extra["speculation"]["trace"] for chunk in chunks if "trace" in (chunk.model_extra.get("speculation") or {})]
+    streamed = [
+        chunk.model_extra["speculation"]["trace"]
+        for chunk in chunks
+        if "trace" in (chunk.model_extra.get("speculation") or {})
+    ]
     assert all(len(rounds) == 1 for rounds in streamed)
     assert [one[0]["round"] for one in streamed] == sorted({one[0]["round"] for one in streamed})
     # A late draft may cost a round; the tokens that all rounds emit are the same.
     # The first token is the prefill's; of the last round, tokens beyond the limit are cut.
     drafted = whole.usage.completion_tokens - 1
-    assert [token for one in streamed for token in one[0]["emitted"]][:drafted] == [token for one in trace for token in one["emitted"]][
-        :drafted
-    ]
+    assert [token for one in streamed for token in one[0]["emitted"]][:drafted] == [
+        token for one in trace for token in one["emitted"]
+    ][:drafted]
 
 
 @pytest.mark.parametrize(
@@ -162,16 +211,37 @@ def test_a_trace_says_every_round(client: openai.OpenAI, stack: Stack) -> None:
         ({"temperature": -1}, openai.BadRequestError, "temperature", "invalid_value"),
         ({"max_tokens": 0}, openai.BadRequestError, "max_tokens", "invalid_value"),
         ({"max_tokens": 10**6}, openai.BadRequestError, "max_tokens", "context_length_exceeded"),
-        ({"messages": [{"role": "user", "content": "word " * 5000}]}, openai.BadRequestError, "messages", "context_length_exceeded"),
+        (
+            {"messages": [{"role": "user", "content": "word " * 5000}]},
+            openai.BadRequestError,
+            "messages",
+            "context_length_exceeded",
+        ),
         ({"logit_bias": {"5": 1}}, openai.BadRequestError, "logit_bias", "unsupported_parameter"),
         ({"extra_body": {"colour": "red"}}, openai.BadRequestError, "colour", "unknown_field"),
-        ({"extra_body": {"speculation": {"max_nodes": 0}}}, openai.BadRequestError, "speculation.max_nodes", "invalid_value"),
-        ({"extra_body": {"speculation": {"depth": 17}}}, openai.BadRequestError, "speculation.depth", "invalid_value"),
+        (
+            {"extra_body": {"speculation": {"max_nodes": 0}}},
+            openai.BadRequestError,
+            "speculation.max_nodes",
+            "invalid_value",
+        ),
+        (
+            {"extra_body": {"speculation": {"depth": 17}}},
+            openai.BadRequestError,
+            "speculation.depth",
+            "invalid_value",
+        ),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_errors_are_raised_as_the_client_knows_them(
-    client: openai.OpenAI, stack: Stack, change: dict[str, Any], error: type[openai.APIStatusError], param: str, code: str, stream: bool
+    client: openai.OpenAI,
+    stack: Stack,
+    change: dict[str, Any],
+    error: type[openai.APIStatusError],
+    param: str,
+    code: str,
+    stream: bool,
 ) -> None:
     asked: dict[str, Any] = {"model": stack.model, "messages": MESSAGES, "max_tokens": 4} | change
     with pytest.raises(error) as caught:
@@ -181,6 +251,10 @@ def test_errors_are_raised_as_the_client_knows_them(
 
 def test_a_reply_can_be_sent_back_as_the_next_turn(client: openai.OpenAI, stack: Stack) -> None:
     first = client.chat.completions.create(model=stack.model, messages=MESSAGES, max_tokens=4, temperature=0)
-    turns = [*MESSAGES, first.choices[0].message.model_dump(), {"role": "user", "content": [{"type": "text", "text": "And 2 more?"}]}]
+    turns = [
+        *MESSAGES,
+        first.choices[0].message.model_dump(),
+        {"role": "user", "content": [{"type": "text", "text": "And 2 more?"}]},
+    ]
     second = client.chat.completions.create(model=stack.model, messages=turns, max_tokens=4, temperature=0)
     assert second.usage.prompt_tokens > first.usage.prompt_tokens

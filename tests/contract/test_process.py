@@ -32,7 +32,9 @@ TIMEOUT_S = 40
 
 @contextmanager
 def process(**settings) -> Iterator[subprocess.Popen]:
-    arguments = json.dumps({key: str(value) if isinstance(value, Path) else value for key, value in settings.items()})
+    arguments = json.dumps(
+        {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
+    )
     child = subprocess.Popen(
         [sys.executable, "-c", RUN, arguments],
         stdout=subprocess.PIPE,
@@ -59,7 +61,9 @@ def wait_ready(child: subprocess.Popen) -> None:
     raise AssertionError("the gateway ended before it was ready")
 
 
-def test_it_says_ready_serves_drains_on_sigterm_and_needs_no_torch(fake: FakeTarget, tokenizer_dir: Path) -> None:
+def test_it_says_ready_serves_drains_on_sigterm_and_needs_no_torch(
+    fake: FakeTarget, tokenizer_dir: Path
+) -> None:
     gate = threading.Semaphore(0)
     fake.script = lambda request: Script([[40], [41]], gate=gate)
     port = free_port()
@@ -67,7 +71,10 @@ def test_it_says_ready_serves_drains_on_sigterm_and_needs_no_torch(fake: FakeTar
         wait_ready(child)
         url = f"http://127.0.0.1:{port}"
         with httpx.stream(
-            "POST", f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 2, "stream": True}, timeout=TIMEOUT_S
+            "POST",
+            f"{url}/v1/completions",
+            json={"prompt": "x", "max_tokens": 2, "stream": True},
+            timeout=TIMEOUT_S,
         ) as stream:
             lines = stream.iter_lines()
             assert next(lines).startswith("data: ")

@@ -29,7 +29,9 @@ def post(gateway: GatewayThread) -> Iterator[Post]:
         yield lambda path, **body: client.post(path, json=body)
 
 
-def spell(fake: FakeTarget, tokenizer: Tokenizer, text: str, step: int = 1, eos: bool = False, **script: Any) -> list[int]:
+def spell(
+    fake: FakeTarget, tokenizer: Tokenizer, text: str, step: int = 1, eos: bool = False, **script: Any
+) -> list[int]:
     """Let the target say `text`, `step` tokens at a time."""
     ids = tokenizer.encode(text, add_special_tokens=False).ids + ([EOS_ID] if eos else [])
     fake.script = lambda request: Script([ids[at : at + step] for at in range(0, len(ids), step)], **script)
@@ -37,7 +39,11 @@ def spell(fake: FakeTarget, tokenizer: Tokenizer, text: str, step: int = 1, eos:
 
 
 def events_of(response: httpx.Response) -> list[dict[str, Any]]:
-    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line and not line.startswith(":")]
+    lines = [
+        line.removeprefix("data: ")
+        for line in response.text.split("\n\n")
+        if line and not line.startswith(":")
+    ]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
 
@@ -45,7 +51,10 @@ def events_of(response: httpx.Response) -> list[dict[str, Any]]:
 def test_a_character_of_many_tokens_arrives_whole(fake: FakeTarget, post: Post, tokenizer: Tokenizer) -> None:
     text = "a 🦊 über 東京!"
     spell(fake, tokenizer, text)
-    pieces = [event["choices"][0]["text"] for event in events_of(post("/v1/completions", prompt="x", max_tokens=100, stream=True))]
+    pieces = [
+        event["choices"][0]["text"]
+        for event in events_of(post("/v1/completions", prompt="x", max_tokens=100, stream=True))
+    ]
     assert "".join(pieces) == text
     assert not any("�" in piece for piece in pieces)
 
@@ -63,7 +72,10 @@ def test_a_stop_string_cuts_the_text_and_is_never_shown_in_part(
         pieces = [event["choices"][0]["text"] for event in events]
         choice = events[-1]["choices"][0]
         assert not any("E" in piece for piece in pieces)
-        text, ids = "".join(pieces), [token for event in events for token in event["choices"][0].get("token_ids", [])]
+        text, ids = (
+            "".join(pieces),
+            [token for event in events for token in event["choices"][0].get("token_ids", [])],
+        )
     else:
         choice = response.json()["choices"][0]
         text, ids = choice["text"], choice["token_ids"]
@@ -79,24 +91,34 @@ def test_a_stop_string_cuts_the_text_and_is_never_shown_in_part(
 
 def test_the_stop_string_is_kept_on_request(fake: FakeTarget, post: Post, tokenizer: Tokenizer) -> None:
     spell(fake, tokenizer, "one two END three")
-    reply = post("/v1/completions", prompt="x", max_tokens=100, stop="END", include_stop_str_in_output=True).json()
+    reply = post(
+        "/v1/completions", prompt="x", max_tokens=100, stop="END", include_stop_str_in_output=True
+    ).json()
     assert reply["choices"][0]["text"] == "one two END"
 
 
-def test_held_back_text_comes_when_it_was_no_stop_string(fake: FakeTarget, post: Post, tokenizer: Tokenizer) -> None:
+def test_held_back_text_comes_when_it_was_no_stop_string(
+    fake: FakeTarget, post: Post, tokenizer: Tokenizer
+) -> None:
     spell(fake, tokenizer, "one EN two E")
     reply = post("/v1/completions", prompt="x", max_tokens=100, stop=["END"]).json()
     assert reply["choices"][0]["text"] == "one EN two E"
 
 
-def test_end_of_sequence_has_no_text_and_is_reported(fake: FakeTarget, post: Post, tokenizer: Tokenizer) -> None:
+def test_end_of_sequence_has_no_text_and_is_reported(
+    fake: FakeTarget, post: Post, tokenizer: Tokenizer
+) -> None:
     ids = spell(fake, tokenizer, "one two", step=100, eos=True)
-    choice = post("/v1/completions", prompt="x", max_tokens=100, return_token_ids=True, skip_special_tokens=False).json()["choices"][0]
+    choice = post(
+        "/v1/completions", prompt="x", max_tokens=100, return_token_ids=True, skip_special_tokens=False
+    ).json()["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["matched_stop"]) == ("one two", "stop", EOS_ID)
     assert choice["token_ids"] == ids
 
 
-def test_stop_tokens_reach_the_target_and_have_no_text(fake: FakeTarget, post: Post, tokenizer: Tokenizer) -> None:
+def test_stop_tokens_reach_the_target_and_have_no_text(
+    fake: FakeTarget, post: Post, tokenizer: Tokenizer
+) -> None:
     ids = spell(fake, tokenizer, "one two three", step=100)
     choice = post("/v1/completions", prompt="x", max_tokens=100, stop_token_ids=[ids[2]]).json()["choices"][0]
     assert choice["text"] == tokenizer.decode(ids[:2])
@@ -107,13 +129,24 @@ def test_stop_tokens_reach_the_target_and_have_no_text(fake: FakeTarget, post: P
 def test_parameters_arrive_at_the_target_as_they_were_said(fake: FakeTarget, post: Post) -> None:
     speculation = {"mode": "on", "depth": 2, "topk": 3, "max_nodes": 7, "trace": True}
     sampling = {"temperature": 0.5, "top_p": 0.75, "top_k": 7, "min_p": 0.25, "seed": -1, "max_tokens": 3}
-    assert post("/v1/completions", prompt=[9, 9], ignore_eos=True, speculation=speculation, **sampling).status_code == 200
+    assert (
+        post(
+            "/v1/completions", prompt=[9, 9], ignore_eos=True, speculation=speculation, **sampling
+        ).status_code
+        == 200
+    )
     seen = fake.seen[-1]
     assert (list(seen.prompt_ids), seen.max_new_tokens, seen.ignore_eos) == ([9, 9], 3, True)
     got = seen.sampling
     assert (got.temperature, got.top_p, got.top_k, got.min_p, got.seed) == (0.5, 0.75, 7, 0.25, (1 << 64) - 1)
     shape = seen.speculation
-    assert (shape.mode, shape.depth, shape.topk, shape.max_nodes, shape.trace) == (common_pb2.SPECULATION_MODE_ON, 2, 3, 7, True)
+    assert (shape.mode, shape.depth, shape.topk, shape.max_nodes, shape.trace) == (
+        common_pb2.SPECULATION_MODE_ON,
+        2,
+        3,
+        7,
+        True,
+    )
 
 
 def test_absent_speculation_is_auto_with_the_targets_own_shape(fake: FakeTarget, post: Post) -> None:
@@ -123,7 +156,9 @@ def test_absent_speculation_is_auto_with_the_targets_own_shape(fake: FakeTarget,
     assert not any(shape.HasField(name) for name in ("depth", "topk", "max_nodes"))
 
 
-def open_stream(gateway: GatewayThread, body: dict[str, Any], receive_buffer: int | None = None) -> socket.socket:
+def open_stream(
+    gateway: GatewayThread, body: dict[str, Any], receive_buffer: int | None = None
+) -> socket.socket:
     """Send a streaming request over a bare socket."""
     connection = socket.socket()
     if receive_buffer:
@@ -146,7 +181,9 @@ def read_until(connection: socket.socket, marker: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_cancels_at_the_target(gateway: GatewayThread, fake: FakeTarget, stream: bool) -> None:
+def test_a_client_that_goes_away_cancels_at_the_target(
+    gateway: GatewayThread, fake: FakeTarget, stream: bool
+) -> None:
     started = threading.Event()
 
     def script(request):
@@ -200,11 +237,19 @@ def test_an_error_before_the_first_token_is_a_status(fake: FakeTarget, post: Pos
 def test_an_error_in_mid_stream_is_an_event_before_done(fake: FakeTarget, post: Post) -> None:
     fake.script = lambda request: Script([[40], [41]], error=OutriderError("broken", reason="nan_logits"))
     events = events_of(post("/v1/completions", prompt=[9], max_tokens=5, stream=True))
-    assert events[-1]["error"] == {"message": "broken", "type": "server_error", "param": None, "code": "nan_logits", "status": 500}
+    assert events[-1]["error"] == {
+        "message": "broken",
+        "type": "server_error",
+        "param": None,
+        "code": "nan_logits",
+        "status": 500,
+    }
     assert all("choices" in event for event in events[:-1])
 
 
-def test_a_silent_stream_is_kept_alive_by_comments(make_gateway: Callable[..., GatewayThread], fake: FakeTarget) -> None:
+def test_a_silent_stream_is_kept_alive_by_comments(
+    make_gateway: Callable[..., GatewayThread], fake: FakeTarget
+) -> None:
     gate = threading.Semaphore(0)
     fake.script = lambda request: Script([[40], [41]], gate=gate)
     gateway = make_gateway(keep_alive_s=0.05)
@@ -218,7 +263,9 @@ def test_a_silent_stream_is_kept_alive_by_comments(make_gateway: Callable[..., G
 def test_the_deadline_of_the_client_ends_the_request(gateway: GatewayThread, fake: FakeTarget) -> None:
     fake.script = lambda request: Script([[9]], finish=False)
     body = {"prompt": [9], "max_tokens": 5}
-    response = httpx.post(f"{gateway.stack.base_url}/v1/completions", json=body, headers={"X-Request-Deadline-Ms": "200"})
+    response = httpx.post(
+        f"{gateway.stack.base_url}/v1/completions", json=body, headers={"X-Request-Deadline-Ms": "200"}
+    )
     assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
     assert fake.cancels.get(timeout=TIMEOUT_S)
     # What remained of the deadline travelled along.
@@ -228,7 +275,9 @@ def test_the_deadline_of_the_client_ends_the_request(gateway: GatewayThread, fak
 def test_the_deadline_of_a_grpc_call_travels_too(gateway: GatewayThread, fake: FakeTarget) -> None:
     fake.script = lambda request: Script([[9]], finish=False)
     with grpc.insecure_channel(gateway.stack.grpc_address) as channel:
-        call = gateway_pb2_grpc.InferenceStub(channel).Complete(gateway_pb2.CompleteRequest(text="x"), timeout=0.5)
+        call = gateway_pb2_grpc.InferenceStub(channel).Complete(
+            gateway_pb2.CompleteRequest(text="x"), timeout=0.5
+        )
         next(call)
         with pytest.raises(grpc.RpcError) as caught:
             next(call)
@@ -253,13 +302,19 @@ def flood(request) -> Script:
     return Script([[40]] * 100_000) if request.max_new_tokens == FLOOD["max_tokens"] else Script([[41], [42]])
 
 
-def test_a_slow_reader_is_paused_and_resumed_while_others_go_on(make_gateway: Callable[..., GatewayThread], flooding: FakeTarget) -> None:
+def test_a_slow_reader_is_paused_and_resumed_while_others_go_on(
+    make_gateway: Callable[..., GatewayThread], flooding: FakeTarget
+) -> None:
     flooding.script = flood
     gateway = make_gateway(target=flooding.address, slow_reader_bytes=16 * 1024)
     connection = open_stream(gateway, FLOOD, receive_buffer=1 << 18)
     try:
         paused = flooding.pauses.get(timeout=TIMEOUT_S)
-        response = httpx.post(f"{gateway.stack.base_url}/v1/completions", json={"prompt": [9], "max_tokens": 2}, timeout=TIMEOUT_S)
+        response = httpx.post(
+            f"{gateway.stack.base_url}/v1/completions",
+            json={"prompt": [9], "max_tokens": 2},
+            timeout=TIMEOUT_S,
+        )
         assert response.json()["choices"][0]["finish_reason"] == "length"
         while flooding.resumes.empty():
             assert connection.recv(1 << 20)
@@ -270,7 +325,9 @@ def test_a_slow_reader_is_paused_and_resumed_while_others_go_on(make_gateway: Ca
     assert flooding.cancels.get(timeout=TIMEOUT_S).request_id == paused
 
 
-def test_a_reader_that_never_reads_is_aborted(make_gateway: Callable[..., GatewayThread], flooding: FakeTarget) -> None:
+def test_a_reader_that_never_reads_is_aborted(
+    make_gateway: Callable[..., GatewayThread], flooding: FakeTarget
+) -> None:
     flooding.script = flood
     gateway = make_gateway(target=flooding.address, slow_reader_bytes=16 * 1024, slow_reader_timeout_s=0.3)
     connection = open_stream(gateway, FLOOD, receive_buffer=4096)

@@ -37,7 +37,18 @@ def test_the_ceilings_are_those_of_a_gpu(tmp_path: Path) -> None:
 
 
 def test_accept_length_and_idle_share_are_measured(tmp_path: Path) -> None:
-    flags = ("--shape", "tiny", "--rounds", "plain,chain3@2.5,5/4/16@3", "--batch", "1,4", "--prompt", "64", "--new-tokens", "96")
+    flags = (
+        "--shape",
+        "tiny",
+        "--rounds",
+        "plain,chain3@2.5,5/4/16@3",
+        "--batch",
+        "1,4",
+        "--prompt",
+        "64",
+        "--new-tokens",
+        "96",
+    )
     rows = run(tmp_path / "l.json", "latency", *flags, "--prefill", "128", "--profile")
     assert rows["round chain 3, batch 4"]["accept_length"] == pytest.approx(2.5, abs=0.25)
     assert rows["round tree 5/4/16, batch 4"]["accept_length"] == pytest.approx(3.0, abs=0.3)

@@ -39,7 +39,9 @@ def test_a_pool_that_lost_its_last_graph_takes_none() -> None:
     numbers = torch.ones(SIZE, device="cuda")
     with cache.keeping():
         cache.capture("kept", lambda: numbers.sum())
-    assert cache.run("asks", lambda: int(numbers.sum().item())) == SIZE, "cannot be captured: what comes after has another pool"
+    assert cache.run("asks", lambda: int(numbers.sum().item())) == SIZE, (
+        "cannot be captured: what comes after has another pool"
+    )
     for factor in range(3, 9):
         assert int(cache.run(factor, lambda factor=factor: (numbers * factor).sum())) == factor * SIZE  # type: ignore[misc]
     cache.drop(cache.keys)

@@ -15,7 +15,9 @@ pytestmark = pytest.mark.gpu
 WIDTHS = (80, 144, 272, 528)  # of which no other test has a kernel
 
 
-def test_what_is_missing_is_compiled_before_it_is_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_compiled_before_it_is_launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     xs = [torch.randn(5, width, device="cuda") for width in WIDTHS]
 
@@ -23,13 +25,22 @@ def test_what_is_missing_is_compiled_before_it_is_launched(tmp_path: Path, monke
         return rms_norm(x, torch.ones(x.shape[1], device="cuda"), 1e-5)
 
     told: list[tuple[int, int]] = []
-    compiled = compile_ahead(torch.device("cuda"), [lambda x=x: work(x) for x in xs], lambda done, total: told.append((done, total)))
+    compiled = compile_ahead(
+        torch.device("cuda"),
+        [lambda x=x: work(x) for x in xs],
+        lambda done, total: told.append((done, total)),
+    )
     assert compiled >= 1
     assert told[-1] == (compiled, compiled)
     hits: list[bool] = []
     monkeypatch.setattr(knobs.compilation, "listener", lambda *, cache_hit, **_more: hits.append(cache_hit))
     for x in xs:
-        torch.testing.assert_close(work(x), reference.rms_norm(x, torch.ones(x.shape[1], device="cuda"), 1e-5, None), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            work(x),
+            reference.rms_norm(x, torch.ones(x.shape[1], device="cuda"), 1e-5, None),
+            atol=1e-5,
+            rtol=1e-5,
+        )
     assert hits
     assert all(hits)
     assert compile_ahead(torch.device("cuda"), [lambda x=x: work(x) for x in xs]) == 0

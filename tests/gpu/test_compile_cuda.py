@@ -48,7 +48,9 @@ def test_text_is_that_of_uncompiled_modules(tmp_path: Path, case: str) -> None:
         decoder = prepare_decoder(settings, Decoder.load(path, "cuda", torch.float32))
     cache = GraphCache(decoder.device)
     drafter = FakeDrafter(oracle_plan([PROMPT + plain], generic_models.VOCAB, 0.7))
-    harness = make_harness(decoder, drafter, graphs=cache, buckets=Buckets.make(4, 16), overlap=OverlapPlan((1, 2, 4), 6))
+    harness = make_harness(
+        decoder, drafter, graphs=cache, buckets=Buckets.make(4, 16), overlap=OverlapPlan((1, 2, 4), 6)
+    )
     harness.submit(PROMPT, COUNT, request_id="on", shape=(4, 3, 10))
     harness.submit(PROMPT, COUNT, request_id="off", mode=SpeculationMode.OFF)
     harness.run()

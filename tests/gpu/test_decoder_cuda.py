@@ -57,11 +57,15 @@ class Session:
     def __init__(self, checkpoint: Path, device: str, dtype: torch.dtype, page_size: int = 16) -> None:
         self.decoder = Decoder.load(checkpoint, device=device, dtype=dtype)
         self.pool = self.decoder.make_pool(512 // page_size, page_size)
-        self.leases = [lease for lease in (self.pool.lease(length + 64) for length in PROMPTS) if lease is not None]
+        self.leases = [
+            lease for lease in (self.pool.lease(length + 64) for length in PROMPTS) if lease is not None
+        ]
         self.attention = create_backend("auto", device)
         self.device = device
 
-    def batch(self, starts: Sequence[int], counts: Sequence[int], ancestors: torch.Tensor | None = None) -> AttentionBatch:
+    def batch(
+        self, starts: Sequence[int], counts: Sequence[int], ancestors: torch.Tensor | None = None
+    ) -> AttentionBatch:
         masks = None if ancestors is None else ancestors.to(self.device)
         return build_batch(self.pool, self.leases, starts, counts, ancestors=masks)
 
@@ -110,7 +114,9 @@ def results(checkpoint: Path, device: str, dtype: torch.dtype, page_size: int = 
     session = Session(checkpoint, device, dtype, page_size)
     tokens, positions, nodes, node_positions, ancestors = prompts_and_trees()
     prefill = session.run(session.batch([0] * 3, PROMPTS), session.rows(tokens), session.rows(positions))
-    verify = session.run(session.batch(PROMPTS, NODES, ancestors), session.rows(nodes), session.rows(node_positions))
+    verify = session.run(
+        session.batch(PROMPTS, NODES, ancestors), session.rows(nodes), session.rows(node_positions)
+    )
     return torch.cat([prefill, verify]).cpu()
 
 

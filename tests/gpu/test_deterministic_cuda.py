@@ -8,7 +8,13 @@ import pytest
 import torch
 from deterministic_rig import PROMPT, assert_bits, harness_of, load, logits_in_chunks, plain, recorded
 from guards import Guards
-from invariant_cases import check_against_tree_attention, check_gemm, check_gemm_rows, check_histories, check_norm
+from invariant_cases import (
+    check_against_tree_attention,
+    check_gemm,
+    check_gemm_rows,
+    check_histories,
+    check_norm,
+)
 from target_harness import FakeDrafter, oracle_plan, random_plan
 from toys import make_toy_target
 
@@ -64,13 +70,23 @@ def test_attention_is_tree_attention(dtype: torch.dtype) -> None:
 @pytest.fixture(scope="module")
 def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_toy_target(
-        tmp_path_factory.mktemp("target"), vocab_size=VOCAB, hidden_size=512, intermediate_size=1408, head_dim=64, num_heads=8, seed=3
+        tmp_path_factory.mktemp("target"),
+        vocab_size=VOCAB,
+        hidden_size=512,
+        intermediate_size=1408,
+        head_dim=64,
+        num_heads=8,
+        seed=3,
     )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sampling", [None, SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, seed=11)])
-def test_no_bit_changes_with_speculation_batches_or_chunks(target_dir: Path, dtype: torch.dtype, sampling: SamplingParams | None) -> None:
+@pytest.mark.parametrize(
+    "sampling", [None, SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, seed=11)]
+)
+def test_no_bit_changes_with_speculation_batches_or_chunks(
+    target_dir: Path, dtype: torch.dtype, sampling: SamplingParams | None
+) -> None:
     _check_no_bit_changes(load(target_dir, "cuda", dtype), sampling)
 
 
@@ -93,7 +109,9 @@ QWEN3 = {
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=["wide", "fp8"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_no_bit_changes_with_norms_of_heads_or_a_narrow_cache(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+def test_no_bit_changes_with_norms_of_heads_or_a_narrow_cache(
+    dtype: torch.dtype, kv_dtype: torch.dtype | None
+) -> None:
     decoder = random_decoder(ModelConfig.parse(QWEN3), "cuda", dtype)
     decoder.kv_dtype = kv_dtype
     decoder = deterministic(decoder)
@@ -114,7 +132,13 @@ def _check_no_bit_changes(decoder: Decoder, sampling: SamplingParams | None) -> 
     drafters = [FakeDrafter(oracle_plan([PROMPT + tokens], VOCAB, 0.7)), FakeDrafter(random_plan(VOCAB))]
     for drafter, chunk, shape in zip(drafters, (512, 3), ((6, 4, 30), (3, 2, 8)), strict=True):
         harness = harness_of(decoder, drafter, prefill_chunk=chunk, page_size=3)
-        harness.submit(list(range(40)), NEW_TOKENS, request_id="other", shape=(2, 3, 7), sampling=SamplingParams(temperature=1.5, seed=1))
+        harness.submit(
+            list(range(40)),
+            NEW_TOKENS,
+            request_id="other",
+            shape=(2, 3, 7),
+            sampling=SamplingParams(temperature=1.5, seed=1),
+        )
         harness.submit(PROMPT, NEW_TOKENS, request_id="mine", shape=shape, sampling=sampling)
         with recorded(decoder) as rows:
             harness.run()

@@ -39,7 +39,10 @@ def decoder() -> Decoder:
 @pytest.fixture(scope="module")
 def prompts(decoder: Decoder) -> list[list[int]]:
     rng = random.Random(5)
-    return [[rng.randrange(decoder.config.vocab_size) for _ in range(rng.choice([1, 5, 20, 70]))] for _ in range(32)]
+    return [
+        [rng.randrange(decoder.config.vocab_size) for _ in range(rng.choice([1, 5, 20, 70]))]
+        for _ in range(32)
+    ]
 
 
 def looped(decoder: Decoder, drafter: Drafter, *, graphs: bool = True, **options: object) -> Harness:
@@ -53,7 +56,9 @@ def vocab_of(decoder: Decoder) -> int:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_plain_rounds_emit_what_the_hosts_way_emits(decoder: Decoder, prompts: list[list[int]], sampling: SamplingParams) -> None:
+def test_plain_rounds_emit_what_the_hosts_way_emits(
+    decoder: Decoder, prompts: list[list[int]], sampling: SamplingParams
+) -> None:
     for graphs in (False, True):
         harness = looped(decoder, NoDrafter(decoder.device), graphs=graphs)
         for index in range(3):
@@ -71,7 +76,10 @@ def test_graphs_emit_what_eager_rounds_emit(
     decoder: Decoder, prompts: list[list[int]], shape: tuple[int, int, int], sampling: SamplingParams
 ) -> None:
     count = 3
-    plain = [generate_plain(decoder, NoDrafter(decoder.device), prompt, 60, sampling=sampling) for prompt in prompts[:count]]
+    plain = [
+        generate_plain(decoder, NoDrafter(decoder.device), prompt, 60, sampling=sampling)
+        for prompt in prompts[:count]
+    ]
     answers = [prompt + answer for prompt, answer in zip(prompts, plain, strict=False)]
     emitted = []
     for graphs in (False, True):
@@ -85,12 +93,16 @@ def test_graphs_emit_what_eager_rounds_emit(
         assert stats.accept_length > 1.5
         emitted.append((dict(harness.sink.tokens), stats.rounds, stats.accepted_tokens))
         for index in range(count):
-            assert_same_tokens(decoder, prompts[index], plain[index], harness.sink.tokens[str(index)], sampling)
+            assert_same_tokens(
+                decoder, prompts[index], plain[index], harness.sink.tokens[str(index)], sampling
+            )
     assert emitted[0] == emitted[1], "the same kernels on the same inputs"
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_the_demo_pair_drafts_alike_on_both_ways(decoder: Decoder, prompts: list[list[int]], overlap: bool) -> None:
+def test_the_demo_pair_drafts_alike_on_both_ways(
+    decoder: Decoder, prompts: list[list[int]], overlap: bool
+) -> None:
     drafter = make_pair_drafter(decoder)
     cache = GraphCache(decoder.device)
     plan = OverlapPlan(SIZES, 6) if overlap else None
@@ -113,9 +125,14 @@ def test_the_demo_pair_drafts_alike_on_both_ways(decoder: Decoder, prompts: list
 
 
 @pytest.mark.parametrize("shape", [None, (3, 2, 7)])
-def test_a_batch_that_shrinks_from_32_to_1(decoder: Decoder, prompts: list[list[int]], shape: tuple[int, int, int] | None) -> None:
+def test_a_batch_that_shrinks_from_32_to_1(
+    decoder: Decoder, prompts: list[list[int]], shape: tuple[int, int, int] | None
+) -> None:
     lengths = [4 + 3 * index for index in range(32)]
-    plain = [generate_plain(decoder, NoDrafter(decoder.device), prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
+    plain = [
+        generate_plain(decoder, NoDrafter(decoder.device), prompt, length)
+        for prompt, length in zip(prompts, lengths, strict=True)
+    ]
     answers = [prompt + answer for prompt, answer in zip(prompts, plain, strict=True)]
     drafter: Drafter = NoDrafter(decoder.device)
     if shape is not None:
@@ -154,7 +171,9 @@ def test_aborts_at_every_step(decoder: Decoder, prompts: list[list[int]]) -> Non
 
 
 def steady(decoder: Decoder, prompts: list[list[int]]) -> tuple[Harness, Callable[[], None]]:
-    answers = [prompt + generate_plain(decoder, NoDrafter(decoder.device), prompt, 200) for prompt in prompts[:4]]
+    answers = [
+        prompt + generate_plain(decoder, NoDrafter(decoder.device), prompt, 200) for prompt in prompts[:4]
+    ]
     harness = looped(decoder, AnswerDrafter(answers, vocab_of(decoder), device=decoder.device, checked=False))
 
     def rounds() -> None:
@@ -187,7 +206,13 @@ def test_modes_and_shapes_mix_on_one_engine(decoder: Decoder, prompts: list[list
     drafter = make_pair_drafter(decoder)
     plan = OverlapPlan(SIZES, 6)
     harness = make_harness(
-        decoder, drafter, overlap=plan, graphs=GraphCache(decoder.device), buckets=Buckets.make(32, 64), max_running=6, num_pages=400
+        decoder,
+        drafter,
+        overlap=plan,
+        graphs=GraphCache(decoder.device),
+        buckets=Buckets.make(32, 64),
+        max_running=6,
+        num_pages=400,
     )
     jobs = []
     waiting = list(range(24))
@@ -221,7 +246,9 @@ def test_what_cannot_be_captured_runs_eagerly() -> None:
     assert cache.run("asks", lambda: int(numbers.sum().item())) == 6
     assert cache.run("asks", lambda: int(numbers.sum().item())) == 6
     assert cache.keys == ()
-    assert torch.cuda.current_stream() == torch.cuda.default_stream(), "and not on the stream of the capture that broke"
+    assert torch.cuda.current_stream() == torch.cuda.default_stream(), (
+        "and not on the stream of the capture that broke"
+    )
     assert torch.rand(4, device="cuda").shape == (4,), "the generator waits for no capture"
     numbers += 1
     doubled = cache.run("doubles", lambda: numbers * 2)

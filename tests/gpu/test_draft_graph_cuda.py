@@ -47,15 +47,23 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "target": target,
         "EAGLE3": make_toy_eagle3(folder / "eagle3", target, draft_vocab_size=24),
         "EAGLE": write_head(folder / "eagle", base_config() | {"bias": True}, eagle_tensors()),
-        "STANDALONE": make_toy_target(folder / "small", vocab_size=VOCAB, hidden_size=32, num_layers=2, head_dim=16, seed=4),
+        "STANDALONE": make_toy_target(
+            folder / "small", vocab_size=VOCAB, hidden_size=32, num_layers=2, head_dim=16, seed=4
+        ),
     }
 
 
 @pytest.fixture(params=ALGORITHMS)
 def make_rig(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Callable[[bool], Rig]:
     def make(in_one_go: bool) -> Rig:
-        names = {"draft": folders[request.param], "target_weights": folders["target"], "speculative_algorithm": request.param}
-        settings = DraftSettings.load({**names, "device": "cuda", "dtype": "float32", "kv_tokens": 4096, "page_size": 4})
+        names = {
+            "draft": folders[request.param],
+            "target_weights": folders["target"],
+            "speculative_algorithm": request.param,
+        }
+        settings = DraftSettings.load(
+            {**names, "device": "cuda", "dtype": "float32", "kv_tokens": 4096, "page_size": 4}
+        )
         engine = build_engine(settings, CUDA, torch.float32)
         rounds, spec = engine.strategy.rounds, engine.strategy.feature_spec(None)
         assert rounds is not None
@@ -93,7 +101,9 @@ def test_rounds_that_the_host_starts_are_recorded_and_draft_the_same(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_recorded_round_equals_an_eager_one(make_rig: Callable[[bool], Rig], shape: DraftShape, temperature: float) -> None:
+def test_a_recorded_round_equals_an_eager_one(
+    make_rig: Callable[[bool], Rig], shape: DraftShape, temperature: float
+) -> None:
     """Bit for bit, for contexts and fresh rows of all lengths through one recording."""
     strategy = make_rig(True).drafter._engine.strategy
     assert strategy.rounds is not None
@@ -131,14 +141,18 @@ def test_a_recorded_round_equals_an_eager_one(make_rig: Callable[[bool], Rig], s
             replayed = graphs.run(size, lambda: drafter.draft(inputs, size)).trees
             for name in ("tokens", "parents", "depths", "num_nodes", "ancestors", "logprobs"):
                 assert torch.equal(getattr(replayed, name), getattr(eager, name)), name
-            assert all(torch.equal(have, want) for have, want in zip(pool.planes(), eager_planes, strict=True))
+            assert all(
+                torch.equal(have, want) for have, want in zip(pool.planes(), eager_planes, strict=True)
+            )
             assert bool((eager.num_nodes[inputs.counts == 0] == 1).all())
         torch.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(20):
             graphs.run(size, lambda: drafter.draft(inputs, size))
         torch.cuda.synchronize()
-        print(f"{strategy.info.algorithm} {shape}: {(time.perf_counter() - began) * 50:.3f} ms a round of {bs}")
+        print(
+            f"{strategy.info.algorithm} {shape}: {(time.perf_counter() - began) * 50:.3f} ms a round of {bs}"
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -147,15 +161,27 @@ def test_a_recorded_round_equals_an_eager_one(make_rig: Callable[[bool], Rig], s
     ("bs", "vocab", "topk", "depth"),
     [
         *((1, 32000, 8, 5), (16, 32000, 8, 3), (64, 32000, 1, 4), (3, 128256, 4, 3)),
-        *((1, 2048, 4, 5), (5, 4096, 4, 3), (2, 2000, 8, 3), (4, 2048, 1, 6), (3, 700, 16, 3)),  # one launch a level
+        *(
+            (1, 2048, 4, 5),
+            (5, 4096, 4, 3),
+            (2, 2000, 8, 3),
+            (4, 2048, 1, 6),
+            (3, 700, 16, 3),
+        ),  # one launch a level
     ],
 )
-def test_expand_level(dtype: torch.dtype, coupled: bool, mapped: bool, bs: int, vocab: int, topk: int, depth: int) -> None:
-    check_expand_level("cuda", dtype, bs, vocab, topk, depth, coupled=coupled, mapped=mapped, guards=Guards(64))
+def test_expand_level(
+    dtype: torch.dtype, coupled: bool, mapped: bool, bs: int, vocab: int, topk: int, depth: int
+) -> None:
+    check_expand_level(
+        "cuda", dtype, bs, vocab, topk, depth, coupled=coupled, mapped=mapped, guards=Guards(64)
+    )
 
 
 @pytest.mark.parametrize("lead", [0, 1])
-@pytest.mark.parametrize(("bs", "rows", "depth", "topk", "page_size"), [(1, 6, 5, 8, 16), (64, 4, 3, 1, 16), (7, 17, 16, 16, 3)])
+@pytest.mark.parametrize(
+    ("bs", "rows", "depth", "topk", "page_size"), [(1, 6, 5, 8, 16), (64, 4, 3, 1, 16), (7, 17, 16, 16, 3)]
+)
 def test_round_plan(bs: int, rows: int, depth: int, topk: int, page_size: int, lead: int) -> None:
     check_round_plan("cuda", bs, rows, depth, topk, page_size, lead, Guards(67))
 
@@ -165,4 +191,13 @@ def test_round_plan(bs: int, rows: int, depth: int, topk: int, page_size: int, l
 @pytest.mark.parametrize("residual", list(Residual))
 def test_head_input(dtype: torch.dtype, gathered: bool, residual: Residual) -> None:
     for count, hidden in ((1, 4096), (48, 2880), (5, 37)):
-        check_head_input("cuda", dtype, count, hidden, norms=(True, True), gathered=gathered, residual=residual, guards=Guards(64))
+        check_head_input(
+            "cuda",
+            dtype,
+            count,
+            hidden,
+            norms=(True, True),
+            gathered=gathered,
+            residual=residual,
+            guards=Guards(64),
+        )

@@ -21,9 +21,19 @@ REPLAYS = 100
 PATIENCE = 20_000_000
 
 
-@pytest.mark.parametrize(("dtype", "ranks", "bias"), [(F32, 2, True), (BF16, 2, False), (BF16, 4, True), (BF16, 8, False)])
+@pytest.mark.parametrize(
+    ("dtype", "ranks", "bias"), [(F32, 2, True), (BF16, 2, False), (BF16, 4, True), (BF16, 8, False)]
+)
 def test_ranks_add_up_and_leave_nothing_behind(dtype: torch.dtype, ranks: int, bias: bool) -> None:
-    check_exchange("cuda", dtype, ranks, [(1, 0), (7, 2), (1, 0), (33, 1), (64, 0), (64, 4)], 1100, Guards(pad=64), bias=bias)
+    check_exchange(
+        "cuda",
+        dtype,
+        ranks,
+        [(1, 0), (7, 2), (1, 0), (33, 1), (64, 0), (64, 4)],
+        1100,
+        Guards(pad=64),
+        bias=bias,
+    )
 
 
 def test_a_rank_that_sends_nothing_is_waited_for_once() -> None:
@@ -55,7 +65,8 @@ class Rank:
 
     def run(self) -> list[Stream]:
         return [
-            exchange_add(parts, residual, self.norm, EPS, self.boxes) for parts, residual in zip(self.parts, self.residuals, strict=True)
+            exchange_add(parts, residual, self.norm, EPS, self.boxes)
+            for parts, residual in zip(self.parts, self.residuals, strict=True)
         ]
 
 
@@ -85,10 +96,17 @@ def test_ranks_that_run_at_once_agree_replay_after_replay() -> None:
         for one, other in zip(*found, strict=True):
             assert one.sums is not None
             assert other.sums is not None
-            differing += (one.residual != other.residual).sum() + (one.scaled != other.scaled).sum() + (one.sums != other.sums).sum()
+            differing += (
+                (one.residual != other.residual).sum()
+                + (one.scaled != other.scaled).sum()
+                + (one.sums != other.sums).sum()
+            )
     assert int(differing) == 0
     assert [int(rank.boxes.lost) for rank in ranks] == [0, 0]
     for call, stream in enumerate(found[0]):
-        whole = sum((part.sum(0) if part.dim() == 3 else part.float()) for part in (rank.parts[call] for rank in ranks))
+        whole = sum(
+            (part.sum(0) if part.dim() == 3 else part.float())
+            for part in (rank.parts[call] for rank in ranks)
+        )
         want = ranks[0].residuals[call].float() + whole
         torch.testing.assert_close(stream.residual.float(), want, atol=0.05, rtol=1e-2)

@@ -142,12 +142,20 @@ class Session:
         self.leases = [lease for lease in (self.pool.lease(tokens) for _ in range(2)) if lease is not None]
         self.attention = create_backend("auto", decoder.device)
 
-    def run(self, start: int, rows: torch.Tensor, depths: list[int] | None = None, masks: list[int] | None = None) -> torch.Tensor:
+    def run(
+        self, start: int, rows: torch.Tensor, depths: list[int] | None = None, masks: list[int] | None = None
+    ) -> torch.Tensor:
         """Return logits ``[2, rows, vocab]`` for ``rows [2, n]`` that start at `start`, as a tree when `masks` are given."""
         count = rows.shape[1]
-        ancestors = None if masks is None else torch.tensor(masks * 2, dtype=torch.int32, device=self.decoder.device)[:, None]
+        ancestors = (
+            None
+            if masks is None
+            else torch.tensor(masks * 2, dtype=torch.int32, device=self.decoder.device)[:, None]
+        )
         positions = torch.tensor(depths or list(range(count)), device=self.decoder.device).repeat(2) + start
-        self.attention.plan(build_batch(self.pool, self.leases, [start] * 2, [count] * 2, ancestors=ancestors))
+        self.attention.plan(
+            build_batch(self.pool, self.leases, [start] * 2, [count] * 2, ancestors=ancestors)
+        )
         output = self.decoder.forward(rows.reshape(-1), positions, self.attention, self.pool)
         return self.decoder.logits(output.hidden).view(2, count, -1)
 
@@ -155,10 +163,17 @@ class Session:
 def chunks_steps_and_a_tree(session: Session, tokens: torch.Tensor, prompt: int) -> torch.Tensor:
     """Return logits of all `tokens` ``[2, n]``: a prompt in two chunks, steps, and the last five as a chain among other nodes."""
     length = tokens.shape[1]
-    parts = [session.run(0, tokens[:, : prompt // 2]), session.run(prompt // 2, tokens[:, prompt // 2 : prompt])]
+    parts = [
+        session.run(0, tokens[:, : prompt // 2]),
+        session.run(prompt // 2, tokens[:, prompt // 2 : prompt]),
+    ]
     parts += [session.run(index, tokens[:, index : index + 1]) for index in range(prompt, length - 5)]
     # Nodes 0, 1, 3, 5, 6 are the chain; 2 and 4 are siblings of 1 and 3.
-    chain, masks, depths = [0, 1, 3, 5, 6], [0b1, 0b11, 0b101, 0b1011, 0b10011, 0b101011, 0b1101011], [0, 1, 1, 2, 2, 3, 4]
+    chain, masks, depths = (
+        [0, 1, 3, 5, 6],
+        [0b1, 0b11, 0b101, 0b1011, 0b10011, 0b101011, 0b1101011],
+        [0, 1, 1, 2, 2, 3, 4],
+    )
     nodes = torch.zeros(2, 7, dtype=tokens.dtype, device=tokens.device)
     nodes[:, chain] = tokens[:, length - 5 :]
     tree = session.run(length - 5, nodes, depths, masks)
@@ -186,7 +201,10 @@ def test_cuda_equals_the_cpu_in_fp32_and_is_near_it_in_bf16(name: str, folder: P
 
 @pytest.mark.parametrize("name", ["gpt-oss", "deepseek-v3", "qwen3"])
 def test_a_planned_step_never_waits_for_the_device_and_can_be_a_graph(name: str, folder: Path) -> None:
-    session = Session(Decoder.load(write_checkpoint(folder / "model", SMALL | TINY[name], "cpu"), "cuda", torch.bfloat16), 128)
+    session = Session(
+        Decoder.load(write_checkpoint(folder / "model", SMALL | TINY[name], "cpu"), "cuda", torch.bfloat16),
+        128,
+    )
     tokens = torch.randint(512, (2, 80), device="cuda")
     session.run(0, tokens)
     rows, positions = tokens[:, :3].reshape(-1).clone(), torch.tensor([80, 81, 81], device="cuda").repeat(2)
@@ -195,7 +213,9 @@ def test_a_planned_step_never_waits_for_the_device_and_can_be_a_graph(name: str,
 
     def step() -> torch.Tensor:
         session.attention.plan(batch)
-        return session.decoder.logits(session.decoder.forward(rows, positions, session.attention, session.pool).hidden)
+        return session.decoder.logits(
+            session.decoder.forward(rows, positions, session.attention, session.pool).hidden
+        )
 
     eager = step()
     torch.cuda.synchronize()
@@ -212,7 +232,11 @@ def test_a_planned_step_never_waits_for_the_device_and_can_be_a_graph(name: str,
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.xdist_group(f"wide models {at % 2}")) for at, name in enumerate(PUBLISHED)]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.xdist_group(f"wide models {at % 2}"))
+        for at, name in enumerate(PUBLISHED)
+    ],
 )
 def test_published_widths_load_and_decode_in_bf16(name: str, folder: Path) -> None:
     path = write_checkpoint(folder / "model", PUBLISHED[name], "cuda")
@@ -229,7 +253,9 @@ def test_published_widths_load_and_decode_in_bf16(name: str, folder: Path) -> No
     )
     assert held >= decoder.weight_bytes
     assert peak < 1.3 * held + 2**30
-    tokens = torch.randint(decoder.config.vocab_size, (2, 330), generator=torch.Generator("cuda").manual_seed(4), device="cuda")
+    tokens = torch.randint(
+        decoder.config.vocab_size, (2, 330), generator=torch.Generator("cuda").manual_seed(4), device="cuda"
+    )
     got = chunks_steps_and_a_tree(Session(decoder, 352), tokens, 300)
     whole = Session(decoder, 352).run(0, tokens)
     assert bool(got.isfinite().all())
@@ -244,7 +270,9 @@ def test_published_widths_load_and_decode_in_bf16(name: str, folder: Path) -> No
     torch.cuda.synchronize()
     step_ms = (time.perf_counter() - began) * 1e3 / 20
     pool = session.pool.bytes_per_token
-    print(f"  steps and tree against one pass: mean cosine {similarity.mean():.5f}; {step_ms:.2f} ms a step; {pool} bytes of KV per token")
+    print(
+        f"  steps and tree against one pass: mean cosine {similarity.mean():.5f}; {step_ms:.2f} ms a step; {pool} bytes of KV per token"
+    )
     assert similarity.mean() >= AGREEMENT.get(name, 0.95)
 
 
@@ -253,6 +281,10 @@ def test_published_widths_load_and_decode_in_bf16(name: str, folder: Path) -> No
 def test_attention_with_sinks_windows_and_heads_as_wide_as_a_latent(tree: bool, dtype: torch.dtype) -> None:
     sequences = [Case(700, 12), Case(2, 4), Case(0, 9)]
     shape = {"heads": 64, "kv_heads": 8, "dim": 64, "page_size": 16, "guards": Guards(64)}
-    check_tree_attention("cuda", dtype, sequences, tree=tree, window=128, give_positions=False, sinks=True, **shape)
+    check_tree_attention(
+        "cuda", dtype, sequences, tree=tree, window=128, give_positions=False, sinks=True, **shape
+    )
     check_tree_attention("cuda", dtype, sequences, tree=tree, sinks=True, **shape)
-    check_tree_attention("cuda", dtype, sequences, tree=tree, heads=128, kv_heads=1, dim=576, page_size=16, guards=Guards(64))
+    check_tree_attention(
+        "cuda", dtype, sequences, tree=tree, heads=128, kv_heads=1, dim=576, page_size=16, guards=Guards(64)
+    )

@@ -43,21 +43,33 @@ def masks(tree: bool) -> torch.Tensor | None:
 
 
 def test_without_the_library_it_says_what_to_install() -> None:
-    with mock.patch.dict("sys.modules", {"flashinfer": None}), pytest.raises(ConfigurationError, match=r"outrider\[flashinfer\]"):
+    with (
+        mock.patch.dict("sys.modules", {"flashinfer": None}),
+        pytest.raises(ConfigurationError, match=r"outrider\[flashinfer\]"),
+    ):
         FlashInferAttention("cuda")
 
 
 @pytest.mark.flashinfer
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("tree", "window", "softcap"), [(False, 0, 0.0), (True, 0, 0.0), (False, 90, 0.0), (True, 0, 20.0)])
+@pytest.mark.parametrize(
+    ("tree", "window", "softcap"), [(False, 0, 0.0), (True, 0, 0.0), (False, 90, 0.0), (True, 0, 20.0)]
+)
 def test_attention_equals_our_own(dtype: torch.dtype, tree: bool, window: int, softcap: float) -> None:
     pool = KVPool(80, PAGE, 2, KV_HEADS, DIM, dtype, "cuda")
     generator = torch.Generator("cuda").manual_seed(0)
     for plane in pool.planes():
         plane.normal_(generator=generator)
-    leases = [lease for lease in (pool.lease(start + count) for start, count in zip(STARTS, COUNTS, strict=True)) if lease is not None]
+    leases = [
+        lease
+        for lease in (pool.lease(start + count) for start, count in zip(STARTS, COUNTS, strict=True))
+        if lease is not None
+    ]
     batch = build_batch(pool, leases, STARTS, COUNTS, ancestors=masks(tree))
-    q, k, v = (torch.randn(sum(COUNTS), heads, DIM, device="cuda", generator=generator).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    q, k, v = (
+        torch.randn(sum(COUNTS), heads, DIM, device="cuda", generator=generator).to(dtype)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
     ours, theirs = KernelAttention(), FlashInferAttention("cuda")
     for _ in range(2):  # planned anew
         ours.plan(batch)
@@ -82,14 +94,18 @@ def test_the_engine_writes_what_it_writes_by_our_own(shape: tuple[int, int, int]
     harness.run()
     for index, prompt in enumerate(prompts):
         plain = generate_plain(decoder, NoDrafter(), prompt, 60)
-        for line in differences(judge, prompt, plain, harness.sink.tokens[str(index)], f"flashinfer, {shape}, prompt {index}"):
+        for line in differences(
+            judge, prompt, plain, harness.sink.tokens[str(index)], f"flashinfer, {shape}, prompt {index}"
+        ):
             print(line)
     drafter.shutdown()
 
 
 @pytest.mark.flashinfer
 def test_it_serves_the_embedded_pair() -> None:
-    with supervised("--attention-backend", "flashinfer", "--dtype", "bfloat16", "--kv-tokens", "65536", device="cuda") as stack:
+    with supervised(
+        "--attention-backend", "flashinfer", "--dtype", "bfloat16", "--kv-tokens", "65536", device="cuda"
+    ) as stack:
         texts = []
         for mode in (common_pb2.SPECULATION_MODE_ON, common_pb2.SPECULATION_MODE_OFF):
             result = stack.client.chat(PROMPTS[0], mode=mode, max_tokens=64)

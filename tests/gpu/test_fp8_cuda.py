@@ -24,7 +24,14 @@ PROMPT = [3, 14, 15, 9, 26, 5]
 
 @pytest.fixture(scope="module")
 def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_toy_target(tmp_path_factory.mktemp("target"), hidden_size=256, intermediate_size=512, head_dim=64, seed=5, planted=2.5)
+    return make_toy_target(
+        tmp_path_factory.mktemp("target"),
+        hidden_size=256,
+        intermediate_size=512,
+        head_dim=64,
+        seed=5,
+        planted=2.5,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

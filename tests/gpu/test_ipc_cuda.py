@@ -65,7 +65,13 @@ while (received := frames.receive(120.0)) is not None:
 
 
 def expected(count: int, number: int) -> torch.Tensor:
-    return torch.arange(count * COLUMNS, dtype=torch.float32).view(count, COLUMNS).add_(number).remainder_(251).to(torch.bfloat16)
+    return (
+        torch.arange(count * COLUMNS, dtype=torch.float32)
+        .view(count, COLUMNS)
+        .add_(number)
+        .remainder_(251)
+        .to(torch.bfloat16)
+    )
 
 
 @dataclass
@@ -98,7 +104,9 @@ def writer(request: pytest.FixtureRequest) -> Iterator[Writer]:
             received = frames.receive(TIMEOUT_S)
             assert received is not None, "the writer made no offer"
             device = torch.device("cuda", ours)
-            answer, mapped = acknowledge(draft_pb2.MailboxOffer.FromString(received[1]), frames.take_files(2), device)
+            answer, mapped = acknowledge(
+                draft_pb2.MailboxOffer.FromString(received[1]), frames.take_files(2), device
+            )
             assert answer.accepted, answer.reason
             assert mapped is not None
             yield Writer(process, frames, mapped, device)
@@ -142,7 +150,9 @@ def test_too_many_rows_for_a_slot_travel_inline(writer: Writer) -> None:
     assert torch.equal(writer.mapped.session.read(data, "rows", COLUMNS).cpu(), expected(600, 0))
 
 
-@pytest.mark.parametrize("change", [{"slot": 4}, {"slot": 1 << 31}, {"generation": 2}, {"generation": 0}, {"num_bytes": 1 << 40}])
+@pytest.mark.parametrize(
+    "change", [{"slot": 4}, {"slot": 1 << 31}, {"generation": 2}, {"generation": 0}, {"num_bytes": 1 << 40}]
+)
 def test_a_message_that_names_something_else_is_refused(writer: Writer, change: dict[str, int]) -> None:
     true = writer.ask(2)
     data = common_pb2.TensorData()
@@ -209,5 +219,7 @@ def test_the_round_trip_is_short(writer: Writer) -> None:
         torch.cuda.synchronize(writer.device)
         times.append(time.perf_counter() - started)
     times.sort()
-    print(f"round trip with a matrix product of 4 x 4096: p50 {times[50] * 1e6:.0f} us, p90 {times[90] * 1e6:.0f} us")
+    print(
+        f"round trip with a matrix product of 4 x 4096: p50 {times[50] * 1e6:.0f} us, p90 {times[90] * 1e6:.0f} us"
+    )
     assert times[50] < 0.05

@@ -143,7 +143,9 @@ def test_rounds_that_are_enqueued_ahead_arrive_in_order(draft: Draft) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_peer_that_is_gone_or_stopped_is_waited_for_no_longer_than_the_limit(draft: Draft, number: signal.Signals) -> None:
+def test_a_peer_that_is_gone_or_stopped_is_waited_for_no_longer_than_the_limit(
+    draft: Draft, number: signal.Signals
+) -> None:
     draft.tell(1)
     assert bool(draft.round(1)[1])
     os.kill(draft.process.pid, number)
@@ -194,11 +196,15 @@ def test_the_round_trip_is_short(draft: Draft) -> None:
         torch.cuda.synchronize(draft.device)
         times.append(time.perf_counter() - started)
     times.sort()
-    print(f"round trip with a matrix product of 2048^3: p50 {times[30] * 1e6:.0f} us, p90 {times[54] * 1e6:.0f} us")
+    print(
+        f"round trip with a matrix product of 2048^3: p50 {times[30] * 1e6:.0f} us, p90 {times[54] * 1e6:.0f} us"
+    )
     assert times[30] < 0.05
 
 
-@pytest.mark.parametrize(("bs", "columns", "depth"), [(1, 32, 5), (64, 32, 5), (9, 6, 5), (8, 33, 4), (5, 70, 16), (4, 1, 3)])
+@pytest.mark.parametrize(
+    ("bs", "columns", "depth"), [(1, 32, 5), (64, 32, 5), (9, 6, 5), (8, 33, 4), (5, 70, 16), (4, 1, 3)]
+)
 @pytest.mark.parametrize("number", [7, 6])
 def test_tree_check(bs: int, columns: int, depth: int, number: int) -> None:
     check_tree_check("cuda", bs, columns, depth, Guards(67), number=number)

@@ -24,7 +24,9 @@ PADS = [64, 67]  # buffers aligned as usual, and at odd addresses
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
-@pytest.mark.parametrize(("rows", "kv_heads", "dim", "page_size"), [(1, 8, 128, 16), (300, 3, 5, 1), (77, 2, 80, 3)])
+@pytest.mark.parametrize(
+    ("rows", "kv_heads", "dim", "page_size"), [(1, 8, 128, 16), (300, 3, 5, 1), (77, 2, 80, 3)]
+)
 def test_kv_store(dtype: torch.dtype, rows: int, kv_heads: int, dim: int, page_size: int) -> None:
     check_kv_store("cuda", dtype, rows, kv_heads, dim, page_size, pages=400, guards=Guards(64))
 
@@ -46,10 +48,21 @@ def test_kv_compact(page_size: int, bs: int, columns: int) -> None:
         (F32, 16, 128, 32, 8), (F32, 3, 80, 6, 2), (F16, 16, 128, 32, 8),
     ],
 )  # fmt: skip
-def test_tree_attention(tree: bool, dtype: torch.dtype, page_size: int, dim: int, heads: int, kv_heads: int) -> None:
+def test_tree_attention(
+    tree: bool, dtype: torch.dtype, page_size: int, dim: int, heads: int, kv_heads: int
+) -> None:
     sequences = [Sequence(0, 5), Sequence(700, 64), Sequence(37, 1), Sequence(129, 33), Sequence(3, 2)]
     check_tree_attention(
-        "cuda", dtype, sequences, heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, tree=tree, guards=Guards(64), spare_rows=2
+        "cuda",
+        dtype,
+        sequences,
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        page_size=page_size,
+        tree=tree,
+        guards=Guards(64),
+        spare_rows=2,
     )
 
 
@@ -58,8 +71,12 @@ def test_tree_attention(tree: bool, dtype: torch.dtype, page_size: int, dim: int
 def test_attention_of_batches_with_few_rows(tree: bool, dim: int, rows: int) -> None:
     """Every way that a batch is cut: split over many programs, few that merge themselves, or none."""
     for bs in (1, 2, 4, 16, 40):
-        sequences = [Sequence((97 * index) % 700, 1 + index % rows) for index in range(bs - 1)] + [Sequence(700, rows)]
-        check_tree_attention("cuda", BF16, sequences, heads=32, kv_heads=8, dim=dim, page_size=16, tree=tree, guards=Guards(64))
+        sequences = [Sequence((97 * index) % 700, 1 + index % rows) for index in range(bs - 1)] + [
+            Sequence(700, rows)
+        ]
+        check_tree_attention(
+            "cuda", BF16, sequences, heads=32, kv_heads=8, dim=dim, page_size=16, tree=tree, guards=Guards(64)
+        )
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -69,9 +86,15 @@ def test_attention_over_many_mask_columns_prefill_and_window(dtype: torch.dtype)
     check_tree_attention("cuda", dtype, [Sequence(0, 513), Sequence(100, 200)], tree=False, **shape)
     check_tree_attention("cuda", dtype, [Sequence(9, 20, 70)] * 2, tree=True, mask_words=1, **shape)
     for tree in (True, False):
-        check_tree_attention("cuda", dtype, [Sequence(300, 12), Sequence(2, 4)], tree=tree, window=90, **shape)
-        check_tree_attention("cuda", dtype, [Sequence(300, 12), Sequence(2, 4)], tree=tree, softcap=5.0, **shape)
-        check_tree_attention("cuda", dtype, [Sequence(300, 70), Sequence(2, 40)], tree=tree, window=4, chain=True, **shape)
+        check_tree_attention(
+            "cuda", dtype, [Sequence(300, 12), Sequence(2, 4)], tree=tree, window=90, **shape
+        )
+        check_tree_attention(
+            "cuda", dtype, [Sequence(300, 12), Sequence(2, 4)], tree=tree, softcap=5.0, **shape
+        )
+        check_tree_attention(
+            "cuda", dtype, [Sequence(300, 70), Sequence(2, 40)], tree=tree, window=4, chain=True, **shape
+        )
 
 
 @pytest.mark.parametrize(("rows", "vocab", "subset"), [(1, 1, 1), (64, 128256, 32000), (5, 66, 66)])
@@ -81,7 +104,11 @@ def test_gumbel_noise(rows: int, vocab: int, subset: int) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "temperatures"),
-    [(BF16, [0.0] * 33), (BF16, [1.0]), *((dtype, [0.0, 1.0, 0.7, 0.0, 2.0] * 7) for dtype in (F32, BF16, F16))],
+    [
+        (BF16, [0.0] * 33),
+        (BF16, [1.0]),
+        *((dtype, [0.0, 1.0, 0.7, 0.0, 2.0] * 7) for dtype in (F32, BF16, F16)),
+    ],
     ids=["bf16-greedy", "bf16-sampled", "fp32-mixed", "bf16-mixed", "fp16-mixed"],
 )
 def test_choose_tokens(dtype: torch.dtype, temperatures: list[float]) -> None:
@@ -103,10 +130,19 @@ def test_poisoned_rows(temperature: float, filters: bool) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "rows", "vocab", "topk"),
-    [(BF16, 8, 32000, 8), (BF16, 4, 128256, 4), (BF16, 5, 130, 16), (BF16, 1, 9, 9), (F32, 4, 32000, 8), (F16, 5, 130, 16)],
+    [
+        (BF16, 8, 32000, 8),
+        (BF16, 4, 128256, 4),
+        (BF16, 5, 130, 16),
+        (BF16, 1, 9, 9),
+        (F32, 4, 32000, 8),
+        (F16, 5, 130, 16),
+    ],
 )
 @pytest.mark.parametrize(("coupled", "mapped"), [(False, False), (True, True)])
-def test_topk_expand(dtype: torch.dtype, rows: int, vocab: int, topk: int, coupled: bool, mapped: bool) -> None:
+def test_topk_expand(
+    dtype: torch.dtype, rows: int, vocab: int, topk: int, coupled: bool, mapped: bool
+) -> None:
     check_topk_expand("cuda", dtype, rows, vocab, topk, coupled=coupled, mapped=mapped, guards=Guards(64))
 
 
@@ -118,7 +154,15 @@ def test_select_beam(bs: int, candidates: int, topk: int) -> None:
 @pytest.mark.parametrize("pad", PADS)
 @pytest.mark.parametrize(
     ("bs", "depth", "topk", "columns"),
-    [(1, 5, 8, 32), (5, 4, 3, 12), (3, 6, 8, 128), (2, 5, 5, 70), (2, 2, 2, 40), (1, 6, 1, 7), (2, 15, 16, 128)],
+    [
+        (1, 5, 8, 32),
+        (5, 4, 3, 12),
+        (3, 6, 8, 128),
+        (2, 5, 5, 70),
+        (2, 2, 2, 40),
+        (1, 6, 1, 7),
+        (2, 15, 16, 128),
+    ],
 )
 def test_tree_build(pad: int, bs: int, depth: int, topk: int, columns: int) -> None:
     check_tree_build("cuda", bs, depth, topk, columns, Guards(pad))

@@ -39,7 +39,9 @@ def test_rounds_stay_as_short_as_they_are(shape: tuple[int, int, int] | None) ->
     with profile(activities=[ProfilerActivity.CUDA]) as recording:
         answer("counted")
     events = recording.profiler.kineto_results.events()
-    launches = sorted((event.start_ns(), event.name()) for event in events if event.device_type().name == "CUDA")
+    launches = sorted(
+        (event.start_ns(), event.name()) for event in events if event.device_type().name == "CUDA"
+    )
     starts = [index for index, (_, name) in enumerate(launches) if name.startswith(FIRST_OF_A_ROUND)]
     assert len(starts) > 8, "rounds stay on the device"
     rounds = [later - earlier for earlier, later in itertools.pairwise(starts[2:-1])]

@@ -96,8 +96,12 @@ def test_products(dtype: torch.dtype, rows: int, tile: Tile | None, fp8: bool) -
         check_project("cuda", dtype, rows, out, columns, tile, Guards(64), fp8=fp8)
         check_project_add("cuda", dtype, rows, out, columns, tile, Guards(64), bias=True, fp8=fp8)
         if tile is not SPLIT:
-            check_project_gated("cuda", dtype, rows, out, columns, tile, Guards(64), bias=True, gelu=out == 200, fp8=fp8)
-        check_project_rotated("cuda", dtype, rows, 8, 2, 128, columns, tile, Guards(64), bias=columns == 328, fp8=fp8)
+            check_project_gated(
+                "cuda", dtype, rows, out, columns, tile, Guards(64), bias=True, gelu=out == 200, fp8=fp8
+            )
+        check_project_rotated(
+            "cuda", dtype, rows, 8, 2, 128, columns, tile, Guards(64), bias=columns == 328, fp8=fp8
+        )
     check_project("cuda", dtype, rows, 77, 101, tile, Guards(67), fp8=fp8)
     check_project_rotated("cuda", dtype, rows, 3, 1, 24, 101, tile, Guards(67), normed=False, fp8=fp8)
 
@@ -135,10 +139,23 @@ def test_products_of_many_rows(dtype: torch.dtype, rows: int, tile: Tile) -> Non
 )
 def test_gated_products_of_many_rows(rows: int, tile: Tile) -> None:
     for columns, out in ((1024, 640), (328, 200)):
-        check_project_gated("cuda", BF16, rows, out, columns, tile, Guards(64), bias=out == 200, gelu=out == 200, normed=out == 640)
+        check_project_gated(
+            "cuda",
+            BF16,
+            rows,
+            out,
+            columns,
+            tile,
+            Guards(64),
+            bias=out == 200,
+            gelu=out == 200,
+            normed=out == 640,
+        )
 
 
-@pytest.mark.parametrize(("dtype", "rows"), [(BF16, 1), (BF16, 7), (BF16, 64), (BF16, 130), (F32, 64), (F16, 7)])
+@pytest.mark.parametrize(
+    ("dtype", "rows"), [(BF16, 1), (BF16, 7), (BF16, 64), (BF16, 130), (F32, 64), (F16, 7)]
+)
 def test_what_lies_between_products(dtype: torch.dtype, rows: int) -> None:
     for splits in (1, 4):
         check_add_sums("cuda", dtype, rows, 4096, splits, Guards(64), bias=True)
@@ -152,7 +169,9 @@ def test_what_lies_between_products(dtype: torch.dtype, rows: int) -> None:
 
 
 def _decoder(family: str, dtype: torch.dtype) -> Decoder:
-    return random_decoder(ModelConfig.parse({**SHAPE, "model_type": family, "architectures": [FAMILIES[family]]}), "cuda", dtype)
+    return random_decoder(
+        ModelConfig.parse({**SHAPE, "model_type": family, "architectures": [FAMILIES[family]]}), "cuda", dtype
+    )
 
 
 class Step:
@@ -187,7 +206,11 @@ def _error(got: torch.Tensor, want: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     ("family", "dtype", "count", "tree"),
     [
-        *((family, BF16, *step) for family in FAMILIES for step in ((1, False), (6, True), (33, True), (64, True), (100, False))),
+        *(
+            (family, BF16, *step)
+            for family in FAMILIES
+            for step in ((1, False), (6, True), (33, True), (64, True), (100, False))
+        ),
         *((family, F32, 6, True) for family in FAMILIES),
         *((family, F16, count, True) for family in FAMILIES for count in (1, 6, 64, 100)),
         ("llama", F32, 100, False),

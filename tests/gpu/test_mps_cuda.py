@@ -27,12 +27,21 @@ PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 
 def pipes_of(pid: int) -> str:
     """Return where a process looks for the service."""
-    variables = dict(line.split("=", 1) for line in Path(f"/proc/{pid}/environ").read_text().split("\0") if line)
+    variables = dict(
+        line.split("=", 1) for line in Path(f"/proc/{pid}/environ").read_text().split("\0") if line
+    )
     return variables[PIPES]
 
 
 def tell(pipes: str, command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([PROGRAM], input=command + "\n", env=os.environ | {PIPES: pipes}, capture_output=True, text=True, timeout=20)
+    return subprocess.run(
+        [PROGRAM],
+        input=command + "\n",
+        env=os.environ | {PIPES: pipes},
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
 
 
 def answers(stack: Stack, mode: int) -> list[list[int]]:
@@ -49,7 +58,9 @@ def test_both_processes_are_clients_of_a_service_that_ends_with_them() -> None:
         assert len(pipes) == 1
         (pipe,) = pipes
         servers = tell(pipe, "get_server_list").stdout.split()
-        clients = {int(pid) for server in servers for pid in tell(pipe, f"get_client_list {server}").stdout.split()}
+        clients = {
+            int(pid) for server in servers for pid in tell(pipe, f"get_client_list {server}").stdout.split()
+        }
         print(f"servers {servers}, clients {sorted(clients)}, target and draft {sorted(pids)}")
         assert pids <= clients
         assert answers(stack, ON) == answers(stack, OFF)

@@ -18,7 +18,9 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return Decoder.load(make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=64, seed=3), CUDA, torch.float32)
+    return Decoder.load(
+        make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=64, seed=3), CUDA, torch.float32
+    )
 
 
 @pytest.mark.parametrize("mode", [SpeculationMode.ON, SpeculationMode.OFF])
@@ -26,11 +28,16 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 def test_equals_the_eager_pass(decoder: Decoder, sampling: SamplingParams, mode: SpeculationMode) -> None:
     graphs = GraphCache(CUDA)
     for length, cuts in CASES:
-        plain, padded = make_runner(decoder, GraphCache(CUDA, enabled=False), ()), make_runner(decoder, graphs, SIZES)
+        plain, padded = (
+            make_runner(decoder, GraphCache(CUDA, enabled=False), ()),
+            make_runner(decoder, graphs, SIZES),
+        )
         for size in SIZES:
             padded.capture_prefill(size)
         torch.cuda.synchronize()
-        assert all(bool((plane == UNTOUCHED).all()) for plane in padded.pool.planes()), "a recording wrote into the pool"
+        assert all(bool((plane == UNTOUCHED).all()) for plane in padded.pool.planes()), (
+            "a recording wrote into the pool"
+        )
         assert len(graphs.keys) == len(SIZES)
         check_same(plain, padded, length, cuts, sampling, mode)
         graphs.clear()

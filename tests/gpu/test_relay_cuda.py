@@ -88,7 +88,9 @@ def test_a_wait_ends_without_what_it_is_for(half: Half, how: str) -> None:
     half.relay.settle(2, OUT_BYTES)
     torch.cuda.synchronize()
     assert time.monotonic() - began < 0.1 + LATENESS_S
-    assert half.came[:4].view(torch.int32).item() != half.expected.item() == 2, "what lies there is of no round"
+    assert half.came[:4].view(torch.int32).item() != half.expected.item() == 2, (
+        "what lies there is of no round"
+    )
     assert half.relay.broken == (how != "release")
     assert half.relay.mend()
     if how != "close":

@@ -23,7 +23,9 @@ def test_place_rows(bs: int, nodes: int, page_size: int) -> None:
 
 
 @pytest.mark.parametrize("with_state", [True, False])
-@pytest.mark.parametrize(("bs", "nodes", "columns"), [(1, 1, 1), (64, 6, 6), (16, 128, 17), (7, 2, 6), (4, 1, 6)])
+@pytest.mark.parametrize(
+    ("bs", "nodes", "columns"), [(1, 1, 1), (64, 6, 6), (16, 128, 17), (7, 2, 6), (4, 1, 6)]
+)
 def test_accept_round(bs: int, nodes: int, columns: int, with_state: bool) -> None:
     check_accept_round("cuda", bs, nodes, columns, 16, with_state, Guards())
 

@@ -41,7 +41,9 @@ def test_speculation_changes_no_token_in_fp32(stack: Stack, temperature: float) 
 
 def test_alone_and_batched_agree_in_fp32(stack: Stack) -> None:
     batched = run(stack, ON, 0.0)
-    alone = [stack.client.chat(prompt, mode=ON, max_tokens=96, seed=seed) for seed, prompt in enumerate(PROMPTS)]
+    alone = [
+        stack.client.chat(prompt, mode=ON, max_tokens=96, seed=seed) for seed, prompt in enumerate(PROMPTS)
+    ]
     assert [result.token_ids for result in batched] == [result.token_ids for result in alone]
 
 

@@ -30,7 +30,10 @@ def tokens(stack: Stack, mode: int, temperature: float, together: int) -> list[l
     """Return the answers to all prompts, `together` of them at a time."""
     with ThreadPoolExecutor(together) as pool:
         chat = partial(stack.client.chat, mode=mode, temperature=temperature, max_tokens=96)
-        return [result.token_ids for result in pool.map(lambda item: chat(item[1], seed=item[0]), enumerate(PROMPTS))]
+        return [
+            result.token_ids
+            for result in pool.map(lambda item: chat(item[1], seed=item[0]), enumerate(PROMPTS))
+        ]
 
 
 def test_deterministic_text_is_equal_in_bf16() -> None:

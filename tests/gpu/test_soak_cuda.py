@@ -37,7 +37,11 @@ NODES = (1, 2, 4, 8, 16)
 MOST_GRAPHS = len(SamplingMode) * len(SIZES) * (len(NODES) + 2 + len(OFFERED))
 """Passes of host-driven rounds, plain rounds (with and without feature rows), and those of each shape."""
 MOST_BYTES_PER_GRAPH = 8 << 20
-SAMPLINGS = [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=3), SamplingParams(temperature=0.8, top_p=0.9, seed=4)]
+SAMPLINGS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, seed=3),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=4),
+]
 
 
 class Crowd:
@@ -61,7 +65,9 @@ class Crowd:
             self._resume(handle)
         if harness.engine.num_live < MOST_LIVE and rng.random() < 0.1:
             prompt = [rng.randrange(self.vocab_size) for _ in range(rng.choice([3, 30, 200]))]
-            mode = rng.choice([SpeculationMode.ON, SpeculationMode.ON, SpeculationMode.AUTO, SpeculationMode.OFF])
+            mode = rng.choice(
+                [SpeculationMode.ON, SpeculationMode.ON, SpeculationMode.AUTO, SpeculationMode.OFF]
+            )
             stop = [rng.randrange(self.vocab_size)]
             sampling = rng.choice(SAMPLINGS)
             name = str(self.submitted)
@@ -140,9 +146,13 @@ def test_ten_thousand_rounds() -> None:
     graphs_warm, bytes_warm = len(harness.runner.graphs.keys), torch.cuda.memory_reserved()
     end = rounds_until(ROUNDS)
     graphs_end, bytes_end = len(harness.runner.graphs.keys), torch.cuda.memory_reserved()
-    print(f"{crowd.submitted} requests, {harness.engine.stats().rounds} rounds, {harness.scheduler.num_retractions} retractions")
+    print(
+        f"{crowd.submitted} requests, {harness.engine.stats().rounds} rounds, {harness.scheduler.num_retractions} retractions"
+    )
     print(f"allocated {warm / 2**20:.1f} -> {end / 2**20:.1f} MiB")
-    print(f"graphs {graphs_start} -> {graphs_warm} -> {graphs_end}, reserved {bytes_warm / 2**20:.0f} -> {bytes_end / 2**20:.0f} MiB")
+    print(
+        f"graphs {graphs_start} -> {graphs_warm} -> {graphs_end}, reserved {bytes_warm / 2**20:.0f} -> {bytes_end / 2**20:.0f} MiB"
+    )
     assert not harness.sink.failed
     assert len(harness.sink.finished) == crowd.submitted
     new_graphs = graphs_end - graphs_warm

@@ -36,7 +36,9 @@ def eager(decoder: Decoder, drafter: Drafter) -> Harness:
 
 
 def recorded(decoder: Decoder, drafter: Drafter) -> Harness:
-    return make_harness(decoder, drafter, max_running=COUNT, graphs=GraphCache(decoder.device), buckets=Buckets.make(16, 64))
+    return make_harness(
+        decoder, drafter, max_running=COUNT, graphs=GraphCache(decoder.device), buckets=Buckets.make(16, 64)
+    )
 
 
 def overlapped(decoder: Decoder, drafter: Drafter) -> Harness:
@@ -44,7 +46,11 @@ def overlapped(decoder: Decoder, drafter: Drafter) -> Harness:
     return make_harness(decoder, drafter, max_running=COUNT, graphs=GraphCache(decoder.device), overlap=plan)
 
 
-WAYS: dict[str, Callable[[Decoder, Drafter], Harness]] = {"eager": eager, "graphs": recorded, "graphs, overlap": overlapped}
+WAYS: dict[str, Callable[[Decoder, Drafter], Harness]] = {
+    "eager": eager,
+    "graphs": recorded,
+    "graphs, overlap": overlapped,
+}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +77,9 @@ def prompts() -> list[list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     lines = HELDOUT.read_text(encoding="utf-8").splitlines()[:COUNT]
     chats = [[{"role": "user", "content": json.loads(line)["prompt"]}] for line in lines]
-    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+    return [
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +124,9 @@ def test_text_differs_at_near_ties_only(
     assert different <= len(prompts), "half of the texts or more differ: that is no rounding"
 
 
-def test_a_difference_that_is_no_near_tie_is_noticed(judge: Decoder, prompts: list[list[int]], plain: list[list[int]]) -> None:
+def test_a_difference_that_is_no_near_tie_is_noticed(
+    judge: Decoder, prompts: list[list[int]], plain: list[list[int]]
+) -> None:
     wrong = list(plain[0])
     wrong[3] = (wrong[3] + 1) % judge.config.vocab_size
     with pytest.raises(AssertionError, match=r"not nearly tied"):

@@ -45,7 +45,9 @@ PLENTY_S = 600.0
 def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Keep tiles in a folder of the test's own; kernels stay where they are."""
     compiled = knobs.cache.dir
-    monkeypatch.setattr("outrider.shared.nn.fused.trial.tiles_file", lambda name: tmp_path / tiles_file(name).name)
+    monkeypatch.setattr(
+        "outrider.shared.nn.fused.trial.tiles_file", lambda name: tmp_path / tiles_file(name).name
+    )
     forget_trials()
     yield
     forget_trials()
@@ -53,11 +55,15 @@ def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _decoder(family: str, dtype: torch.dtype = BF16) -> Decoder:
-    return random_decoder(ModelConfig.parse({**SIZES, "model_type": family, "architectures": [FAMILIES[family]]}), DEVICE, dtype)
+    return random_decoder(
+        ModelConfig.parse({**SIZES, "model_type": family, "architectures": [FAMILIES[family]]}), DEVICE, dtype
+    )
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("llama", BF16), ("qwen3", BF16), ("llama", torch.float16)])
-def test_every_product_is_measured_and_its_tile_computes_it(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_every_product_is_measured_and_its_tile_computes_it(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     decoder = _decoder(family, dtype)
     assert decoder.fused is not None
     uses = decoder.fused.uses()
@@ -71,12 +77,19 @@ def test_every_product_is_measured_and_its_tile_computes_it(family: str, dtype: 
             if entry.product != use.of(entry.product.rows):
                 continue
             rows = entry.product.rows
-            assert choose_tile(use.epilogue, torch.empty(rows, weight.shape[1], dtype=dtype, device=DEVICE), weight) == entry.tile
+            assert (
+                choose_tile(
+                    use.epilogue, torch.empty(rows, weight.shape[1], dtype=dtype, device=DEVICE), weight
+                )
+                == entry.tile
+            )
 
 
 def test_small_matrices_are_not_worth_a_trial() -> None:
     decoder = random_decoder(
-        ModelConfig.parse({**SIZES, **SMALL, "model_type": "llama", "architectures": [FAMILIES["llama"]]}), DEVICE, BF16
+        ModelConfig.parse({**SIZES, **SMALL, "model_type": "llama", "architectures": [FAMILIES["llama"]]}),
+        DEVICE,
+        BF16,
     )
     assert decoder.fused is not None
     assert try_products(decoder.fused.uses(), DEVICE, PLENTY_S) == []
@@ -88,17 +101,23 @@ def test_a_later_start_tries_nothing_and_chooses_alike(monkeypatch: pytest.Monke
     first = try_products(decoder.fused.uses(), DEVICE, PLENTY_S)
     forget_trials()
     monkeypatch.setattr("outrider.shared.nn.fused.trial._run", _must_not_run)
-    assert {entry.product: entry for entry in try_products(decoder.fused.uses(), DEVICE)} == {entry.product: entry for entry in first}
+    assert {entry.product: entry for entry in try_products(decoder.fused.uses(), DEVICE)} == {
+        entry.product: entry for entry in first
+    }
 
 
 def test_what_there_was_no_time_for_is_tried_at_the_next_start() -> None:
     decoder = _decoder("llama")
     assert decoder.fused is not None
     assert try_products(decoder.fused.uses(), DEVICE, 0.0) == []
-    assert len(try_products(decoder.fused.uses(), DEVICE, PLENTY_S)) == len(decoder.fused.uses()) * len(ROW_COUNTS)
+    assert len(try_products(decoder.fused.uses(), DEVICE, PLENTY_S)) == len(decoder.fused.uses()) * len(
+        ROW_COUNTS
+    )
 
 
-@pytest.mark.parametrize("values", [{}, {"quantization": "fp8"}, {"disable_tile_trial": True}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize(
+    "values", [{}, {"quantization": "fp8"}, {"disable_tile_trial": True}, {"deterministic": True}], ids=str
+)
 def test_a_start_tries_tiles_unless_it_is_told_not_to(values: dict[str, object], tmp_path: Path) -> None:
     prepare_decoder(TargetSettings.load({"model": tmp_path, "device": "cuda", **values}), _decoder("llama"))
     tries = not values.keys() & {"disable_tile_trial", "deterministic"}

@@ -100,24 +100,32 @@ class Session:
         self.lease = self.pool.lease(PROMPT + 2 * NODES)
         assert self.lease is not None
         numbers = torch.Generator().manual_seed(3)
-        self.tokens = torch.randint(0, decoder.config.vocab_size, (PROMPT + NODES,), generator=numbers).to(self.device)
+        self.tokens = torch.randint(0, decoder.config.vocab_size, (PROMPT + NODES,), generator=numbers).to(
+            self.device
+        )
 
     def batch(self, start: int, rows: int) -> AttentionBatch:
         assert self.lease is not None
         return build_batch(self.pool, [self.lease], [start], [rows])
 
-    def run(self, start: int, rows: int, batch: AttentionBatch, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(
+        self, start: int, rows: int, batch: AttentionBatch, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logits and greedy tokens of rows from index `start` on."""
         self.attention.plan(batch)
         positions = torch.arange(start, start + rows, device=self.device)
         output = self.decoder.forward(tokens, positions, self.attention, self.pool)
-        return self.decoder.logits(output.hidden).float(), self.decoder.choose(output.hidden, greedy(rows, self.device), positions + 1)
+        return self.decoder.logits(output.hidden).float(), self.decoder.choose(
+            output.hidden, greedy(rows, self.device), positions + 1
+        )
 
 
 def greedy(rows: int, device: torch.device) -> SamplingTensors:
     zeros = torch.zeros(rows, device=device)
     ints = zeros.int()
-    return SamplingTensors(zeros, ints, zeros + 1, zeros, zeros.long(), ints, all_greedy=True, any_filter=False)
+    return SamplingTensors(
+        zeros, ints, zeros + 1, zeros, zeros.long(), ints, all_greedy=True, any_filter=False
+    )
 
 
 def close(group: RankGroup) -> None:
@@ -152,7 +160,14 @@ def compare(folder: Path, size: int, dtype: str, reduce: str, quantization: str 
     torch.cuda.set_device(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     settings = TargetSettings.load(
-        {"model": folder, "device": "cuda", "dtype": dtype, "tp": size, "tp_all_reduce": reduce, "quantization": quantization}
+        {
+            "model": folder,
+            "device": "cuda",
+            "dtype": dtype,
+            "tp": size,
+            "tp_all_reduce": reduce,
+            "quantization": quantization,
+        }
     )
     group = start_group(settings)
     try:
@@ -174,12 +189,19 @@ def compare(folder: Path, size: int, dtype: str, reduce: str, quantization: str 
                 continue
             batch, tokens = spread.batch(start, rows), spread.tokens[start : start + rows].clone()
 
-            def record(start: int = start, rows: int = rows, batch: AttentionBatch = batch, tokens: torch.Tensor = tokens) -> Any:
+            def record(
+                start: int = start,
+                rows: int = rows,
+                batch: AttentionBatch = batch,
+                tokens: torch.Tensor = tokens,
+            ) -> Any:
                 return spread.run(start, rows, batch, tokens)
 
             for _ in range(REPLAYS):
                 logits, token_ids = graphs.run((start, rows), record)
-                differing += not (torch.allclose(logits, got, rtol=1e-2, atol=1e-2) and torch.equal(token_ids, chosen))
+                differing += not (
+                    torch.allclose(logits, got, rtol=1e-2, atol=1e-2) and torch.equal(token_ids, chosen)
+                )
             # Another prompt at the same addresses: the other ranks read what rank 0 has now.
             tokens.copy_(tokens.flip(0))
             logits, _ = graphs.run((start, rows), record)
@@ -195,10 +217,14 @@ def compare(folder: Path, size: int, dtype: str, reduce: str, quantization: str 
     ("bfloat16", 3e-2, "auto"), ("float32", 1e-4, "auto"), ("float32", 1e-4, "one-shot"), ("bfloat16", 3e-2, "group"),
 ])  # fmt: skip
 @pytest.mark.parametrize("size", SIZES)
-def test_numbers_are_those_of_one_gpu_eager_and_in_graphs(folder: Path, size: int, dtype: str, tolerance: float, reduce: str) -> None:
+def test_numbers_are_those_of_one_gpu_eager_and_in_graphs(
+    folder: Path, size: int, dtype: str, tolerance: float, reduce: str
+) -> None:
     found = in_a_process(compare, folder, size, dtype, reduce)
     assert found.summed_by == {"group": "GroupReduce", "one-shot": "OneShotReduce"}.get(reduce, "PeerReduce")
-    print(f"{size} GPUs, {dtype}, {reduce}: relative errors {found.errors}, greedy tokens below the best by {found.distances}")
+    print(
+        f"{size} GPUs, {dtype}, {reduce}: relative errors {found.errors}, greedy tokens below the best by {found.distances}"
+    )
     assert max(found.errors) < tolerance
     assert max(found.distances) <= (0 if dtype == "float32" else 0.1)
     assert found.differing == 0
@@ -206,11 +232,15 @@ def test_numbers_are_those_of_one_gpu_eager_and_in_graphs(folder: Path, size: in
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 1.0)])
 @pytest.mark.parametrize("family", ["gpt-oss", "deepseek-v3"])
-def test_experts_and_latents_are_those_of_one_gpu(family: str, dtype: str, tolerance: float, tmp_path: Path) -> None:
+def test_experts_and_latents_are_those_of_one_gpu(
+    family: str, dtype: str, tolerance: float, tmp_path: Path
+) -> None:
     """In bf16 a router's near-ties send rows to other experts (0.16 of the norm on a CPU); there graphs are held against eager steps."""
     path = write_checkpoint(tmp_path / "model", SMALL_MODEL | TINY[family], "cpu")
     found = in_a_process(compare, path, 2, dtype, "auto")
-    print(f"2 GPUs, {family}, {dtype}: relative errors {found.errors}, greedy tokens below the best by {found.distances}")
+    print(
+        f"2 GPUs, {family}, {dtype}: relative errors {found.errors}, greedy tokens below the best by {found.distances}"
+    )
     assert max(found.errors) < tolerance
     assert max(found.distances) <= (0 if dtype == "float32" else 0.1)
     assert found.differing == 0
@@ -235,19 +265,33 @@ def moved_rows(folder: Path, size: int, reduce: str) -> tuple[float, float]:
     """Return the change of logits by a compaction on one GPU, and the difference of the spread decoder's from it afterwards."""
     torch.cuda.set_device(0)
     torch.backends.cuda.matmul.allow_tf32 = False
-    settings = TargetSettings.load({"model": folder, "device": "cuda", "dtype": "float32", "tp": size, "tp_all_reduce": reduce})
+    settings = TargetSettings.load(
+        {"model": folder, "device": "cuda", "dtype": "float32", "tp": size, "tp_all_reduce": reduce}
+    )
     group = start_group(settings)
     try:
         found = []
-        for session in (Session(Decoder.load(folder, "cuda:0", torch.float32)), Session(prepare_decoder(settings, group.decoder))):
+        for session in (
+            Session(Decoder.load(folder, "cuda:0", torch.float32)),
+            Session(prepare_decoder(settings, group.decoder)),
+        ):
             session.run(0, PROMPT + 4, session.batch(0, PROMPT + 4), session.tokens[: PROMPT + 4])
             before, _ = session.run(PROMPT + 2, 1, session.batch(PROMPT + 2, 1), session.tokens[:1])
             batch = session.batch(PROMPT, 4)
-            path = torch.tensor([[0, 3, -1, -1]], dtype=torch.int32, device=session.device)  # node 3 goes to the place of node 1
-            session.pool.compact(batch.page_table, batch.prefix_lens, path, torch.ones(1, dtype=torch.int32, device=session.device))
+            path = torch.tensor(
+                [[0, 3, -1, -1]], dtype=torch.int32, device=session.device
+            )  # node 3 goes to the place of node 1
+            session.pool.compact(
+                batch.page_table,
+                batch.prefix_lens,
+                path,
+                torch.ones(1, dtype=torch.int32, device=session.device),
+            )
             after, _ = session.run(PROMPT + 2, 1, session.batch(PROMPT + 2, 1), session.tokens[:1])
             found.append((before, after))
-        return float((found[0][1] - found[0][0]).norm()), float((found[1][1] - found[0][1]).norm() / found[0][1].norm())
+        return float((found[0][1] - found[0][0]).norm()), float(
+            (found[1][1] - found[0][1]).norm() / found[0][1].norm()
+        )
     finally:
         close(group)
 
@@ -263,10 +307,16 @@ def test_accepted_rows_move_on_every_rank(folder: Path, size: int, reduce: str) 
 def test_the_embedded_pair_over_two_gpus_answers_as_over_one() -> None:
     answers = []
     for ranks in ("1", "2"):
-        with supervised("--dtype", "float32", "--tp", ranks, "--transport", "inproc", *SMALL, device="cuda") as stack:
+        with supervised(
+            "--dtype", "float32", "--tp", ranks, "--transport", "inproc", *SMALL, device="cuda"
+        ) as stack:
             for mode in (common_pb2.SPECULATION_MODE_OFF, common_pb2.SPECULATION_MODE_ON):
-                answers.append([stack.client.chat(prompt, mode=mode, max_tokens=64).token_ids for prompt in PROMPTS])
-            sampled = stack.client.chat(PROMPTS[0], temperature=0.8, seed=5, mode=common_pb2.SPECULATION_MODE_ON, max_tokens=64)
+                answers.append(
+                    [stack.client.chat(prompt, mode=mode, max_tokens=64).token_ids for prompt in PROMPTS]
+                )
+            sampled = stack.client.chat(
+                PROMPTS[0], temperature=0.8, seed=5, mode=common_pb2.SPECULATION_MODE_ON, max_tokens=64
+            )
             answers[-1].append(sampled.token_ids)
             stack.assert_no_page_held()
     assert answers[0] == answers[1][:-1] == answers[2]
@@ -274,7 +324,9 @@ def test_the_embedded_pair_over_two_gpus_answers_as_over_one() -> None:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, log: Path, *arguments: str) -> Iterator[tuple[Process, target_pb2_grpc.TargetStub, int]]:
+def serving(
+    folder: Path, log: Path, *arguments: str
+) -> Iterator[tuple[Process, target_pb2_grpc.TargetStub, int]]:
     """A target over two GPUs; yields it, its API, and the process of rank 1."""
     address = f"unix:{log}/t.sock"
     flags = ("--model", str(folder), "--tp", "2", "--listen", address, *SMALL)
@@ -302,10 +354,14 @@ def assert_ends(pid: int) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_lost_in_cuda_graphs_ends_the_target(folder: Path, tmp_path: Path, how: signal.Signals) -> None:
+def test_a_rank_that_is_lost_in_cuda_graphs_ends_the_target(
+    folder: Path, tmp_path: Path, how: signal.Signals
+) -> None:
     """The kernels of rank 0 wait for it meanwhile, and its host for them."""
     with serving(folder, tmp_path) as (process, stub, rank):
-        request = target_pb2.GenerateRequest(request_id="long", prompt_ids=[1, 2, 3], max_new_tokens=900, ignore_eos=True)
+        request = target_pb2.GenerateRequest(
+            request_id="long", prompt_ids=[1, 2, 3], max_new_tokens=900, ignore_eos=True
+        )
         replies = stub.Generate(request, timeout=CASE_S)
         next(replies)
         os.kill(rank, how)

@@ -100,7 +100,10 @@ class ManglingProxy:
         self._channel = grpc.insecure_channel(upstream, options=[("grpc.max_receive_message_length", -1)])
         self._server = grpc.server(
             futures.ThreadPoolExecutor(max_workers=16),
-            options=[("grpc.max_receive_message_length", -1), ("grpc.http2.min_ping_interval_without_data_ms", 5000)],
+            options=[
+                ("grpc.max_receive_message_length", -1),
+                ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+            ],
         )
         self._server.add_generic_rpc_handlers((_Handlers(self),))
         self._server.add_insecure_port(grpc_address(listen, "listen"))
@@ -117,7 +120,9 @@ class ManglingProxy:
         self._server.stop(None).wait()
         self._channel.close()
 
-    def forward(self, method: str, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+    def forward(
+        self, method: str, requests: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
         """Pass one call through as a stream of bytes in both directions (a unary message is a stream of one)."""
         call = self._channel.stream_stream(method)(requests)
         context.add_callback(call.cancel)
@@ -149,7 +154,9 @@ class _Streams:
     def __init__(self, proxy: ManglingProxy) -> None:
         self._proxy = proxy
 
-    def Session(self, requests: Iterator[draft_pb2.SessionRequest], context: Any) -> Iterator[draft_pb2.SessionReply]:
+    def Session(
+        self, requests: Iterator[draft_pb2.SessionRequest], context: Any
+    ) -> Iterator[draft_pb2.SessionReply]:
         sent = (request.SerializeToString() for request in requests)
         return map(draft_pb2.SessionReply.FromString, self._proxy.forward(SERVICE + "Session", sent, context))
 
@@ -160,4 +167,6 @@ class _Handlers(grpc.GenericRpcHandler):
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
         method = handler_call_details.method
-        return grpc.stream_stream_rpc_method_handler(lambda requests, context: self._proxy.forward(method, requests, context))
+        return grpc.stream_stream_rpc_method_handler(
+            lambda requests, context: self._proxy.forward(method, requests, context)
+        )

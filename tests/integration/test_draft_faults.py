@@ -37,7 +37,14 @@ def run_streams(stack: Stack, *, mode: int, counter: TokenCounter | None = None)
     with ThreadPoolExecutor(len(STREAMS)) as pool:
         futures = [
             pool.submit(
-                partial(stack.client.chat, mode=mode, max_tokens=MAX_TOKENS, temperature=temperature, seed=seed, trace=True),
+                partial(
+                    stack.client.chat,
+                    mode=mode,
+                    max_tokens=MAX_TOKENS,
+                    temperature=temperature,
+                    seed=seed,
+                    trace=True,
+                ),
                 prompt,
                 on_tokens=counter or (lambda count: None),
             )
@@ -65,7 +72,9 @@ def test_streams_draft_when_nothing_is_wrong(stack: Stack, expected: list[list[i
 
 
 @pytest.mark.timeout(240)
-def test_killed_draft_costs_no_token_and_comes_back(stack: Stack, expected: list[list[int]], points: list[int]) -> None:
+def test_killed_draft_costs_no_token_and_comes_back(
+    stack: Stack, expected: list[list[int]], points: list[int]
+) -> None:
     slowest = 0.0
     for point in points:
         draft = child_pid(stack.processes[0].popen.pid, "draft")
@@ -82,7 +91,9 @@ def test_killed_draft_costs_no_token_and_comes_back(stack: Stack, expected: list
 
 
 @pytest.mark.timeout(240)
-def test_stopped_draft_costs_no_token_and_resumes(stack: Stack, expected: list[list[int]], points: list[int]) -> None:
+def test_stopped_draft_costs_no_token_and_resumes(
+    stack: Stack, expected: list[list[int]], points: list[int]
+) -> None:
     draft = child_pid(stack.processes[0].popen.pid, "draft")
     for point in points:
         counter = TokenCounter(point, partial(os.kill, draft, signal.SIGSTOP))

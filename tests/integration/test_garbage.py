@@ -64,7 +64,9 @@ def test_every_kind_of_garbage_has_a_point() -> None:
 
 
 @pytest.mark.parametrize(("point", "kind"), list(zip(POINTS, KINDS, strict=True)))
-def test_garbage_in_mid_stream_changes_no_token(stack: Stack, proxies: list[ManglingProxy], point: int, kind: str) -> None:
+def test_garbage_in_mid_stream_changes_no_token(
+    stack: Stack, proxies: list[ManglingProxy], point: int, kind: str
+) -> None:
     want = expected(stack)
     stack.wait_drafting(15)
     proxy = proxies[0]
@@ -84,14 +86,18 @@ def test_garbage_in_mid_stream_changes_no_token(stack: Stack, proxies: list[Mang
     ((good, mangled),) = at_switch
     assert mangled == before[1], "garbage before its time"
     assert proxy.mangled > mangled, "no garbage was served"
-    if point > len(STREAMS):  # Past the first tokens, which prefills emit, rounds were drafted for by a good draft.
+    if point > len(
+        STREAMS
+    ):  # Past the first tokens, which prefills emit, rounds were drafted for by a good draft.
         assert good > before[0], "the draft was not good before"
     stack.wait_drafting(15)
     stack.assert_no_page_held()
 
 
 @pytest.mark.parametrize("kind", GARBAGE)
-def test_garbage_from_the_start_changes_no_token_under_the_controller(stack: Stack, proxies: list[ManglingProxy], kind: str) -> None:
+def test_garbage_from_the_start_changes_no_token_under_the_controller(
+    stack: Stack, proxies: list[ManglingProxy], kind: str
+) -> None:
     want = expected(stack)
     proxy = proxies[0]
     proxy.mangle = GARBAGE[kind]

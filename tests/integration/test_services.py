@@ -25,7 +25,9 @@ ON, OFF = common_pb2.SPECULATION_MODE_ON, common_pb2.SPECULATION_MODE_OFF
 def chat_request(prompt: str, max_tokens: int) -> gateway_pb2.ChatRequest:
     return gateway_pb2.ChatRequest(
         messages=[gateway_pb2.Message(role="user", content=prompt)],
-        options=gateway_pb2.GenerationOptions(max_tokens=max_tokens, ignore_eos=True, speculation=common_pb2.SpeculationOptions(mode=ON)),
+        options=gateway_pb2.GenerationOptions(
+            max_tokens=max_tokens, ignore_eos=True, speculation=common_pb2.SpeculationOptions(mode=ON)
+        ),
     )
 
 
@@ -64,7 +66,9 @@ def test_sigterm_lets_streams_finish_and_leaves_nothing_behind() -> None:
         first, tokens = threading.Event(), []
 
         def read() -> None:
-            result = stack.client.chat(PROMPTS[0], mode=ON, max_tokens=300, on_tokens=lambda count: first.set())
+            result = stack.client.chat(
+                PROMPTS[0], mode=ON, max_tokens=300, on_tokens=lambda count: first.set()
+            )
             tokens.extend(result.token_ids)
 
         reader = threading.Thread(target=read)
@@ -115,7 +119,9 @@ def test_a_missing_tensor_is_named(head_copy: Path) -> None:
     weights = load_file(head_copy / "model.safetensors")
     del weights["midlayer.self_attn.k_proj.weight"]
     save_file(weights, head_copy / "model.safetensors")
-    said = refused("serve", "draft", "--draft", str(head_copy), "--target-weights", str(DEMO_TARGET), "--device", "cpu")
+    said = refused(
+        "serve", "draft", "--draft", str(head_copy), "--target-weights", str(DEMO_TARGET), "--device", "cpu"
+    )
     assert "k_proj" in said
 
 
@@ -135,5 +141,7 @@ def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
 def test_a_head_that_does_not_fit_names_the_key(head_copy: Path) -> None:
     config = json.loads((head_copy / "config.json").read_text())
     (head_copy / "config.json").write_text(json.dumps(config | {"hidden_size": 128}))
-    said = refused("serve", "draft", "--draft", str(head_copy), "--target-weights", str(DEMO_TARGET), "--device", "cpu")
+    said = refused(
+        "serve", "draft", "--draft", str(head_copy), "--target-weights", str(DEMO_TARGET), "--device", "cpu"
+    )
     assert "fc.weight" in said or "hidden_size" in said

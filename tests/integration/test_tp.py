@@ -46,7 +46,13 @@ END_S = 20
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # One K/V head for two ranks; a vocabulary that needs padding.
     return make_toy_target(
-        tmp_path_factory.mktemp("tp"), vocab_size=VOCAB, hidden_size=HIDDEN, num_heads=4, num_kv_heads=1, planted=2.5, seed=5
+        tmp_path_factory.mktemp("tp"),
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        num_heads=4,
+        num_kv_heads=1,
+        planted=2.5,
+        seed=5,
     )
 
 
@@ -103,7 +109,9 @@ def test_logits_and_captured_states_are_those_of_one_process(whole: Decoder, gro
     ],
     ids=["greedy", "sampled", "filtered"],
 )
-def test_tokens_are_those_of_one_process_with_and_without_speculation(sampling: SamplingParams, whole: Decoder, group: RankGroup) -> None:
+def test_tokens_are_those_of_one_process_with_and_without_speculation(
+    sampling: SamplingParams, whole: Decoder, group: RankGroup
+) -> None:
     expected = []
     for prompt in prompts():
         alone = make_harness(whole, NoDrafter())
@@ -112,22 +120,34 @@ def test_tokens_are_those_of_one_process_with_and_without_speculation(sampling: 
         expected.append(alone.sink.tokens["plain"])
     truth = [prompt + answer for prompt, answer in zip(prompts(), expected, strict=True)]
     for plan in (oracle_plan(truth, VOCAB, 0.7), random_plan(VOCAB)):
-        harness = make_harness(group.decoder, FakeDrafter(plan, FeatureSpec(aux_layer_ids=(1,), feature_size=HIDDEN)), num_pages=64)
+        harness = make_harness(
+            group.decoder,
+            FakeDrafter(plan, FeatureSpec(aux_layer_ids=(1,), feature_size=HIDDEN)),
+            num_pages=64,
+        )
         for index, prompt in enumerate(prompts()):
             harness.submit(prompt, 40, request_id=f"off {index}", mode=SpeculationMode.OFF, sampling=sampling)
             harness.submit(prompt, 40, request_id=f"on {index}", shape=(5, 3, 12), sampling=sampling)
         harness.run()
         for index, prompt in enumerate(prompts()):
             for kind in ("off", "on"):
-                assert_same_tokens(whole, prompt, expected[index], harness.sink.tokens[f"{kind} {index}"], sampling)
+                assert_same_tokens(
+                    whole, prompt, expected[index], harness.sink.tokens[f"{kind} {index}"], sampling
+                )
     assert harness.sink.finished["on 0"].speculation.rounds > 0
 
 
-def test_a_head_on_rank_0_drafts_as_it_does_for_one_process(whole: Decoder, group: RankGroup, folder: Path, tmp_path: Path) -> None:
-    head = make_toy_eagle3(tmp_path / "head", folder, planted=2.5, aux_layers=[1, 3, 4], intermediate_size=128)
+def test_a_head_on_rank_0_drafts_as_it_does_for_one_process(
+    whole: Decoder, group: RankGroup, folder: Path, tmp_path: Path
+) -> None:
+    head = make_toy_eagle3(
+        tmp_path / "head", folder, planted=2.5, aux_layers=[1, 3, 4], intermediate_size=128
+    )
     found = []
     for decoder in (whole, group.decoder):
-        drafter = drafter_beside(decoder, DraftSettings.load({"draft": head, "target_weights": folder, "device": "cpu"}))
+        drafter = drafter_beside(
+            decoder, DraftSettings.load({"draft": head, "target_weights": folder, "device": "cpu"})
+        )
         harness = make_harness(decoder, drafter)
         for index, prompt in enumerate(prompts()):
             harness.submit(prompt, 40, request_id=str(index), shape=(4, 2, 9))
@@ -152,7 +172,11 @@ def test_pages_are_scrubbed_on_every_rank(group: RankGroup) -> None:
 
     def logits(tokens: list[int], start: int) -> torch.Tensor:
         attention.plan(build_batch(pool, [lease], [start], [len(tokens)]))
-        return decoder.logits(decoder.forward(torch.tensor(tokens), torch.arange(start, start + len(tokens)), attention, pool).hidden)
+        return decoder.logits(
+            decoder.forward(
+                torch.tensor(tokens), torch.arange(start, start + len(tokens)), attention, pool
+            ).hidden
+        )
 
     fresh = logits([7], 4)  # over four tokens of zeros
     logits([1, 2, 3, 4], 0)
@@ -161,8 +185,12 @@ def test_pages_are_scrubbed_on_every_rank(group: RankGroup) -> None:
     assert torch.equal(logits([7], 4), fresh)
 
 
-@pytest.mark.parametrize(("tp", "field"), [(3, "num_attention_heads 4 of the model"), (8, "num_attention_heads 4 of the model")])
-def test_heads_that_do_not_divide_are_refused_before_anything_starts(tp: int, field: str, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("tp", "field"), [(3, "num_attention_heads 4 of the model"), (8, "num_attention_heads 4 of the model")]
+)
+def test_heads_that_do_not_divide_are_refused_before_anything_starts(
+    tp: int, field: str, folder: Path
+) -> None:
     with pytest.raises(ConfigurationError, match=field):
         start_group(TargetSettings(model=folder, device="cpu", tp=tp))
 
@@ -175,15 +203,23 @@ def serve(model: Path, log: Path, *arguments: str, environment: dict[str, str] |
 def as_torchrun(rank: int, port: str) -> dict[str, str]:
     """Return what torchrun sets for a rank of two on one host."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-    return {**{name: str(number) for name, number in numbers.items()}, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {
+        **{name: str(number) for name, number in numbers.items()},
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
 
 
 def long_request() -> target_pb2.GenerateRequest:
-    return target_pb2.GenerateRequest(request_id="long", prompt_ids=[1, 2, 3], max_new_tokens=900, ignore_eos=True)
+    return target_pb2.GenerateRequest(
+        request_id="long", prompt_ids=[1, 2, 3], max_new_tokens=900, ignore_eos=True
+    )
 
 
 @contextlib.contextmanager
-def serving(model: Path, log: Path, *arguments: str) -> Iterator[tuple[Process, target_pb2_grpc.TargetStub, int]]:
+def serving(
+    model: Path, log: Path, *arguments: str
+) -> Iterator[tuple[Process, target_pb2_grpc.TargetStub, int]]:
     """A target of two processes; yields it, its API, and the process of rank 1."""
     address = f"unix:{log}/t.sock"
     process = serve(model, log / "target.log", "--listen", address, *arguments)
@@ -217,7 +253,9 @@ def test_a_killed_rank_ends_the_target_with_an_error(folder: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("told_to_end", [False, True])
-def test_a_stopped_rank_ends_the_target_with_an_error_that_names_it(told_to_end: bool, folder: Path, tmp_path: Path) -> None:
+def test_a_stopped_rank_ends_the_target_with_an_error_that_names_it(
+    told_to_end: bool, folder: Path, tmp_path: Path
+) -> None:
     with serving(folder, tmp_path, "--tp-timeout-s", "3") as (process, stub, rank):
         replies = stub.Generate(long_request(), timeout=60)
         next(replies)
@@ -255,7 +293,8 @@ def test_the_other_rank_ends_with_a_killed_target(folder: Path, tmp_path: Path) 
 def test_sigterm_drains_and_leaves_no_rank_behind(folder: Path, tmp_path: Path) -> None:
     with serving(folder, tmp_path) as (process, stub, rank):
         replies = stub.Generate(
-            target_pb2.GenerateRequest(request_id="a", prompt_ids=[1, 2], max_new_tokens=50, ignore_eos=True), timeout=60
+            target_pb2.GenerateRequest(request_id="a", prompt_ids=[1, 2], max_new_tokens=50, ignore_eos=True),
+            timeout=60,
         )
         next(replies)
         os.kill(rank, signal.SIGTERM)  # a supervisor that signals all processes of a group
@@ -268,25 +307,54 @@ def test_sigterm_drains_and_leaves_no_rank_behind(folder: Path, tmp_path: Path) 
 def test_ranks_that_torchrun_starts_serve_together(folder: Path, tmp_path: Path) -> None:
     address, port = f"unix:{tmp_path}/t.sock", str(free_port())
 
-    first, second = (serve(folder, tmp_path / f"{rank}.log", "--listen", address, environment=as_torchrun(rank, port)) for rank in range(2))
+    first, second = (
+        serve(folder, tmp_path / f"{rank}.log", "--listen", address, environment=as_torchrun(rank, port))
+        for rank in range(2)
+    )
     assert_ranks_serve(first, second, address, 8)
 
 
 def generated(address: str) -> list[int]:
     greedy = common_pb2.SamplingOptions(temperature=0.0)
-    request = target_pb2.GenerateRequest(request_id="a", prompt_ids=[1, 2, 3], max_new_tokens=8, ignore_eos=True, sampling=greedy)
+    request = target_pb2.GenerateRequest(
+        request_id="a", prompt_ids=[1, 2, 3], max_new_tokens=8, ignore_eos=True, sampling=greedy
+    )
     with grpc.insecure_channel(address) as channel:
         replies = target_pb2_grpc.TargetStub(channel).Generate(request, timeout=60)
         return [token for reply in replies for token in reply.delta.token_ids]
 
 
-def test_torchrun_on_two_hosts_serves_and_starts_all_ranks_anew_when_one_dies(folder: Path, tmp_path: Path) -> None:
+def test_torchrun_on_two_hosts_serves_and_starts_all_ranks_anew_when_one_dies(
+    folder: Path, tmp_path: Path
+) -> None:
     """torchrun itself, once for each of two hosts that are one here. After a restart its store still holds what the first ranks left."""
     address, endpoint = f"unix:{tmp_path}/t.sock", f"127.0.0.1:{free_port()}"
     hosts = [
         Process(
-            *("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "outrider"),
-            *("--max-restarts", "1", "--monitor-interval", "0.2", "--no-python", *OUTRIDER, "serve", "target", "--model", str(folder)),
+            *(
+                "--nnodes",
+                "2",
+                "--nproc-per-node",
+                "1",
+                "--rdzv-backend",
+                "c10d",
+                "--rdzv-endpoint",
+                endpoint,
+                "--rdzv-id",
+                "outrider",
+            ),
+            *(
+                "--max-restarts",
+                "1",
+                "--monitor-interval",
+                "0.2",
+                "--no-python",
+                *OUTRIDER,
+                "serve",
+                "target",
+                "--model",
+                str(folder),
+            ),
             *("--device", "cpu", "--threads", "1", "--tp", "2", "--listen", address),
             log=tmp_path / f"{host}.log",
             command=(sys.executable, "-m", "torch.distributed.run"),
@@ -307,7 +375,9 @@ def test_torchrun_on_two_hosts_serves_and_starts_all_ranks_anew_when_one_dies(fo
         hosts[0].wait_serving(address, TARGET_SERVICE)
         assert generated(address) == tokens
         anew = [child_pids(host.popen.pid, "serve") for host in hosts]
-        assert all(len(pids) == 1 and pids != before for pids, before in zip(anew, ranks, strict=True)), "both ranks are new"
+        assert all(len(pids) == 1 and pids != before for pids, before in zip(anew, ranks, strict=True)), (
+            "both ranks are new"
+        )
         for host in hosts:
             host.popen.terminate()
         for host in hosts:
@@ -323,7 +393,13 @@ def test_torchrun_on_two_hosts_serves_and_starts_all_ranks_anew_when_one_dies(fo
 
 
 def test_a_world_of_another_size_is_refused(folder: Path) -> None:
-    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "MASTER_PORT": "1"}
+    environment = os.environ | {
+        "RANK": "0",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_PORT": "1",
+    }
     command = [*OUTRIDER, "serve", "target", "--model", str(folder), "--device", "cpu", "--tp", "2"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2
@@ -332,11 +408,19 @@ def test_a_world_of_another_size_is_refused(folder: Path) -> None:
 
 def test_a_rank_that_cannot_load_ends_the_start_with_its_reason(folder: Path, tmp_path: Path) -> None:
     """Rank 1 finds another checkpoint under the path, as it could on another host."""
-    other = make_toy_target(tmp_path / "other", vocab_size=VOCAB, hidden_size=HIDDEN, num_heads=4, num_kv_heads=1, seed=6)
+    other = make_toy_target(
+        tmp_path / "other", vocab_size=VOCAB, hidden_size=HIDDEN, num_heads=4, num_kv_heads=1, seed=6
+    )
     port = str(free_port())
 
     first, second = (
-        serve(model, tmp_path / f"{rank}.log", "--listen", f"unix:{tmp_path}/t.sock", environment=as_torchrun(rank, port))
+        serve(
+            model,
+            tmp_path / f"{rank}.log",
+            "--listen",
+            f"unix:{tmp_path}/t.sock",
+            environment=as_torchrun(rank, port),
+        )
         for rank, model in enumerate((folder, other))
     )
     try:

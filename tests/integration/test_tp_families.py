@@ -59,7 +59,14 @@ def test_tokens_are_those_of_one_process_with_and_without_speculation(case: str,
     settings = TargetSettings.load({"model": folder, "device": "cpu", "tp": 2, "threads": 1, **values})
 
     def harness(decoder: Decoder, drafter: Drafter) -> Harness:
-        return make_harness(decoder, drafter, num_pages=96, page_size=4, prefill_chunk=32, attention=prepare_attention(settings, decoder))
+        return make_harness(
+            decoder,
+            drafter,
+            num_pages=96,
+            page_size=4,
+            prefill_chunk=32,
+            attention=prepare_attention(settings, decoder),
+        )
 
     whole = prepare_decoder(settings, Decoder.load(folder, "cpu"))
     expected = []
@@ -78,13 +85,17 @@ def test_tokens_are_those_of_one_process_with_and_without_speculation(case: str,
             for index, prompt in enumerate(prompts()):
                 spread.submit(prompt, NEW_TOKENS, request_id=f"off {index}", mode=SpeculationMode.OFF)
                 spread.submit(prompt, NEW_TOKENS, request_id=f"on {index}", shape=(5, 3, 12))
-                spread.submit(prompt, NEW_TOKENS, request_id=f"sampled {index}", shape=(4, 1, 5), sampling=sampled)
+                spread.submit(
+                    prompt, NEW_TOKENS, request_id=f"sampled {index}", shape=(4, 1, 5), sampling=sampled
+                )
             spread.run()
             for index, answers in enumerate(expected):
                 for kind in ("off", "on", "sampled"):
                     rule = sampled if kind == "sampled" else None
                     want = answers["sampled" if rule else "greedy"]
-                    assert_same_tokens(whole, prompts()[index], want, spread.sink.tokens[f"{kind} {index}"], rule)
+                    assert_same_tokens(
+                        whole, prompts()[index], want, spread.sink.tokens[f"{kind} {index}"], rule
+                    )
             accepted = spread.sink.finished["on 0"].speculation.accepted_tokens
             assert accepted > (NEW_TOKENS // 3 if name == "oracle" else -1)
 
@@ -93,7 +104,9 @@ def test_the_layers_that_a_deepseek_brings_draft_beside_rank_0_as_for_one_proces
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         folder = toy_deepseek.save(toy_deepseek.Model(mtp_layers=1), tmp_path / "model")
-    draft = DraftSettings.load({"target_weights": folder, "kv_tokens": 4096, "page_size": 4, "speculative_algorithm": "MTP"})
+    draft = DraftSettings.load(
+        {"target_weights": folder, "kv_tokens": 4096, "page_size": 4, "speculative_algorithm": "MTP"}
+    )
 
     def rounds(decoder: Decoder) -> list[tuple[list[int], int, int, int]]:
         drafter = drafter_beside(decoder, draft)
@@ -102,7 +115,10 @@ def test_the_layers_that_a_deepseek_brings_draft_beside_rank_0_as_for_one_proces
             harness.submit(prompt, NEW_TOKENS, request_id=str(index), shape=(3, 2, 8))
         harness.run()
         drafter.shutdown()
-        reports = [(harness.sink.tokens[str(index)], harness.sink.finished[str(index)].speculation) for index in range(2)]
+        reports = [
+            (harness.sink.tokens[str(index)], harness.sink.finished[str(index)].speculation)
+            for index in range(2)
+        ]
         return [(tokens, one.rounds, one.draft_tokens, one.accepted_tokens) for tokens, one in reports]
 
     with spread_over_two(TargetSettings(model=folder, device="cpu", tp=2, threads=1)) as ranks:

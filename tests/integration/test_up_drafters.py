@@ -33,7 +33,9 @@ def until_drafted(tokens: Sequence[int]) -> Callable[[Stack], None]:
     def wait(stack: Stack) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
-            if any(len(one.nodes) > 1 for one in stack.client.complete(tokens, mode=ON, max_tokens=16).rounds):
+            if any(
+                len(one.nodes) > 1 for one in stack.client.complete(tokens, mode=ON, max_tokens=16).rounds
+            ):
                 return
         raise AssertionError(f"not drafting; draft state {stack.stats().draft_state}")
 
@@ -69,7 +71,17 @@ def test_the_mtp_layers_of_a_checkpoint_draft(transport: str, tmp_path: Path) ->
     model = toy_mtp.train(layers=1, mtp_layers=2, steps=60)
     folder = toy_mtp.save(model, tmp_path / "mimo")
     prompt = toy_mtp.sample_text(1, 12, torch.Generator().manual_seed(3))[0].tolist()
-    arguments = ("--target", str(folder), "--draft", "none", "--speculative-algorithm", "MTP", "--skip-tokenizer", "--transport", transport)
+    arguments = (
+        "--target",
+        str(folder),
+        "--draft",
+        "none",
+        "--speculative-algorithm",
+        "MTP",
+        "--skip-tokenizer",
+        "--transport",
+        transport,
+    )
     with supervised(*arguments, until=until_drafted(prompt)) as stack:
         plain, drafted = (stack.client.complete(prompt, mode=mode, max_tokens=48) for mode in (OFF, ON))
         assert drafted.token_ids == plain.token_ids == model.greedy(prompt, 48)

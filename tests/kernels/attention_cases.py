@@ -25,14 +25,20 @@ class Sequence:
         return self.prefix + (self.rows if self.columns is None else self.columns)
 
 
-def random_tree_masks(sequences: list[Sequence], words: int, generator: torch.Generator, chain: bool = False) -> torch.Tensor:
+def random_tree_masks(
+    sequences: list[Sequence], words: int, generator: torch.Generator, chain: bool = False
+) -> torch.Tensor:
     """Return ``[rows, words] int32``: row i is node ``columns - rows + i`` of a random tree and sees its path; a chain branches rarely."""
     masks = []
     for sequence in sequences:
         columns = sequence.kv_len - sequence.prefix
         reach: list[int] = []
         for node in range(columns):
-            parent = node - 1 if chain and node % 4 else int(torch.randint(-1, max(1, node), (1,), generator=generator))
+            parent = (
+                node - 1
+                if chain and node % 4
+                else int(torch.randint(-1, max(1, node), (1,), generator=generator))
+            )
             reach.append((reach[parent] if 0 <= parent < node else 0) | 1 << node)
         for mask in reach[columns - sequence.rows :]:
             masks.append([(mask >> 32 * word) & 0xFFFFFFFF for word in range(words)])
@@ -70,33 +76,64 @@ def check_tree_attention(
     for b, sequence in enumerate(sequences):
         for index in range(sequence.kv_len):
             for plane in planes:
-                plane[table[b, index // page_size], index % page_size] = torch.randn(kv_heads, dim, generator=generator)
+                plane[table[b, index // page_size], index % page_size] = torch.randn(
+                    kv_heads, dim, generator=generator
+                )
     k_plane, v_plane = (plane.to(device, dtype) for plane in planes)
     q = torch.randn(rows, heads + 2 * kv_heads, dim, generator=generator).to(device, dtype)[:, :heads]
-    starts = torch.tensor([0, *torch.tensor([sequence.rows for sequence in sequences]).cumsum(0).tolist()], dtype=torch.int32)
+    starts = torch.tensor(
+        [0, *torch.tensor([sequence.rows for sequence in sequences]).cumsum(0).tolist()], dtype=torch.int32
+    )
     prefix_lens = torch.tensor([sequence.prefix for sequence in sequences], dtype=torch.int32)
     kv_lens = torch.tensor([sequence.kv_len for sequence in sequences], dtype=torch.int32)
     ancestors, positions = None, None
     if tree:
-        words = mask_words or max(1, -(-max(sequence.kv_len - sequence.prefix for sequence in sequences) // 32))
+        words = mask_words or max(
+            1, -(-max(sequence.kv_len - sequence.prefix for sequence in sequences) // 32)
+        )
         ancestors = random_tree_masks(sequences, words, generator, chain)
-        ancestors = torch.cat((ancestors, torch.full((spare_rows, ancestors.shape[1]), -1, dtype=torch.int32))).to(device)
+        ancestors = torch.cat(
+            (ancestors, torch.full((spare_rows, ancestors.shape[1]), -1, dtype=torch.int32))
+        ).to(device)
         if window and give_positions:
-            depths = [bin(sum((word & 0xFFFFFFFF) << 32 * i for i, word in enumerate(row))).count("1") - 1 for row in ancestors.tolist()]
-            owner = torch.repeat_interleave(prefix_lens, torch.tensor([sequence.rows for sequence in sequences]))
-            positions = (owner + torch.tensor(depths[: len(owner)], dtype=torch.int32)).to(device, torch.int32)
+            depths = [
+                bin(sum((word & 0xFFFFFFFF) << 32 * i for i, word in enumerate(row))).count("1") - 1
+                for row in ancestors.tolist()
+            ]
+            owner = torch.repeat_interleave(
+                prefix_lens, torch.tensor([sequence.rows for sequence in sequences])
+            )
+            positions = (owner + torch.tensor(depths[: len(owner)], dtype=torch.int32)).to(
+                device, torch.int32
+            )
     logits = torch.randn(heads, generator=generator).to(device) * 3 if sinks else None
     small = [tensor.to(device) for tensor in (table, prefix_lens, kv_lens, starts)]
-    options = {"scale": dim**-0.5, "max_query_len": max(sequence.rows for sequence in sequences), "max_kv_len": longest}
+    options = {
+        "scale": dim**-0.5,
+        "max_query_len": max(sequence.rows for sequence in sequences),
+        "max_kv_len": longest,
+    }
     options |= {"window": window, "softcap": softcap}
     with reference_version():
         expected = torch.full((rows, heads, dim), 7.0, dtype=dtype, device=device)
-        tree_attention(q, k_plane, v_plane, *small, ancestors, row_positions=positions, sinks=logits, out=expected, **options)
+        tree_attention(
+            q,
+            k_plane,
+            v_plane,
+            *small,
+            ancestors,
+            row_positions=positions,
+            sinks=logits,
+            out=expected,
+            **options,
+        )
     actual = guards.put(torch.full_like(expected, 7.0), "out")
     guarded = [guards.put(tensor) for tensor in (k_plane, v_plane, *small)]
     masks = None if ancestors is None else guards.put(ancestors, "ancestors")
     with triton_version(guards):
-        returned = tree_attention(q, *guarded, masks, row_positions=positions, sinks=logits, out=actual, **options)
+        returned = tree_attention(
+            q, *guarded, masks, row_positions=positions, sinks=logits, out=actual, **options
+        )
     assert returned is actual
     assert not bool(expected.isnan().any())
     torch.testing.assert_close(actual.float(), expected.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])

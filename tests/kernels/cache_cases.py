@@ -14,14 +14,28 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def check_kv_store(device: str, dtype: torch.dtype, rows: int, kv_heads: int, dim: int, page_size: int, pages: int, guards: Guards) -> None:
+def check_kv_store(
+    device: str,
+    dtype: torch.dtype,
+    rows: int,
+    kv_heads: int,
+    dim: int,
+    page_size: int,
+    pages: int,
+    guards: Guards,
+) -> None:
     generator = torch.Generator().manual_seed(rows * 1000 + dim)
     fused = torch.randn(rows, kv_heads * 3, dim, generator=generator).to(device, dtype)
-    k, v = fused[:, kv_heads : 2 * kv_heads], fused[:, 2 * kv_heads :]  # views with gaps, as a fused QKV output gives
+    k, v = (
+        fused[:, kv_heads : 2 * kv_heads],
+        fused[:, 2 * kv_heads :],
+    )  # views with gaps, as a fused QKV output gives
     slots = torch.randperm(pages * page_size, generator=generator)[:rows]
     slots[::4] = -1
     slots = slots.to(device)
-    planes = [torch.randn(pages, page_size, kv_heads, dim, generator=generator).to(device, dtype) for _ in range(2)]
+    planes = [
+        torch.randn(pages, page_size, kv_heads, dim, generator=generator).to(device, dtype) for _ in range(2)
+    ]
     expected = [plane.clone() for plane in planes]
     with reference_version():
         kv_store(k, v, expected[0], expected[1], slots)
@@ -33,7 +47,9 @@ def check_kv_store(device: str, dtype: torch.dtype, rows: int, kv_heads: int, di
         assert rows <= 1 or not torch.equal(have, before)
 
 
-def check_kv_compact(device: str, bs: int, columns: int, page_size: int, widths: list[tuple[torch.dtype, int]], guards: Guards) -> None:
+def check_kv_compact(
+    device: str, bs: int, columns: int, page_size: int, widths: list[tuple[torch.dtype, int]], guards: Guards
+) -> None:
     generator = torch.Generator().manual_seed(bs * 100 + columns)
 
     def draw(low: int, high: int) -> int:
@@ -67,7 +83,10 @@ def check_kv_compact(device: str, bs: int, columns: int, page_size: int, widths:
     for b in range(bs):
         for i in range(int(accepted[b]) + 1):
             source, target = int(cached[b]) + int(path[b, i]), int(cached[b]) + i
-            at = [int(table[b, index // page_size]) * page_size + index % page_size for index in (source, target)]
+            at = [
+                int(table[b, index // page_size]) * page_size + index % page_size
+                for index in (source, target)
+            ]
             truth[at[1]] = flat_before[at[0]]
     assert torch.equal(truth, flat_after)
     actual = [guards.put(plane, "plane") for plane in planes]

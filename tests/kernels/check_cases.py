@@ -46,7 +46,9 @@ def believed(tokens: list[int], parents: list[int], nodes: int, columns: int, de
     return max(depths) <= depth
 
 
-def check_tree_check(device: str, bs: int, columns: int, depth: int, guards: Guards, *, number: int = 7, expected: int = 7) -> None:
+def check_tree_check(
+    device: str, bs: int, columns: int, depth: int, guards: Guards, *, number: int = 7, expected: int = 7
+) -> None:
     """Compare with the reference, and the reference with plain Python, row by row; every other row is spoilt or noise."""
     rng = random.Random(bs * 1000 + columns * 10 + depth + number)
     tokens, parents, nodes = [], [], []
@@ -72,11 +74,23 @@ def check_tree_check(device: str, bs: int, columns: int, depth: int, guards: Gua
         assert getattr(have, name).dtype == torch.int32
         assert getattr(have, name).tolist() == getattr(want, name).tolist(), name
     for row in range(bs):
-        good = number == expected and counts[row] > 0 and believed(tokens[row], parents[row], nodes[row], columns, depth)
+        good = (
+            number == expected
+            and counts[row] > 0
+            and believed(tokens[row], parents[row], nodes[row], columns, depth)
+        )
         _check_row(want, row, counts[row], fresh[row], tokens[row], parents[row], nodes[row] if good else 1)
 
 
-def _check_row(have: CheckedTrees, row: int, count: int, fresh: list[int], tokens: list[int], parents: list[int], nodes: int) -> None:
+def _check_row(
+    have: CheckedTrees,
+    row: int,
+    count: int,
+    fresh: list[int],
+    tokens: list[int],
+    parents: list[int],
+    nodes: int,
+) -> None:
     columns = len(tokens)
     padding = columns - nodes
     assert have.num_nodes[row] == nodes
@@ -89,4 +103,6 @@ def _check_row(have: CheckedTrees, row: int, count: int, fresh: list[int], token
         masks.append(masks[parents[node]] | 1 << node)
     assert have.depths[row].tolist() == depths + [0] * padding
     words = [[word & 0xFFFFFFFF for word in node] for node in have.ancestors[row].tolist()]
-    assert [sum(word << 32 * index for index, word in enumerate(node)) for node in words] == masks + [0] * padding
+    assert [sum(word << 32 * index for index, word in enumerate(node)) for node in words] == masks + [
+        0
+    ] * padding

@@ -4,5 +4,7 @@ import os
 import sys
 
 if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-    raise RuntimeError("triton was imported without TRITON_INTERPRET=1: run tests/kernels in a pytest process of its own")
+    raise RuntimeError(
+        "triton was imported without TRITON_INTERPRET=1: run tests/kernels in a pytest process of its own"
+    )
 os.environ["TRITON_INTERPRET"] = "1"

@@ -25,11 +25,17 @@ class Ranks:
     """The boxes of all ranks. A rank that runs alone finds what the others would have sent, and what it sends itself is kept apart."""
 
     def __init__(self, device: str, ranks: int, width: int) -> None:
-        self.inboxes = [torch.empty(inbox_shape(ranks, width), dtype=torch.int32, device=device) for _ in range(ranks)]
+        self.inboxes = [
+            torch.empty(inbox_shape(ranks, width), dtype=torch.int32, device=device) for _ in range(ranks)
+        ]
         self.outboxes = [torch.empty_like(inbox) for inbox in self.inboxes]
         self.boxes = []
         for rank in range(ranks):
-            self.boxes.append(Boxes.of(rank, [self.inboxes[i] if i == rank else self.outboxes[i] for i in range(ranks)], 100))
+            self.boxes.append(
+                Boxes.of(
+                    rank, [self.inboxes[i] if i == rank else self.outboxes[i] for i in range(ranks)], 100
+                )
+            )
 
     def deliver(self, parts: list[torch.Tensor], rank: int) -> None:
         """Put what the others send into a rank's inbox, and forget what was sent before."""
@@ -38,7 +44,9 @@ class Ranks:
         for peer, part in enumerate(parts):
             if peer != rank:
                 boxes = self.boxes[rank]
-                seen = Boxes(peer, (self.inboxes[rank].cpu(),), boxes.addresses, boxes.slots.cpu(), boxes.lost, 1)
+                seen = Boxes(
+                    peer, (self.inboxes[rank].cpu(),), boxes.addresses, boxes.slots.cpu(), boxes.lost, 1
+                )
                 send(added(part).cpu(), seen)
                 self.inboxes[rank].copy_(seen.inboxes[0])
 
@@ -48,7 +56,14 @@ class Ranks:
 
 
 def check_exchange(
-    device: str, dtype: torch.dtype, ranks: int, calls: list[tuple[int, int]], width: int, guards: Guards, *, bias: bool
+    device: str,
+    dtype: torch.dtype,
+    ranks: int,
+    calls: list[tuple[int, int]],
+    width: int,
+    guards: Guards,
+    *,
+    bias: bool,
 ) -> None:
     """Every call, of (rows, splits), gives all ranks the same bits, those of one rank that adds the parts; nothing is left behind."""
     group, make = Ranks(device, ranks, width), Maker(device, dtype, guards)
@@ -60,7 +75,9 @@ def check_exchange(
         residual, norm = make(rows, width + 8)[:, :width], make(width, shift=1.0)
         constant = make(width) if bias else None
         with reference_version():
-            want = add_sums(torch.stack([added(part).float() for part in parts]), residual, norm, EPS, bias=constant)
+            want = add_sums(
+                torch.stack([added(part).float() for part in parts]), residual, norm, EPS, bias=constant
+            )
         found: list[Stream] = []
         for rank in range(ranks):
             group.deliver(parts, rank)
@@ -70,7 +87,9 @@ def check_exchange(
         for stream in found:
             same_stream(stream, want, dtype)
             for one, other in zip(
-                (stream.residual, stream.scaled, stream.sums), (found[0].residual, found[0].scaled, found[0].sums), strict=True
+                (stream.residual, stream.scaled, stream.sums),
+                (found[0].residual, found[0].scaled, found[0].sums),
+                strict=True,
             ):
                 assert one is not None
                 assert other is not None
@@ -81,7 +100,14 @@ def _check_boxes(group: Ranks, parts: list[torch.Tensor], rank: int) -> None:
     """What the rank received is gone, and what it sent is what the reference sends."""
     boxes = group.boxes[rank]
     assert bool((group.inboxes[rank] == ABSENT).all()), "words are left in the inbox"
-    want = Boxes(rank, (torch.full_like(group.inboxes[0], ABSENT, device="cpu"),), boxes.addresses, 1 - boxes.slots.cpu(), boxes.lost, 1)
+    want = Boxes(
+        rank,
+        (torch.full_like(group.inboxes[0], ABSENT, device="cpu"),),
+        boxes.addresses,
+        1 - boxes.slots.cpu(),
+        boxes.lost,
+        1,
+    )
     send(added(parts[rank]).cpu(), want)
     for sent in group.sent(rank):
         assert torch.equal(sent, want.inboxes[0])

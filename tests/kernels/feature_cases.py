@@ -8,10 +8,14 @@ from guards import Guards, reference_version, triton_version
 from outrider.kernels.feature_rows import place_rows
 
 
-def check_feature_rows(device: str, dtype: torch.dtype, bs: int, count: int, width: int, splits: int, guards: Guards) -> None:
+def check_feature_rows(
+    device: str, dtype: torch.dtype, bs: int, count: int, width: int, splits: int, guards: Guards
+) -> None:
     generator = torch.Generator().manual_seed(bs * 100 + width)
     total, pages, page_size = bs * count, 7, 3
-    rows = torch.randn(*([splits] if splits else []), total, width, generator=generator).to(device, torch.float32 if splits else dtype)
+    rows = torch.randn(*([splits] if splits else []), total, width, generator=generator).to(
+        device, torch.float32 if splits else dtype
+    )
     slots = torch.randperm(pages * page_size, generator=generator)[:total].to(device)
     slots[torch.rand(total, generator=generator).to(device) < 0.4] = -1
     planes = [torch.full((pages, page_size, width), 7.0, device=device, dtype=dtype) for _ in range(2)]

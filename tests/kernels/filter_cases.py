@@ -47,7 +47,9 @@ def logits_of(kind: str, rows: int, vocab: int, dtype: torch.dtype, device: str)
     return logits.to(device, dtype)
 
 
-def check_kept_tokens(kind: str, rows: int, vocab: int, dtype: torch.dtype, device: str, guards: Guards) -> None:
+def check_kept_tokens(
+    kind: str, rows: int, vocab: int, dtype: torch.dtype, device: str, guards: Guards
+) -> None:
     """What is kept is what the law says, tie by tie, except where a sum of probabilities is p to within rounding.
 
     The law is sorted and summed in fp64: the reference's own fp32 sums over 128,256 tokens are up to 4e-6 off on a GPU.
@@ -67,13 +69,19 @@ def check_kept_tokens(kind: str, rows: int, vocab: int, dtype: torch.dtype, devi
         weights = (order.values - order.values[0]).exp()
         weights[top_k or vocab :] = 0.0
         before = (weights.cumsum(0) - weights) / weights.sum()
-        kept = ((before < p) | (p >= 1)) & (torch.arange(vocab, device=device) < (top_k or vocab)) & finite[row][order.indices]
+        kept = (
+            ((before < p) | (p >= 1))
+            & (torch.arange(vocab, device=device) < (top_k or vocab))
+            & finite[row][order.indices]
+        )
         kept[0] = True
         wrong = actual[row][order.indices] != kept
         if bool(wrong.any()):
             assert p < 1, f"row {row}: top-k {top_k} keeps {int(actual[row].sum())} tokens"
             off = float((before[wrong] - p).abs().max())
-            assert off < ROUNDING, f"row {row} keeps {int(actual[row].sum())} tokens, the law {int(kept.sum())}; {off:.1e} from p"
+            assert off < ROUNDING, (
+                f"row {row} keeps {int(actual[row].sum())} tokens, the law {int(kept.sum())}; {off:.1e} from p"
+            )
 
 
 def check_reference(kind: str, rows: int, vocab: int, dtype: torch.dtype) -> None:

@@ -23,7 +23,9 @@ def check_store(device: str, dtype: torch.dtype) -> None:
             kv_store(k, k + 1, *planes, torch.tensor([1, -1, 6], device=device))
         found.append([plane.float() for plane in planes])
     for mine, other in zip(*found, strict=True):
-        torch.testing.assert_close(mine, other, rtol=0.13, atol=0.002)  # the interpreter rounds ties its own way
+        torch.testing.assert_close(
+            mine, other, rtol=0.13, atol=0.002
+        )  # the interpreter rounds ties its own way
     stored = found[0][0].flatten(0, 1)
     assert float(stored.abs().max()) == 448.0
     torch.testing.assert_close(stored[[1, 6]], k[[0, 2]].float().clamp(-448, 448), rtol=0.07, atol=0.01)
@@ -33,7 +35,10 @@ def check_store(device: str, dtype: torch.dtype) -> None:
 def check_compact(device: str) -> None:
     """Moved rows keep their bits."""
     base = torch.randn(3, 4, 2, 16, generator=torch.Generator().manual_seed(1)).to(device)
-    arguments = [torch.tensor(rows, dtype=torch.int32, device=device) for rows in ([[0, 1, 2]], [3], [[0, 2, 4, -1]], [2])]
+    arguments = [
+        torch.tensor(rows, dtype=torch.int32, device=device)
+        for rows in ([[0, 1, 2]], [3], [[0, 2, 4, -1]], [2])
+    ]
     for backend in Backend:
         planes = [base.to(FP8)]
         with force_backend(backend):
@@ -55,9 +60,18 @@ def check_attention(device: str, dtype: torch.dtype) -> None:
             paths = [histories.attend(histories.q[-3:], histories.path()) for histories in (narrow, wide)]
             trees = [
                 tree_attention(
-                    histories.q[-3:], *histories.planes, histories.table[2:], *lens, masks, scale=0.3, max_query_len=3, max_kv_len=22
+                    histories.q[-3:],
+                    *histories.planes,
+                    histories.table[2:],
+                    *lens,
+                    masks,
+                    scale=0.3,
+                    max_query_len=3,
+                    max_kv_len=22,
                 )
                 for histories in (narrow, wide)
             ]
         for mine, expected in (paths, trees, (paths[0], trees[0])):
-            torch.testing.assert_close(mine.float(), expected.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+            torch.testing.assert_close(
+                mine.float(), expected.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+            )

@@ -26,7 +26,9 @@ class Guards:
         self.pad = pad
         self._buffers: list[tuple[str, torch.Tensor, int, int]] = []
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, name: str = "allocated inside") -> torch.Tensor:
+    def empty(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, name: str = "allocated inside"
+    ) -> torch.Tensor:
         """Return a buffer that is poison itself: what a kernel leaves unwritten shows."""
         size = 1
         for extent in shape:
@@ -47,7 +49,9 @@ class Guards:
         for name, flat, begin, end in self._buffers:
             poison = FLOAT_POISON if flat.dtype.is_floating_point else INTEGER_POISON
             for side, band in (("before", flat[:begin]), ("after", flat[end:])):
-                assert bool((band.view(torch.uint8) == poison).all()), f"a kernel wrote {side} the buffer: {name}"
+                assert bool((band.view(torch.uint8) == poison).all()), (
+                    f"a kernel wrote {side} the buffer: {name}"
+                )
 
 
 @contextlib.contextmanager

@@ -24,11 +24,21 @@ def check_head_input(
     tokens = torch.randint(0, 50, (count,), generator=generator, dtype=torch.int32).to(device)
     embedding = torch.randn(50, hidden, generator=generator).to(device, dtype)
     features = (torch.randn(made, hidden, generator=generator) * 3).to(device, dtype)
-    rows = torch.randint(0, made, (count,), generator=generator, dtype=torch.int32).to(device) if gathered else None
-    weights = [(1 + torch.randn(hidden, generator=generator) / 4).to(device, dtype) if norm else None for norm in norms]
+    rows = (
+        torch.randint(0, made, (count,), generator=generator, dtype=torch.int32).to(device)
+        if gathered
+        else None
+    )
+    weights = [
+        (1 + torch.randn(hidden, generator=generator) / 4).to(device, dtype) if norm else None
+        for norm in norms
+    ]
     with reference_version():
         expected = head_input(tokens, embedding, features, rows, *weights, 1e-5, residual)
-    guarded = [None if tensor is None else guards.put(tensor) for tensor in (tokens, embedding, features, rows, *weights)]
+    guarded = [
+        None if tensor is None else guards.put(tensor)
+        for tensor in (tokens, embedding, features, rows, *weights)
+    ]
     with triton_version(guards):
         actual = head_input(*guarded, 1e-5, residual)  # type: ignore[arg-type]
     exact = not any(norms)
@@ -39,11 +49,15 @@ def check_head_input(
     if weights[1] is not None:
         alone = (features, rows, weights[1])
         with triton_version(guards):
-            feature, kept = feature_input(*(None if part is None else guards.put(part) for part in alone), 1e-5, residual)  # type: ignore[arg-type]
+            feature, kept = feature_input(
+                *(None if part is None else guards.put(part) for part in alone), 1e-5, residual
+            )  # type: ignore[arg-type]
         assert torch.equal(feature, actual[0][:, hidden:])
         assert torch.equal(kept, actual[1])
         with reference_version():
-            for have, want in zip(feature_input(*alone, 1e-5, residual), (expected[0][:, hidden:], expected[1]), strict=True):
+            for have, want in zip(
+                feature_input(*alone, 1e-5, residual), (expected[0][:, hidden:], expected[1]), strict=True
+            ):
                 assert torch.equal(have, want)
     if residual is Residual.FEATURE:
         wanted = features if rows is None else features[rows.long()]

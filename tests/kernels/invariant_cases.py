@@ -19,7 +19,8 @@ def check_gemm(device: str, dtype: torch.dtype, rows: int, width: int, out: int,
     """The kernel is close to the reference, with bias and residual, and writes nothing else."""
     generator = torch.Generator().manual_seed(rows + width + out)
     x, weight, residual = (
-        torch.randn(shape, generator=generator).to(device, dtype) for shape in ((rows, width), (out, width), (rows, out))
+        torch.randn(shape, generator=generator).to(device, dtype)
+        for shape in ((rows, width), (out, width), (rows, out))
     )
     weight /= width**0.5
     bias = torch.randn(out, generator=generator).to(device, dtype)
@@ -28,23 +29,34 @@ def check_gemm(device: str, dtype: torch.dtype, rows: int, width: int, out: int,
             expected = invariant_gemm(x, weight, added, base)
         with triton_version(guards):
             found = invariant_gemm(x, weight, added, base)
-        torch.testing.assert_close(found.float(), expected.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        torch.testing.assert_close(
+            found.float(), expected.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+        )
 
 
 def check_gemm_rows(device: str, dtype: torch.dtype, counts: Sequence[int], width: int, out: int) -> None:
     """A row has the same bits alone and anywhere among others."""
     generator = torch.Generator().manual_seed(width)
     most = max(counts)
-    x, weight = (torch.randn(shape, generator=generator).to(device, dtype) for shape in ((most, width), (out, width)))
+    x, weight = (
+        torch.randn(shape, generator=generator).to(device, dtype) for shape in ((most, width), (out, width))
+    )
     with triton_version(Guards(pad=64)):
-        alone = {row: invariant_gemm(x[row : row + 1].clone(), weight)[0] for row in sorted({0, most // 2, most - 1})}
+        alone = {
+            row: invariant_gemm(x[row : row + 1].clone(), weight)[0]
+            for row in sorted({0, most // 2, most - 1})
+        }
         for count in counts:
             for row, expected in alone.items():
                 first = min(max(row - count // 2, 0), most - count)
-                assert torch.equal(invariant_gemm(x[first : first + count].clone(), weight)[row - first], expected), (count, row)
+                assert torch.equal(
+                    invariant_gemm(x[first : first + count].clone(), weight)[row - first], expected
+                ), (count, row)
 
 
-def check_norm(device: str, dtype: torch.dtype, rows: int, size: int, guards: Guards, heads: int | None = None) -> None:
+def check_norm(
+    device: str, dtype: torch.dtype, rows: int, size: int, guards: Guards, heads: int | None = None
+) -> None:
     """Close to the reference, and the same bits alone as among others."""
     generator = torch.Generator().manual_seed(rows + size)
     shape = (rows, size) if heads is None else (rows, heads, size)
@@ -80,11 +92,17 @@ class Histories:
         width = 2 * nodes + 1
         max_pages = -(-(self.prefix + width) // self.PAGE_SIZE)
         pages = 3 * max_pages + 2
-        self.table = torch.randperm(pages, generator=generator)[: 3 * max_pages].view(3, max_pages).to(torch.int32)
+        self.table = (
+            torch.randperm(pages, generator=generator)[: 3 * max_pages].view(3, max_pages).to(torch.int32)
+        )
         k, v = (torch.randn(length, kv_heads, dim, generator=generator) for _ in range(2))
         planes = [torch.randn(pages, self.PAGE_SIZE, kv_heads, dim, generator=generator) for _ in range(2)]
         self.q = torch.randn(length, heads, dim, generator=generator).to(device, dtype)
-        order = [[*range(length)], [*range(length)], [*range(self.prefix), *(self.prefix + 2 * node for node in range(nodes))]]
+        order = [
+            [*range(length)],
+            [*range(length)],
+            [*range(self.prefix), *(self.prefix + 2 * node for node in range(nodes))],
+        ]
         for sequence, indices in enumerate(order):
             for token, index in enumerate(indices):
                 page = self.table[sequence, index // self.PAGE_SIZE]
@@ -105,7 +123,9 @@ class Histories:
     def path(self) -> RowPaths:
         """The nodes at every other column of a tree; the odd ones hide behind the root's sibling."""
         reach = [[2 * ancestor for ancestor in range(node + 1)] for node in range(self.nodes)]
-        masks = torch.tensor([[sum(1 << column for column in columns)] for columns in reach], dtype=torch.int64)
+        masks = torch.tensor(
+            [[sum(1 << column for column in columns)] for columns in reach], dtype=torch.int64
+        )
         return self._paths(2, self.prefix, self.prefix + 2 * self.nodes, masks, self.nodes)
 
     def attend(self, q: torch.Tensor, paths: RowPaths, **options: object) -> torch.Tensor:
@@ -113,7 +133,9 @@ class Histories:
         bound = int(paths.lengths.max()) + 40
         return path_attention(q, *self.planes, self.table, paths, scale=0.3, max_kv_len=bound, **options)  # type: ignore[arg-type]
 
-    def _paths(self, sequence: int, prefix: int, kv_len: int, masks: torch.Tensor | None, rows: int) -> RowPaths:
+    def _paths(
+        self, sequence: int, prefix: int, kv_len: int, masks: torch.Tensor | None, rows: int
+    ) -> RowPaths:
         lens = torch.zeros((2, 3), dtype=torch.int32)
         lens[0, sequence], lens[1, sequence] = prefix, kv_len
         starts = torch.tensor([0] * (sequence + 1) + [rows] * (3 - sequence), dtype=torch.int32)
@@ -134,17 +156,31 @@ def check_histories(device: str, dtype: torch.dtype, length: int, nodes: int, **
         assert bool(whole.isfinite().all())
         for size in (1, 3):
             chunks = [(first, min(first + size, length)) for first in range(before, length, size)]
-            found = torch.cat([histories.attend(q[first:stop].clone(), histories.causal(first, stop), **options) for first, stop in chunks])
+            found = torch.cat(
+                [
+                    histories.attend(q[first:stop].clone(), histories.causal(first, stop), **options)
+                    for first, stop in chunks
+                ]
+            )
             assert torch.equal(found, whole), f"chunks of {size}"
         for name, paths in (("chain", histories.chain()), ("path", histories.path())):
-            assert torch.equal(histories.attend(q[histories.prefix :].clone(), paths, **options), whole[1:]), name
+            assert torch.equal(
+                histories.attend(q[histories.prefix :].clone(), paths, **options), whole[1:]
+            ), name
 
 
 def check_against_tree_attention(device: str, dtype: torch.dtype, **options: object) -> None:
     """The kernel and its reference compute what `tree_attention` does."""
     histories = Histories(device, dtype, 150, 12)
-    masks = torch.tensor([[sum(1 << 2 * ancestor for ancestor in range(node + 1))] for node in range(12)]).to(torch.int32).to(device)
-    prefix, kv_len = torch.tensor([138], dtype=torch.int32).to(device), torch.tensor([162], dtype=torch.int32).to(device)
+    masks = (
+        torch.tensor([[sum(1 << 2 * ancestor for ancestor in range(node + 1))] for node in range(12)])
+        .to(torch.int32)
+        .to(device)
+    )
+    prefix, kv_len = (
+        torch.tensor([138], dtype=torch.int32).to(device),
+        torch.tensor([162], dtype=torch.int32).to(device),
+    )
     starts = torch.tensor([0, 12], dtype=torch.int32).to(device)
     q = histories.q[-12:]
     with reference_version():

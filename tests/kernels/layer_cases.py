@@ -12,7 +12,16 @@ from outrider.kernels.add_norm import add_sums, embed_rows, normalise, rms_norm
 from outrider.kernels.quantize_rows import quantize_rows
 from outrider.kernels.rope_store import Lookup, rope_angles, rope_store
 from outrider.kernels.silu_mul import silu_mul
-from outrider.kernels.skinny_gemm import Method, Rotary, Tile, project, project_add, project_gated, project_normed, project_rotated
+from outrider.kernels.skinny_gemm import (
+    Method,
+    Rotary,
+    Tile,
+    project,
+    project_add,
+    project_gated,
+    project_normed,
+    project_rotated,
+)
 from outrider.kernels.stream import Stream
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -26,7 +35,9 @@ class Maker:
         self._generator = torch.Generator().manual_seed(seed)
         self.device, self.dtype, self.guards = device, dtype, guards
 
-    def __call__(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:
+    def __call__(
+        self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0, shift: float = 0.0
+    ) -> torch.Tensor:
         values = torch.randn(*shape, generator=self._generator) * scale + shift
         return self.guards.put(values.to(self.device, dtype or self.dtype))
 
@@ -72,7 +83,9 @@ def fp8_slack(x: torch.Tensor, given: dict[str, torch.Tensor], tile: Tile | None
     if not (x.is_cuda and "scales" in given and tile_of(x, tile) is Method.DOT):
         return 0.0
     weight = given["weight"].float() * given["scales"][:, None]
-    products = functional.pad(x.float()[:, None, :] * weight[None], (0, -x.shape[1] % FP8_STEP))  # [rows, out, columns]
+    products = functional.pad(
+        x.float()[:, None, :] * weight[None], (0, -x.shape[1] % FP8_STEP)
+    )  # [rows, out, columns]
     largest = products.abs().unflatten(-1, (-1, FP8_STEP)).amax(-1)
     unit = 2.0 ** (torch.frexp(largest)[1] - 1 - FP8_BITS)
     return 6 * float(((FP8_STEP + 1) / 3 * unit.square()).sum(-1).sqrt().amax())
@@ -86,7 +99,9 @@ def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, slac
     torch.testing.assert_close(actual.float(), expected.float(), atol=bound * size + slack, rtol=bound)
 
 
-def same_stream(actual: Stream, expected: Stream, dtype: torch.dtype, slack: float = 0.0, gain: float = 1.0) -> None:
+def same_stream(
+    actual: Stream, expected: Stream, dtype: torch.dtype, slack: float = 0.0, gain: float = 1.0
+) -> None:
     """Compare streams; `gain`: the largest weight of the norm that follows."""
     close(actual.residual, expected.residual, dtype, slack)
     with reference_version():
@@ -100,7 +115,15 @@ def largest_factor(stream: Stream) -> float:
 
 
 def check_project(
-    device: str, dtype: torch.dtype, rows: int, out: int, columns: int, tile: Tile | None, guards: Guards, *, fp8: bool = False
+    device: str,
+    dtype: torch.dtype,
+    rows: int,
+    out: int,
+    columns: int,
+    tile: Tile | None,
+    guards: Guards,
+    *,
+    fp8: bool = False,
 ) -> None:
     make = Maker(device, dtype, guards, rows + out)
     x, weight = make(rows, columns + 8)[:, :columns], make(out, columns, scale=columns**-0.5)
@@ -115,7 +138,15 @@ def check_project(
 
 
 def check_project_normed(
-    device: str, dtype: torch.dtype, rows: int, out: int, columns: int, tile: Tile | None, guards: Guards, *, normed: bool = True
+    device: str,
+    dtype: torch.dtype,
+    rows: int,
+    out: int,
+    columns: int,
+    tile: Tile | None,
+    guards: Guards,
+    *,
+    normed: bool = True,
 ) -> None:
     make = Maker(device, dtype, guards, rows + out)
     stream, weight = make.stream(rows, columns, 5), make(out, columns, scale=columns**-0.5)
@@ -141,11 +172,20 @@ def check_project_add(
     fp8: bool = False,
 ) -> None:
     make = Maker(device, dtype, guards, rows + width)
-    x, weight, norm_weight = make(rows, columns), make(width, columns, scale=columns**-0.5), make(width, shift=1.0)
+    x, weight, norm_weight = (
+        make(rows, columns),
+        make(width, columns, scale=columns**-0.5),
+        make(width, shift=1.0),
+    )
     residual, offset = make(rows, 2 * width)[:, width:], make(width) if bias else None
     captured = make(rows, 3 * width)
     before = captured.clone()
-    given = {**(narrow(weight, guards) if fp8 else {"weight": weight}), "residual": residual, "norm_weight": norm_weight, "eps": EPS}
+    given = {
+        **(narrow(weight, guards) if fp8 else {"weight": weight}),
+        "residual": residual,
+        "norm_weight": norm_weight,
+        "eps": EPS,
+    }
     read = rounded(x, tile, guards, fp8)
     with reference_version():
         expected = project_add(read, **given, bias=offset)
@@ -172,8 +212,14 @@ def check_project_gated(
     with reference_version():
         expected = project_gated(read, **given, bias=offset, gelu=gelu)
         # Of act(gate) * up, by gate and by up; neither activation is steeper than 1.2 or exceeds its argument.
-        both = functional.linear(read.scaled.float(), weight.float()) * largest_factor(stream) if slack else torch.zeros(1)
-        slack *= 2.2 * (float(both.abs().max()) + (float(offset.float().abs().max()) if offset is not None else 0.0))
+        both = (
+            functional.linear(read.scaled.float(), weight.float()) * largest_factor(stream)
+            if slack
+            else torch.zeros(1)
+        )
+        slack *= 2.2 * (
+            float(both.abs().max()) + (float(offset.float().abs().max()) if offset is not None else 0.0)
+        )
     with triton_version(guards):
         actual = project_gated(stream, **given, bias=offset, gelu=gelu, tile=tile)
     close(actual, expected, dtype, slack)
@@ -206,9 +252,13 @@ def check_project_rotated(
     slots = guards.put(slots.to(device))
     read = replace(stream, scaled=rounded(stream.scaled, tile, guards, fp8))
     with reference_version():
-        expected = project_rotated(read, rotary=Rotary(cos, sin, *expected_planes, slots), **given, bias=offset, lookup=found)
+        expected = project_rotated(
+            read, rotary=Rotary(cos, sin, *expected_planes, slots), **given, bias=offset, lookup=found
+        )
     with triton_version(guards):
-        actual = project_rotated(stream, rotary=Rotary(cos, sin, *planes, slots), **given, bias=offset, lookup=found, tile=tile)
+        actual = project_rotated(
+            stream, rotary=Rotary(cos, sin, *planes, slots), **given, bias=offset, lookup=found, tile=tile
+        )
     slack = fp8_slack(read.scaled, given, tile) * largest_factor(stream) * 2**0.5  # a rotation mixes two
     close(actual, expected, dtype, slack)
     for plane, expected_plane in zip(planes, expected_planes, strict=True):
@@ -225,17 +275,25 @@ def check_quantize_rows(device: str, dtype: torch.dtype, rows: int, width: int, 
         actual, scales = quantize_rows(x)
     torch.testing.assert_close(scales, expected_scales, rtol=1e-6, atol=0.0)
     wanted, product = x.float(), actual.float() * scales[:, None]
-    carried = torch.frexp(expected.float())[0].abs() == 0.5  # rounded up to a power of two: the interpreter loses the carry, and truncates
+    carried = (
+        torch.frexp(expected.float())[0].abs() == 0.5
+    )  # rounded up to a power of two: the interpreter loses the carry, and truncates
     judged = ~carried if device == "cpu" else torch.ones_like(carried)
     assert bool(((product - wanted).abs()[judged] <= wanted.abs().amax() / 13).all())
     step = expected.float().abs() / 8 + 2**-9  # a division that rounds otherwise may end on the next number
     assert bool(((actual.float() - expected.float()).abs() <= step)[judged].all())
 
 
-def check_add_sums(device: str, dtype: torch.dtype, rows: int, width: int, splits: int, guards: Guards, *, bias: bool) -> None:
+def check_add_sums(
+    device: str, dtype: torch.dtype, rows: int, width: int, splits: int, guards: Guards, *, bias: bool
+) -> None:
     make = Maker(device, dtype, guards, rows + width)
     parts = make(splits, rows, width, dtype=torch.float32) if splits > 1 else make(rows, width)
-    residual, norm_weight, offset = make(rows, width + 3)[:, :width], make(width, shift=1.0), make(width) if bias else None
+    residual, norm_weight, offset = (
+        make(rows, width + 3)[:, :width],
+        make(width, shift=1.0),
+        make(width) if bias else None,
+    )
     with reference_version():
         expected = add_sums(parts, residual, norm_weight, EPS, bias=offset)
     with triton_version(guards):
@@ -271,7 +329,17 @@ def check_rms_norm(device: str, dtype: torch.dtype, rows: int, width: int, guard
     assert torch.equal(pair[:, :width], before[:, :width])
 
 
-def check_silu_mul(device: str, dtype: torch.dtype, rows: int, size: int, splits: int, guards: Guards, *, bias: bool, normed: bool) -> None:
+def check_silu_mul(
+    device: str,
+    dtype: torch.dtype,
+    rows: int,
+    size: int,
+    splits: int,
+    guards: Guards,
+    *,
+    bias: bool,
+    normed: bool,
+) -> None:
     make = Maker(device, dtype, guards, rows + size)
     parts = make(splits, rows, 2 * size, dtype=torch.float32) if splits > 1 else make(rows, 2 * size)
     stream = make.stream(rows, 24, 3) if normed or splits > 1 else None
@@ -311,7 +379,9 @@ def check_rope_store(
         compiled_angles = rope_angles(positions, frequencies, 1.25, dtype)
         actual = rope_store(parts, *angles, *planes, slots, **options)
     for actual_angle, angle in zip(compiled_angles, angles, strict=True):
-        torch.testing.assert_close(actual_angle.float(), angle.float(), atol=2e-5 if dtype is torch.float32 else 1e-2, rtol=0)
+        torch.testing.assert_close(
+            actual_angle.float(), angle.float(), atol=2e-5 if dtype is torch.float32 else 1e-2, rtol=0
+        )
     close(actual, expected, dtype)
     for plane, expected_plane in zip(planes, expected_planes, strict=True):
         close(plane, expected_plane, dtype)

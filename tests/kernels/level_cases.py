@@ -17,7 +17,16 @@ def empty_candidates(bs: int, depth: int, topk: int, device: str) -> Candidates:
 
 
 def check_expand_level(
-    device: str, dtype: torch.dtype, bs: int, vocab: int, topk: int, depth: int, *, coupled: bool, mapped: bool, guards: Guards
+    device: str,
+    dtype: torch.dtype,
+    bs: int,
+    vocab: int,
+    topk: int,
+    depth: int,
+    *,
+    coupled: bool,
+    mapped: bool,
+    guards: Guards,
 ) -> None:
     """All levels of a tree, each version on its own beams."""
     generator = torch.Generator().manual_seed(bs * vocab + topk * 7 + depth)

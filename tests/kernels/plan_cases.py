@@ -8,10 +8,14 @@ from guards import Guards, reference_version, triton_version
 from outrider.kernels.round_plan import round_plan
 
 
-def check_round_plan(device: str, bs: int, rows: int, depth: int, topk: int, page_size: int, lead: int, guards: Guards) -> None:
+def check_round_plan(
+    device: str, bs: int, rows: int, depth: int, topk: int, page_size: int, lead: int, guards: Guards
+) -> None:
     """Compare with the reference, and the reference with what the words of the contract say, row by row."""
     generator = torch.Generator().manual_seed(bs * 100 + rows * 10 + depth)
-    counts = torch.tensor([rows, 0, 1, max(1, rows - 1), 2])[torch.arange(bs) % 5].clamp(max=rows).to(torch.int32)
+    counts = (
+        torch.tensor([rows, 0, 1, max(1, rows - 1), 2])[torch.arange(bs) % 5].clamp(max=rows).to(torch.int32)
+    )
     committed = (torch.randint(0, 40, (bs,), generator=generator) + counts + 1).to(torch.int32)
     columns = rows + bs % 3
     tokens = torch.randint(0, 1000, (bs, columns), generator=generator, dtype=torch.int32)
@@ -38,12 +42,19 @@ def check_round_plan(device: str, bs: int, rows: int, depth: int, topk: int, pag
         assert slots[: rows - count] == [-1] * (rows - count)
         assert slots[rows - count :] == [slot(b, stable - count + i) for i in range(count)]
         assert expected.tokens[extended].tolist()[rows - count :] == tokens[b, :count].tolist()
-        assert expected.positions[extended].tolist()[rows - count :] == [stable - count + i for i in range(count)]
-        assert [row - b * columns for row in expected.features[extended].tolist()[rows - count :]] == list(range(count))
+        assert expected.positions[extended].tolist()[rows - count :] == [
+            stable - count + i for i in range(count)
+        ]
+        assert [row - b * columns for row in expected.features[extended].tolist()[rows - count :]] == list(
+            range(count)
+        )
         assert expected.max_nodes[b] == (nodes[b] if count else 1)
         if count:
             assert expected.root_tokens[b] == tokens[b, count - 1]
-            assert expected.lens[:, b].tolist() == [stable - count, *(stable + level * topk for level in range(depth))]
+            assert expected.lens[:, b].tolist() == [
+                stable - count,
+                *(stable + level * topk for level in range(depth)),
+            ]
             for level in range(1, depth):
                 row = slice(b * topk, (b + 1) * topk)
                 wanted = [slot(b, stable + (level - 1) * topk + j) for j in range(topk)]

@@ -9,10 +9,20 @@ from dataclasses import fields
 import torch
 from guards import Guards, reference_version, triton_version
 
-from outrider.kernels.verify_round import AcceptedRound, PlacedRows, RoundTensors, accept_round, begin_round, place_rows, post_round
+from outrider.kernels.verify_round import (
+    AcceptedRound,
+    PlacedRows,
+    RoundTensors,
+    accept_round,
+    begin_round,
+    place_rows,
+    post_round,
+)
 
 
-def assert_equal(have: PlacedRows | AcceptedRound | RoundTensors, want: PlacedRows | AcceptedRound | RoundTensors) -> None:
+def assert_equal(
+    have: PlacedRows | AcceptedRound | RoundTensors, want: PlacedRows | AcceptedRound | RoundTensors
+) -> None:
     for one in fields(want):
         actual, expected = getattr(have, one.name), getattr(want, one.name)
         assert actual.dtype is expected.dtype, one.name
@@ -23,7 +33,9 @@ def random_state(bs: int, columns: int, rng: random.Random, device: str) -> Roun
     counts = [rng.randint(0, columns) for _ in range(bs)]
     tokens = [[rng.randrange(1, 99) if i < count else 0 for i in range(columns)] for count in counts]
     lens = [rng.randint(columns + 1, 60) for _ in range(bs)]
-    return RoundTensors(*(torch.tensor(values, dtype=torch.int32, device=device) for values in (lens, tokens, counts)))
+    return RoundTensors(
+        *(torch.tensor(values, dtype=torch.int32, device=device) for values in (lens, tokens, counts))
+    )
 
 
 def copied(state: RoundTensors, guards: Guards | None = None) -> RoundTensors:
@@ -56,7 +68,10 @@ def check_place_rows(device: str, bs: int, nodes: int, page_size: int, guards: G
     counts = [rng.randint(1, nodes) for _ in range(bs)]
     depths = [[rng.randint(0, 9) for _ in range(nodes)] for _ in range(bs)]
     table = [[rng.randrange(500) for _ in range(pages)] for _ in range(bs)]
-    arguments = [torch.tensor(values, dtype=torch.int32, device=device) for values in (live, lens, depths, counts, table)]
+    arguments = [
+        torch.tensor(values, dtype=torch.int32, device=device)
+        for values in (live, lens, depths, counts, table)
+    ]
     with reference_version():
         expected = place_rows(*arguments, page_size)
     guarded = [guards.put(tensor) for tensor in arguments]
@@ -79,7 +94,9 @@ def random_tree(count: int, rng: random.Random) -> tuple[list[int], list[int]]:
     return [-1, *(rng.randrange(node) for node in range(1, count))], [node % 100 for node in range(count)]
 
 
-def check_accept_round(device: str, bs: int, nodes: int, columns: int, page_size: int, with_state: bool, guards: Guards) -> None:
+def check_accept_round(
+    device: str, bs: int, nodes: int, columns: int, page_size: int, with_state: bool, guards: Guards
+) -> None:
     rng = random.Random(bs * 1000 + nodes * 10 + columns)
     pages = (60 + max(nodes, columns)) // page_size + 2
     live = [rng.choice([0, 1, 1, 1]) for _ in range(bs)]
@@ -91,7 +108,9 @@ def check_accept_round(device: str, bs: int, nodes: int, columns: int, page_size
     for row, (above, names) in enumerate(trees):
         parents[row][: counts[row]], tokens[row][: counts[row]] = above, names
         walked = [0]
-        while (children := [node for node in range(1, counts[row]) if above[node] == walked[-1]]) and rng.random() < 0.8:
+        while (
+            children := [node for node in range(1, counts[row]) if above[node] == walked[-1]]
+        ) and rng.random() < 0.8:
             walked.append(rng.choice(children))
         for node in range(counts[row]):
             chosen[row][node] = rng.randrange(100, 200)  # no child's token
@@ -103,7 +122,10 @@ def check_accept_round(device: str, bs: int, nodes: int, columns: int, page_size
         path.append(walked)
         emitted.append([chosen[row][node] for node in walked])
     table = [[rng.randrange(500) for _ in range(pages)] for _ in range(bs)]
-    arguments = [torch.tensor(values, dtype=torch.int32, device=device) for values in (live, cached, tokens, parents, counts)]
+    arguments = [
+        torch.tensor(values, dtype=torch.int32, device=device)
+        for values in (live, cached, tokens, parents, counts)
+    ]
     arguments += [torch.tensor(chosen, device=device), torch.tensor(table, dtype=torch.int32, device=device)]
     state = random_state(bs, columns, rng, device)
     expected_state, actual_state = copied(state), copied(state, guards)
@@ -116,7 +138,10 @@ def check_accept_round(device: str, bs: int, nodes: int, columns: int, page_size
     assert_equal(actual_state, expected_state)
     assert expected.path.tolist() == [walked + [-1] * (nodes - len(walked)) for walked in path]
     kept = min(nodes, columns)
-    rows, slots = expected.feature_rows.view(bs, kept).tolist(), expected.feature_slots.view(bs, kept).tolist()
+    rows, slots = (
+        expected.feature_rows.view(bs, kept).tolist(),
+        expected.feature_slots.view(bs, kept).tolist(),
+    )
     for row in range(bs):
         taken = min(accepted[row], columns - 1)
         line = expected.packed[row].tolist()
@@ -136,13 +161,19 @@ def check_accept_round(device: str, bs: int, nodes: int, columns: int, page_size
         if with_state:
             goes_on = said[-1] >= 0
             assert int(expected_state.counts[row]) == (taken + 1 if goes_on else 0)
-            assert expected_state.tokens[row].tolist() == (said if goes_on else []) + [0] * (columns - (len(said) if goes_on else 0))
-            assert int(expected_state.committed_lens[row]) == int(state.committed_lens[row]) + (taken + 1 if goes_on else 0)
+            assert expected_state.tokens[row].tolist() == (said if goes_on else []) + [0] * (
+                columns - (len(said) if goes_on else 0)
+            )
+            assert int(expected_state.committed_lens[row]) == int(state.committed_lens[row]) + (
+                taken + 1 if goes_on else 0
+            )
 
 
 def check_post_round(device: str, bs: int, columns: int, guards: Guards) -> None:
     """Each round goes to the next place of the ring, which the host reads; the other places stay as they are."""
-    rounds = [torch.arange(bs * columns, dtype=torch.int32).view(bs, columns) + 1000 * number for number in range(5)]
+    rounds = [
+        torch.arange(bs * columns, dtype=torch.int32).view(bs, columns) + 1000 * number for number in range(5)
+    ]
     for version in (reference_version, lambda: triton_version(guards)):
         ring = guards.empty((3, bs, columns), torch.int32, torch.device("cpu"))
         if device == "cuda":

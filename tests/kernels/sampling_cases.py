@@ -10,7 +10,9 @@ from outrider.kernels.topk_expand import select_beam, topk_expand
 from outrider.kernels.verify import SamplingTensors, choose_tokens
 
 
-def noise_rows(rows: int, device: str, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def noise_rows(
+    rows: int, device: str, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return seeds of all 64 bits, positions and choices."""
     seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator)
     positions = torch.randint(0, 2**20, (rows,), generator=generator)
@@ -33,7 +35,9 @@ def check_gumbel_noise(device: str, rows: int, vocab: int, subset: int, guards: 
     assert torch.equal(some, everything[:, tokens.to(device)])
 
 
-def sampling_rows(temperatures: list[float], device: str, generator: torch.Generator, *, filters: bool) -> SamplingTensors:
+def sampling_rows(
+    temperatures: list[float], device: str, generator: torch.Generator, *, filters: bool
+) -> SamplingTensors:
     """Return parameters of one row per temperature, filters of all kinds and strengths if wanted."""
     rows = len(temperatures)
     seeds, _, choices = noise_rows(rows, device, generator)
@@ -53,7 +57,9 @@ def sampling_rows(temperatures: list[float], device: str, generator: torch.Gener
     )
 
 
-def check_choose_tokens(device: str, dtype: torch.dtype, temperatures: list[float], vocab: int, *, filters: bool, guards: Guards) -> None:
+def check_choose_tokens(
+    device: str, dtype: torch.dtype, temperatures: list[float], vocab: int, *, filters: bool, guards: Guards
+) -> None:
     generator = torch.Generator().manual_seed(vocab + len(temperatures))
     rows = len(temperatures)
     logits = (torch.randn(rows, vocab, generator=generator) * 4).to(device, dtype)
@@ -88,7 +94,9 @@ def check_argmax_of_many_rows(device: str, dtype: torch.dtype, rows: int, vocab:
         assert choose_tokens(guarded, sampling, positions).tolist() == expected
 
 
-def check_poisoned_rows(device: str, vocab: int, *, temperature: float, filters: bool, guards: Guards) -> None:
+def check_poisoned_rows(
+    device: str, vocab: int, *, temperature: float, filters: bool, guards: Guards
+) -> None:
     """A NaN or +inf anywhere, or nothing above -inf, gives -1; the neighbours do not notice."""
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(6, vocab, generator=generator)
@@ -109,7 +117,15 @@ def check_poisoned_rows(device: str, vocab: int, *, temperature: float, filters:
 
 
 def check_topk_expand(
-    device: str, dtype: torch.dtype, rows: int, vocab: int, topk: int, *, coupled: bool, mapped: bool, guards: Guards
+    device: str,
+    dtype: torch.dtype,
+    rows: int,
+    vocab: int,
+    topk: int,
+    *,
+    coupled: bool,
+    mapped: bool,
+    guards: Guards,
 ) -> None:
     generator = torch.Generator().manual_seed(rows * vocab + topk)
     logits = (torch.randn(rows, vocab, generator=generator) * 3).to(device, dtype)

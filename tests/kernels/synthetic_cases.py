@@ -27,7 +27,9 @@ def random_trees(bs: int, columns: int, rng: random.Random) -> tuple[torch.Tenso
         bits = [1]
         for node in range(1, count):
             parent = node - 1 if row == 0 else rng.randrange(node)
-            token = rng.choice([value for value in range(VOCAB) if value not in used.setdefault(parent, set())])
+            token = rng.choice(
+                [value for value in range(VOCAB) if value not in used.setdefault(parent, set())]
+            )
             used[parent].add(token)
             tokens[row, node], parents[row, node], depths[row, node] = token, parent, depths[row, parent] + 1
             bits.append(bits[parent] | 1 << node)
@@ -55,7 +57,10 @@ def check_synthetic_acceptance(device: str, bs: int, columns: int, guards: Guard
     with reference_version():
         expected = synthetic_acceptance(*trees, *rest, VOCAB)
     guarded = [guards.put(tensor) for tensor in (*trees, *rest)]
-    guarded[6:8] = [guards.put(tensor.repeat_interleave(stride))[::stride] for tensor, stride in zip(rest[1:3], (columns, 3), strict=True)]
+    guarded[6:8] = [
+        guards.put(tensor.repeat_interleave(stride))[::stride]
+        for tensor, stride in zip(rest[1:3], (columns, 3), strict=True)
+    ]
     with triton_version(guards):
         planted = synthetic_acceptance(*guarded, VOCAB)  # type: ignore[call-arg]
     assert torch.equal(planted, expected)

@@ -40,20 +40,38 @@ def test_few_pairs_of_some_sequences_are_the_narrow_side_and_merge_themselves() 
 
 
 def test_programs_with_a_multiprocessor_each_take_long_steps_where_there_is_room() -> None:
-    sizes = [(blocks.pairs, blocks.tokens, blocks.splits, blocks.stages) for blocks in (_plan(16, rows) for rows in (1, 4, 6, 8))]
+    sizes = [
+        (blocks.pairs, blocks.tokens, blocks.splits, blocks.stages)
+        for blocks in (_plan(16, rows) for rows in (1, 4, 6, 8))
+    ]
     assert sizes == [(16, 64, 1, 4), (16, 128, 1, 3), (32, 128, 1, 3), (32, 128, 1, 3)]
-    assert [_plan(16, rows).transposed for rows in (1, 4, 6, 8, 9, 32)] == [False, False, True, True, False, False]
+    assert [_plan(16, rows).transposed for rows in (1, 4, 6, 8, 9, 32)] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
     for rows in (1, 4, 6):
         cramped = choose_blocks(16, 16 * rows, rows * 4, 8, 128, 2, 768, PROCESSORS, False)
         assert (cramped.tokens, cramped.stages, cramped.warps) == (64, 3, 4)
 
 
 def test_steps_of_few_pairs_are_longer_beside_products_of_our_own() -> None:
-    assert [(_plan(bs, rows).tokens, _plan(bs, rows).stages) for bs, rows in ((64, 1), (32, 4), (64, 4))] == [(64, 2), (32, 3), (32, 3)]
+    assert [(_plan(bs, rows).tokens, _plan(bs, rows).stages) for bs, rows in ((64, 1), (32, 4), (64, 4))] == [
+        (64, 2),
+        (32, 3),
+        (32, 3),
+    ]
 
 
 def test_blocks_of_many_pairs_are_not_split_where_they_fill_the_device() -> None:
-    assert [(_plan(16, rows).splits, _plan(16, rows).tokens) for rows in (6, 8, 32)] == [(1, 128), (1, 128), (1, 64)]
+    assert [(_plan(16, rows).splits, _plan(16, rows).tokens) for rows in (6, 8, 32)] == [
+        (1, 128),
+        (1, 128),
+        (1, 64),
+    ]
     assert [_plan(bs, 32).splits for bs in (1, 4, 8, 16)] == [8, 4, 1, 1]
     assert [(_plan(bs, 6).splits, _plan(bs, 6).tokens) for bs in (1, 4)] == [(8, 32), (4, 32)]
 

@@ -7,8 +7,12 @@ from guards import Guards
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "kv_heads", "dim", "page_size"), [(1, 1, 32, 16), (7, 3, 5, 1), (5, 2, 80, 3)])
-def test_kv_store_writes_the_named_slots_only(dtype: torch.dtype, rows: int, kv_heads: int, dim: int, page_size: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "kv_heads", "dim", "page_size"), [(1, 1, 32, 16), (7, 3, 5, 1), (5, 2, 80, 3)]
+)
+def test_kv_store_writes_the_named_slots_only(
+    dtype: torch.dtype, rows: int, kv_heads: int, dim: int, page_size: int
+) -> None:
     check_kv_store("cpu", dtype, rows, kv_heads, dim, page_size, pages=8, guards=Guards())
 
 

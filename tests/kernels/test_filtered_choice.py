@@ -39,5 +39,7 @@ def test_tokens_are_chosen_as_from_what_sorting_keeps(dtype: torch.dtype) -> Non
 def test_a_search_that_does_not_choose_what_sorting_does_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = (torch.device("cpu"), torch.float32, 60)
     assert compiled._agrees(*kind)
-    monkeypatch.setattr(compiled, "best_kept", lambda logits, sampling, positions: right(logits.flip(1), sampling, positions))
+    monkeypatch.setattr(
+        compiled, "best_kept", lambda logits, sampling, positions: right(logits.flip(1), sampling, positions)
+    )
     assert not compiled._agrees(*kind)

@@ -36,9 +36,13 @@ def _pair(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Dec
     return plain, fused
 
 
-@pytest.mark.parametrize("case", ["llama", "mistral-narrow", "qwen2-tied-yarn", "qwen3", "qwen3-bias", "mimo"])
+@pytest.mark.parametrize(
+    "case", ["llama", "mistral-narrow", "qwen2-tied-yarn", "qwen3", "qwen3-bias", "mimo"]
+)
 @pytest.mark.parametrize("backend", list(Backend))
-def test_a_prompt_then_a_tree(case: str, backend: Backend, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_then_a_tree(
+    case: str, backend: Backend, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain, fused = _pair(case, folder, monkeypatch)
     masks = torch.tensor([[0b1], [0b11], [0b101], [0b1011], [0b1]], dtype=torch.int32)
     steps = [

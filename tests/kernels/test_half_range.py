@@ -61,12 +61,17 @@ def test_a_decoder_with_large_norms_in_fp16(tmp_path: Path, monkeypatch: pytest.
     with torch.inference_mode():
         decoder.embedding[:, 5] = LARGE
         for layer in decoder.layers:  # a column that is too large before its norm, and that nothing reads: not even infinity may come of it
-            for norm, product in ((layer.input_norm, layer.attention.qkv), (layer.post_attention_norm, layer.mlp.gate_up)):
+            for norm, product in (
+                (layer.input_norm, layer.attention.qkv),
+                (layer.post_attention_norm, layer.mlp.gate_up),
+            ):
                 norm.weight[5] = 50.0
                 product.weight[:, 5] = 0.0
     rows = [[1, 2, 3, 40, 5]]
     want, _ = Sequences(decoder, 1).run([0], rows)
-    decoder.fused = FusedForward(decoder.layers, decoder.embedding, decoder.norm, linear.Linear(decoder.lm_head))
+    decoder.fused = FusedForward(
+        decoder.layers, decoder.embedding, decoder.norm, linear.Linear(decoder.lm_head)
+    )
     with force_backend(Backend.TRITON):
         got, _ = Sequences(decoder, 1, backend="triton").run([0], rows)
     close(got, want, torch.float16)

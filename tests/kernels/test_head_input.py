@@ -13,9 +13,15 @@ from outrider.kernels.head_input import Residual
 @pytest.mark.parametrize(("count", "hidden"), [(1, 64), (5, 37)])
 @pytest.mark.parametrize(
     ("norms", "residual"),
-    [((True, True), Residual.FEATURE), ((True, True), Residual.NORMED_FEATURE), ((False, False), Residual.FEATURE)],
+    [
+        ((True, True), Residual.FEATURE),
+        ((True, True), Residual.NORMED_FEATURE),
+        ((False, False), Residual.FEATURE),
+    ],
 )
 def test_head_input_equals_the_reference(
     dtype: torch.dtype, gathered: bool, count: int, hidden: int, norms: tuple[bool, bool], residual: Residual
 ) -> None:
-    check_head_input("cpu", dtype, count, hidden, norms=norms, gathered=gathered, residual=residual, guards=Guards())
+    check_head_input(
+        "cpu", dtype, count, hidden, norms=norms, gathered=gathered, residual=residual, guards=Guards()
+    )

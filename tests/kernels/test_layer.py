@@ -47,7 +47,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "out", "columns", "tile"), PROJECTIONS)
-def test_projections_of_any_size(dtype: torch.dtype, rows: int, out: int, columns: int, tile: Tile | None) -> None:
+def test_projections_of_any_size(
+    dtype: torch.dtype, rows: int, out: int, columns: int, tile: Tile | None
+) -> None:
     check_project("cpu", dtype, rows, out, columns, tile, Guards())
 
 
@@ -55,13 +57,24 @@ def test_projections_of_any_size(dtype: torch.dtype, rows: int, out: int, column
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
     ("rows", "width", "columns", "tile"),
-    [(1, 64, 96, DOT), (17, 50, 70, DOT), (6, 50, 70, SPLIT), (2, 30, 64, SUM), (1, 31, 70, STAY), (3, 20, 30, LIBRARY)],
+    [
+        (1, 64, 96, DOT),
+        (17, 50, 70, DOT),
+        (6, 50, 70, SPLIT),
+        (2, 30, 64, SUM),
+        (1, 31, 70, STAY),
+        (3, 20, 30, LIBRARY),
+    ],
 )
-def test_products_added_to_the_residual(dtype: torch.dtype, rows: int, width: int, columns: int, tile: Tile, bias: bool) -> None:
+def test_products_added_to_the_residual(
+    dtype: torch.dtype, rows: int, width: int, columns: int, tile: Tile, bias: bool
+) -> None:
     check_project_add("cpu", dtype, rows, width, columns, tile, Guards(), bias=bias)
 
 
-def test_the_program_that_ends_last_adds_the_parts_and_leaves_its_counter_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_program_that_ends_last_adds_the_parts_and_leaves_its_counter_at_zero(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from outrider.kernels.skinny_gemm import triton as compiled
 
     generator = torch.Generator().manual_seed(1)
@@ -84,7 +97,9 @@ def test_the_program_that_ends_last_adds_the_parts_and_leaves_its_counter_at_zer
 @pytest.mark.parametrize("overlap", list(Overlap))
 @pytest.mark.parametrize("tile", [DOT, SUM, STAY])
 def test_overlaps_change_no_number(tile: Tile, overlap: Overlap) -> None:
-    check_project_add("cpu", torch.float32, 6 if tile is DOT else 1, 64, 96, replace(tile, overlap=overlap), Guards())
+    check_project_add(
+        "cpu", torch.float32, 6 if tile is DOT else 1, 64, 96, replace(tile, overlap=overlap), Guards()
+    )
 
 
 def test_programs_that_stay_compute_one_row() -> None:
@@ -93,12 +108,23 @@ def test_programs_that_stay_compute_one_row() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("bias", "gelu", "normed"), [(False, False, True), (True, True, True), (False, False, False)])
+@pytest.mark.parametrize(
+    ("bias", "gelu", "normed"), [(False, False, True), (True, True, True), (False, False, False)]
+)
 @pytest.mark.parametrize(
     ("rows", "size", "width", "tile"),
-    [(1, 64, 96, DOT), (17, 50, 70, DOT), (2, 30, 64, SUM), (1, 31, 64, STAY), (3, 20, 30, LIBRARY), (3, 20, 30, HALVES)],
+    [
+        (1, 64, 96, DOT),
+        (17, 50, 70, DOT),
+        (2, 30, 64, SUM),
+        (1, 31, 64, STAY),
+        (3, 20, 30, LIBRARY),
+        (3, 20, 30, HALVES),
+    ],
 )
-def test_gated_products(dtype: torch.dtype, rows: int, size: int, width: int, tile: Tile, bias: bool, gelu: bool, normed: bool) -> None:
+def test_gated_products(
+    dtype: torch.dtype, rows: int, size: int, width: int, tile: Tile, bias: bool, gelu: bool, normed: bool
+) -> None:
     check_project_gated("cpu", dtype, rows, size, width, tile, Guards(), bias=bias, gelu=gelu, normed=normed)
 
 
@@ -112,9 +138,12 @@ def test_products_of_what_is_still_to_be_normed(dtype: torch.dtype, tile: Tile |
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("rows", "width", "splits", "bias"), [(1, 64, 4, False), (7, 600, 1, True), (3, 1100, 2, True), (70, 40, 1, False)]
+    ("rows", "width", "splits", "bias"),
+    [(1, 64, 4, False), (7, 600, 1, True), (3, 1100, 2, True), (70, 40, 1, False)],
 )
-def test_partial_sums_are_added_and_normed(dtype: torch.dtype, rows: int, width: int, splits: int, bias: bool) -> None:
+def test_partial_sums_are_added_and_normed(
+    dtype: torch.dtype, rows: int, width: int, splits: int, bias: bool
+) -> None:
     check_add_sums("cpu", dtype, rows, width, splits, Guards(), bias=bias)
 
 
@@ -128,19 +157,44 @@ def test_embeddings_and_norms(dtype: torch.dtype, rows: int, width: int) -> None
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "size", "splits"), [(1, 64, 2), (5, 1100, 1), (2, 40, 3)])
 @pytest.mark.parametrize(("bias", "normed"), [(False, False), (True, True)])
-def test_gated_activations(dtype: torch.dtype, rows: int, size: int, splits: int, bias: bool, normed: bool) -> None:
+def test_gated_activations(
+    dtype: torch.dtype, rows: int, size: int, splits: int, bias: bool, normed: bool
+) -> None:
     check_silu_mul("cpu", dtype, rows, size, splits, Guards(), bias=bias, normed=normed)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("rows", "heads", "kv_heads", "dim", "splits"), [(1, 4, 2, 16, 2), (7, 6, 1, 24, 1), (70, 2, 2, 8, 1), (70, 0, 2, 8, 1)]
+    ("rows", "heads", "kv_heads", "dim", "splits"),
+    [(1, 4, 2, 16, 2), (7, 6, 1, 24, 1), (70, 2, 2, 8, 1), (70, 0, 2, 8, 1)],
 )
-@pytest.mark.parametrize(("bias", "head_norm", "normed"), [(False, False, True), (True, True, True), (False, True, False)])
+@pytest.mark.parametrize(
+    ("bias", "head_norm", "normed"), [(False, False, True), (True, True, True), (False, True, False)]
+)
 def test_rotation_and_store(
-    dtype: torch.dtype, rows: int, heads: int, kv_heads: int, dim: int, splits: int, bias: bool, head_norm: bool, normed: bool
+    dtype: torch.dtype,
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    splits: int,
+    bias: bool,
+    head_norm: bool,
+    normed: bool,
 ) -> None:
-    check_rope_store("cpu", dtype, rows, heads, kv_heads, dim, splits, Guards(), bias=bias, head_norm=head_norm, normed=normed)
+    check_rope_store(
+        "cpu",
+        dtype,
+        rows,
+        heads,
+        kv_heads,
+        dim,
+        splits,
+        Guards(),
+        bias=bias,
+        head_norm=head_norm,
+        normed=normed,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -154,9 +208,19 @@ def test_rotation_and_store(
     ],
 )  # fmt: skip
 def test_rotated_products(
-    dtype: torch.dtype, rows: int, heads: int, kv_heads: int, dim: int, width: int, tile: Tile | None, bias: bool, normed: bool
+    dtype: torch.dtype,
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    width: int,
+    tile: Tile | None,
+    bias: bool,
+    normed: bool,
 ) -> None:
-    check_project_rotated("cpu", dtype, rows, heads, kv_heads, dim, width, tile, Guards(), bias=bias, normed=normed)
+    check_project_rotated(
+        "cpu", dtype, rows, heads, kv_heads, dim, width, tile, Guards(), bias=bias, normed=normed
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -204,5 +268,7 @@ def test_guessed_tiles_fit_their_epilogue(epilogue: Epilogue, rows: int) -> None
         assert tile.splits == 1 or epilogue is not Epilogue.GATED
         assert tile.method is Method.DOT or rows <= 4
         assert choose_tile(
-            epilogue, torch.empty(rows, columns, dtype=torch.bfloat16, device="meta"), torch.empty(out, columns, device="meta")
+            epilogue,
+            torch.empty(rows, columns, dtype=torch.bfloat16, device="meta"),
+            torch.empty(out, columns, device="meta"),
         )

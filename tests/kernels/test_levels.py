@@ -23,7 +23,16 @@ from level_cases import check_expand_level
 )
 @pytest.mark.parametrize(("coupled", "mapped"), [(False, False), (True, True)])
 def test_expand_level_equals_the_reference(
-    dtype: torch.dtype, bs: int, vocab: int, topk: int, depth: int, coupled: bool, mapped: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    bs: int,
+    vocab: int,
+    topk: int,
+    depth: int,
+    coupled: bool,
+    mapped: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("outrider.kernels.topk_expand.parts.triton.CHUNKED_PROGRAMS", 20)  # some of these sizes have so many
+    monkeypatch.setattr(
+        "outrider.kernels.topk_expand.parts.triton.CHUNKED_PROGRAMS", 20
+    )  # some of these sizes have so many
     check_expand_level("cpu", dtype, bs, vocab, topk, depth, coupled=coupled, mapped=mapped, guards=Guards())

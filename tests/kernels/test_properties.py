@@ -23,7 +23,12 @@ from outrider.kernels.verify.filters import filter_logits
 finite = st.floats(-(2.0**100), 2.0**100, width=32)
 
 
-@given(st.lists(st.one_of(finite, st.sampled_from([0.0, -0.0, 1.0, -math.inf, math.inf])), min_size=1, max_size=40), st.data())
+@given(
+    st.lists(
+        st.one_of(finite, st.sampled_from([0.0, -0.0, 1.0, -math.inf, math.inf])), min_size=1, max_size=40
+    ),
+    st.data(),
+)
 @settings(deadline=None)
 def test_order_is_value_descending_then_index_ascending(values: list[float], data: st.DataObject) -> None:
     k = data.draw(st.integers(0, len(values)))
@@ -35,9 +40,18 @@ def test_order_is_value_descending_then_index_ascending(values: list[float], dat
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**30))
 @settings(deadline=None, max_examples=80)
-def test_a_built_tree_is_a_tree_of_the_best_scores(depth: int, topk: int, columns: int, budget: int, seed: int) -> None:
+def test_a_built_tree_is_a_tree_of_the_best_scores(
+    depth: int, topk: int, columns: int, budget: int, seed: int
+) -> None:
     scores, tokens, parents = candidates_of(1, depth, topk, torch.Generator().manual_seed(seed))
-    tree = tree_build(scores, tokens, parents, torch.tensor([42], dtype=torch.int32), torch.tensor([budget], dtype=torch.int32), columns)
+    tree = tree_build(
+        scores,
+        tokens,
+        parents,
+        torch.tensor([42], dtype=torch.int32),
+        torch.tensor([budget], dtype=torch.int32),
+        columns,
+    )
     total = scores.shape[1]
     nodes = int(tree.num_nodes[0])
     row = scores[0].tolist()
@@ -53,9 +67,17 @@ def test_a_built_tree_is_a_tree_of_the_best_scores(depth: int, topk: int, column
         above = int(parents[0, kept[node - 1]])
         assert above == (kept[parent - 1] if parent else -1)
         assert int(tree.depths[0, node]) == int(tree.depths[0, parent]) + 1
-        masks = [sum((word & 0xFFFFFFFF) << 32 * w for w, word in enumerate(tree.ancestors[0, n].tolist())) for n in (node, parent)]
+        masks = [
+            sum((word & 0xFFFFFFFF) << 32 * w for w, word in enumerate(tree.ancestors[0, n].tolist()))
+            for n in (node, parent)
+        ]
         assert masks[0] == masks[1] | 1 << node
-    for padded in (tree.tokens[0, nodes:], tree.depths[0, nodes:], tree.ancestors[0, nodes:], tree.parents[0, nodes:] + 1):
+    for padded in (
+        tree.tokens[0, nodes:],
+        tree.depths[0, nodes:],
+        tree.ancestors[0, nodes:],
+        tree.parents[0, nodes:] + 1,
+    ):
         assert not bool(padded.any())
 
 
@@ -63,7 +85,14 @@ def test_an_orphan_is_never_attached_to_a_stranger() -> None:
     scores = torch.tensor([[-5.0, -1.0, -0.5]])
     parents = torch.tensor([[-1, -1, 0]], dtype=torch.int32)
     count = torch.tensor([3], dtype=torch.int32)
-    tree = tree_build(scores, torch.tensor([[1, 2, 3]], dtype=torch.int32), parents, torch.tensor([9], dtype=torch.int32), count, 3)
+    tree = tree_build(
+        scores,
+        torch.tensor([[1, 2, 3]], dtype=torch.int32),
+        parents,
+        torch.tensor([9], dtype=torch.int32),
+        count,
+        3,
+    )
     assert tree.candidates[0].tolist() == [-1, 1, 2]
     assert tree.parents[0].tolist() == [-1, 0, -1]
 
@@ -85,7 +114,10 @@ def test_the_accepted_path_is_what_plain_decoding_would_emit(nodes: int, seed: i
         path.append(at)
     as_row = lambda values, dtype: torch.tensor([values], dtype=dtype)  # noqa: E731
     tree = verify_tree(
-        as_row(tokens, torch.int32), as_row(parents, torch.int32), torch.tensor([nodes], dtype=torch.int32), as_row(chosen, torch.int64)
+        as_row(tokens, torch.int32),
+        as_row(parents, torch.int32),
+        torch.tensor([nodes], dtype=torch.int32),
+        as_row(chosen, torch.int64),
     )
     padding = [-1] * (nodes - len(path))
     assert tree.path[0].tolist() == path + padding
@@ -115,9 +147,13 @@ def kept_by_filters(logits: list[float], top_k: int, top_p: float, min_p: float)
     st.sampled_from([0.0, 0.011, 0.3, 1.0]),
 )
 @settings(deadline=None)
-def test_filters_keep_what_their_contract_says(halves: list[int], top_k: int, top_p: float, min_p: float) -> None:
+def test_filters_keep_what_their_contract_says(
+    halves: list[int], top_k: int, top_p: float, min_p: float
+) -> None:
     logits = [half / 2 for half in halves]
-    have = filter_logits(torch.tensor([logits]), torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p]))[0]
+    have = filter_logits(
+        torch.tensor([logits]), torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p])
+    )[0]
     assert have.isfinite().nonzero().flatten().tolist() == kept_by_filters(logits, top_k, top_p, min_p)
 
 
@@ -163,15 +199,25 @@ def test_coupled_children_start_with_the_token_that_the_target_would_sample() ->
     """Same logits, same noise: the draft's first child is the target's choice at that position."""
     rows, vocab = 12, 200
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(1)) * 2
-    seeds, positions, choices = torch.arange(rows) * 7919, torch.arange(rows) + 100, torch.zeros(rows, dtype=torch.int32)
+    seeds, positions, choices = (
+        torch.arange(rows) * 7919,
+        torch.arange(rows) + 100,
+        torch.zeros(rows, dtype=torch.int32),
+    )
     heat, off = torch.full((rows,), 0.8), torch.zeros(rows)
     sampling = SamplingTensors(heat, off.int(), off + 1, off, seeds, choices, False, False)
-    expansion = topk_expand(logits, off, 3, temperature=heat, seeds=seeds, positions=positions, choices=choices)
+    expansion = topk_expand(
+        logits, off, 3, temperature=heat, seeds=seeds, positions=positions, choices=choices
+    )
     assert expansion.token_ids[:, 0].tolist() == choose_tokens(logits, sampling, positions).tolist()
     assert expansion.token_ids[:, 0].tolist() != logits.argmax(-1).tolist()
-    perturbed = (logits.log_softmax(-1) / 0.8 + gumbel_noise(seeds, positions, choices, vocab)).log_softmax(-1)
+    perturbed = (logits.log_softmax(-1) / 0.8 + gumbel_noise(seeds, positions, choices, vocab)).log_softmax(
+        -1
+    )
     torch.testing.assert_close(expansion.scores, perturbed.topk(3).values, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(expansion.logprobs, logits.log_softmax(-1).gather(1, expansion.token_ids.long()))
+    torch.testing.assert_close(
+        expansion.logprobs, logits.log_softmax(-1).gather(1, expansion.token_ids.long())
+    )
 
 
 def test_a_tree_row_attends_to_its_own_path_only() -> None:
@@ -190,10 +236,21 @@ def test_a_tree_row_attends_to_its_own_path_only() -> None:
         paths.append([*(paths[parent] if parent >= 0 else []), node])
     ancestors = torch.tensor([[sum(1 << node for node in path)] for path in paths], dtype=torch.int32)
     lens = [torch.tensor(value, dtype=torch.int32) for value in ([prefix], [prefix + nodes], [0, nodes])]
-    out = tree_attention(q[prefix:], *planes, table, *lens, ancestors, scale=0.3, max_query_len=nodes, max_kv_len=prefix + nodes)
+    out = tree_attention(
+        q[prefix:],
+        *planes,
+        table,
+        *lens,
+        ancestors,
+        scale=0.3,
+        max_query_len=nodes,
+        max_kv_len=prefix + nodes,
+    )
     for node, path in enumerate(paths):
         seen = torch.tensor([*range(prefix), *(prefix + step for step in path)])
-        keys, values = (part[seen].repeat_interleave(heads // kv_heads, dim=1).transpose(0, 1) for part in (k, v))
+        keys, values = (
+            part[seen].repeat_interleave(heads // kv_heads, dim=1).transpose(0, 1) for part in (k, v)
+        )
         query = q[prefix + node][:, None]
         plain = torch.nn.functional.scaled_dot_product_attention(query, keys, values, scale=0.3)[:, 0]
         torch.testing.assert_close(out[node], plain, atol=1e-5, rtol=1e-5)
@@ -203,7 +260,11 @@ def test_a_tree_row_attends_to_its_own_path_only() -> None:
     ("slots", "plane", "message"),
     [
         (torch.zeros(3, dtype=torch.int32), torch.zeros(2, 4, 1, 8), "slots has dtype torch.int32"),
-        (torch.zeros(4, dtype=torch.int64), torch.zeros(2, 4, 1, 8), r"slots has shape \[4\], expected \[3\]"),
+        (
+            torch.zeros(4, dtype=torch.int64),
+            torch.zeros(2, 4, 1, 8),
+            r"slots has shape \[4\], expected \[3\]",
+        ),
         (torch.zeros(3, dtype=torch.int64), torch.zeros(2, 4, 1, 9), r"k_plane has shape \[2, 4, 1, 9\]"),
         (torch.zeros(3, dtype=torch.int64), torch.zeros(2, 4, 1, 16)[..., ::2], "k_plane must be contiguous"),
     ],
@@ -214,7 +275,9 @@ def test_wrong_arguments_are_named(slots: torch.Tensor, plane: torch.Tensor, mes
         kv_store(rows, rows, plane, plane, slots)
 
 
-def test_the_choice_of_backend_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_of_backend_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("outrider.kernels._dispatch._announced", set())
     tensor = torch.zeros(1)
     with caplog.at_level("INFO", logger="outrider.kernels"):

@@ -7,7 +7,10 @@ from plan_cases import check_round_plan
 
 @pytest.mark.parametrize("lead", [0, 1])
 @pytest.mark.parametrize(
-    ("bs", "rows", "depth", "topk", "page_size"), [(1, 6, 5, 8, 16), (5, 4, 3, 1, 1), (7, 5, 4, 3, 3), (2, 2, 1, 4, 16), (3, 3, 2, 5, 4)]
+    ("bs", "rows", "depth", "topk", "page_size"),
+    [(1, 6, 5, 8, 16), (5, 4, 3, 1, 1), (7, 5, 4, 3, 3), (2, 2, 1, 4, 16), (3, 3, 2, 5, 4)],
 )
-def test_round_plan_equals_the_reference(bs: int, rows: int, depth: int, topk: int, page_size: int, lead: int) -> None:
+def test_round_plan_equals_the_reference(
+    bs: int, rows: int, depth: int, topk: int, page_size: int, lead: int
+) -> None:
     check_round_plan("cpu", bs, rows, depth, topk, page_size, lead, Guards())

@@ -23,13 +23,17 @@ def test_noise_is_that_of_the_reference(rows: int, vocab: int, subset: int) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab", [5, 4099])
 @pytest.mark.parametrize("temperatures", [[0.0] * 3, [1.0], MIXED], ids=["greedy", "sampled", "mixed"])
-def test_choose_tokens_equals_the_reference(dtype: torch.dtype, vocab: int, temperatures: list[float]) -> None:
+def test_choose_tokens_equals_the_reference(
+    dtype: torch.dtype, vocab: int, temperatures: list[float]
+) -> None:
     check_choose_tokens("cpu", dtype, temperatures, vocab, filters=False, guards=Guards())
 
 
 @pytest.mark.parametrize("vocab", [5, 300])
 def test_choose_tokens_with_filters_equals_the_reference(vocab: int) -> None:
-    check_choose_tokens("cpu", torch.float32, [*MIXED, 1.0, 1.0, 0.3, 1.5, 1.0, 1.2], vocab, filters=True, guards=Guards())
+    check_choose_tokens(
+        "cpu", torch.float32, [*MIXED, 1.0, 1.0, 0.3, 1.5, 1.0, 1.2], vocab, filters=True, guards=Guards()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -46,7 +50,9 @@ def test_poisoned_rows_fail_alone(temperature: float, filters: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "vocab", "topk"), [(1, 9, 9), (4, 4200, 4), (5, 130, 16), (2, 64, 1)])
 @pytest.mark.parametrize(("coupled", "mapped"), [(False, False), (True, True)])
-def test_topk_expand_equals_the_reference(dtype: torch.dtype, rows: int, vocab: int, topk: int, coupled: bool, mapped: bool) -> None:
+def test_topk_expand_equals_the_reference(
+    dtype: torch.dtype, rows: int, vocab: int, topk: int, coupled: bool, mapped: bool
+) -> None:
     check_topk_expand("cpu", dtype, rows, vocab, topk, coupled=coupled, mapped=mapped, guards=Guards())
 
 

@@ -100,7 +100,9 @@ def test_nothing_is_tried_for_the_8b_shape_and_its_head(ranks: int) -> None:
     if ranks == 1:
         for width in (4096, 8192):  # of what the head's q-k-v reads: the state alone, or with the embedding
             uses += uses_of([_layer(4096, width, 32, 8, 14336)], _empty(32000, 4096), BF16, reduced=False)
-    assert {use.of(rows) for use in uses for rows in range(1, 65) if needs_trial(use.of(rows), STORED_OF)} == set()
+    assert {
+        use.of(rows) for use in uses for rows in range(1, 65) if needs_trial(use.of(rows), STORED_OF)
+    } == set()
 
 
 def test_the_q_k_v_of_a_pair_of_states_keeps_the_rules_tiles() -> None:
@@ -113,9 +115,13 @@ def _empty(out: int, columns: int) -> linear.Linear:
     return linear.Linear(torch.empty(out, columns, dtype=BF16, device="meta"))
 
 
-def _layer(hidden: int, width: int, heads: int, kv_heads: int, intermediate: int) -> tuple[Attention, GatedMLP]:
+def _layer(
+    hidden: int, width: int, heads: int, kv_heads: int, intermediate: int
+) -> tuple[Attention, GatedMLP]:
     qkv, o = _empty((heads + 2 * kv_heads) * 128, width), _empty(hidden, heads * 128)
-    return Attention(qkv, o, heads, kv_heads, 128, 0), GatedMLP(_empty(2 * intermediate, hidden), _empty(hidden, intermediate))
+    return Attention(qkv, o, heads, kv_heads, 128, 0), GatedMLP(
+        _empty(2 * intermediate, hidden), _empty(hidden, intermediate)
+    )
 
 
 def test_another_gpu_tries_it_anew_and_falls_back_to_it() -> None:
@@ -143,7 +149,9 @@ def test_a_trial_is_of_its_shape_type_and_row_count() -> None:
 
 
 @pytest.mark.parametrize("device", [STORED_OF, OTHER])
-def test_a_trial_that_was_cut_goes_on_at_the_next_start(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_that_was_cut_goes_on_at_the_next_start(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tiles of more rows are used for fewer meanwhile, and do not pass for a trial of these."""
     path, starts = tmp_path / "tiles.json", list[list[int]]()
     monkeypatch.setattr(trial, "device_name", lambda _: device)
@@ -163,7 +171,13 @@ def test_a_trial_that_was_cut_goes_on_at_the_next_start(device: str, tmp_path: P
 
 def test_other_kernels_or_another_torch_keep_tiles_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     run = {f"{file.parent.name}/{file.name}" for file in sources()}
-    assert {"kernels/stream.py", "add_norm/triton.py", "rope_store/triton.py", "wide/triton.py", "skinny_gemm/tiles.json"} <= run
+    assert {
+        "kernels/stream.py",
+        "add_norm/triton.py",
+        "rope_store/triton.py",
+        "wide/triton.py",
+        "skinny_gemm/tiles.json",
+    } <= run
     before = tiles_file(OTHER)
     assert tiles_file(OTHER) == before
     monkeypatch.setattr(torch, "__version__", "0.0")
@@ -188,7 +202,10 @@ def test_the_rule_gives_way_to_what_is_faster_by_more_than_chance() -> None:
 
 def test_tiles_are_kept_and_read(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "tiles.json"
-    tried = [Tried(UNKNOWN, TILE, 4.25, 5.0, 6.5), Tried(replace(UNKNOWN, rows=1), Tile(Method.STAY, 2, warps=8, programs=528), 2.0)]
+    tried = [
+        Tried(UNKNOWN, TILE, 4.25, 5.0, 6.5),
+        Tried(replace(UNKNOWN, rows=1), Tile(Method.STAY, 2, warps=8, programs=528), 2.0),
+    ]
     assert read_tiles(path) == []
     assert keep_tiles(path, tried, OTHER) == tried
     assert read_tiles(path) == tried
@@ -205,7 +222,14 @@ def test_who_keeps_a_tile_first_decides_for_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"tiles": [{"product": 1}]}', '{"tiles": [{"product": ["ADD", 1, 1, 1, "no"], "tile": []}]}']
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"tiles": [{"product": 1}]}',
+        '{"tiles": [{"product": ["ADD", 1, 1, 1, "no"], "tile": []}]}',
+    ],
 )
 def test_a_file_that_is_none_is_tried_anew(tmp_path: Path, text: str) -> None:
     path = tmp_path / "tiles.json"
@@ -216,10 +240,14 @@ def test_a_file_that_is_none_is_tried_anew(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize("case", ["llama", "qwen3", "qwen2-tied-yarn"])
 @pytest.mark.parametrize("reduced", [False, True])
-def test_a_trial_covers_what_passes_ask_for(case: str, reduced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_covers_what_passes_ask_for(
+    case: str, reduced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(linear, "can_pack", lambda weight: False)
     decoder = Decoder.load(save(case, tmp_path))
-    fused = decoder.fused = FusedForward(decoder.layers, decoder.embedding, decoder.norm, linear.Linear(decoder.lm_head))
+    fused = decoder.fused = FusedForward(
+        decoder.layers, decoder.embedding, decoder.norm, linear.Linear(decoder.lm_head)
+    )
     if reduced:
         fused.reduce = _Adds()
     asked: set[Product] = set()
@@ -257,18 +285,27 @@ class _Properties:
 def test_what_is_left_when_the_time_is_up_is_the_next_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: _Properties)
     limits: list[float] = []
-    monkeypatch.setattr(trial, "compile_ahead", lambda device, works, tell, *, limit_s: limits.append(limit_s))
+    monkeypatch.setattr(
+        trial, "compile_ahead", lambda device, works, tell, *, limit_s: limits.append(limit_s)
+    )
     now = iter(range(100))
     tries = trial._Trial(torch.device("cpu"), lambda: float(next(now)), 4.0)
-    use = ProductUse(Epilogue.ADD, (linear.Linear(torch.empty(2048, 2048, dtype=BF16)),), lambda rows: lambda *_: None)
+    use = ProductUse(
+        Epilogue.ADD, (linear.Linear(torch.empty(2048, 2048, dtype=BF16)),), lambda rows: lambda *_: None
+    )
     times = {16: {TILE: 1.0, guess_tile(*use.of(16).shape, 16): 2.0}, 32: {}, 64: {TILE: 3.0}, 8: {TILE: 4.0}}
     monkeypatch.setattr(tries, "_times", lambda use, rows: times[rows])
     tried = tries.run([(use, rows) for rows in times])
-    assert tried == [Tried(use.of(16), TILE, 1.0, 2.0), Tried(use.of(64), TILE, 3.0)]  # at 32 nothing ran, and for 8 the time was up
+    assert tried == [
+        Tried(use.of(16), TILE, 1.0, 2.0),
+        Tried(use.of(64), TILE, 3.0),
+    ]  # at 32 nothing ran, and for 8 the time was up
     assert limits == [3.0]
 
 
-USE = ProductUse(Epilogue.ADD, (linear.Linear(torch.empty(2048, 2048, dtype=BF16)),), lambda rows: lambda *_: None)
+USE = ProductUse(
+    Epilogue.ADD, (linear.Linear(torch.empty(2048, 2048, dtype=BF16)),), lambda rows: lambda *_: None
+)
 
 
 class _FakeSpan:
@@ -378,10 +415,14 @@ def test_waiting_for_kernels_has_an_end() -> None:
 
 
 @pytest.mark.parametrize(("matrices", "wanted"), [(1, 8), (3, 8), (20, 8)])
-def test_matrices_are_more_than_caches_hold(matrices: int, wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrices_are_more_than_caches_hold(
+    matrices: int, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: _Properties)
     tries = trial._Trial(torch.device("cpu"), lambda: 0.0, 1.0)
-    ring = tries._ring([linear.Linear(torch.full((10, 20), float(index), dtype=BF16)) for index in range(matrices)])
+    ring = tries._ring(
+        [linear.Linear(torch.full((10, 20), float(index), dtype=BF16)) for index in range(matrices)]
+    )
     assert len(ring) == wanted
     assert len({weight.data_ptr() for weight, _ in ring}) == wanted
     assert sum(weight.nbytes for weight, _ in ring) >= 3 * _Properties.L2_cache_size

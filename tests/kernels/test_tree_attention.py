@@ -13,10 +13,23 @@ MIXED = [Sequence(0, 5), Sequence(37, 1), Sequence(70, 9), Sequence(3, 2)]
 
 
 @pytest.mark.parametrize("tree", [True, False])
-@pytest.mark.parametrize(("page_size", "dim", "heads", "kv_heads"), [(1, 16, 4, 4), (3, 24, 6, 2), (16, 64, 8, 1)])
-def test_batches_of_unequal_sequences(tree: bool, page_size: int, dim: int, heads: int, kv_heads: int) -> None:
+@pytest.mark.parametrize(
+    ("page_size", "dim", "heads", "kv_heads"), [(1, 16, 4, 4), (3, 24, 6, 2), (16, 64, 8, 1)]
+)
+def test_batches_of_unequal_sequences(
+    tree: bool, page_size: int, dim: int, heads: int, kv_heads: int
+) -> None:
     check_tree_attention(
-        "cpu", torch.float32, MIXED, heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, tree=tree, guards=Guards(), spare_rows=2
+        "cpu",
+        torch.float32,
+        MIXED,
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        page_size=page_size,
+        tree=tree,
+        guards=Guards(),
+        spare_rows=2,
     )
 
 
@@ -24,7 +37,15 @@ def test_batches_of_unequal_sequences(tree: bool, page_size: int, dim: int, head
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precisions(dtype: torch.dtype, tree: bool) -> None:
     check_tree_attention(
-        "cpu", dtype, [Sequence(40, 6), Sequence(100, 3)], heads=4, kv_heads=2, dim=32, page_size=16, tree=tree, guards=Guards()
+        "cpu",
+        dtype,
+        [Sequence(40, 6), Sequence(100, 3)],
+        heads=4,
+        kv_heads=2,
+        dim=32,
+        page_size=16,
+        tree=tree,
+        guards=Guards(),
     )
 
 
@@ -32,19 +53,40 @@ def test_half_precisions(dtype: torch.dtype, tree: bool) -> None:
 def test_masks_of_any_width(columns: int) -> None:
     """The rows of one draft level: their own columns come last, the levels before are scratch columns that other rows wrote."""
     sequences = [Sequence(21, 4, columns), Sequence(0, 3, 5)]
-    check_tree_attention("cpu", torch.float32, sequences, heads=2, kv_heads=1, dim=16, page_size=3, tree=True, guards=Guards())
+    check_tree_attention(
+        "cpu", torch.float32, sequences, heads=2, kv_heads=1, dim=16, page_size=3, tree=True, guards=Guards()
+    )
 
 
 @pytest.mark.parametrize("mask_words", [1, 4])
 def test_columns_past_the_words_are_hidden_and_spare_words_do_no_harm(mask_words: int) -> None:
     shape = {"heads": 2, "kv_heads": 1, "dim": 16, "page_size": 3}
-    check_tree_attention("cpu", torch.float32, [Sequence(9, 20, 70)] * 2, tree=True, mask_words=mask_words, guards=Guards(), **shape)
+    check_tree_attention(
+        "cpu",
+        torch.float32,
+        [Sequence(9, 20, 70)] * 2,
+        tree=True,
+        mask_words=mask_words,
+        guards=Guards(),
+        **shape,
+    )
 
 
 @pytest.mark.parametrize("tree", [True, False])
 def test_window_hides_what_lies_too_far_back(tree: bool) -> None:
     sequences = [Sequence(50, 12), Sequence(90, 1), Sequence(2, 4)]
-    check_tree_attention("cpu", torch.float32, sequences, heads=2, kv_heads=2, dim=16, page_size=3, tree=tree, window=40, guards=Guards())
+    check_tree_attention(
+        "cpu",
+        torch.float32,
+        sequences,
+        heads=2,
+        kv_heads=2,
+        dim=16,
+        page_size=3,
+        tree=tree,
+        window=40,
+        guards=Guards(),
+    )
 
 
 @pytest.mark.parametrize("give_positions", [True, False])
@@ -64,7 +106,9 @@ def test_a_chain_with_a_window_equals_causal_rows_with_it() -> None:
     kv = prefix + rows
     q, k, v = (torch.randn(count, 1, 16, generator=generator) for count in (rows, kv, kv))
     lens = torch.tensor([kv], dtype=torch.int32)
-    masks = torch.tensor([[(1 << min(i + 1, 32)) - 1, (1 << max(i - 31, 0)) - 1] for i in range(rows)]).to(torch.int32)
+    masks = torch.tensor([[(1 << min(i + 1, 32)) - 1, (1 << max(i - 31, 0)) - 1] for i in range(rows)]).to(
+        torch.int32
+    )
     chain, causal = (
         tree_attention(
             q, k[None], v[None], torch.zeros(1, 1, dtype=torch.int32), lens - rows, lens, torch.tensor([0, rows], dtype=torch.int32), given,
@@ -83,7 +127,16 @@ def test_a_chain_with_a_window_equals_causal_rows_with_it() -> None:
 def test_scores_are_capped_before_the_mask(tree: bool, prefix: int, softcap: float) -> None:
     sequences = [Sequence(prefix, 6), Sequence(0, 2)]
     check_tree_attention(
-        "cpu", torch.float32, sequences, heads=4, kv_heads=2, dim=16, page_size=3, tree=tree, softcap=softcap, guards=Guards()
+        "cpu",
+        torch.float32,
+        sequences,
+        heads=4,
+        kv_heads=2,
+        dim=16,
+        page_size=3,
+        tree=tree,
+        softcap=softcap,
+        guards=Guards(),
     )
 
 
@@ -93,12 +146,26 @@ def test_one_long_sequence_is_split_over_programs(tree: bool, dim: int) -> None:
     """One block of rows and a thousand tokens of K/V: splits that hold prefix only, both, and nothing (for the short neighbour)."""
     sequences = [Sequence(700, 3), Sequence(1, 2)]
     check_tree_attention(
-        "cpu", torch.float32, sequences, heads=2, kv_heads=1, dim=dim, page_size=3, tree=tree, guards=Guards(), spare_rows=1
+        "cpu",
+        torch.float32,
+        sequences,
+        heads=2,
+        kv_heads=1,
+        dim=dim,
+        page_size=3,
+        tree=tree,
+        guards=Guards(),
+        spare_rows=1,
     )
 
 
 @pytest.mark.parametrize(
-    "options", [{"tree": True}, {"tree": False, "window": 40}, {"tree": True, "window": 5, "chain": True, "sinks": True}]
+    "options",
+    [
+        {"tree": True},
+        {"tree": False, "window": 40},
+        {"tree": True, "window": 5, "chain": True, "sinks": True},
+    ],
 )
 @pytest.mark.parametrize("gathers", [True, False])
 @pytest.mark.parametrize("transposed", [True, False])
@@ -110,13 +177,34 @@ def test_every_form_merges_any_number_of_splits(
     monkeypatch.setattr(compiled, "choose_blocks", lambda *_sizes: blocks)
     sequences = [Sequence(130, 5), Sequence(0, 3), Sequence(63, 20), Sequence(90, 2, 33)]
     check_tree_attention(
-        "cpu", torch.bfloat16, sequences, heads=4, kv_heads=2, dim=32, page_size=3, guards=Guards(), spare_rows=1, **options
+        "cpu",
+        torch.bfloat16,
+        sequences,
+        heads=4,
+        kv_heads=2,
+        dim=32,
+        page_size=3,
+        guards=Guards(),
+        spare_rows=1,
+        **options,
     )
-    assert not any(bool(counters.any()) for counters in compiled._COUNTERS.values()), "the next launch counts from zero"
+    assert not any(bool(counters.any()) for counters in compiled._COUNTERS.values()), (
+        "the next launch counts from zero"
+    )
 
 
 def test_prefill_longer_than_a_block() -> None:
-    check_tree_attention("cpu", torch.float32, [Sequence(0, 150)], heads=2, kv_heads=1, dim=16, page_size=16, tree=False, guards=Guards())
+    check_tree_attention(
+        "cpu",
+        torch.float32,
+        [Sequence(0, 150)],
+        heads=2,
+        kv_heads=1,
+        dim=16,
+        page_size=16,
+        tree=False,
+        guards=Guards(),
+    )
 
 
 @pytest.mark.parametrize("tree", [True, False])
@@ -124,7 +212,18 @@ def test_prefill_longer_than_a_block() -> None:
 def test_sinks_take_part_in_every_softmax(tree: bool, prefix: int) -> None:
     """With one long sequence the sum is merged from splits, to which the sink must be added once."""
     sequences = [Sequence(prefix, 6), Sequence(0, 2)]
-    check_tree_attention("cpu", torch.float32, sequences, heads=4, kv_heads=2, dim=16, page_size=3, tree=tree, sinks=True, guards=Guards())
+    check_tree_attention(
+        "cpu",
+        torch.float32,
+        sequences,
+        heads=4,
+        kv_heads=2,
+        dim=16,
+        page_size=3,
+        tree=tree,
+        sinks=True,
+        guards=Guards(),
+    )
 
 
 def test_tree_rows_know_their_position_from_their_mask() -> None:
@@ -139,7 +238,17 @@ def test_tree_rows_know_their_position_from_their_mask() -> None:
 def test_heads_as_wide_as_a_latent(tree: bool) -> None:
     """DeepSeek's cached row: 512 of latent and 64 of rotated key, one head for all queries."""
     sequences = [Sequence(37, 3), Sequence(0, 2)]
-    check_tree_attention("cpu", torch.float32, sequences, heads=8, kv_heads=1, dim=576, page_size=16, tree=tree, guards=Guards())
+    check_tree_attention(
+        "cpu",
+        torch.float32,
+        sequences,
+        heads=8,
+        kv_heads=1,
+        dim=576,
+        page_size=16,
+        tree=tree,
+        guards=Guards(),
+    )
 
 
 def test_a_capped_score_is_the_tanh_of_it() -> None:
@@ -150,7 +259,9 @@ def test_a_capped_score_is_the_tanh_of_it() -> None:
         q, k[None], v[None], table, torch.zeros_like(lens), lens, torch.tensor([0, 5], dtype=torch.int32), None,
         scale=0.25, max_query_len=5, max_kv_len=5, softcap=0.3,
     )  # fmt: skip
-    scores = (0.3 * (q[:, 0] @ k[:, 0].T * 0.25 / 0.3).tanh()).masked_fill(~torch.ones(5, 5).tril().bool(), -torch.inf)
+    scores = (0.3 * (q[:, 0] @ k[:, 0].T * 0.25 / 0.3).tanh()).masked_fill(
+        ~torch.ones(5, 5).tril().bool(), -torch.inf
+    )
     torch.testing.assert_close(got[:, 0], scores.softmax(-1) @ v[:, 0])
 
 

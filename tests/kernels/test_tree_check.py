@@ -5,7 +5,10 @@ from check_cases import check_tree_check
 from guards import Guards
 
 
-@pytest.mark.parametrize(("bs", "columns", "depth"), [(1, 2, 1), (9, 6, 5), (12, 16, 3), (8, 32, 5), (8, 33, 4), (5, 70, 16), (4, 1, 3)])
+@pytest.mark.parametrize(
+    ("bs", "columns", "depth"),
+    [(1, 2, 1), (9, 6, 5), (12, 16, 3), (8, 32, 5), (8, 33, 4), (5, 70, 16), (4, 1, 3)],
+)
 def test_tree_check_believes_trees_only(bs: int, columns: int, depth: int) -> None:
     check_tree_check("cpu", bs, columns, depth, Guards())
 

@@ -17,7 +17,10 @@ def test_place_rows(bs: int, nodes: int, page_size: int) -> None:
 
 
 @pytest.mark.parametrize("with_state", [True, False])
-@pytest.mark.parametrize(("bs", "nodes", "columns", "page_size"), [(1, 1, 1, 16), (6, 6, 6, 3), (5, 33, 7, 1), (7, 2, 6, 16), (4, 1, 6, 4)])
+@pytest.mark.parametrize(
+    ("bs", "nodes", "columns", "page_size"),
+    [(1, 1, 1, 16), (6, 6, 6, 3), (5, 33, 7, 1), (7, 2, 6, 16), (4, 1, 6, 4)],
+)
 def test_accept_round(bs: int, nodes: int, columns: int, page_size: int, with_state: bool) -> None:
     check_accept_round("cpu", bs, nodes, columns, page_size, with_state, Guards())
 

@@ -18,34 +18,61 @@ ALIGNED = 64
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "out", "columns", "tile"), [(70, 96, 64, TILE), (130, 40, 104, NARROW), (66, 72, 88, SPLIT)])
+@pytest.mark.parametrize(
+    ("rows", "out", "columns", "tile"), [(70, 96, 64, TILE), (130, 40, 104, NARROW), (66, 72, 88, SPLIT)]
+)
 def test_products_of_any_size(dtype: torch.dtype, rows: int, out: int, columns: int, tile: Tile) -> None:
     check_project("cpu", dtype, rows, out, columns, tile, Guards(ALIGNED))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "width", "columns", "tile"), [(70, 96, 64, TILE), (130, 40, 72, NARROW), (66, 72, 88, SPLIT)])
-def test_products_added_to_the_residual(dtype: torch.dtype, rows: int, width: int, columns: int, tile: Tile) -> None:
+@pytest.mark.parametrize(
+    ("rows", "width", "columns", "tile"), [(70, 96, 64, TILE), (130, 40, 72, NARROW), (66, 72, 88, SPLIT)]
+)
+def test_products_added_to_the_residual(
+    dtype: torch.dtype, rows: int, width: int, columns: int, tile: Tile
+) -> None:
     check_project_add("cpu", dtype, rows, width, columns, tile, Guards(ALIGNED), bias=rows == 70)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "size", "width", "tile"), [(70, 64, 96, TILE), (130, 56, 72, NARROW), (61, 32, 64, TILE)])
+@pytest.mark.parametrize(
+    ("rows", "size", "width", "tile"), [(70, 64, 96, TILE), (130, 56, 72, NARROW), (61, 32, 64, TILE)]
+)
 @pytest.mark.parametrize(("bias", "gelu", "normed"), [(False, False, False), (True, True, True)])
-def test_gated_products(dtype: torch.dtype, rows: int, size: int, width: int, tile: Tile, bias: bool, gelu: bool, normed: bool) -> None:
-    check_project_gated("cpu", dtype, rows, size, width, tile, Guards(ALIGNED), bias=bias, gelu=gelu, normed=normed)
+def test_gated_products(
+    dtype: torch.dtype, rows: int, size: int, width: int, tile: Tile, bias: bool, gelu: bool, normed: bool
+) -> None:
+    check_project_gated(
+        "cpu", dtype, rows, size, width, tile, Guards(ALIGNED), bias=bias, gelu=gelu, normed=normed
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("bias", "normed"), [(False, True), (True, False)])
 @pytest.mark.parametrize(
     ("rows", "heads", "kv_heads", "dim", "width", "tile"),
-    [(70, 4, 2, 32, 64, TILE), (66, 3, 1, 16, 104, NARROW), (67, 2, 1, 128, 40, TILE), (66, 4, 2, 16, 64, SPLIT)],
+    [
+        (70, 4, 2, 32, 64, TILE),
+        (66, 3, 1, 16, 104, NARROW),
+        (67, 2, 1, 128, 40, TILE),
+        (66, 4, 2, 16, 64, SPLIT),
+    ],
 )
 def test_rotated_products(
-    dtype: torch.dtype, rows: int, heads: int, kv_heads: int, dim: int, width: int, tile: Tile, bias: bool, normed: bool
+    dtype: torch.dtype,
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    width: int,
+    tile: Tile,
+    bias: bool,
+    normed: bool,
 ) -> None:
-    check_project_rotated("cpu", dtype, rows, heads, kv_heads, dim, width, tile, Guards(ALIGNED), bias=bias, normed=normed)
+    check_project_rotated(
+        "cpu", dtype, rows, heads, kv_heads, dim, width, tile, Guards(ALIGNED), bias=bias, normed=normed
+    )
 
 
 @pytest.mark.parametrize("epilogue", [Epilogue.PLAIN, Epilogue.ADD, Epilogue.ROTATED])
@@ -81,6 +108,14 @@ def test_what_a_tensor_map_cannot_express_is_left_to_the_library() -> None:
 @pytest.mark.parametrize("epilogue", list(Epilogue))
 def test_tiles_for_many_rows_hold_them(epilogue: Epilogue, rows: int) -> None:
     for out, columns in [(6144, 4096), (4096, 14336), (28672, 4096), (96, 64)]:
-        tile = choose_tile(epilogue, torch.empty(rows, columns, dtype=torch.bfloat16), torch.empty(out, columns, device="meta"))
-        assert tile.method in (Method.WIDE, Method.LIBRARY, *((Method.HALVES,) if epilogue is Epilogue.GATED else ()))
+        tile = choose_tile(
+            epilogue,
+            torch.empty(rows, columns, dtype=torch.bfloat16),
+            torch.empty(out, columns, device="meta"),
+        )
+        assert tile.method in (
+            Method.WIDE,
+            Method.LIBRARY,
+            *((Method.HALVES,) if epilogue is Epilogue.GATED else ()),
+        )
         assert tile.splits == 1 or epilogue is not Epilogue.GATED

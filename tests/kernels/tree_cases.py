@@ -11,7 +11,9 @@ from outrider.kernels.tree_build import DraftTreeTensors, tree_build
 from outrider.kernels.verify import verify_tree
 
 
-def candidates_of(bs: int, depth: int, topk: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def candidates_of(
+    bs: int, depth: int, topk: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return scores, tokens and parents ``[bs, C]`` as drafting leaves them: level by level, many ties, never above the parent."""
     levels = [topk] + [topk * topk] * (depth - 1)
     total = sum(levels)
@@ -21,10 +23,16 @@ def candidates_of(bs: int, depth: int, topk: int, generator: torch.Generator) ->
     for level, size in enumerate(levels):
         end = begin + size
         if level:
-            previous = torch.stack([torch.randperm(levels[level - 1], generator=generator)[:topk] for _ in range(bs)])
-            parents[:, begin:end] = (previous + begin - levels[level - 1]).repeat_interleave(topk, dim=1).to(torch.int32)
+            previous = torch.stack(
+                [torch.randperm(levels[level - 1], generator=generator)[:topk] for _ in range(bs)]
+            )
+            parents[:, begin:end] = (
+                (previous + begin - levels[level - 1]).repeat_interleave(topk, dim=1).to(torch.int32)
+            )
         own = -torch.randint(0, 4, (bs, size), generator=generator) * 0.5
-        above = scores.gather(1, parents[:, begin:end].long().clamp(min=0)) if level else torch.zeros(bs, size)
+        above = (
+            scores.gather(1, parents[:, begin:end].long().clamp(min=0)) if level else torch.zeros(bs, size)
+        )
         scores[:, begin:end] = above + own
         begin = end
     tokens = torch.randint(0, 1000, (bs, total), generator=generator, dtype=torch.int32)
@@ -37,7 +45,11 @@ def check_tree_build(device: str, bs: int, depth: int, topk: int, columns: int, 
     max_nodes = torch.tensor([columns, 1, columns // 2 + 1, columns + 9, 2], dtype=torch.int32)[:bs]
     scores[-1, topk:] = torch.tensor([-torch.inf, torch.nan])[torch.arange(scores.shape[1] - topk) % 2]
     root_tokens = torch.arange(bs, dtype=torch.int32) + 7
-    logprobs = (torch.arange(scores.numel(), dtype=torch.float32) + 1).view(scores.shape).to(device) if topk % 2 else None
+    logprobs = (
+        (torch.arange(scores.numel(), dtype=torch.float32) + 1).view(scores.shape).to(device)
+        if topk % 2
+        else None
+    )
     arguments = [tensor.to(device) for tensor in (scores, tokens, parents, root_tokens, max_nodes)]
     with reference_version():
         expected = tree_build(*arguments, columns, logprobs)
@@ -58,13 +70,17 @@ def check_tree_build(device: str, bs: int, depth: int, topk: int, columns: int, 
 def check_verify_tree(device: str, bs: int, columns: int, guards: Guards) -> None:
     generator = torch.Generator().manual_seed(bs * 1000 + columns)
     node = torch.arange(columns)
-    parents = torch.stack([(torch.rand(columns, generator=generator) * node).long().clamp(min=0) for _ in range(bs)]).to(torch.int32)
+    parents = torch.stack(
+        [(torch.rand(columns, generator=generator) * node).long().clamp(min=0) for _ in range(bs)]
+    ).to(torch.int32)
     parents[:, 0] = -1
     if bs > 1:
         parents[1] = node.to(torch.int32) - 1  # a chain
     tokens = torch.randint(0, 2, (bs, columns), generator=generator, dtype=torch.int32)
     chosen = torch.randint(0, 2, (bs, columns), generator=generator)
-    num_nodes = torch.tensor([columns, columns, 1, max(1, columns - 3), max(1, columns // 2)], dtype=torch.int32)[:bs]
+    num_nodes = torch.tensor(
+        [columns, columns, 1, max(1, columns - 3), max(1, columns // 2)], dtype=torch.int32
+    )[:bs]
     if bs > 1:
         chosen[1, :-1] = tokens[1, 1:]  # accepted to the end
         chosen[1, -1] = -1  # poisoned there

@@ -19,7 +19,9 @@ def check_words(device: str, ranks: int, counts: list[int], guards: Guards) -> N
     down, up = mails(device, ranks), mails(device, ranks)
 
     def words(count: int) -> torch.Tensor:
-        return guards.put(torch.randint(-(1 << 31), 1 << 31, (count,), generator=numbers, dtype=torch.int32).to(device))
+        return guards.put(
+            torch.randint(-(1 << 31), 1 << 31, (count,), generator=numbers, dtype=torch.int32).to(device)
+        )
 
     for turn, count in enumerate(counts):
         sent, given = words(count), [words(count) for _ in range(ranks)]

@@ -22,12 +22,18 @@ ROOT = Path(__file__).parents[2]
 TARGET, HEAD = ROOT / "models" / "demo" / "target", ROOT / "models" / "demo" / "eagle3"
 SHAPES = [(5, 4, 16), (5, 1, 6), (3, 2, 8), (8, 4, 40)]
 GREEDY = SamplingParams(temperature=0.0)
-SAMPLINGS = [GREEDY, SamplingParams(temperature=1.0, seed=17), SamplingParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, seed=18)]
+SAMPLINGS = [
+    GREEDY,
+    SamplingParams(temperature=1.0, seed=17),
+    SamplingParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, seed=18),
+]
 NEW_TOKENS = 64
 
 
 def make_drafter(decoder: Decoder, head: Path) -> InprocDrafter:
-    return drafter_beside(decoder, DraftSettings.load({"draft": head, "device": str(DEVICE), "kv_tokens": 16384}))
+    return drafter_beside(
+        decoder, DraftSettings.load({"draft": head, "device": str(DEVICE), "kv_tokens": 16384})
+    )
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +48,20 @@ def prompts() -> list[list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     lines = (ROOT / "bench" / "prompts" / "heldout.jsonl").read_text().splitlines()[:8]
     chats = [[{"role": "user", "content": json.loads(line)["prompt"]}] for line in lines]
-    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+    return [
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats
+    ]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "temperature 1", "all filters"])
-def test_the_embedded_pair_writes_the_targets_own_tokens(decoder: Decoder, prompts: list[list[int]], sampling: SamplingParams) -> None:
+def test_the_embedded_pair_writes_the_targets_own_tokens(
+    decoder: Decoder, prompts: list[list[int]], sampling: SamplingParams
+) -> None:
     harness = make_harness(decoder, make_drafter(decoder, HEAD), max_running=8)
     for index, prompt in enumerate(prompts):
-        harness.submit(prompt, NEW_TOKENS, request_id=str(index), sampling=sampling, shape=SHAPES[index % len(SHAPES)])
+        harness.submit(
+            prompt, NEW_TOKENS, request_id=str(index), sampling=sampling, shape=SHAPES[index % len(SHAPES)]
+        )
     harness.run()
     harness.check_idle()
     for index, prompt in enumerate(prompts):
@@ -60,20 +72,31 @@ def test_the_embedded_pair_writes_the_targets_own_tokens(decoder: Decoder, promp
     assert sum(accept_lengths) / len(accept_lengths) > 2.5
 
 
-def test_the_embedded_pair_writes_what_transformers_writes(decoder: Decoder, prompts: list[list[int]]) -> None:
+def test_the_embedded_pair_writes_what_transformers_writes(
+    decoder: Decoder, prompts: list[list[int]]
+) -> None:
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
     harness = make_harness(decoder, make_drafter(decoder, HEAD), max_running=8)
     for index, prompt in enumerate(prompts):
-        harness.submit(prompt, NEW_TOKENS, request_id=str(index), shape=SHAPES[index % len(SHAPES)], ignore_eos=True)
+        harness.submit(
+            prompt, NEW_TOKENS, request_id=str(index), shape=SHAPES[index % len(SHAPES)], ignore_eos=True
+        )
     harness.run()
     for index, prompt in enumerate(prompts):
         ids = torch.tensor([prompt])
         output = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=[]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=[],
         )
-        assert_same_tokens(decoder, prompt, output[0, len(prompt) :].tolist(), harness.sink.tokens[str(index)])
+        assert_same_tokens(
+            decoder, prompt, output[0, len(prompt) :].tolist(), harness.sink.tokens[str(index)]
+        )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -83,9 +106,13 @@ def test_random_pairs_change_no_token(tmp_path: Path, seed: int) -> None:
     decoder = load_toy(target)
     harness = make_harness(decoder, make_drafter(decoder, head), max_running=4, prefill_chunk=32)
     generator = torch.Generator().manual_seed(seed)
-    prompts = [torch.randint(0, 64, (length,), generator=generator).tolist() for length in (1, 2, 31, 64, 150, 500)]
+    prompts = [
+        torch.randint(0, 64, (length,), generator=generator).tolist() for length in (1, 2, 31, 64, 150, 500)
+    ]
     cases = [
-        (prompt, sampling, shape) for prompt, shape in zip(prompts, [*SHAPES, (1, 1, 2), (4, 8, 60)], strict=True) for sampling in SAMPLINGS
+        (prompt, sampling, shape)
+        for prompt, shape in zip(prompts, [*SHAPES, (1, 1, 2), (4, 8, 60)], strict=True)
+        for sampling in SAMPLINGS
     ]
     for index, (prompt, sampling, shape) in enumerate(cases):
         harness.submit(prompt, 24, request_id=str(index), sampling=sampling, shape=shape)

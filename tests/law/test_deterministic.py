@@ -35,13 +35,21 @@ DTYPES = [torch.float32, torch.bfloat16]
 @pytest.fixture(scope="module")
 def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_toy_target(
-        tmp_path_factory.mktemp("target"), vocab_size=VOCAB, hidden_size=60, intermediate_size=90, head_dim=15 * 2, num_layers=6, seed=3
+        tmp_path_factory.mktemp("target"),
+        vocab_size=VOCAB,
+        hidden_size=60,
+        intermediate_size=90,
+        head_dim=15 * 2,
+        num_layers=6,
+        seed=3,
     )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(5, 1, 6), (4, 3, 20)])
-def test_speculation_changes_no_bit(target_dir: Path, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+def test_speculation_changes_no_bit(
+    target_dir: Path, dtype: torch.dtype, shape: tuple[int, int, int]
+) -> None:
     decoder = load(target_dir, DEVICE, dtype)
     tokens, logits = plain(decoder, NEW_TOKENS)
     harness = harness_of(decoder, FakeDrafter(oracle_plan([PROMPT + tokens], VOCAB, 0.7)))
@@ -55,13 +63,19 @@ def test_speculation_changes_no_bit(target_dir: Path, dtype: torch.dtype, shape:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk", [1, 3, 64])
-def test_neither_chunks_nor_other_requests_change_a_bit(target_dir: Path, dtype: torch.dtype, chunk: int) -> None:
+def test_neither_chunks_nor_other_requests_change_a_bit(
+    target_dir: Path, dtype: torch.dtype, chunk: int
+) -> None:
     decoder = load(target_dir, DEVICE, dtype)
     tokens, logits = plain(decoder, NEW_TOKENS)
-    harness = harness_of(decoder, FakeDrafter(random_plan(VOCAB, seed=chunk)), prefill_chunk=chunk, page_size=3)
+    harness = harness_of(
+        decoder, FakeDrafter(random_plan(VOCAB, seed=chunk)), prefill_chunk=chunk, page_size=3
+    )
     rng = random.Random(chunk)
     for number in range(2):
-        harness.submit([rng.randrange(VOCAB) for _ in range(11)], 15, request_id=f"other{number}", shape=(3, 2, 6))
+        harness.submit(
+            [rng.randrange(VOCAB) for _ in range(11)], 15, request_id=f"other{number}", shape=(3, 2, 6)
+        )
     harness.submit(PROMPT, NEW_TOKENS, request_id="mine", shape=(4, 2, 9))
     with recorded(decoder) as rows:
         harness.run()
@@ -71,13 +85,22 @@ def test_neither_chunks_nor_other_requests_change_a_bit(target_dir: Path, dtype:
 
 @pytest.mark.parametrize(
     "sampling",
-    [SamplingParams(temperature=1.0, seed=3), SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seed=(1 << 64) - 5)],
+    [
+        SamplingParams(temperature=1.0, seed=3),
+        SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seed=(1 << 64) - 5),
+    ],
 )
 def test_sampling_chooses_the_same_tokens(target_dir: Path, sampling: SamplingParams) -> None:
     decoder = load(target_dir, DEVICE, torch.bfloat16)
     tokens, logits = plain(decoder, NEW_TOKENS, sampling)
     harness = harness_of(decoder, FakeDrafter(oracle_plan([PROMPT + tokens], VOCAB, 0.7)))
-    harness.submit(PROMPT, NEW_TOKENS, request_id="other", shape=(2, 3, 7), sampling=SamplingParams(temperature=1.5, top_p=0.7, seed=1))
+    harness.submit(
+        PROMPT,
+        NEW_TOKENS,
+        request_id="other",
+        shape=(2, 3, 7),
+        sampling=SamplingParams(temperature=1.5, top_p=0.7, seed=1),
+    )
     harness.submit(PROMPT, NEW_TOKENS, request_id="spec", shape=(5, 4, 16), sampling=sampling)
     with recorded(decoder) as rows:
         harness.run()
@@ -116,7 +139,9 @@ def test_drafted_rounds_on_the_device_choose_the_same_tokens(
     for sampling in (None, SamplingParams(temperature=1.0, seed=3)):
         tokens, _ = plain(decoder, NEW_TOKENS, sampling)
         drafter = AnswerDrafter([PROMPT + tokens], VOCAB, 0.7, checked=not graphs)
-        harness = harness_of(decoder, drafter, overlap=OverlapPlan((1, 2, 4), 6), graphs=GraphCache(DEVICE, graphs))
+        harness = harness_of(
+            decoder, drafter, overlap=OverlapPlan((1, 2, 4), 6), graphs=GraphCache(DEVICE, graphs)
+        )
         for name in ("a", "b", "c"):
             harness.submit(PROMPT, NEW_TOKENS, request_id=name, shape=shape, sampling=sampling)
         harness.run()
@@ -154,7 +179,9 @@ def test_features_are_captured_row_by_row(target_dir: Path) -> None:
 
 def invariant(path: Path, case: str) -> tuple[Decoder, Decoder]:
     """Return an ordinary decoder and the one that a GPU runs, here on its kernels' references."""
-    with mock.patch("outrider.shared.nn.linear.can_pack", return_value=False):  # as on a GPU, where kernels read the weights' rows
+    with mock.patch(
+        "outrider.shared.nn.linear.can_pack", return_value=False
+    ):  # as on a GPU, where kernels read the weights' rows
         decoder = Decoder.load(family_models.save(case, path), "cpu", torch.float32)
     return decoder, BatchInvariant(decoder)
 
@@ -163,7 +190,9 @@ def invariant(path: Path, case: str) -> tuple[Decoder, Decoder]:
 def test_the_decoder_of_a_gpu_computes_the_same_model(tmp_path: Path, case: str) -> None:
     decoder, batch_invariant = invariant(tmp_path, case)
     expected = logits_in_chunks(deterministic(decoder), PROMPT, [8])
-    torch.testing.assert_close(logits_in_chunks(batch_invariant, PROMPT, [5, 1, 2]), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        logits_in_chunks(batch_invariant, PROMPT, [5, 1, 2]), expected, atol=1e-4, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 16, 21])
@@ -171,9 +200,14 @@ def test_the_decoder_of_a_gpu_filters_rows_in_groups_of_one_size(tmp_path: Path,
     decoder, batch_invariant = invariant(tmp_path, "llama")
     hidden = torch.randn(rows, decoder.config.hidden_size, generator=torch.Generator().manual_seed(0))
     column = torch.ones(rows)
-    sampling = SamplingTensors(column, column.int() * 40, column * 0.9, column * 0, column.long(), column.int() * 0, False, True)
+    sampling = SamplingTensors(
+        column, column.int() * 40, column * 0.9, column * 0, column.long(), column.int() * 0, False, True
+    )
     positions = torch.arange(rows)
-    assert torch.equal(batch_invariant.choose(hidden, sampling, positions), deterministic(decoder).choose(hidden, sampling, positions))
+    assert torch.equal(
+        batch_invariant.choose(hidden, sampling, positions),
+        deterministic(decoder).choose(hidden, sampling, positions),
+    )
 
 
 @pytest.mark.parametrize("case", ["mixtral", "deepseek-v2"])

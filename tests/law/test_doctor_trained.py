@@ -38,7 +38,9 @@ def pair_of(head: Path) -> Pair:
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_trained_head_raises_no_alarm_and_keeps_its_accept_length_when_converted(name: str, tmp_path: Path) -> None:
+def test_a_trained_head_raises_no_alarm_and_keeps_its_accept_length_when_converted(
+    name: str, tmp_path: Path
+) -> None:
     head = HEADS[name]()
     alarms = [finding for finding in examine(pair_of(head)).findings if finding.severity is not Severity.OK]
     assert [finding.message for finding in alarms if finding.check != "tokenizer"] == []
@@ -58,7 +60,11 @@ def test_aux_layers_counted_one_off_are_named_with_what_they_cost(tmp_path: Path
     config["eagle_aux_hidden_state_layer_ids"] = [layer + 1 for layer in AUX]
     config.pop("eagle_config", None)
     (shifted / "config.json").write_text(json.dumps(config))
-    (warning,) = (one for one in judge_probe(run_probe(pair_of(shifted), prompts(), COUNT, SHAPE)) if one.severity is Severity.WARNING)
+    (warning,) = (
+        one
+        for one in judge_probe(run_probe(pair_of(shifted), prompts(), COUNT, SHAPE))
+        if one.severity is Severity.WARNING
+    )
     assert "you lose" in warning.message
     assert f"those of {AUX}" in warning.message
     assert str(AUX) in warning.fix

@@ -46,14 +46,23 @@ def plain(pair: tuple[Path, Path]) -> PlainEagle3:
 
 
 def make_engine(pair: tuple[Path, Path], **settings: object) -> DraftEngine:
-    values = {"draft": pair[1], "target_weights": pair[0], "device": str(DEVICE), "kv_tokens": 4096, "page_size": 3, **settings}
+    values = {
+        "draft": pair[1],
+        "target_weights": pair[0],
+        "device": str(DEVICE),
+        "kv_tokens": 4096,
+        "page_size": 3,
+        **settings,
+    }
     return build_engine(DraftSettings.load(values), DEVICE, torch.float32)
 
 
 def sequence(seed: int, length: int) -> tuple[list[int], torch.Tensor]:
     """Return random tokens and the features of all but the last."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, VOCAB, (length,), generator=generator).tolist(), torch.randn(length - 1, HIDDEN, generator=generator)
+    return torch.randint(0, VOCAB, (length,), generator=generator).tolist(), torch.randn(
+        length - 1, HIDDEN, generator=generator
+    )
 
 
 def fence_of(session_id: int, tokens: Sequence[int]) -> Fence:
@@ -61,11 +70,18 @@ def fence_of(session_id: int, tokens: Sequence[int]) -> Fence:
 
 
 def follow(
-    engine: DraftEngine, session_id: int, tokens: Sequence[int], features: torch.Tensor, shape: DraftShape, temperature: float = 0.0
+    engine: DraftEngine,
+    session_id: int,
+    tokens: Sequence[int],
+    features: torch.Tensor,
+    shape: DraftShape,
+    temperature: float = 0.0,
 ) -> None:
     """Open with all but the last token, send features in two parts, commit the last token and ask for a tree."""
     prompt = tokens[:-1]
-    opening = SequenceOpen(fence_of(session_id, prompt), prompt, seed=session_id * 7919 + (1 << 63), temperature=temperature)
+    opening = SequenceOpen(
+        fence_of(session_id, prompt), prompt, seed=session_id * 7919 + (1 << 63), temperature=temperature
+    )
     assert engine.open(PEER, opening).verdict is Verdict.ACCEPTED
     half = len(features) // 2
     for base, rows in ((0, features[:half]), (half, features[half:-1])):
@@ -77,7 +93,11 @@ def follow(
 
 def paths_of(trees: DraftBatch, row: int) -> dict[tuple[int, ...], float]:
     """Return path → cumulative own log-prob of one tree, and check its form on the way."""
-    tokens, parents, logprobs = trees.tokens[row].tolist(), trees.parents[row].tolist(), trees.logprobs[row].tolist()
+    tokens, parents, logprobs = (
+        trees.tokens[row].tolist(),
+        trees.parents[row].tolist(),
+        trees.logprobs[row].tolist(),
+    )
     assert parents[0] == -1
     paths: list[tuple[int, ...]] = [()]
     scores = [0.0]
@@ -103,20 +123,39 @@ def assert_same_tree(trees: DraftBatch, row: int, expected: PlainTree) -> None:
     assert all(got[path] == pytest.approx(expected.scores[path], rel=1e-4, abs=2e-4) for path in got)
     for seed in range(8):
         random = Random(seed)
-        follows = {path: random.choice([*(child[-1] for child in got if child[:-1] == path), 0]) for path in ((), *got)}
+        follows = {
+            path: random.choice([*(child[-1] for child in got if child[:-1] == path), 0])
+            for path in ((), *got)
+        }
         chosen = torch.zeros(1, trees.tokens.shape[1], dtype=torch.int64)
         chosen[0, :count] = torch.tensor(list(follows.values()))
         one = slice(row, row + 1)
-        verified = verify_tree(trees.tokens[one], trees.parents[one], trees.num_nodes[one], chosen.to(trees.tokens.device))
+        verified = verify_tree(
+            trees.tokens[one], trees.parents[one], trees.num_nodes[one], chosen.to(trees.tokens.device)
+        )
         accepted = expected.accepted(lambda path, follows=follows: follows[path])  # type: ignore[misc]
         assert verified.path[0, : 1 + int(verified.num_accepted)].tolist() == [0, *accepted]
 
 
 @pytest.mark.parametrize(
     ("steps", "topk", "nodes"),
-    [(1, 1, 2), (3, 1, 4), (4, 1, 5), (1, 5, 6), (2, 3, 8), (4, 3, 12), (5, 4, 16), (5, 8, 32), (6, 8, 60), (5, 2, 60), (4, 16, 20)],
+    [
+        (1, 1, 2),
+        (3, 1, 4),
+        (4, 1, 5),
+        (1, 5, 6),
+        (2, 3, 8),
+        (4, 3, 12),
+        (5, 4, 16),
+        (5, 8, 32),
+        (6, 8, 60),
+        (5, 2, 60),
+        (4, 16, 20),
+    ],
 )
-def test_trees_equal_an_independent_implementation(pair: tuple[Path, Path], plain: PlainEagle3, steps: int, topk: int, nodes: int) -> None:
+def test_trees_equal_an_independent_implementation(
+    pair: tuple[Path, Path], plain: PlainEagle3, steps: int, topk: int, nodes: int
+) -> None:
     engine = make_engine(pair)
     cases = {session: sequence(100 * steps + topk + session, 2 + 5 * session) for session in range(4)}
     for session, (tokens, features) in cases.items():
@@ -136,7 +175,9 @@ def test_trees_equal_an_independent_implementation(pair: tuple[Path, Path], plai
 
 
 @pytest.mark.parametrize(("steps", "topk", "nodes"), [(3, 1, 4), (5, 4, 16), (6, 8, 60)])
-def test_equal_scores_are_ordered_by_index(pair: tuple[Path, Path], tmp_path: Path, steps: int, topk: int, nodes: int) -> None:
+def test_equal_scores_are_ordered_by_index(
+    pair: tuple[Path, Path], tmp_path: Path, steps: int, topk: int, nodes: int
+) -> None:
     """A head without an opinion: all scores of a level are one number."""
     folder = tmp_path / "head"
     folder.mkdir()
@@ -156,10 +197,21 @@ def test_equal_scores_are_ordered_by_index(pair: tuple[Path, Path], tmp_path: Pa
 
 def test_shapes_may_differ_within_a_batch(pair: tuple[Path, Path]) -> None:
     engine = make_engine(pair)
-    shapes = [DraftShape(3, 2, 5), DraftShape(3, 2, 7), DraftShape(4, 1, 5), DraftShape(5, 4, 16), DraftShape(2, 2, 1), DraftShape(0, 1, 1)]
+    shapes = [
+        DraftShape(3, 2, 5),
+        DraftShape(3, 2, 7),
+        DraftShape(4, 1, 5),
+        DraftShape(5, 4, 16),
+        DraftShape(2, 2, 1),
+        DraftShape(0, 1, 1),
+    ]
     for session, shape in enumerate(shapes):
         follow(engine, session, *sequence(session, 9), shape)
-    together = {asked.fence.session_id: paths_of(p.trees, row) for p in engine.step().proposals for row, asked in enumerate(p.asked)}
+    together = {
+        asked.fence.session_id: paths_of(p.trees, row)
+        for p in engine.step().proposals
+        for row, asked in enumerate(p.asked)
+    }
     for session, shape in enumerate(shapes):
         alone = make_engine(pair)
         follow(alone, session, *sequence(session, 9), shape)
@@ -168,7 +220,9 @@ def test_shapes_may_differ_within_a_batch(pair: tuple[Path, Path]) -> None:
         assert len(together[session]) == shape.max_nodes - 1
 
 
-def test_every_row_sees_its_own_path_whatever_its_neighbours_are(pair: tuple[Path, Path], plain: PlainEagle3) -> None:
+def test_every_row_sees_its_own_path_whatever_its_neighbours_are(
+    pair: tuple[Path, Path], plain: PlainEagle3
+) -> None:
     """topk 5, depth 6, batch 3: cumulative log-probs of every kept node against a sequential pass over its own path."""
     engine = make_engine(pair)
     cases = [sequence(300 + session, 6 + session) for session in range(3)]
@@ -184,13 +238,19 @@ def test_every_row_sees_its_own_path_whatever_its_neighbours_are(pair: tuple[Pat
         for path, score in got.items():
             for stop in range(1, len(path)):
                 if path[:stop] not in states:
-                    rows = [(token, states[path[:i]], len(tokens) - 1 + i) for i, token in enumerate(path[:stop])]
+                    rows = [
+                        (token, states[path[:i]], len(tokens) - 1 + i) for i, token in enumerate(path[:stop])
+                    ]
                     states[path[:stop]] = plain.last_state([*stable, *rows])
-            total = sum(float(plain.logprobs(states[path[:i]])[ids.index(token)]) for i, token in enumerate(path))
+            total = sum(
+                float(plain.logprobs(states[path[:i]])[ids.index(token)]) for i, token in enumerate(path)
+            )
             assert abs(total - score) < 1e-4, path
 
 
-def test_accepted_rows_are_extended_with_true_features_and_scratch_rows_leave_no_trace(pair: tuple[Path, Path]) -> None:
+def test_accepted_rows_are_extended_with_true_features_and_scratch_rows_leave_no_trace(
+    pair: tuple[Path, Path],
+) -> None:
     """Tree after several rounds of partly accepted drafts == tree of a session that never drafted before."""
     tokens, features = sequence(5, 40)
     shape = DraftShape(5, 4, 16)
@@ -201,7 +261,9 @@ def test_accepted_rows_are_extended_with_true_features_and_scratch_rows_leave_no
     while length < 40:
         (proposal,) = engine.step().proposals
         stop = min(40, length + step)
-        commit = Commit(fence_of(1, tokens[:stop]), length, tokens[length:stop], features[length - 1 : stop - 1])
+        commit = Commit(
+            fence_of(1, tokens[:stop]), length, tokens[length:stop], features[length - 1 : stop - 1]
+        )
         assert engine.commit(PEER, commit, Ask(step, shape, 0.0)).verdict is Verdict.ACCEPTED
         length, step = stop, step + 1
     (proposal,) = engine.step().proposals
@@ -214,7 +276,9 @@ def test_accepted_rows_are_extended_with_true_features_and_scratch_rows_leave_no
 
 
 @pytest.mark.parametrize("topk", [1, 3])
-def test_children_are_picked_with_the_noise_of_the_target(pair: tuple[Path, Path], plain: PlainEagle3, topk: int) -> None:
+def test_children_are_picked_with_the_noise_of_the_target(
+    pair: tuple[Path, Path], plain: PlainEagle3, topk: int
+) -> None:
     temperature = 0.8
     engine = make_engine(pair)
     ids = torch.tensor([plain.target_id(draft_id) for draft_id in range(29)])
@@ -242,11 +306,16 @@ def test_a_mixed_batch_couples_the_sampled_rows_only(pair: tuple[Path, Path]) ->
     for session, temperature in cases.items():
         follow(engine, session, *sequence(8, 10), DraftShape(4, 3, 10), temperature)
     (proposal,) = engine.step().proposals
-    trees = {asked.fence.session_id: paths_of(proposal.trees, row).keys() for row, asked in enumerate(proposal.asked)}
+    trees = {
+        asked.fence.session_id: paths_of(proposal.trees, row).keys()
+        for row, asked in enumerate(proposal.asked)
+    }
     assert trees[1] == trees[3] != trees[2]
 
 
-def test_prompts_beyond_the_context_table_draft_as_any_other(pair: tuple[Path, Path], plain: PlainEagle3) -> None:
+def test_prompts_beyond_the_context_table_draft_as_any_other(
+    pair: tuple[Path, Path], plain: PlainEagle3
+) -> None:
     tokens, features = sequence(77, 300)  # max_position_embeddings of the head is 128
     engine = make_engine(pair)
     follow(engine, 1, tokens, features, DraftShape(3, 2, 6))

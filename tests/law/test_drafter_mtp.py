@@ -32,7 +32,10 @@ pytestmark = pytest.mark.xdist_group("drafter_mtp")
 torch.set_num_threads(1)
 COUNT = 24
 PROMPTS = [
-    row[:length] for row, length in zip(sample_text(6, 40, torch.Generator().manual_seed(5)).tolist(), (2, 3, 9, 16, 25, 40), strict=True)
+    row[:length]
+    for row, length in zip(
+        sample_text(6, 40, torch.Generator().manual_seed(5)).tolist(), (2, 3, 9, 16, 25, 40), strict=True
+    )
 ]
 
 
@@ -53,38 +56,56 @@ def target(folder: Path) -> Decoder:
 
 
 def drafter_for(target: Decoder, folder: Path, **settings: object) -> InprocDrafter:
-    return drafter_beside(target, DraftSettings.load({"target_weights": folder, "kv_tokens": 8192, "page_size": 4, **settings}))
+    return drafter_beside(
+        target, DraftSettings.load({"target_weights": folder, "kv_tokens": 8192, "page_size": 4, **settings})
+    )
 
 
-def run(target: Decoder, folder: Path, shape: tuple[int, int, int], sampling: SamplingParams | None = None, **options: int) -> Harness:
+def run(
+    target: Decoder,
+    folder: Path,
+    shape: tuple[int, int, int],
+    sampling: SamplingParams | None = None,
+    **options: int,
+) -> Harness:
     """Decode every prompt at once and check each against plain decoding."""
     harness = make_harness(target, drafter_for(target, folder), prefill_chunk=16, **options)
     for index, prompt in enumerate(PROMPTS):
         harness.submit(prompt, COUNT, request_id=str(index), shape=shape, sampling=sampling)
     harness.run()
     for index, prompt in enumerate(PROMPTS):
-        plain = generate_plain(target, NoDrafter(), prompt, COUNT, **({"sampling": sampling} if sampling else {}))
+        plain = generate_plain(
+            target, NoDrafter(), prompt, COUNT, **({"sampling": sampling} if sampling else {})
+        )
         assert_same_tokens(target, prompt, plain, harness.sink.tokens[str(index)], sampling)
     return harness
 
 
 def tokens_per_round(harness: Harness) -> float:
     finished = harness.sink.finished.values()
-    return sum(one.completion_tokens - 1 for one in finished) / sum(one.speculation.rounds for one in finished)
+    return sum(one.completion_tokens - 1 for one in finished) / sum(
+        one.speculation.rounds for one in finished
+    )
 
 
 def reference(model: Model, depth: int) -> float:
-    emitted, rounds = zip(*(reference_accept_length(model, prompt, COUNT, depth) for prompt in PROMPTS), strict=True)
+    emitted, rounds = zip(
+        *(reference_accept_length(model, prompt, COUNT, depth) for prompt in PROMPTS), strict=True
+    )
     return sum(emitted) / sum(rounds)
 
 
 def test_the_target_is_the_model_that_was_trained(model: Model, target: Decoder) -> None:
     for prompt in PROMPTS:
-        assert_same_tokens(target, prompt, model.greedy(prompt, COUNT), generate_plain(target, NoDrafter(), prompt, COUNT))
+        assert_same_tokens(
+            target, prompt, model.greedy(prompt, COUNT), generate_plain(target, NoDrafter(), prompt, COUNT)
+        )
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_chains_are_accepted_as_those_of_a_plain_reference(model: Model, target: Decoder, folder: Path, depth: int) -> None:
+def test_chains_are_accepted_as_those_of_a_plain_reference(
+    model: Model, target: Decoder, folder: Path, depth: int
+) -> None:
     """Depth 1 is the first layer alone, 2 the chain, 4 repeats the last layer on its own states."""
     expected = reference(model, depth)
     found = tokens_per_round(run(target, folder, (depth, 1, depth + 1)))
@@ -94,12 +115,16 @@ def test_chains_are_accepted_as_those_of_a_plain_reference(model: Model, target:
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 8), (4, 3, 12), (5, 4, 24)])
-def test_trees_accept_more_than_chains(model: Model, target: Decoder, folder: Path, shape: tuple[int, int, int]) -> None:
+def test_trees_accept_more_than_chains(
+    model: Model, target: Decoder, folder: Path, shape: tuple[int, int, int]
+) -> None:
     assert tokens_per_round(run(target, folder, shape)) >= reference(model, shape[0])
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 3), (4, 3, 12)])
-def test_seeded_output_is_that_of_plain_decoding(target: Decoder, folder: Path, shape: tuple[int, int, int]) -> None:
+def test_seeded_output_is_that_of_plain_decoding(
+    target: Decoder, folder: Path, shape: tuple[int, int, int]
+) -> None:
     for seed in (1, 2):
         assert tokens_per_round(run(target, folder, shape, SamplingParams(temperature=1.0, seed=seed))) > 1.6
 
@@ -119,17 +144,23 @@ def test_one_layer_serves_all_levels(tmp_path: Path) -> None:
         assert abs(tokens_per_round(run(target, folder, (depth, 1, depth + 1))) - expected) <= 0.02 * expected
 
 
-def test_what_a_drafter_gets_wrong_shows_in_its_accept_length(target: Decoder, folder: Path, tmp_path: Path) -> None:
+def test_what_a_drafter_gets_wrong_shows_in_its_accept_length(
+    target: Decoder, folder: Path, tmp_path: Path
+) -> None:
     """The halves of the projection swapped; each layer in the place of the other."""
     right = tokens_per_round(run(target, folder, (2, 1, 3)))
     weights = load_file(str(folder / "model.safetensors"))
     first, second = "model.mtp_layers.0.", "model.mtp_layers.1."
     projection = weights[f"{first}input_proj.weight"]
     layers_swapped = {
-        name: weights[name.replace(first, "?").replace(second, first).replace("?", second)] for name in weights if "mtp_layers" in name
+        name: weights[name.replace(first, "?").replace(second, first).replace("?", second)]
+        for name in weights
+        if "mtp_layers" in name
     }
     for name, changed in {
-        "halves": {f"{first}input_proj.weight": torch.cat([projection[:, HIDDEN:], projection[:, :HIDDEN]], dim=1)},
+        "halves": {
+            f"{first}input_proj.weight": torch.cat([projection[:, HIDDEN:], projection[:, :HIDDEN]], dim=1)
+        },
         "layers": layers_swapped,
     }.items():
         broken = save_broken(folder, tmp_path / name, weights | changed)
@@ -146,7 +177,9 @@ def test_a_chain_run_by_the_first_layer_alone_shows_in_its_accept_length(
 
 def largest_error(model: Model, folder: Path, length: int) -> float:
     """Return how far the log-probs of a drafted chain of 5 are from the reference's; infinity where the tokens differ."""
-    settings = DraftSettings.load({"target_weights": folder, "device": str(DEVICE), "kv_tokens": 2048, "page_size": 4})
+    settings = DraftSettings.load(
+        {"target_weights": folder, "device": str(DEVICE), "kv_tokens": 2048, "page_size": 4}
+    )
     engine = build_engine(settings, DEVICE, torch.float32)
     tokens = sample_text(1, length, torch.Generator().manual_seed(length))[0].tolist()
     features = model.hidden(torch.tensor([tokens]))[0].detach()
@@ -175,13 +208,17 @@ def sharp_model(layers: int) -> Model:
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 4, 5])
-def test_log_probs_of_a_chain_are_the_references(tmp_path: Path, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_probs_of_a_chain_are_the_references(
+    tmp_path: Path, layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = sharp_model(layers)
     folder = save(model, tmp_path)
     for length in (2, 3, 4, 5, 13):
         assert largest_error(model, folder, length) < 1e-4
     passes = MtpModel.level_passes
-    monkeypatch.setattr(MtpModel, "level_passes", lambda model, positions, *rest: passes(model, positions + 1, *rest))
+    monkeypatch.setattr(
+        MtpModel, "level_passes", lambda model, positions, *rest: passes(model, positions + 1, *rest)
+    )
     assert largest_error(model, folder, 13) > 1e-3
 
 
@@ -189,7 +226,9 @@ class Session:
     """One sequence followed by an engine of its own, with the features that the target would send."""
 
     def __init__(self, model: Model, folder: Path) -> None:
-        settings = DraftSettings.load({"target_weights": folder, "device": str(DEVICE), "kv_tokens": 2048, "page_size": 4})
+        settings = DraftSettings.load(
+            {"target_weights": folder, "device": str(DEVICE), "kv_tokens": 2048, "page_size": 4}
+        )
         self._model = model
         self._engine = build_engine(settings, DEVICE, torch.float32)
         self._peer, self._epoch = PeerId(1), 0
@@ -201,7 +240,9 @@ class Session:
         held = self._engine.open(self._peer, SequenceOpen(fence, tokens, 0, 0.0)).have_len
         features = self._model.hidden(torch.tensor([tokens]))[0].detach()
         for base in range(held, len(tokens) - 1, parts):
-            self._engine.add_features(self._peer, 1, self._epoch, base, features[base : min(base + parts, len(tokens) - 1)])
+            self._engine.add_features(
+                self._peer, 1, self._epoch, base, features[base : min(base + parts, len(tokens) - 1)]
+            )
             self._engine.step()
         return held
 
@@ -240,7 +281,9 @@ def test_every_node_of_a_tree_sees_its_whole_path_in_every_layer(tmp_path: Path,
 
 @pytest.mark.parametrize("parts", [1, 2, 16])
 @pytest.mark.parametrize("layers", [1, 2, 3, 4])
-def test_a_reopened_session_keeps_the_rows_of_the_common_prefix(tmp_path: Path, layers: int, parts: int) -> None:
+def test_a_reopened_session_keeps_the_rows_of_the_common_prefix(
+    tmp_path: Path, layers: int, parts: int
+) -> None:
     """Cut back, then gone on with otherwise: rows of the second text only, in every layer."""
     model = sharp_model(layers)
     session = Session(model, save(model, tmp_path))
@@ -283,7 +326,9 @@ def test_three_layers_and_random_prompts_change_nothing(tmp_path: Path) -> None:
         harness.submit(prompt, 12, request_id=str(index), shape=(rng.randint(1, 5), rng.randint(1, 3), 12))
     harness.run()
     for index, prompt in enumerate(prompts):
-        assert_same_tokens(target, prompt, generate_plain(target, NoDrafter(), prompt, 12), harness.sink.tokens[str(index)])
+        assert_same_tokens(
+            target, prompt, generate_plain(target, NoDrafter(), prompt, 12), harness.sink.tokens[str(index)]
+        )
 
 
 def test_a_token_map_restricts_what_is_drafted(target: Decoder, folder: Path, tmp_path: Path) -> None:
@@ -292,7 +337,9 @@ def test_a_token_map_restricts_what_is_drafted(target: Decoder, folder: Path, tm
     harness = make_harness(target, drafter_for(target, folder, speculative_token_map=tmp_path / "map.json"))
     harness.submit(PROMPTS[-1], COUNT, request_id="a", shape=(3, 2, 8), trace=True)
     harness.run()
-    assert_same_tokens(target, PROMPTS[-1], generate_plain(target, NoDrafter(), PROMPTS[-1], COUNT), harness.sink.tokens["a"])
+    assert_same_tokens(
+        target, PROMPTS[-1], generate_plain(target, NoDrafter(), PROMPTS[-1], COUNT), harness.sink.tokens["a"]
+    )
     drafted = {node.token for one in harness.sink.rounds["a"] for node in one.nodes[1:]}
     assert drafted
     assert drafted <= set(kept)

@@ -47,7 +47,11 @@ def add_layers(path: Path, count: int) -> Path:
     added: dict[str, torch.Tensor] = {}
     for index in range(count):
         model_layer, prefix = f"model.layers.{LAYERS - 1 - index}.", prefix_of(index)
-        added |= {name.replace(model_layer, prefix): tensor.clone() for name, tensor in tensors.items() if name.startswith(model_layer)}
+        added |= {
+            name.replace(model_layer, prefix): tensor.clone()
+            for name, tensor in tensors.items()
+            if name.startswith(model_layer)
+        }
         added[f"{prefix}eh_proj.weight"] = torch.randn(HIDDEN, 2 * HIDDEN, generator=generator) * 0.2
         for name in ("enorm", "hnorm", "shared_head.norm"):
             added[f"{prefix}{name}.weight"] = 1 + 0.2 * torch.randn(HIDDEN, generator=generator)
@@ -62,7 +66,12 @@ def add_layers(path: Path, count: int) -> Path:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """Number of MTP layers → checkpoint."""
-    return {count: add_layers(family_models.save("deepseek-v3", tmp_path_factory.mktemp(f"deepseek{count}")), count) for count in (1, 2, 3)}
+    return {
+        count: add_layers(
+            family_models.save("deepseek-v3", tmp_path_factory.mktemp(f"deepseek{count}")), count
+        )
+        for count in (1, 2, 3)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -82,18 +91,24 @@ def reference_logprobs(folder: Path, layers: int, tokens: list[int], path: list[
     def run(layer: int, tokens: list[int], states: torch.Tensor) -> torch.Tensor:
         prefix, rows = prefix_of(layer), len(tokens)
         embedded = model.model.embed_tokens(torch.tensor(tokens))
-        joined = torch.cat([norm(embedded, f"{prefix}enorm.weight"), norm(states, f"{prefix}hnorm.weight")], -1)
+        joined = torch.cat(
+            [norm(embedded, f"{prefix}enorm.weight"), norm(states, f"{prefix}hnorm.weight")], -1
+        )
         joined = (joined @ weights[f"{prefix}eh_proj.weight"].T)[None]
         positions = torch.arange(rows)[None]
         mask = torch.full((rows, rows), float("-inf")).triu(1)[None, None]
         angles = model.model.rotary_emb(joined, positions)
         block = model.model.layers[LAYERS - 1 - layer]
         out = block(joined, attention_mask=mask, position_ids=positions, position_embeddings=angles)
-        return norm((out[0] if isinstance(out, tuple) else out).view(rows, -1), f"{prefix}shared_head.norm.weight")
+        return norm(
+            (out[0] if isinstance(out, tuple) else out).view(rows, -1), f"{prefix}shared_head.norm.weight"
+        )
 
     logprobs = []
     with torch.no_grad():
-        inputs = states = model.model(torch.tensor([tokens])).last_hidden_state[0, :-1]  # after the final norm
+        inputs = states = model.model(torch.tensor([tokens])).last_hidden_state[
+            0, :-1
+        ]  # after the final norm
         for level, token in enumerate(path):
             # The next layer takes the states of the one before; the last one, once more, its own last state one position further.
             inputs = states if level < layers else torch.cat([inputs, states[-1:]])
@@ -104,7 +119,9 @@ def reference_logprobs(folder: Path, layers: int, tokens: list[int], path: list[
 
 
 def make_engine(folder: Path) -> DraftEngine:
-    settings = DraftSettings.load({"target_weights": folder, "device": str(DEVICE), "kv_tokens": 2048, "page_size": 4})
+    settings = DraftSettings.load(
+        {"target_weights": folder, "device": str(DEVICE), "kv_tokens": 2048, "page_size": 4}
+    )
     return build_engine(settings, DEVICE, torch.float32)
 
 
@@ -123,13 +140,17 @@ def case(length: int) -> tuple[list[int], torch.Tensor]:
     """Return random tokens and the target's last hidden states."""
     rng = random.Random(length)
     tokens = [rng.randrange(VOCAB) for _ in range(length)]
-    return tokens, family_models.reference("deepseek-v3").model(torch.tensor([tokens])).last_hidden_state[0].detach()
+    return tokens, family_models.reference("deepseek-v3").model(torch.tensor([tokens])).last_hidden_state[
+        0
+    ].detach()
 
 
 @pytest.mark.parametrize("shape", [DraftShape(4, 1, 5), DraftShape(4, 3, 14)])
 @pytest.mark.parametrize("layers", [1, 2, 3])
 @pytest.mark.parametrize("length", [2, 3, 12])
-def test_log_probs_are_those_of_the_published_computation(folders: dict[int, Path], length: int, layers: int, shape: DraftShape) -> None:
+def test_log_probs_are_those_of_the_published_computation(
+    folders: dict[int, Path], length: int, layers: int, shape: DraftShape
+) -> None:
     tokens, features = case(length)
     trees = drafted(folders[layers], tokens, features, shape)
     assert trees.logprobs is not None
@@ -141,9 +162,13 @@ def test_log_probs_are_those_of_the_published_computation(folders: dict[int, Pat
     assert len(paths) == shape.max_nodes
 
 
-def test_fp8_layers_draft_as_the_matrices_that_they_stand_for(folders: dict[int, Path], tmp_path: Path) -> None:
+def test_fp8_layers_draft_as_the_matrices_that_they_stand_for(
+    folders: dict[int, Path], tmp_path: Path
+) -> None:
     """As DeepSeek-V3 is released: the MTP layer in blocks of e4m3, its joint and norms wide."""
-    meant = family_models.store_fp8(tmp_path / "fp8", folders[2], (16, 24), keep=("eh_proj", "embed_tokens", "shared_head"))
+    meant = family_models.store_fp8(
+        tmp_path / "fp8", folders[2], (16, 24), keep=("eh_proj", "embed_tokens", "shared_head")
+    )
     (tmp_path / "wide").mkdir()
     (tmp_path / "wide" / "config.json").write_text((folders[2] / "config.json").read_text())
     save_file(meant, str(tmp_path / "wide" / "model.safetensors"))
@@ -156,7 +181,10 @@ def test_fp8_layers_draft_as_the_matrices_that_they_stand_for(folders: dict[int,
     assert got.logprobs is not None
     torch.testing.assert_close(got.logprobs, want.logprobs, atol=1e-5, rtol=1e-5)
     scale = f"{PREFIX}self_attn.o_proj.weight_scale_inv"
-    save_file({name: tensor for name, tensor in stored.items() if name != scale}, str(tmp_path / "fp8" / "model.safetensors"))
+    save_file(
+        {name: tensor for name, tensor in stored.items() if name != scale},
+        str(tmp_path / "fp8" / "model.safetensors"),
+    )
     with pytest.raises(CheckpointError) as caught:
         make_engine(tmp_path / "fp8")
     assert caught.value.field == scale
@@ -164,7 +192,9 @@ def test_fp8_layers_draft_as_the_matrices_that_they_stand_for(folders: dict[int,
 
 def test_copies_of_the_targets_tensors_are_ignored_in_fp8_too(folder: Path, tmp_path: Path) -> None:
     """Quantisers that go by shape take the copies of embedding and head along, scales and all."""
-    family_models.store_fp8(tmp_path / "fp8", folder, (16, 24), keep=("eh_proj", "model.embed_tokens", "lm_head"))
+    family_models.store_fp8(
+        tmp_path / "fp8", folder, (16, 24), keep=("eh_proj", "model.embed_tokens", "lm_head")
+    )
     copy = f"{PREFIX}shared_head.head.weight"
     stored = load_file(str(tmp_path / "fp8" / "model.safetensors"))
     assert stored[copy].dtype is torch.float8_e4m3fn
@@ -185,10 +215,14 @@ def trained() -> toy_deepseek.Model:
     return model
 
 
-def trained_tokens_per_round(folder: Path, shape: tuple[int, int, int], prompts: list[list[int]], expected: list[list[int]]) -> float:
+def trained_tokens_per_round(
+    folder: Path, shape: tuple[int, int, int], prompts: list[list[int]], expected: list[list[int]]
+) -> float:
     """Decode all prompts at once, check each, and return the tokens of a round."""
     target = load_toy(folder)
-    settings = DraftSettings.load({"target_weights": folder, "kv_tokens": 4096, "page_size": 4, "speculative_algorithm": "MTP"})
+    settings = DraftSettings.load(
+        {"target_weights": folder, "kv_tokens": 4096, "page_size": 4, "speculative_algorithm": "MTP"}
+    )
     harness = make_harness(target, drafter_beside(target, settings), prefill_chunk=16)
     for index, prompt in enumerate(prompts):
         harness.submit(prompt, len(expected[index]), request_id=str(index), shape=shape)
@@ -199,7 +233,9 @@ def trained_tokens_per_round(folder: Path, shape: tuple[int, int, int], prompts:
     return sum(len(tokens) - 1 for tokens in expected) / sum(one.rounds for one in stats)
 
 
-def test_trained_layers_are_accepted_as_those_of_a_plain_reference(trained: toy_deepseek.Model, tmp_path: Path) -> None:
+def test_trained_layers_are_accepted_as_those_of_a_plain_reference(
+    trained: toy_deepseek.Model, tmp_path: Path
+) -> None:
     folder = toy_deepseek.save(trained, tmp_path / "deepseek")
     texts = toy_mtp.sample_text(6, 40, torch.Generator().manual_seed(5)).tolist()
     prompts = [text[:length] for text, length in zip(texts, (2, 3, 9, 16, 25, 40), strict=True)]
@@ -226,9 +262,15 @@ def target(folder: Path) -> Decoder:
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
-@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=4)])
-def test_output_is_that_of_plain_decoding(target: Decoder, folders: dict[int, Path], sampling: SamplingParams, layers: int) -> None:
-    settings = DraftSettings.load({"target_weights": folders[layers], "kv_tokens": 4096, "speculative_algorithm": "NEXTN"})
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=4)]
+)
+def test_output_is_that_of_plain_decoding(
+    target: Decoder, folders: dict[int, Path], sampling: SamplingParams, layers: int
+) -> None:
+    settings = DraftSettings.load(
+        {"target_weights": folders[layers], "kv_tokens": 4096, "speculative_algorithm": "NEXTN"}
+    )
     harness = make_harness(target, drafter_beside(target, settings))
     prompts = [[5], [3, 1, 4, 1, 5, 9, 2, 6], list(range(30))]
     for index, prompt in enumerate(prompts):
@@ -249,7 +291,9 @@ def test_output_is_that_of_plain_decoding(target: Decoder, folders: dict[int, Pa
         ("", {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers"),
     ],
 )
-def test_incomplete_and_unknown_tensors_are_named(folder: Path, tmp_path: Path, drop: str, add: dict[str, object], field: str) -> None:
+def test_incomplete_and_unknown_tensors_are_named(
+    folder: Path, tmp_path: Path, drop: str, add: dict[str, object], field: str
+) -> None:
     tensors = load_file(str(folder / "model.safetensors"))
     config = json.loads((folder / "config.json").read_text())
     tensors.pop(f"{PREFIX}{drop}", None)

@@ -29,7 +29,9 @@ def random_target(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 @pytest.fixture(scope="module")
 def repetitive_target(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     """Continues token v with `successor`(v) nearly always: a permutation, so that its text runs in a circle."""
-    return load_toy(make_toy_target(tmp_path_factory.mktemp("planted"), vocab_size=VOCAB, planted=6.0, num_layers=4))
+    return load_toy(
+        make_toy_target(tmp_path_factory.mktemp("planted"), vocab_size=VOCAB, planted=6.0, num_layers=4)
+    )
 
 
 def drafter_for(decoder: Decoder, **settings: object) -> InprocDrafter:
@@ -49,8 +51,12 @@ def accept_length(harness: Harness, request_id: str) -> float:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=11)])
-def test_output_is_that_of_plain_decoding(random_target: Decoder, shape: tuple[int, int, int], sampling: SamplingParams) -> None:
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=11)]
+)
+def test_output_is_that_of_plain_decoding(
+    random_target: Decoder, shape: tuple[int, int, int], sampling: SamplingParams
+) -> None:
     rng = random.Random(shape[2])
     prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (1, 2, 30)]
     harness = make_harness(random_target, drafter_for(random_target))
@@ -63,7 +69,9 @@ def test_output_is_that_of_plain_decoding(random_target: Decoder, shape: tuple[i
 
 
 @pytest.mark.parametrize("shape", SHAPES[1:])
-def test_text_that_repeats_itself_takes_less_than_half_the_rounds(repetitive_target: Decoder, shape: tuple[int, int, int]) -> None:
+def test_text_that_repeats_itself_takes_less_than_half_the_rounds(
+    repetitive_target: Decoder, shape: tuple[int, int, int]
+) -> None:
     prompt = circle(3, 70)  # the circle has 64 tokens or a divisor of them
     plain = generate_plain(repetitive_target, NoDrafter(), prompt, 60)
     harness = make_harness(repetitive_target, drafter_for(repetitive_target))
@@ -82,7 +90,9 @@ def test_a_corpus_helps_from_the_first_token_on(repetitive_target: Decoder, tmp_
         harness = make_harness(repetitive_target, drafter_for(repetitive_target, **settings))
         harness.submit(prompt, 24, request_id="a", shape=(5, 4, 16))
         harness.run()
-        lengths[name] = accept_length(harness, "a") if harness.sink.finished["a"].speculation.draft_tokens else 1.0
+        lengths[name] = (
+            accept_length(harness, "a") if harness.sink.finished["a"].speculation.draft_tokens else 1.0
+        )
         assert harness.sink.tokens["a"] == generate_plain(repetitive_target, NoDrafter(), prompt, 24)
     assert lengths["corpus"] >= 2.0 > lengths["alone"]
 
@@ -130,7 +140,10 @@ def reference_chain(text: list[int], depth: int) -> list[int]:
 def test_chains_are_accepted_as_those_of_a_plain_reference(repetitive_target: Decoder, depth: int) -> None:
     """Texts that repeat themselves, with mistakes in them: the accept length is the reference's."""
     rng = random.Random(depth)
-    prompts = [[token if rng.random() < 0.9 else rng.randrange(VOCAB) for token in circle(start, 90)] for start in (3, 5, 8)]
+    prompts = [
+        [token if rng.random() < 0.9 else rng.randrange(VOCAB) for token in circle(start, 90)]
+        for start in (3, 5, 8)
+    ]
     harness = make_harness(repetitive_target, drafter_for(repetitive_target))
     expected_rounds = 0
     for index, prompt in enumerate(prompts):

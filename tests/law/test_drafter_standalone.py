@@ -45,10 +45,18 @@ def small_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def drafter_for(target: Decoder, draft: Path, **settings: object) -> InprocDrafter:
-    return drafter_beside(target, DraftSettings.load({"draft": draft, "kv_tokens": 8192, "page_size": 4, **settings}))
+    return drafter_beside(
+        target, DraftSettings.load({"draft": draft, "kv_tokens": 8192, "page_size": 4, **settings})
+    )
 
 
-def run(target: Decoder, draft: Path, prompts: list[list[int]], sampling: SamplingParams, shape: tuple[int, int, int]) -> Harness:
+def run(
+    target: Decoder,
+    draft: Path,
+    prompts: list[list[int]],
+    sampling: SamplingParams,
+    shape: tuple[int, int, int],
+) -> Harness:
     """Decode every prompt and check it against plain decoding."""
     harness = make_harness(target, drafter_for(target, draft), prefill_chunk=32)
     for index, prompt in enumerate(prompts):
@@ -100,20 +108,26 @@ def test_it_follows_what_it_proposed_nothing_for(target: Decoder, target_dir: Pa
     harness.run()
     assert harness.scheduler.num_retractions > 0, "the pool was meant to be too small"
     for index, prompt in enumerate(prompts):
-        assert_same_tokens(target, prompt, generate_plain(target, NoDrafter(), prompt, 60), harness.sink.tokens[str(index)])
+        assert_same_tokens(
+            target, prompt, generate_plain(target, NoDrafter(), prompt, 60), harness.sink.tokens[str(index)]
+        )
         assert harness.sink.finished[str(index)].speculation.accept_length > 2.5
 
 
 def copy_of(folder: Path, to: Path, tokens: dict[str, int], **config: object) -> Path:
     """Copy a model, with a tokenizer of these tokens and changed keys of its configuration."""
     shutil.copytree(folder, to)
-    (to / "tokenizer.json").write_text(json.dumps({"model": {"vocab": tokens}, "added_tokens": [{"id": 9, "content": "<s>"}]}))
+    (to / "tokenizer.json").write_text(
+        json.dumps({"model": {"vocab": tokens}, "added_tokens": [{"id": 9, "content": "<s>"}]})
+    )
     raw = json.loads((to / "config.json").read_text()) | config
     (to / "config.json").write_text(json.dumps(raw))
     return to
 
 
-def test_another_tokenizer_is_refused_by_its_first_token(target: Decoder, target_dir: Path, small_dir: Path, tmp_path: Path) -> None:
+def test_another_tokenizer_is_refused_by_its_first_token(
+    target: Decoder, target_dir: Path, small_dir: Path, tmp_path: Path
+) -> None:
     mine = copy_of(small_dir, tmp_path / "draft", {"a": 0, "b": 2})
     theirs = copy_of(target_dir, tmp_path / "target", {"a": 0, "b": 1})
     with pytest.raises(CheckpointError, match=r"'b' is id 2 .* and id 1") as caught:
@@ -121,8 +135,12 @@ def test_another_tokenizer_is_refused_by_its_first_token(target: Decoder, target
     assert caught.value.field == "tokenizer"
 
 
-def test_another_vocabulary_is_refused_unless_the_tokenizer_is_the_same(target: Decoder, target_dir: Path, tmp_path: Path) -> None:
-    padded = make_toy_target(tmp_path / "padded", vocab_size=VOCAB + 32, hidden_size=96, num_layers=1, planted=0.0)
+def test_another_vocabulary_is_refused_unless_the_tokenizer_is_the_same(
+    target: Decoder, target_dir: Path, tmp_path: Path
+) -> None:
+    padded = make_toy_target(
+        tmp_path / "padded", vocab_size=VOCAB + 32, hidden_size=96, num_layers=1, planted=0.0
+    )
     with pytest.raises(CheckpointError, match="vocab_size is 96, the target's 64") as caught:
         drafter_for(target, padded)
     assert caught.value.field == "vocab_size"
@@ -131,11 +149,15 @@ def test_another_vocabulary_is_refused_unless_the_tokenizer_is_the_same(target: 
     harness = make_harness(target, drafter_for(target, draft, target_weights=theirs))
     harness.submit([1, 2, 3], 20, request_id="a", shape=(4, 4, 16))
     harness.run()
-    assert_same_tokens(target, [1, 2, 3], generate_plain(target, NoDrafter(), [1, 2, 3], 20), harness.sink.tokens["a"])
+    assert_same_tokens(
+        target, [1, 2, 3], generate_plain(target, NoDrafter(), [1, 2, 3], 20), harness.sink.tokens["a"]
+    )
     assert harness.sink.finished["a"].speculation.draft_tokens > 0
 
 
-def test_a_token_map_restricts_what_is_drafted_and_not_what_is_said(target: Decoder, target_dir: Path, tmp_path: Path) -> None:
+def test_a_token_map_restricts_what_is_drafted_and_not_what_is_said(
+    target: Decoder, target_dir: Path, tmp_path: Path
+) -> None:
     """FR-Spec: half of the vocabulary, so the draft misses about half of the tokens of a model that is the target itself."""
     kept = list(range(0, VOCAB, 2))
     (tmp_path / "map.json").write_text(json.dumps(kept))
@@ -144,7 +166,9 @@ def test_a_token_map_restricts_what_is_drafted_and_not_what_is_said(target: Deco
     prompt = PROMPTS[-1]
     harness.submit(prompt, LENGTH, request_id="a", shape=(3, 2, 8), trace=True)
     harness.run()
-    assert_same_tokens(target, prompt, generate_plain(target, NoDrafter(), prompt, LENGTH), harness.sink.tokens["a"])
+    assert_same_tokens(
+        target, prompt, generate_plain(target, NoDrafter(), prompt, LENGTH), harness.sink.tokens["a"]
+    )
     drafted = {node.token for one in harness.sink.rounds["a"] for node in one.nodes[1:]}
     assert drafted
     assert drafted <= set(kept)

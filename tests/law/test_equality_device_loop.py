@@ -42,7 +42,9 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 def features_of(decoder: Decoder) -> FeatureSpec:
-    return FeatureSpec(aux_layer_ids=(1, 3, 4), feature_size=3 * decoder.config.hidden_size, fingerprint="raw")
+    return FeatureSpec(
+        aux_layer_ids=(1, 3, 4), feature_size=3 * decoder.config.hidden_size, fingerprint="raw"
+    )
 
 
 def looped(decoder: Decoder, drafter: Drafter, graphs: bool = False, **options: object) -> Harness:
@@ -58,14 +60,18 @@ def test_plain_decoding(decoder: Decoder, sampling: SamplingParams, graphs: bool
         harness.submit(PROMPT, 60 - 7 * index, request_id=str(index), sampling=sampling)
     harness.run()
     for index in range(3):
-        assert_same_tokens(decoder, PROMPT, plain[: 60 - 7 * index], harness.sink.tokens[str(index)], sampling)
+        assert_same_tokens(
+            decoder, PROMPT, plain[: 60 - 7 * index], harness.sink.tokens[str(index)], sampling
+        )
         assert harness.sink.finished[str(index)].completion_tokens == 60 - 7 * index
 
 
 @pytest.mark.parametrize("graphs", GRAPHS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_drafted_alone(decoder: Decoder, shape: tuple[int, int, int], sampling: SamplingParams, graphs: bool) -> None:
+def test_drafted_alone(
+    decoder: Decoder, shape: tuple[int, int, int], sampling: SamplingParams, graphs: bool
+) -> None:
     plain = generate_plain(decoder, NoDrafter(), PROMPT, 60, sampling=sampling)
     drafter = AnswerDrafter([PROMPT + plain], VOCAB, checked=not graphs)
     harness = looped(decoder, drafter, graphs)
@@ -105,10 +111,18 @@ def test_batches_that_change(decoder: Decoder, seed: int, captures: bool, graphs
         for prompt, length, sampling in zip(prompts, lengths, samplings, strict=True)
     ]
     answers = [prompt + answer for prompt, answer in zip(prompts, plain, strict=True)]
-    drafter = AnswerDrafter(answers, VOCAB, 0.7, features_of(decoder) if captures else None, checked=not graphs)
+    drafter = AnswerDrafter(
+        answers, VOCAB, 0.7, features_of(decoder) if captures else None, checked=not graphs
+    )
     drafter.refuse_every = 5
     harness = looped(
-        decoder, drafter, graphs, max_running=rng.choice([1, 2, 4, 6]), prefill_chunk=32, page_size=rng.choice([1, 4, 16]), num_pages=700
+        decoder,
+        drafter,
+        graphs,
+        max_running=rng.choice([1, 2, 4, 6]),
+        prefill_chunk=32,
+        page_size=rng.choice([1, 4, 16]),
+        num_pages=700,
     )
     shape = rng.choice(SHAPES)
     handles: dict[int, int] = {}
@@ -118,7 +132,15 @@ def test_batches_that_change(decoder: Decoder, seed: int, captures: bool, graphs
     while waiting or paused or harness.engine.has_work():
         if waiting and rng.random() < 0.3:
             index = waiting.pop(0)
-            mode = rng.choice([SpeculationMode.ON, SpeculationMode.ON, SpeculationMode.ON, SpeculationMode.AUTO, SpeculationMode.OFF])
+            mode = rng.choice(
+                [
+                    SpeculationMode.ON,
+                    SpeculationMode.ON,
+                    SpeculationMode.ON,
+                    SpeculationMode.AUTO,
+                    SpeculationMode.OFF,
+                ]
+            )
             handles[index] = harness.submit(
                 prompts[index],
                 lengths[index],
@@ -167,7 +189,9 @@ def test_retraction(decoder: Decoder) -> None:
     prompts = [[rng.randrange(VOCAB) for _ in range(20)] for _ in range(4)]
     sampling = SamplingParams(temperature=1.0, seed=3)
     plain = [generate_plain(decoder, NoDrafter(), prompt, 60, sampling=sampling) for prompt in prompts]
-    drafter = AnswerDrafter([prompt + answer for prompt, answer in zip(prompts, plain, strict=True)], VOCAB, 0.7)
+    drafter = AnswerDrafter(
+        [prompt + answer for prompt, answer in zip(prompts, plain, strict=True)], VOCAB, 0.7
+    )
     harness = looped(decoder, drafter, num_pages=24, page_size=8)
     for index, prompt in enumerate(prompts):
         harness.submit(prompt, 60, request_id=str(index), sampling=sampling, shape=(3, 2, 7))
@@ -179,7 +203,9 @@ def test_retraction(decoder: Decoder) -> None:
 
 
 @pytest.mark.parametrize("shape", [None, (5, 1, 6), (5, 4, 21)])
-def test_stop_tokens_cut_inside_the_accepted_run(decoder: Decoder, shape: tuple[int, int, int] | None) -> None:
+def test_stop_tokens_cut_inside_the_accepted_run(
+    decoder: Decoder, shape: tuple[int, int, int] | None
+) -> None:
     sampling = SamplingParams(temperature=1.0, seed=21)
     plain = generate_plain(decoder, NoDrafter(), PROMPT, 40, sampling=sampling)
     for stop in sorted(set(plain)):
@@ -239,7 +265,9 @@ def test_no_room_on_the_draft_goes_the_hosts_way(decoder: Decoder) -> None:
         assert harness.sink.tokens["a"] == plain
 
 
-def test_a_sequence_that_is_not_a_number_fails_alone(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_that_is_not_a_number_fails_alone(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = generate_plain(decoder, NoDrafter(), PROMPT, 60)
     victim = [1, 2, 3, 4]
     doomed = generate_plain(decoder, NoDrafter(), victim, 60)

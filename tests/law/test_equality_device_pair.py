@@ -45,13 +45,17 @@ def eagle3(folder: Path) -> tuple[Path, Path]:
 
 
 def eagle(folder: Path) -> tuple[Path, Path]:
-    target = make_toy_target(folder / "target", vocab_size=toy_heads.VOCAB, hidden_size=toy_heads.HIDDEN, seed=3)
+    target = make_toy_target(
+        folder / "target", vocab_size=toy_heads.VOCAB, hidden_size=toy_heads.HIDDEN, seed=3
+    )
     return target, toy_heads.write_head(folder / "head", toy_heads.base_config(), toy_heads.eagle_tensors())
 
 
 def standalone(folder: Path) -> tuple[Path, Path]:
     target = make_toy_target(folder / "target", vocab_size=64, seed=3, planted=2.5, num_layers=4)
-    return target, make_toy_target(folder / "small", vocab_size=64, num_layers=2, head_dim=8, seed=9, planted=2.5)
+    return target, make_toy_target(
+        folder / "small", vocab_size=64, num_layers=2, head_dim=8, seed=9, planted=2.5
+    )
 
 
 KINDS = {"EAGLE3": eagle3, "EAGLE": eagle, "STANDALONE": standalone}
@@ -82,7 +86,12 @@ def drafter(pair: Pair) -> Iterator[InprocDrafter]:
 @pytest.mark.parametrize("shape", [(1, 1, 2), (5, 1, 6), (3, 2, 8), (5, 4, 16)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rounds_on_the_device_are_those_of_the_hosts_way(
-    pair: Pair, decoder: Decoder, drafter: InprocDrafter, shape: tuple[int, int, int], temperature: float, graphs: bool
+    pair: Pair,
+    decoder: Decoder,
+    drafter: InprocDrafter,
+    shape: tuple[int, int, int],
+    temperature: float,
+    graphs: bool,
 ) -> None:
     sampling = SamplingParams(temperature=temperature, seed=9)
     prompt = [1, 2, 3, 4]
@@ -106,7 +115,10 @@ def test_drafts_are_as_good_in_a_batch_that_shrinks(
     pair: Pair, decoder: Decoder, drafter: InprocDrafter, shape: tuple[int, int, int], graphs: bool
 ) -> None:
     prompts, lengths = [[1, 2, 3, 4], [9, 8, 7], [5, 5], [6, 1, 6, 1, 6]], [60, 12, 25, 43]
-    plain = [generate_plain(decoder, NoDrafter(), prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
+    plain = [
+        generate_plain(decoder, NoDrafter(), prompt, length)
+        for prompt, length in zip(prompts, lengths, strict=True)
+    ]
     reports = []
     for overlap in (None, OVERLAP):
         harness = make_harness(decoder, drafter, overlap=overlap, graphs=GraphCache(DEVICE, graphs))
@@ -114,7 +126,9 @@ def test_drafts_are_as_good_in_a_batch_that_shrinks(
             harness.submit(prompt, length, request_id=str(index), shape=shape)
         with mock.patch.object(drafter, "enter", wraps=drafter.enter) as entered:
             harness.run()
-        assert entered.call_count == (0 if overlap is None else 1), "they enter together and go on in ever smaller batches"
+        assert entered.call_count == (0 if overlap is None else 1), (
+            "they enter together and go on in ever smaller batches"
+        )
         for index, prompt in enumerate(prompts):
             assert_same_tokens(decoder, prompt, plain[index], harness.sink.tokens[str(index)])
         found = [harness.sink.finished[str(index)].speculation for index in range(len(prompts))]
@@ -133,7 +147,9 @@ def test_a_prompt_is_in_the_drafts_cache_before_its_token_is_waited_for(
     wait = ChosenTokens.wait
 
     def noted(chosen: ChosenTokens) -> list[int]:
-        behind.update({session.session_id: session.extendable_rows for session in sessions if session.tokens in prompts})
+        behind.update(
+            {session.session_id: session.extendable_rows for session in sessions if session.tokens in prompts}
+        )
         return wait(chosen)
 
     harness = make_harness(decoder, drafter, overlap=overlap, prefill_chunk=chunk)
@@ -179,9 +195,15 @@ def test_a_draft_that_fails_on_a_prompt_costs_only_drafts(decoder: Decoder, draf
 @pytest.mark.parametrize("seed", range(2))
 def test_batches_that_change(decoder: Decoder, drafter: InprocDrafter, seed: int, graphs: bool) -> None:
     rng = random.Random(seed)
-    prompts = [[rng.randrange(decoder.config.vocab_size) for _ in range(rng.choice([1, 3, 17, 60]))] for _ in range(10)]
+    prompts = [
+        [rng.randrange(decoder.config.vocab_size) for _ in range(rng.choice([1, 3, 17, 60]))]
+        for _ in range(10)
+    ]
     samplings = [
-        SamplingParams(temperature=rng.choice([0.0, 0.7, 1.0]), top_p=rng.choice([1.0, 0.9]), seed=rng.randrange(1 << 64)) for _ in prompts
+        SamplingParams(
+            temperature=rng.choice([0.0, 0.7, 1.0]), top_p=rng.choice([1.0, 0.9]), seed=rng.randrange(1 << 64)
+        )
+        for _ in prompts
     ]
     lengths = [rng.randrange(1, 50) for _ in prompts]
     harness = make_harness(
@@ -198,10 +220,19 @@ def test_batches_that_change(decoder: Decoder, drafter: InprocDrafter, seed: int
     while waiting or harness.engine.num_live:
         if waiting and rng.random() < 0.2:
             index = waiting.pop(0)
-            mode = rng.choice([SpeculationMode.ON, SpeculationMode.ON, SpeculationMode.AUTO, SpeculationMode.OFF])
+            mode = rng.choice(
+                [SpeculationMode.ON, SpeculationMode.ON, SpeculationMode.AUTO, SpeculationMode.OFF]
+            )
             shape = (5, 4, 16) if rng.random() < 0.7 else (3, 1, 4)
             handles.append(
-                harness.submit(prompts[index], lengths[index], request_id=str(index), sampling=samplings[index], mode=mode, shape=shape)
+                harness.submit(
+                    prompts[index],
+                    lengths[index],
+                    request_id=str(index),
+                    sampling=samplings[index],
+                    mode=mode,
+                    shape=shape,
+                )
             )
         if handles and rng.random() < 0.05:
             harness.engine.pause(handles[-1])

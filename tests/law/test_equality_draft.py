@@ -56,14 +56,18 @@ def all_drafted(decoder: Decoder, drafter: RemoteDrafter) -> bool:
     for index, shape in enumerate(SHAPES):
         harness.submit([1], 8, request_id=str(index), shape=shape, trace=True)
     harness.run()
-    return all(any(len(one.nodes) > 1 for one in harness.sink.rounds[str(index)]) for index in range(len(SHAPES)))
+    return all(
+        any(len(one.nodes) > 1 for one in harness.sink.rounds[str(index)]) for index in range(len(SHAPES))
+    )
 
 
 @pytest.fixture(scope="module", params=[0.0, 3.0], ids=["random", "planted"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("pair")
     target: Path = make_toy_target(folder / "target", vocab_size=VOCAB, seed=3, planted=request.param)
-    head: Path = make_toy_eagle3(folder / "head", target, planted=request.param, draft_vocab_size=VOCAB if request.param else 32)
+    head: Path = make_toy_eagle3(
+        folder / "head", target, planted=request.param, draft_vocab_size=VOCAB if request.param else 32
+    )
     listen = f"unix:{folder}/d.sock"
     weights = target if request.param else None  # without them, the head borrows the embedding over gRPC
     where = {"listen": listen, "device": str(DEVICE), "dtype": "float32", "threads": 1, "kv_tokens": 16384}
@@ -96,7 +100,9 @@ def test_output_is_that_of_plain_decoding(pair: Pair, temperature: float, length
         rounds = harness.sink.rounds[str(index)]
         assert any(len(one.nodes) == max_nodes for one in rounds), "trees of the full size were verified"
         if topk == 1:
-            assert all([node.parent for node in one.nodes] == list(range(-1, len(one.nodes) - 1)) for one in rounds)
+            assert all(
+                [node.parent for node in one.nodes] == list(range(-1, len(one.nodes) - 1)) for one in rounds
+            )
 
 
 def test_a_head_that_knows_its_target_is_accepted_often(pair: Pair) -> None:
@@ -114,25 +120,37 @@ def test_batches_that_change_do_not_change_anybodys_output(pair: Pair, seed: int
     count = 8
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.choice([1, 3, 17, 60, 150]))] for _ in range(count)]
     samplings = [
-        SamplingParams(temperature=rng.choice([0.0, 0.7, 1.0]), top_p=rng.choice([1.0, 0.9]), seed=rng.randrange(1 << 64)) for _ in prompts
+        SamplingParams(
+            temperature=rng.choice([0.0, 0.7, 1.0]), top_p=rng.choice([1.0, 0.9]), seed=rng.randrange(1 << 64)
+        )
+        for _ in prompts
     ]
     lengths = [rng.randrange(1, 50) for _ in prompts]
     plain = [
         generate_plain(pair.decoder, NoDrafter(), prompt, length, sampling=sampling)
         for prompt, length, sampling in zip(prompts, lengths, samplings, strict=True)
     ]
-    harness = make_harness(pair.decoder, pair.drafter, max_running=rng.choice([3, 8]), prefill_chunk=64, num_pages=60)
+    harness = make_harness(
+        pair.decoder, pair.drafter, max_running=rng.choice([3, 8]), prefill_chunk=64, num_pages=60
+    )
     waiting = list(range(count))
     while waiting or harness.engine.has_work():
         if waiting and rng.random() < 0.4:
             index = waiting.pop(0)
             mode = rng.choice([SpeculationMode.ON, SpeculationMode.AUTO, SpeculationMode.OFF])
             harness.submit(
-                prompts[index], lengths[index], request_id=str(index), sampling=samplings[index], mode=mode, shape=rng.choice(SHAPES)
+                prompts[index],
+                lengths[index],
+                request_id=str(index),
+                sampling=samplings[index],
+                mode=mode,
+                shape=rng.choice(SHAPES),
             )
         if harness.engine.has_work():
             harness.step()
     harness.check_idle()
     assert not harness.sink.failed
     for index, prompt in enumerate(prompts):
-        assert_same_tokens(pair.decoder, prompt, plain[index], harness.sink.tokens[str(index)], samplings[index])
+        assert_same_tokens(
+            pair.decoder, prompt, plain[index], harness.sink.tokens[str(index)], samplings[index]
+        )

@@ -54,7 +54,9 @@ def random_prompt(rng: random.Random, length: int) -> list[int]:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("accuracy", [1.0, 0.6])
-def test_greedy_output_is_that_of_plain_decoding(decoder: Decoder, shape: tuple[int, int, int], accuracy: float) -> None:
+def test_greedy_output_is_that_of_plain_decoding(
+    decoder: Decoder, shape: tuple[int, int, int], accuracy: float
+) -> None:
     prompt = [5, 9, 2, 33, 7]
     plain = generate_plain(decoder, NoDrafter(), prompt, 40)
     harness = make_harness(decoder, FakeDrafter(oracle_plan([prompt + plain], VOCAB, accuracy)))
@@ -81,7 +83,12 @@ def test_seeded_output_is_that_of_plain_decoding(decoder: Decoder, sampling: Sam
 
 def test_different_seeds_give_different_output(decoder: Decoder) -> None:
     outputs = {
-        tuple(generate_plain(decoder, NoDrafter(), [1, 2, 3], 20, sampling=SamplingParams(temperature=1.0, seed=seed))) for seed in range(8)
+        tuple(
+            generate_plain(
+                decoder, NoDrafter(), [1, 2, 3], 20, sampling=SamplingParams(temperature=1.0, seed=seed)
+            )
+        )
+        for seed in range(8)
     }
     assert len(outputs) == 8
 
@@ -93,7 +100,9 @@ def test_greedy_output_is_that_of_transformers(target_dir: Path, decoder: Decode
     prompt = random_prompt(random.Random(length), length)
     model = LlamaForCausalLM.from_pretrained(target_dir, dtype=torch.float32)
     ids = torch.tensor([prompt])
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, pad_token_id=0)
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, pad_token_id=0
+    )
     expected = output[0, length:].tolist()
     drafter = FakeDrafter(oracle_plan([prompt + expected], VOCAB, 0.8))
     harness = make_harness(decoder, drafter, prefill_chunk=64)
@@ -125,26 +134,46 @@ def hostile_plan(seed: int) -> Callable[[list[int], ProposalRow], list[Node]]:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("max_running", [1, 3, 8])
-def test_batches_that_change_do_not_change_anybodys_output(decoder: Decoder, seed: int, max_running: int) -> None:
+def test_batches_that_change_do_not_change_anybodys_output(
+    decoder: Decoder, seed: int, max_running: int
+) -> None:
     rng = random.Random(seed)
     prompts = [random_prompt(rng, rng.choice([1, 3, 17, 60, 150])) for _ in range(10)]
-    samplings = [SamplingParams(temperature=0.0) if rng.random() < 0.5 else rng.choice(SAMPLINGS) for _ in prompts]
+    samplings = [
+        SamplingParams(temperature=0.0) if rng.random() < 0.5 else rng.choice(SAMPLINGS) for _ in prompts
+    ]
     lengths = [rng.randrange(1, 40) for _ in prompts]
     plain = [
         generate_plain(decoder, NoDrafter(), prompt, length, sampling=sampling)
         for prompt, length, sampling in zip(prompts, lengths, samplings, strict=True)
     ]
-    oracle = oracle_plan([prompt + answer for prompt, answer in zip(prompts, plain, strict=True)], VOCAB, 0.7, seed)
+    oracle = oracle_plan(
+        [prompt + answer for prompt, answer in zip(prompts, plain, strict=True)], VOCAB, 0.7, seed
+    )
     hostile = hostile_plan(seed)
     drafter = FakeDrafter(lambda tokens, row: (oracle if rng.random() < 0.8 else hostile)(tokens, row))
-    harness = make_harness(decoder, drafter, max_running=max_running, prefill_chunk=32, page_size=rng.choice([1, 4, 16]), num_pages=2048)
+    harness = make_harness(
+        decoder,
+        drafter,
+        max_running=max_running,
+        prefill_chunk=32,
+        page_size=rng.choice([1, 4, 16]),
+        num_pages=2048,
+    )
     waiting = list(range(len(prompts)))
     while waiting or harness.engine.has_work():
         if waiting and rng.random() < 0.5:
             index = waiting.pop(0)
-            mode = rng.choice([SpeculationMode.ON, SpeculationMode.ON, SpeculationMode.AUTO, SpeculationMode.OFF])
+            mode = rng.choice(
+                [SpeculationMode.ON, SpeculationMode.ON, SpeculationMode.AUTO, SpeculationMode.OFF]
+            )
             harness.submit(
-                prompts[index], lengths[index], request_id=str(index), sampling=samplings[index], mode=mode, shape=rng.choice(SHAPES)
+                prompts[index],
+                lengths[index],
+                request_id=str(index),
+                sampling=samplings[index],
+                mode=mode,
+                shape=rng.choice(SHAPES),
             )
         if harness.engine.has_work():
             harness.step()
@@ -161,7 +190,9 @@ def test_retraction_changes_nothing(decoder: Decoder) -> None:
     prompts = [random_prompt(rng, 20) for _ in range(6)]
     sampling = SamplingParams(temperature=1.0, seed=3)
     plain = [generate_plain(decoder, NoDrafter(), prompt, 60, sampling=sampling) for prompt in prompts]
-    drafter = FakeDrafter(oracle_plan([prompt + answer for prompt, answer in zip(prompts, plain, strict=True)], VOCAB, 0.7))
+    drafter = FakeDrafter(
+        oracle_plan([prompt + answer for prompt, answer in zip(prompts, plain, strict=True)], VOCAB, 0.7)
+    )
     harness = make_harness(decoder, drafter, num_pages=24, page_size=8)
     for index, prompt in enumerate(prompts):
         harness.submit(prompt, 60, request_id=str(index), sampling=sampling, shape=(3, 2, 8))
@@ -180,10 +211,14 @@ def test_stop_tokens_cut_inside_the_accepted_run(decoder: Decoder) -> None:
     for stop in sorted(set(plain)):
         expected = plain[: plain.index(stop) + 1]
         for eos in (False, True):
-            harness = make_harness(decoder, FakeDrafter(oracle_plan([prompt + plain], VOCAB)), eos=[stop] if eos else [])
+            harness = make_harness(
+                decoder, FakeDrafter(oracle_plan([prompt + plain], VOCAB)), eos=[stop] if eos else []
+            )
             options = {"sampling": sampling, "shape": (5, 4, 16), "stop": [] if eos else [stop]}
             harness.submit(prompt, 40, request_id="a", **options)  # type: ignore[arg-type]
-            harness.submit(prompt, 40, request_id="b", sampling=sampling, mode=SpeculationMode.OFF, ignore_eos=True)
+            harness.submit(
+                prompt, 40, request_id="b", sampling=sampling, mode=SpeculationMode.OFF, ignore_eos=True
+            )
             harness.run()
             finished = harness.sink.finished["a"]
             assert harness.sink.tokens["a"] == expected
@@ -193,7 +228,9 @@ def test_stop_tokens_cut_inside_the_accepted_run(decoder: Decoder) -> None:
 
 
 def test_captured_features_do_not_depend_on_how_tokens_were_found(decoder: Decoder) -> None:
-    spec = FeatureSpec(aux_layer_ids=(1, 3, 4), feature_size=3 * decoder.config.hidden_size, fingerprint="raw")
+    spec = FeatureSpec(
+        aux_layer_ids=(1, 3, 4), feature_size=3 * decoder.config.hidden_size, fingerprint="raw"
+    )
     prompt = random_prompt(random.Random(2), 70)
     plain = generate_plain(decoder, NoDrafter(), prompt, 30)
     rows: dict[float, torch.Tensor] = {}

@@ -53,7 +53,9 @@ def scheme(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def draft(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory, scheme: str) -> Iterator[DraftProcess]:
+def draft(
+    folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory, scheme: str
+) -> Iterator[DraftProcess]:
     process = DraftProcess(tmp_path_factory.mktemp("draft"), scheme, *folders)
     yield process
     assert process.stop() == 0, process.output()
@@ -61,7 +63,14 @@ def draft(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory, 
 
 def follow(draft: DraftProcess, decoder: Decoder) -> RemoteDrafter:
     """Return a drafter that is connected."""
-    drafter = RemoteDrafter(draft.address, TargetIdentity.of(decoder), decoder.weight, DEVICE, fault_deadline_s=FAULT_S, rounds=True)
+    drafter = RemoteDrafter(
+        draft.address,
+        TargetIdentity.of(decoder),
+        decoder.weight,
+        DEVICE,
+        fault_deadline_s=FAULT_S,
+        rounds=True,
+    )
     wait_for(lambda: drafter.state() is DrafterState.ON)
     return drafter
 
@@ -121,7 +130,10 @@ def test_batches_that_change(decoder: Decoder, drafter: RemoteDrafter, seed: int
     rng = random.Random(seed)
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.choice([1, 3, 17, 60]))] for _ in range(8)]
     samplings = [
-        SamplingParams(temperature=rng.choice([0.0, 0.7, 1.0]), top_p=rng.choice([1.0, 0.9]), seed=rng.randrange(1 << 64)) for _ in prompts
+        SamplingParams(
+            temperature=rng.choice([0.0, 0.7, 1.0]), top_p=rng.choice([1.0, 0.9]), seed=rng.randrange(1 << 64)
+        )
+        for _ in prompts
     ]
     lengths = [rng.randrange(1, 50) for _ in prompts]
     limits = {"max_running": rng.choice([2, 4]), "prefill_chunk": 64, "num_pages": rng.choice([30, 60])}
@@ -130,9 +142,18 @@ def test_batches_that_change(decoder: Decoder, drafter: RemoteDrafter, seed: int
     while waiting or harness.engine.has_work():
         if waiting and rng.random() < 0.2:
             index = waiting.pop(0)
-            mode = rng.choice([SpeculationMode.ON, SpeculationMode.ON, SpeculationMode.AUTO, SpeculationMode.OFF])
+            mode = rng.choice(
+                [SpeculationMode.ON, SpeculationMode.ON, SpeculationMode.AUTO, SpeculationMode.OFF]
+            )
             shape = (5, 4, 16) if rng.random() < 0.7 else (3, 1, 4)
-            harness.submit(prompts[index], lengths[index], request_id=str(index), sampling=samplings[index], mode=mode, shape=shape)
+            harness.submit(
+                prompts[index],
+                lengths[index],
+                request_id=str(index),
+                sampling=samplings[index],
+                mode=mode,
+                shape=shape,
+            )
         if harness.engine.has_work():
             harness.step()
             steps += harness.engine.on_device
@@ -199,8 +220,12 @@ def test_a_draft_that_dies_or_stops_in_rounds_costs_no_token_and_is_used_again(
             process.stop()
 
 
-def test_a_draft_model_without_features(decoder: Decoder, folders: tuple[Path, Path], tmp_path: Path, scheme: str) -> None:
-    small = make_toy_target(tmp_path / "small", vocab_size=VOCAB, hidden_size=24, num_layers=2, head_dim=8, seed=4)
+def test_a_draft_model_without_features(
+    decoder: Decoder, folders: tuple[Path, Path], tmp_path: Path, scheme: str
+) -> None:
+    small = make_toy_target(
+        tmp_path / "small", vocab_size=VOCAB, hidden_size=24, num_layers=2, head_dim=8, seed=4
+    )
     draft = DraftProcess(tmp_path, scheme, folders[0], small)
     drafter = follow(draft, decoder)
     try:

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from family_models import CASES, VOCAB, WINDOW, reference, save
-from target_harness import FakeDrafter, Node, assert_same_tokens, load_toy, make_harness, oracle_plan, random_plan
+from target_harness import (
+    FakeDrafter,
+    Node,
+    assert_same_tokens,
+    load_toy,
+    make_harness,
+    oracle_plan,
+    random_plan,
+)
 
 from outrider.services.target.request import SpeculationMode
 from outrider.shared.spec.drafter import ProposalRow
@@ -63,6 +71,9 @@ def test_greedy_output_is_that_of_transformers_with_and_without_speculation(case
         for index, prompt in enumerate(prompts()):
             for kind in ("off", *SHAPES):
                 assert_same_tokens(decoder, prompt, expected[index], harness.sink.tokens[f"{kind} {index}"])
-        accepted[name] = [harness.sink.finished[f"{SHAPES[-1]} {index}"].speculation.accepted_tokens for index in range(len(LENGTHS))]
+        accepted[name] = [
+            harness.sink.finished[f"{SHAPES[-1]} {index}"].speculation.accepted_tokens
+            for index in range(len(LENGTHS))
+        ]
     print(f"{case}: accepted draft tokens per request {accepted}")
     assert min(accepted["oracle"]) > NEW_TOKENS // 3

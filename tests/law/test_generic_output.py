@@ -32,7 +32,10 @@ def answer(case: str, prompt: list[int]) -> list[int]:
 @pytest.mark.parametrize("case", list(CASES))
 def test_greedy_output_is_that_of_transformers_with_and_without_speculation(case: str, folder: Path) -> None:
     decoder = load_toy(save(case, folder))
-    prompts = [torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (3, WINDOW + 9)]
+    prompts = [
+        torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+        for length in (3, WINDOW + 9)
+    ]
     expected = [answer(case, prompt) for prompt in prompts]
     truth = [prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)]
     for name, plan in {"oracle": oracle_plan(truth, VOCAB, 0.7), "garbage": random_plan(VOCAB)}.items():
@@ -45,5 +48,8 @@ def test_greedy_output_is_that_of_transformers_with_and_without_speculation(case
         for index, prompt in enumerate(prompts):
             for kind in ("off", *SHAPES):
                 assert_same_tokens(decoder, prompt, expected[index], harness.sink.tokens[f"{kind} {index}"])
-        accepted = [harness.sink.finished[f"{SHAPES[-1]} {index}"].speculation.accepted_tokens for index in range(len(prompts))]
+        accepted = [
+            harness.sink.finished[f"{SHAPES[-1]} {index}"].speculation.accepted_tokens
+            for index in range(len(prompts))
+        ]
         assert name != "oracle" or min(accepted) > NEW_TOKENS // 4

@@ -38,7 +38,10 @@ EAGLE3 = base_config(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=
 FOUR = {"eagle_aux_hidden_state_layer_ids": [0, 2, 4, 6], "fc_norm": True, "num_hidden_layers": 2}
 HEADS: dict[str, Callable[[], tuple[dict[str, Any], Tensors]]] = {
     "EAGLE": lambda: (base_config(), eagle_tensors(embedding=False)),
-    "EAGLE-3 of two layers over four": lambda: (EAGLE3 | FOUR, eagle3_tensors(layers=2, num_aux=4) | fc_norms(4)),
+    "EAGLE-3 of two layers over four": lambda: (
+        EAGLE3 | FOUR,
+        eagle3_tensors(layers=2, num_aux=4) | fc_norms(4),
+    ),
     "EAGLE-3 with latent attention": lambda: (
         EAGLE3 | {"model_type": "kimi_k2", **LATENT},
         with_latent_attention(eagle3_tensors(prefix="layers.0.")),
@@ -49,7 +52,9 @@ PROMPTS = [[1, 2, 3, 4], list(range(30)), [7] * 17]
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, hidden_size=HIDDEN, num_layers=TARGET_LAYERS)
+    return make_toy_target(
+        tmp_path_factory.mktemp("target"), vocab_size=VOCAB, hidden_size=HIDDEN, num_layers=TARGET_LAYERS
+    )
 
 
 def rounds_with(decoder: Decoder, drafter: Drafter) -> list[list[tuple[list[int], list[int]]]]:
@@ -63,7 +68,9 @@ def rounds_with(decoder: Decoder, drafter: Drafter) -> list[list[tuple[list[int]
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_head_drafts_alike_beside_the_target_and_behind_grpc(name: str, target: Path, tmp_path: Path) -> None:
+def test_a_head_drafts_alike_beside_the_target_and_behind_grpc(
+    name: str, target: Path, tmp_path: Path
+) -> None:
     torch.set_num_threads(1)
     folder = write_head(tmp_path / "head", *HEADS[name]())
     decoder = load_toy(target)
@@ -71,7 +78,9 @@ def test_a_head_drafts_alike_beside_the_target_and_behind_grpc(name: str, target
     beside = rounds_with(decoder, drafter_beside(decoder, DraftSettings.load(given)))
     service = DraftService(DraftSettings.load(given | {"listen": f"unix:{tmp_path}/draft.sock"}))
     service.start()
-    drafter = RemoteDrafter(service.address, TargetIdentity.of(decoder), decoder.weight, DEVICE, fault_deadline_s=10.0)
+    drafter = RemoteDrafter(
+        service.address, TargetIdentity.of(decoder), decoder.weight, DEVICE, fault_deadline_s=10.0
+    )
     try:
         pause = threading.Event()
         while drafter.state() is not DrafterState.ON:

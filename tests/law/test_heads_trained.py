@@ -24,7 +24,10 @@ pytestmark = pytest.mark.xdist_group("heads_trained")
 
 COUNT = 18
 SHAPES = [(4, 2, 8), (3, 1, 4)]
-SAMPLINGS = [SamplingParams(temperature=0.8, seed=3), SamplingParams(temperature=1.2, top_p=0.9, seed=(1 << 64) - 9)]
+SAMPLINGS = [
+    SamplingParams(temperature=0.8, seed=3),
+    SamplingParams(temperature=1.2, top_p=0.9, seed=(1 << 64) - 9),
+]
 HEADS: dict[str, tuple[Callable[[], Path], list[int]]] = {
     "EAGLE-2": (trained_heads.eagle2, []),
     "EAGLE-3": (trained_heads.eagle3, AUX),
@@ -34,7 +37,9 @@ HEADS: dict[str, tuple[Callable[[], Path], list[int]]] = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", HEADS)
-def test_a_trained_head_accepts_what_the_plain_drafter_accepts(name: str, shape: tuple[int, int, int]) -> None:
+def test_a_trained_head_accepts_what_the_plain_drafter_accepts(
+    name: str, shape: tuple[int, int, int]
+) -> None:
     make, aux = HEADS[name]
     target = trained_target()
     plain = PlainHead.read(make(), target.tensors, torch.float32)
@@ -55,7 +60,9 @@ def test_a_token_map_keeps_the_accept_length_of_the_tokens_that_it_names(suffix:
     target, shape = trained_target(), SHAPES[0]
     plain = PlainHead.read(trained_heads.eagle2(), target.tensors, torch.float32).cut(TOKEN_MAP)
     expected = plain_accept_length(plain, target, [], shape, prompts(), COUNT)
-    served = served_accept_length(trained_heads.eagle2(), target, shape, prompts(), COUNT, speculative_token_map=token_map)
+    served = served_accept_length(
+        trained_heads.eagle2(), target, shape, prompts(), COUNT, speculative_token_map=token_map
+    )
     full = served_accept_length(trained_heads.eagle2(), target, shape, prompts(), COUNT)
     print(f"token map: accept length {served:.3f}, plain drafter {expected:.3f}, full vocabulary {full:.3f}")
     assert served >= 2.0

@@ -38,7 +38,10 @@ TOKEN_MAP = [*range(0, VOCAB, 2), 1, 3]
 
 def calm(tensors: Tensors) -> Tensors:
     """Shrink what layers add: without a final norm, random states would grow until fp32 cannot tell scores apart."""
-    return {name: 0.3 * tensor if "o_proj" in name or "down_proj" in name else tensor for name, tensor in tensors.items()}
+    return {
+        name: 0.3 * tensor if "o_proj" in name or "down_proj" in name else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 HEADS: dict[str, tuple[Mapping[str, Any], Tensors, list[int] | None]] = {
@@ -55,23 +58,37 @@ HEADS: dict[str, tuple[Mapping[str, Any], Tensors, list[int] | None]] = {
         with_latent_attention(eagle3_tensors(prefix="layers.0.")),
         None,
     ),
-    "EAGLE-3 with a token map": (EAGLE3 | {"draft_vocab_size": VOCAB}, eagle3_tensors(draft_vocab=None), TOKEN_MAP),
+    "EAGLE-3 with a token map": (
+        EAGLE3 | {"draft_vocab_size": VOCAB},
+        eagle3_tensors(draft_vocab=None),
+        TOKEN_MAP,
+    ),
 }
 SHAPES = [(1, 4, 5), (4, 1, 5), (3, 3, 10), (5, 4, 16), (6, 6, 40)]
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, hidden_size=HIDDEN, num_layers=TARGET_LAYERS)
+    return make_toy_target(
+        tmp_path_factory.mktemp("target"), vocab_size=VOCAB, hidden_size=HIDDEN, num_layers=TARGET_LAYERS
+    )
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_trees_equal_an_independent_implementation(name: str, target: Path, tmp_path: Path) -> None:
     config, tensors, token_map = HEADS[name]
     folder = write_head(tmp_path / "head", config, tensors)
-    borrowed = {key: read_target_tensor(target, key) for key in ("model.embed_tokens.weight", "lm_head.weight")}
+    borrowed = {
+        key: read_target_tensor(target, key) for key in ("model.embed_tokens.weight", "lm_head.weight")
+    }
     plain = PlainHead.read(folder, borrowed)
-    given: dict[str, Any] = {"draft": folder, "target_weights": target, "device": str(DEVICE), "kv_tokens": 4096, "page_size": 3}
+    given: dict[str, Any] = {
+        "draft": folder,
+        "target_weights": target,
+        "device": str(DEVICE),
+        "kv_tokens": 4096,
+        "page_size": 3,
+    }
     if token_map is not None:
         file = tmp_path / "map.json"
         file.write_text(json.dumps(token_map))

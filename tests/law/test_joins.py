@@ -22,7 +22,11 @@ from outrider.shared.spec.drafter import FeatureSpec
 
 VOCAB = 64
 OVERLAP = OverlapPlan(batch_sizes=(1, 2, 4, 8), columns=6)
-SAMPLINGS = [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=3), SamplingParams(temperature=0.8, top_p=0.9, seed=4)]
+SAMPLINGS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, seed=3),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=4),
+]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +40,9 @@ class Crowd:
     def __init__(self, decoder: Decoder, count: int, seed: int, shortest: int = 10) -> None:
         rng = random.Random(seed)
         self.decoder = decoder
-        self.prompts = [[rng.randrange(VOCAB) for _ in range(rng.choice([2, 5, 17, 40]))] for _ in range(count)]
+        self.prompts = [
+            [rng.randrange(VOCAB) for _ in range(rng.choice([2, 5, 17, 40]))] for _ in range(count)
+        ]
         self.samplings = [rng.choice(SAMPLINGS) for _ in range(count)]
         self.lengths = [rng.randrange(shortest, 60) for _ in range(count)]
         self.plain = [
@@ -46,25 +52,44 @@ class Crowd:
 
     def drafter(self, features: bool = False) -> AnswerDrafter:
         size = 3 * self.decoder.config.hidden_size
-        spec = FeatureSpec(aux_layer_ids=(1, 3, 4), feature_size=size, fingerprint="raw") if features else None
-        return AnswerDrafter([prompt + answer for prompt, answer in zip(self.prompts, self.plain, strict=True)], VOCAB, 0.7, spec)
+        spec = (
+            FeatureSpec(aux_layer_ids=(1, 3, 4), feature_size=size, fingerprint="raw") if features else None
+        )
+        return AnswerDrafter(
+            [prompt + answer for prompt, answer in zip(self.prompts, self.plain, strict=True)],
+            VOCAB,
+            0.7,
+            spec,
+        )
 
     def submit(self, harness: Harness, index: int, **options: Any) -> int:
         options = {"shape": (3, 2, 7), **options}
-        return harness.submit(self.prompts[index], self.lengths[index], request_id=str(index), sampling=self.samplings[index], **options)
+        return harness.submit(
+            self.prompts[index],
+            self.lengths[index],
+            request_id=str(index),
+            sampling=self.samplings[index],
+            **options,
+        )
 
     def check(self, harness: Harness) -> None:
         assert not harness.sink.failed
-        for index, (prompt, plain, sampling) in enumerate(zip(self.prompts, self.plain, self.samplings, strict=True)):
+        for index, (prompt, plain, sampling) in enumerate(
+            zip(self.prompts, self.plain, self.samplings, strict=True)
+        ):
             assert_same_tokens(self.decoder, prompt, plain, harness.sink.tokens[str(index)], sampling)
 
 
 @pytest.mark.parametrize("mode", [SpeculationMode.ON, SpeculationMode.OFF])
 @pytest.mark.parametrize("features", [False, True])
-def test_a_request_that_joins_takes_nobody_the_hosts_way(decoder: Decoder, mode: SpeculationMode, features: bool) -> None:
+def test_a_request_that_joins_takes_nobody_the_hosts_way(
+    decoder: Decoder, mode: SpeculationMode, features: bool
+) -> None:
     crowd = Crowd(decoder, 6, seed=1)
     harness = make_harness(decoder, crowd.drafter(features), overlap=OVERLAP, max_running=8, prefill_chunk=8)
-    with mock.patch.object(harness.runner, "verify", side_effect=AssertionError("a round by way of the host")):
+    with mock.patch.object(
+        harness.runner, "verify", side_effect=AssertionError("a round by way of the host")
+    ):
         for index in range(6):
             crowd.submit(harness, index, mode=mode)
             for _ in range(4):
@@ -76,7 +101,9 @@ def test_a_request_that_joins_takes_nobody_the_hosts_way(decoder: Decoder, mode:
 def test_without_a_draft_too(decoder: Decoder) -> None:
     crowd = Crowd(decoder, 5, seed=2)
     harness = make_harness(decoder, NoDrafter(), overlap=OVERLAP, max_running=8, prefill_chunk=8)
-    with mock.patch.object(harness.runner, "verify", side_effect=AssertionError("a round by way of the host")):
+    with mock.patch.object(
+        harness.runner, "verify", side_effect=AssertionError("a round by way of the host")
+    ):
         for index in range(5):
             crowd.submit(harness, index)
             for _ in range(3):
@@ -113,14 +140,18 @@ def test_requests_that_come_and_go_in_a_small_pool(decoder: Decoder, seed: int) 
     rng = random.Random(seed)
     drafter = crowd.drafter(features=seed % 2 == 0)
     drafter.refuse_every = 7
-    harness = make_harness(decoder, drafter, overlap=OVERLAP, max_running=6, prefill_chunk=16, num_pages=30, page_size=4)
+    harness = make_harness(
+        decoder, drafter, overlap=OVERLAP, max_running=6, prefill_chunk=16, num_pages=30, page_size=4
+    )
     waiting, handles, cancelled, paused = list(range(14)), {}, set(), set()
     while waiting or paused or harness.engine.has_work():
         if waiting and rng.random() < 0.3:
             index = waiting.pop(0)
             mode = rng.choice([SpeculationMode.ON, SpeculationMode.AUTO, SpeculationMode.OFF])
             handles[index] = crowd.submit(harness, index, mode=mode)
-        live = [index for index in handles if index not in cancelled and str(index) not in harness.sink.finished]
+        live = [
+            index for index in handles if index not in cancelled and str(index) not in harness.sink.finished
+        ]
         if live and rng.random() < 0.05:
             index = rng.choice(live)
             if index in paused:
@@ -140,7 +171,13 @@ def test_requests_that_come_and_go_in_a_small_pool(decoder: Decoder, seed: int) 
     harness.check_idle()
     assert not harness.sink.failed
     for index in set(range(14)) - cancelled:
-        assert_same_tokens(decoder, crowd.prompts[index], crowd.plain[index], harness.sink.tokens[str(index)], crowd.samplings[index])
+        assert_same_tokens(
+            decoder,
+            crowd.prompts[index],
+            crowd.plain[index],
+            harness.sink.tokens[str(index)],
+            crowd.samplings[index],
+        )
     assert not drafter.sequences, "the drafter forgot everybody"
 
 
@@ -151,13 +188,19 @@ def test_who_is_prefilled_first_waits_for_the_rest_of_a_burst(decoder: Decoder) 
         generate_plain(decoder, NoDrafter(), prompt, length, sampling=sampling)
         for prompt, length, sampling in zip(crowd.prompts, crowd.lengths, crowd.samplings, strict=True)
     ]
-    harness = make_harness(decoder, crowd.drafter(features=True), overlap=OVERLAP, max_running=8, prefill_chunk=25)
+    harness = make_harness(
+        decoder, crowd.drafter(features=True), overlap=OVERLAP, max_running=8, prefill_chunk=25
+    )
     loop = harness.engine._loop
     assert loop is not None
     sizes = []
     for index in range(4):  # 25 + 15 tokens
         crowd.submit(harness, index)
-    with mock.patch.object(loop, "enter", side_effect=lambda decodes, enter=loop.enter: sizes.append(len(decodes)) or enter(decodes)):
+    with mock.patch.object(
+        loop,
+        "enter",
+        side_effect=lambda decodes, enter=loop.enter: sizes.append(len(decodes)) or enter(decodes),
+    ):
         harness.step()
         assert sizes == [], "two of them have their first token, and wait"
         assert set(harness.sink.tokens) == {"0", "1"}
@@ -257,14 +300,22 @@ def test_many_who_give_up_at_once(decoder: Decoder, steps: int) -> None:
         harness.engine.cancel(handles[index])
     harness.run()
     for index in (1, 4, 6):
-        assert_same_tokens(decoder, crowd.prompts[index], crowd.plain[index], harness.sink.tokens[str(index)], crowd.samplings[index])
+        assert_same_tokens(
+            decoder,
+            crowd.prompts[index],
+            crowd.plain[index],
+            harness.sink.tokens[str(index)],
+            crowd.samplings[index],
+        )
     assert not drafter.sequences, "the drafter forgot everybody"
 
 
 def test_those_who_decode_go_on_between_the_chunks_of_a_long_prompt(decoder: Decoder) -> None:
     crowd = Crowd(decoder, 2, seed=3, shortest=59)
     crowd.prompts[1] = [7] * 60
-    crowd.plain[1] = generate_plain(decoder, NoDrafter(), crowd.prompts[1], crowd.lengths[1], sampling=crowd.samplings[1])
+    crowd.plain[1] = generate_plain(
+        decoder, NoDrafter(), crowd.prompts[1], crowd.lengths[1], sampling=crowd.samplings[1]
+    )
     harness = make_harness(decoder, crowd.drafter(), overlap=OVERLAP, prefill_chunk=6)
     crowd.submit(harness, 0)
     while len(harness.sink.tokens.get("0", ())) < 4:

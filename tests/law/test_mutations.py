@@ -29,12 +29,16 @@ LOSS = 0.95
 Tensors = dict[str, torch.Tensor]
 
 
-def changed(folder: Path, tmp_path: Path, tensors: Callable[[Tensors], Tensors] = lambda given: given, **config: Any) -> Path:
+def changed(
+    folder: Path, tmp_path: Path, tensors: Callable[[Tensors], Tensors] = lambda given: given, **config: Any
+) -> Path:
     """Return a copy of a head with other tensors or another configuration."""
     copy = tmp_path / "changed"
     shutil.copytree(folder, copy)
     file = copy / "model.safetensors"
-    save_file({name: tensor.contiguous() for name, tensor in tensors(load_file(str(file))).items()}, str(file))
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors(load_file(str(file))).items()}, str(file)
+    )
     (copy / "config.json").write_text(json.dumps(json.loads((copy / "config.json").read_text()) | config))
     return copy
 
@@ -51,7 +55,10 @@ def assert_costs(mistaken: float, right: float) -> None:
 @pytest.mark.parametrize("by", [-1, 1])
 def test_aux_layers_shifted_by_one_are_noticed(by: int, tmp_path: Path) -> None:
     ids = {"eagle_aux_hidden_state_layer_ids": [layer + by for layer in AUX]}
-    assert_costs(accept_length(changed(trained_heads.eagle3(), tmp_path, eagle_config=ids)), accept_length(trained_heads.eagle3()))
+    assert_costs(
+        accept_length(changed(trained_heads.eagle3(), tmp_path, eagle_config=ids)),
+        accept_length(trained_heads.eagle3()),
+    )
 
 
 def test_offsets_read_as_target_ids_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,8 +71,12 @@ def test_offsets_read_as_target_ids_are_noticed(tmp_path: Path, monkeypatch: pyt
     assert_costs(accept_length(trained_heads.eagle3()), right)
 
 
-@pytest.mark.parametrize(("make", "name"), [(trained_heads.eagle2, "fc.weight"), (trained_heads.eagle3, "_proj.weight")])
-def test_a_swapped_order_of_embedding_and_feature_is_noticed(make: Callable[[], Path], name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("make", "name"), [(trained_heads.eagle2, "fc.weight"), (trained_heads.eagle3, "_proj.weight")]
+)
+def test_a_swapped_order_of_embedding_and_feature_is_noticed(
+    make: Callable[[], Path], name: str, tmp_path: Path
+) -> None:
     first_layer = "fc.weight" if name == "fc.weight" else "layers.0.self_attn."
 
     def swap(tensors: Tensors) -> Tensors:
@@ -82,11 +93,15 @@ def test_levels_one_position_off_are_noticed(by: int, monkeypatch: pytest.Monkey
     right = accept_length(trained_heads.eagle3(), motifs)
     level_passes, passes = HeadGrowth.level_passes, HeadRounds.passes
 
-    def shifted(self: HeadRounds, positions: torch.Tensor, widths: Sequence[int], *more: Any) -> list[RoundPass]:
+    def shifted(
+        self: HeadRounds, positions: torch.Tensor, widths: Sequence[int], *more: Any
+    ) -> list[RoundPass]:
         """Rounds in one go: the rows of the extend come first, at their own positions."""
         return passes(self, torch.cat([positions[: widths[0]], positions[widths[0] :] + by]), widths, *more)
 
-    monkeypatch.setattr(HeadGrowth, "level_passes", lambda self, positions, *more: level_passes(self, positions + by, *more))
+    monkeypatch.setattr(
+        HeadGrowth, "level_passes", lambda self, positions, *more: level_passes(self, positions + by, *more)
+    )
     monkeypatch.setattr(HeadRounds, "passes", shifted)
     assert_costs(accept_length(trained_heads.eagle3(), motifs), right)
 
@@ -99,7 +114,12 @@ def test_another_base_of_the_rotation_is_noticed(tmp_path: Path) -> None:
 
 def test_a_dropped_bias_is_noticed(tmp_path: Path) -> None:
     head = trained_heads.eagle2()
-    without = changed(head, tmp_path, lambda tensors: {name: tensor for name, tensor in tensors.items() if name != "fc.bias"}, bias=False)
+    without = changed(
+        head,
+        tmp_path,
+        lambda tensors: {name: tensor for name, tensor in tensors.items() if name != "fc.bias"},
+        bias=False,
+    )
     assert_costs(accept_length(without), accept_length(head))
 
 

@@ -45,7 +45,8 @@ def exact_law(conditionals: dict[tuple[int, ...], torch.Tensor]) -> torch.Tensor
             for c in range(VOCAB):
                 parts = (((), a), ((a,), b), ((a, b), c))
                 law[a, b, c] = math.prod(
-                    float(torch.softmax(conditionals[history].double() / TEMPERATURE, -1)[token]) for history, token in parts
+                    float(torch.softmax(conditionals[history].double() / TEMPERATURE, -1)[token])
+                    for history, token in parts
                 )
     return law.flatten()
 
@@ -86,12 +87,18 @@ def plain_tokens(conditionals: dict[tuple[int, ...], torch.Tensor], seeds: torch
     tokens = torch.zeros(len(seeds), 0, dtype=torch.int64, device=DEVICE)
     sampling = sampling_rows(seeds)
     for depth in range(DEPTH):
-        chosen = choose_tokens(logits_after(conditionals, tokens), sampling, torch.full((len(seeds),), PROMPT_LEN + depth, device=DEVICE))
+        chosen = choose_tokens(
+            logits_after(conditionals, tokens),
+            sampling,
+            torch.full((len(seeds),), PROMPT_LEN + depth, device=DEVICE),
+        )
         tokens = torch.cat((tokens, chosen[:, None]), dim=1)
     return tokens
 
 
-def speculative_tokens(conditionals: dict[tuple[int, ...], torch.Tensor], seeds: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
+def speculative_tokens(
+    conditionals: dict[tuple[int, ...], torch.Tensor], seeds: torch.Tensor, drafts: torch.Tensor
+) -> torch.Tensor:
     """Return ``[seeds, 3]`` tokens, found in rounds that verify trees with drafts ``[seeds, 2, 2]`` (level, sibling)."""
     count = len(seeds)
     tokens = torch.zeros(count, DEPTH, dtype=torch.int64, device=DEVICE)
@@ -109,7 +116,10 @@ def speculative_tokens(conditionals: dict[tuple[int, ...], torch.Tensor], seeds:
 
 
 def _round(
-    conditionals: dict[tuple[int, ...], torch.Tensor], seeds: torch.Tensor, prefix: torch.Tensor, drafts: torch.Tensor
+    conditionals: dict[tuple[int, ...], torch.Tensor],
+    seeds: torch.Tensor,
+    prefix: torch.Tensor,
+    drafts: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Verify the tree root → two siblings → two children of the second: nodes 0, (1, 2), (3, 4)."""
     count, base = prefix.shape
@@ -119,7 +129,9 @@ def _round(
     for node, path in enumerate(((), (1,), (2,), (2, 3), (2, 4))):
         history = torch.cat((prefix, tokens[:, list(path)]), dim=1)
         if history.shape[1] > DEPTH - 1:
-            chosen.append(torch.zeros(count, dtype=torch.int64, device=DEVICE))  # past the third token nobody looks
+            chosen.append(
+                torch.zeros(count, dtype=torch.int64, device=DEVICE)
+            )  # past the third token nobody looks
         else:
             positions = torch.full((count,), PROMPT_LEN + base + len(path), device=DEVICE)
             chosen.append(choose_tokens(logits_after(conditionals, history), sampling_rows(seeds), positions))
@@ -137,7 +149,9 @@ def test_plain_sampling_follows_the_law(conditionals: dict[tuple[int, ...], torc
 
 
 @pytest.mark.parametrize("drafted", ["likely", "random", "one token"])
-def test_speculative_sampling_follows_the_law_and_equals_plain(conditionals: dict[tuple[int, ...], torch.Tensor], drafted: str) -> None:
+def test_speculative_sampling_follows_the_law_and_equals_plain(
+    conditionals: dict[tuple[int, ...], torch.Tensor], drafted: str
+) -> None:
     seeds = torch.arange(SEEDS, device=DEVICE) * 7919 + 11
     generator = torch.Generator().manual_seed(3)
     drafts = torch.randint(0, VOCAB, (SEEDS, 2, 2), generator=generator).to(DEVICE)
@@ -166,7 +180,9 @@ def _counts(tokens: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    path: Path = make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, hidden_size=16, num_layers=5, seed=5)
+    path: Path = make_toy_target(
+        tmp_path_factory.mktemp("target"), vocab_size=VOCAB, hidden_size=16, num_layers=5, seed=5
+    )
     return load_toy(path)
 
 

@@ -55,13 +55,19 @@ def columns_of(cases: Sequence[tuple[int, int, int]]) -> tuple[torch.Tensor, tor
     """Return (seed, position, choice) per row as the kernel takes them; seeds unsigned."""
     seeds, positions, choices = zip(*cases, strict=True)
     signed = [seed - (1 << 64) if seed >> 63 else seed for seed in seeds]
-    return torch.tensor(signed).to(DEVICE), torch.tensor(positions).to(DEVICE), torch.tensor(choices, dtype=torch.int32).to(DEVICE)
+    return (
+        torch.tensor(signed).to(DEVICE),
+        torch.tensor(positions).to(DEVICE),
+        torch.tensor(choices, dtype=torch.int32).to(DEVICE),
+    )
 
 
 @pytest.mark.parametrize(("counter", "key", "words"), PUBLISHED)
 def test_published_vectors(counter: tuple[int, ...], key: tuple[int, int], words: tuple[int, ...]) -> None:
     assert philox(counter, key) == words
-    have = philox_words(np.array(key, dtype=np.uint32)[:, None], np.array(counter, dtype=np.uint32)[:, None, None])
+    have = philox_words(
+        np.array(key, dtype=np.uint32)[:, None], np.array(counter, dtype=np.uint32)[:, None, None]
+    )
     assert tuple(have.flatten().tolist()) == words
 
 
@@ -80,7 +86,9 @@ def test_words_equal_the_integers(cases: list[tuple[int, ...]]) -> None:
 @settings(deadline=None, max_examples=60)
 def test_noise_equals_the_plain_python_one(seed: int, position: int, choice: int, vocab: int) -> None:
     have = gumbel_noise(*columns_of([(seed, position, choice)]), vocab)[0].tolist()
-    assert have == pytest.approx([gumbel(seed, position, choice, token) for token in range(vocab)], rel=1e-5, abs=1e-6)
+    assert have == pytest.approx(
+        [gumbel(seed, position, choice, token) for token in range(vocab)], rel=1e-5, abs=1e-6
+    )
 
 
 def test_a_draft_vocabulary_gets_the_noise_of_its_target_ids() -> None:
@@ -88,7 +96,9 @@ def test_a_draft_vocabulary_gets_the_noise_of_its_target_ids() -> None:
     everything = gumbel_noise(*columns, 1000)
     ids = torch.tensor([0, 999, 5, 5, 402], device=DEVICE)
     assert torch.equal(gumbel_noise(*columns, ids), everything[:, ids])
-    assert torch.equal(everything[0], everything[2])  # same seed, position and choice: siblings share their noise
+    assert torch.equal(
+        everything[0], everything[2]
+    )  # same seed, position and choice: siblings share their noise
     assert not torch.equal(everything[0], everything[1])
 
 
@@ -119,4 +129,6 @@ def test_pinned_values(case: tuple[int, int, int, int], word: int, noise: float)
     seed, position, choice, token = case
     assert philox((position, token // 4, choice, 0), (seed & 0xFFFFFFFF, seed >> 32))[token % 4] == word
     columns = columns_of([(seed, position, choice)])
-    assert float(gumbel_noise(*columns, torch.tensor([token], device=DEVICE))) == pytest.approx(noise, abs=2e-6)
+    assert float(gumbel_noise(*columns, torch.tensor([token], device=DEVICE))) == pytest.approx(
+        noise, abs=2e-6
+    )

@@ -21,7 +21,9 @@ OUTRIDER = str(Path(sys.executable).parent / "outrider")
 
 def outrider_processes(marker: str = "") -> set[str]:
     """Return process id and command line of the running services that mention `marker`."""
-    lines = subprocess.run(["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout.splitlines()
+    lines = subprocess.run(
+        ["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     return {line.strip() for line in lines if "outrider serve" in line and marker in line}
 
 
@@ -29,7 +31,9 @@ def outrider_processes(marker: str = "") -> set[str]:
 def stack(*flags: str) -> Iterator[str]:
     """Run `outrider up` and yield its URL; asserts that it drains with exit code 0 and leaves no process."""
     port = free_port()
-    process = subprocess.Popen([OUTRIDER, "up", "--port", str(port), *flags], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [OUTRIDER, "up", "--port", str(port), *flags], stderr=subprocess.PIPE, text=True
+    )
     assert process.stderr is not None
     lines = []
     runtime = ""
@@ -96,7 +100,11 @@ def test_both_transports_give_the_plain_text(transport: str) -> None:
 def test_a_stack_without_draft_and_tokenizer_serves_token_ids() -> None:
     with stack("--draft", "none", "--skip-tokenizer") as url:
         model = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"][0]["id"]
-        body = {"model": model, "input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}}
+        body = {
+            "model": model,
+            "input_ids": [5, 6, 7],
+            "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True},
+        }
         reply = httpx.post(f"{url}/generate", json=body, timeout=120, trust_env=False).json()
     assert len(reply["output_ids"]) == 8
 

@@ -35,7 +35,9 @@ NOT_PACKAGED = ("bench/results/",)
 
 def run(*command: str | Path, cwd: Path, timeout_s: float = 600) -> str:
     """Run a program without this environment's import paths; returns its output."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")
+    }
     done = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
@@ -87,13 +89,19 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
     run(sys.executable, "-m", "build", "--wheel", "--outdir", folder / "direct", tree, cwd=folder)
     # Without a choice `build` makes the sdist, and the wheel from the sdist alone.
     run(sys.executable, "-m", "build", "--outdir", folder / "chain", tree, cwd=folder)
-    (wheel,), (sdist,), (wheel_of_sdist,) = (list(folder.glob(pattern)) for pattern in ("direct/*.whl", "chain/*.tar.gz", "chain/*.whl"))
+    (wheel,), (sdist,), (wheel_of_sdist,) = (
+        list(folder.glob(pattern)) for pattern in ("direct/*.whl", "chain/*.tar.gz", "chain/*.whl")
+    )
     return Distributions(wheel, sdist, wheel_of_sdist)
 
 
 def test_wheel_and_sdist_hold_the_same_files_as_the_repository(distributions: Distributions) -> None:
     expected = set(source_files())
-    assert {"outrider/services/cli.py", "outrider/target/v1/target_pb2.pyi", "outrider/bench/prompts/heldout.jsonl"} <= expected
+    assert {
+        "outrider/services/cli.py",
+        "outrider/target/v1/target_pb2.pyi",
+        "outrider/bench/prompts/heldout.jsonl",
+    } <= expected
     assert "outrider/models/demo/target/tokenizer.json" in expected
     assert package_files(distributions.wheel) == expected
     assert package_files(distributions.wheel_of_sdist) == expected
@@ -102,7 +110,9 @@ def test_wheel_and_sdist_hold_the_same_files_as_the_repository(distributions: Di
 def test_wheel_carries_the_licence_and_no_generic_top_level_package(distributions: Distributions) -> None:
     with zipfile.ZipFile(distributions.wheel) as archive:
         assert any(re.search(r"\.dist-info/licenses/LICENSE$", name) for name in archive.namelist())
-        assert {name.partition("/")[0] for name in archive.namelist() if ".dist-info/" not in name} == {"outrider"}
+        assert {name.partition("/")[0] for name in archive.namelist() if ".dist-info/" not in name} == {
+            "outrider"
+        }
 
 
 def test_editable_install_imports_the_same_modules(distributions: Distributions) -> None:
@@ -116,7 +126,12 @@ def test_editable_install_imports_the_same_modules(distributions: Distributions)
     find = "{name: getattr(importlib.util.find_spec(name), 'origin', None) for name in json.load(sys.stdin)}"
     program = f"import importlib.util, json, sys; print(json.dumps({find}))"
     done = subprocess.run(
-        [sys.executable, "-c", program], input=json.dumps(list(modules)), capture_output=True, text=True, check=True, cwd="/"
+        [sys.executable, "-c", program],
+        input=json.dumps(list(modules)),
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd="/",
     )
     assert json.loads(done.stdout) == modules
 
@@ -126,7 +141,17 @@ def fresh(distributions: Distributions, tmp_path_factory: pytest.TempPathFactory
     """An environment of its own with the wheel and what the gateway needs, nothing else. Returns its bin folder."""
     folder = tmp_path_factory.mktemp("fresh")
     run(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
-    run(folder / "venv/bin/python", "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", distributions.wheel, cwd=folder)
+    run(
+        folder / "venv/bin/python",
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "-c",
+        ROOT / "constraints.txt",
+        distributions.wheel,
+        cwd=folder,
+    )
     return folder / "venv/bin"
 
 
@@ -139,12 +164,28 @@ def test_gateway_needs_no_torch_and_the_rest_says_what_is_missing(fresh: Path, t
     assert "pip install 'outrider[engine]'" in refused.stderr
 
 
-def test_the_wheel_alone_serves_a_request_and_stops_cleanly(fresh: Path, distributions: Distributions, tmp_path: Path) -> None:
-    run(fresh / "python", "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", f"{distributions.wheel}[engine]", cwd=tmp_path)
+def test_the_wheel_alone_serves_a_request_and_stops_cleanly(
+    fresh: Path, distributions: Distributions, tmp_path: Path
+) -> None:
+    run(
+        fresh / "python",
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "-c",
+        ROOT / "constraints.txt",
+        f"{distributions.wheel}[engine]",
+        cwd=tmp_path,
+    )
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     process = subprocess.Popen(
-        [str(fresh / "outrider"), "up", "--port", str(port)], cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        [str(fresh / "outrider"), "up", "--port", str(port)],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
     )
     assert process.stderr is not None
     lines = []
@@ -155,7 +196,12 @@ def test_the_wheel_alone_serves_a_request_and_stops_cleanly(fresh: Path, distrib
                 break
         assert lines[-1].startswith("up "), "".join(lines)
         answer = run(
-            fresh / "outrider", "generate", "List 3 countries and their capitals.", "--url", f"http://127.0.0.1:{port}", cwd=tmp_path
+            fresh / "outrider",
+            "generate",
+            "List 3 countries and their capitals.",
+            "--url",
+            f"http://127.0.0.1:{port}",
+            cwd=tmp_path,
         )
         assert re.search(r"accept length \d", answer), answer
         reply = httpx.get(f"http://127.0.0.1:{port}/v1/models", trust_env=False).json()

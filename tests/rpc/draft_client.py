@@ -54,7 +54,12 @@ class ScriptedTarget:
         self.leave()
 
     def hello(
-        self, vocab_size: int, hidden_size: int, num_layers: int, version: int = PROTOCOL_VERSION, fingerprint: str = "f"
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        num_layers: int,
+        version: int = PROTOCOL_VERSION,
+        fingerprint: str = "f",
     ) -> draft_pb2.HelloAck:
         """Say hello and return the acknowledgement."""
         hello = draft_pb2.Hello(
@@ -89,7 +94,13 @@ class ScriptedTarget:
 
     def bulk(self, session_id: int, epoch: int, base: int, rows: torch.Tensor) -> draft_pb2.BulkReply:
         """Send one chunk of feature rows and return its acknowledgement."""
-        chunk = draft_pb2.BulkRequest(session_id=session_id, epoch=epoch, base=base, features=encode_tensor(rows), target_id=self.target_id)
+        chunk = draft_pb2.BulkRequest(
+            session_id=session_id,
+            epoch=epoch,
+            base=base,
+            features=encode_tensor(rows),
+            target_id=self.target_id,
+        )
         self._chunks.put(chunk)
         reply: draft_pb2.BulkReply = next(self._bulk)
         return reply
@@ -107,7 +118,10 @@ class ScriptedTarget:
 def fence(session_id: int, epoch: int, tokens: Sequence[int]) -> draft_pb2.Fence:
     """Return the fence of a committed prefix."""
     return draft_pb2.Fence(
-        session_id=session_id, epoch=epoch, committed_len=len(tokens), prefix_hash=extend_prefix_hash(FNV_OFFSET, tokens)
+        session_id=session_id,
+        epoch=epoch,
+        committed_len=len(tokens),
+        prefix_hash=extend_prefix_hash(FNV_OFFSET, tokens),
     )
 
 
@@ -115,7 +129,9 @@ def open_request(
     session_id: int, tokens: Sequence[int], epoch: int = 1, seed: int = 0, temperature: float = 0.0
 ) -> draft_pb2.SessionRequest:
     """Return an Open."""
-    opening = draft_pb2.Open(fence=fence(session_id, epoch, tokens), token_ids=tokens, seed=seed, temperature=temperature)
+    opening = draft_pb2.Open(
+        fence=fence(session_id, epoch, tokens), token_ids=tokens, seed=seed, temperature=temperature
+    )
     return draft_pb2.SessionRequest(open=opening)
 
 

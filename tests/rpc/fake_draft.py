@@ -64,7 +64,9 @@ class Served:
 class FakeDraft(draft_pb2_grpc.DraftServicer):
     """Follows sessions strictly (gaps, hashes and missing rows are recorded in `problems`) and answers by `plan`."""
 
-    def __init__(self, plan: Plan, *, hidden_size: int, aux_layer_ids: tuple[int, ...] = (1, 3, 4), seed: int = 0) -> None:
+    def __init__(
+        self, plan: Plan, *, hidden_size: int, aux_layer_ids: tuple[int, ...] = (1, 3, 4), seed: int = 0
+    ) -> None:
         self.plan = plan
         self.silent = False
         self.ack: draft_pb2.HelloAck = draft_pb2.HelloAck(
@@ -78,7 +80,9 @@ class FakeDraft(draft_pb2_grpc.DraftServicer):
             projector_tensors=["fc.weight"],
             projector_fingerprint=f"fc-{seed}",
         )
-        self.projector = torch.randn(FEATURE_SIZE, len(aux_layer_ids) * hidden_size, generator=torch.Generator().manual_seed(seed))
+        self.projector = torch.randn(
+            FEATURE_SIZE, len(aux_layer_ids) * hidden_size, generator=torch.Generator().manual_seed(seed)
+        )
         self.sessions: dict[int, Followed] = {}
         self.problems: list[str] = []
         self.hellos = 0
@@ -97,7 +101,9 @@ class FakeDraft(draft_pb2_grpc.DraftServicer):
         ipc = IpcAddress.parse(address, "address")
         bridge = IpcBridge(ipc.streams, self) if ipc else None
         server = sync_server(
-            grpc_address(address, "address"), [(draft_pb2_grpc.add_DraftServicer_to_server, self)], ["outrider.draft.v1.Draft"]
+            grpc_address(address, "address"),
+            [(draft_pb2_grpc.add_DraftServicer_to_server, self)],
+            ["outrider.draft.v1.Draft"],
         )
         server.start()
         server.set_serving(True)
@@ -126,24 +132,32 @@ class FakeDraft(draft_pb2_grpc.DraftServicer):
         context.add_callback(lambda: outbox.put(None))
         yield from iter(outbox.get, None)
 
-    def Bulk(self, request_iterator: Iterator[draft_pb2.BulkRequest], context: grpc.ServicerContext) -> Iterator[draft_pb2.BulkReply]:
+    def Bulk(
+        self, request_iterator: Iterator[draft_pb2.BulkRequest], context: grpc.ServicerContext
+    ) -> Iterator[draft_pb2.BulkReply]:
         for request in _until_gone(request_iterator):
             with self._lock:
                 self.bulk_requests += 1
                 have_len = self._take_rows(request)
             yield draft_pb2.BulkReply(session_id=request.session_id, epoch=request.epoch, have_len=have_len)
 
-    def GetTensor(self, request: draft_pb2.GetTensorRequest, context: grpc.ServicerContext) -> Iterator[draft_pb2.GetTensorReply]:
+    def GetTensor(
+        self, request: draft_pb2.GetTensorRequest, context: grpc.ServicerContext
+    ) -> Iterator[draft_pb2.GetTensorReply]:
         self.tensor_requests += 1
         for chunk in split_tensor(request.name, self.projector):
             yield draft_pb2.GetTensorReply(chunk=chunk)
 
-    def _take(self, request: draft_pb2.SessionRequest, outbox: queue.SimpleQueue[draft_pb2.SessionReply | None]) -> None:
+    def _take(
+        self, request: draft_pb2.SessionRequest, outbox: queue.SimpleQueue[draft_pb2.SessionReply | None]
+    ) -> None:
         if request.HasField("open"):
             fence = request.open.fence
             self.sessions[fence.session_id] = Followed(fence.epoch, list(request.open.token_ids))
             self.opens.append((fence.session_id, fence.epoch))
-            outbox.put(draft_pb2.SessionReply(open=draft_pb2.OpenAck(session_id=fence.session_id, epoch=fence.epoch)))
+            outbox.put(
+                draft_pb2.SessionReply(open=draft_pb2.OpenAck(session_id=fence.session_id, epoch=fence.epoch))
+            )
         elif request.HasField("close"):
             self.sessions.pop(request.close.session_id, None)
             self.closed.append(request.close.session_id)
@@ -159,14 +173,22 @@ class FakeDraft(draft_pb2_grpc.DraftServicer):
     def _take_rows(self, request: draft_pb2.BulkRequest) -> int:
         followed = self.sessions.get(request.session_id)
         if followed is None or followed.epoch != request.epoch:
-            self.problems.append(f"rows for session {request.session_id} epoch {request.epoch}, which is not open")
+            self.problems.append(
+                f"rows for session {request.session_id} epoch {request.epoch}, which is not open"
+            )
             return 0
         if not followed.add(request.base, decode_tensor(request.features, columns=FEATURE_SIZE)):
             self.problems.append(f"rows from {request.base} came twice")
         return len(followed.rows)
 
-    def _take_frame(self, frame: draft_pb2.TargetFrame, outbox: queue.SimpleQueue[draft_pb2.SessionReply | None]) -> None:
-        rows = decode_tensor(frame.features, columns=FEATURE_SIZE) if frame.HasField("features") else torch.empty(0, FEATURE_SIZE)
+    def _take_frame(
+        self, frame: draft_pb2.TargetFrame, outbox: queue.SimpleQueue[draft_pb2.SessionReply | None]
+    ) -> None:
+        rows = (
+            decode_tensor(frame.features, columns=FEATURE_SIZE)
+            if frame.HasField("features")
+            else torch.empty(0, FEATURE_SIZE)
+        )
         trees = []
         for commit in frame.commits:
             followed = self.sessions.get(commit.fence.session_id)
@@ -176,7 +198,9 @@ class FakeDraft(draft_pb2_grpc.DraftServicer):
             if commit.base_len != len(followed.tokens):
                 self.problems.append(f"a commit from {commit.base_len}, expected {len(followed.tokens)}")
             followed.tokens.extend(commit.token_ids)
-            if not followed.add(commit.base_len - 1, rows[commit.feature_row : commit.feature_row + commit.num_feature_rows]):
+            if not followed.add(
+                commit.base_len - 1, rows[commit.feature_row : commit.feature_row + commit.num_feature_rows]
+            ):
                 self.problems.append(f"rows from {commit.base_len - 1} came twice")
             if extend_prefix_hash(FNV_OFFSET, followed.tokens) != commit.fence.prefix_hash:
                 self.problems.append("the prefix hash does not match")
@@ -188,7 +212,11 @@ class FakeDraft(draft_pb2_grpc.DraftServicer):
                 tree.fence.CopyFrom(commit.fence)
                 trees.append(tree)
         if not self.silent:
-            outbox.put(draft_pb2.SessionReply(frame=draft_pb2.DraftFrame(round=frame.round, trees=trees, draft_ms=1.5)))
+            outbox.put(
+                draft_pb2.SessionReply(
+                    frame=draft_pb2.DraftFrame(round=frame.round, trees=trees, draft_ms=1.5)
+                )
+            )
         self.frame_arrived.set()
 
 

@@ -29,7 +29,9 @@ def address(service: DraftService) -> IpcAddress:
 class IpcTarget:
     """A target's carrier, driven by hand."""
 
-    def __init__(self, service: DraftService, target_id: str = "t1", *, rounds: bool = False, **hello: object) -> None:
+    def __init__(
+        self, service: DraftService, target_id: str = "t1", *, rounds: bool = False, **hello: object
+    ) -> None:
         self.carrier = IpcCarrier(address(service), torch.device("cpu"), rounds=rounds)
         self.pongs: list[int] = []
         values = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_layers": LAYERS, "target_fingerprint": "f"}
@@ -57,7 +59,9 @@ class IpcTarget:
 
     def feed(self, session_id: int, count: int) -> None:
         rows = torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(session_id))
-        message = draft_pb2.BulkRequest(session_id=session_id, epoch=1, base=0, target_id=self.hello.target_id)
+        message = draft_pb2.BulkRequest(
+            session_id=session_id, epoch=1, base=0, target_id=self.hello.target_id
+        )
         self.carrier.send_rows(message, rows)
 
     def round(self, session_id: int, number: int, tokens: list[int], base_len: int) -> draft_pb2.DraftFrame:

@@ -17,7 +17,14 @@ from outrider.shared.rpc import polling
 from outrider.shared.rpc.client import connect
 from outrider.shared.rpc.direct import ClientStream, StreamEndedError
 from outrider.shared.rpc.direct_server import ServerStream
-from outrider.shared.rpc.polling import EXPERIMENTS, SLEEP_MS, WITHOUT_EVENT_ENGINE, Vigil, give_way, watch_sockets
+from outrider.shared.rpc.polling import (
+    EXPERIMENTS,
+    SLEEP_MS,
+    WITHOUT_EVENT_ENGINE,
+    Vigil,
+    give_way,
+    watch_sockets,
+)
 
 
 @pytest.fixture
@@ -167,7 +174,14 @@ stream.cancel(); stream.drain(); channel.close(); server.kill()
 
 def test_waits_poll_while_a_message_is_due_and_sleep_otherwise() -> None:
     environment = {name: value for name, value in os.environ.items() if name != EXPERIMENTS}
-    done = subprocess.run([sys.executable, "-c", AWAKE, SERVER], env=environment, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", AWAKE, SERVER],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     asleep, awake, again = map(float, done.stdout.split())
     assert asleep < 0.1
     assert again < 0.1

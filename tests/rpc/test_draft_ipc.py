@@ -36,7 +36,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture
 def service(pair: tuple[Path, Path], tmp_path: Path) -> Iterator[DraftService]:
     listen = f"ipc://{tmp_path}/draft.sock"
-    values = {"draft": pair[1], "target_weights": pair[0], "listen": listen, "device": "cpu", "lease_s": 600.0}
+    values = {
+        "draft": pair[1],
+        "target_weights": pair[0],
+        "listen": listen,
+        "device": "cpu",
+        "lease_s": 600.0,
+    }
     running = DraftService(DraftSettings.load(values))
     running.start()
     assert running.address == listen
@@ -116,7 +122,9 @@ def test_a_target_that_has_not_waited_for_its_rows_is_told_when_they_are_there(s
     target.feed(7, len(PROMPT) - 1)
     entered = target.expect("rounds_entered").rounds_entered
     assert (entered.rounds, entered.accepted) == (1, True)
-    assert len(target.round(7, 1, [*PROMPT, 8], len(PROMPT)).trees) == 1, "by way of the host: no rounds have begun"
+    assert len(target.round(7, 1, [*PROMPT, 8], len(PROMPT)).trees) == 1, (
+        "by way of the host: no rounds have begun"
+    )
     target.leave()
     wait_for(lambda: sessions(service) == 0)
 
@@ -178,7 +186,9 @@ def test_a_stranger_that_hangs_up_leaves_nothing(service: DraftService) -> None:
     wait_for(lambda: not ipc._sockets)
 
 
-def test_a_draft_that_hangs_up_before_the_mailboxes_are_offered_leaves_no_descriptors(service: DraftService) -> None:
+def test_a_draft_that_hangs_up_before_the_mailboxes_are_offered_leaves_no_descriptors(
+    service: DraftService,
+) -> None:
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
@@ -225,13 +235,21 @@ def test_targets_that_come_and_go_leave_nothing(service: DraftService) -> None:
 @pytest.mark.parametrize(
     ("hello", "named"),
     [
-        ({"protocol_version": 1}, f"version 1 of the draft protocol, this draft version {PROTOCOL_VERSION}: update the target"),
-        ({"protocol_version": 99}, f"version 99 of the draft protocol, this draft version {PROTOCOL_VERSION}: update the draft"),
+        (
+            {"protocol_version": 1},
+            f"version 1 of the draft protocol, this draft version {PROTOCOL_VERSION}: update the target",
+        ),
+        (
+            {"protocol_version": 99},
+            f"version 99 of the draft protocol, this draft version {PROTOCOL_VERSION}: update the draft",
+        ),
         ({"vocab_size": 63}, "vocab"),
         ({"hidden_size": 65}, "hidden"),
     ],
 )
-def test_a_target_that_does_not_fit_is_told_why(service: DraftService, hello: dict[str, object], named: str) -> None:
+def test_a_target_that_does_not_fit_is_told_why(
+    service: DraftService, hello: dict[str, object], named: str
+) -> None:
     target = IpcTarget(service, **hello)
     with pytest.raises(OutriderError) as error:
         target.start()
@@ -271,7 +289,9 @@ def test_a_hello_that_does_not_parse_is_hung_up_on(service: DraftService) -> Non
 
 
 @pytest.mark.parametrize("kind", [FrameKind.SESSION, FrameKind.MAILBOX, FrameKind.ERROR])
-def test_a_stream_that_does_not_begin_with_hello_is_hung_up_on(service: DraftService, kind: FrameKind) -> None:
+def test_a_stream_that_does_not_begin_with_hello_is_hung_up_on(
+    service: DraftService, kind: FrameKind
+) -> None:
     frames = FrameSocket(connect(address(service).streams, 1.0))
     frames.send(kind, b"")
     assert "HELLO" in told(frames).message
@@ -286,7 +306,11 @@ def test_a_bulk_stream_of_nobody_is_hung_up_on(service: DraftService) -> None:
 
 
 @pytest.mark.parametrize(
-    "offer", [draft_pb2.MailboxOffer(), draft_pb2.MailboxOffer(session=draft_pb2.Mailbox(slots=1 << 30, slot_bytes=64))]
+    "offer",
+    [
+        draft_pb2.MailboxOffer(),
+        draft_pb2.MailboxOffer(session=draft_pb2.Mailbox(slots=1 << 30, slot_bytes=64)),
+    ],
 )
 def test_a_mailbox_beyond_the_limits_is_refused(service: DraftService, offer: draft_pb2.MailboxOffer) -> None:
     frames = shaken(service)
@@ -313,7 +337,9 @@ def test_a_mailbox_without_its_descriptors_is_refused(service: DraftService) -> 
     ],
     ids=["bytes", "empty", "hello", "width"],
 )
-def test_nonsense_on_a_session_stream_ends_it_and_frees_its_sessions(service: DraftService, payload: bytes) -> None:
+def test_nonsense_on_a_session_stream_ends_it_and_frees_its_sessions(
+    service: DraftService, payload: bytes
+) -> None:
     target = IpcTarget(service).start()
     target.open(7)
     target.carrier._session.send(FrameKind.SESSION, payload)
@@ -328,7 +354,9 @@ def test_a_slot_that_was_not_written_ends_the_stream(service: DraftService) -> N
     target.open(7)
     request = commit_request(1, [(7, [*PROMPT, 8], len(PROMPT))], None)
     where = common_pb2.SharedSlot(slot=0, generation=1, num_bytes=HIDDEN * 4)
-    request.frame.features.CopyFrom(common_pb2.TensorData(shape=(1, HIDDEN), dtype=common_pb2.DATA_TYPE_FLOAT32, shared_memory=where))
+    request.frame.features.CopyFrom(
+        common_pb2.TensorData(shape=(1, HIDDEN), dtype=common_pb2.DATA_TYPE_FLOAT32, shared_memory=where)
+    )
     target.carrier.send(request)
     wait_for(lambda: target.carrier.ended.is_set())
     target.leave()

@@ -24,8 +24,15 @@ from outrider.shared.rpc.client import connect
 def test_the_target_rebuilds_the_feature_spec(tmp_path: Path, normed: bool) -> None:
     target_dir = make_toy_target(tmp_path / "target", vocab_size=40, hidden_size=32)
     norms = {f"fc_norm.{index}.weight": torch.rand(32) for index in range(3)} if normed else {}
-    head_dir = make_toy_eagle3(tmp_path / "head", target_dir, extra=norms, config_overrides={"rms_norm_eps": 3e-3})
-    values = {"draft": head_dir, "listen": f"unix:{tmp_path}/d.sock", "device": "cpu", "target_weights": target_dir}
+    head_dir = make_toy_eagle3(
+        tmp_path / "head", target_dir, extra=norms, config_overrides={"rms_norm_eps": 3e-3}
+    )
+    values = {
+        "draft": head_dir,
+        "listen": f"unix:{tmp_path}/d.sock",
+        "device": "cpu",
+        "target_weights": target_dir,
+    }
     service = DraftService(DraftSettings.load(values))
     service.start()
     identity = TargetIdentity.of(Decoder.load(target_dir))
@@ -53,7 +60,12 @@ def test_the_target_rebuilds_the_feature_spec(tmp_path: Path, normed: bool) -> N
 def test_info_tells_sessions_pages_and_metrics(tmp_path: Path) -> None:
     target_dir = make_toy_target(tmp_path / "target", vocab_size=40, hidden_size=32)
     head_dir = make_toy_eagle3(tmp_path / "head", target_dir)
-    values = {"draft": head_dir, "listen": f"unix:{tmp_path}/d.sock", "device": "cpu", "target_weights": target_dir}
+    values = {
+        "draft": head_dir,
+        "listen": f"unix:{tmp_path}/d.sock",
+        "device": "cpu",
+        "target_weights": target_dir,
+    }
     service = DraftService(DraftSettings.load(values))
     service.start()
     try:

@@ -32,7 +32,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def start(pair: tuple[Path, Path], socket: Path, borrow: bool = True, **settings: object) -> DraftService:
-    values = {"draft": pair[1], "target_weights": pair[0] if borrow else None, "listen": f"unix:{socket}", "device": "cpu", **settings}
+    values = {
+        "draft": pair[1],
+        "target_weights": pair[0] if borrow else None,
+        "listen": f"unix:{socket}",
+        "device": "cpu",
+        **settings,
+    }
     service = DraftService(DraftSettings.load(values))
     service.start()
     return service
@@ -55,7 +61,9 @@ def wait_for_idle(service: DraftService) -> draft_pb2.GetInfoReply:
     """Return the state once every session is gone; what frees them runs after the stream has ended."""
     deadline = time.monotonic() + 10
     with ScriptedTarget(service.address, "observer") as observer:
-        while (info := observer.stub.GetInfo(draft_pb2.GetInfoRequest())).sessions and time.monotonic() < deadline:
+        while (
+            info := observer.stub.GetInfo(draft_pb2.GetInfoRequest())
+        ).sessions and time.monotonic() < deadline:
             pass
     return info
 
@@ -84,7 +92,9 @@ def test_a_round_is_answered_with_a_valid_tree_under_the_same_fence(service: Dra
         assert all(token < VOCAB for token in tree.token_ids)
 
 
-def test_a_commit_that_overtakes_the_bulk_stream_is_answered_when_the_features_are_complete(service: DraftService) -> None:
+def test_a_commit_that_overtakes_the_bulk_stream_is_answered_when_the_features_are_complete(
+    service: DraftService,
+) -> None:
     with opened(service) as target:
         target.send(commit_request(1, [(7, [*PROMPT, 8], len(PROMPT))], rows(1)))
         target.send(draft_pb2.SessionRequest(ping=draft_pb2.Ping(nonce=3)))
@@ -111,7 +121,9 @@ def test_a_gap_asks_for_a_resync_of_that_one_sequence_and_reopening_heals_it(ser
         assert target.expect("frame").frame.trees[0].fence.epoch == 2
 
 
-def test_several_sequences_are_answered_in_one_frame_or_in_further_frames_of_the_round(service: DraftService) -> None:
+def test_several_sequences_are_answered_in_one_frame_or_in_further_frames_of_the_round(
+    service: DraftService,
+) -> None:
     with ScriptedTarget(service.address) as target:
         target.hello(VOCAB, HIDDEN, LAYERS)
         for session in range(5):
@@ -162,11 +174,19 @@ def test_a_new_stream_of_the_same_target_takes_over(service: DraftService) -> No
         ({"vocab_size": 65}, "vocab_size"),
         ({"hidden_size": 32}, "hidden size"),
         ({"num_layers": 3}, "layers"),
-        ({"version": 1}, f"version 1 of the draft protocol, this draft version {PROTOCOL_VERSION}: update the target"),
-        ({"version": 99}, f"version 99 of the draft protocol, this draft version {PROTOCOL_VERSION}: update the draft"),
+        (
+            {"version": 1},
+            f"version 1 of the draft protocol, this draft version {PROTOCOL_VERSION}: update the target",
+        ),
+        (
+            {"version": 99},
+            f"version 99 of the draft protocol, this draft version {PROTOCOL_VERSION}: update the draft",
+        ),
     ],
 )
-def test_a_target_that_does_not_fit_is_refused_with_what_to_change(service: DraftService, changes: dict[str, int], complaint: str) -> None:
+def test_a_target_that_does_not_fit_is_refused_with_what_to_change(
+    service: DraftService, changes: dict[str, int], complaint: str
+) -> None:
     values = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_layers": LAYERS, **changes}
     with ScriptedTarget(service.address) as target:
         with pytest.raises(grpc.RpcError) as caught:
@@ -205,7 +225,11 @@ def test_a_draft_without_target_weights_borrows_them_over_the_wire(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warm = []
-    monkeypatch.setattr(protocol, "warm_up", lambda engine, device, **how: (warmup.warm_up(engine, device, **how), warm.append(device)))
+    monkeypatch.setattr(
+        protocol,
+        "warm_up",
+        lambda engine, device, **how: (warmup.warm_up(engine, device, **how), warm.append(device)),
+    )
     running = start(pair, tmp_path / "draft.sock", borrow=False)
     try:
         with ScriptedTarget(running.address) as target:
@@ -216,12 +240,19 @@ def test_a_draft_without_target_weights_borrows_them_over_the_wire(
             assert reject.reason == "missing_tensors"
             assert reject.retry_after_ms > 0
             embedding = read_target_tensor(pair[0], name)
-            chunks = (draft_pb2.PutTensorRequest(chunk=chunk) for chunk in split_tensor(name, embedding, 1000))
+            chunks = (
+                draft_pb2.PutTensorRequest(chunk=chunk) for chunk in split_tensor(name, embedding, 1000)
+            )
             assert list(target.stub.PutTensor(chunks).still_missing) == []
-            assert warm == [torch.device("cpu")], "kernels are compiled before the target goes on, not when it first asks"
+            assert warm == [torch.device("cpu")], (
+                "kernels are compiled before the target goes on, not when it first asks"
+            )
             target.send(open_request(7, PROMPT))
             target.expect("open")
-            with ScriptedTarget(running.address, "other") as other, pytest.raises(grpc.RpcError, match="another target"):
+            with (
+                ScriptedTarget(running.address, "other") as other,
+                pytest.raises(grpc.RpcError, match="another target"),
+            ):
                 other.hello(VOCAB, HIDDEN, LAYERS, fingerprint="else")
     finally:
         running.stop()

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from outrider.common.v1 import common_pb2
 from outrider.shared.base.errors import ProtocolError
-from outrider.shared.rpc.tensors import WIRE_OF_DTYPE, decode_tensor, encode_tensor, join_tensors, split_tensor
+from outrider.shared.rpc.tensors import (
+    WIRE_OF_DTYPE,
+    decode_tensor,
+    encode_tensor,
+    join_tensors,
+    split_tensor,
+)
 
 LIMIT = 1 << 20
 
@@ -26,7 +32,9 @@ def test_inline_round_trip(shape: list[int], dtype: torch.dtype) -> None:
     assert torch.equal(back, tensor)
 
 
-@given(shapes=st.lists(st.lists(st.integers(0, 7), max_size=3), min_size=1, max_size=3), chunk=st.integers(1, 40))
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 7), max_size=3), min_size=1, max_size=3), chunk=st.integers(1, 40)
+)
 def test_chunk_round_trip_of_several_tensors_in_one_stream(shapes: list[list[int]], chunk: int) -> None:
     tensors = {f"t{index}": random_tensor(shape, torch.bfloat16) for index, shape in enumerate(shapes)}
     stream = [piece for name, tensor in tensors.items() for piece in split_tensor(name, tensor, chunk)]
@@ -43,11 +51,23 @@ def test_transposed_views_are_sent_row_major() -> None:
 @pytest.mark.parametrize(
     ("data", "complaint"),
     [
-        (common_pb2.TensorData(shape=[2, 2], dtype=common_pb2.DATA_TYPE_FLOAT32, inline=b"123"), "do not fill"),
-        (common_pb2.TensorData(shape=[1], dtype=common_pb2.DATA_TYPE_UNSPECIFIED, inline=b"1234"), "unknown data type"),
-        (common_pb2.TensorData(shape=[1] * 9, dtype=common_pb2.DATA_TYPE_FLOAT32, inline=b"1234"), "dimensions"),
+        (
+            common_pb2.TensorData(shape=[2, 2], dtype=common_pb2.DATA_TYPE_FLOAT32, inline=b"123"),
+            "do not fill",
+        ),
+        (
+            common_pb2.TensorData(shape=[1], dtype=common_pb2.DATA_TYPE_UNSPECIFIED, inline=b"1234"),
+            "unknown data type",
+        ),
+        (
+            common_pb2.TensorData(shape=[1] * 9, dtype=common_pb2.DATA_TYPE_FLOAT32, inline=b"1234"),
+            "dimensions",
+        ),
         (common_pb2.TensorData(shape=[1], dtype=common_pb2.DATA_TYPE_FLOAT32), "inline"),
-        (common_pb2.TensorData(shape=[1, 1], dtype=common_pb2.DATA_TYPE_FLOAT32, inline=b"1234"), r"\[rows, 2\]"),
+        (
+            common_pb2.TensorData(shape=[1, 1], dtype=common_pb2.DATA_TYPE_FLOAT32, inline=b"1234"),
+            r"\[rows, 2\]",
+        ),
     ],
 )
 def test_bad_inline_tensors_are_refused_by_name(data: common_pb2.TensorData, complaint: str) -> None:
@@ -82,6 +102,8 @@ def test_every_kind_of_damage_in_a_chunk_stream_is_refused() -> None:
 
 
 def test_nothing_above_the_limit_is_allocated() -> None:
-    header = common_pb2.TensorChunk(name="lm_head.weight", shape=[1 << 40], dtype=common_pb2.DATA_TYPE_FLOAT32, data=b"")
+    header = common_pb2.TensorChunk(
+        name="lm_head.weight", shape=[1 << 40], dtype=common_pb2.DATA_TYPE_FLOAT32, data=b""
+    )
     with pytest.raises(ProtocolError, match="exceed"):
         list(join_tensors([header], max_bytes=LIMIT))

@@ -31,7 +31,9 @@ OTHERS = {"a": 0, "b": 2, "c": 1}
 def with_tokenizer(folder: Path, to: Path, tokens: dict[str, int] | None, **layout: object) -> Path:
     shutil.copytree(folder, to)
     if tokens is not None:
-        (to / "tokenizer.json").write_text(json.dumps({"model": {"vocab": tokens}, "added_tokens": []}, **layout))  # type: ignore[arg-type]
+        (to / "tokenizer.json").write_text(
+            json.dumps({"model": {"vocab": tokens}, "added_tokens": []}, **layout)
+        )  # type: ignore[arg-type]
     return to
 
 
@@ -55,31 +57,47 @@ def settings(draft: Path, **more: object) -> DraftSettings:
     return DraftSettings.load({"draft": draft, "device": "cpu", "kv_tokens": 4096, **more})
 
 
-def test_a_fingerprint_is_of_the_tokens_and_not_of_the_file(bare: tuple[Path, Path], target: Path, tmp_path: Path) -> None:
+def test_a_fingerprint_is_of_the_tokens_and_not_of_the_file(
+    bare: tuple[Path, Path], target: Path, tmp_path: Path
+) -> None:
     same = head(bare, tmp_path, dict(reversed(TOKENS.items())))
     assert (same / "tokenizer.json").read_bytes() != (target / "tokenizer.json").read_bytes()
     assert tokenizer_fingerprint(same) == tokenizer_fingerprint(target) != ""
     assert tokenizer_fingerprint(bare[0]) == ""
-    assert tokenizer_fingerprint(with_tokenizer(bare[1], tmp_path / "other", OTHERS)) != tokenizer_fingerprint(target)
+    assert tokenizer_fingerprint(
+        with_tokenizer(bare[1], tmp_path / "other", OTHERS)
+    ) != tokenizer_fingerprint(target)
 
 
-def test_a_head_in_the_targets_process_is_refused(bare: tuple[Path, Path], target: Path, tmp_path: Path) -> None:
+def test_a_head_in_the_targets_process_is_refused(
+    bare: tuple[Path, Path], target: Path, tmp_path: Path
+) -> None:
     decoder = Decoder.load(target, CPU, torch.float32)
     with pytest.raises(CheckpointError, match=r"another tokenizer.*'b' is id 2 .* and id 1") as caught:
         drafter_beside(decoder, settings(head(bare, tmp_path, OTHERS), target_weights=target))
     assert caught.value.field == "tokenizer"
 
 
-def test_a_service_that_knows_the_targets_folder_refuses_before_it_listens(bare: tuple[Path, Path], target: Path, tmp_path: Path) -> None:
+def test_a_service_that_knows_the_targets_folder_refuses_before_it_listens(
+    bare: tuple[Path, Path], target: Path, tmp_path: Path
+) -> None:
     with pytest.raises(CheckpointError, match="another tokenizer") as caught:
-        DraftService(settings(head(bare, tmp_path, OTHERS), target_weights=target, listen=f"unix:{tmp_path}/draft.sock"))
+        DraftService(
+            settings(
+                head(bare, tmp_path, OTHERS), target_weights=target, listen=f"unix:{tmp_path}/draft.sock"
+            )
+        )
     assert caught.value.field == "tokenizer"
 
 
 @pytest.fixture
-def service(request: pytest.FixtureRequest, bare: tuple[Path, Path], tmp_path: Path) -> Iterator[DraftService]:
+def service(
+    request: pytest.FixtureRequest, bare: tuple[Path, Path], tmp_path: Path
+) -> Iterator[DraftService]:
     """A draft that knows its target by Hello only."""
-    running = DraftService(settings(head(bare, tmp_path, request.param), listen=f"unix:{tmp_path}/draft.sock"))
+    running = DraftService(
+        settings(head(bare, tmp_path, request.param), listen=f"unix:{tmp_path}/draft.sock")
+    )
     running.start()
     yield running
     running.stop()
@@ -87,7 +105,9 @@ def service(request: pytest.FixtureRequest, bare: tuple[Path, Path], tmp_path: P
 
 @pytest.mark.parametrize("service", [OTHERS], indirect=True)
 def test_a_target_elsewhere_does_not_start_beside_it(service: DraftService, target: Path) -> None:
-    serving = Target(TargetSettings.load({"model": target, "draft": service.address, "device": "cpu", "kv_tokens": 4096}))
+    serving = Target(
+        TargetSettings.load({"model": target, "draft": service.address, "device": "cpu", "kv_tokens": 4096})
+    )
     try:
         with pytest.raises(OutriderError, match="another tokenizer than the target") as caught:
             asyncio.run(serving.wait_for_draft(20.0))
@@ -98,7 +118,9 @@ def test_a_target_elsewhere_does_not_start_beside_it(service: DraftService, targ
 
 @pytest.mark.parametrize("service", [TOKENS, None], indirect=True)
 def test_the_same_tokenizer_and_none_are_served(service: DraftService, target: Path) -> None:
-    serving = Target(TargetSettings.load({"model": target, "draft": service.address, "device": "cpu", "kv_tokens": 4096}))
+    serving = Target(
+        TargetSettings.load({"model": target, "draft": service.address, "device": "cpu", "kv_tokens": 4096})
+    )
     try:
         asyncio.run(serving.wait_for_draft(20.0))
         assert serving.drafter.state() is DrafterState.ON

@@ -52,7 +52,9 @@ def serving(tmp_path: Path, **settings: object) -> Iterator[DraftService]:
 
 
 def connect(service: DraftService, target: Decoder) -> RemoteDrafter:
-    drafter = RemoteDrafter(service.address, TargetIdentity.of(target), target.weight, torch.device("cpu"), fault_deadline_s=10.0)
+    drafter = RemoteDrafter(
+        service.address, TargetIdentity.of(target), target.weight, torch.device("cpu"), fault_deadline_s=10.0
+    )
     pause = threading.Event()
     for _ in range(2000):
         if drafter.state() is DrafterState.ON or drafter.refusal() is not None:
@@ -63,7 +65,9 @@ def connect(service: DraftService, target: Decoder) -> RemoteDrafter:
 
 @pytest.mark.parametrize("algorithm", ["NGRAM", "STANDALONE", "MTP"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_output_is_that_of_plain_decoding(target: Decoder, folder: Path, tmp_path: Path, algorithm: str, temperature: float) -> None:
+def test_output_is_that_of_plain_decoding(
+    target: Decoder, folder: Path, tmp_path: Path, algorithm: str, temperature: float
+) -> None:
     sampling = SamplingParams(temperature=temperature, seed=3)
     draft = {"draft": folder} if algorithm == "STANDALONE" else {}
     with serving(tmp_path, speculative_algorithm=algorithm, target_weights=folder, **draft) as service:
@@ -84,9 +88,12 @@ def test_output_is_that_of_plain_decoding(target: Decoder, folder: Path, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "problem"), [("STANDALONE", "vocab_size is 32, the target's 40"), ("MTP", "hidden_size 48, this one's is 64")]
+    ("algorithm", "problem"),
+    [("STANDALONE", "vocab_size is 32, the target's 40"), ("MTP", "hidden_size 48, this one's is 64")],
 )
-def test_what_belongs_to_another_target_is_refused_at_the_handshake(folder: Path, tmp_path: Path, algorithm: str, problem: str) -> None:
+def test_what_belongs_to_another_target_is_refused_at_the_handshake(
+    folder: Path, tmp_path: Path, algorithm: str, problem: str
+) -> None:
     other = load_toy(make_toy_target(tmp_path / "other", vocab_size=40, num_layers=1))
     with serving(tmp_path, draft=folder, speculative_algorithm=algorithm) as service:
         drafter = connect(service, other)

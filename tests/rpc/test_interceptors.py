@@ -34,7 +34,9 @@ class SyncTarget(target_pb2_grpc.TargetServicer):
 
     def Session(self, request_iterator, context) -> Iterator[target_pb2.SessionReply]:
         for request in request_iterator:
-            yield target_pb2.SessionReply(replies=[target_pb2.GenerateReply(request_id=request.generate.request_id)])
+            yield target_pb2.SessionReply(
+                replies=[target_pb2.GenerateReply(request_id=request.generate.request_id)]
+            )
 
     def GetStats(self, request, context):
         context.abort(grpc.StatusCode.ABORTED, "aborted by hand")
@@ -56,7 +58,9 @@ class AioTarget(target_pb2_grpc.TargetServicer):
 
     async def Session(self, request_iterator, context) -> AsyncIterator[target_pb2.SessionReply]:
         async for request in request_iterator:
-            yield target_pb2.SessionReply(replies=[target_pb2.GenerateReply(request_id=request.generate.request_id)])
+            yield target_pb2.SessionReply(
+                replies=[target_pb2.GenerateReply(request_id=request.generate.request_id)]
+            )
 
     async def GetStats(self, request, context):
         await context.abort(grpc.StatusCode.ABORTED, "aborted by hand")
@@ -76,7 +80,9 @@ def same(got: OutriderError, sent: OutriderError) -> bool:
 
 
 def every_error() -> list[OutriderError]:
-    return [OutriderError(f"message of {code.name}", code=code, reason=code.name.lower()) for code in ErrorCode] + [
+    return [
+        OutriderError(f"message of {code.name}", code=code, reason=code.name.lower()) for code in ErrorCode
+    ] + [
         InvalidRequestError("max_tokens must be positive", field="max_tokens"),
         OverloadedError("the queue is full", retry_after_s=1.5),
     ]
@@ -126,7 +132,9 @@ async def test_a_domain_error_crosses_an_asyncio_call_unchanged(error: OutriderE
 
 
 def test_an_unknown_exception_is_internal_and_tells_nothing() -> None:
-    server = sync_server("127.0.0.1:0", [(ADD, SyncTarget(RuntimeError("secret path")))], [NAME], max_workers=2)
+    server = sync_server(
+        "127.0.0.1:0", [(ADD, SyncTarget(RuntimeError("secret path")))], [NAME], max_workers=2
+    )
     server.start()
     try:
         with connect(server.address) as channel, pytest.raises(grpc.RpcError) as caught:
@@ -163,7 +171,10 @@ async def test_context_abort_keeps_its_own_status_on_asyncio() -> None:
 GARBAGE = b"\xff\xff\xff\xff"
 
 
-@pytest.mark.parametrize(("method", "kind"), [("GetInfo", "unary_unary"), ("Generate", "unary_stream"), ("Session", "stream_stream")])
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [("GetInfo", "unary_unary"), ("Generate", "unary_stream"), ("Session", "stream_stream")],
+)
 async def test_bytes_that_do_not_parse_are_the_callers_fault_on_both_stacks(method: str, kind: str) -> None:
     threaded = sync_server("127.0.0.1:0", [(ADD, SyncTarget(RuntimeError()))], [NAME], max_workers=2)
     threaded.start()
@@ -186,7 +197,9 @@ async def test_bytes_that_do_not_parse_are_the_callers_fault_on_both_stacks(meth
 
 @pytest.mark.parametrize("error", every_error(), ids=lambda error: error.reason)
 def test_an_error_inside_a_stream_comes_back_as_it_was(error: OutriderError) -> None:
-    assert same(error_from_proto(common_pb2.ErrorDetail.FromString(error_to_proto(error).SerializeToString())), error)
+    assert same(
+        error_from_proto(common_pb2.ErrorDetail.FromString(error_to_proto(error).SerializeToString())), error
+    )
 
 
 def test_an_unknown_status_of_a_newer_peer_counts_as_internal() -> None:
@@ -211,7 +224,9 @@ async def test_what_an_inner_interceptor_raises_refuses_calls_of_every_kind() ->
         async def intercept_service(self, continuation, handler_call_details):
             raise error
 
-    threaded = sync_server("127.0.0.1:0", [(ADD, SyncTarget(error))], [NAME], max_workers=2, interceptors=[Refusing()])
+    threaded = sync_server(
+        "127.0.0.1:0", [(ADD, SyncTarget(error))], [NAME], max_workers=2, interceptors=[Refusing()]
+    )
     threaded.start()
     looped = aio_server("127.0.0.1:0", [(ADD, AioTarget(error))], [NAME], interceptors=[AioRefusing()])
     await looped.start()
@@ -222,7 +237,10 @@ async def test_what_an_inner_interceptor_raises_refuses_calls_of_every_kind() ->
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await stub.GetInfo(target_pb2.GetInfoRequest(), timeout=10)
                 assert same(error_from_rpc(caught.value), error)
-                for call in (stub.Generate(target_pb2.GenerateRequest(), timeout=10), stub.Session(timeout=10)):
+                for call in (
+                    stub.Generate(target_pb2.GenerateRequest(), timeout=10),
+                    stub.Session(timeout=10),
+                ):
                     with pytest.raises(grpc.aio.AioRpcError) as caught:
                         await call.read()
                     assert same(error_from_rpc(caught.value), error)

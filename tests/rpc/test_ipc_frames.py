@@ -48,8 +48,13 @@ def raw() -> Iterator[tuple[socket.socket, FrameSocket]]:
 
 
 @settings(max_examples=50, deadline=None)
-@given(payloads=st.lists(st.binary(max_size=400_000), min_size=1, max_size=12), cuts=st.lists(st.integers(1, 70_000), min_size=1))
-def test_frames_arrive_whole_and_in_order_however_they_are_cut(payloads: list[bytes], cuts: list[int]) -> None:
+@given(
+    payloads=st.lists(st.binary(max_size=400_000), min_size=1, max_size=12),
+    cuts=st.lists(st.integers(1, 70_000), min_size=1),
+)
+def test_frames_arrive_whole_and_in_order_however_they_are_cut(
+    payloads: list[bytes], cuts: list[int]
+) -> None:
     peer, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     end.setblocking(False)
     frames = FrameSocket(end)
@@ -65,7 +70,9 @@ def test_frames_arrive_whole_and_in_order_however_they_are_cut(payloads: list[by
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        assert [frames.receive(10.0) for _ in payloads] == [(FrameKind.SESSION, payload) for payload in payloads]
+        assert [frames.receive(10.0) for _ in payloads] == [
+            (FrameKind.SESSION, payload) for payload in payloads
+        ]
         assert frames.receive() is None
     finally:
         writer.join()
@@ -127,7 +134,10 @@ def test_half_a_frame_is_waited_for_no_longer(raw: tuple[socket.socket, FrameSoc
     assert frames.receive(5.0) == (FrameKind.SESSION, b"x" * 100)
 
 
-@pytest.mark.parametrize("header", [HEADER.pack(MAX_FRAME_BYTES + 1, FrameKind.SESSION), HEADER.pack(0, 0), HEADER.pack(3, 77) + b"abc"])
+@pytest.mark.parametrize(
+    "header",
+    [HEADER.pack(MAX_FRAME_BYTES + 1, FrameKind.SESSION), HEADER.pack(0, 0), HEADER.pack(3, 77) + b"abc"],
+)
 def test_garbage_is_a_protocol_error(raw: tuple[socket.socket, FrameSocket], header: bytes) -> None:
     peer, frames = raw
     peer.sendall(header)

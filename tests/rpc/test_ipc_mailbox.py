@@ -53,7 +53,9 @@ def rows(count: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch
     slots=st.integers(1, 4),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_rows_arrive_in_order_through_slots_or_inline(steps: list[int | None], slots: int, dtype: torch.dtype) -> None:
+def test_rows_arrive_in_order_through_slots_or_inline(
+    steps: list[int | None], slots: int, dtype: torch.dtype
+) -> None:
     """A number writes so many rows, None reads one message; more than `slots` unread ones travel inline."""
     writer, reader, _ = make_ends(slots)
     waiting: deque[tuple[common_pb2.TensorData, torch.Tensor]] = deque()
@@ -144,7 +146,12 @@ def test_other_widths_and_types_are_refused() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(nonsense=st.lists(st.tuples(st.integers(0, 2), st.sampled_from([WRITTEN, RELEASED]), st.integers(0, (1 << 64) - 1)), max_size=20))
+@given(
+    nonsense=st.lists(
+        st.tuples(st.integers(0, 2), st.sampled_from([WRITTEN, RELEASED]), st.integers(0, (1 << 64) - 1)),
+        max_size=20,
+    )
+)
 def test_nonsense_in_the_counters_breaks_neither_side(nonsense: list[tuple[int, int, int]]) -> None:
     writer, reader, memory = make_ends()
     for step, (slot, which, value) in enumerate(nonsense):
@@ -198,7 +205,9 @@ class Event:
 
 
 @pytest.mark.parametrize("wait", [True, False], ids=["waited for", "beside"])
-def test_a_slot_of_a_gpu_that_is_written_while_it_is_copied_is_not_believed(monkeypatch: pytest.MonkeyPatch, wait: bool) -> None:
+def test_a_slot_of_a_gpu_that_is_written_while_it_is_copied_is_not_believed(
+    monkeypatch: pytest.MonkeyPatch, wait: bool
+) -> None:
     """By the reader's own steps, on the host: the copies are made at once, and said to be done later."""
     layout = Layout(2, 64, slots_inside=False)
     ledger, file = SharedMemory.create(layout)

@@ -169,7 +169,9 @@ def test_a_path_that_is_not_absolute_is_refused(address: str) -> None:
 
 
 def test_a_path_too_long_for_a_socket_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"longer than 103 bytes.*use a shorter one, in a folder under /run") as caught:
+    with pytest.raises(
+        ConfigurationError, match=r"longer than 103 bytes.*use a shorter one, in a folder under /run"
+    ) as caught:
         IpcAddress.parse("ipc:///" + "x" * 103, "listen")
     assert caught.value.field == "listen"
     with pytest.raises(ConfigurationError, match=r"longer than 107 bytes.*use a shorter one"):

@@ -108,11 +108,15 @@ def wait_for(condition: Callable[[], bool]) -> bool:
 
 
 @pytest.mark.usefixtures("uncollected")
-def test_drafts_that_come_and_go_leave_nothing(decoder: Decoder, folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_drafts_that_come_and_go_leave_nothing(
+    decoder: Decoder, folders: tuple[Path, Path], tmp_path: Path
+) -> None:
     """Ten that are used, and ten while there is no request, so that the engine hears of nothing."""
     address = f"ipc://{tmp_path}/draft.sock"
     identity = TargetIdentity.of(decoder)
-    drafter = RemoteDrafter(address, identity, decoder.weight, torch.device("cpu"), fault_deadline_s=TIMEOUT_S, rounds=True)
+    drafter = RemoteDrafter(
+        address, identity, decoder.weight, torch.device("cpu"), fault_deadline_s=TIMEOUT_S, rounds=True
+    )
 
     def live(*, used: bool) -> None:
         draft = Life(address, folders)
@@ -131,7 +135,10 @@ def test_drafts_that_come_and_go_leave_nothing(decoder: Decoder, folders: tuple[
             live(used=True)
         # Those of a server that ends may stay a moment longer, and one life's may still be there: not those of every life.
         most = tuple(number + LIVES // 2 for number in usual)
-        assert wait_for(lambda: all(now <= bound for now, bound in zip(held(), most, strict=True))), (usual, held())
+        assert wait_for(lambda: all(now <= bound for now, bound in zip(held(), most, strict=True))), (
+            usual,
+            held(),
+        )
     finally:
         drafter.shutdown()
 
@@ -143,11 +150,15 @@ def test_over_grpc_neither_side_keeps_the_rounds_of_connections_that_have_ended(
     """With a GPU they have memory that streams reach."""
 
     def there_are() -> Counter[str]:
-        return Counter(type(one).__name__ for one in gc.get_objects() if type(one) in (StreamRounds, InlineRounds))
+        return Counter(
+            type(one).__name__ for one in gc.get_objects() if type(one) in (StreamRounds, InlineRounds)
+        )
 
     address = f"unix:{tmp_path}/draft.sock"
     draft = Life(address, folders)
-    drafter = RemoteDrafter(address, TargetIdentity.of(decoder), decoder.weight, torch.device("cpu"), rounds=True)
+    drafter = RemoteDrafter(
+        address, TargetIdentity.of(decoder), decoder.weight, torch.device("cpu"), rounds=True
+    )
     try:
         for _ in range(5):
             connected(drafter)

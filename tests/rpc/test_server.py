@@ -30,7 +30,9 @@ class Target(target_pb2_grpc.TargetServicer):
 
     def Session(self, request_iterator, context):
         for request in request_iterator:
-            yield target_pb2.SessionReply(replies=[target_pb2.GenerateReply(request_id=request.generate.request_id)])
+            yield target_pb2.SessionReply(
+                replies=[target_pb2.GenerateReply(request_id=request.generate.request_id)]
+            )
 
     def Generate(self, request, context):
         yield target_pb2.GenerateReply(request_id="x" * len(request.prompt_ids))
@@ -55,7 +57,11 @@ def server():
 
 
 def check(channel: grpc.Channel, service: str) -> int:
-    return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service), timeout=10).status
+    return (
+        health_pb2_grpc.HealthStub(channel)
+        .Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
+        .status
+    )
 
 
 def test_health_follows_set_serving_for_every_name(server) -> None:
@@ -71,7 +77,10 @@ def test_watchers_see_the_change_and_take_no_worker(server) -> None:
         watches = [stub.Watch(health_pb2.HealthCheckRequest(service=NAME), timeout=20) for _ in range(6)]
         assert [next(watch).status for watch in watches] == [NOT_SERVING] * 6
         # The server has two workers and six watchers: a call still gets through.
-        assert target_pb2_grpc.TargetStub(channel).GetInfo(target_pb2.GetInfoRequest(), timeout=10).model_id == "toy"
+        assert (
+            target_pb2_grpc.TargetStub(channel).GetInfo(target_pb2.GetInfoRequest(), timeout=10).model_id
+            == "toy"
+        )
         server.set_serving(True)
         assert [next(watch).status for watch in watches] == [SERVING] * 6
         for watch in watches:
@@ -111,7 +120,9 @@ def test_a_watcher_that_leaves_while_another_is_told_blocks_nobody() -> None:
 def test_reflection_lists_the_services(server) -> None:
     with connect(server.address) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        replies = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=10)
+        replies = stub.ServerReflectionInfo(
+            iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=10
+        )
         names = {service.name for service in next(replies).list_services_response.service}
     assert {NAME, "grpc.health.v1.Health"} <= names
 
@@ -129,7 +140,9 @@ def test_messages_of_both_directions_may_be_large_but_not_unlimited(server) -> N
 def test_stop_lets_a_stream_finish_within_the_grace_and_refuses_new_calls() -> None:
     server = sync_server("127.0.0.1:0", servicers(), [NAME], max_workers=4)
     server.start()
-    requests: list[target_pb2.SessionRequest] = [target_pb2.SessionRequest(generate=target_pb2.GenerateRequest(request_id="1"))]
+    requests: list[target_pb2.SessionRequest] = [
+        target_pb2.SessionRequest(generate=target_pb2.GenerateRequest(request_id="1"))
+    ]
     stopping = []
 
     def feed():
@@ -165,7 +178,9 @@ async def test_the_asyncio_server_offers_the_same(tmp_path: Path) -> None:
     try:
         async with connect_aio(address) as channel:
             health = health_pb2_grpc.HealthStub(channel)
-            assert (await health.Check(health_pb2.HealthCheckRequest(service=NAME), timeout=10)).status == NOT_SERVING
+            assert (
+                await health.Check(health_pb2.HealthCheckRequest(service=NAME), timeout=10)
+            ).status == NOT_SERVING
             watch = health.Watch(health_pb2.HealthCheckRequest(service=""), timeout=10)
             assert (await watch.read()).status == NOT_SERVING
             await server.set_serving(True)
@@ -174,7 +189,9 @@ async def test_the_asyncio_server_offers_the_same(tmp_path: Path) -> None:
             reflected = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
                 iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=10
             )
-            assert NAME in {service.name for service in (await reflected.read()).list_services_response.service}
+            assert NAME in {
+                service.name for service in (await reflected.read()).list_services_response.service
+            }
     finally:
         await server.stop(0)
 
@@ -198,7 +215,10 @@ def test_a_taken_port_is_a_configuration_error_that_names_it() -> None:
             sync_server(address, servicers(), [NAME])
 
 
-@pytest.mark.parametrize("address", ["", "localhost", ":7001", "host:port", "host:70000", "unix:relative.sock", "unix:/" + "x" * 120])
+@pytest.mark.parametrize(
+    "address",
+    ["", "localhost", ":7001", "host:port", "host:70000", "unix:relative.sock", "unix:/" + "x" * 120],
+)
 def test_a_malformed_address_names_its_setting(address: str) -> None:
     with pytest.raises(ConfigurationError, match="listen") as caught:
         check_address(address, "listen")

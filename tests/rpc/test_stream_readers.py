@@ -73,7 +73,9 @@ def test_the_reader_goes_on_at_once_when_it_is_let(serve: Serve, monkeypatch: py
     assert not reader.thread.is_alive()
 
 
-def test_no_message_is_waited_for_in_vain_while_the_two_take_turns(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_message_is_waited_for_in_vain_while_the_two_take_turns(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the reader takes in the moment of a take-over wakes the other thread: only the clock would, else."""
     monkeypatch.setattr(direct, "KEEP_S", 0.0)
     monkeypatch.setattr(direct, "WATCH_S", 0.0001)
@@ -102,7 +104,12 @@ class Crossing:
         came, left: It has come to the lock, and has released it.
     """
 
-    def __init__(self, stream: ClientStream, before: Callable[[], bool] | None = None, behind: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self,
+        stream: ClientStream,
+        before: Callable[[], bool] | None = None,
+        behind: Callable[[], bool] | None = None,
+    ) -> None:
         self.came, self.left = threading.Event(), threading.Event()
         self._lock = stream._reading
         self._before, self._behind = before, behind
@@ -222,7 +229,9 @@ class Sleeps(threading.Condition):
         return self._dozes or super().wait(timeout)
 
 
-def test_a_wait_that_is_shorter_than_the_one_before_ends_in_time(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_that_is_shorter_than_the_one_before_ends_in_time(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The watching thread sleeps as the wait before allows, and is woken."""
     monkeypatch.setattr(direct, "KEEP_S", 1e3)
     monkeypatch.setattr(direct, "LONGEST_WATCH_S", 1e3)
@@ -245,7 +254,9 @@ def test_a_wait_that_is_shorter_than_the_one_before_ends_in_time(serve: Serve, m
     assert not reader.thread.is_alive()
 
 
-def test_waits_as_long_as_the_one_before_do_not_wake_the_watch(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_as_long_as_the_one_before_do_not_wake_the_watch(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(direct, "KEEP_S", 1e3)
     monkeypatch.setattr(direct, "LONGEST_WATCH_S", 1e3)
     stream = serve(Echo(lambda to, message: to.send(message)))
@@ -298,7 +309,9 @@ def test_a_thread_that_looks_sends_at_once_and_loses_no_message(serve: Serve) ->
         early += len(came)
         if not came:
             receive(stream, reader, message)
-    assert early >= 25 or Vigil().enabled, "where nobody else watches the sockets, nothing comes while nobody waits"
+    assert early >= 25 or Vigil().enabled, (
+        "where nobody else watches the sockets, nothing comes while nobody waits"
+    )
     stream.cancel()
     reader.thread.join(WAIT_S)
     assert stream.poll() == [], "it has ended"

@@ -47,7 +47,9 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def drafter(decoder: Decoder, address: str) -> Iterator[RemoteDrafter]:
-    drafter = RemoteDrafter(address, TargetIdentity.of(decoder), decoder.weight, torch.device("cpu"), fault_deadline_s=FAULT_S)
+    drafter = RemoteDrafter(
+        address, TargetIdentity.of(decoder), decoder.weight, torch.device("cpu"), fault_deadline_s=FAULT_S
+    )
     yield drafter
     drafter.shutdown()
 
@@ -102,7 +104,12 @@ def check_done(harness: Harness, plain: list[int], count: int = 1, max_new_token
 
 @pytest.mark.parametrize("most_short_bytes", [grpc_carrier.MAX_SHORT_BYTES, 0], ids=["short", "long"])
 def test_a_good_draft_is_believed(
-    decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int], most_short_bytes: int, monkeypatch: pytest.MonkeyPatch
+    decoder: Decoder,
+    drafter: RemoteDrafter,
+    address: str,
+    plain: list[int],
+    most_short_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(grpc_carrier, "MAX_SHORT_BYTES", most_short_bytes)
     fake = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size)
@@ -131,7 +138,9 @@ def test_a_good_draft_is_believed(
         server.stop(0)
 
 
-def test_without_a_draft_everything_is_plain(decoder: Decoder, drafter: RemoteDrafter, plain: list[int]) -> None:
+def test_without_a_draft_everything_is_plain(
+    decoder: Decoder, drafter: RemoteDrafter, plain: list[int]
+) -> None:
     harness = start(decoder, drafter, count=2)
     harness.run()
     check_done(harness, plain, 2)
@@ -173,7 +182,9 @@ def test_garbage_costs_no_token_and_opens_the_breaker(
         server.stop(0)
 
 
-def test_a_tree_of_another_fence_is_dropped(decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]) -> None:
+def test_a_tree_of_another_fence_is_dropped(
+    decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]
+) -> None:
     good = truthful(plain)
 
     def plan(tokens: list[int], commit: draft_pb2.Commit) -> draft_pb2.Tree:
@@ -193,7 +204,9 @@ def test_a_tree_of_another_fence_is_dropped(decoder: Decoder, drafter: RemoteDra
         server.stop(0)
 
 
-def test_silence_is_waited_for_once_and_drafting_resumes(decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]) -> None:
+def test_silence_is_waited_for_once_and_drafting_resumes(
+    decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]
+) -> None:
     fake = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size)
     server = fake.serve(address)
     try:
@@ -221,7 +234,9 @@ def test_silence_is_waited_for_once_and_drafting_resumes(decoder: Decoder, draft
         server.stop(0)
 
 
-def test_a_restarted_draft_takes_up_running_sequences(decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]) -> None:
+def test_a_restarted_draft_takes_up_running_sequences(
+    decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]
+) -> None:
     first = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size)
     server = first.serve(address)
     connected(drafter)
@@ -254,7 +269,9 @@ def test_a_restarted_draft_takes_up_running_sequences(decoder: Decoder, drafter:
         server.stop(0)
 
 
-def test_another_head_gets_features_of_its_own(decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]) -> None:
+def test_another_head_gets_features_of_its_own(
+    decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]
+) -> None:
     server = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size, seed=1).serve(address)
     connected(drafter)
     harness = start(decoder, drafter, max_new_tokens=200)
@@ -262,7 +279,9 @@ def test_another_head_gets_features_of_its_own(decoder: Decoder, drafter: Remote
         harness.step()
     server.stop(0)
     wait_for(lambda: drafter.state() is DrafterState.DOWN)
-    other = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size, seed=2, aux_layer_ids=(0, 2, 5))
+    other = FakeDraft(
+        truthful(plain), hidden_size=decoder.config.hidden_size, seed=2, aux_layer_ids=(0, 2, 5)
+    )
     server = other.serve(address)
     try:
         connected(drafter)
@@ -279,12 +298,16 @@ def test_another_head_gets_features_of_its_own(decoder: Decoder, drafter: Remote
         report = harness.sink.finished["0"].speculation
         emitted = sum((k + 1) * count for k, count in enumerate(report.accepted_histogram))
         cut = sum(len(one.accepted) + 1 - len(one.emitted) for one in harness.sink.rounds["0"])
-        assert emitted == 200 - 2 + cut, "two prefills emitted a token each: the first, and the one that captured the new head's features"
+        assert emitted == 200 - 2 + cut, (
+            "two prefills emitted a token each: the first, and the one that captured the new head's features"
+        )
     finally:
         server.stop(0)
 
 
-def test_a_lost_session_is_opened_again_alone(decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]) -> None:
+def test_a_lost_session_is_opened_again_alone(
+    decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]
+) -> None:
     fake = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size)
     server = fake.serve(address)
     try:
@@ -293,7 +316,11 @@ def test_a_lost_session_is_opened_again_alone(decoder: Decoder, drafter: RemoteD
         for _ in range(6):
             harness.step()
         lost = fake.opens[0]
-        fake.push(draft_pb2.SessionReply(need_resync=draft_pb2.NeedResync(session_id=lost[0], epoch=lost[1], reason="evicted")))
+        fake.push(
+            draft_pb2.SessionReply(
+                need_resync=draft_pb2.NeedResync(session_id=lost[0], epoch=lost[1], reason="evicted")
+            )
+        )
         harness.run()
         check_done(harness, plain, 2, 150)
         assert [opened for opened in fake.opens if opened[0] == lost[0]] == [lost, (lost[0], lost[1] + 1)]
@@ -303,7 +330,9 @@ def test_a_lost_session_is_opened_again_alone(decoder: Decoder, drafter: RemoteD
         server.stop(0)
 
 
-def test_a_full_draft_leaves_the_sequence_plain(decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]) -> None:
+def test_a_full_draft_leaves_the_sequence_plain(
+    decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]
+) -> None:
     fake = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size)
     server = fake.serve(address)
     try:
@@ -312,7 +341,11 @@ def test_a_full_draft_leaves_the_sequence_plain(decoder: Decoder, drafter: Remot
         for _ in range(4):
             harness.step()
         session_id = fake.opens[0][0]
-        fake.push(draft_pb2.SessionReply(reject=draft_pb2.Reject(session_id=session_id, reason="full", retry_after_ms=60_000)))
+        fake.push(
+            draft_pb2.SessionReply(
+                reject=draft_pb2.Reject(session_id=session_id, reason="full", retry_after_ms=60_000)
+            )
+        )
         harness.run()
         check_done(harness, plain, 1, 150)
         assert len(fake.opens) == 1
@@ -321,7 +354,9 @@ def test_a_full_draft_leaves_the_sequence_plain(decoder: Decoder, drafter: Remot
         server.stop(0)
 
 
-def test_a_head_that_does_not_fit_is_refused(decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]) -> None:
+def test_a_head_that_does_not_fit_is_refused(
+    decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]
+) -> None:
     fake = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size + 1)
     server = fake.serve(address)
     try:
@@ -342,7 +377,10 @@ def test_a_draft_of_another_release_is_refused_and_decoding_goes_on(
     server = fake.serve(address)
     try:
         message = refused_for(drafter, "protocol_version")
-        assert f"version {version} of the draft protocol, this target version {PROTOCOL_VERSION}: update the {older}" in message
+        assert (
+            f"version {version} of the draft protocol, this target version {PROTOCOL_VERSION}: update the {older}"
+            in message
+        )
         harness = start(decoder, drafter)
         harness.run()
         check_done(harness, plain)
@@ -384,7 +422,9 @@ def test_a_draft_of_another_algorithm_is_refused(
         server.stop(0)
 
 
-def test_mode_off_is_never_told_to_the_draft(decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]) -> None:
+def test_mode_off_is_never_told_to_the_draft(
+    decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]
+) -> None:
     fake = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size)
     server = fake.serve(address)
     try:

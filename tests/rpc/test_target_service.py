@@ -52,7 +52,9 @@ class Service:
 
     async def _start(self) -> object:
         servicer = TargetServicer()
-        server = aio_server(self.address, [(target_pb2_grpc.add_TargetServicer_to_server, servicer)], [SERVICE_NAME])
+        server = aio_server(
+            self.address, [(target_pb2_grpc.add_TargetServicer_to_server, servicer)], [SERVICE_NAME]
+        )
         await server.start()
         servicer.serve(self.target.serving)
         await server.set_serving(True)
@@ -69,7 +71,11 @@ class Service:
 @pytest.fixture(scope="module")
 def service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     listen = f"unix:{tmp_path_factory.mktemp('s')}/t.sock"
-    service = Service(TargetSettings.load({"model": model, "listen": listen, "threads": 1, "kv_tokens": 4096, "max_queued_requests": 32}))
+    service = Service(
+        TargetSettings.load(
+            {"model": model, "listen": listen, "threads": 1, "kv_tokens": 4096, "max_queued_requests": 32}
+        )
+    )
     yield service
     service.stop()
 
@@ -92,7 +98,12 @@ def pages_held(service: Service) -> int:
 
 
 def request(request_id: str = "a", **fields: object) -> target_pb2.GenerateRequest:
-    options = {"prompt_ids": PROMPT, "max_new_tokens": 20, "sampling": common_pb2.SamplingOptions(temperature=0.0), **fields}
+    options = {
+        "prompt_ids": PROMPT,
+        "max_new_tokens": 20,
+        "sampling": common_pb2.SamplingOptions(temperature=0.0),
+        **fields,
+    }
     return target_pb2.GenerateRequest(request_id=request_id, **options)  # type: ignore[arg-type]
 
 
@@ -142,7 +153,9 @@ def test_one_session_carries_many_requests(stub: target_pb2_grpc.TargetStub) -> 
     assert messages < 8 * 20, "replies are batched"
 
 
-def test_the_end_of_a_session_cancels_its_requests(service: Service, stub: target_pb2_grpc.TargetStub) -> None:
+def test_the_end_of_a_session_cancels_its_requests(
+    service: Service, stub: target_pb2_grpc.TargetStub
+) -> None:
     outbox: queue.SimpleQueue[target_pb2.SessionRequest | None] = queue.SimpleQueue()
     outbox.put(target_pb2.SessionRequest(generate=request("a", max_new_tokens=1000)))
     call = stub.Session(iter(outbox.get, None), timeout=TIMEOUT_S)
@@ -192,11 +205,17 @@ def test_cancelling_a_call_frees_its_pages(service: Service, stub: target_pb2_gr
         ({"prompt_ids": [VOCAB]}, "prompt_ids", "invalid_value"),
         ({"prompt_ids": [1] * 1025}, "prompt_ids", "context_length_exceeded"),
         ({"sampling": common_pb2.SamplingOptions(top_p=2.0)}, "top_p", "invalid_value"),
-        ({"speculation": common_pb2.SpeculationOptions(max_nodes=0)}, "speculation.max_nodes", "invalid_value"),
+        (
+            {"speculation": common_pb2.SpeculationOptions(max_nodes=0)},
+            "speculation.max_nodes",
+            "invalid_value",
+        ),
         ({"speculation": common_pb2.SpeculationOptions(depth=99)}, "speculation.depth", "invalid_value"),
     ],
 )
-def test_bad_fields_are_named(stub: target_pb2_grpc.TargetStub, fields: dict[str, object], field: str, reason: str) -> None:
+def test_bad_fields_are_named(
+    stub: target_pb2_grpc.TargetStub, fields: dict[str, object], field: str, reason: str
+) -> None:
     with pytest.raises(grpc.RpcError) as refused:
         generate(stub, **fields)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -216,7 +235,9 @@ def test_a_callers_deadline_ends_the_request(service: Service, stub: target_pb2_
 
 
 def test_traces_reach_the_client(stub: target_pb2_grpc.TargetStub) -> None:
-    replies = list(stub.Generate(request(speculation=common_pb2.SpeculationOptions(trace=True)), timeout=TIMEOUT_S))
+    replies = list(
+        stub.Generate(request(speculation=common_pb2.SpeculationOptions(trace=True)), timeout=TIMEOUT_S)
+    )
     rounds = [one for reply in replies for one in reply.delta.rounds]
     assert len(rounds) == 19
     assert all(len(one.nodes) == 1 and one.nodes[0].parent == -1 for one in rounds)
@@ -225,7 +246,9 @@ def test_traces_reach_the_client(stub: target_pb2_grpc.TargetStub) -> None:
 
 def test_weights_can_be_borrowed(service: Service, stub: target_pb2_grpc.TargetStub) -> None:
     name = "model.embed_tokens.weight"
-    chunks = (reply.chunk for reply in stub.GetTensor(target_pb2.GetTensorRequest(name=name), timeout=TIMEOUT_S))
+    chunks = (
+        reply.chunk for reply in stub.GetTensor(target_pb2.GetTensorRequest(name=name), timeout=TIMEOUT_S)
+    )
     ((found, weight),) = join_tensors(chunks, max_bytes=1 << 24)
     assert found == name
     assert torch.equal(weight, service.target.serving.decoder.embedding)
@@ -267,12 +290,26 @@ async def test_a_full_queue_is_refused_with_a_time_to_retry(service: Service) ->
 @pytest.mark.timeout(180)
 def test_sigterm_lets_streams_finish_and_exits_with_zero(model: Path, tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/t.sock"
-    command = (sys.executable, "-m", "outrider.services.cli", "serve", "target", "--model", str(model), "--listen", address)
-    with subprocess.Popen((*command, "--threads", "1"), stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
+    command = (
+        sys.executable,
+        "-m",
+        "outrider.services.cli",
+        "serve",
+        "target",
+        "--model",
+        str(model),
+        "--listen",
+        address,
+    )
+    with subprocess.Popen(
+        (*command, "--threads", "1"), stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    ) as process:
         try:
             with connect(address) as channel:
                 health = health_pb2_grpc.HealthStub(channel)
-                states = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE_NAME), wait_for_ready=True, timeout=120)
+                states = health.Watch(
+                    health_pb2.HealthCheckRequest(service=SERVICE_NAME), wait_for_ready=True, timeout=120
+                )
                 assert any(state.status == health_pb2.HealthCheckResponse.SERVING for state in states)
                 stub = target_pb2_grpc.TargetStub(channel)
                 call = stub.Generate(request(max_new_tokens=900), timeout=60)
@@ -283,7 +320,9 @@ def test_sigterm_lets_streams_finish_and_exits_with_zero(model: Path, tmp_path: 
                     generate_for_ever(stub)
                 assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
                 replies = list(call)
-                tokens = list(first.delta.token_ids) + [token for reply in replies for token in reply.delta.token_ids]
+                tokens = list(first.delta.token_ids) + [
+                    token for reply in replies for token in reply.delta.token_ids
+                ]
                 assert len(tokens) == 900
                 assert replies[-1].finish.reason == common_pb2.FINISH_REASON_LENGTH
             assert process.wait(20) == 0

@@ -95,7 +95,9 @@ class AdmissionMachine(RuleBasedStateMachine):
     @invariant()
     def counts_are_right(self) -> None:
         assert self.admission.waiting == sum(len(waiting) for _, _, waiting in self.open)
-        assert self.admission.waiting_tokens == sum(lengths[index] for _, lengths, waiting in self.open for index in waiting)
+        assert self.admission.waiting_tokens == sum(
+            lengths[index] for _, lengths, waiting in self.open for index in waiting
+        )
         assert self.admission.active == sum(len(lengths) for _, lengths, _ in self.open)
 
 

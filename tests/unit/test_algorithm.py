@@ -19,7 +19,11 @@ from outrider.shared.base.errors import CheckpointError, ConfigurationError
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("folders")
-    made = {"model": make_toy_target(base / "model", hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16)}
+    made = {
+        "model": make_toy_target(
+            base / "model", hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16
+        )
+    }
     made["eagle3"] = make_toy_eagle3(base / "eagle3", made["model"])
     for name, tensor in {
         "mimo": "model.mtp_layers.0.input_proj.weight",
@@ -92,9 +96,14 @@ def test_ngrams_read_no_folder(folders: dict[str, Path]) -> None:
     assert choose(Algorithm.NGRAM, None, folders["model"]).folder is None
 
 
-@pytest.mark.parametrize(("value", "expected"), [("eagle3", Algorithm.EAGLE3), ("NEXTN", Algorithm.NEXTN), ("Auto", Algorithm.AUTO)])
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("eagle3", Algorithm.EAGLE3), ("NEXTN", Algorithm.NEXTN), ("Auto", Algorithm.AUTO)],
+)
 def test_settings_take_any_case(value: str, expected: Algorithm) -> None:
-    assert DraftSettings.load({"draft": "x", "speculative_algorithm": value}).speculative_algorithm is expected
+    assert (
+        DraftSettings.load({"draft": "x", "speculative_algorithm": value}).speculative_algorithm is expected
+    )
 
 
 def test_settings_name_the_field() -> None:
@@ -121,7 +130,10 @@ def test_a_stack_drafts_by_ngrams_in_the_targets_process() -> None:
 
 def test_a_stack_drafts_by_the_targets_own_layers_in_a_service_of_its_own() -> None:
     lines = lines_of(StackOptions(target=Path("/m/t"), draft=None, algorithm=Algorithm.NEXTN, device="cpu"))
-    assert "serve draft --listen unix:/run/x/draft.sock --target-weights /m/t --speculative-algorithm NEXTN" in lines["draft"]
+    assert (
+        "serve draft --listen unix:/run/x/draft.sock --target-weights /m/t --speculative-algorithm NEXTN"
+        in lines["draft"]
+    )
     assert "--draft unix:/run/x/draft.sock --speculative-algorithm NEXTN" in lines["target"]
 
 
@@ -147,8 +159,12 @@ def test_a_stack_without_anything_to_draft_with_decodes_plainly() -> None:
 
 def test_a_stack_with_contradicting_options_is_refused_before_it_starts(folders: dict[str, Path]) -> None:
     for options in (
-        StackOptions(target=folders["model"], draft=None, algorithm=Algorithm.STANDALONE, skip_tokenizer=True),
-        StackOptions(target=folders["model"], draft=folders["eagle3"], algorithm=Algorithm.NGRAM, skip_tokenizer=True),
+        StackOptions(
+            target=folders["model"], draft=None, algorithm=Algorithm.STANDALONE, skip_tokenizer=True
+        ),
+        StackOptions(
+            target=folders["model"], draft=folders["eagle3"], algorithm=Algorithm.NGRAM, skip_tokenizer=True
+        ),
     ):
         with pytest.raises(ConfigurationError) as caught:
             check_options(options)

@@ -9,7 +9,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from outrider.shared.attn.base import AttentionBackend, build_batch, causal_ancestors, pack_rows, visible_columns
+from outrider.shared.attn.base import (
+    AttentionBackend,
+    build_batch,
+    causal_ancestors,
+    pack_rows,
+    visible_columns,
+)
 from outrider.shared.attn.create import AttentionKind, create_backend
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.kv.pages import PageLease
@@ -36,7 +42,9 @@ def make_pool(page_size: int, scattered: bool) -> tuple[KVPool, list[PageLease]]
     return pool, leases
 
 
-def fill(backend: AttentionBackend, pool: KVPool, leases: Sequence[PageLease], lengths: Sequence[int]) -> list[torch.Tensor]:
+def fill(
+    backend: AttentionBackend, pool: KVPool, leases: Sequence[PageLease], lengths: Sequence[int]
+) -> list[torch.Tensor]:
     """Write random K/V for the first tokens of each lease and return them, ``[2, tokens, kv_heads, dim]`` per sequence."""
     rows = sum(lengths)
     k, v = torch.randn(rows, KV_HEADS, DIM), torch.randn(rows, KV_HEADS, DIM)
@@ -46,7 +54,9 @@ def fill(backend: AttentionBackend, pool: KVPool, leases: Sequence[PageLease], l
     return list(torch.stack([k, v]).split(list(lengths), dim=1))
 
 
-def attend(q: torch.Tensor, kv: torch.Tensor, visible: Sequence[int], scale: float, softcap: float = 0.0) -> torch.Tensor:
+def attend(
+    q: torch.Tensor, kv: torch.Tensor, visible: Sequence[int], scale: float, softcap: float = 0.0
+) -> torch.Tensor:
     """Attend from one row ``[heads, dim]`` to the visible tokens, head by head."""
     heads = []
     for head in range(HEADS):
@@ -90,10 +100,18 @@ def test_tree_rows_see_the_prefix_and_their_mask(kind: AttentionKind, scattered:
     cached = fill(backend, pool, [leases[0], leases[2]], [11, 5])
     cached.insert(1, torch.empty(2, 0, KV_HEADS, DIM))
     rng = random.Random(2)
-    visible = [sorted({node, *rng.sample(range(node), rng.randint(0, node))}) for count in counts for node in range(count)]
+    visible = [
+        sorted({node, *rng.sample(range(node), rng.randint(0, node))})
+        for count in counts
+        for node in range(count)
+    ]
     ancestors = torch.tensor([mask_row(columns, words) for columns in visible], dtype=torch.int32)
     rows = sum(counts)
-    q, k, v = torch.randn(rows, HEADS, DIM), torch.randn(rows, KV_HEADS, DIM), torch.randn(rows, KV_HEADS, DIM)
+    q, k, v = (
+        torch.randn(rows, HEADS, DIM),
+        torch.randn(rows, KV_HEADS, DIM),
+        torch.randn(rows, KV_HEADS, DIM),
+    )
     backend.plan(build_batch(pool, leases, prefixes, counts, ancestors=ancestors))
     out = backend.run(0, q, k, v, pool, 0.25)
     row = 0
@@ -109,7 +127,9 @@ def test_tree_rows_see_the_prefix_and_their_mask(kind: AttentionKind, scattered:
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("depth", [1, 6, 40])
 @pytest.mark.parametrize(("window", "softcap"), [(4, 0.0), (1, 0.0), (9, 0.0), (0, 0.4), (4, 0.4)])
-def test_a_chain_equals_causal_rows(kind: AttentionKind, scattered: bool, depth: int, window: int, softcap: float) -> None:
+def test_a_chain_equals_causal_rows(
+    kind: AttentionKind, scattered: bool, depth: int, window: int, softcap: float
+) -> None:
     """Written out row by row: a node sees the last `window` positions of its own path, however deep the tree."""
     torch.manual_seed(7)
     pool, leases = make_pool(4, scattered)
@@ -117,7 +137,11 @@ def test_a_chain_equals_causal_rows(kind: AttentionKind, scattered: bool, depth:
     prefixes = [11, 0]
     cached = [*fill(backend, pool, leases[:1], [11]), torch.empty(2, 0, KV_HEADS, DIM)]
     rows = 2 * depth
-    q, k, v = torch.randn(rows, HEADS, DIM), torch.randn(rows, KV_HEADS, DIM), torch.randn(rows, KV_HEADS, DIM)
+    q, k, v = (
+        torch.randn(rows, HEADS, DIM),
+        torch.randn(rows, KV_HEADS, DIM),
+        torch.randn(rows, KV_HEADS, DIM),
+    )
     ancestors = torch.tensor([mask_row(range(node + 1), 2) for node in range(depth)] * 2, dtype=torch.int32)
     outs = []
     for masks in (ancestors, None):
@@ -190,7 +214,16 @@ def test_one_backend_may_serve_two_pools_in_turn() -> None:
         lease = pool.lease(9)
         assert lease is not None
         backend.plan(build_batch(pool, [lease], [0], [9]))
-        outs.append(backend.run(0, torch.randn(9, HEADS, DIM), torch.randn(9, KV_HEADS, DIM), torch.randn(9, KV_HEADS, DIM), pool, 0.3))
+        outs.append(
+            backend.run(
+                0,
+                torch.randn(9, HEADS, DIM),
+                torch.randn(9, KV_HEADS, DIM),
+                torch.randn(9, KV_HEADS, DIM),
+                pool,
+                0.3,
+            )
+        )
     torch.testing.assert_close(outs[0], outs[1])
 
 
@@ -204,7 +237,11 @@ def test_causal_masks_equal_causal_rows() -> None:
 
 def test_padding_is_dropped_row_by_row() -> None:
     padded = torch.arange(24).view(3, 4, 2)
-    assert pack_rows(padded, [2, 4, 1]).tolist() == [*padded[0, :2].tolist(), *padded[1].tolist(), *padded[2, :1].tolist()]
+    assert pack_rows(padded, [2, 4, 1]).tolist() == [
+        *padded[0, :2].tolist(),
+        *padded[1].tolist(),
+        *padded[2, :1].tolist(),
+    ]
     assert torch.equal(pack_rows(padded, [4, 4, 4]), padded.view(12, 2))
 
 

@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from toy_heads import HIDDEN, LATENT, TARGET_LAYERS, VOCAB, base_config, eagle3_tensors, with_latent_attention, write_head
+from toy_heads import (
+    HIDDEN,
+    LATENT,
+    TARGET_LAYERS,
+    VOCAB,
+    base_config,
+    eagle3_tensors,
+    with_latent_attention,
+    write_head,
+)
 from toys import make_toy_eagle3, make_toy_target
 
 from outrider.services.draft.app import DraftService
@@ -30,14 +39,23 @@ torch.set_num_threads(1)
 CPU = torch.device("cpu")
 IDS = "eagle_aux_hidden_state_layer_ids"
 LLAMA = base_config(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=24)
-KIMI = LLAMA | {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "kimi_k2", "num_key_value_heads": 4, **LATENT}
+KIMI = LLAMA | {
+    "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+    "model_type": "kimi_k2",
+    "num_key_value_heads": 4,
+    **LATENT,
+}
 
 
 def captured(folder: Path, family: str, **config: Any) -> tuple[int, ...]:
     count = config.get("num_aux_hidden_states") or len(config[IDS])
     latent = "kv_lora_rank" in config
     tensors = eagle3_tensors(num_aux=count)
-    head = load_head(write_head(folder, LLAMA | config, with_latent_attention(tensors) if latent else tensors), CPU, torch.float32)
+    head = load_head(
+        write_head(folder, LLAMA | config, with_latent_attention(tensors) if latent else tensors),
+        CPU,
+        torch.float32,
+    )
     return tuple(head.feature_spec(TargetInfo("t", "f", VOCAB, HIDDEN, TARGET_LAYERS, family)).aux_layer_ids)
 
 
@@ -79,13 +97,19 @@ def test_the_ids_that_name_layers_are_read_as_these_layers(family: str, latent: 
         assert Eagle3Config.parse(config).check_target(target) == outputs
 
 
-@pytest.mark.parametrize(("family", "outputs"), [("llama", (2, 4, 6)), ("kimi_k2", (1, 3, 5)), ("", (1, 3, 5))])
-def test_a_head_with_latent_attention_counts_by_the_target_too(family: str, outputs: tuple[int, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "outputs"), [("llama", (2, 4, 6)), ("kimi_k2", (1, 3, 5)), ("", (1, 3, 5))]
+)
+def test_a_head_with_latent_attention_counts_by_the_target_too(
+    family: str, outputs: tuple[int, ...], tmp_path: Path
+) -> None:
     """A target that does not name its family is an older one: then the head's own family is the best guess."""
     assert captured(tmp_path / "head", family, **KIMI, **{IDS: [2, 4, 6]}) == outputs
 
 
-def test_the_convention_is_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_the_convention_is_logged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO):
         captured(tmp_path / "head", "deepseek_v3", **{IDS: [2, 4, 6]})
     said = capsys.readouterr().out + caplog.text
@@ -95,15 +119,24 @@ def test_the_convention_is_logged(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize(
     ("count", "ids", "outputs"),
-    [(2, [1, 3, 4], (1, 3)), (4, [0, 2, 4, 5, 6], (0, 2, 4, 5)), (3, [2, 5], (1, 3, 4)), (3, [0, 1, 2, 3], (0, 1, 2))],
+    [
+        (2, [1, 3, 4], (1, 3)),
+        (4, [0, 2, 4, 5, 6], (0, 2, 4, 5)),
+        (3, [2, 5], (1, 3, 4)),
+        (3, [0, 1, 2, 3], (0, 1, 2)),
+    ],
 )
-def test_an_explicit_number_goes_before_the_list(count: int, ids: list[int], outputs: tuple[int, ...], tmp_path: Path) -> None:
+def test_an_explicit_number_goes_before_the_list(
+    count: int, ids: list[int], outputs: tuple[int, ...], tmp_path: Path
+) -> None:
     """The first ones of a longer list; three that a shorter list cannot name are the default triple."""
     assert captured(tmp_path / "head", "llama", **{"num_aux_hidden_states": count, IDS: ids}) == outputs
 
 
 def test_a_number_without_enough_names_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is 4, but eagle_aux_hidden_state_layer_ids names 3 layers; name 4") as caught:
+    with pytest.raises(
+        CheckpointError, match="is 4, but eagle_aux_hidden_state_layer_ids names 3 layers; name 4"
+    ) as caught:
         captured(tmp_path / "head", "llama", **{"num_aux_hidden_states": 4, IDS: [1, 3, 5]})
     assert caught.value.field == "num_aux_hidden_states"
 
@@ -116,16 +149,28 @@ def test_a_target_in_this_process_names_its_family(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "outputs"), [("llama", (2, 4, 6)), ("deepseek_v3", (1, 3, 5))])
-def test_a_target_elsewhere_names_its_family_in_hello(family: str, outputs: tuple[int, ...], tmp_path: Path) -> None:
+def test_a_target_elsewhere_names_its_family_in_hello(
+    family: str, outputs: tuple[int, ...], tmp_path: Path
+) -> None:
     folder = make_toy_target(tmp_path / "target")
     head = make_toy_eagle3(tmp_path / "head", folder, aux_layers=[2, 4, 6])
     target = Decoder.load(folder, CPU, torch.float32)
     known = TargetIdentity.of(target)
     assert known.model_type == "llama"
-    service = DraftService(DraftSettings.load({"draft": head, "listen": f"unix:{tmp_path}/d.sock", "device": "cpu", "kv_tokens": 4096}))
+    service = DraftService(
+        DraftSettings.load(
+            {"draft": head, "listen": f"unix:{tmp_path}/d.sock", "device": "cpu", "kv_tokens": 4096}
+        )
+    )
     service.start()
     identity = TargetIdentity(
-        known.target_id, known.fingerprint, known.vocab_size, known.hidden_size, known.num_layers, known.feature_dtype, family
+        known.target_id,
+        known.fingerprint,
+        known.vocab_size,
+        known.hidden_size,
+        known.num_layers,
+        known.feature_dtype,
+        family,
     )
     drafter = RemoteDrafter(service.address, identity, target.weight, CPU, fault_deadline_s=10.0)
     try:

@@ -47,7 +47,18 @@ def pair(originals: Path, tmp_path: Path) -> Path:
 
 def doctor(pair: Path, *more: str) -> tuple[int, dict[str, Any]]:
     result = RUNNER.invoke(
-        cli.app, ["doctor", "--target", str(pair / "target"), "--draft", str(pair / "head"), "--device", "cpu", "--json", *more]
+        cli.app,
+        [
+            "doctor",
+            "--target",
+            str(pair / "target"),
+            "--draft",
+            str(pair / "head"),
+            "--device",
+            "cpu",
+            "--json",
+            *more,
+        ],
     )
     assert result.stdout, result.exception
     return result.exit_code, json.loads(result.stdout)
@@ -81,7 +92,9 @@ def put(tensors: dict[str, torch.Tensor], name: str, value: float) -> None:
 
 
 def overlap(header: dict[str, Any]) -> None:
-    first, second = sorted((name for name in header if name != "__metadata__"), key=lambda name: header[name]["data_offsets"])[1:3]
+    first, second = sorted(
+        (name for name in header if name != "__metadata__"), key=lambda name: header[name]["data_offsets"]
+    )[1:3]
     begin, end = header[second]["data_offsets"]
     header[second]["data_offsets"] = [begin - 4, end - 4]
     header["__metadata__"] = {"first": first}
@@ -98,38 +111,68 @@ def pickle_code(folder: Path) -> None:
 
 
 def set_tokenizer(folder: Path, vocabulary: dict[str, int]) -> None:
-    (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": vocabulary, "merges": []}, "added_tokens": []}))
+    (folder / "tokenizer.json").write_text(
+        json.dumps({"model": {"type": "BPE", "vocab": vocabulary, "merges": []}, "added_tokens": []})
+    )
 
 
 TARGET_FAULTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "truncated": (truncate, "", "truncated or corrupt"),
-    "no safetensors at all": (lambda folder: (folder / HEAD_FILE).write_bytes(b"\0" * 64), "", "truncated or corrupt"),
+    "no safetensors at all": (
+        lambda folder: (folder / HEAD_FILE).write_bytes(b"\0" * 64),
+        "",
+        "truncated or corrupt",
+    ),
     "empty": (lambda folder: (folder / HEAD_FILE).write_bytes(b""), "", "too short for a safetensors header"),
     "header that is not JSON": (
         lambda folder: (folder / HEAD_FILE).write_bytes(struct.pack("<Q", 4) + b"{{{{" + b"\0" * 8),
         "",
         "header that is not JSON",
     ),
-    "overlapping offsets": (lambda folder: edit_header(folder, overlap), "model.", "overlaps the tensor before it"),
+    "overlapping offsets": (
+        lambda folder: edit_header(folder, overlap),
+        "model.",
+        "overlaps the tensor before it",
+    ),
     "offsets beyond the file": (
         lambda folder: edit_header(folder, lambda header: header[LAYER].update(data_offsets=[0, 1 << 40])),
         LAYER,
         "truncated or corrupt",
     ),
     "wrong dtype": (
-        lambda folder: edit_tensors(folder, lambda tensors: tensors.update({LAYER: tensors[LAYER].to(torch.int32)})),
+        lambda folder: edit_tensors(
+            folder, lambda tensors: tensors.update({LAYER: tensors[LAYER].to(torch.int32)})
+        ),
         LAYER,
         "not fp32, fp16 or bf16",
     ),
-    "NaN weight": (lambda folder: edit_tensors(folder, lambda tensors: put(tensors, LAYER, float("nan"))), LAYER, "NaN or infinite"),
-    "infinite weight": (lambda folder: edit_tensors(folder, lambda tensors: put(tensors, LAYER, float("-inf"))), LAYER, "NaN or infinite"),
-    "missing tensor": (lambda folder: edit_tensors(folder, lambda tensors: tensors.pop(LAYER)), LAYER, "1 tensor missing"),
+    "NaN weight": (
+        lambda folder: edit_tensors(folder, lambda tensors: put(tensors, LAYER, float("nan"))),
+        LAYER,
+        "NaN or infinite",
+    ),
+    "infinite weight": (
+        lambda folder: edit_tensors(folder, lambda tensors: put(tensors, LAYER, float("-inf"))),
+        LAYER,
+        "NaN or infinite",
+    ),
+    "missing tensor": (
+        lambda folder: edit_tensors(folder, lambda tensors: tensors.pop(LAYER)),
+        LAYER,
+        "1 tensor missing",
+    ),
     "unexpected tensor": (
-        lambda folder: edit_tensors(folder, lambda tensors: tensors.update({"model.layers.9.extra": torch.ones(2)})),
+        lambda folder: edit_tensors(
+            folder, lambda tensors: tensors.update({"model.layers.9.extra": torch.ones(2)})
+        ),
         "model.layers.9.extra",
         "1 tensor unexpected",
     ),
-    "misshaped tensor": (lambda folder: edit_config(folder, intermediate_size=64), "model.layers.0.mlp.gate_proj.weight", "misshaped"),
+    "misshaped tensor": (
+        lambda folder: edit_config(folder, intermediate_size=64),
+        "model.layers.0.mlp.gate_proj.weight",
+        "misshaped",
+    ),
     "unknown architecture": (
         lambda folder: edit_config(folder, model_type="martian", architectures=["MartianLM"]),
         "model_type",
@@ -140,21 +183,33 @@ TARGET_FAULTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "auto_map",
         "never",
     ),
-    "a value that nobody foresaw": (lambda folder: edit_config(folder, partial_rotary_factor="half"), "config.json", "could not convert"),
+    "a value that nobody foresaw": (
+        lambda folder: edit_config(folder, partial_rotary_factor="half"),
+        "config.json",
+        "could not convert",
+    ),
     "no configuration": (lambda folder: (folder / "config.json").unlink(), "config.json", "does not exist"),
-    "configuration that is not JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json", "cannot be read as JSON"),
+    "configuration that is not JSON": (
+        lambda folder: (folder / "config.json").write_text("{"),
+        "config.json",
+        "cannot be read as JSON",
+    ),
 }
 
 HEAD_FAULTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "truncated": (truncate, "", "truncated or corrupt"),
     "overlapping offsets": (lambda folder: edit_header(folder, overlap), "", "overlaps the tensor before it"),
     "wrong dtype": (
-        lambda folder: edit_tensors(folder, lambda tensors: tensors.update({"fc.weight": tensors["fc.weight"].to(torch.int8)})),
+        lambda folder: edit_tensors(
+            folder, lambda tensors: tensors.update({"fc.weight": tensors["fc.weight"].to(torch.int8)})
+        ),
         "fc.weight",
         "not fp32, fp16 or bf16",
     ),
     "NaN weight": (
-        lambda folder: edit_tensors(folder, lambda tensors: put(tensors, "midlayer.mlp.up_proj.weight", float("nan"))),
+        lambda folder: edit_tensors(
+            folder, lambda tensors: put(tensors, "midlayer.mlp.up_proj.weight", float("nan"))
+        ),
         "midlayer.mlp.up_proj.weight",
         "NaN or infinite",
     ),
@@ -164,15 +219,37 @@ HEAD_FAULTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "1 tensor missing",
     ),
     "d2t of target ids": (
-        lambda folder: edit_tensors(folder, lambda tensors: tensors.update(d2t=tensors["d2t"] + torch.arange(24))),
+        lambda folder: edit_tensors(
+            folder, lambda tensors: tensors.update(d2t=tensors["d2t"] + torch.arange(24))
+        ),
         "d2t",
         "offsets",
     ),
-    "d2t of floats": (lambda folder: edit_tensors(folder, lambda tensors: tensors.update(d2t=tensors["d2t"].float())), "d2t", "integers"),
-    "unknown architecture": (lambda folder: edit_config(folder, architectures=["MartianHead"]), "architectures", "MartianHead"),
-    "code in the folder": (lambda folder: edit_config(folder, auto_map={"AutoModel": "modeling_x.X"}), "auto_map", "never"),
-    "an architecture that is no name": (lambda folder: edit_config(folder, architectures={"a": 1}), "architectures", "list of strings"),
-    "a value that nobody foresaw": (lambda folder: edit_config(folder, partial_rotary_factor="half"), "config.json", "could not convert"),
+    "d2t of floats": (
+        lambda folder: edit_tensors(folder, lambda tensors: tensors.update(d2t=tensors["d2t"].float())),
+        "d2t",
+        "integers",
+    ),
+    "unknown architecture": (
+        lambda folder: edit_config(folder, architectures=["MartianHead"]),
+        "architectures",
+        "MartianHead",
+    ),
+    "code in the folder": (
+        lambda folder: edit_config(folder, auto_map={"AutoModel": "modeling_x.X"}),
+        "auto_map",
+        "never",
+    ),
+    "an architecture that is no name": (
+        lambda folder: edit_config(folder, architectures={"a": 1}),
+        "architectures",
+        "list of strings",
+    ),
+    "a value that nobody foresaw": (
+        lambda folder: edit_config(folder, partial_rotary_factor="half"),
+        "config.json",
+        "could not convert",
+    ),
     "pickle that runs code": (
         pickle_code,
         "",
@@ -209,7 +286,9 @@ def check_report(pair: Path, field: str, words: str) -> None:
     assert code == 2
     assert report["verdict"] == "refused"
     refused = [finding for finding in report["findings"] if finding["severity"] == "refused"]
-    assert any(field in finding["field"] and words in finding["message"] + finding["fix"] for finding in refused), refused
+    assert any(
+        field in finding["field"] and words in finding["message"] + finding["fix"] for finding in refused
+    ), refused
     assert all(finding["fix"] or len(finding["message"]) > 40 for finding in refused), "says what to do"
 
 
@@ -266,22 +345,33 @@ def test_a_tokenizer_that_exceeds_the_vocabulary_is_warned_about_since_it_is_ser
 
 @pytest.mark.parametrize(
     "raw",
-    [{"model": [1]}, {"model": {"vocab": {"a": "x"}}}, {"model": {"vocab": [1, 2]}}, {"model": {}, "added_tokens": [{"id": 1}]}],
+    [
+        {"model": [1]},
+        {"model": {"vocab": {"a": "x"}}},
+        {"model": {"vocab": [1, 2]}},
+        {"model": {}, "added_tokens": [{"id": 1}]},
+    ],
     ids=["model is a list", "id is a text", "pieces are numbers", "added token without content"],
 )
-def test_a_tokenizer_whose_tokens_cannot_be_read_is_refused_by_its_name(pair: Path, raw: dict[str, Any]) -> None:
+def test_a_tokenizer_whose_tokens_cannot_be_read_is_refused_by_its_name(
+    pair: Path, raw: dict[str, Any]
+) -> None:
     file = pair / "head" / "tokenizer.json"
     set_tokenizer(pair / "target", {"a": 0})
     file.write_text(json.dumps({"model": {"vocab": {"a": 0}}} | raw))
     code, report = doctor(pair)
     assert code == 2
-    assert [finding["field"] for finding in report["findings"] if finding["severity"] == "refused"] == [str(file)]
+    assert [finding["field"] for finding in report["findings"] if finding["severity"] == "refused"] == [
+        str(file)
+    ]
     with pytest.raises(CheckpointError) as caught:
         check_same_tokenizer(pair / "head", pair / "target")
     assert caught.value.field == str(file)
 
 
-@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "head_dim", "intermediate_size", "num_attention_heads"])
+@pytest.mark.parametrize(
+    "key", ["vocab_size", "hidden_size", "head_dim", "intermediate_size", "num_attention_heads"]
+)
 def test_a_size_beyond_all_sizes_is_refused_by_its_key(pair: Path, key: str) -> None:
     file = pair / "target" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: 10**30}))
@@ -300,11 +390,39 @@ def test_the_services_refuse_at_start_with_exit_code_2(pair: Path) -> None:
     edit_tensors(pair / "target", lambda tensors: put(tensors, LAYER, float("nan")))
     edit_tensors(pair / "head", lambda tensors: put(tensors, "norm.weight", float("nan")))
     for arguments, field in (
-        (["serve", "target", "--model", str(pair / "target"), "--device", "cpu", "--listen", f"unix:{pair}/t"], LAYER),
-        (["serve", "draft", "--draft", str(pair / "head"), "--device", "cpu", "--listen", f"unix:{pair}/d"], "norm.weight"),
+        (
+            [
+                "serve",
+                "target",
+                "--model",
+                str(pair / "target"),
+                "--device",
+                "cpu",
+                "--listen",
+                f"unix:{pair}/t",
+            ],
+            LAYER,
+        ),
+        (
+            [
+                "serve",
+                "draft",
+                "--draft",
+                str(pair / "head"),
+                "--device",
+                "cpu",
+                "--listen",
+                f"unix:{pair}/d",
+            ],
+            "norm.weight",
+        ),
     ):
         done = subprocess.run(
-            [sys.executable, "-m", "outrider.services.cli", *arguments], capture_output=True, text=True, timeout=100, check=False
+            [sys.executable, "-m", "outrider.services.cli", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
         )
         assert done.returncode == 2, done.stderr
         assert f"{field} holds NaN or infinite numbers" in done.stderr

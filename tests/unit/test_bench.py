@@ -12,7 +12,16 @@ import torch
 
 from outrider.bench.machine import describe_machine
 from outrider.bench.near_tie import NEAR_TIE, Judge
-from outrider.bench.speculation import HELDOUT_PROMPTS, TEMPERATURES, Kind, Run, Runs, first_differences, load_prompts, summarise
+from outrider.bench.speculation import (
+    HELDOUT_PROMPTS,
+    TEMPERATURES,
+    Kind,
+    Run,
+    Runs,
+    first_differences,
+    load_prompts,
+    summarise,
+)
 from outrider.services.gateway.tokenizer import TextCodec
 from outrider.services.launch import DEMO_TARGET
 from outrider.shared.base.errors import ConfigurationError
@@ -21,7 +30,9 @@ from outrider.shared.base.errors import ConfigurationError
 def runs_of(speeds: dict[Kind, list[float]]) -> Runs:
     """Runs of 100 tokens at the given speeds, alike at both temperatures."""
     return {
-        (index, temperature, kind): Run(index, temperature, kind, 100, 100 / speed, 0.01, 3.0 + index, 30, [index])
+        (index, temperature, kind): Run(
+            index, temperature, kind, 100, 100 / speed, 0.01, 3.0 + index, 30, [index]
+        )
         for kind, values in speeds.items()
         for index, speed in enumerate(values)
         for temperature in TEMPERATURES
@@ -30,10 +41,19 @@ def runs_of(speeds: dict[Kind, list[float]]) -> Runs:
 
 def test_ratios_are_paired_by_prompt() -> None:
     # The machine is half as fast for the second and third prompt: medians of speeds would mislead, pairs do not.
-    runs = runs_of({Kind.ON: [200, 100, 130], Kind.AUTO: [150, 50, 50], Kind.OFF: [100, 50, 50], Kind.NO_DRAFT: [100, 50, 40]})
+    runs = runs_of(
+        {
+            Kind.ON: [200, 100, 130],
+            Kind.AUTO: [150, 50, 50],
+            Kind.OFF: [100, 50, 50],
+            Kind.NO_DRAFT: [100, 50, 40],
+        }
+    )
     row = summarise(runs, 3)[0]
     assert row["temperature"] == 0.0
-    assert row["on_over_off"] == {"median": 2.0, "p25": 2.0, "p75": 2.3, "floor": 4.0, "ratio": 2.0}, "at most the accept length"
+    assert row["on_over_off"] == {"median": 2.0, "p25": 2.0, "p75": 2.3, "floor": 4.0, "ratio": 2.0}, (
+        "at most the accept length"
+    )
     assert row["auto_over_off"]["median"] == 1.0
     assert row["off_over_no_draft"]["median"] == 1.0
     assert row["off_over_no_draft"]["floor"] == 1.0
@@ -53,11 +73,16 @@ def test_where_greedy_answers_part_the_logits_are_told() -> None:
     runs = runs_of({kind: [10.0, 10.0] for kind in Kind})
     assert first_differences(runs, prompts, DEMO_TARGET) == []
     ids = TextCodec.load(DEMO_TARGET).encode_chat(prompts[1], {})
-    best, second, *_, worst = (int(token) for token in Judge(DEMO_TARGET).next_logits(ids).argsort(descending=True))
+    best, second, *_, worst = (
+        int(token) for token in Judge(DEMO_TARGET).next_logits(ids).argsort(descending=True)
+    )
     for kind, tokens in ((Kind.OFF, [best, 7]), (Kind.ON, [second, 9]), (Kind.AUTO, [worst, 7])):
         runs[1, 0.0, kind] = replace(runs[1, 0.0, kind], token_ids=tokens)
     runs[0, 1.0, Kind.ON] = replace(runs[0, 1.0, Kind.ON], token_ids=[1])
-    on, auto, sampled = sorted(first_differences(runs, prompts, DEMO_TARGET), key=lambda one: (one["temperature"], one["kind"] == "auto"))
+    on, auto, sampled = sorted(
+        first_differences(runs, prompts, DEMO_TARGET),
+        key=lambda one: (one["temperature"], one["kind"] == "auto"),
+    )
     assert (on["prompt"], on["token"], on["choices"]) == (1, 0, [best, second])
     assert [token for token, _logit in on["best_in_fp32"]] == [best, second]
     assert on["gap"] == pytest.approx(on["best_in_fp32"][0][1] - on["best_in_fp32"][1][1], abs=1e-3)
@@ -83,7 +108,10 @@ def test_two_unit_roundoffs_of_bf16_are_a_near_tie_and_more_is_none() -> None:
 
 def test_prompts_are_messages_or_text(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
-    records = [{"prompt": "hi"}, {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}]
+    records = [
+        {"prompt": "hi"},
+        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]},
+    ]
     path.write_text("\n".join(json.dumps(record) for record in records) + "\n\n")
     assert load_prompts(path, 2) == [[{"role": "user", "content": "hi"}], records[1]["messages"]]
     with pytest.raises(ConfigurationError, match="holds 2 prompts, fewer than --num-prompts 3"):

@@ -56,7 +56,16 @@ def rows_of(path: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("transport", ["inproc", "unix"])
 def test_latency_measures_rounds_and_prefill(tmp_path: Path, transport: str) -> None:
-    flags = ("--rounds", "plain,chain3@3,3/2/6@2", "--batch", "1,2", "--prefill", "24", "--transport", transport)
+    flags = (
+        "--rounds",
+        "plain,chain3@3,3/2/6@2",
+        "--batch",
+        "1,2",
+        "--prefill",
+        "24",
+        "--transport",
+        transport,
+    )
     output = run("latency", *LATENCY, *flags, "--output", str(tmp_path / "l.json"))
     assert "round tree 3/2/6, batch 2" in output
     assert "latency: cpu, synthetic acceptance" in output
@@ -81,13 +90,19 @@ def test_latency_measures_rounds_and_prefill(tmp_path: Path, transport: str) -> 
     assert "rounds_without_draft" not in chain
 
 
-def test_the_multi_process_service_lasts_as_long_as_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_multi_process_service_lasts_as_long_as_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told = tmp_path / "told"
     program = tmp_path / PROGRAM
-    program.write_text(f'#!/bin/sh\necho "$CUDA_MPS_PIPE_DIRECTORY" $@ $(cat) >> {told}\ntouch "$CUDA_MPS_PIPE_DIRECTORY/control"\n')
+    program.write_text(
+        f'#!/bin/sh\necho "$CUDA_MPS_PIPE_DIRECTORY" $@ $(cat) >> {told}\ntouch "$CUDA_MPS_PIPE_DIRECTORY/control"\n'
+    )
     program.chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(latency, "check_mps_device", lambda _device: None)  # a CPU stands for the GPU that is shared
+    monkeypatch.setattr(
+        latency, "check_mps_device", lambda _device: None
+    )  # a CPU stands for the GPU that is shared
     flags = ("--rounds", "chain3", "--batch", "1", "--prefill", "none", "--transport", "unix", "--mps")
     run("latency", *LATENCY, *flags, "--output", str(tmp_path / "l.json"))
     written = json.loads((tmp_path / "l.json").read_text())
@@ -122,13 +137,17 @@ def test_the_answers_of_a_batch_may_differ_in_length_and_halve_it_for_a_warm_up(
     steps = sorted(set(lengths))
     assert steps == [24, 36, 48, 50]
     assert [sum(length >= step for length in lengths) for step in steps] == [12, 6, 3, 1]
-    with running_engine(EngineOptions(named_shape("tiny"), "cpu", "float32", Transport.INPROC, max_batch=12, max_len=64)) as engine:
+    with running_engine(
+        EngineOptions(named_shape("tiny"), "cpu", "float32", Transport.INPROC, max_batch=12, max_len=64)
+    ) as engine:
         _taken, answers = engine.run_batch([[1, 2, 3]] * 12, lengths, None)
     assert [answer.tokens for answer in answers] == lengths
 
 
 def test_a_batch_with_an_ended_sequence_is_not_waited_for() -> None:
-    with running_engine(EngineOptions(named_shape("tiny"), "cpu", "float32", Transport.INPROC, max_batch=1, max_len=64)) as engine:
+    with running_engine(
+        EngineOptions(named_shape("tiny"), "cpu", "float32", Transport.INPROC, max_batch=1, max_len=64)
+    ) as engine:
         running = engine.start_batch([[1, 2, 3]], 2, None)
         running.wait_for_steps(1000)
         assert len(running.wait()[1]) == 1
@@ -170,7 +189,9 @@ def public_functions(package: str) -> list[str]:
 def kernel_packages() -> list[str]:
     """Packages of kernels that a round launches: all with a Triton version but those of code that others inline."""
     root = Path(outrider.kernels.__path__[0])
-    return sorted(file.parent.name for file in root.glob("*/triton.py") if not file.parent.name.startswith("_"))
+    return sorted(
+        file.parent.name for file in root.glob("*/triton.py") if not file.parent.name.startswith("_")
+    )
 
 
 def test_kernels_can_be_picked(tmp_path: Path) -> None:
@@ -186,7 +207,9 @@ def test_roofline_measures_the_machine(tmp_path: Path) -> None:
     rows = rows_of(tmp_path / "roofline-cpu.json")
     assert rows["device read"]["unit"] == "GB/s"
     assert all(row["value"] > 0 for row in rows.values())
-    assert all(row["floor"] > 0 and row["ratio"] for row in rows.values()), "every ceiling stands beside a floor"
+    assert all(row["floor"] > 0 and row["ratio"] for row in rows.values()), (
+        "every ceiling stands beside a floor"
+    )
 
 
 def test_the_table_is_printed() -> None:
@@ -203,11 +226,40 @@ def test_the_table_is_printed() -> None:
         (("latency", "--transport", "pigeon"), "--transport"),
         (("latency", "--set", "page_size"), "--set"),
         (("latency", "--mps", "--shape", "tiny", "--device", "cpu", "--rounds", "chain3"), "--mps"),
-        (("latency", "--draft-device", "cuda:7", "--shape", "tiny", "--device", "cpu", "--rounds", "chain3"), "--draft-device"),
-        (("latency", "--draft-device", "cpu", "--transport", "unix", "--shape", "tiny", "--rounds", "plain"), "--draft-device"),
+        (
+            (
+                "latency",
+                "--draft-device",
+                "cuda:7",
+                "--shape",
+                "tiny",
+                "--device",
+                "cpu",
+                "--rounds",
+                "chain3",
+            ),
+            "--draft-device",
+        ),
+        (
+            (
+                "latency",
+                "--draft-device",
+                "cpu",
+                "--transport",
+                "unix",
+                "--shape",
+                "tiny",
+                "--rounds",
+                "plain",
+            ),
+            "--draft-device",
+        ),
         (("latency", "--draft-device", "banana", *CPU_APART), "--draft-device"),
         (("latency", "--draft-device", "cuda:99", *CPU_APART), "--draft-device"),
-        (("latency", "--accept-length", "0.5", "--shape", "tiny", "--device", "cpu", "--rounds", "chain3"), "--accept-length"),
+        (
+            ("latency", "--accept-length", "0.5", "--shape", "tiny", "--device", "cpu", "--rounds", "chain3"),
+            "--accept-length",
+        ),
         (("kernels", "--device", "tpu"), "--device"),
         (("kernels", "--device", "cpu", "--dtype", "int8"), "--dtype"),
         (("serve", "--url", "http://a", "--grpc", "b:1"), "--url"),
@@ -223,7 +275,20 @@ def test_wrong_flags_are_refused_by_name(arguments: tuple[str, ...], field: str)
 
 
 def test_a_setting_of_the_target_can_be_given(tmp_path: Path) -> None:
-    run("latency", *LATENCY, "--rounds", "plain", "--batch", "1", "--prefill", "none", "--set", "page_size=4", "--output", str(tmp_path))
+    run(
+        "latency",
+        *LATENCY,
+        "--rounds",
+        "plain",
+        "--batch",
+        "1",
+        "--prefill",
+        "none",
+        "--set",
+        "page_size=4",
+        "--output",
+        str(tmp_path),
+    )
     written = json.loads((tmp_path / "latency-cpu.json").read_text())
     assert written["settings"]["page_size"] == "4"
     assert written["settings"]["transport"] == "none"

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from outrider.bench.clock import measure, percentile, summarise
-from outrider.bench.floors import Narrow, draft_step, forward_pass, prefill, speculative_round, target_parameters
+from outrider.bench.floors import (
+    Narrow,
+    draft_step,
+    forward_pass,
+    prefill,
+    speculative_round,
+    target_parameters,
+)
 from outrider.bench.idle import summarise_kernels
 from outrider.bench.latency import parse_shapes
 from outrider.bench.load import Experience, Load, summarise_load
@@ -36,7 +43,9 @@ def test_the_floor_of_the_8b_shape_is_the_measured_one() -> None:
 
 def test_narrow_numbers_are_read_as_such() -> None:
     config = LLAMA.model_config()
-    wide, narrow = (forward_pass(config, 1, 1, 1000, 2, sizes) for sizes in (None, Narrow(products=1, cache=1)))
+    wide, narrow = (
+        forward_pass(config, 1, 1, 1000, 2, sizes) for sizes in (None, Narrow(products=1, cache=1))
+    )
     assert narrow.nbytes == wide.nbytes / 2, "the output head too"
     assert narrow.flops == wide.flops
 
@@ -47,13 +56,17 @@ def test_a_round_is_its_steps_and_its_verification() -> None:
     assert len(parts) == 7
     assert sum(part.nbytes for part in parts) == pytest.approx(15.01e9 + 5 * 0.699e9 + 0.101e9, rel=1e-3)
     halved = speculative_round(config, LLAMA.head, 4, 5, 8, 32, 0, 2, share=0.5)
-    assert sum(part.nbytes for part in parts) - sum(part.nbytes for part in halved) == pytest.approx(15.01e9 / 2, rel=1e-3)
+    assert sum(part.nbytes for part in parts) - sum(part.nbytes for part in halved) == pytest.approx(
+        15.01e9 / 2, rel=1e-3
+    )
     assert parts[1].flops == 8 * parts[0].flops, "the extend has a row a sequence, a beam topk"
 
 
 def test_a_prefill_is_bound_by_arithmetic() -> None:
     work = prefill(LLAMA.model_config(), 2048, 2)
-    assert work.flops == pytest.approx(2 * 6.98e9 * 2048 + 2 * 0.525e9 + 32 * 4 * 32 * 128 * 2048 * 2049 / 2, rel=0.01)
+    assert work.flops == pytest.approx(
+        2 * 6.98e9 * 2048 + 2 * 0.525e9 + 32 * 4 * 32 * 128 * 2048 * 2049 / 2, rel=0.01
+    )
     assert Ceilings(4.5e12, 8e14).bound(work.nbytes, work.flops) == "flops"
     assert Ceilings(4.5e12, 8e14).bound(1e12, 0) == "bytes"
 
@@ -75,14 +88,22 @@ def test_a_result_says_what_ran_where(tmp_path: Path, monkeypatch: pytest.Monkey
     path = Result("thing", {"device": "cpu"}, [Row("a", 1.0, "ms", 0.5)], {"profiles": {}}).save(tmp_path)
     assert path == tmp_path / "thing-cpu.json"
     written = json.loads(path.read_text())
-    assert written["command"] == ["outrider", "bench", "thing", "--output", "out.json"], "no path of the machine"
-    assert written["environment"].items() >= {("CUDA_VISIBLE_DEVICES", "2,0"), ("CUDA_MPS_PIPE_DIRECTORY", "some-pipes")}
+    assert written["command"] == ["outrider", "bench", "thing", "--output", "out.json"], (
+        "no path of the machine"
+    )
+    assert written["environment"].items() >= {
+        ("CUDA_VISIBLE_DEVICES", "2,0"),
+        ("CUDA_MPS_PIPE_DIRECTORY", "some-pipes"),
+    }
     assert "secret" not in path.read_text()
     assert set(written["source"]["trees"]) == set(PARTS)
     assert 1 <= written["machine"]["cores_used"] <= written["machine"]["cores"]
     assert written["rows"][0]["ratio"] == 2.0
     assert "profiles" in written
-    assert Result("thing", {"device": "cuda:1"}, []).save(tmp_path / "x" / "own.json") == tmp_path / "x" / "own.json"
+    assert (
+        Result("thing", {"device": "cuda:1"}, []).save(tmp_path / "x" / "own.json")
+        == tmp_path / "x" / "own.json"
+    )
 
 
 def test_percentiles_interpolate() -> None:
@@ -108,8 +129,13 @@ def test_work_is_timed_per_copy() -> None:
 
 def test_idle_time_is_what_no_kernel_covers() -> None:
     # Rounds of 100 µs: two kernels 1 µs apart, then 20 µs of nothing. One overlaps its successor.
-    rounds = [(start, [(0, 40_000, "a"), (41_000, 80_000, "b"), (60_000, 70_000, "c")]) for start in range(0, 4_000_000, 100_000)]
-    intervals = [(begin + start, begin + end, name) for begin, kernels in rounds for start, end, name in kernels]
+    rounds = [
+        (start, [(0, 40_000, "a"), (41_000, 80_000, "b"), (60_000, 70_000, "c")])
+        for start in range(0, 4_000_000, 100_000)
+    ]
+    intervals = [
+        (begin + start, begin + end, name) for begin, kernels in rounds for start, end, name in kernels
+    ]
     profile = summarise_kernels(intervals)
     assert profile is not None
     assert profile.idle == pytest.approx(0.21, abs=0.015)
@@ -129,7 +155,18 @@ def test_kinds_of_rounds_are_parsed_or_refused() -> None:
     assert (tree.label, tree.accept_length) == ("tree 5/8/32", 3.5)
     assert parse_shapes(["plain:1+4", "5/8/32@3:2"], 3.5)[0].batches == (1, 4)
     assert parse_shapes(["plain:1+4", "5/8/32@3:2"], 3.5)[1].batches == (2,)
-    for wrong in ("plain:0", "plain:1,2", "chain3:x", "chain", "5/8", "0/1/2", "5/1/1", "tree", "5/8/32@x", "chain0"):
+    for wrong in (
+        "plain:0",
+        "plain:1,2",
+        "chain3:x",
+        "chain",
+        "5/8",
+        "0/1/2",
+        "5/1/1",
+        "tree",
+        "5/8/32@x",
+        "chain0",
+    ):
         with pytest.raises(ConfigurationError) as refused:
             parse_shapes([wrong], 3.5)
         assert refused.value.field == "--rounds"
@@ -148,7 +185,9 @@ def test_arrivals_are_a_poisson_process_that_repeats_itself() -> None:
 
 
 def test_a_load_is_summed_up() -> None:
-    answered = Experience(sent=0.0, chunks=[0.1, 0.2, 0.4], ended=0.4, tokens=7, accept_length=3.0, draft_tokens=9)
+    answered = Experience(
+        sent=0.0, chunks=[0.1, 0.2, 0.4], ended=0.4, tokens=7, accept_length=3.0, draft_tokens=9
+    )
     slow = Experience(sent=1.0, chunks=[2.0, 2.1], ended=2.1, tokens=3, accept_length=1.5, draft_tokens=4)
     failed = Experience(sent=1.0, ended=2.5, error="no")
     summary = summarise_load([answered, slow, failed], first_token_limit_ms=500.0, per_token_limit_ms=None)
@@ -165,5 +204,7 @@ def test_a_load_is_summed_up() -> None:
     assert all(row.ratio is not None for row in rows), "every figure stands beside its floor"
     assert rows[-2].floor == pytest.approx(5 * len(load.arrivals()) / 3.0), "requests of five tokens each"
     assert (rows[-1].value, rows[-1].floor) == (summary.accept_length, summary.accept_length)
-    assert summarise_load([answered, slow, failed], None, None, lasted_s=4.0).request_rate == pytest.approx(2 / 4.0)
+    assert summarise_load([answered, slow, failed], None, None, lasted_s=4.0).request_rate == pytest.approx(
+        2 / 4.0
+    )
     assert summary.accept_length == pytest.approx((3.0 * 7 + 1.5 * 3) / 10)

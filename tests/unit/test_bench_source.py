@@ -15,7 +15,9 @@ IDENTITY = {f"GIT_{who}_{what}": "someone" for who in ("AUTHOR", "COMMITTER") fo
 
 def git(folder: Path, *arguments: str) -> str:
     environment = os.environ | IDENTITY | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
-    return subprocess.run(["git", "-C", folder, *arguments], check=True, capture_output=True, text=True, env=environment).stdout.strip()
+    return subprocess.run(
+        ["git", "-C", folder, *arguments], check=True, capture_output=True, text=True, env=environment
+    ).stdout.strip()
 
 
 @pytest.fixture
@@ -46,7 +48,9 @@ def test_a_folder_has_the_id_that_git_gives_it(checkout: Path) -> None:
     assert tree_id(checkout / "kernels") != before
 
 
-def test_a_checkout_names_its_commit_and_whether_files_differ(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkout_names_its_commit_and_whether_files_differ(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(REVISION, "another")
     (checkout / "bench" / "results" / "new.json").write_text("{}")
     commit = git(checkout, "rev-parse", "HEAD")
@@ -60,7 +64,11 @@ def test_a_checkout_names_its_commit_and_whether_files_differ(checkout: Path, mo
     assert recorded_source(checkout)["modified"] is True
     monkeypatch.setenv("PATH", os.devnull)
     recorded_source.cache_clear()
-    assert recorded_source(checkout) | {"trees": {}} == {"commit": "another", "modified": None, "trees": {}}, "without git it is a copy"
+    assert recorded_source(checkout) | {"trees": {}} == {
+        "commit": "another",
+        "modified": None,
+        "trees": {},
+    }, "without git it is a copy"
 
 
 def test_a_copy_names_the_commit_that_it_is_told(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,14 +28,44 @@ def test_a_shape_can_be_one_that_transformers_computes(tmp_path: Path) -> None:
     assert isinstance(decoder, GenericDecoder)
     assert decoder.config.num_layers == 8
     assert decoder.embedding.std() > 0
-    assert not isinstance(random_target(named_shape("tiny"), torch.device("cpu"), torch.float32), GenericDecoder)
-    flags = ("--shape", shape.name, "--device", "cpu", "--prompt", "8", "--new-tokens", "6", "--repeats", "1", "--prefill", "none")
-    ran = RUNNER.invoke(app, ["bench", "latency", *flags, "--rounds", "plain", "--batch", "1", "--output", str(tmp_path / "l.json")])
+    assert not isinstance(
+        random_target(named_shape("tiny"), torch.device("cpu"), torch.float32), GenericDecoder
+    )
+    flags = (
+        "--shape",
+        shape.name,
+        "--device",
+        "cpu",
+        "--prompt",
+        "8",
+        "--new-tokens",
+        "6",
+        "--repeats",
+        "1",
+        "--prefill",
+        "none",
+    )
+    ran = RUNNER.invoke(
+        app,
+        [
+            "bench",
+            "latency",
+            *flags,
+            "--rounds",
+            "plain",
+            "--batch",
+            "1",
+            "--output",
+            str(tmp_path / "l.json"),
+        ],
+    )
     assert ran.exit_code == 0, ran.output
     assert json.loads((tmp_path / "l.json").read_text())["rows"][0]["rounds"] == 5
 
 
-def test_a_stack_that_is_started_tells_how_long_that_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stack_that_is_started_tells_how_long_that_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernels = tmp_path / "cache"
     monkeypatch.setenv("TRITON_CACHE_DIR", str(kernels))
     (kernels / "old").mkdir(parents=True)

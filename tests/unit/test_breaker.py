@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from outrider.services.target.breaker import FIRST_BACKOFF_S, LAST_FAULTY_BACKOFF, LAST_SLOW_BACKOFF_S, Breaker, BreakerState
+from outrider.services.target.breaker import (
+    FIRST_BACKOFF_S,
+    LAST_FAULTY_BACKOFF,
+    LAST_SLOW_BACKOFF_S,
+    Breaker,
+    BreakerState,
+)
 
 DEADLINE_S = 2.0
 

@@ -27,24 +27,31 @@ def render(source: str, messages: list[dict[str, Any]] | None = None, **options:
 
 def test_names_and_whitespace_rules_that_templates_rely_on() -> None:
     assert (
-        render("{{ bos_token }}{% for m in messages %}\n  {%- if m.role == 'user' %}U{{ m['content'] }}{% endif %}\n{% endfor %}")
+        render(
+            "{{ bos_token }}{% for m in messages %}\n  {%- if m.role == 'user' %}U{{ m['content'] }}{% endif %}\n{% endfor %}"
+        )
         == "<s>Uhi"
     )
     assert render("{{ 'yes' if add_generation_prompt }}{{ tools is none }}") == "yesTrue"
     assert render("{{ strftime_now('%d %b %Y') }}") == "21 Nov 2026"
-    assert render("{% for m in messages %}{% if loop.last %}{% continue %}{% endif %}{{ m.content }}{% endfor %}") == "hi"
+    assert (
+        render(
+            "{% for m in messages %}{% if loop.last %}{% continue %}{% endif %}{{ m.content }}{% endfor %}"
+        )
+        == "hi"
+    )
     assert render("{{ enable_thinking }}", enable_thinking=False) == "False"
 
 
 def test_tojson_keeps_html_and_other_scripts_as_they_are() -> None:
     assert render("{{ messages[1] | tojson }}") == '{"role": "assistant", "content": "<b>"}'
-    assert render("{{ messages | tojson(indent=2) }}", [{"role": "é"}]) == json.dumps([{"role": "é"}], indent=2, ensure_ascii=False)
+    assert render("{{ messages | tojson(indent=2) }}", [{"role": "é"}]) == json.dumps(
+        [{"role": "é"}], indent=2, ensure_ascii=False
+    )
 
 
 def test_generation_blocks_render_their_content_and_keep_their_scope() -> None:
-    source = (
-        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}[{{ m.content }}]{% endgeneration %}{% endif %}{% endfor %}"
-    )
+    source = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}[{{ m.content }}]{% endgeneration %}{% endif %}{% endfor %}"
     assert render(source) == "[<b>]"
 
 
@@ -82,7 +89,9 @@ def test_a_refusal_is_the_clients_error_with_the_templates_words() -> None:
         "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
     ],
 )
-def test_hostile_and_broken_templates_fail_on_the_request_alone(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_and_broken_templates_fail_on_the_request_alone(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("outrider.services.gateway.chat_template.MAX_RENDER_S", 0.3)
     messages = [dict(message) for message in MESSAGES]
     with pytest.raises(InvalidRequestError):
@@ -110,7 +119,10 @@ def test_templates_are_found_where_models_keep_them(tmp_path: Path) -> None:
     folder = make_tokenizer(tmp_path, template="in config")
     assert content_of(folder) == "in config"
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "named {{ bos_token }} {{ eos_token }}"}]
+    named = [
+        {"name": "tool_use", "template": "tools"},
+        {"name": "default", "template": "named {{ bos_token }} {{ eos_token }}"},
+    ]
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
     assert content_of(folder) == "named <|bos|> <|eos|>"
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": "in json"}))
@@ -127,7 +139,10 @@ def test_a_missing_tokenizer_names_the_file_and_the_fix(tmp_path: Path) -> None:
     assert caught.value.field == str(tmp_path / "tokenizer.json")
 
 
-@pytest.mark.parametrize(("name", "text"), [("tokenizer.json", "{}"), ("tokenizer_config.json", "{"), ("tokenizer_config.json", "[]")])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("tokenizer.json", "{}"), ("tokenizer_config.json", "{"), ("tokenizer_config.json", "[]")],
+)
 def test_a_broken_file_is_named(tmp_path: Path, name: str, text: str) -> None:
     make_tokenizer(tmp_path)
     (tmp_path / name).write_text(text)

@@ -46,19 +46,42 @@ def run_toy(*arguments: str) -> tuple[int, list[ToySettings], Any]:
 
 def test_flags_reach_the_settings_and_the_return_value_is_the_exit_code() -> None:
     code, seen, _ = run_toy(
-        "--model", "/m", "--speculative-num-steps", "3", "--names", "a", "--names", "b", "--any-model", "--threads", "2"
+        "--model",
+        "/m",
+        "--speculative-num-steps",
+        "3",
+        "--names",
+        "a",
+        "--names",
+        "b",
+        "--any-model",
+        "--threads",
+        "2",
     )
     assert code == 7
-    assert seen[0].model_dump() == {"model": Path("/m"), "num_steps": 3, "names": ("a", "b"), "any_model": True, "threads": 2}
+    assert seen[0].model_dump() == {
+        "model": Path("/m"),
+        "num_steps": 3,
+        "names": ("a", "b"),
+        "any_model": True,
+        "threads": 2,
+    }
 
 
-def test_flag_beats_environment_beats_file_beats_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_flag_beats_environment_beats_file_beats_default(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     file = tmp_path / "toy.toml"
     file.write_text('model = "/from-file"\nnum_steps = 1\nthreads = 1\n')
     monkeypatch.setenv("OUTRIDER_TOY_NUM_STEPS", "2")
     monkeypatch.setenv("OUTRIDER_TOY_THREADS", "2")
     _, seen, _ = run_toy("--config", str(file), "--threads", "3")
-    assert (seen[0].model, seen[0].num_steps, seen[0].threads, seen[0].any_model) == (Path("/from-file"), 2, 3, False)
+    assert (seen[0].model, seen[0].num_steps, seen[0].threads, seen[0].any_model) == (
+        Path("/from-file"),
+        2,
+        3,
+        False,
+    )
 
 
 def test_help_shows_flag_alias_default_and_environment() -> None:
@@ -82,7 +105,9 @@ def test_a_wrong_value_names_field_flag_and_environment() -> None:
     assert "OUTRIDER_TOY_NUM_STEPS" in str(result.exception)
 
 
-def test_main_prints_an_error_and_exits_with_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_prints_an_error_and_exits_with_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", ["outrider", "up", "--target", "/nonexistent/model"])
     with pytest.raises(SystemExit) as caught:
         cli.main()
@@ -103,7 +128,9 @@ def test_serve_takes_sglangs_name_of_the_draft(service: str, monkeypatch: pytest
     seen: list[Any] = []
     monkeypatch.setattr(cli.entrypoints, f"serve_{service}", lambda settings: seen.append(settings) or 0)
     required = ["--model", "/m"] if service == "target" else []
-    result = RUNNER.invoke(cli.app, ["serve", service, *required, "--speculative-draft-model-path", "unix:/d.sock"])
+    result = RUNNER.invoke(
+        cli.app, ["serve", service, *required, "--speculative-draft-model-path", "unix:/d.sock"]
+    )
     assert result.exit_code == 0, result.output
     assert str(seen[0].draft) == "unix:/d.sock"
     assert "--speculative-draft-model-path" in RUNNER.invoke(cli.app, ["serve", service, "--help"]).output
@@ -117,7 +144,9 @@ def test_up_hands_its_capacity_on(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConfigurationError("enough seen")
 
     monkeypatch.setattr(cli.launch, "running_stack", start)
-    RUNNER.invoke(cli.app, ["up", "--max-running-requests", "3", "--mem-fraction-static", "0.4", "--kv-tokens", "4096"])
+    RUNNER.invoke(
+        cli.app, ["up", "--max-running-requests", "3", "--mem-fraction-static", "0.4", "--kv-tokens", "4096"]
+    )
     assert (seen[0].max_running_requests, seen[0].mem_fraction_static, seen[0].kv_tokens) == (3, 0.4, 4096)
     monkeypatch.setenv("COLUMNS", "200")
     text = RUNNER.invoke(cli.app, ["up", "--help"]).output
@@ -126,7 +155,10 @@ def test_up_hands_its_capacity_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_importing_the_command_line_stays_light() -> None:
     code = "import sys, outrider.services.cli; print(sorted({'torch', 'fastapi', 'grpc', 'httpx'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        == "[]\n"
+    )
 
 
 class CannedGateway(BaseHTTPRequestHandler):
@@ -146,7 +178,14 @@ class CannedGateway(BaseHTTPRequestHandler):
         type(self).bodies.append(body)
         if body["max_tokens"] == 0:
             self._json(
-                400, {"error": {"message": "max_tokens: must be at least 1.", "type": "invalid_request_error", "param": "max_tokens"}}
+                400,
+                {
+                    "error": {
+                        "message": "max_tokens: must be at least 1.",
+                        "type": "invalid_request_error",
+                        "param": "max_tokens",
+                    }
+                },
             )
             return
         self.send_response(200)
@@ -154,9 +193,17 @@ class CannedGateway(BaseHTTPRequestHandler):
         self.end_headers()
         chat = self.path.endswith("chat/completions")
         for piece in ("Paris ", "and ", "Rome."):
-            self._event({"choices": [{"delta": {"content": piece}} if chat else {"text": piece}], "usage": None})
+            self._event(
+                {"choices": [{"delta": {"content": piece}} if chat else {"text": piece}], "usage": None}
+            )
         end = {"delta": {}, "text": "", "finish_reason": "stop"}
-        self._event({"choices": [end], "speculation": {"accept_length": 3.5, "rounds": 2, "draft_tokens": 30}, "usage": None})
+        self._event(
+            {
+                "choices": [end],
+                "speculation": {"accept_length": 3.5, "rounds": 2, "draft_tokens": 30},
+                "usage": None,
+            }
+        )
         self._event({"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 7}})
         self.wfile.write(b": keep-alive\n\ndata: [DONE]\n\n")
 
@@ -186,14 +233,23 @@ def gateway() -> Iterator[str]:
 
 
 def test_generate_streams_the_text_and_sums_up(gateway: str) -> None:
-    result = RUNNER.invoke(cli.app, ["generate", "hi", "--url", gateway, "--seed", "7", "--speculation", "on", "--max-tokens", "9"])
+    result = RUNNER.invoke(
+        cli.app,
+        ["generate", "hi", "--url", gateway, "--seed", "7", "--speculation", "on", "--max-tokens", "9"],
+    )
     assert result.exit_code == 0, result.output
     assert result.stdout == "Paris and Rome.\n"
     assert "7 tokens" in result.stderr
     assert "accept length 3.50 over 2 rounds" in result.stderr
     (body,) = CannedGateway.bodies
     assert body["messages"] == [{"role": "user", "content": "hi"}]
-    assert {"model": "toy", "seed": 7, "max_tokens": 9, "stream": True, "speculation": {"mode": "on"}}.items() <= body.items()
+    assert {
+        "model": "toy",
+        "seed": 7,
+        "max_tokens": 9,
+        "stream": True,
+        "speculation": {"mode": "on"},
+    }.items() <= body.items()
 
 
 def test_generate_raw_completes_the_text_from_standard_input(gateway: str) -> None:

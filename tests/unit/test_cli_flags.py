@@ -76,7 +76,11 @@ def options_of(*path: str) -> dict[str, list[str]]:
     command: Any = typer.main.get_command(cli.app)
     for name in path:
         command = command.commands[name]
-    return {param.name: [*param.opts, *param.secondary_opts] for param in command.params if param.param_type_name == "option"}
+    return {
+        param.name: [*param.opts, *param.secondary_opts]
+        for param in command.params
+        if param.param_type_name == "option"
+    }
 
 
 def up(monkeypatch: pytest.MonkeyPatch, arguments: Sequence[str]) -> StackOptions:
@@ -103,15 +107,22 @@ def test_the_table_knows_every_flag_of_up() -> None:
 def test_a_flag_of_up_arrives_under_each_of_its_names(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     typed, wanted = UP[option]
     by_ngrams = option == "ngram_corpus" or wanted is Algorithm.NGRAM
-    basis: dict[str, Any] = {"draft": None, "algorithm": Algorithm.NGRAM} if by_ngrams else {"draft": Path("/m/d")}
+    basis: dict[str, Any] = (
+        {"draft": None, "algorithm": Algorithm.NGRAM} if by_ngrams else {"draft": Path("/m/d")}
+    )
     changed = {"target_flags": {option: wanted}} if option in TARGET_FLAGS else {option: wanted}
     for name in options_of("up")[option]:
         value = not wanted if name.startswith("--no-") else wanted
         arrived = up(monkeypatch, [name, typed] if typed else [name])
-        assert (arrived.target_flags.get(option) if option in TARGET_FLAGS else getattr(arrived, option)) == value
+        assert (
+            arrived.target_flags.get(option) if option in TARGET_FLAGS else getattr(arrived, option)
+        ) == value
     if option in ("transport", "skip_tokenizer", "mps"):
         return
-    lines = [" ".join(child.command) for child in plan_stack(StackOptions(**basis | changed), Path("/run/x"), inproc=False).children]
+    lines = [
+        " ".join(child.command)
+        for child in plan_stack(StackOptions(**basis | changed), Path("/run/x"), inproc=False).children
+    ]
     shown = "NGRAM" if option == "algorithm" else typed or flag_name(option)
     assert any(shown in line for line in lines), "no service is told"
 
@@ -120,7 +131,9 @@ def test_the_targets_flags_are_its_settings() -> None:
     """Same names, types and defaults, and each value that the help offers is one that the target takes."""
     for name, flag in TARGET_FLAGS.items():
         setting = TargetSettings.model_fields[name]
-        assert setting.annotation is flag.kind or (flag.kind is str and issubclass(setting.annotation or object, Enum))
+        assert setting.annotation is flag.kind or (
+            flag.kind is str and issubclass(setting.annotation or object, Enum)
+        )
         default = getattr(setting.default, "value", setting.default)
         assert flag.default == ("" if default is False else str(default))
         for value in flag.metavar.split("|") if flag.metavar else ():
@@ -132,7 +145,11 @@ def test_the_targets_flags_are_its_settings() -> None:
     [
         ({"target_flags": {"quantization": "int4"}}, "quantization", "'none' or 'fp8' .flag --quantization"),
         ({"target_flags": {"cuda_graph_max_bs": 0}}, "cuda_graph_max_bs", "greater than or equal to 1"),
-        ({"target_flags": {"deterministic": True, "attention_backend": "triton"}}, "attention_backend", "leave --attention-backend out"),
+        (
+            {"target_flags": {"deterministic": True, "attention_backend": "triton"}},
+            "attention_backend",
+            "leave --attention-backend out",
+        ),
         ({"target_flags": {"deterministic": True}, "tp": 2}, "deterministic", "not there for --tp 2"),
     ],
 )
@@ -140,7 +157,11 @@ def test_up_refuses_what_the_target_would_refuse(values: dict[str, Any], field: 
     with pytest.raises(ConfigurationError, match=message) as caught:
         check_options(StackOptions(port=free_port(), device="cpu", **values))
     assert caught.value.field == field
-    check_options(StackOptions(port=free_port(), device="cpu", target_flags={"deterministic": True, "quantization": "fp8"}))
+    check_options(
+        StackOptions(
+            port=free_port(), device="cpu", target_flags={"deterministic": True, "quantization": "fp8"}
+        )
+    )
 
 
 def sample(settings: type[ServiceSettings], name: str) -> list[str]:
@@ -200,10 +221,24 @@ def test_every_flag_of_the_doctor_runs(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt_ids": [5, 6, 7]}\n{"prompt_ids": [8, 9]}\n')
     (tmp_path / "map.json").write_text(json.dumps([1, 2, 3]))
     pair = ["--target", str(DEMO / "target"), "--draft", str(DEMO / "eagle3"), "--json"]
-    probed = [*pair, "--device", "cpu", "--dtype", "float32", "--probe", "--prompts", str(tmp_path / "prompts.jsonl"), "--num-prompts", "1"]
+    probed = [
+        *pair,
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--probe",
+        "--prompts",
+        str(tmp_path / "prompts.jsonl"),
+        "--num-prompts",
+        "1",
+    ]
     runs = {
         "probe": ([*probed, "--tokens", "4", "--speculative-algorithm", "EAGLE3"], 0),
-        "token map": ([*pair, "--speculative-token-map", str(tmp_path / "map.json")], 2),  # this head has a vocabulary of its own
+        "token map": (
+            [*pair, "--speculative-token-map", str(tmp_path / "map.json")],
+            2,
+        ),  # this head has a vocabulary of its own
         "SGLang's name": (["--target", str(DEMO / "target"), "--speculative-draft-model-path", "none"], 0),
     }
     for name, (arguments, code) in runs.items():
@@ -232,6 +267,11 @@ def test_every_flag_of_convert_runs(tmp_path: Path) -> None:
 
 def test_the_documentation_names_every_flag_of_up_and_the_doctor() -> None:
     root = Path(__file__).parents[2]
-    text = "\n".join(file.read_text(encoding="utf-8") for file in (root / "README.md", *sorted((root / "docs").glob("*.md"))))
+    text = "\n".join(
+        file.read_text(encoding="utf-8")
+        for file in (root / "README.md", *sorted((root / "docs").glob("*.md")))
+    )
     said = set(re.findall(r"--[a-z-]+", text))
-    assert [names[0] for path in ("up", "doctor") for names in options_of(path).values() if not said & set(names)] == []
+    assert [
+        names[0] for path in ("up", "doctor") for names in options_of(path).values() if not said & set(names)
+    ] == []

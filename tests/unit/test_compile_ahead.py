@@ -22,7 +22,11 @@ CPU = torch.device("cpu")
 def test_a_rehearsal_compiles_each_kernel_once_and_launches_none(tmp_path: Path) -> None:
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     found = subprocess.run(
-        [sys.executable, str(script)], env={**variables, "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True, timeout=120
+        [sys.executable, str(script)],
+        env={**variables, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert found.returncode == 0, found.stderr
     assert json.loads(found.stdout) == {

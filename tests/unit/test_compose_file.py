@@ -32,14 +32,24 @@ def default_profiles() -> list[str]:
 
 def started(services: dict[str, Any], profiles: list[str]) -> set[str]:
     """Return the services that `up` starts: those without a profile, and those with an active one."""
-    return {name for name, service in services.items() if not service.get("profiles") or set(service["profiles"]) & set(profiles)}
+    return {
+        name
+        for name, service in services.items()
+        if not service.get("profiles") or set(service["profiles"]) & set(profiles)
+    }
 
 
 def gateway_flags(service: dict[str, Any], environment: dict[str, str]) -> dict[str, str]:
     """Return the flags of a gateway's command, variables replaced as compose does it (``${NAME:-default}``)."""
-    words = [re.sub(r"\$\{(\w+):-([^}]*)\}", lambda found: environment.get(found[1]) or found[2], word) for word in service["command"]]
+    words = [
+        re.sub(r"\$\{(\w+):-([^}]*)\}", lambda found: environment.get(found[1]) or found[2], word)
+        for word in service["command"]
+    ]
     assert words[0] == "gateway"
-    return {flag.removeprefix("--").replace("-", "_"): value for flag, value in zip(words[1::2], words[2::2], strict=True)}
+    return {
+        flag.removeprefix("--").replace("-", "_"): value
+        for flag, value in zip(words[1::2], words[2::2], strict=True)
+    }
 
 
 def test_plain_up_starts_the_gpu_services(services: dict[str, Any]) -> None:

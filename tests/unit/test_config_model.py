@@ -44,7 +44,10 @@ def test_llama3_scaling_is_read_from_every_layout(layout: str) -> None:
     raw = {
         "transformers 4": {"rope_theta": 500000.0, "rope_scaling": LLAMA3},
         "transformers 5": {"rope_parameters": {"rope_theta": 500000.0, **LLAMA3}},
-        "old name": {"rope_theta": 500000.0, "rope_scaling": {"type" if key == "rope_type" else key: LLAMA3[key] for key in LLAMA3}},
+        "old name": {
+            "rope_theta": 500000.0,
+            "rope_scaling": {"type" if key == "rope_type" else key: LLAMA3[key] for key in LLAMA3},
+        },
     }[layout]
     rope = ModelConfig.parse({**BASE, **raw}).rope
     assert (rope.kind, rope.theta, rope.factor) == (RopeKind.LLAMA3, 500000.0, 8.0)
@@ -52,9 +55,9 @@ def test_llama3_scaling_is_read_from_every_layout(layout: str) -> None:
 
 
 def test_what_transformers_saves_is_read_back(tmp_path: Path) -> None:
-    LlamaConfig(hidden_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True).save_pretrained(
-        tmp_path
-    )
+    LlamaConfig(
+        hidden_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True
+    ).save_pretrained(tmp_path)
     config = ModelConfig.from_dir(tmp_path)
     assert (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim) == (96, 4, 2, 32)
     assert config.tie_word_embeddings
@@ -109,7 +112,13 @@ def test_what_cannot_be_served_is_named(change: dict[str, Any], field: str, says
 
 
 @pytest.mark.parametrize(
-    ("content", "says"), [(None, "does not exist"), (b"{", "cannot be read as JSON"), (b"[]", "JSON object"), (b"\xff\xfe", "JSON")]
+    ("content", "says"),
+    [
+        (None, "does not exist"),
+        (b"{", "cannot be read as JSON"),
+        (b"[]", "JSON object"),
+        (b"\xff\xfe", "JSON"),
+    ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, content: bytes | None, says: str) -> None:
     path = tmp_path / "config.json"

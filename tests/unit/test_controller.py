@@ -8,7 +8,13 @@ from itertools import pairwise
 
 import pytest
 
-from outrider.services.target.controller import ExecutedRow, ExecutedStep, RowBound, RowState, SpeculationController
+from outrider.services.target.controller import (
+    ExecutedRow,
+    ExecutedStep,
+    RowBound,
+    RowState,
+    SpeculationController,
+)
 from outrider.services.target.cost_model import Acceptance, StepCosts
 from outrider.shared.spec.tree import DraftShape
 
@@ -25,7 +31,9 @@ class Machine:
     acceptance: float
     seed: int = 0
 
-    def run(self, controller: SpeculationController, rows: list[RowState], rounds: int) -> tuple[float, list[int]]:
+    def run(
+        self, controller: SpeculationController, rows: list[RowState], rounds: int
+    ) -> tuple[float, list[int]]:
         """Run rounds; returns tokens per second per row, and the depth of the first row in each round."""
         rng = random.Random(self.seed)
         tokens, seconds = 0, 0.0
@@ -115,7 +123,9 @@ def test_a_row_that_never_accepts_is_dropped_from_a_batch_that_does() -> None:
     controller.costs.observe_verify(2, 32, 0.012)
     controller.costs.observe_draft(5, 0.002)
     bounds = [RowBound(good, BOUND, 100), RowBound(bad, BOUND, 100)]
-    assert [shape.depth for shape in controller.choose(bounds, 2, 0)] == [0, 0], "the first step of a batch size is a plain one"
+    assert [shape.depth for shape in controller.choose(bounds, 2, 0)] == [0, 0], (
+        "the first step of a batch size is a plain one"
+    )
     assert [shape.depth for shape in controller.choose(bounds, 2, 0)] == [5, 0]
 
 
@@ -131,7 +141,9 @@ def test_no_deeper_than_what_is_left_to_emit() -> None:
 
 def test_plain_steps_are_measured_ever_more_rarely() -> None:
     controller = SpeculationController()
-    _rate, depths = Machine(0.005, 0.0001, 0.0004, acceptance=0.95).run(controller, [controller.new_row()], 1000)
+    _rate, depths = Machine(0.005, 0.0001, 0.0004, acceptance=0.95).run(
+        controller, [controller.new_row()], 1000
+    )
     plain = [index for index, depth in enumerate(depths) if depth == 0]
     assert 3 <= len(plain) <= 6
 
@@ -154,7 +166,9 @@ def test_the_wait_cap_follows_the_measurements() -> None:
         bounds[0].state.acceptance.trees.observe(5, 5)
     tokens = bounds[0].state.acceptance.trees.expected_tokens(5)[-1]
     assert tokens > 5
-    assert controller.wait_cap_s(bounds, 1) == pytest.approx(0.75 * (tokens * 0.004 - 0.006)), "what the expected tokens win back"
+    assert controller.wait_cap_s(bounds, 1) == pytest.approx(0.75 * (tokens * 0.004 - 0.006)), (
+        "what the expected tokens win back"
+    )
 
 
 def test_verify_costs_are_interpolated() -> None:

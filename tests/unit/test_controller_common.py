@@ -8,7 +8,13 @@ from itertools import groupby, pairwise
 
 import pytest
 
-from outrider.services.target.controller import ExecutedRow, ExecutedStep, RowBound, RowState, SpeculationController
+from outrider.services.target.controller import (
+    ExecutedRow,
+    ExecutedStep,
+    RowBound,
+    RowState,
+    SpeculationController,
+)
 from outrider.services.target.cost_model import StepCosts
 from outrider.services.target.offers import TREE_DEPTHS, offered_shapes
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
@@ -40,7 +46,12 @@ class Machine:
         return rate, [shape.depth for shape in shapes]
 
     def run_forms(
-        self, controller: SpeculationController, rows: list[RowState], rounds: int, bound: DraftShape, chain: DraftShape
+        self,
+        controller: SpeculationController,
+        rows: list[RowState],
+        rounds: int,
+        bound: DraftShape,
+        chain: DraftShape,
     ) -> tuple[float, list[DraftShape]]:
         """Return tokens per second per row, and the shape of every round."""
         rng = random.Random(self.seed)
@@ -138,8 +149,12 @@ H200 = {"base_s": 0.0039, "row_s": 0.0000125, "level_s": 0.0002}
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 16, 64])
-@pytest.mark.parametrize(("acceptance", "chain_acceptance"), [(0.5, 0.3), (0.75, 0.6), (0.8, 0.78), (0.95, 0.94), (0.1, 0.05)])
-def test_the_better_form_is_found_at_every_batch_size(batch_size: int, acceptance: float, chain_acceptance: float) -> None:
+@pytest.mark.parametrize(
+    ("acceptance", "chain_acceptance"), [(0.5, 0.3), (0.75, 0.6), (0.8, 0.78), (0.95, 0.94), (0.1, 0.05)]
+)
+def test_the_better_form_is_found_at_every_batch_size(
+    batch_size: int, acceptance: float, chain_acceptance: float
+) -> None:
     machine = Machine(**H200, acceptance=acceptance, chain_acceptance=chain_acceptance)
     controller = SpeculationController()
     states = [controller.new_row() for _ in range(batch_size)]
@@ -153,14 +168,18 @@ def test_a_tree_much_larger_than_the_longest_chain_is_reached(batch_size: int) -
     machine = Machine(base_s=0.004, row_s=0.0000005, level_s=0.0001, acceptance=0.9, chain_acceptance=0.3)
     controller = SpeculationController()
     tree = DraftShape(5, 8, 32)
-    _rate, shapes = machine.run_forms(controller, [controller.new_row() for _ in range(batch_size)], 600, tree, DraftShape(5, 1, 6))
+    _rate, shapes = machine.run_forms(
+        controller, [controller.new_row() for _ in range(batch_size)], 600, tree, DraftShape(5, 1, 6)
+    )
     assert sum(shape == tree for shape in shapes[300:]) > 200
 
 
 def test_a_large_batch_that_trees_are_too_dear_for_gets_chains() -> None:
     machine = Machine(**H200, acceptance=0.75, chain_acceptance=0.65)
     controller = SpeculationController()
-    _rate, shapes = machine.run_forms(controller, [controller.new_row() for _ in range(64)], 800, BOUND, CHAIN)
+    _rate, shapes = machine.run_forms(
+        controller, [controller.new_row() for _ in range(64)], 800, BOUND, CHAIN
+    )
     used = shapes[400:]
     assert sum(shape.topk == 1 and shape.depth in (1, 2, 3) for shape in used) > 0.8 * len(used)
 
@@ -176,7 +195,9 @@ def test_trees_come_back_when_chains_begin_to_fail() -> None:
     controller = SpeculationController()
     rows = [controller.new_row()]
     Machine(**H200, acceptance=0.97, chain_acceptance=0.96).run_forms(controller, rows, 600, BOUND, CHAIN)
-    _rate, shapes = Machine(**H200, acceptance=0.7, chain_acceptance=0.3).run_forms(controller, rows, 1500, BOUND, CHAIN)
+    _rate, shapes = Machine(**H200, acceptance=0.7, chain_acceptance=0.3).run_forms(
+        controller, rows, 1500, BOUND, CHAIN
+    )
     assert sum(shape.topk > 1 for shape in shapes[-500:]) > 400
 
 
@@ -184,7 +205,11 @@ def test_forms_are_looked_at_ever_more_rarely() -> None:
     machine = Machine(**H200, acceptance=0.8, chain_acceptance=0.4)
     controller = SpeculationController()
     _rate, shapes = machine.run_forms(controller, [controller.new_row()], 3000, BOUND, CHAIN)
-    looks = [index for index, (before, shape) in enumerate(pairwise(shapes)) if shape.topk == 1 and shape.drafts and before.topk > 1]
+    looks = [
+        index
+        for index, (before, shape) in enumerate(pairwise(shapes))
+        if shape.topk == 1 and shape.drafts and before.topk > 1
+    ]
     gaps = [later - earlier for earlier, later in pairwise(looks)]
     assert len(gaps) >= 3
     assert gaps == sorted(gaps)

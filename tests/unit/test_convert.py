@@ -60,7 +60,9 @@ def convert(source: Path, destination: Path, to: str = "outrider") -> str:
 def tree_of(head: Path, target: Path, vocab_size: int = VOCAB, hidden_size: int = HIDDEN) -> Tree:
     """Tokens and parents of the tree that a head grows over a fixed text with fixed features."""
     generator = torch.Generator().manual_seed(7)
-    settings = DraftSettings.load({"draft": head, "target_weights": target, "device": "cpu", "kv_tokens": 1024})
+    settings = DraftSettings.load(
+        {"draft": head, "target_weights": target, "device": "cpu", "kv_tokens": 1024}
+    )
     engine = build_engine(settings, CPU, torch.float32)
     tokens = torch.randint(0, vocab_size, (12,), generator=generator).tolist()
     fence = Fence(0, 1, len(tokens), extend_prefix_hash(FNV_OFFSET, tokens))
@@ -74,7 +76,8 @@ def tree_of(head: Path, target: Path, vocab_size: int = VOCAB, hidden_size: int 
 
 def rewrite(head: Path, change: Callable[[Tensors], Tensors], config: dict[str, Any] | None = None) -> None:
     save_file(
-        {name: tensor.contiguous() for name, tensor in change(load_file(head / "model.safetensors")).items()}, head / "model.safetensors"
+        {name: tensor.contiguous() for name, tensor in change(load_file(head / "model.safetensors")).items()},
+        head / "model.safetensors",
     )
     if config is not None:
         file = head / "config.json"
@@ -109,7 +112,10 @@ def nest(head: Path) -> None:
 
 
 def add_legacy_norms(head: Path) -> None:
-    norms = {f"aux_norm_{part}.weight": torch.full((HIDDEN,), 1.0 + 0.1 * index) for index, part in enumerate(("low", "mid", "high"))}
+    norms = {
+        f"aux_norm_{part}.weight": torch.full((HIDDEN,), 1.0 + 0.1 * index)
+        for index, part in enumerate(("low", "mid", "high"))
+    }
     rewrite(head, lambda tensors: tensors | norms, {"use_aux_norm": True})
 
 
@@ -118,12 +124,20 @@ DIALECTS: dict[str, Callable[[Path], Any]] = {
     "bin": to_bin,
     "layers.0.": lambda head: rewrite(head, renamed("midlayer.", "layers.0.")),
     "model.layers.0.": lambda head: rewrite(head, renamed("midlayer.", "model.layers.0.")),
-    "model. before everything": lambda head: rewrite(head, lambda tensors: {f"model.{name}": one for name, one in tensors.items()}),
+    "model. before everything": lambda head: rewrite(
+        head, lambda tensors: {f"model.{name}": one for name, one in tensors.items()}
+    ),
     "speculators": nest,
     "legacy aux_norm": add_legacy_norms,
-    "no t2d": lambda head: rewrite(head, lambda tensors: {name: one for name, one in tensors.items() if name != "t2d"}),
-    "a rotary base": lambda head: rewrite(head, lambda tensors: tensors, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
-    "norm_before_residual": lambda head: rewrite(head, lambda tensors: tensors, {"norm_before_residual": True}),
+    "no t2d": lambda head: rewrite(
+        head, lambda tensors: {name: one for name, one in tensors.items() if name != "t2d"}
+    ),
+    "a rotary base": lambda head: rewrite(
+        head, lambda tensors: tensors, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    ),
+    "norm_before_residual": lambda head: rewrite(
+        head, lambda tensors: tensors, {"norm_before_residual": True}
+    ),
     "norm_output": lambda head: rewrite(head, lambda tensors: tensors, {"norm_output": True}),
 }
 ONLY_OURS = ("legacy aux_norm", "norm_before_residual", "norm_output")
@@ -155,14 +169,27 @@ def test_the_dialects_change_the_tree_so_that_the_test_above_can_fail(tmp_path: 
 
 def test_the_official_layout_is_what_the_official_code_reads(tmp_path: Path, target: Path) -> None:
     """Names and shapes of the published table, and nothing else (`midlayer.*`, d2t offsets and t2d, no prefix, no embedding)."""
-    head = make_head(tmp_path / "head", target, draft_vocab_size=DRAFT_VOCAB, num_heads=2, num_kv_heads=1, head_dim=16)
+    head = make_head(
+        tmp_path / "head", target, draft_vocab_size=DRAFT_VOCAB, num_heads=2, num_kv_heads=1, head_dim=16
+    )
     nest(head)
     convert(head, tmp_path / "official", "eagle")
     attention = [f"midlayer.self_attn.{part}_proj.weight" for part in "qkvo"]
     mlp = [f"midlayer.mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
-    norms = [f"midlayer.{norm}.weight" for norm in ("hidden_norm", "input_layernorm", "post_attention_layernorm")]
+    norms = [
+        f"midlayer.{norm}.weight" for norm in ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+    ]
     tensors = load_file(tmp_path / "official" / "model.safetensors")
-    assert set(tensors) == {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d", *attention, *mlp, *norms}
+    assert set(tensors) == {
+        "fc.weight",
+        "norm.weight",
+        "lm_head.weight",
+        "d2t",
+        "t2d",
+        *attention,
+        *mlp,
+        *norms,
+    }
     assert tensors["d2t"].dtype is torch.int64
     assert tensors["t2d"].dtype is torch.bool
     config = json.loads((tmp_path / "official" / "config.json").read_text())
@@ -177,7 +204,10 @@ def test_the_embedded_head_survives_both_ways_bit_by_bit(tmp_path: Path) -> None
     source = ROOT / "models" / "demo" / "eagle3"
     convert(source, tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "back", "eagle")
-    before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
+    before, after = (
+        load_file(source / "model.safetensors"),
+        load_file(tmp_path / "back" / "model.safetensors"),
+    )
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert after[name].dtype == tensor.dtype
@@ -187,7 +217,9 @@ def test_the_embedded_head_survives_both_ways_bit_by_bit(tmp_path: Path) -> None
 def test_target_ids_become_offsets(tmp_path: Path, target: Path) -> None:
     head = make_head(tmp_path / "head", target, draft_vocab_size=DRAFT_VOCAB)
     original = tree_of(head, target)
-    rewrite(head, lambda tensors: tensors | {"d2t": (tensors["d2t"] + torch.arange(DRAFT_VOCAB)).to(torch.int32)})
+    rewrite(
+        head, lambda tensors: tensors | {"d2t": (tensors["d2t"] + torch.arange(DRAFT_VOCAB)).to(torch.int32)}
+    )
     with pytest.raises(CheckpointError, match="d2t"):
         tree_of(head, target)
     assert "d2t held target ids; written as offsets" in convert(head, tmp_path / "ours")
@@ -280,7 +312,10 @@ def computed(folder: Path, published: Dialect) -> tuple[object, ...]:
     """What a head asks of its target, its projector, states, logits and ids, on fixed input."""
     head = load_head(folder, CPU, torch.float32)
     make = Maker(11)
-    lent = {name: make.matrix(PUBLISHED_VOCAB, PUBLISHED_HIDDEN) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    lent = {
+        name: make.matrix(PUBLISHED_VOCAB, PUBLISHED_HIDDEN)
+        for name in ("model.embed_tokens.weight", "lm_head.weight")
+    }
     borrowed = tuple(head.missing())
     for name in borrowed:
         head.lend(name, lent[name])
@@ -289,7 +324,15 @@ def computed(folder: Path, published: Dialect) -> tuple[object, ...]:
     states, logits = run(head, tokens, make.matrix(ROWS, head.hidden_size))
     projector = {name: tensor.tolist() for name, tensor in sorted(spec.projector.items())}
     ids = head.vocabulary.target_ids(CPU).tolist()
-    return borrowed, tuple(spec.aux_layer_ids), spec.final_hidden, projector, states.tolist(), logits.tolist(), ids
+    return (
+        borrowed,
+        tuple(spec.aux_layer_ids),
+        spec.final_hidden,
+        projector,
+        states.tolist(),
+        logits.tolist(),
+        ids,
+    )
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -328,9 +371,13 @@ UNSAYABLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("key", list(UNSAYABLE))
-def test_what_the_official_code_would_ignore_is_refused_by_key(tmp_path: Path, target: Path, key: str) -> None:
+def test_what_the_official_code_would_ignore_is_refused_by_key(
+    tmp_path: Path, target: Path, key: str
+) -> None:
     build, config = UNSAYABLE[key]
-    head = make_head(tmp_path / "head", target, draft_vocab_size=DRAFT_VOCAB, config_overrides=config, **build)
+    head = make_head(
+        tmp_path / "head", target, draft_vocab_size=DRAFT_VOCAB, config_overrides=config, **build
+    )
     with pytest.raises(CheckpointError, match="use --to outrider") as caught:
         convert(head, tmp_path / "official", "eagle")
     assert caught.value.field == key

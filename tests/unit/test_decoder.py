@@ -97,11 +97,17 @@ class Sequences:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return logits ``[rows, vocab]`` and captured states of all rows."""
         leases = [lease for lease in self.leases[: len(starts)] if lease is not None]
-        self.attention.plan(build_batch(self.pool, leases, starts, [len(row) for row in rows], ancestors=ancestors))
+        self.attention.plan(
+            build_batch(self.pool, leases, starts, [len(row) for row in rows], ancestors=ancestors)
+        )
         if positions is None:
-            positions = [list(range(start, start + len(row))) for start, row in zip(starts, rows, strict=True)]
+            positions = [
+                list(range(start, start + len(row))) for start, row in zip(starts, rows, strict=True)
+            ]
         tokens = torch.tensor([token for row in rows for token in row])
-        output = self.decoder.forward(tokens, torch.tensor([p for row in positions for p in row]), self.attention, self.pool, aux)
+        output = self.decoder.forward(
+            tokens, torch.tensor([p for row in positions for p in row]), self.attention, self.pool, aux
+        )
         return self.decoder.logits(output.hidden), output.aux
 
 
@@ -115,7 +121,9 @@ def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_logits_equal_transformers(variant: str, folder: Path) -> None:
     decoder = Decoder.load(saved(variant, folder))
-    tokens = torch.randint(VOCAB, (70,), generator=torch.Generator().manual_seed(1)).tolist()  # beyond max_position_embeddings
+    tokens = torch.randint(
+        VOCAB, (70,), generator=torch.Generator().manual_seed(1)
+    ).tolist()  # beyond max_position_embeddings
     with torch.no_grad():
         want = reference(variant)(torch.tensor([tokens])).logits[0]
     sequences = Sequences(decoder, 1)
@@ -131,7 +139,9 @@ def test_captured_states_are_the_outputs_of_the_named_layers(variant: str, folde
     states: dict[int, torch.Tensor] = {}
     model = reference(variant)
     hooks = [
-        layer.register_forward_hook(lambda _m, _a, out, index=index: states.update({index: out[0] if isinstance(out, tuple) else out}))
+        layer.register_forward_hook(
+            lambda _m, _a, out, index=index: states.update({index: out[0] if isinstance(out, tuple) else out})
+        )
         for index, layer in enumerate(model.model.layers)
     ]
     with torch.no_grad():
@@ -146,7 +156,9 @@ def test_captured_states_are_the_outputs_of_the_named_layers(variant: str, folde
     assert_near(aux, want)
     batch = build_batch(sequences.pool, [lease for lease in sequences.leases if lease], [0], [len(tokens)])
     sequences.attention.plan(batch)
-    output = decoder.forward(torch.tensor(tokens), torch.arange(len(tokens)), sequences.attention, sequences.pool)
+    output = decoder.forward(
+        torch.tensor(tokens), torch.arange(len(tokens)), sequences.attention, sequences.pool
+    )
     assert output.aux is None
     assert_near(output.hidden, final)
 
@@ -164,7 +176,8 @@ def test_sequences_of_a_batch_do_not_see_each_other(folder: Path) -> None:
         step = Sequences.__new__(Sequences)
         step.__dict__.update(together.__dict__, leases=[together.leases[b] for b in active])
         logits, _ = step.run(
-            [position[b] for b in active], [texts[b][position[b] : position[b] + n] for b, n in zip(active, counts, strict=True)]
+            [position[b] for b in active],
+            [texts[b][position[b] : position[b] + n] for b, n in zip(active, counts, strict=True)],
         )
         for b, part, n in zip(active, logits.split(counts), counts, strict=True):
             outs[b].append(part)
@@ -194,7 +207,9 @@ def path_to(parents: list[int], node: int) -> list[int]:
 
 @pytest.mark.parametrize("variant", ["grouped", "llama3 rope"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_tree_rows_equal_a_sequential_pass_over_their_own_path(variant: str, page_size: int, folder: Path) -> None:
+def test_tree_rows_equal_a_sequential_pass_over_their_own_path(
+    variant: str, page_size: int, folder: Path
+) -> None:
     decoder = Decoder.load(saved(variant, folder))
     rng = random.Random(11)
     prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (17, 1, 30)]
@@ -205,15 +220,26 @@ def test_tree_rows_equal_a_sequential_pass_over_their_own_path(variant: str, pag
     rows = [[rng.randrange(VOCAB) for _ in tree] for tree in trees]
     paths = [[path_to(tree, node) for node in range(len(tree))] for tree in trees]
     masks = [[sum(1 << node for node in path) for path in tree_paths] for tree_paths in paths]
-    ancestors = torch.tensor([[(mask >> (32 * word)) & 0xFFFFFFFF for word in range(words)] for tree_masks in masks for mask in tree_masks])
+    ancestors = torch.tensor(
+        [
+            [(mask >> (32 * word)) & 0xFFFFFFFF for word in range(words)]
+            for tree_masks in masks
+            for mask in tree_masks
+        ]
+    )
     ancestors = torch.where(ancestors >= 1 << 31, ancestors - (1 << 32), ancestors).to(torch.int32)
-    positions = [[len(prompt) + len(path) - 1 for path in tree_paths] for prompt, tree_paths in zip(prompts, paths, strict=True)]
+    positions = [
+        [len(prompt) + len(path) - 1 for path in tree_paths]
+        for prompt, tree_paths in zip(prompts, paths, strict=True)
+    ]
     logits, _ = sequences.run([len(prompt) for prompt in prompts], rows, positions, ancestors)
     row = 0
     for prompt, tokens, tree_paths in zip(prompts, rows, paths, strict=True):
         for path in tree_paths:
             with torch.no_grad():
-                want = reference(variant)(torch.tensor([prompt + [tokens[node] for node in path]])).logits[0, -1]
+                want = reference(variant)(torch.tensor([prompt + [tokens[node] for node in path]])).logits[
+                    0, -1
+                ]
             assert_near(logits[row], want)
             row += 1
 
@@ -245,7 +271,9 @@ def test_half_precision_runs_and_returns_logits_of_its_type(dtype: torch.dtype, 
     with torch.no_grad():
         exact = reference("grouped")(torch.tensor([tokens])).logits[0]
         theirs = copy.deepcopy(reference("grouped")).to(dtype)(torch.tensor([tokens])).logits[0]
-    assert (logits - exact).abs().mean() <= 1.5 * (theirs - exact).abs().mean()  # no worse than transformers in that precision
+    assert (logits - exact).abs().mean() <= 1.5 * (
+        theirs - exact
+    ).abs().mean()  # no worse than transformers in that precision
 
 
 def test_stored_half_precision_is_widened_exactly(folder: Path, tmp_path: Path) -> None:
@@ -266,7 +294,10 @@ def test_stored_half_precision_is_widened_exactly(folder: Path, tmp_path: Path) 
 def test_tied_checkpoints_may_store_the_head_and_rotary_buffers(folder: Path, tmp_path: Path) -> None:
     source = saved("tied", folder)
     tensors = load_file(source / "model.safetensors")
-    extra = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    extra = {
+        "lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+    }
     (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
     save_file(tensors | extra, tmp_path / "model.safetensors")
     decoder = Decoder.load(tmp_path)
@@ -284,14 +315,26 @@ def test_tied_checkpoints_may_store_the_head_and_rotary_buffers(folder: Path, tm
             "model.layers.3.mlp.up_proj.weight",
             "1 tensor missing: model.layers.3.mlp.up_proj.weight",
         ),
-        ({"model.layers.5.mlp.up_proj.weight": torch.ones(112, 64)}, "model.layers.5.mlp.up_proj.weight", "1 tensor unexpected"),
+        (
+            {"model.layers.5.mlp.up_proj.weight": torch.ones(112, 64)},
+            "model.layers.5.mlp.up_proj.weight",
+            "1 tensor unexpected",
+        ),
         (
             {"model.layers.0.self_attn.k_proj.weight": torch.ones(64, 64)},
             "model.layers.0.self_attn.k_proj.weight",
             r"\[64, 64\], must be \[32, 64\]",
         ),
-        ({"model.norm.weight": torch.ones(64, dtype=torch.int64)}, "model.norm.weight", "model.norm.weight is int64"),
-        ({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}, "model.layers.0.self_attn.q_proj.bias", "1 tensor unexpected"),
+        (
+            {"model.norm.weight": torch.ones(64, dtype=torch.int64)},
+            "model.norm.weight",
+            "model.norm.weight is int64",
+        ),
+        (
+            {"model.layers.0.self_attn.q_proj.bias": torch.ones(64)},
+            "model.layers.0.self_attn.q_proj.bias",
+            "1 tensor unexpected",
+        ),
         ({"lm_head.weight": None}, "lm_head.weight", "1 tensor missing: lm_head.weight"),
     ],
 )
@@ -301,7 +344,10 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_key(
     source = saved("grouped", folder)
     tensors = {**load_file(source / "model.safetensors"), **change}
     (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, tmp_path / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if tensor is not None},
+        tmp_path / "model.safetensors",
+    )
     with pytest.raises(CheckpointError, match=says) as caught:
         Decoder.load(tmp_path)
     assert caught.value.field == field

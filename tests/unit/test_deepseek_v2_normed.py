@@ -20,10 +20,14 @@ torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("base", ["deepseek-v2-lite", "deepseek-v2"])
-def test_logits_equal_a_router_that_normalises(base: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_logits_equal_a_router_that_normalises(
+    base: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     name, settings = CASES[base]
     case = f"{base}-normed"
-    monkeypatch.setitem(CASES, case, (name, {**settings, "norm_topk_prob": True, "routed_scaling_factor": 2.5}))
+    monkeypatch.setitem(
+        CASES, case, (name, {**settings, "norm_topk_prob": True, "routed_scaling_factor": 2.5})
+    )
     plain = DeepseekV2TopkRouter.forward
     tokens = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(3)).tolist()
     scaled = reference_logits(case, tokens)
@@ -40,7 +44,9 @@ def test_logits_equal_a_router_that_normalises(base: str, monkeypatch: pytest.Mo
     assert float((scaled - want).abs().max()) > 1e-2, "the key must matter for this test to mean anything"
 
 
-def test_one_expert_per_token_is_scaled_and_not_normalised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_one_expert_per_token_is_scaled_and_not_normalised(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     name, settings = CASES["deepseek-v2-lite"]
     changed = {**settings, "norm_topk_prob": True, "num_experts_per_tok": 1, "routed_scaling_factor": 2.5}
     monkeypatch.setitem(CASES, "single", (name, changed))

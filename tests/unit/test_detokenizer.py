@@ -24,10 +24,14 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def byte_fallback() -> Tokenizer:
     """SentencePiece's kind: a space at the beginning is swallowed, unknown characters are byte tokens."""
     words = ["<unk>", "<s>", "▁the", "▁cat", "s", "▁", "a"]
-    vocab = {word: at for at, word in enumerate(words)} | {f"<0x{byte:02X}>": len(words) + byte for byte in range(256)}
+    vocab = {word: at for at, word in enumerate(words)} | {
+        f"<0x{byte:02X}>": len(words) + byte for byte in range(256)
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
     tokenizer.add_special_tokens(["<s>"])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     return tokenizer
 
 
@@ -49,7 +53,9 @@ def test_the_pieces_make_the_text_and_none_breaks_a_character(tokenizer: Tokeniz
 
 @settings(max_examples=150, deadline=None)
 @given(ids=st.lists(st.integers(0, 260), max_size=40))
-def test_any_ids_at_all_are_decoded_and_valid_text_comes_through(tokenizer: Tokenizer, byte_fallback: Tokenizer, ids: list[int]) -> None:
+def test_any_ids_at_all_are_decoded_and_valid_text_comes_through(
+    tokenizer: Tokenizer, byte_fallback: Tokenizer, ids: list[int]
+) -> None:
     decoded = "".join(pieces_of(tokenizer, ids))
     # Broken bytes may be rendered in other places; everything else must be there, in order.
     assert decoded.replace("�", "") == tokenizer.decode(ids).replace("�", "")
@@ -61,7 +67,18 @@ def test_any_ids_at_all_are_decoded_and_valid_text_comes_through(tokenizer: Toke
 
 def test_a_sentencepiece_text_keeps_its_inner_spaces(byte_fallback: Tokenizer) -> None:
     fox = [7 + byte for byte in "🦊".encode()]
-    assert pieces_of(byte_fallback, [2, 3, 4, 5, *fox, 2]) == ["the", " cat", "s", " ", "", "", "", "🦊", " the", ""]
+    assert pieces_of(byte_fallback, [2, 3, 4, 5, *fox, 2]) == [
+        "the",
+        " cat",
+        "s",
+        " ",
+        "",
+        "",
+        "",
+        "🦊",
+        " the",
+        "",
+    ]
 
 
 def test_bytes_that_are_no_text_are_let_go_in_the_end(byte_fallback: Tokenizer) -> None:
@@ -78,7 +95,13 @@ def test_special_tokens_are_hidden_or_shown_and_do_not_break_characters(tokenize
     assert "".join(pieces_of(tokenizer, [0, *fox, 2], skip=False)) == "<|bos|>🦊<|user|>"
 
 
-def assemble(tokenizer: Tokenizer | None, ids: list[int], rules: StopRules, silent: frozenset[int] = frozenset(), step: int = 1):
+def assemble(
+    tokenizer: Tokenizer | None,
+    ids: list[int],
+    rules: StopRules,
+    silent: frozenset[int] = frozenset(),
+    step: int = 1,
+):
     assembler = TextAssembler(tokenizer, rules, silent)
     chunks = [assembler.push(ids[at : at + step]) for at in range(0, len(ids), step)]
     return assembler, [*chunks, assembler.finish()]
@@ -117,4 +140,9 @@ def test_a_silent_token_has_no_text_but_is_told(tokenizer: Tokenizer) -> None:
 
 def test_without_a_tokenizer_ids_pass_through() -> None:
     _, chunks = assemble(None, [5, 6, 7], StopRules())
-    assert [(chunk.text, chunk.token_ids) for chunk in chunks] == [("", (5,)), ("", (6,)), ("", (7,)), ("", ())]
+    assert [(chunk.text, chunk.token_ids) for chunk in chunks] == [
+        ("", (5,)),
+        ("", (6,)),
+        ("", (7,)),
+        ("", ()),
+    ]

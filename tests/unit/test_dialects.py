@@ -66,7 +66,11 @@ class Dialect:
 
 BOTH = ("model.embed_tokens.weight", "lm_head.weight")
 HEAD_ONLY = ("lm_head.weight",)
-LAYER_CONFIG = {key: value for key, value in base_config().items() if key not in ("architectures", "torch_dtype", "transformers_version")}
+LAYER_CONFIG = {
+    key: value
+    for key, value in base_config().items()
+    if key not in ("architectures", "torch_dtype", "transformers_version")
+}
 SPECULATORS = {
     "architectures": ["Eagle3Speculator"],
     "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
@@ -77,8 +81,18 @@ SPECULATORS = {
     "speculators_config": {
         "algorithm": "eagle3",
         "default_proposal_method": "greedy",
-        "proposal_methods": [{"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1}],
-        "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "meta-llama/Llama-3.1-8B-Instruct"},
+        "proposal_methods": [
+            {
+                "accept_tolerance": 0.0,
+                "proposal_type": "greedy",
+                "speculative_tokens": 3,
+                "verifier_accept_k": 1,
+            }
+        ],
+        "verifier": {
+            "architectures": ["LlamaForCausalLM"],
+            "name_or_path": "meta-llama/Llama-3.1-8B-Instruct",
+        },
     },
     "speculators_model_type": "eagle3",
     "speculators_version": "0.1.0.dev14",
@@ -89,7 +103,12 @@ SPECULATORS = {
 GPT_OSS_IDS = {"eagle_aux_hidden_state_layer_ids": [2, 5, 8], "use_aux_hidden_state": True}
 FLAT3 = base_config(draft_vocab_size=24)
 SPECFORGE = FLAT3 | {"architectures": ["LlamaForCausalLMEagle3"], "torch_dtype": "bfloat16"}
-KIMI = SPECFORGE | {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "kimi_k2", "num_key_value_heads": 4, **LATENT}
+KIMI = SPECFORGE | {
+    "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+    "model_type": "kimi_k2",
+    "num_key_value_heads": 4,
+    **LATENT,
+}
 LLAMA3_SCALING = {
     "factor": 8.0,
     "high_freq_factor": 4.0,
@@ -105,14 +124,22 @@ def prefixed(tensors: Tensors, *unprefixed: str) -> Tensors:
 
 DIALECTS: dict[str, Dialect] = {
     # yuhuili/EAGLE-llama2-chat-7B, EAGLE-Vicuna: pickled, fc with a bias that the configuration does not mention
-    "EAGLE-1 of Llama 2, .bin": Dialect(base_config(), eagle_tensors(), aux=(), borrowed=HEAD_ONLY, file="pytorch_model.bin"),
+    "EAGLE-1 of Llama 2, .bin": Dialect(
+        base_config(), eagle_tensors(), aux=(), borrowed=HEAD_ONLY, file="pytorch_model.bin"
+    ),
     # yuhuili/EAGLE-LLaMA3-Instruct-8B
     "EAGLE-2 of Llama 3": Dialect(
-        base_config(bias=False, rope_theta=500000.0), eagle_tensors(fc_bias=False), {"rope_theta": 500000.0}, (), HEAD_ONLY
+        base_config(bias=False, rope_theta=500000.0),
+        eagle_tensors(fc_bias=False),
+        {"rope_theta": 500000.0},
+        (),
+        HEAD_ONLY,
     ),
     # yuhuili/EAGLE-Qwen2-7B-Instruct
     "EAGLE of Qwen2": Dialect(
-        base_config(model_type="qwen2", qkv_bias=True, rope_theta=1e6, use_sliding_window=False, sliding_window=131072),
+        base_config(
+            model_type="qwen2", qkv_bias=True, rope_theta=1e6, use_sliding_window=False, sliding_window=131072
+        ),
         eagle_tensors(qkv_bias=True),
         {"rope_theta": 1e6},
         (),
@@ -144,12 +171,18 @@ DIALECTS: dict[str, Dialect] = {
     ),
     # AngelSlim
     "EAGLE-3, Eagle3LlamaForCausalLM": Dialect(
-        SPECFORGE | {"architectures": ["Eagle3LlamaForCausalLM"], "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
+        SPECFORGE
+        | {
+            "architectures": ["Eagle3LlamaForCausalLM"],
+            "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+        },
         eagle3_tensors(prefix="layers.0."),
         {"rope_theta": 1e6},
     ),
     # lmsys/EAGLE3-gpt-oss-120b-bf16: ids up to the number of layers count inputs
-    "EAGLE-3 for gpt-oss": Dialect(SPECFORGE | {"eagle_config": GPT_OSS_IDS}, eagle3_tensors(), aux=(1, 4, 7)),
+    "EAGLE-3 for gpt-oss": Dialect(
+        SPECFORGE | {"eagle_config": GPT_OSS_IDS}, eagle3_tensors(), aux=(1, 4, 7)
+    ),
     # nvidia/gpt-oss-120b-Eagle3
     "EAGLE-3 with the target's lm_head": Dialect(
         SPECFORGE | {"draft_vocab_size": None, "eagle_config": GPT_OSS_IDS},
@@ -165,38 +198,63 @@ DIALECTS: dict[str, Dialect] = {
         borrowed=(),
     ),
     "EAGLE-3, speculators with ids and later layers": Dialect(
-        SPECULATORS | {"eagle_aux_hidden_state_layer_ids": [0, 3, 6], "transformer_layer_config": LAYER_CONFIG | {"num_hidden_layers": 2}},
+        SPECULATORS
+        | {
+            "eagle_aux_hidden_state_layer_ids": [0, 3, 6],
+            "transformer_layer_config": LAYER_CONFIG | {"num_hidden_layers": 2},
+        },
         eagle3_tensors(prefix="layers.0.", layers=2, inner_norm="input_layernorm", embedding=True),
         {"norm_before_residual": True, "num_hidden_layers": 2},
         (0, 3, 6),
         (),
     ),
     "EAGLE-3.1: fc_norm and norm_output": Dialect(
-        SPECFORGE | {"fc_norm": True, "norm_output": True}, eagle3_tensors() | fc_norms(3), {"norm_output": True}
+        SPECFORGE | {"fc_norm": True, "norm_output": True},
+        eagle3_tensors() | fc_norms(3),
+        {"norm_output": True},
     ),
     "EAGLE-3, legacy aux norms": Dialect(
         SPECFORGE | {"use_aux_norm": True},
-        eagle3_tensors() | dict(zip((f"aux_norm_{n}.weight" for n in ("low", "mid", "high")), fc_norms(3).values(), strict=True)),
+        eagle3_tensors()
+        | dict(
+            zip((f"aux_norm_{n}.weight" for n in ("low", "mid", "high")), fc_norms(3).values(), strict=True)
+        ),
     ),
     "EAGLE-3, norm_before_fc and a bias": Dialect(
         SPECFORGE | {"eagle_config": {"norm_before_fc": True}, "bias": True},
         eagle3_tensors() | {"input_norm.weight": Maker(3).norm(3 * HIDDEN), "fc.bias": Maker(4).bias()},
     ),
     "EAGLE-3, three layers over four": Dialect(
-        SPECFORGE | {"num_hidden_layers": 3, "num_aux_hidden_states": 4, "eagle_aux_hidden_state_layer_ids": [0, 2, 4, 6], "fc_norm": True},
-        eagle3_tensors(layers=3, num_aux=4) | fc_norms(4) | {"layers.1.input_layernorm.weight": torch.ones(HIDDEN)},
+        SPECFORGE
+        | {
+            "num_hidden_layers": 3,
+            "num_aux_hidden_states": 4,
+            "eagle_aux_hidden_state_layer_ids": [0, 2, 4, 6],
+            "fc_norm": True,
+        },
+        eagle3_tensors(layers=3, num_aux=4)
+        | fc_norms(4)
+        | {"layers.1.input_layernorm.weight": torch.ones(HIDDEN)},
         {"num_hidden_layers": 3},
         (0, 2, 4, 6),
     ),
     "EAGLE-3 over one layer as wide as itself": Dialect(
-        SPECFORGE | {"num_aux_hidden_states": 1, "eagle_aux_hidden_state_layer_ids": [5]}, eagle3_tensors(num_aux=1), aux=(5,)
+        SPECFORGE | {"num_aux_hidden_states": 1, "eagle_aux_hidden_state_layer_ids": [5]},
+        eagle3_tensors(num_aux=1),
+        aux=(5,),
     ),
     "EAGLE-3 for a wider target": Dialect(
-        SPECFORGE | {"target_hidden_size": WIDE}, eagle3_tensors(target_hidden=WIDE, embedding=True), borrowed=(), target_hidden=WIDE
+        SPECFORGE | {"target_hidden_size": WIDE},
+        eagle3_tensors(target_hidden=WIDE, embedding=True),
+        borrowed=(),
+        target_hidden=WIDE,
     ),
     # heads for Kimi-K2 with its own kind of attention; ids that do not begin with 1 count inputs
     "EAGLE-3 with latent attention": Dialect(
-        KIMI | {"eagle_aux_hidden_state_layer_ids": [2, 4, 6]}, with_latent_attention(eagle3_tensors(prefix="layers.0.")), LATENT, (1, 3, 5)
+        KIMI | {"eagle_aux_hidden_state_layer_ids": [2, 4, 6]},
+        with_latent_attention(eagle3_tensors(prefix="layers.0.")),
+        LATENT,
+        (1, 3, 5),
     ),
     "EAGLE-3 with latent attention and plain queries": Dialect(
         KIMI | {"q_lora_rank": None, "eagle_aux_hidden_state_layer_ids": [1, 3, 5]},
@@ -205,7 +263,9 @@ DIALECTS: dict[str, Dialect] = {
         (1, 3, 5),
     ),
     "EAGLE-3 with a sliding window": Dialect(
-        SPECFORGE | {"sliding_window": 4, "layer_types": ["sliding_attention"]}, eagle3_tensors(), {"sliding_window": 4}
+        SPECFORGE | {"sliding_window": 4, "layer_types": ["sliding_attention"]},
+        eagle3_tensors(),
+        {"sliding_window": 4},
     ),
     "EAGLE-3 over the last hidden state": Dialect(
         SPECFORGE | {"eagle_config": {"use_aux_hidden_state": False}}, eagle3_tensors(num_aux=1), aux=()
@@ -217,19 +277,34 @@ DIALECTS: dict[str, Dialect] = {
     ),
     "EAGLE-3 with biased attention": Dialect(
         SPECFORGE | {"attention_bias": True},
-        eagle3_tensors() | {f"midlayer.self_attn.{p}_proj.bias": Maker(8).bias(n) for p, n in (("q", 32), ("k", 16), ("v", 16), ("o", 32))},
+        eagle3_tensors()
+        | {
+            f"midlayer.self_attn.{p}_proj.bias": Maker(8).bias(n)
+            for p, n in (("q", 32), ("k", 16), ("v", 16), ("o", 32))
+        },
     ),
 }
 
 
 def canonical(tensors: Tensors) -> Tensors:
     """Return what the file means, in double precision."""
-    legacy = {f"aux_norm_{name}.weight": f"fc_norm.{index}.weight" for index, name in enumerate(("low", "mid", "high"))}
-    named = {name.removeprefix("model.").replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-    return {legacy.get(name, name): tensor.double() if tensor.is_floating_point() else tensor for name, tensor in named.items()}
+    legacy = {
+        f"aux_norm_{name}.weight": f"fc_norm.{index}.weight"
+        for index, name in enumerate(("low", "mid", "high"))
+    }
+    named = {
+        name.removeprefix("model.").replace("midlayer.", "layers.0."): tensor
+        for name, tensor in tensors.items()
+    }
+    return {
+        legacy.get(name, name): tensor.double() if tensor.is_floating_point() else tensor
+        for name, tensor in named.items()
+    }
 
 
-def run(head: RecurrentHead, tokens: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def run(
+    head: RecurrentHead, tokens: torch.Tensor, features: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return states and logits of a causal sequence."""
     pool = KVPool(8, 4, head.num_layers, head.kv_heads, head.head_dim, torch.float32, CPU, latent=head.latent)
     lease = pool.lease(ROWS)
@@ -237,7 +312,9 @@ def run(head: RecurrentHead, tokens: torch.Tensor, features: torch.Tensor) -> tu
     attention = create_backend("auto", CPU)
     with torch.inference_mode():
         attention.plan(build_batch(pool, [lease], [0], [ROWS]))
-        states = head.forward(tokens.to(torch.int32), features, head.rotation(torch.arange(ROWS)), attention, pool)
+        states = head.forward(
+            tokens.to(torch.int32), features, head.rotation(torch.arange(ROWS)), attention, pool
+        )
         return states, head.logits(states)
 
 
@@ -258,7 +335,9 @@ def test_a_published_dialect_computes_what_the_plain_head_does(name: str, tmp_pa
     spec = head.feature_spec(TargetInfo("t", "f", VOCAB, dialect.target_hidden, TARGET_LAYERS))
     assert spec.aux_layer_ids == dialect.aux
     assert spec.final_hidden == (not dialect.aux)
-    projector = FeatureProjector(spec, CPU, torch.float32, hidden_size=dialect.target_hidden, num_layers=TARGET_LAYERS)
+    projector = FeatureProjector(
+        spec, CPU, torch.float32, hidden_size=dialect.target_hidden, num_layers=TARGET_LAYERS
+    )
     features = projector(DecoderOutput(hidden=captured, aux=captured if dialect.aux else None))
 
     weights = canonical(dialect.tensors)
@@ -266,16 +345,25 @@ def test_a_published_dialect_computes_what_the_plain_head_does(name: str, tmp_pa
         weights.pop("lm_head.weight", None)
     tied = dialect.config.get("tie_word_embeddings")
     lm_head = weights["embed_tokens.weight"] if tied else lent["lm_head.weight"].double()
-    plain = PlainHead(base_config() | dict(dialect.flat) | {"head_dim": 8}, weights, lent["model.embed_tokens.weight"].double(), lm_head)
+    plain = PlainHead(
+        base_config() | dict(dialect.flat) | {"head_dim": 8},
+        weights,
+        lent["model.embed_tokens.weight"].double(),
+        lm_head,
+    )
     raw = captured.double()
     expected = raw if not dialect.aux else plain.project(raw)
     torch.testing.assert_close(features.double(), expected, rtol=1e-4, atol=1e-4)
     scaling = dialect.config.get("rope_scaling")
-    if scaling is not None:  # positions far below the original context: the scaled frequencies are checked by the rope's own tests
+    if (
+        scaling is not None
+    ):  # positions far below the original context: the scaled frequencies are checked by the rope's own tests
         assert isinstance(head, Eagle3Head)
         assert head.config.layer.rope.factor == scaling["factor"]
         return
-    wanted = plain.states(tokens, expected, torch.arange(ROWS), torch.ones(ROWS, ROWS, dtype=torch.bool).tril())
+    wanted = plain.states(
+        tokens, expected, torch.arange(ROWS), torch.ones(ROWS, ROWS, dtype=torch.bool).tril()
+    )
     states, logits = run(head, tokens, features)
     torch.testing.assert_close(states.double(), wanted, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(logits.double(), plain.logits(wanted), rtol=1e-3, atol=1e-3)
@@ -283,8 +371,14 @@ def test_a_published_dialect_computes_what_the_plain_head_does(name: str, tmp_pa
 
 
 def test_the_algorithm_is_named_for_what_the_tensors_are(tmp_path: Path) -> None:
-    assert load_head(write_head(tmp_path / "a", base_config(), eagle_tensors()), CPU, torch.float32).algorithm == "EAGLE"
-    assert load_head(write_head(tmp_path / "b", FLAT3, eagle3_tensors()), CPU, torch.float32).algorithm == "EAGLE3"
+    assert (
+        load_head(write_head(tmp_path / "a", base_config(), eagle_tensors()), CPU, torch.float32).algorithm
+        == "EAGLE"
+    )
+    assert (
+        load_head(write_head(tmp_path / "b", FLAT3, eagle3_tensors()), CPU, torch.float32).algorithm
+        == "EAGLE3"
+    )
 
 
 def test_a_window_longer_than_the_sequence_changes_nothing(tmp_path: Path) -> None:
@@ -292,7 +386,9 @@ def test_a_window_longer_than_the_sequence_changes_nothing(tmp_path: Path) -> No
     embedding = Maker(11).matrix(VOCAB, HIDDEN)
 
     def logits(name: str, **changes: Any) -> torch.Tensor:
-        head = load_head(write_head(tmp_path / name, SPECFORGE | changes, eagle3_tensors()), CPU, torch.float32)
+        head = load_head(
+            write_head(tmp_path / name, SPECFORGE | changes, eagle3_tensors()), CPU, torch.float32
+        )
         head.lend("model.embed_tokens.weight", embedding)
         return run(head, tokens, features)[1]
 

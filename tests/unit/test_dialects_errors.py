@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from toy_heads import HIDDEN, TARGET_LAYERS, VOCAB, Tensors, base_config, eagle3_tensors, eagle_tensors, fc_norms, write_head
+from toy_heads import (
+    HIDDEN,
+    TARGET_LAYERS,
+    VOCAB,
+    Tensors,
+    base_config,
+    eagle3_tensors,
+    eagle_tensors,
+    fc_norms,
+    write_head,
+)
 from toys import make_toy_target
 
 from outrider.services.draft.build import build_engine
@@ -36,7 +46,11 @@ def without(tensors: Tensors, *names: str) -> Tensors:
 BROKEN: dict[str, tuple[Mapping[str, Any], Tensors, str]] = {
     "EAGLE without the bias that its config implies": (EAGLE, eagle_tensors(fc_bias=False), "fc.bias"),
     "EAGLE without fc": (EAGLE, without(eagle_tensors(), "fc.weight"), "fc.weight"),
-    "EAGLE with an EAGLE-3 norm": (EAGLE, eagle_tensors() | {"norm.weight": torch.ones(HIDDEN)}, "norm.weight"),
+    "EAGLE with an EAGLE-3 norm": (
+        EAGLE,
+        eagle_tensors() | {"norm.weight": torch.ones(HIDDEN)},
+        "norm.weight",
+    ),
     "EAGLE with a norm that layer 0 never has": (
         EAGLE,
         eagle_tensors() | {"layers.0.input_layernorm.weight": torch.ones(HIDDEN)},
@@ -47,13 +61,21 @@ BROKEN: dict[str, tuple[Mapping[str, Any], Tensors, str]] = {
         without(eagle_tensors(layers=2), "layers.1.input_layernorm.weight"),
         "layers.1.input_layernorm.weight",
     ),
-    "EAGLE without the biases of Qwen2": (EAGLE | {"qkv_bias": True}, eagle_tensors(), "layers.0.self_attn.q_proj.bias"),
+    "EAGLE without the biases of Qwen2": (
+        EAGLE | {"qkv_bias": True},
+        eagle_tensors(),
+        "layers.0.self_attn.q_proj.bias",
+    ),
     "EAGLE with one bias of three": (
         EAGLE,
         without(eagle_tensors(qkv_bias=True), "layers.0.self_attn.k_proj.bias"),
         "layers.0.self_attn.k_proj.bias",
     ),
-    "EAGLE with a misshaped fc": (EAGLE, eagle_tensors() | {"fc.weight": torch.zeros(HIDDEN, 3 * HIDDEN)}, "fc.weight"),
+    "EAGLE with a misshaped fc": (
+        EAGLE,
+        eagle_tensors() | {"fc.weight": torch.zeros(HIDDEN, 3 * HIDDEN)},
+        "fc.weight",
+    ),
     "EAGLE with another embedding": (
         EAGLE,
         eagle_tensors() | {"embed_tokens.weight": torch.zeros(VOCAB + 1, HIDDEN)},
@@ -66,16 +88,28 @@ BROKEN: dict[str, tuple[Mapping[str, Any], Tensors, str]] = {
         eagle3_tensors(layers=2) | {"layers.1.self_attn.v_proj.weight": torch.zeros(16, 2 * HIDDEN)},
         "layers.1.self_attn.v_proj.weight",
     ),
-    "EAGLE-3 without the norms of its config": (EAGLE3 | {"fc_norm": True}, eagle3_tensors(), "fc_norm.0.weight"),
+    "EAGLE-3 without the norms of its config": (
+        EAGLE3 | {"fc_norm": True},
+        eagle3_tensors(),
+        "fc_norm.0.weight",
+    ),
     "EAGLE-3 with a norm too many": (EAGLE3, eagle3_tensors() | fc_norms(4), "fc_norm.3.weight"),
-    "EAGLE-3 without norm_before_fc's norm": (EAGLE3 | {"norm_before_fc": True}, eagle3_tensors(), "input_norm.weight"),
+    "EAGLE-3 without norm_before_fc's norm": (
+        EAGLE3 | {"norm_before_fc": True},
+        eagle3_tensors(),
+        "input_norm.weight",
+    ),
     "EAGLE-3 over four layers with fc for three": (
         EAGLE3 | {"eagle_aux_hidden_state_layer_ids": [0, 1, 2, 3]},
         eagle3_tensors(),
         "fc.weight",
     ),
     "EAGLE-3 without the bias of its config": (EAGLE3 | {"bias": True}, eagle3_tensors(), "fc.bias"),
-    "EAGLE-3 with integers for weights": (EAGLE3, eagle3_tensors() | {"norm.weight": torch.ones(HIDDEN, dtype=torch.int32)}, "norm.weight"),
+    "EAGLE-3 with integers for weights": (
+        EAGLE3,
+        eagle3_tensors() | {"norm.weight": torch.ones(HIDDEN, dtype=torch.int32)},
+        "norm.weight",
+    ),
     "EAGLE-3 with its lm_head for another vocabulary": (
         EAGLE3,
         eagle3_tensors() | {"lm_head.weight": torch.zeros(25, HIDDEN)},
@@ -104,12 +138,21 @@ def test_a_missing_bias_says_how_a_head_without_one_is_configured(tmp_path: Path
 
 
 def test_what_is_not_read_is_named_with_the_reason(tmp_path: Path) -> None:
-    stored = eagle_tensors() | {"lm_head.weight": torch.zeros(VOCAB, HIDDEN), "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    _, keys = EagleHead.load(write_head(tmp_path / "eagle", EAGLE | {"bias": False}, stored), CPU, torch.float32)
+    stored = eagle_tensors() | {
+        "lm_head.weight": torch.zeros(VOCAB, HIDDEN),
+        "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+    }
+    _, keys = EagleHead.load(
+        write_head(tmp_path / "eagle", EAGLE | {"bias": False}, stored), CPU, torch.float32
+    )
     assert set(keys.ignored) == {"lm_head.weight", "fc.bias", "layers.0.self_attn.rotary_emb.inv_freq"}
     assert '"bias": false' in keys.ignored["fc.bias"]
     config = DEEP | {"draft_vocab_size": None, "fc_norm": False}
-    stored = eagle3_tensors(layers=2, draft_vocab=None) | fc_norms(3) | {"layers.1.input_layernorm.weight": torch.ones(HIDDEN)}
+    stored = (
+        eagle3_tensors(layers=2, draft_vocab=None)
+        | fc_norms(3)
+        | {"layers.1.input_layernorm.weight": torch.ones(HIDDEN)}
+    )
     head, keys = Eagle3Head.load(write_head(tmp_path / "eagle3", config, stored), CPU, torch.float32)
     assert set(keys.ignored) == {"lm_head.weight", "layers.1.input_layernorm.weight", *fc_norms(3)}
     assert "draft_vocab_size is null" in keys.ignored["lm_head.weight"]
@@ -136,7 +179,9 @@ def test_a_plain_model_is_no_head(tmp_path: Path) -> None:
         ({"vocab_size": None}, "vocab_size"),
     ],
 )
-def test_a_broken_configuration_is_refused_by_its_key(changes: dict[str, Any], key: str, tmp_path: Path) -> None:
+def test_a_broken_configuration_is_refused_by_its_key(
+    changes: dict[str, Any], key: str, tmp_path: Path
+) -> None:
     with pytest.raises(CheckpointError) as caught:
         load_head(write_head(tmp_path / "head", EAGLE | changes, eagle_tensors()), CPU, torch.float32)
     assert caught.value.field == key
@@ -158,7 +203,11 @@ def test_an_eagle_head_of_another_target_is_refused(target: TargetInfo, key: str
 
 
 def test_layers_without_names_are_refused_unless_there_are_three(tmp_path: Path) -> None:
-    head = load_head(write_head(tmp_path / "head", EAGLE3 | {"num_aux_hidden_states": 4}, eagle3_tensors(num_aux=4)), CPU, torch.float32)
+    head = load_head(
+        write_head(tmp_path / "head", EAGLE3 | {"num_aux_hidden_states": 4}, eagle3_tensors(num_aux=4)),
+        CPU,
+        torch.float32,
+    )
     with pytest.raises(CheckpointError, match="without naming them") as caught:
         head.feature_spec(TargetInfo("t", "f", VOCAB, HIDDEN, TARGET_LAYERS))
     assert caught.value.field == "eagle_aux_hidden_state_layer_ids"
@@ -216,10 +265,17 @@ def test_a_token_map_needs_a_head_and_a_vocabulary_that_it_fits(tmp_path: Path) 
     with pytest.raises(CheckpointError, match="made for this model's tokenizer"):
         load_head(eagle, CPU, torch.float32, torch.tensor([1, VOCAB]))
     with pytest.raises(CheckpointError, match="draft vocabulary of its own") as caught:
-        load_head(write_head(tmp_path / "eagle3", EAGLE3, eagle3_tensors()), CPU, torch.float32, torch.tensor([1, 2]))
+        load_head(
+            write_head(tmp_path / "eagle3", EAGLE3, eagle3_tensors()),
+            CPU,
+            torch.float32,
+            torch.tensor([1, 2]),
+        )
     assert caught.value.field == "speculative_token_map"
     token_map = write_map(tmp_path / "map.json", [1, 2, 3])
-    settings = DraftSettings.load({"speculative_algorithm": "NGRAM", "speculative_token_map": token_map, "device": "cpu"})
+    settings = DraftSettings.load(
+        {"speculative_algorithm": "NGRAM", "speculative_token_map": token_map, "device": "cpu"}
+    )
     with pytest.raises(ConfigurationError, match="NGRAM") as refused:
         build_engine(settings, CPU, torch.float32)
     assert refused.value.field == "speculative_token_map"

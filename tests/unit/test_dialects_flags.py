@@ -22,7 +22,9 @@ def test_the_token_map_goes_to_the_process_that_drafts(inproc: bool) -> None:
 
 
 def test_a_token_map_for_a_draft_elsewhere_is_refused() -> None:
-    settings = TargetSettings.load({"model": "/m/t", "draft": "grpc://host:7002", "speculative_token_map": "/m/freq.pt"})
+    settings = TargetSettings.load(
+        {"model": "/m/t", "draft": "grpc://host:7002", "speculative_token_map": "/m/freq.pt"}
+    )
     with pytest.raises(ConfigurationError, match="outrider serve draft") as caught:
         settings.check()
     assert caught.value.field == "speculative_token_map"

@@ -11,7 +11,18 @@ import pytest
 import torch
 from plain_heads import PlainHead
 from safetensors.torch import save_file
-from toy_heads import HIDDEN, INNER, TARGET_LAYERS, VOCAB, Maker, Tensors, base_config, eagle3_tensors, eagle_tensors, write_head
+from toy_heads import (
+    HIDDEN,
+    INNER,
+    TARGET_LAYERS,
+    VOCAB,
+    Maker,
+    Tensors,
+    base_config,
+    eagle3_tensors,
+    eagle_tensors,
+    write_head,
+)
 
 from outrider.services.convert.head import Layout, convert_head
 from outrider.services.draft.algorithm import Algorithm, identify
@@ -89,38 +100,59 @@ def quantised(tensors: Tensors) -> tuple[Tensors, Tensors]:
     return stored, worth
 
 
-def write_native(folder: Path, tensors: Tensors, params: Mapping[str, Any] = PARAMS, config: str = "params.json") -> Path:
+def write_native(
+    folder: Path, tensors: Tensors, params: Mapping[str, Any] = PARAMS, config: str = "params.json"
+) -> Path:
     folder.mkdir(parents=True)
     (folder / config).write_text(json.dumps(params))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(folder / "consolidated.safetensors"))
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        str(folder / "consolidated.safetensors"),
+    )
     return folder
 
 
-def run(head: RecurrentHead, tokens: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def run(
+    head: RecurrentHead, tokens: torch.Tensor, features: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     pool = KVPool(8, 4, head.num_layers, head.kv_heads, head.head_dim, torch.float32, CPU, latent=head.latent)
     lease = pool.lease(ROWS)
     assert lease is not None
     attention = create_backend("auto", CPU)
     with torch.inference_mode():
         attention.plan(build_batch(pool, [lease], [0], [ROWS]))
-        states = head.forward(tokens.to(torch.int32), features, head.rotation(torch.arange(ROWS)), attention, pool)
+        states = head.forward(
+            tokens.to(torch.int32), features, head.rotation(torch.arange(ROWS)), attention, pool
+        )
         return states, head.logits(states)
 
 
 def assert_computes(head: RecurrentHead, weights: Tensors, **config: Any) -> PlainHead:
     """Compare with the plain head on a random sequence; returns that head."""
     make = Maker(11)
-    lent = {"model.embed_tokens.weight": make.matrix(VOCAB, HIDDEN), "lm_head.weight": make.matrix(VOCAB, HIDDEN)}
+    lent = {
+        "model.embed_tokens.weight": make.matrix(VOCAB, HIDDEN),
+        "lm_head.weight": make.matrix(VOCAB, HIDDEN),
+    }
     for key in list(head.missing()):
         head.lend(key, lent[key])
-    double = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+    double = {
+        name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in weights.items()
+    }
     both = (lent[key].double() for key in ("model.embed_tokens.weight", "lm_head.weight"))
     plain = PlainHead(base_config(head_dim=8) | config, double, *both)
-    tokens, features = torch.randint(0, VOCAB, (ROWS,), generator=torch.Generator().manual_seed(1)), make.matrix(ROWS, HIDDEN)
+    tokens, features = (
+        torch.randint(0, VOCAB, (ROWS,), generator=torch.Generator().manual_seed(1)),
+        make.matrix(ROWS, HIDDEN),
+    )
     states, logits = run(head, tokens, features)
-    wanted = plain.states(tokens, features.double(), torch.arange(ROWS), torch.ones(ROWS, ROWS, dtype=torch.bool).tril())
+    wanted = plain.states(
+        tokens, features.double(), torch.arange(ROWS), torch.ones(ROWS, ROWS, dtype=torch.bool).tril()
+    )
     torch.testing.assert_close(states.double(), wanted, rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(logits.double(), plain.logits(wanted)[:, head.vocabulary.target_ids(CPU)], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        logits.double(), plain.logits(wanted)[:, head.vocabulary.target_ids(CPU)], rtol=1e-3, atol=1e-3
+    )
     return plain
 
 
@@ -139,10 +171,16 @@ def test_a_head_in_mistrals_format_computes_what_the_plain_head_does(tmp_path: P
     assert_computes(head, tensors, **MISTRAL_PLAIN)
 
 
-@pytest.mark.parametrize("architecture", ["EagleMistralForCausalLM", "MistralForCausalLMEagle", "MistralForCausalLM"])
+@pytest.mark.parametrize(
+    "architecture", ["EagleMistralForCausalLM", "MistralForCausalLMEagle", "MistralForCausalLM"]
+)
 def test_the_same_tensors_beside_a_config_json_are_read_too(architecture: str, tmp_path: Path) -> None:
-    config = base_config(architectures=[architecture], model_type="mistral", num_hidden_layers=2, head_dim=8, rope_theta=1e6)
-    head = load_head(write_native(tmp_path / "head", native(mistral_tensors()), config, "config.json"), CPU, torch.float32)
+    config = base_config(
+        architectures=[architecture], model_type="mistral", num_hidden_layers=2, head_dim=8, rope_theta=1e6
+    )
+    head = load_head(
+        write_native(tmp_path / "head", native(mistral_tensors()), config, "config.json"), CPU, torch.float32
+    )
     assert_computes(head, mistral_tensors(), **MISTRAL_PLAIN)
 
 
@@ -154,10 +192,26 @@ def test_a_head_in_fp8_is_widened_by_its_scales(tmp_path: Path) -> None:
 
 
 def test_yarn_of_params_is_that_of_the_rope(tmp_path: Path) -> None:
-    yarn = {"factor": 16.0, "original_max_position_embeddings": 1024, "beta": 4.0, "alpha": 1.0, "apply_scale": False}
-    head = load_head(write_native(tmp_path / "head", native(mistral_tensors()), PARAMS | {"yarn": yarn}), CPU, torch.float32)
+    yarn = {
+        "factor": 16.0,
+        "original_max_position_embeddings": 1024,
+        "beta": 4.0,
+        "alpha": 1.0,
+        "apply_scale": False,
+    }
+    head = load_head(
+        write_native(tmp_path / "head", native(mistral_tensors()), PARAMS | {"yarn": yarn}),
+        CPU,
+        torch.float32,
+    )
     rope = head.config.layer.rope  # type: ignore[attr-defined]
-    assert (rope.kind.value, rope.factor, rope.beta_fast, rope.beta_slow, rope.attention_factor) == ("yarn", 16.0, 4.0, 1.0, 1.0)
+    assert (rope.kind.value, rope.factor, rope.beta_fast, rope.beta_slow, rope.attention_factor) == (
+        "yarn",
+        16.0,
+        4.0,
+        1.0,
+        1.0,
+    )
     assert rope.theta == 1e6
 
 
@@ -172,7 +226,9 @@ def test_yarn_of_params_is_that_of_the_rope(tmp_path: Path) -> None:
         ({"n_heads": None}, "num_attention_heads"),
     ],
 )
-def test_params_that_cannot_be_served_are_refused_by_their_key(params: dict[str, Any], field: str, tmp_path: Path) -> None:
+def test_params_that_cannot_be_served_are_refused_by_their_key(
+    params: dict[str, Any], field: str, tmp_path: Path
+) -> None:
     folder = write_native(tmp_path / "head", native(mistral_tensors()), PARAMS | params)
     with pytest.raises(CheckpointError, match=field) as caught:
         load_head(folder, CPU, torch.float32)
@@ -183,7 +239,9 @@ def test_params_that_cannot_be_served_are_refused_by_their_key(params: dict[str,
 def test_missing_tensors_are_named_as_mistral_spells_them(tmp_path: Path) -> None:
     tensors = native(mistral_tensors())
     for name in ("layers.0.attention_norm.weight", "layers.1.attention.wk.weight", "norm.weight"):
-        folder = write_native(tmp_path / name, {key: tensor for key, tensor in tensors.items() if key != name})
+        folder = write_native(
+            tmp_path / name, {key: tensor for key, tensor in tensors.items() if key != name}
+        )
         with pytest.raises(CheckpointError, match=name.replace(".", r"\.")) as caught:
             load_head(folder, CPU, torch.float32)
         assert caught.value.field == name
@@ -192,7 +250,9 @@ def test_missing_tensors_are_named_as_mistral_spells_them(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="only one scale per tensor") as caught:
         load_head(write_native(tmp_path / "rows", per_row), CPU, torch.float32)
     assert caught.value.field == "eagle_linear.qscale_weight"
-    broken = write_native(tmp_path / "nan", stored | {"eagle_linear.qscale_weight": torch.tensor(float("nan"))})
+    broken = write_native(
+        tmp_path / "nan", stored | {"eagle_linear.qscale_weight": torch.tensor(float("nan"))}
+    )
     with pytest.raises(CheckpointError, match=r"eagle_linear\.qscale_weight is nan"):
         load_head(broken, CPU, torch.float32)
     stored.pop("eagle_linear.qscale_weight")
@@ -204,7 +264,10 @@ def test_missing_tensors_are_named_as_mistral_spells_them(tmp_path: Path) -> Non
 def test_a_converted_head_computes_the_same(fp8: bool, tmp_path: Path) -> None:
     stored, worth = quantised(mistral_tensors()) if fp8 else (native(mistral_tensors()), mistral_tensors())
     convert_head(write_native(tmp_path / "head", stored), tmp_path / "ours", Layout.OUTRIDER)
-    tensors = {name: tensor.bfloat16().float() if fp8 and tensor.dim() == 2 else tensor for name, tensor in worth.items()}
+    tensors = {
+        name: tensor.bfloat16().float() if fp8 and tensor.dim() == 2 else tensor
+        for name, tensor in worth.items()
+    }
     assert_computes(load_head(tmp_path / "ours", CPU, torch.float32), tensors, **MISTRAL_PLAIN)
     with pytest.raises(CheckpointError, match=r"norm\.weight"):
         convert_head(tmp_path / "head", tmp_path / "official", Layout.EAGLE)
@@ -221,7 +284,9 @@ FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "GptOss
 @pytest.mark.parametrize("family", FAMILIES)
 def test_architectures_of_every_family_are_known(family: str, tmp_path: Path) -> None:
     for name in (f"{family}ForCausalLMEagle3", f"Eagle3{family}ForCausalLM"):
-        folder = write_head(tmp_path / name, base_config(architectures=[name], draft_vocab_size=24), eagle3_tensors())
+        folder = write_head(
+            tmp_path / name, base_config(architectures=[name], draft_vocab_size=24), eagle3_tensors()
+        )
         assert head_kind(folder) is HeadKind.EAGLE3
         assert load_head(folder, CPU, torch.float32).algorithm == "EAGLE3"
     for name in (f"{family}ForCausalLMEagle", f"Eagle{family}ForCausalLM"):
@@ -233,7 +298,9 @@ def test_architectures_of_every_family_are_known(family: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("model_type", ["mistral", "mixtral", "qwen3"])
-def test_an_eagle3_head_named_for_its_family_computes_what_the_plain_head_does(model_type: str, tmp_path: Path) -> None:
+def test_an_eagle3_head_named_for_its_family_computes_what_the_plain_head_does(
+    model_type: str, tmp_path: Path
+) -> None:
     name = {"mistral": "Mistral", "mixtral": "Mixtral", "qwen3": "Qwen3"}[model_type]
     tensors = eagle3_tensors(draft_vocab=None)
     if model_type == "qwen3":  # heads of Qwen3's layers norm every head of q and k
@@ -245,7 +312,9 @@ def test_an_eagle3_head_named_for_its_family_computes_what_the_plain_head_does(m
 
 
 def test_a_head_that_reads_the_feature_first_is_refused(tmp_path: Path) -> None:
-    config = base_config(architectures=["Qwen3ForCausalLMEagle3"], model_type="qwen3", swap_h_and_emb=True, draft_vocab_size=24)
+    config = base_config(
+        architectures=["Qwen3ForCausalLMEagle3"], model_type="qwen3", swap_h_and_emb=True, draft_vocab_size=24
+    )
     with pytest.raises(CheckpointError) as caught:
         load_head(write_head(tmp_path / "head", config, eagle3_tensors()), CPU, torch.float32)
     assert caught.value.field == "swap_h_and_emb"
@@ -256,7 +325,11 @@ HOT = torch.tensor([31, 4, 17, 9, 22, 0, 38])
 
 def test_an_eagle2_head_with_frequent_tokens_drafts_these(tmp_path: Path) -> None:
     config = base_config(architectures=["LlamaForCausalLMEagle"], hot_vocab_size=len(HOT))
-    head = load_head(write_head(tmp_path / "head", config, eagle_tensors() | {"hot_token_id": HOT.int()}), CPU, torch.float32)
+    head = load_head(
+        write_head(tmp_path / "head", config, eagle_tensors() | {"hot_token_id": HOT.int()}),
+        CPU,
+        torch.float32,
+    )
     assert head.vocabulary.target_ids(CPU).tolist() == sorted(HOT.tolist())
     assert_computes(head, eagle_tensors())
     mapped = load_head(write_head(tmp_path / "map", config, eagle_tensors()), CPU, torch.float32, HOT)
@@ -272,7 +345,9 @@ def test_an_eagle3_head_with_frequent_tokens_keeps_the_order_of_its_rows(cut: bo
     config = base_config(architectures=["LlamaForCausalLMEagle3"], hot_vocab_size=len(HOT))
     stored = tensors | {"hot_token_id": HOT} | ({"lm_head.weight": whole[HOT]} if cut else {})
     head = load_head(write_head(tmp_path / "head", config, stored), CPU, torch.float32)
-    plain = assert_computes(head, {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()})
+    plain = assert_computes(
+        head, {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    )
     assert sorted(head.vocabulary.target_ids(CPU).tolist()) == sorted(HOT.tolist())
     assert plain.head.shape[0] == VOCAB
 

@@ -20,18 +20,28 @@ from outrider.services.draft.heads.registry import HeadKind, head_kind, load_hea
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
-SECTIONS = [{"mrope_section": [2, 1, 1], "type": "mrope"}, {"mrope_section": [2, 1, 1], "rope_type": "default", "type": "mrope"}]
+SECTIONS = [
+    {"mrope_section": [2, 1, 1], "type": "mrope"},
+    {"mrope_section": [2, 1, 1], "rope_type": "default", "type": "mrope"},
+]
 DYNAMIC = {"type": "dynamic", "factor": 2.0}
 
 
 @pytest.mark.parametrize("rope_scaling", [DYNAMIC, {"rope_type": "dynamic", "factor": 4.0}, *SECTIONS])
-def test_a_rotary_embedding_that_is_plain_in_short_texts_is_read_so(rope_scaling: dict[str, Any], tmp_path: Path) -> None:
+def test_a_rotary_embedding_that_is_plain_in_short_texts_is_read_so(
+    rope_scaling: dict[str, Any], tmp_path: Path
+) -> None:
     """Dynamic NTK scales beyond max_position_embeddings only; the base itself counts."""
     config = base_config(architectures=["LlamaForCausalLMEagle"], rope_scaling=rope_scaling, rope_theta=700.0)
     head = load_head(write_head(tmp_path / "head", config, eagle_tensors()), CPU, torch.float32)
-    plain = load_head(write_head(tmp_path / "plain", config | {"rope_scaling": None}, eagle_tensors()), CPU, torch.float32)
+    plain = load_head(
+        write_head(tmp_path / "plain", config | {"rope_scaling": None}, eagle_tensors()), CPU, torch.float32
+    )
     positions = torch.arange(2048)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(head.rotation(positions), plain.rotation(positions), strict=True))
+    assert all(
+        torch.equal(mine, theirs)
+        for mine, theirs in zip(head.rotation(positions), plain.rotation(positions), strict=True)
+    )
 
 
 def test_a_dynamic_rotary_embedding_is_told_and_kept_by_conversion(tmp_path: Path) -> None:
@@ -54,7 +64,9 @@ def test_an_architecture_may_be_written_without_a_list(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen2_5_vl_text"])
 def test_a_head_for_qwen_vl_is_read_by_its_own_name(model_type: str, tmp_path: Path) -> None:
-    config = base_config(architectures=["Eagle3Qwen2_5vlForCausalLM"], model_type=model_type, rope_scaling=SECTIONS[0])
+    config = base_config(
+        architectures=["Eagle3Qwen2_5vlForCausalLM"], model_type=model_type, rope_scaling=SECTIONS[0]
+    )
     tensors = eagle3_tensors(draft_vocab=None)
     head = load_head(write_head(tmp_path / "head", config, tensors), CPU, torch.float32)
     assert_computes(head, {key.replace("midlayer.", "layers.0."): tensor for key, tensor in tensors.items()})

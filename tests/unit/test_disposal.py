@@ -147,11 +147,15 @@ def make_mailbox(slots: PeerMemory) -> tuple[StreamMailbox, RoundWords]:
     layout = RoundsLayout(inside=False)
     memory, file = SharedMemory.create(layout.memory)
     os.close(file)
-    return StreamMailbox(layout, memory, slots, Side.TARGET, torch.device("cuda", 0)), RoundWords(memory, Side.TARGET)
+    return StreamMailbox(layout, memory, slots, Side.TARGET, torch.device("cuda", 0)), RoundWords(
+        memory, Side.TARGET
+    )
 
 
 @pytest.mark.usefixtures("without_gpu")
-def test_a_mailbox_ends_its_waits_at_once_and_is_given_back_later(gate: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mailbox_ends_its_waits_at_once_and_is_given_back_later(
+    gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[str] = []
 
     def call(name: str, *_arguments: object) -> None:
@@ -171,7 +175,9 @@ def test_a_mailbox_ends_its_waits_at_once_and_is_given_back_later(gate: threadin
 
 
 @pytest.mark.usefixtures("without_gpu")
-def test_slots_of_a_peer_do_not_stay_mapped_where_there_can_be_no_mailbox(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_of_a_peer_do_not_stay_mapped_where_there_can_be_no_mailbox(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(*_arguments: object) -> int:
         raise CudaError("no such memory here")
 

@@ -87,7 +87,11 @@ def test_a_map_that_can_be_both_is_settled_by_its_mask_only() -> None:
     [
         (torch.randn(512, 256, generator=torch.Generator().manual_seed(0)) * 0.02, "normal, std 0.02"),
         ((torch.rand(512, 256, generator=torch.Generator().manual_seed(1)) - 0.5) / 8, "uniform"),
-        (torch.randn(512, 256, generator=torch.Generator().manual_seed(2)) * torch.linspace(0.5, 2, 512)[:, None], ""),
+        (
+            torch.randn(512, 256, generator=torch.Generator().manual_seed(2))
+            * torch.linspace(0.5, 2, 512)[:, None],
+            "",
+        ),
         (torch.randn(512, 256, generator=torch.Generator().manual_seed(3)).pow(3), ""),
         (torch.zeros(512, 256), ""),
         (torch.randn(8, 8), ""),
@@ -127,14 +131,20 @@ def test_a_target_alone_is_examined_too(target: Path) -> None:
 
 def test_an_untrained_head_is_warned_about_with_evidence(tmp_path: Path, target: Path) -> None:
     head = make_toy_eagle3(tmp_path / "head", target)
-    norms = {name: torch.ones_like(tensor) for name, tensor in load_file(head / "model.safetensors").items() if "norm" in name}
+    norms = {
+        name: torch.ones_like(tensor)
+        for name, tensor in load_file(head / "model.safetensors").items()
+        if "norm" in name
+    }
     edit(head, **norms)
     code, report = doctor(target, head)
     assert code == 0
     assert report["verdict"] == "warning"
     warnings = [one["message"] for one in report["findings"] if one["severity"] == "warning"]
     assert any("norm weights of the head are exactly 1" in message for message in warnings)
-    assert any("look like a fresh initialisation" in message and "normal, std" in message for message in warnings)
+    assert any(
+        "look like a fresh initialisation" in message and "normal, std" in message for message in warnings
+    )
 
 
 def test_a_projection_that_was_never_filled_is_named(tmp_path: Path, target: Path) -> None:
@@ -157,7 +167,9 @@ def test_an_embedding_that_is_not_the_targets_is_warned_about(tmp_path: Path, ta
     ("field", "config"),
     [("vocab_size", {"vocab_size": VOCAB + 8}), ("target_hidden_size", {"target_hidden_size": 2 * HIDDEN})],
 )
-def test_a_head_for_another_target_is_refused_with_both_numbers(tmp_path: Path, target: Path, field: str, config: dict[str, int]) -> None:
+def test_a_head_for_another_target_is_refused_with_both_numbers(
+    tmp_path: Path, target: Path, field: str, config: dict[str, int]
+) -> None:
     head = make_toy_eagle3(tmp_path / "head", target, config_overrides=config)
     code, report = doctor(target, head)
     assert code == 2
@@ -197,7 +209,9 @@ def test_memory_adds_up(target: Path, tmp_path: Path) -> None:
     plan = plan_memory(Pair(target, head, Algorithm.AUTO, torch.device("cpu"), torch.bfloat16))
     weights = load_file(target / "model.safetensors")
     assert plan.target_weights == sum(2 * tensor.numel() for tensor in weights.values())
-    assert plan.target_kv_per_token == 2 * (2 * 8 * 2 * 16 + HIDDEN)  # K and V of 8 layers, 2 heads of 16, and a feature row
+    assert plan.target_kv_per_token == 2 * (
+        2 * 8 * 2 * 16 + HIDDEN
+    )  # K and V of 8 layers, 2 heads of 16, and a feature row
     assert plan.draft_kv_per_token == 2 * (2 * 2 * 16)
     assert plan.target_weights < plan.minimum <= plan.full_context
 
@@ -221,9 +235,17 @@ def test_a_pair_that_does_not_fit_is_refused(target: Path, monkeypatch: pytest.M
     assert report["memory"]["available"] == 1000
 
 
-def test_a_gpu_that_is_too_small_is_refused_as_the_target_would(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_too_small_is_refused_as_the_target_would(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The plan of a start and that of the doctor are one: the cache it names is what start divides, the refusal is start's."""
-    pair = Pair(target, make_toy_eagle3(tmp_path / "head", target), Algorithm.AUTO, torch.device("cuda"), torch.bfloat16)
+    pair = Pair(
+        target,
+        make_toy_eagle3(tmp_path / "head", target),
+        Algorithm.AUTO,
+        torch.device("cuda"),
+        torch.bfloat16,
+    )
     monkeypatch.setattr("outrider.services.doctor.memory.device_memory", lambda device: (4 << 30, 5 << 30))
     plan = plan_memory(pair)
     settings = TargetSettings.load({"model": target, "device": "cuda"})
@@ -264,7 +286,9 @@ def planted_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
             tensor[QUIET:] = 0
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             tensor[:, QUIET:] = 0
-    weights["model.layers.2.mlp.down_proj.weight"][QUIET:] = 20 * torch.randn(HIDDEN - QUIET, 96, generator=noise)
+    weights["model.layers.2.mlp.down_proj.weight"][QUIET:] = 20 * torch.randn(
+        HIDDEN - QUIET, 96, generator=noise
+    )
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     head = make_toy_eagle3(folder / "head", target, draft_vocab_size=VOCAB, planted=3.0)
     fc = load_file(head / "model.safetensors")["fc.weight"]
@@ -289,11 +313,16 @@ def test_a_probe_measures_and_keeps_the_right_aux_layers(planted_pair: tuple[Pat
     assert others[1]["accept_length"] < configured["accept_length"] / 1.2
     line = lines(report, "eagle_aux_hidden_state_layer_ids", "ok")[-1]
     for run in (configured, *others):
-        assert f"{run['accept_length']:.2f} {'as configured' if run is configured else 'with ' + run['variant']}" in line
+        assert (
+            f"{run['accept_length']:.2f} {'as configured' if run is configured else 'with ' + run['variant']}"
+            in line
+        )
     assert "no other is more than 3% better" in line
 
 
-def test_a_probe_names_the_aux_layers_that_are_better(planted_pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_probe_names_the_aux_layers_that_are_better(
+    planted_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
     target, head = planted_pair
     shifted = tmp_path / "head"
     shifted.mkdir()
@@ -321,7 +350,9 @@ def test_a_probe_names_layers_as_the_targets_family_counts_them(planted_pair: tu
             assert written.check_target(pair.target_info) == outputs
 
 
-@pytest.mark.parametrize(("named_ids", "advice"), [((3, 5, 6), f'"{AUX_KEY}": [3, 5, 6]'), (None, "cannot name these layers")])
+@pytest.mark.parametrize(
+    ("named_ids", "advice"), [((3, 5, 6), f'"{AUX_KEY}": [3, 5, 6]'), (None, "cannot name these layers")]
+)
 def test_a_probe_advises_what_a_file_says(named_ids: tuple[int, ...] | None, advice: str) -> None:
     runs = [
         Measured("as configured", (1, 3, 4), (1, 3, 4), 2.0, 9, 18, 1.0),
@@ -338,7 +369,9 @@ def test_a_probe_warns_about_a_head_that_guesses_nothing(target: Path, tmp_path:
     assert "untrained" in lines(report, "accept_length", "warning")[0]
 
 
-def test_a_probe_takes_prompts_of_token_ids_and_refuses_others_by_line(planted_pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_probe_takes_prompts_of_token_ids_and_refuses_others_by_line(
+    planted_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt_ids": [1, 2, 3]}\n{"prompt_ids": [4, 5]}\n')
     _, report = doctor(*planted_pair, *PROBE, "--prompts", str(prompts))
@@ -346,7 +379,10 @@ def test_a_probe_takes_prompts_of_token_ids_and_refuses_others_by_line(planted_p
     prompts.write_text('{"prompt_ids": [1, 99]}\n')
     code, report = doctor(*planted_pair, *PROBE, "--prompts", str(prompts))
     assert code == 2
-    assert f"{prompts}:1: prompt_ids must list token ids below {VOCAB}" in lines(report, "--prompts", "refused")[0]
+    assert (
+        f"{prompts}:1: prompt_ids must list token ids below {VOCAB}"
+        in lines(report, "--prompts", "refused")[0]
+    )
 
 
 def test_a_refused_pair_is_not_probed(tmp_path: Path, target: Path) -> None:
@@ -370,9 +406,21 @@ def test_a_token_map_is_checked_and_used(planted_pair: tuple[Path, Path], tmp_pa
 
 
 def test_other_ways_of_drafting_are_probed_too(target: Path) -> None:
-    _, report = doctor(target, None, "--speculative-algorithm", "ngram", "--probe", "--num-prompts", "1", "--tokens", "8")
+    _, report = doctor(
+        target, None, "--speculative-algorithm", "ngram", "--probe", "--num-prompts", "1", "--tokens", "8"
+    )
     assert len(report["probe"]["runs"]) == 1
-    _, report = doctor(target, target, "--speculative-algorithm", "standalone", "--probe", "--num-prompts", "2", "--tokens", "12")
+    _, report = doctor(
+        target,
+        target,
+        "--speculative-algorithm",
+        "standalone",
+        "--probe",
+        "--num-prompts",
+        "2",
+        "--tokens",
+        "12",
+    )
     assert report["probe"]["runs"][0]["accept_length"] > 3, "a model agrees with itself"
 
 

@@ -52,7 +52,9 @@ def assert_right(target: Path) -> None:
     pair = pair_of(target)
     assert refused(examine(pair)) == []
     plan, decoder = plan_memory(pair), Decoder.load(target, "cpu", torch.float32)
-    tied = decoder.lm_head.nbytes if decoder.config.tie_word_embeddings else 0  # one tensor, which the decoder counts twice
+    tied = (
+        decoder.lm_head.nbytes if decoder.config.tie_word_embeddings else 0
+    )  # one tensor, which the decoder counts twice
     held = decoder.weight_bytes - tied
     assert held <= plan.target_weights <= 1.06 * held
     pool = decoder.make_pool(2, 16)
@@ -117,14 +119,24 @@ def padded(folder: Path, vocab_size: int) -> Path:
     """A llama whose tables have rows behind the last token."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(vocab_size)
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-        transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=vocab_size, **sizes)).save_pretrained(folder)
+        sizes = {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+        }
+        transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(vocab_size=vocab_size, **sizes)
+        ).save_pretrained(folder)
     return folder
 
 
 def set_tokens(folder: Path, first: int = 0) -> None:
     vocabulary = {f"t{(index + first) % 90}": index for index in range(90)}
-    (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordLevel", "vocab": vocabulary}, "added_tokens": []}))
+    (folder / "tokenizer.json").write_text(
+        json.dumps({"model": {"type": "WordLevel", "vocab": vocabulary}, "added_tokens": []})
+    )
 
 
 def starts(pair: Pair) -> str:
@@ -158,7 +170,9 @@ def test_a_draft_model_whose_padding_differs_is_refused_only_without_its_tokeniz
 
 @pytest.mark.parametrize("algorithm", [Algorithm.STANDALONE, Algorithm.MTP, Algorithm.NGRAM])
 @pytest.mark.parametrize("content", ["[1, 2, 500]", "[1, 1]", "", "[3, 1, 2]"])
-def test_a_token_map_is_refused_as_by_serving_however_it_is_drafted(algorithm: Algorithm, content: str, tmp_path: Path) -> None:
+def test_a_token_map_is_refused_as_by_serving_however_it_is_drafted(
+    algorithm: Algorithm, content: str, tmp_path: Path
+) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         target = save_mtp(Model(4, 2), tmp_path / "target")
@@ -171,11 +185,15 @@ def test_a_token_map_is_refused_as_by_serving_however_it_is_drafted(algorithm: A
     assert bool(wanted) == (content != "[3, 1, 2]" or algorithm is Algorithm.NGRAM)
     report = examine(pair)
     assert refused(report) == ([wanted] if wanted else [])
-    assert wanted or any("3 of" in finding.message for finding in report.findings if finding.field == "speculative_token_map")
+    assert wanted or any(
+        "3 of" in finding.message for finding in report.findings if finding.field == "speculative_token_map"
+    )
 
 
 def test_a_token_map_without_a_draft_is_refused(folder: Path, tmp_path: Path) -> None:
-    (message,) = refused(examine(Pair(save("llama", folder), None, Algorithm.AUTO, CPU, torch.float32, tmp_path / "map.json")))
+    (message,) = refused(
+        examine(Pair(save("llama", folder), None, Algorithm.AUTO, CPU, torch.float32, tmp_path / "map.json"))
+    )
     assert "nothing drafts" in message
 
 
@@ -184,7 +202,9 @@ def test_what_transformers_saves_is_known_tensor_by_tensor(folder: Path, case: s
     """Experts too, which it keeps in one tensor per layer and files hold one by one."""
     path = generic_models.save(case, folder)
     stored = load_file(path / "model.safetensors")
-    assert dict(saved_shapes(model_of(path), path)) == {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    assert dict(saved_shapes(model_of(path), path)) == {
+        name: tuple(tensor.shape) for name, tensor in stored.items()
+    }
     assert refused(examine(pair_of(path))) == []
 
 
@@ -212,16 +232,25 @@ def test_a_type_that_loading_refuses_is_refused(folder: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("case", ["olmoe", "gemma2"])
-def test_a_damaged_file_of_such_a_model_is_refused_by_the_tensor(case: str, folder: Path, tmp_path: Path) -> None:
+def test_a_damaged_file_of_such_a_model_is_refused_by_the_tensor(
+    case: str, folder: Path, tmp_path: Path
+) -> None:
     path = generic_models.save(case, folder)
     stored = load_file(path / "model.safetensors")
     name = next(name for name in stored if name.endswith("down_proj.weight"))
-    changes = {"missing": {}, "misshaped": {name: stored[name][:-1].contiguous()}, "renamed": {f"older.{name}": stored[name]}}
+    changes = {
+        "missing": {},
+        "misshaped": {name: stored[name][:-1].contiguous()},
+        "renamed": {f"older.{name}": stored[name]},
+    }
     for what, change in changes.items():
         copy = tmp_path / what
         copy.mkdir()
         (copy / "config.json").write_text((path / "config.json").read_text())
-        save_file({key: tensor for key, tensor in stored.items() if key != name} | change, copy / "model.safetensors")
+        save_file(
+            {key: tensor for key, tensor in stored.items() if key != name} | change,
+            copy / "model.safetensors",
+        )
         report = examine(pair_of(copy))
         (finding,) = [one for one in report.findings if one.field == name]
         assert finding.severity is (Severity.WARNING if what == "renamed" else Severity.REFUSED)

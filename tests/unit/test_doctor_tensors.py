@@ -76,7 +76,9 @@ def test_every_tensor_that_is_untrained_or_broken_alone_is_named(model: Model, d
     missed = []
     for name, tensor in model.tensors.items():
         changed = describe(DAMAGES[damage](tensor, generator), whole=not model.sampled)
-        if not any(name == finding.field or name in finding.message for finding in model.findings(name, changed)):
+        if not any(
+            name == finding.field or name in finding.message for finding in model.findings(name, changed)
+        ):
             missed.append(name)
     assert missed == []
     assert len(model.tensors) > 10
@@ -94,18 +96,36 @@ def test_a_tensor_as_stored_in_half_precision_is_named_too() -> None:
 
 
 def test_a_normal_distribution_that_was_cut_off_is_an_initialisation_too() -> None:
-    tensor = torch.nn.init.trunc_normal_(torch.empty(512, 256), std=0.02, a=-0.04, b=0.04, generator=torch.Generator().manual_seed(1))
+    tensor = torch.nn.init.trunc_normal_(
+        torch.empty(512, 256), std=0.02, a=-0.04, b=0.04, generator=torch.Generator().manual_seed(1)
+    )
     assert describe(tensor, whole=True).looks_initialised.startswith("truncated normal")
 
 
 def test_a_tensor_of_a_model_is_suspected_for_its_size_among_its_like() -> None:
     """Small models leave some tensors looking as they began; of the same size as those of other layers they are let alone."""
     generator = torch.Generator().manual_seed(5)
-    like = [Examined(f"layers.{i}.v_proj.weight", describe(torch.randn(256, 256, generator=generator), whole=True)) for i in range(4)]
-    trained = [
-        Examined(f"layers.{i}.mlp.weight", describe(torch.randn(256, 256, generator=generator).pow(3), whole=True)) for i in range(4)
+    like = [
+        Examined(
+            f"layers.{i}.v_proj.weight", describe(torch.randn(256, 256, generator=generator), whole=True)
+        )
+        for i in range(4)
     ]
-    assert all(finding.severity is Severity.OK for finding in judge([*like, *trained], "the model", sampled=True))
-    other = Examined("layers.4.v_proj.weight", describe(0.02 * torch.randn(256, 256, generator=generator), whole=True))
-    (finding,) = [one for one in judge([*like, other, *trained], "the model", sampled=True) if one.severity is not Severity.OK]
+    trained = [
+        Examined(
+            f"layers.{i}.mlp.weight", describe(torch.randn(256, 256, generator=generator).pow(3), whole=True)
+        )
+        for i in range(4)
+    ]
+    assert all(
+        finding.severity is Severity.OK for finding in judge([*like, *trained], "the model", sampled=True)
+    )
+    other = Examined(
+        "layers.4.v_proj.weight", describe(0.02 * torch.randn(256, 256, generator=generator), whole=True)
+    )
+    (finding,) = [
+        one
+        for one in judge([*like, other, *trained], "the model", sampled=True)
+        if one.severity is not Severity.OK
+    ]
     assert finding.field == other.name

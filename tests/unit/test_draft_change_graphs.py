@@ -50,13 +50,17 @@ def spec_of(decoder: Decoder, name: str) -> FeatureSpec:
 
 
 def pieces(harness: Harness) -> list[Any]:
-    return [record for shape in (NO_DRAFT, TREE) for record in harness.engine.recordings(1, shape)] + [harness.engine.prefill_recording(32)]
+    return [record for shape in (NO_DRAFT, TREE) for record in harness.engine.recordings(1, shape)] + [
+        harness.engine.prefill_recording(32)
+    ]
 
 
 def recorded(decoder: Decoder, drafter: AnswerDrafter) -> tuple[Harness, BoundedGraphs]:
     """Return an engine that has recorded what it does at its start."""
     graphs = BoundedGraphs(8)
-    harness = make_harness(decoder, drafter, overlap=OverlapPlan((1, 2), 6), graphs=graphs, buckets=Buckets.make(2, 8))
+    harness = make_harness(
+        decoder, drafter, overlap=OverlapPlan((1, 2), 6), graphs=graphs, buckets=Buckets.make(2, 8)
+    )
     with graphs.keeping():
         for record in pieces(harness):
             record()
@@ -91,7 +95,9 @@ def test_another_drafts_graphs_are_recorded_when_nobody_is_served(decoder: Decod
     assert asked.is_set()
     assert not engine.has_work()
     assert set(graphs.keys) == set(start)
-    assert graphs.captured[len(start) :] == [key for key in start if key[-1] is True], "plain decoding's hold nothing of a draft"  # type: ignore[index]
+    assert graphs.captured[len(start) :] == [key for key in start if key[-1] is True], (
+        "plain decoding's hold nothing of a draft"
+    )  # type: ignore[index]
 
     drafter.spec = spec_of(decoder, "three")
     harness.submit(PROMPT, 30, request_id="first", shape=(3, 2, 7))
@@ -99,7 +105,9 @@ def test_another_drafts_graphs_are_recorded_when_nobody_is_served(decoder: Decod
     while harness.engine.num_live:
         engine.step()
     assert harness.sink.tokens["first"] == plain
-    assert len(graphs.captured) - before <= 1, "while somebody is served nothing is recorded but what comes up often"
+    assert len(graphs.captured) - before <= 1, (
+        "while somebody is served nothing is recorded but what comes up often"
+    )
     harness.run()
     assert set(start) <= set(graphs.keys)
 
@@ -142,7 +150,14 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> BoundedGraphs:
     return graphs
 
 
-SIZES: dict[str, Any] = {"max_running_requests": 1, "num_steps": 2, "topk": 1, "num_draft_tokens": 3, "max_steps": 2, "max_nodes": 4}
+SIZES: dict[str, Any] = {
+    "max_running_requests": 1,
+    "num_steps": 2,
+    "topk": 1,
+    "num_draft_tokens": 3,
+    "max_steps": 2,
+    "max_nodes": 4,
+}
 
 
 @pytest.mark.parametrize("draft_wait_s", [20.0, 0.0], ids=["waits", "goes on"])
@@ -150,7 +165,9 @@ def test_all_is_recorded_for_the_draft_before_a_target_is_ready(
     decoder: Decoder, folder: Path, graphs: BoundedGraphs, draft_wait_s: float
 ) -> None:
     drafter = LateDrafter(spec_of(decoder, "late"), 12)
-    settings = TargetSettings.load({"model": folder, "device": "cpu", "kv_tokens": 4096, "draft_wait_s": draft_wait_s, **SIZES})
+    settings = TargetSettings.load(
+        {"model": folder, "device": "cpu", "kv_tokens": 4096, "draft_wait_s": draft_wait_s, **SIZES}
+    )
     target = app.Target(settings, lambda *_given: drafter)
     try:
         asyncio.run(target.wait_for_draft(20.0))
@@ -163,19 +180,31 @@ def test_all_is_recorded_for_the_draft_before_a_target_is_ready(
 
 
 @pytest.mark.parametrize("when", ["at once", "while it waits", "while it records"])
-def test_a_stop_ends_the_wait_for_a_draft_and_the_recording(decoder: Decoder, folder: Path, graphs: BoundedGraphs, when: str) -> None:
+def test_a_stop_ends_the_wait_for_a_draft_and_the_recording(
+    decoder: Decoder, folder: Path, graphs: BoundedGraphs, when: str
+) -> None:
     drafter = LateDrafter(spec_of(decoder, "late"), 0 if when == "while it records" else 1_000_000)
-    due = {"at once": lambda: True, "while it waits": lambda: drafter.left < 999_990, "while it records": lambda: len(graphs.captured) >= 2}
-    settings = TargetSettings.load({"model": folder, "device": "cpu", "kv_tokens": 4096, "draft_wait_s": 600.0, **SIZES})
+    due = {
+        "at once": lambda: True,
+        "while it waits": lambda: drafter.left < 999_990,
+        "while it records": lambda: len(graphs.captured) >= 2,
+    }
+    settings = TargetSettings.load(
+        {"model": folder, "device": "cpu", "kv_tokens": 4096, "draft_wait_s": 600.0, **SIZES}
+    )
     started = time.monotonic()
     target = app.Target(settings, lambda *_given: drafter, stopped=due[when])
     target.shutdown()
     assert time.monotonic() - started < app.RECORD_LIMIT_S
     kinds = [key[0] for key in graphs.captured]  # type: ignore[index]
-    assert len(kinds) <= {"at once": 0, "while it waits": 1, "while it records": 3}[when], "one of the check of parity, which comes before"
+    assert len(kinds) <= {"at once": 0, "while it waits": 1, "while it records": 3}[when], (
+        "one of the check of parity, which comes before"
+    )
 
 
-def test_a_signal_is_what_stops_a_start(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_signal_is_what_stops_a_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     asked: list[bool] = []
 
     def made(*_given: object, stopped: Callable[[], bool], **_more: object) -> None:

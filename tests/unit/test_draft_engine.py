@@ -35,7 +35,16 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def settings(pair: tuple[Path, Path], **changes: object) -> DraftSettings:
-    return DraftSettings.load({"draft": pair[1], "target_weights": pair[0], "device": "cpu", "kv_tokens": 1024, "page_size": 4, **changes})
+    return DraftSettings.load(
+        {
+            "draft": pair[1],
+            "target_weights": pair[0],
+            "device": "cpu",
+            "kv_tokens": 1024,
+            "page_size": 4,
+            **changes,
+        }
+    )
 
 
 def make_engine(pair: tuple[Path, Path], **changes: object) -> DraftEngine:
@@ -57,9 +66,14 @@ def prompt_of(session_id: int, length: int = 6) -> list[int]:
 def follow(engine: DraftEngine, session_id: int, length: int = 6, ask: Ask | None = None) -> list[int]:
     tokens = prompt_of(session_id, length)
     rows = features(tokens)
-    assert engine.open(PEER, SequenceOpen(fence_of(session_id, tokens[:-1]), tokens[:-1], 0, 0.0)).verdict is Verdict.ACCEPTED
+    assert (
+        engine.open(PEER, SequenceOpen(fence_of(session_id, tokens[:-1]), tokens[:-1], 0, 0.0)).verdict
+        is Verdict.ACCEPTED
+    )
     engine.add_features(PEER, session_id, 1, 0, rows)
-    engine.commit(PEER, Commit(fence_of(session_id, tokens), length - 1, tokens[-1:], None), ask or Ask(1, SHAPE, 0.0))
+    engine.commit(
+        PEER, Commit(fence_of(session_id, tokens), length - 1, tokens[-1:], None), ask or Ask(1, SHAPE, 0.0)
+    )
     return tokens
 
 
@@ -67,7 +81,9 @@ def sessions_of(drafted: Drafted) -> list[int]:
     return [asked.fence.session_id for proposal in drafted.proposals for asked in proposal.asked]
 
 
-def test_prompts_are_extended_in_chunks_before_anybody_asks(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_are_extended_in_chunks_before_anybody_asks(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("outrider.services.draft.runner.EXTEND_ROWS", 16)
     engine = make_engine(pair)
     tokens = prompt_of(1, 50)
@@ -118,7 +134,9 @@ def test_sessions_without_memory_are_refused_and_idle_ones_make_room(pair: tuple
     engine.check()
 
 
-def test_a_failed_step_costs_the_sessions_in_hand_only(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_costs_the_sessions_in_hand_only(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine(pair)
     follow(engine, 1)
     engine.step()
@@ -130,7 +148,9 @@ def test_a_failed_step_costs_the_sessions_in_hand_only(pair: tuple[Path, Path], 
     assert [session.session_id for session in engine.sessions] == [1]
     monkeypatch.undo()
     tokens = [*prompt_of(1), 5]
-    assert engine.commit(PEER, Commit(fence_of(2, tokens), 6, [5], None), None).reason is Reason.UNKNOWN_SESSION
+    assert (
+        engine.commit(PEER, Commit(fence_of(2, tokens), 6, [5], None), None).reason is Reason.UNKNOWN_SESSION
+    )
     engine.check()
 
 
@@ -138,7 +158,9 @@ def _fail(*_: object) -> torch.Tensor:
     raise RuntimeError("device fault")
 
 
-def test_a_head_whose_states_overflow_is_refused_by_the_warm_up(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_head_whose_states_overflow_is_refused_by_the_warm_up(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
     broken = make_toy_eagle3(tmp_path / "head", pair[0], extra={"norm.weight": torch.full((HIDDEN,), 3e38)})
     with pytest.raises(CheckpointError, match="not finite"):
         warm_up(make_engine((pair[0], broken)), torch.device("cpu"))
@@ -156,7 +178,9 @@ def test_features_that_are_not_numbers_spoil_their_own_tree_only(pair: tuple[Pat
             if poison and session_id == 1:
                 rows[2] = float("nan")
             engine.add_features(PEER, session_id, 1, 0, rows)
-            engine.commit(PEER, Commit(fence_of(session_id, tokens), 5, tokens[-1:], None), Ask(1, SHAPE, 0.0))
+            engine.commit(
+                PEER, Commit(fence_of(session_id, tokens), 5, tokens[-1:], None), Ask(1, SHAPE, 0.0)
+            )
         trees.append(engine.step().proposals[0].trees)
     healthy, poisoned = trees
     assert healthy.num_nodes.tolist() == [9, 9]
@@ -185,12 +209,20 @@ def test_the_plan_refuses_a_pool_without_room_for_a_tree(pair: tuple[Path, Path]
 
 def test_a_draft_on_a_gpu_holds_about_what_a_target_does(pair: tuple[Path, Path]) -> None:
     def tokens(bytes_per_token: int, free: int, **changes: object) -> int:
-        return 16 * plan_pages(settings(pair, **{"kv_tokens": None, "page_size": 16, **changes}), bytes_per_token, (free << 30, 140 << 30))
+        return 16 * plan_pages(
+            settings(pair, **{"kv_tokens": None, "page_size": 16, **changes}),
+            bytes_per_token,
+            (free << 30, 140 << 30),
+        )
 
     assert tokens(4096, 100) == 64 * 16 * 1024, "every session has room, and no more is taken"
     assert tokens(4096, 100, max_sessions=128) == 2 * 64 * 16 * 1024
-    assert tokens(112 * 1024, 120) == pytest.approx((12 << 30) / (112 * 1024), abs=16), "the GPU may be the target's too"
-    assert tokens(112 * 1024, 120, mem_fraction_static=0.85) == pytest.approx((99 << 30) / (112 * 1024), abs=16)
+    assert tokens(112 * 1024, 120) == pytest.approx((12 << 30) / (112 * 1024), abs=16), (
+        "the GPU may be the target's too"
+    )
+    assert tokens(112 * 1024, 120, mem_fraction_static=0.85) == pytest.approx(
+        (99 << 30) / (112 * 1024), abs=16
+    )
     assert tokens(112 * 1024, 120, mem_fraction_static=0.85, kv_tokens=5000) == 5008
     with pytest.raises(ConfigurationError, match="at least"):
         tokens(1024, 10, mem_fraction_static=0.5)
@@ -206,9 +238,12 @@ def test_small_heads_get_one_thread_unless_told(pair: tuple[Path, Path]) -> None
 
 
 @pytest.mark.parametrize(
-    ("changes", "field"), [({"listen": "0.0.0.0:7002"}, "listen"), ({"draft": None}, "draft"), ({"nonsense": 1}, "nonsense")]
+    ("changes", "field"),
+    [({"listen": "0.0.0.0:7002"}, "listen"), ({"draft": None}, "draft"), ({"nonsense": 1}, "nonsense")],
 )
-def test_wrong_settings_name_the_field(pair: tuple[Path, Path], changes: dict[str, object], field: str) -> None:
+def test_wrong_settings_name_the_field(
+    pair: tuple[Path, Path], changes: dict[str, object], field: str
+) -> None:
     values = {"draft": pair[1], **changes}
     with pytest.raises(ConfigurationError) as caught:
         DraftSettings.load(values).check()
@@ -232,7 +267,9 @@ class Host:
         base_len = len(tokens)
         tokens.extend(fresh)
         rows = torch.ones(len(fresh), HIDDEN)
-        self.drafter.commit(RoundResult(1, [Commit(fence_of(session_id, tokens, epoch), base_len, list(fresh), rows)]))
+        self.drafter.commit(
+            RoundResult(1, [Commit(fence_of(session_id, tokens, epoch), base_len, list(fresh), rows)])
+        )
 
     def row(self, session_id: int, shape: DraftShape = SHAPE, epoch: int = 1) -> ProposalRow:
         tokens = self.tokens[session_id]

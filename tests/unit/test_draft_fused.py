@@ -31,16 +31,24 @@ def eagle3_config(**changes: Any) -> dict[str, Any]:
 
 HEADS = {
     "eagle": (base_config() | {"bias": True}, eagle_tensors()),
-    "eagle, two layers": (base_config(num_hidden_layers=2) | {"bias": True}, eagle_tensors(layers=2, qkv_bias=True)),
+    "eagle, two layers": (
+        base_config(num_hidden_layers=2) | {"bias": True},
+        eagle_tensors(layers=2, qkv_bias=True),
+    ),
     "eagle3": (eagle3_config(), eagle3_tensors()),
-    "eagle3, normed residual and output": (eagle3_config(norm_before_residual=True, norm_output=True), eagle3_tensors()),
+    "eagle3, normed residual and output": (
+        eagle3_config(norm_before_residual=True, norm_output=True),
+        eagle3_tensors(),
+    ),
 }
 
 
 @pytest.mark.parametrize("tabled", [True, False])
 @pytest.mark.parametrize("rows", [1, 7, ROWS])
 @pytest.mark.parametrize("kind", HEADS)
-def test_fused_layers_equal_the_plain_ones(kind: str, rows: int, tabled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_layers_equal_the_plain_ones(
+    kind: str, rows: int, tabled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`tabled`: what the first product makes of the embeddings is computed beforehand (EAGLE-3)."""
     if not tabled:
         monkeypatch.setattr(eagle3, "embed_tokens", lambda *_, **__: None)
@@ -64,15 +72,23 @@ def test_fused_layers_equal_the_plain_ones(kind: str, rows: int, tabled: bool, t
         attention = create_backend("triton", CPU)
         with torch.inference_mode():
             attention.plan(build_batch(pool, [lease], [0], [rows]))
-            states = head.forward(tokens, features, head.rotation(torch.arange(rows)), attention, pool, source)
+            states = head.forward(
+                tokens, features, head.rotation(torch.arange(rows)), attention, pool, source
+            )
             assert (head._fused is not None) == fused  # type: ignore[attr-defined]
-            assert (getattr(head, "_embedded", None) is not None) == (fused and tabled and kind.startswith("eagle3"))
+            assert (getattr(head, "_embedded", None) is not None) == (
+                fused and tabled and kind.startswith("eagle3")
+            )
             logits = head.logits(states)
             # A second level, whose features are the states of the first.
             attention.plan(build_batch(pool, [lease], [rows], [rows]))
-            following = head.forward(tokens.flip(0), states, head.rotation(torch.arange(rows, 2 * rows)), attention, pool)
+            following = head.forward(
+                tokens.flip(0), states, head.rotation(torch.arange(rows, 2 * rows)), attention, pool
+            )
             # What is known of the last pass is not taken for knowledge of other states, of as many rows.
-            outputs.append((states, logits, following, head.logits(following), head.logits(states), *pool.planes()))
+            outputs.append(
+                (states, logits, following, head.logits(following), head.logits(states), *pool.planes())
+            )
     assert any(bool((want != 0).any()) for want in outputs[0][5:])
     for have, want in zip(outputs[1], outputs[0], strict=True):
         torch.testing.assert_close(have, want, atol=1e-3, rtol=5e-4)
@@ -80,14 +96,20 @@ def test_fused_layers_equal_the_plain_ones(kind: str, rows: int, tabled: bool, t
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", HEADS)
-def test_the_last_rows_alone_are_what_all_rows_end_with(kind: str, fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_rows_alone_are_what_all_rows_end_with(
+    kind: str, fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     counts = [4, 4, 4]
     every, planes = forward_ends(kind, fused, counts, lambda batch: None, tmp_path, monkeypatch)
     starts = torch.arange(4, dtype=torch.int32)
     last = partial(replace, query_start=starts, max_query_len=1)
-    alike, alike_planes = forward_ends(kind, fused, counts, lambda batch: Ends(last(batch)), tmp_path, monkeypatch)
+    alike, alike_planes = forward_ends(
+        kind, fused, counts, lambda batch: Ends(last(batch)), tmp_path, monkeypatch
+    )
     index = torch.tensor([3, 7, 11])
-    chosen, chosen_planes = forward_ends(kind, fused, counts, lambda batch: Ends(last(batch), index), tmp_path, monkeypatch)
+    chosen, chosen_planes = forward_ends(
+        kind, fused, counts, lambda batch: Ends(last(batch), index), tmp_path, monkeypatch
+    )
     none, none_planes = forward_ends(kind, fused, counts, lambda batch: ONLY_KEYS, tmp_path, monkeypatch)
     for states in (alike, chosen):
         torch.testing.assert_close(states, every[index], atol=2e-4, rtol=1e-4)
@@ -103,7 +125,12 @@ def test_ends_of_unequal_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     every, _ = forward_ends("eagle3", True, counts, lambda batch: None, tmp_path, monkeypatch)
     starts = torch.arange(4, dtype=torch.int32)
     ends, _ = forward_ends(
-        "eagle3", True, counts, lambda batch: Ends(replace(batch, query_start=starts, max_query_len=1), index), tmp_path, monkeypatch
+        "eagle3",
+        True,
+        counts,
+        lambda batch: Ends(replace(batch, query_start=starts, max_query_len=1), index),
+        tmp_path,
+        monkeypatch,
     )
     torch.testing.assert_close(ends, every[index], atol=2e-4, rtol=1e-4)
 

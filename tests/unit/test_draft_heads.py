@@ -59,7 +59,9 @@ def outputs(head: Eagle3Head, rows: int = 7) -> tuple[torch.Tensor, torch.Tensor
     attention = create_backend("auto", CPU)
     with torch.inference_mode():
         attention.plan(build_batch(pool, [lease], [0], [rows]))
-        states = head.forward(tokens.to(torch.int32), features, head.rotation(torch.arange(rows)), attention, pool)
+        states = head.forward(
+            tokens.to(torch.int32), features, head.rotation(torch.arange(rows)), attention, pool
+        )
         return states, head.logits(states)
 
 
@@ -84,20 +86,30 @@ def test_the_forward_pass_equals_an_independent_one(head_dir: Path, target: Path
     for last in range(7):
         state = plain.last_state([(tokens[t], features[t], t) for t in range(last + 1)])
         torch.testing.assert_close(states[last].double(), state, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(torch.log_softmax(logits[last].double(), 0), plain.logprobs(state), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            torch.log_softmax(logits[last].double(), 0), plain.logprobs(state), rtol=1e-4, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("prefix", ["layers.0.", "model.layers.0.", "model.midlayer."])
 def test_layer_names_of_every_dialect_give_the_same_head(head_dir: Path, target: Path, prefix: str) -> None:
     expected = outputs(load(head_dir, target))[1]
-    rewrite(head_dir, lambda tensors: {name.replace("midlayer.", prefix): tensor for name, tensor in tensors.items()})
+    rewrite(
+        head_dir,
+        lambda tensors: {name.replace("midlayer.", prefix): tensor for name, tensor in tensors.items()},
+    )
     assert torch.equal(outputs(load(head_dir, target))[1], expected)
 
 
 def test_a_model_prefix_and_rotary_buffers_do_no_harm(head_dir: Path, target: Path) -> None:
     expected = outputs(load(head_dir, target))[1]
     buffer = {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(8)}
-    rewrite(head_dir, lambda tensors: {f"model.{name}" if name != "d2t" else name: tensor for name, tensor in (tensors | buffer).items()})
+    rewrite(
+        head_dir,
+        lambda tensors: {
+            f"model.{name}" if name != "d2t" else name: tensor for name, tensor in (tensors | buffer).items()
+        },
+    )
     assert torch.equal(outputs(load(head_dir, target))[1], expected)
 
 
@@ -116,7 +128,12 @@ def test_configurations_of_every_dialect_give_the_same_head(head_dir: Path, targ
         "transformer_layer_config": {key: value for key, value in flat.items() if key not in own},
     }
     official = {**flat, "architectures": ["LlamaForCausalLM"]}
-    specforge = {**flat, "architectures": ["Eagle3LlamaForCausalLM"], "eagle_aux_hidden_state_layer_ids": aux, "num_aux_hidden_states": 3}
+    specforge = {
+        **flat,
+        "architectures": ["Eagle3LlamaForCausalLM"],
+        "eagle_aux_hidden_state_layer_ids": aux,
+        "num_aux_hidden_states": 3,
+    }
     for dialect in (speculators, official, specforge):
         (head_dir / "config.json").write_text(json.dumps(dialect))
         head = load(head_dir, target)
@@ -125,7 +142,9 @@ def test_configurations_of_every_dialect_give_the_same_head(head_dir: Path, targ
 
 
 @pytest.mark.parametrize("theta", [None, 10000.0])
-def test_a_head_without_rope_theta_means_ten_thousand(head_dir: Path, target: Path, theta: float | None) -> None:
+def test_a_head_without_rope_theta_means_ten_thousand(
+    head_dir: Path, target: Path, theta: float | None
+) -> None:
     expected = outputs(load(head_dir, target))[1]
     configure(head_dir, rope_theta=theta)
     assert torch.equal(outputs(load(head_dir, target))[1], expected)
@@ -142,7 +161,9 @@ def test_pickled_weights_load_without_running_code(head_dir: Path, target: Path)
     assert torch.equal(outputs(load(head_dir, target))[1], expected)
 
 
-def test_an_own_embedding_is_used_and_nothing_is_borrowed(tmp_path: Path, target: Path, head_dir: Path) -> None:
+def test_an_own_embedding_is_used_and_nothing_is_borrowed(
+    tmp_path: Path, target: Path, head_dir: Path
+) -> None:
     own = make_toy_eagle3(tmp_path / "own", target, draft_vocab_size=DRAFT_VOCAB, own_embedding=True)
     head = load(own)
     assert not head.missing()
@@ -173,15 +194,25 @@ def test_an_absent_lm_head_is_borrowed_from_the_target(tmp_path: Path, target: P
 
 
 def test_a_tied_target_lends_its_embedding_as_lm_head(tmp_path: Path) -> None:
-    tied = make_toy_target(tmp_path / "target", vocab_size=VOCAB, hidden_size=HIDDEN, tie_word_embeddings=True)
+    tied = make_toy_target(
+        tmp_path / "target", vocab_size=VOCAB, hidden_size=HIDDEN, tie_word_embeddings=True
+    )
     folder = make_toy_eagle3(tmp_path / "head", tied, lm_head="absent")
-    settings = DraftSettings.load({"draft": folder, "target_weights": tied, "device": "cpu", "kv_tokens": 1024})
+    settings = DraftSettings.load(
+        {"draft": folder, "target_weights": tied, "device": "cpu", "kv_tokens": 1024}
+    )
     assert not build_engine(settings, CPU, torch.float32).strategy.missing()
 
 
 def test_the_projector_carries_its_norms(head_dir: Path, target: Path) -> None:
     norms = {f"fc_norm.{index}.weight": torch.full((HIDDEN,), index + 1.0) for index in range(3)}
-    legacy = dict(zip(("aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight"), norms.values(), strict=True))
+    legacy = dict(
+        zip(
+            ("aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight"),
+            norms.values(),
+            strict=True,
+        )
+    )
     original = load_file(str(head_dir / "model.safetensors"))
     fingerprints = set()
     for extra in ({}, norms, legacy, {"input_norm.weight": torch.ones(3 * HIDDEN)}):
@@ -218,22 +249,36 @@ def test_default_aux_layers_come_from_the_depth_of_the_target(tmp_path: Path, ta
 
 
 BROKEN: list[tuple[str, Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], str]] = [
-    ("missing", lambda t: {k: v for k, v in t.items() if k != "midlayer.hidden_norm.weight"}, "midlayer.hidden_norm.weight"),
+    (
+        "missing",
+        lambda t: {k: v for k, v in t.items() if k != "midlayer.hidden_norm.weight"},
+        "midlayer.hidden_norm.weight",
+    ),
     ("missing fc", lambda t: {k: v for k, v in t.items() if k != "fc.weight"}, "fc.weight"),
     ("missing d2t", lambda t: {k: v for k, v in t.items() if k != "d2t"}, "d2t"),
     ("unexpected", lambda t: t | {"midlayer.extra.weight": torch.zeros(2)}, "midlayer.extra.weight"),
-    ("misshaped", lambda t: t | {"midlayer.mlp.up_proj.weight": torch.zeros(3, HIDDEN)}, "midlayer.mlp.up_proj.weight"),
+    (
+        "misshaped",
+        lambda t: t | {"midlayer.mlp.up_proj.weight": torch.zeros(3, HIDDEN)},
+        "midlayer.mlp.up_proj.weight",
+    ),
     ("two aux", lambda t: t | {"fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN)}, "fc.weight"),
     ("one fc_norm", lambda t: t | {"fc_norm.0.weight": torch.ones(HIDDEN)}, "fc_norm.1.weight"),
     ("absolute ids", lambda t: t | {"d2t": torch.arange(DRAFT_VOCAB) + 16}, "d2t"),
     ("repeated ids", lambda t: t | {"d2t": -torch.arange(DRAFT_VOCAB)}, "d2t"),
     ("other t2d", lambda t: t | {"t2d": ~t["t2d"]}, "t2d"),
     ("float d2t", lambda t: t | {"d2t": t["d2t"].float()}, "d2t"),
-    ("twice", lambda t: t | {"layers.0.hidden_norm.weight": torch.ones(HIDDEN)}, "layers.0.hidden_norm.weight"),
+    (
+        "twice",
+        lambda t: t | {"layers.0.hidden_norm.weight": torch.ones(HIDDEN)},
+        "layers.0.hidden_norm.weight",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("change", "key"), [(change, key) for _, change, key in BROKEN], ids=[name for name, _, _ in BROKEN])
+@pytest.mark.parametrize(
+    ("change", "key"), [(change, key) for _, change, key in BROKEN], ids=[name for name, _, _ in BROKEN]
+)
 def test_broken_checkpoints_are_refused_by_the_name_of_the_tensor(
     head_dir: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], key: str
 ) -> None:
@@ -251,18 +296,26 @@ def test_broken_checkpoints_are_refused_by_the_name_of_the_tensor(
         ({"hidden_size": 2 * HIDDEN}, "hidden_size"),
         ({"vocab_size": VOCAB + 1}, "vocab_size"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-        ({"use_aux_hidden_state": False, "eagle_config": None, "target_hidden_size": 2 * HIDDEN}, "use_aux_hidden_state"),
+        (
+            {"use_aux_hidden_state": False, "eagle_config": None, "target_hidden_size": 2 * HIDDEN},
+            "use_aux_hidden_state",
+        ),
         ({"auto_map": {"AutoModel": "modeling.Head"}}, "auto_map"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"draft_vocab_size": VOCAB + 1}, "draft_vocab_size"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [4, 1, 3]}}, "eagle_aux_hidden_state_layer_ids"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [4, 1, 3]}},
+            "eagle_aux_hidden_state_layer_ids",
+        ),
         ({"num_aux_hidden_states": 2}, "num_aux_hidden_states"),
         ({"eagle_config": "yes"}, "eagle_config"),
         ({"architectures": ["MedusaModel"]}, "architectures"),
         ({"model_type": "bert"}, "model_type"),
     ],
 )
-def test_broken_configurations_are_refused_by_the_name_of_the_key(head_dir: Path, changes: dict[str, Any], key: str) -> None:
+def test_broken_configurations_are_refused_by_the_name_of_the_key(
+    head_dir: Path, changes: dict[str, Any], key: str
+) -> None:
     configure(head_dir, **changes)
     with pytest.raises(CheckpointError) as caught:
         load(head_dir)
@@ -306,7 +359,9 @@ def test_a_head_that_does_not_fit_the_target_is_refused_with_what_to_change(
 
 def test_the_fit_is_checked_at_start_when_the_target_is_at_hand(tmp_path: Path, head_dir: Path) -> None:
     other = make_toy_target(tmp_path / "other", vocab_size=VOCAB, hidden_size=16, num_heads=2, head_dim=8)
-    settings = DraftSettings.load({"draft": head_dir, "target_weights": other, "device": "cpu", "kv_tokens": 1024})
+    settings = DraftSettings.load(
+        {"draft": head_dir, "target_weights": other, "device": "cpu", "kv_tokens": 1024}
+    )
     with pytest.raises(CheckpointError, match="hidden size"):
         build_engine(settings, CPU, torch.float32)
 
@@ -317,7 +372,9 @@ def test_only_what_is_borrowed_is_read_from_the_target(head_dir: Path, target: P
     stripped.mkdir()
     (stripped / "config.json").write_text((target / "config.json").read_text())
     save_file({EMBEDDING: read_target_tensor(target, EMBEDDING)}, str(stripped / "model.safetensors"))
-    settings = DraftSettings.load({"draft": head_dir, "target_weights": stripped, "device": "cpu", "kv_tokens": 1024})
+    settings = DraftSettings.load(
+        {"draft": head_dir, "target_weights": stripped, "device": "cpu", "kv_tokens": 1024}
+    )
     engine = build_engine(settings, CPU, torch.float32)
     assert not engine.strategy.missing()
     save_file({"other": torch.zeros(1)}, str(stripped / "model.safetensors"))

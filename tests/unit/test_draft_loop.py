@@ -32,7 +32,12 @@ WAIT_S = 10.0
 def engine(tmp_path_factory: pytest.TempPathFactory) -> DraftEngine:
     folder = tmp_path_factory.mktemp("pair")
     target = make_toy_target(folder / "target", vocab_size=40, hidden_size=32)
-    values = {"draft": make_toy_eagle3(folder / "head", target), "target_weights": target, "device": "cpu", "kv_tokens": 512}
+    values = {
+        "draft": make_toy_eagle3(folder / "head", target),
+        "target_weights": target,
+        "device": "cpu",
+        "kv_tokens": 512,
+    }
     return build_engine(DraftSettings.load(values), CPU, torch.float32)
 
 
@@ -100,7 +105,9 @@ def test_two_threads_never_run_commands_at_once(loop: DraftLoop) -> None:
     assert clashes == 0
 
 
-def test_a_command_that_fails_where_it_came_costs_what_a_failed_step_does(loop: DraftLoop, engine: DraftEngine) -> None:
+def test_a_command_that_fails_where_it_came_costs_what_a_failed_step_does(
+    loop: DraftLoop, engine: DraftEngine
+) -> None:
     before = engine.metrics.failures._value.get()
 
     def fail() -> None:
@@ -119,7 +126,9 @@ def test_ticks_come_by_themselves(loop: DraftLoop) -> None:
 
 def test_what_is_for_idle_times_waits_until_nobody_is_followed(loop: DraftLoop, engine: DraftEngine) -> None:
     tokens = [1, 2, 3]
-    opening = SequenceOpen(Fence(7, 1, 3, extend_prefix_hash(FNV_OFFSET, tokens)), tokens, seed=0, temperature=0.0)
+    opening = SequenceOpen(
+        Fence(7, 1, 3, extend_prefix_hash(FNV_OFFSET, tokens)), tokens, seed=0, temperature=0.0
+    )
     done: SimpleQueue[int] = SimpleQueue()
 
     def begin() -> None:
@@ -170,11 +179,15 @@ class Prompt:
 
     def bring(self, base: int, count: int) -> None:
         rows = torch.ones(count, self.engine.strategy.info.feature_size)
-        request = draft_pb2.BulkRequest(session_id=self.fence.session_id, epoch=1, base=base, features=encode_tensor(rows))
+        request = draft_pb2.BulkRequest(
+            session_id=self.fence.session_id, epoch=1, base=base, features=encode_tensor(rows)
+        )
         self._protocol.take(self._peer, draft_pb2.SessionRequest(rows=request), InlineTensors())
 
 
-def test_a_prompt_is_computed_by_the_thread_that_brings_its_last_rows(loop: DraftLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_computed_by_the_thread_that_brings_its_last_rows(
+    loop: DraftLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = 0
     for number in range(20):  # the engine's thread may be looking for work in that very moment
         with monkeypatch.context() as patch:
@@ -195,23 +208,33 @@ def test_rows_are_not_computed_here_where_a_tree_is_asked_for(
     prompt = Prompt(loop, 200, monkeypatch)
     loop.call(lambda: None)
     with loop._turn:  # the engine's thread would answer it at once
-        answer = engine.add_features(prompt.session.peer, 200, 1, 0, torch.ones(8, engine.strategy.info.feature_size))
+        answer = engine.add_features(
+            prompt.session.peer, 200, 1, 0, torch.ones(8, engine.strategy.info.feature_size)
+        )
         assert answer.have_len == 8
-        engine.commit(prompt.session.peer, Commit(prompt.fence, 9, (), None), Ask(0, DraftShape(2, 2, 4), asked_s=0.0))
+        engine.commit(
+            prompt.session.peer, Commit(prompt.fence, 9, (), None), Ask(0, DraftShape(2, 2, 4), asked_s=0.0)
+        )
         loop.advance()
         assert not prompt.computed_on
         assert prompt.session.ask is not None
     loop.call(lambda: engine.close(prompt.session.peer, 200))
 
 
-def test_rows_that_complete_what_a_tree_is_asked_for_wake_the_engine_thread(loop: DraftLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_complete_what_a_tree_is_asked_for_wake_the_engine_thread(
+    loop: DraftLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(draft_loop, "EXPIRY_PERIOD_S", 1e6)  # what else would wake it
     for number in range(10):
         with monkeypatch.context() as patch:
             prompt = Prompt(loop, 300 + number, patch)
             ask = Ask(0, DraftShape(2, 2, 4), asked_s=0.0)
             commit = Commit(prompt.fence, len(Prompt.TOKENS), (), None)
-            loop.call(lambda prompt=prompt, commit=commit, ask=ask: prompt.engine.commit(prompt.session.peer, commit, ask))  # type: ignore[misc]
+            loop.call(
+                lambda prompt=prompt, commit=commit, ask=ask: prompt.engine.commit(
+                    prompt.session.peer, commit, ask
+                )
+            )  # type: ignore[misc]
             prompt.bring(0, 8)
             for _ in range(1000):
                 if prompt.session.ask is None:

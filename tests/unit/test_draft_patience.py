@@ -71,7 +71,14 @@ class Link:
 
     ever_connected, refusal = True, None
 
-    def __init__(self, address: str, identity: TargetIdentity, weight: Weight, breaker: Breaker, make: Callable[[], Carrier]) -> None:
+    def __init__(
+        self,
+        address: str,
+        identity: TargetIdentity,
+        weight: Weight,
+        breaker: Breaker,
+        make: Callable[[], Carrier],
+    ) -> None:
         self.connection: Quiet | None = None
         self.breaker = breaker
 
@@ -87,7 +94,9 @@ class Target:
         monkeypatch.setattr(remote, "time", self.clock)
         monkeypatch.setattr(remote, "DraftLink", Link)
         identity = TargetIdentity("t", "f", 64, 8, 2, torch.float32)
-        self.drafter = RemoteDrafter("unix:/x", identity, lambda name: torch.zeros(1), torch.device("cpu"), fault_deadline_s=FAULT_S)
+        self.drafter = RemoteDrafter(
+            "unix:/x", identity, lambda name: torch.zeros(1), torch.device("cpu"), fault_deadline_s=FAULT_S
+        )
         link: object = self.drafter._link
         assert isinstance(link, Link)
         self.link: Link = link
@@ -103,7 +112,9 @@ class Target:
     def round(self, *, must_wait: bool = False, answer: bool = False) -> list[int]:
         """Run one round of all sequences; returns the number of nodes of each tree."""
         for session_id, fence in self.fences.items():
-            after = self.fences[session_id] = Fence(session_id, fence.epoch, fence.committed_len + 1, fence.committed_len)
+            after = self.fences[session_id] = Fence(
+                session_id, fence.epoch, fence.committed_len + 1, fence.committed_len
+            )
             self.drafter.commit(RoundResult(1, [Commit(after, fence.committed_len, [7], None)]))
         rows = [ProposalRow(fence, 7, SHAPE, must_wait=must_wait) for fence in self.fences.values()]
         request = ProposalRequest(1, rows, None if must_wait else CAP_S)
@@ -134,7 +145,9 @@ def test_a_stopped_draft_is_waited_for_once_by_each_new_request(target: Target) 
     assert target.connection.waited_s == pytest.approx(3 * CAP_S)
 
 
-def test_a_stopped_draft_is_found_faulty_though_nobody_waits(target: Target, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stopped_draft_is_found_faulty_though_nobody_waits(
+    target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
     target.open(1)
     while target.clock.now < 100.0 + FAULT_S:
         assert target.link.breaker.state is BreakerState.CLOSED
@@ -208,9 +221,17 @@ def test_faults_in_a_row_end_the_connection(target: Target) -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "wait_s", "reason", "counts"),
-    [(3, 0.0, "", True), (1, 0.0, "warming", False), (1, 0.0, "draft_down", False), (1, CAP_S, "late", True), (1, 0.0, "empty_tree", True)],
+    [
+        (3, 0.0, "", True),
+        (1, 0.0, "warming", False),
+        (1, 0.0, "draft_down", False),
+        (1, CAP_S, "late", True),
+        (1, 0.0, "empty_tree", True),
+    ],
 )
-def test_a_proposal_that_is_owed_teaches_no_cost(target: Target, nodes: int, wait_s: float, reason: str, counts: bool) -> None:
+def test_a_proposal_that_is_owed_teaches_no_cost(
+    target: Target, nodes: int, wait_s: float, reason: str, counts: bool
+) -> None:
     """Else a draft that is away would be learnt to be quick, and then hardly be waited for."""
     fence = Fence(1, 1, 4, 0)
     request = ProposalRequest(1, [ProposalRow(fence, 7, SHAPE)], CAP_S)

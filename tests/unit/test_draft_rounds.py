@@ -26,7 +26,13 @@ from outrider.shared.spec.device import RoundState
 from outrider.shared.spec.tree import DraftShape
 
 CPU = torch.device("cpu")
-SHAPES = [DraftShape(5, 8, 32), DraftShape(3, 1, 4), DraftShape(1, 4, 3), DraftShape(4, 3, 9), DraftShape(2, 2, 40)]
+SHAPES = [
+    DraftShape(5, 8, 32),
+    DraftShape(3, 1, 4),
+    DraftShape(1, 4, 3),
+    DraftShape(4, 3, 9),
+    DraftShape(2, 2, 40),
+]
 
 MakeRig = Callable[[], Rig]
 
@@ -40,7 +46,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "target": target,
         "EAGLE3": make_toy_eagle3(folder / "eagle3", target, draft_vocab_size=24),
         "EAGLE": write_head(folder / "eagle", config, eagle_tensors()),
-        "STANDALONE": make_toy_target(folder / "small", vocab_size=VOCAB, hidden_size=24, num_layers=2, head_dim=8, seed=4),
+        "STANDALONE": make_toy_target(
+            folder / "small", vocab_size=VOCAB, hidden_size=24, num_layers=2, head_dim=8, seed=4
+        ),
     }
 
 
@@ -95,7 +103,10 @@ def test_ended_sequences_leave_the_others_alone(make_rig: MakeRig) -> None:
     rounds.leave()
     live = [row for row, twin in enumerate(twins) if not twin.ended]
     assert live == [0, 2]
-    have, want = mixed.propose([twins[row] for row in live], shape), plain.propose([streams[row] for row in live], shape)
+    have, want = (
+        mixed.propose([twins[row] for row in live], shape),
+        plain.propose([streams[row] for row in live], shape),
+    )
     for place in range(len(live)):
         assert_same_trees(have, place, want, place)
     for stream in streams:
@@ -184,7 +195,9 @@ def test_rounds_that_the_host_starts_draft_the_same(make_rig: MakeRig) -> None:
     for row in range(len(streams)):
         assert_same_trees(have, row, want, row)
         assert_same_trees(again, row, want, row)
-    assert [rig.drafter.rounds_for_capture(SHAPES[0], state).key for state in states] == recorded, "what was recorded holds"
+    assert [rig.drafter.rounds_for_capture(SHAPES[0], state).key for state in states] == recorded, (
+        "what was recorded holds"
+    )
     for drafter in (plain.drafter, rig.drafter):
         drafter.shutdown()
 

@@ -22,7 +22,13 @@ WIDTH, VOCAB = 2, 50
 PEER, OTHER = PeerId(1), PeerId(2)
 SHAPE = DraftShape(3, 2, 5)
 LIMITS = SessionLimits(
-    max_sessions=3, max_len=60, vocab_size=VOCAB, feature_size=WIDTH, max_shape=DraftShape(8, 8, 64), lease_s=10.0, evict_idle_s=1.0
+    max_sessions=3,
+    max_len=60,
+    vocab_size=VOCAB,
+    feature_size=WIDTH,
+    max_shape=DraftShape(8, 8, 64),
+    lease_s=10.0,
+    evict_idle_s=1.0,
 )
 
 
@@ -44,7 +50,9 @@ def opening(tokens: Sequence[int], session_id: int = 1, epoch: int = 1) -> Seque
     return SequenceOpen(fence_of(tokens, session_id, epoch), tokens, seed=0, temperature=0.0)
 
 
-def commit_of(tokens: Sequence[int], base_len: int, session_id: int = 1, epoch: int = 1, features: bool = True) -> Commit:
+def commit_of(
+    tokens: Sequence[int], base_len: int, session_id: int = 1, epoch: int = 1, features: bool = True
+) -> Commit:
     rows = rows_of(tokens, base_len - 1, len(tokens) - 1) if features else None
     return Commit(fence_of(tokens, session_id, epoch), base_len, tokens[base_len:], rows)
 
@@ -75,7 +83,9 @@ class Table(SessionTable):
     def check(self) -> None:
         super().check()
         self.pages.check()
-        assert self.pages.held_pages == sum(len(session.lease.pages) for session in self if session.lease is not None)
+        assert self.pages.held_pages == sum(
+            len(session.lease.pages) for session in self if session.lease is not None
+        )
 
 
 @pytest.fixture
@@ -139,7 +149,9 @@ def test_the_latest_commit_wins_and_repeats_are_idempotent(table: Table) -> None
         (commit_of([1, 2, 3, 4], 3, session_id=9), Reason.UNKNOWN_SESSION),
     ],
 )
-def test_what_does_not_fit_asks_for_a_resync_and_frees_that_session_only(table: Table, commit: Commit, reason: Reason) -> None:
+def test_what_does_not_fit_asks_for_a_resync_and_frees_that_session_only(
+    table: Table, commit: Commit, reason: Reason
+) -> None:
     started(table, [1, 2, 3])
     started(table, [4, 5], session_id=2)
     table.extend_all()
@@ -153,8 +165,14 @@ def test_older_epochs_are_dropped_everywhere(table: Table) -> None:
     started(table, [1, 2, 3])
     table.open(PEER, opening([1, 2, 3], epoch=5), 0.0)
     expect(table.open(PEER, opening([1, 2, 3], epoch=4), 0.0), Verdict.DROPPED, Reason.STALE_EPOCH)
-    expect(table.commit(PEER, commit_of([1, 2, 3, 4], 3, epoch=4), ask(), 0.0), Verdict.DROPPED, Reason.STALE_EPOCH)
-    expect(table.add_features(PEER, 1, 4, 0, rows_of([1, 2, 3], 0, 3), 0.0), Verdict.DROPPED, Reason.STALE_EPOCH)
+    expect(
+        table.commit(PEER, commit_of([1, 2, 3, 4], 3, epoch=4), ask(), 0.0),
+        Verdict.DROPPED,
+        Reason.STALE_EPOCH,
+    )
+    expect(
+        table.add_features(PEER, 1, 4, 0, rows_of([1, 2, 3], 0, 3), 0.0), Verdict.DROPPED, Reason.STALE_EPOCH
+    )
     session = table.get(PEER, 1)
     assert session is not None
     assert session.features.contiguous == 0
@@ -199,7 +217,11 @@ def test_early_features_are_bounded_in_number_and_time(table: Table) -> None:
 
 def test_a_gap_in_the_bulk_stream_asks_for_a_resync(table: Table) -> None:
     table.open(PEER, opening([1, 2, 3, 4]), 0.0)
-    expect(table.add_features(PEER, 1, 1, 1, rows_of([1, 2, 3, 4], 1, 3), 0.0), Verdict.RESYNC, Reason.FEATURE_GAP)
+    expect(
+        table.add_features(PEER, 1, 1, 1, rows_of([1, 2, 3, 4], 1, 3), 0.0),
+        Verdict.RESYNC,
+        Reason.FEATURE_GAP,
+    )
 
 
 def test_a_full_table_evicts_the_least_recently_used_idle_session_or_rejects(table: Table) -> None:
@@ -227,7 +249,14 @@ def test_sessions_of_a_silent_peer_expire_and_others_stay(table: Table) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [DraftShape(9, 1, 2), DraftShape(1, 9, 2), DraftShape(1, 1, 65), DraftShape(1, 0, 2), DraftShape(1, 1, 0)]
+    "shape",
+    [
+        DraftShape(9, 1, 2),
+        DraftShape(1, 9, 2),
+        DraftShape(1, 1, 65),
+        DraftShape(1, 0, 2),
+        DraftShape(1, 1, 0),
+    ],
 )
 def test_shapes_above_the_limits_are_rejected_and_the_session_lives(table: Table, shape: DraftShape) -> None:
     started(table, [1, 2])
@@ -315,7 +344,12 @@ class Sessions(RuleBasedStateMachine):
 
     fates = st.sampled_from(["once", "once", "once", "twice", "lost"])
 
-    @rule(target=truths, session_id=st.integers(0, 4), tokens=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6), fate=fates)
+    @rule(
+        target=truths,
+        session_id=st.integers(0, 4),
+        tokens=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6),
+        fate=fates,
+    )
     def open(self, session_id: int, tokens: list[int], fate: str) -> int:
         self.truth[session_id] = list(tokens)
         self.epoch[session_id] = self.epoch.get(session_id, 0) + 1
@@ -330,7 +364,12 @@ class Sessions(RuleBasedStateMachine):
             rows = rows_of(tokens, base, min(len(tokens), base + size))
             self.send("features", (session_id, self.epoch[session_id], base, rows), fate)
 
-    @rule(session_id=truths, fresh=st.lists(st.integers(0, VOCAB - 1), min_size=0, max_size=4), overlap=st.integers(0, 3), fate=fates)
+    @rule(
+        session_id=truths,
+        fresh=st.lists(st.integers(0, VOCAB - 1), min_size=0, max_size=4),
+        overlap=st.integers(0, 3),
+        fate=fates,
+    )
     def commit(self, session_id: int, fresh: list[int], overlap: int, fate: str) -> None:
         tokens = self.truth[session_id]
         base_len = max(1, len(tokens) - overlap)

@@ -37,7 +37,9 @@ class Poll:
 
 
 @pytest.mark.parametrize(("spin_s", "awake_s", "looks"), [(0.002, 0.0, 3), (0.002, 0.02, 20), (0.0, 0.02, 0)])
-def test_it_sleeps_when_nothing_is_about_to_come(monkeypatch: pytest.MonkeyPatch, spin_s: float, awake_s: float, looks: int) -> None:
+def test_it_sleeps_when_nothing_is_about_to_come(
+    monkeypatch: pytest.MonkeyPatch, spin_s: float, awake_s: float, looks: int
+) -> None:
     wake_up, poll = SourceWakeUp(), Poll()
     monkeypatch.setattr(wakeup, "SPIN_S", spin_s)
     monkeypatch.setattr(wakeup.time, "monotonic", (tick * LOOK_S for tick in itertools.count()).__next__)

@@ -31,7 +31,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def engine_of(pair: tuple[Path, Path], **values: Any) -> DraftEngine:
-    settings = DraftSettings.load({"draft": pair[1], "target_weights": pair[0], "device": "cpu", "kv_tokens": 32768, **values})
+    settings = DraftSettings.load(
+        {"draft": pair[1], "target_weights": pair[0], "device": "cpu", "kv_tokens": 32768, **values}
+    )
     return build_engine(settings, CPU, torch.float32)
 
 
@@ -68,7 +70,9 @@ def test_a_draft_that_borrows_tries_tiles_unless_it_is_told_not_to(
     assert tried == [not disabled]
 
 
-def test_a_draft_of_its_own_tries_tiles_for_a_short_time(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_of_its_own_tries_tiles_for_a_short_time(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     budgets: list[float] = []
     monkeypatch.setattr(warmup, "try_products", lambda uses, device, budget_s: budgets.append(budget_s))
     warmup.warm_up(engine_of(pair, max_sessions=1), CPU)
@@ -88,7 +92,9 @@ def test_all_rounds_of_a_draft_share_one_cache_that_can_be_turned_off(pair: tupl
     assert engine_of(pair, disable_cuda_graph=True, cuda_graph_max_bs=8).strategy.rounds.graphs.max_bs == 8  # type: ignore[union-attr]
 
 
-def test_larger_batches_than_are_recorded_run_without(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_larger_batches_than_are_recorded_run_without(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_of(pair)
     rounds = engine.strategy.rounds
     assert rounds is not None

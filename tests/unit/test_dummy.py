@@ -33,7 +33,9 @@ PUBLISHED_WEIGHTS = {
 def test_shapes_are_those_of_the_published_models(name: str) -> None:
     shapes = expected_tensors(named_shape(name).model_config())
     billions = sum(torch.Size(shape).numel() for shape in shapes.values()) / 1e9
-    assert billions == pytest.approx(PUBLISHED_WEIGHTS.get(name, 0.0003), rel=0.01 if name in PUBLISHED_WEIGHTS else 1.0)
+    assert billions == pytest.approx(
+        PUBLISHED_WEIGHTS.get(name, 0.0003), rel=0.01 if name in PUBLISHED_WEIGHTS else 1.0
+    )
 
 
 def test_an_unknown_shape_is_refused_with_the_list() -> None:
@@ -60,7 +62,9 @@ def test_a_random_decoder_computes_and_repeats_itself() -> None:
 
 def test_a_tied_output_head_is_the_embedding() -> None:
     config = named_shape("tiny")
-    tied = random_decoder(ModelConfig.parse({**config.target, "tie_word_embeddings": True}), "cpu", torch.float32)
+    tied = random_decoder(
+        ModelConfig.parse({**config.target, "tie_word_embeddings": True}), "cpu", torch.float32
+    )
     assert tied.lm_head is tied.embedding
 
 

@@ -7,7 +7,15 @@ import time
 
 import pytest
 import torch
-from target_harness import FakeDrafter, Harness, generate_plain, load_toy, make_harness, oracle_plan, random_plan
+from target_harness import (
+    FakeDrafter,
+    Harness,
+    generate_plain,
+    load_toy,
+    make_harness,
+    oracle_plan,
+    random_plan,
+)
 from toys import make_toy_target
 
 from outrider.services.target.drafter import NoDrafter
@@ -111,7 +119,9 @@ def test_a_paused_request_is_skipped_and_goes_on(harness: Harness, plain: list[i
     assert harness.sink.tokens["a"] == harness.sink.tokens["b"] == plain
 
 
-def test_not_a_number_fails_one_request_only(harness: Harness, decoder: Decoder, plain: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_not_a_number_fails_one_request_only(
+    harness: Harness, decoder: Decoder, plain: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     poison = unused(plain)
     forward = decoder.forward
 
@@ -130,7 +140,9 @@ def test_not_a_number_fails_one_request_only(harness: Harness, decoder: Decoder,
     assert all(not plane.isnan().any() for plane in harness.runner.pool.planes())
 
 
-def test_a_rejected_node_that_is_not_a_number_harms_nobody(decoder: Decoder, plain: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rejected_node_that_is_not_a_number_harms_nobody(
+    decoder: Decoder, plain: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     poison = unused(plain)
     forward = decoder.forward
 
@@ -180,7 +192,9 @@ def test_a_failing_step_fails_its_requests_and_the_engine_lives(
         ([1] * 100, 5000, "max_new_tokens", "context_length_exceeded"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(harness: Harness, prompt: list[int], max_new_tokens: int, field: str, reason: str) -> None:
+def test_what_does_not_fit_is_refused_by_name(
+    harness: Harness, prompt: list[int], max_new_tokens: int, field: str, reason: str
+) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         harness.submit(prompt, max_new_tokens)
     assert (refused.value.field, refused.value.reason) == (field, reason)
@@ -219,7 +233,9 @@ def test_a_draining_engine_finishes_what_it_has(harness: Harness, plain: list[in
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_numbers_of_speculation_add_up(decoder: Decoder, plain: list[int], seed: int) -> None:
-    harness = make_harness(decoder, FakeDrafter(oracle_plan([PROMPT + plain], VOCAB, 0.6, seed)), num_pages=14, page_size=8)
+    harness = make_harness(
+        decoder, FakeDrafter(oracle_plan([PROMPT + plain], VOCAB, 0.6, seed)), num_pages=14, page_size=8
+    )
     for index in range(3):
         harness.submit(PROMPT, 50, request_id=str(index), shape=(4, 2, 8), trace=True)
     harness.run()
@@ -232,10 +248,15 @@ def test_the_numbers_of_speculation_add_up(decoder: Decoder, plain: list[int], s
         assert report.accepted_tokens == sum(len(one.accepted) for one in rounds)
         assert report.accepted_histogram[-1] > 0
         drafted = [one for one in rounds if len(one.nodes) > 1]
-        assert report.accept_length == pytest.approx(1 + sum(len(one.accepted) for one in drafted) / len(drafted))
+        assert report.accept_length == pytest.approx(
+            1 + sum(len(one.accepted) for one in drafted) / len(drafted)
+        )
         in_rounds = [token for one in rounds for token in one.emitted]
         tokens_cut = sum(len(one.accepted) + 1 - len(one.emitted) for one in rounds)
-        assert sum((k + 1) * count for k, count in enumerate(report.accepted_histogram)) == len(in_rounds) + tokens_cut
+        assert (
+            sum((k + 1) * count for k, count in enumerate(report.accepted_histogram))
+            == len(in_rounds) + tokens_cut
+        )
         prefills += 50 - len(in_rounds)
         for one in rounds:
             _check_round(one, PROMPT + plain)
@@ -311,7 +332,9 @@ def test_plain_rounds_by_choice_say_whose(
     max_new_tokens: int,
 ) -> None:
     harness = make_harness(decoder, FakeDrafter(lambda tokens, row: [(1, 0)]))
-    monkeypatch.setattr(harness.engine.controller, "choose", lambda rows, batch_size, other_nodes: [NO_DRAFT] * len(rows))
+    monkeypatch.setattr(
+        harness.engine.controller, "choose", lambda rows, batch_size, other_nodes: [NO_DRAFT] * len(rows)
+    )
     harness.submit(PROMPT, max_new_tokens, request_id="a", mode=mode, shape=shape)
     harness.run()
     report = harness.sink.finished["a"].speculation
@@ -320,7 +343,9 @@ def test_plain_rounds_by_choice_say_whose(
 
 
 def test_sequences_that_the_draft_lost_are_reopened_with_all_rows(decoder: Decoder, plain: list[int]) -> None:
-    spec = FeatureSpec(aux_layer_ids=(1, 3, 4), feature_size=3 * decoder.config.hidden_size, fingerprint="raw")
+    spec = FeatureSpec(
+        aux_layer_ids=(1, 3, 4), feature_size=3 * decoder.config.hidden_size, fingerprint="raw"
+    )
     drafter = FakeDrafter(oracle_plan([PROMPT + plain], VOCAB, 0.7), spec)
     harness = make_harness(decoder, drafter)
     handle = harness.submit(PROMPT, 60, request_id="a")

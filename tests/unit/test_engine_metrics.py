@@ -45,6 +45,9 @@ def test_metrics_tell_depths_fallbacks_and_round_trips(decoder: Decoder) -> None
     by_depth = [sum(report.accepted_histogram[depth:]) for depth in range(1, len(report.accepted_histogram))]
     for depth, count in enumerate(by_depth, 1):
         assert f'outrider_accepted_tokens_total{{depth="{depth}"}} {float(count)}' in text
-        assert f'outrider_spec_decode_num_accepted_tokens_per_pos_total{{position="{depth - 1}"}} {float(count)}' in text
+        assert (
+            f'outrider_spec_decode_num_accepted_tokens_per_pos_total{{position="{depth - 1}"}} {float(count)}'
+            in text
+        )
     assert f"outrider_draft_rpc_seconds_count {float(report.rounds)}" in text
     assert 'outrider_draft_fallback_total{reason="late"} 0.0' in text

@@ -22,8 +22,12 @@ def blob_of(size: int) -> bytes:
 def test_what_is_sealed_is_what_protobuf_writes(size: int, rounds: int, number: int) -> None:
     blob = blob_of(size)
     envelopes = RoundEnvelopes.of(draft_pb2.RoundsNext(rounds=rounds, number=number))
-    request = draft_pb2.SessionRequest(round_state=draft_pb2.RoundState(rounds=rounds, number=number, state=blob)).SerializeToString()
-    reply = draft_pb2.SessionReply(round_trees=draft_pb2.RoundTrees(rounds=rounds, number=number, trees=blob)).SerializeToString()
+    request = draft_pb2.SessionRequest(
+        round_state=draft_pb2.RoundState(rounds=rounds, number=number, state=blob)
+    ).SerializeToString()
+    reply = draft_pb2.SessionReply(
+        round_trees=draft_pb2.RoundTrees(rounds=rounds, number=number, trees=blob)
+    ).SerializeToString()
     for envelope, message in ((envelopes.state, request), (envelopes.trees, reply)):
         assert envelope.seal(blob) == envelope.seal(np.frombuffer(blob, dtype=np.uint8).data) == message
         opened = envelope.open(message)

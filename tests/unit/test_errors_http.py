@@ -34,7 +34,9 @@ def test_text_that_has_no_utf8_form_can_be_quoted() -> None:
 def explain(model: type, body: object) -> InvalidRequestError:
     with pytest.raises(ValidationError) as caught:
         model.model_validate(body)
-    return explain_validation([{**problem, "loc": ("body", *problem["loc"])} for problem in caught.value.errors()])
+    return explain_validation(
+        [{**problem, "loc": ("body", *problem["loc"])} for problem in caught.value.errors()]
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,14 +45,31 @@ def explain(model: type, body: object) -> InvalidRequestError:
         (ChatRequest, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "invalid_value"),
         (ChatRequest, {"messages": [{"role": "x", "content": "a"}]}, "messages.0.role", "invalid_value"),
         (ChatRequest, {}, "messages", "missing_field"),
-        (ChatRequest, {"messages": [{"role": "user", "content": "a"}], "stream": 1}, "stream", "invalid_value"),
-        (ChatRequest, {"messages": [{"role": "user", "content": "a"}], "strange": 1}, "strange", "unknown_field"),
+        (
+            ChatRequest,
+            {"messages": [{"role": "user", "content": "a"}], "stream": 1},
+            "stream",
+            "invalid_value",
+        ),
+        (
+            ChatRequest,
+            {"messages": [{"role": "user", "content": "a"}], "strange": 1},
+            "strange",
+            "unknown_field",
+        ),
         (CompletionRequest, {"prompt": ["a", 1]}, "prompt", "invalid_value"),
         (CompletionRequest, {"prompt": [[1, "a"]]}, "prompt", "invalid_value"),
-        (CompletionRequest, {"prompt": "a", "speculation": {"depth": "x"}}, "speculation.depth", "invalid_value"),
+        (
+            CompletionRequest,
+            {"prompt": "a", "speculation": {"depth": "x"}},
+            "speculation.depth",
+            "invalid_value",
+        ),
     ],
 )
-def test_a_wrong_type_names_the_clients_field_not_our_union(model: type, body: object, field: str, reason: str) -> None:
+def test_a_wrong_type_names_the_clients_field_not_our_union(
+    model: type, body: object, field: str, reason: str
+) -> None:
     error = explain(model, body)
     assert (error.field, error.reason) == (field, reason)
     assert field in error.message
@@ -58,7 +77,14 @@ def test_a_wrong_type_names_the_clients_field_not_our_union(model: type, body: o
 
 @pytest.mark.parametrize(
     ("prompt", "batch"),
-    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]]), ([], []), ([[]], [[]])],
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+        ([], []),
+        ([[]], [[]]),
+    ],
 )
 def test_a_prompt_is_one_or_a_batch(prompt: object, batch: list[object]) -> None:
     assert as_batch(prompt) == batch  # type: ignore[arg-type]

@@ -30,7 +30,10 @@ def constants(call: int) -> tuple[torch.Tensor, torch.Tensor]:
 def inboxes(folder: Path) -> list[torch.Tensor]:
     shape = inbox_shape(RANKS, WIDTH)
     size = torch.Size(shape).numel()
-    return [torch.from_file(str(folder / str(rank)), shared=True, size=size, dtype=torch.int32).view(shape) for rank in range(RANKS)]
+    return [
+        torch.from_file(str(folder / str(rank)), shared=True, size=size, dtype=torch.int32).view(shape)
+        for rank in range(RANKS)
+    ]
 
 
 def run_rank(folder: Path, rank: int) -> list[list[torch.Tensor]]:
@@ -54,7 +57,9 @@ def test_ranks_that_run_at_once_get_the_same_bits_call_by_call(tmp_path: Path) -
     for rank in range(RANKS):
         (tmp_path / str(rank)).write_bytes(bytes(4 * torch.Size(inbox_shape(RANKS, WIDTH)).numel()))
     with ProcessPoolExecutor(RANKS, mp_context=get_context("spawn")) as executor:
-        found = [future.result() for future in [executor.submit(run_rank, tmp_path, rank) for rank in range(RANKS)]]
+        found = [
+            future.result() for future in [executor.submit(run_rank, tmp_path, rank) for rank in range(RANKS)]
+        ]
     for call, of_ranks in enumerate(zip(*found, strict=True)):
         residual, _ = constants(call)
         parts = [part(rank, call) for rank in range(RANKS)]

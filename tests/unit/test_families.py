@@ -11,7 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from family_models import CASES, LAYERS, VOCAB, WINDOW, Sequences, assert_near, reference, reference_logits, save
+from family_models import (
+    CASES,
+    LAYERS,
+    VOCAB,
+    WINDOW,
+    Sequences,
+    assert_near,
+    reference,
+    reference_logits,
+    save,
+)
 
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.experts import SparseMLP
@@ -63,9 +73,17 @@ def test_tree_rows_equal_a_pass_over_their_own_path(case: str, backend: str, fol
     rows = [random_tokens(seed, len(tree)) for seed, tree in zip((6, 7, 8), trees, strict=True)]
     sequences = Sequences(Decoder.load(save(case, folder)), 3, backend=backend)
     sequences.run([0] * 3, prompts)
-    masks = [[sum(1 << (node % 32) for node in path if node // 32 == word) for word in (0, 1)] for tree in trees for path in tree]
-    ancestors = torch.tensor([[word - (1 << 32) if word >> 31 else word for word in words] for words in masks], dtype=torch.int32)
-    positions = [[len(prompt) + len(path) - 1 for path in tree] for prompt, tree in zip(prompts, trees, strict=True)]
+    masks = [
+        [sum(1 << (node % 32) for node in path if node // 32 == word) for word in (0, 1)]
+        for tree in trees
+        for path in tree
+    ]
+    ancestors = torch.tensor(
+        [[word - (1 << 32) if word >> 31 else word for word in words] for words in masks], dtype=torch.int32
+    )
+    positions = [
+        [len(prompt) + len(path) - 1 for path in tree] for prompt, tree in zip(prompts, trees, strict=True)
+    ]
     logits, _ = sequences.run([len(prompt) for prompt in prompts], rows, positions, ancestors)
     index = 0
     for prompt, tokens, tree in zip(prompts, rows, trees, strict=True):
@@ -83,7 +101,9 @@ def test_captured_states_are_the_outputs_of_the_named_layers(case: str, folder: 
     layers = reference(case).model.layers
 
     def keep(index: int) -> Any:
-        return lambda _module, _arguments, out: states.update({index: out[0] if isinstance(out, tuple) else out})
+        return lambda _module, _arguments, out: states.update(
+            {index: out[0] if isinstance(out, tuple) else out}
+        )
 
     hooks = [layers[index].register_forward_hook(keep(index)) for index in named]
     try:
@@ -191,7 +211,9 @@ def loose_clamp(decoder: Decoder) -> None:
         ("deepseek-v3", no_temperature),
     ],
 )
-def test_the_comparison_sees_what_a_family_adds(case: str, mutate: Callable[[Decoder], None], folder: Path) -> None:
+def test_the_comparison_sees_what_a_family_adds(
+    case: str, mutate: Callable[[Decoder], None], folder: Path
+) -> None:
     """Equality to transformers says something only if leaving the addition out breaks it."""
     tokens = random_tokens(1, 3 * WINDOW)
     decoder = Decoder.load(save(case, folder))

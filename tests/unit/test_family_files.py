@@ -101,7 +101,9 @@ def test_a_tensor_that_is_missing_or_too_many_is_named(case: str, folder: Path, 
     tensors = load_file(source / "model.safetensors")
     gone = sorted(name for name in tensors if ".layers.2." in name)[0]
     shutil.copy(source / "config.json", tmp_path)
-    save_file({name: tensor for name, tensor in tensors.items() if name != gone}, tmp_path / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if name != gone}, tmp_path / "model.safetensors"
+    )
     with pytest.raises(CheckpointError, match="1 tensor missing") as caught:
         Decoder.load(tmp_path)
     assert caught.value.field == gone
@@ -137,12 +139,26 @@ def test_the_mtp_layer_of_deepseek_is_ignored_but_a_layer_more_is_not(folder: Pa
     source = save("deepseek-v3", folder)
     tensors = load_file(source / "model.safetensors")
     shutil.copy(source / "config.json", tmp_path)
-    save_file(tensors | {"model.layers.4.eh_proj.weight": torch.ones(64, 128)}, tmp_path / "model.safetensors")
+    save_file(
+        tensors | {"model.layers.4.eh_proj.weight": torch.ones(64, 128)}, tmp_path / "model.safetensors"
+    )
     with capture_logs() as logs:
         Decoder.load(tmp_path)
-    said = [(entry["first"], entry["count"], entry["reason"]) for entry in logs if entry["event"] == "tensors ignored"]
-    assert said == [("model.layers.4.eh_proj.weight", 1, "multi-token prediction layers, which draft and are no part of the decoder")]
-    save_file(tensors | {"model.layers.5.eh_proj.weight": torch.ones(64, 128)}, tmp_path / "model.safetensors")
+    said = [
+        (entry["first"], entry["count"], entry["reason"])
+        for entry in logs
+        if entry["event"] == "tensors ignored"
+    ]
+    assert said == [
+        (
+            "model.layers.4.eh_proj.weight",
+            1,
+            "multi-token prediction layers, which draft and are no part of the decoder",
+        )
+    ]
+    save_file(
+        tensors | {"model.layers.5.eh_proj.weight": torch.ones(64, 128)}, tmp_path / "model.safetensors"
+    )
     with pytest.raises(CheckpointError, match=r"unexpected: model\.layers\.5\.eh_proj\.weight"):
         Decoder.load(tmp_path)
 
@@ -167,7 +183,10 @@ def pack_mxfp4(path: Path, source: Path) -> None:
     path.mkdir()
     save_file(tensors, path / "model.safetensors")
     config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+    }
     (path / "config.json").write_text(json.dumps(config))
 
 
@@ -179,7 +198,11 @@ def test_mxfp4_experts_equal_transformers_after_dequantising(folder: Path, tmp_p
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if f"{name}_blocks" in packed:
-                parameter.copy_(convert_moe_packed_tensors(packed[f"{name}_blocks"], packed[f"{name}_scales"], dtype=torch.float32))
+                parameter.copy_(
+                    convert_moe_packed_tensors(
+                        packed[f"{name}_blocks"], packed[f"{name}_scales"], dtype=torch.float32
+                    )
+                )
         tokens = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(0))
         want = model(tokens[None], use_cache=False).logits[0]
     got, _ = Sequences(Decoder.load(tmp_path / "packed"), 1).run([0], [tokens.tolist()])
@@ -224,14 +247,18 @@ def test_mxfp4_blocks_must_be_bytes(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["deepseek-v3", "qwen3", "qwen3-moe"])
-def test_fp8_checkpoints_equal_the_matrices_that_they_stand_for(case: str, folder: Path, tmp_path: Path) -> None:
+def test_fp8_checkpoints_equal_the_matrices_that_they_stand_for(
+    case: str, folder: Path, tmp_path: Path
+) -> None:
     source = save(case, folder)
     meant = store_fp8(tmp_path / "fp8", source, (16, 24))
     (tmp_path / "wide").mkdir()
     shutil.copy(source / "config.json", tmp_path / "wide")
     save_file(meant, tmp_path / "wide" / "model.safetensors")
     tokens = torch.randint(VOCAB, (30,), generator=torch.Generator().manual_seed(0)).tolist()
-    got, want = (Sequences(Decoder.load(tmp_path / name), 1).run([0], [tokens])[0] for name in ("fp8", "wide"))
+    got, want = (
+        Sequences(Decoder.load(tmp_path / name), 1).run([0], [tokens])[0] for name in ("fp8", "wide")
+    )
     assert_near(got, want, 1e-6)
 
 
@@ -248,31 +275,71 @@ def test_fp8_scales_that_are_missing_are_named(folder: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("keys", "field", "says"),
     [
-        ({"model_type": "gpt_neo"}, "model_type", "'gpt_neo' is not supported; serve a model of one of these types: llama, mistral"),
+        (
+            {"model_type": "gpt_neo"},
+            "model_type",
+            "'gpt_neo' is not supported; serve a model of one of these types: llama, mistral",
+        ),
         ({"model_type": "mamba2"}, "model_type", "linear-attention .* cannot be verified as a tree; serve"),
-        ({"model_type": "qwen3_next", "layer_types": ["linear_attention"] * 4}, "model_type", "linear-attention"),
+        (
+            {"model_type": "qwen3_next", "layer_types": ["linear_attention"] * 4},
+            "model_type",
+            "linear-attention",
+        ),
         ({"model_type": "novel", "layer_types": ["linear_attention"] * 4}, "model_type", "linear-attention"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "model_type", "encoder-decoder model"),
         ({"model_type": "whisper"}, "model_type", "encoder-decoder model"),
         ({"model_type": "bert"}, "model_type", "generates nothing"),
-        ({"model_type": "novel", "auto_map": {"AutoModel": "modeling_novel.X"}}, "model_type", "auto_map names is never run"),
+        (
+            {"model_type": "novel", "auto_map": {"AutoModel": "modeling_novel.X"}},
+            "model_type",
+            "auto_map names is never run",
+        ),
         ({"architectures": ["NovelForCausalLM"]}, "model_type", "'NovelForCausalLM' is not supported"),
         ({"model_type": "qwen2", "auto_map": {"AutoModel": "modeling_qwen.X"}}, "auto_map", "never done"),
-        ({"model_type": "mimo", "auto_map": {"AutoModel": "other/repo--modeling_mimo.X"}}, "auto_map", "never done"),
+        (
+            {"model_type": "mimo", "auto_map": {"AutoModel": "other/repo--modeling_mimo.X"}},
+            "auto_map",
+            "never done",
+        ),
         ({"model_type": "mimo", "auto_map": "x"}, "auto_map", "class names"),
-        ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "awq"}}, "quantization_config", r"quantised weights \(awq\)"),
-        ({"model_type": "qwen2", "quantization_config": {"quant_method": "mxfp4"}}, "quantization_config", "mxfp4"),
+        (
+            {"model_type": "gpt_oss", "quantization_config": {"quant_method": "awq"}},
+            "quantization_config",
+            r"quantised weights \(awq\)",
+        ),
+        (
+            {"model_type": "qwen2", "quantization_config": {"quant_method": "mxfp4"}},
+            "quantization_config",
+            "mxfp4",
+        ),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window", "positive integer"),
-        ({"model_type": "mistral", "sliding_window": 8, "layer_types": ["sliding_attention"]}, "layer_types", "names 1 layers"),
+        (
+            {"model_type": "mistral", "sliding_window": 8, "layer_types": ["sliding_attention"]},
+            "layer_types",
+            "names 1 layers",
+        ),
         ({"model_type": "mistral", "layer_types": ["sliding_attention"] * 4}, "sliding_window", "is missing"),
-        ({"model_type": "mistral", "layer_types": ["chunked_attention"] * 4}, "layer_types", "'chunked_attention' is not supported"),
+        (
+            {"model_type": "mistral", "layer_types": ["chunked_attention"] * 4},
+            "layer_types",
+            "'chunked_attention' is not supported",
+        ),
         ({"model_type": "qwen3_moe", "num_experts": 4}, "moe_intermediate_size", "is missing"),
         ({**DEEPSEEK_V3, "scoring_func": "softmax"}, "scoring_func", "'softmax' is not supported"),
         ({**DEEPSEEK_V3, "topk_method": "greedy"}, "topk_method", "'greedy' is not supported"),
         ({**DEEPSEEK_V3, "n_group": 3}, "n_group", "does not divide"),
         ({**DEEPSEEK_V3, "qk_rope_head_dim": 7}, "qk_rope_head_dim", "even"),
-        ({**DEEPSEEK_V3, "quantization_config": {"quant_method": "fp8"}}, "quantization_config", "need weight_block_size"),
-        ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, "quantization_config", r"\(fp8\)"),
+        (
+            {**DEEPSEEK_V3, "quantization_config": {"quant_method": "fp8"}},
+            "quantization_config",
+            "need weight_block_size",
+        ),
+        (
+            {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}},
+            "quantization_config",
+            r"\(fp8\)",
+        ),
     ],
 )
 def test_what_no_family_reads_is_refused_by_name(keys: dict[str, Any], field: str, says: str) -> None:
@@ -284,7 +351,9 @@ def test_what_no_family_reads_is_refused_by_name(keys: dict[str, Any], field: st
 
 def test_heads_and_classifiers_are_no_targets(tmp_path: Path) -> None:
     for architecture in ("LlamaForCausalLMEagle3", "LlamaForSequenceClassification"):
-        (tmp_path / "config.json").write_text(json.dumps({**SIZES, "model_type": "llama", "architectures": [architecture]}))
+        (tmp_path / "config.json").write_text(
+            json.dumps({**SIZES, "model_type": "llama", "architectures": [architecture]})
+        )
         with pytest.raises(CheckpointError, match=f"'{architecture}' is not a target model of type llama"):
             ModelConfig.from_dir(tmp_path)
 
@@ -292,7 +361,10 @@ def test_heads_and_classifiers_are_no_targets(tmp_path: Path) -> None:
 def test_a_family_is_found_by_either_name() -> None:
     assert len({family.model_type for family in FAMILIES}) == len(FAMILIES)
     assert parse(**{**DEEPSEEK_V3, "model_type": "kimi_k2"}).latent == parse(**DEEPSEEK_V3).latent
-    assert parse(**{key: value for key, value in DEEPSEEK_V3.items() if key != "model_type"}).model_type == "deepseek_v3"
+    assert (
+        parse(**{key: value for key, value in DEEPSEEK_V3.items() if key != "model_type"}).model_type
+        == "deepseek_v3"
+    )
     assert parse(architectures=["Qwen2ForCausalLM"]).model_type == "qwen2"
     assert parse(architectures=["Qwen2ForCausalLM"]).qkv_bias
     assert parse(model_type="qwen2").architecture == "Qwen2ForCausalLM"

@@ -49,7 +49,10 @@ class PlannedAttention:
             rows = slice(query_start[b], query_start[b + 1])
             count, used = rows.stop - rows.start, page_start[b + 1] - page_start[b]
             kv_len = (used - 1) * PAGE + tail
-            k, v = (plane[self.pages[page_start[b] : page_start[b + 1]]].flatten(0, 1)[:kv_len].float() for plane in planes)
+            k, v = (
+                plane[self.pages[page_start[b] : page_start[b + 1]]].flatten(0, 1)[:kv_len].float()
+                for plane in planes
+            )
             if options["custom_mask"] is None:
                 position = torch.arange(kv_len - count, kv_len)[:, None]
                 visible = torch.arange(kv_len) <= position
@@ -58,7 +61,10 @@ class PlannedAttention:
             else:
                 visible = options["custom_mask"][taken : taken + count * kv_len].view(count, kv_len)
                 taken += count * kv_len
-            scores = torch.einsum("rkgd,tkd->kgrt", q[rows].float().view(count, KV_HEADS, -1, DIM), k) * options["sm_scale"]
+            scores = (
+                torch.einsum("rkgd,tkd->kgrt", q[rows].float().view(count, KV_HEADS, -1, DIM), k)
+                * options["sm_scale"]
+            )
             if options["logits_soft_cap"]:
                 scores = torch.tanh(scores / options["logits_soft_cap"]) * options["logits_soft_cap"]
             weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
@@ -91,12 +97,19 @@ def step(tree: bool) -> tuple[KVPool, AttentionBatch, list[torch.Tensor]]:
     leases = [lease for lease in (pool.lease(20), pool.lease(20)) if lease is not None]
     masks = torch.tensor([[1], [3], [5], [1], [3]], dtype=torch.int32) if tree else None
     batch = build_batch(pool, leases, [9, 4], [3, 2], ancestors=masks)
-    rows = [torch.randn(5, heads, DIM, generator=generator).to(torch.bfloat16) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    rows = [
+        torch.randn(5, heads, DIM, generator=generator).to(torch.bfloat16)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
     return pool, batch, rows
 
 
-@pytest.mark.parametrize(("tree", "window", "softcap"), [(False, 0, 0.0), (False, 5, 0.0), (True, 0, 0.0), (True, 0, 3.0)])
-def test_the_plan_says_what_every_row_sees(backend: FlashInferAttention, tree: bool, window: int, softcap: float) -> None:
+@pytest.mark.parametrize(
+    ("tree", "window", "softcap"), [(False, 0, 0.0), (False, 5, 0.0), (True, 0, 0.0), (True, 0, 3.0)]
+)
+def test_the_plan_says_what_every_row_sees(
+    backend: FlashInferAttention, tree: bool, window: int, softcap: float
+) -> None:
     pool, batch, rows = step(tree)
     reference = TorchAttention()
     reference.plan(batch)
@@ -129,5 +142,8 @@ def test_without_a_gpu_or_the_library_it_says_what_to_do() -> None:
     with pytest.raises(ConfigurationError, match="CUDA alone") as caught:
         FlashInferAttention("cpu")
     assert caught.value.field == "attention_backend"
-    with mock.patch.dict("sys.modules", {"flashinfer": None}), pytest.raises(ConfigurationError, match=r"outrider\[flashinfer\]"):
+    with (
+        mock.patch.dict("sys.modules", {"flashinfer": None}),
+        pytest.raises(ConfigurationError, match=r"outrider\[flashinfer\]"),
+    ):
         flashinfer._library()

@@ -17,11 +17,19 @@ from outrider.shared.nn.linear import Linear
 
 def test_products_are_near_those_of_the_wide_weight() -> None:
     generator = torch.Generator().manual_seed(1)
-    weight, bias = torch.randn(48, 64, generator=generator).bfloat16(), torch.randn(48, generator=generator).bfloat16()
-    x, residual = torch.randn(5, 64, generator=generator).bfloat16(), torch.randn(5, 48, generator=generator).bfloat16()
+    weight, bias = (
+        torch.randn(48, 64, generator=generator).bfloat16(),
+        torch.randn(48, generator=generator).bfloat16(),
+    )
+    x, residual = (
+        torch.randn(5, 64, generator=generator).bfloat16(),
+        torch.randn(5, 48, generator=generator).bfloat16(),
+    )
     wide, narrow = Linear(weight, bias), Fp8Linear.of(Linear(weight, bias))
     for got, want in ((narrow(x), wide(x)), (narrow.plus(residual, x), wide.plus(residual, x))):
-        assert float((got - want).float().norm() / want.float().norm()) < 0.04  # three bits behind the first: 1/16 at most each
+        assert (
+            float((got - want).float().norm() / want.float().norm()) < 0.04
+        )  # three bits behind the first: 1/16 at most each
     assert narrow.nbytes == 48 * 64 + 48 * 4
 
 

@@ -30,7 +30,9 @@ def one_round(emitted: tuple[int, ...]) -> RoundTrace:
 
 
 def test_a_prompt_shared_by_choices_is_billed_once() -> None:
-    usage = merge_usage([finished(3, 10), finished(3, 20), finished(5, 1), finished(5, 2)], choices_per_prompt=2)
+    usage = merge_usage(
+        [finished(3, 10), finished(3, 20), finished(5, 1), finished(5, 2)], choices_per_prompt=2
+    )
     assert usage == Usage(prompt_tokens=8, completion_tokens=33, cached_tokens=2)
 
 
@@ -53,7 +55,11 @@ def test_a_delta_is_split_into_the_rounds_that_emitted_it() -> None:
     assert list(_by_round(TargetDelta((1, 2)))) == [((1, 2), ())]
     assert list(_by_round(TargetDelta((3, 4, 5), rounds))) == [((3, 4), rounds[:1]), ((5,), rounds[1:])]
     # The prefill's token belongs to no round.
-    assert list(_by_round(TargetDelta((2, 3, 4, 5), rounds))) == [((2,), ()), ((3, 4), rounds[:1]), ((5,), rounds[1:])]
+    assert list(_by_round(TargetDelta((2, 3, 4, 5), rounds))) == [
+        ((2,), ()),
+        ((3, 4), rounds[:1]),
+        ((5,), rounds[1:]),
+    ]
     # A round whose tokens were cut by a stop token.
     assert list(_by_round(TargetDelta((3, 4), rounds))) == [((3, 4), rounds[:1]), ((), rounds[1:])]
 

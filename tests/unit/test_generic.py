@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 import torch
 from family_models import Sequences, assert_near
-from generic_models import CASES, LAYERS, REFUSED, VOCAB, WINDOW, WINDOWED, make, reference, reference_logits, save
+from generic_models import (
+    CASES,
+    LAYERS,
+    REFUSED,
+    VOCAB,
+    WINDOW,
+    WINDOWED,
+    make,
+    reference,
+    reference_logits,
+    save,
+)
 from safetensors.torch import load_file, save_file
 
 from outrider.services.target.app import Target
@@ -34,7 +45,9 @@ def random_tokens(seed: int, count: int) -> list[int]:
     return torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])  # without a GPU, triton is the kernels' own references
+@pytest.mark.parametrize(
+    "backend", ["reference", "triton"]
+)  # without a GPU, triton is the kernels' own references
 @pytest.mark.parametrize("case", list(CASES))
 def test_logits_of_chunks_and_steps_equal_transformers(case: str, backend: str, folder: Path) -> None:
     texts = [random_tokens(seed, 3 * WINDOW) for seed in (1, 2)]
@@ -64,7 +77,9 @@ def test_tree_rows_equal_a_pass_over_their_own_path(case: str, folder: Path) -> 
     logits, _ = sequences.run([len(prompt) for prompt in prompts], rows, positions, ancestors)
     for prompt, tokens, found in zip(prompts, rows, logits.split(len(paths)), strict=True):
         for path in ([0, 1, 3], [0, 2, 4, 5], [0, 1, 6]):
-            assert_near(found[path], reference_logits(case, prompt + [tokens[node] for node in path])[-len(path) :])
+            assert_near(
+                found[path], reference_logits(case, prompt + [tokens[node] for node in path])[-len(path) :]
+            )
 
 
 @pytest.mark.parametrize("case", list(CASES))
@@ -134,7 +149,9 @@ def test_what_cannot_be_served_is_refused_by_name(name: str, tmp_path: Path) -> 
         ({"model_type": "no_such_model"}, "model_type", "not supported"),
     ],
 )
-def test_config_files_are_refused_by_key(change: dict[str, Any], field: str, message: str, folder: Path, tmp_path: Path) -> None:
+def test_config_files_are_refused_by_key(
+    change: dict[str, Any], field: str, message: str, folder: Path, tmp_path: Path
+) -> None:
     raw = json.loads((save("phi", folder) / "config.json").read_text()) | change
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -148,7 +165,9 @@ def test_a_model_without_rms_norms_may_say_null_there(folder: Path, tmp_path: Pa
     assert ModelConfig.from_dir(tmp_path).model_type == "cohere2"
 
 
-def test_whatever_a_model_class_raises_is_told_of_its_file(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_a_model_class_raises_is_told_of_its_file(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def clumsy(*_: object) -> None:
         raise IndexError("of a list")
 
@@ -164,7 +183,11 @@ def broken(folder: Path, path: Path, change: dict[str, torch.Tensor | None]) -> 
     """Copy phi's checkpoint with tensors replaced, added, or (None) left out."""
     source = save("phi", folder)
     tensors: dict[str, Any] = load_file(source / "model.safetensors") | change
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if tensor is not None},
+        path / "model.safetensors",
+        {"format": "pt"},
+    )
     (path / "config.json").write_text((source / "config.json").read_text())
     return path
 
@@ -176,11 +199,17 @@ def broken(folder: Path, path: Path, change: dict[str, torch.Tensor | None]) -> 
         ({"model.layers.9.mlp.fc1.weight": torch.zeros(2)}, "1 tensor unexpected"),
         ({"model.layers.1.mlp.fc1.weight": torch.zeros(3, 2)}, "1 tensor misshaped"),
         ({"model.layers.1.mlp.fc1.weight": torch.full((96, 64), torch.nan)}, "NaN or infinite"),
-        ({"model.layers.1.mlp.fc1.weight": torch.ones(96, 64, dtype=torch.int32)}, "not fp32, fp16 or bf16: .*fc1.weight is int32"),
+        (
+            {"model.layers.1.mlp.fc1.weight": torch.ones(96, 64, dtype=torch.int32)},
+            "not fp32, fp16 or bf16: .*fc1.weight is int32",
+        ),
         ({"model.layers.1.mlp.fc1.weight": torch.ones(96, 64, dtype=torch.int64)}, "fc1.weight is int64"),
         ({"model.layers.1.mlp.fc1.weight": torch.ones(96, 64, dtype=torch.uint8)}, "fc1.weight is uint8"),
         ({"model.layers.1.mlp.fc1.weight": torch.ones(96, 64, dtype=torch.bool)}, "fc1.weight is bool"),
-        ({"model.layers.1.mlp.fc1.weight": torch.ones(96, 64).to(torch.float8_e4m3fn)}, "fc1.weight is float8_e4m3fn"),
+        (
+            {"model.layers.1.mlp.fc1.weight": torch.ones(96, 64).to(torch.float8_e4m3fn)},
+            "fc1.weight is float8_e4m3fn",
+        ),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_by_tensor(
@@ -195,16 +224,25 @@ def test_masks_of_old_exports_are_left_in_the_file(folder: Path, tmp_path: Path)
     """Integers, which are no weights: gpt-neox was exported with its causal mask."""
     source = save("gpt-neox", folder)
     mask = torch.ones(1, 1, 8, 8, dtype=torch.bool)
-    save_file(load_file(source / "model.safetensors") | {"gpt_neox.layers.0.attention.bias": mask}, tmp_path / "model.safetensors")
+    save_file(
+        load_file(source / "model.safetensors") | {"gpt_neox.layers.0.attention.bias": mask},
+        tmp_path / "model.safetensors",
+    )
     (tmp_path / "config.json").write_text((source / "config.json").read_text())
-    assert_near(Sequences(Decoder.load(tmp_path), 1).run([0], [[1, 2, 3]])[0], reference_logits("gpt-neox", [1, 2, 3]))
+    assert_near(
+        Sequences(Decoder.load(tmp_path), 1).run([0], [[1, 2, 3]])[0], reference_logits("gpt-neox", [1, 2, 3])
+    )
 
 
 @pytest.mark.parametrize("left_out", ["up_proj", ""])
 def test_a_missing_expert_is_named_by_what_it_belongs_to(left_out: str, folder: Path, tmp_path: Path) -> None:
     source = save("olmoe", folder)
     expert = f"model.layers.1.mlp.experts.3.{left_out}"
-    tensors = {name: tensor for name, tensor in load_file(source / "model.safetensors").items() if not name.startswith(expert)}
+    tensors = {
+        name: tensor
+        for name, tensor in load_file(source / "model.safetensors").items()
+        if not name.startswith(expert)
+    }
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_text((source / "config.json").read_text())
     with pytest.raises(CheckpointError, match="misshaped") as caught:
@@ -255,7 +293,9 @@ def test_no_text_is_longer_than_a_table_of_positions(folder: Path) -> None:
     assert longest_text(table, 40) == 40
     assert longest_text(rotated, None) == 128
     assert longest_text(rotated, 300) == 300
-    with pytest.raises(ConfigurationError, match=r"learned positions for 128 tokens.*--max-model-len 128 or less") as caught:
+    with pytest.raises(
+        ConfigurationError, match=r"learned positions for 128 tokens.*--max-model-len 128 or less"
+    ) as caught:
         longest_text(table, 129)
     assert caught.value.field == "max_model_len"
 
@@ -272,7 +312,9 @@ def test_a_target_is_not_started_beyond_the_table(folder: Path) -> None:
 
 
 def test_sinks_and_windows_of_a_model_of_transformers_are_honoured(tmp_path: Path) -> None:
-    model = make("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": WINDOW})
+    model = make(
+        "GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": WINDOW}
+    )
     model.save_pretrained(tmp_path)
     tokens = random_tokens(1, 2 * WINDOW)
     with torch.no_grad():
@@ -295,4 +337,7 @@ def test_fingerprints_tell_weights_apart(folder: Path, tmp_path: Path) -> None:
     other.mkdir()
     first = Decoder.load(save("phi", folder)).fingerprint
     assert Decoder.load(broken(folder, again, {})).fingerprint == first
-    assert Decoder.load(broken(folder, other, {"model.layers.1.mlp.fc1.weight": torch.ones(96, 64)})).fingerprint != first
+    assert (
+        Decoder.load(broken(folder, other, {"model.layers.1.mlp.fc1.weight": torch.ones(96, 64)})).fingerprint
+        != first
+    )

@@ -41,7 +41,9 @@ def write_tests(path: Path, text: str) -> Path:
 def test_every_file_is_in_one_job(gpus: int) -> None:
     jobs = plan(gpus, 16)
     counts = Counter(file for job in jobs for file in job.files)
-    there = {f"{folder}/{path.name}" for folder in ("law", "gpu") for path in (TESTS / folder).glob("test_*.py")}
+    there = {
+        f"{folder}/{path.name}" for folder in ("law", "gpu") for path in (TESTS / folder).glob("test_*.py")
+    }
     assert counts.pop(RANKS, 0) == {1: 0, 2: 1, 3: 1, 4: 2}[gpus]
     assert counts.pop(FLASHINFER) == 2, "with the library and without"
     assert set(counts) == there - {RANKS, FLASHINFER}
@@ -68,12 +70,23 @@ def test_what_fails_is_run_again_and_stays_failed(suite: Suite, tmp_path: Path) 
     assert found["files"]["law/test_other.py"]["not run"] == 1
 
 
-def test_what_hangs_is_cut_off_and_what_waits_for_its_gpu_is_told(suite: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_hangs_is_cut_off_and_what_waits_for_its_gpu_is_told(
+    suite: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu_suite, "LAST_S", 10.0)
     begun = tmp_path / "begun"
-    hangs = write_tests(tmp_path / "test_hangs.py", f"def test_hang():\n    pathlib.Path({str(begun)!r}).touch()\n    time.sleep(600)\n")
-    jobs = [Job("hangs", (0,), 1, (str(hangs),)), Job("behind", (0, 1), 1, (str(hangs),)), Job("further behind", (1,), 1, (str(hangs),))]
-    monkeypatch.setattr(Suite, "deadline", property(lambda self: 0.0 if begun.exists() else float("inf")), raising=False)
+    hangs = write_tests(
+        tmp_path / "test_hangs.py",
+        f"def test_hang():\n    pathlib.Path({str(begun)!r}).touch()\n    time.sleep(600)\n",
+    )
+    jobs = [
+        Job("hangs", (0,), 1, (str(hangs),)),
+        Job("behind", (0, 1), 1, (str(hangs),)),
+        Job("further behind", (1,), 1, (str(hangs),)),
+    ]
+    monkeypatch.setattr(
+        Suite, "deadline", property(lambda self: 0.0 if begun.exists() else float("inf")), raising=False
+    )
     suite.run(jobs)
     assert {row["job"]: row["ended"].split(",")[0] for row in suite.told} == {
         "hangs": "cut off",
@@ -86,7 +99,12 @@ def test_what_hangs_is_cut_off_and_what_waits_for_its_gpu_is_told(suite: Suite, 
 
 
 def test_lanes_share_the_gpus(suite: Suite) -> None:
-    assert [suite.gpus_of(Job("", lanes, 1, ())) for lanes in ((0,), (3,), (2, 3), (0, 2))] == [["0"], ["1"], ["0", "1"], ["0"]]
+    assert [suite.gpus_of(Job("", lanes, 1, ())) for lanes in ((0,), (3,), (2, 3), (0, 2))] == [
+        ["0"],
+        ["1"],
+        ["0", "1"],
+        ["0"],
+    ]
 
 
 def test_each_lane_has_its_share_of_the_cores(suite: Suite) -> None:
@@ -97,7 +115,12 @@ def test_each_lane_has_its_share_of_the_cores(suite: Suite) -> None:
 
 @pytest.mark.parametrize(
     ("node_id", "name"),
-    [("a.py::b[1]@group", "a.py::b[1]"), ("a.py::b@group", "a.py::b"), ("a.py::b[x@y]", "a.py::b[x@y]"), ("a.py::b", "a.py::b")],
+    [
+        ("a.py::b[1]@group", "a.py::b[1]"),
+        ("a.py::b@group", "a.py::b"),
+        ("a.py::b[x@y]", "a.py::b[x@y]"),
+        ("a.py::b", "a.py::b"),
+    ],
 )
 def test_names_are_without_their_groups(node_id: str, name: str) -> None:
     assert name_of(node_id) == name

@@ -13,7 +13,13 @@ import torch
 from outrider.services.target import graph_plan
 from outrider.services.target.bucketed_verify import Buckets, batch_buckets
 from outrider.services.target.engine import TargetEngine
-from outrider.services.target.graph_plan import FP8_PREFILL_SIZES, PREFILL_SIZES, compile_kernels, plan_graphs, record_graphs
+from outrider.services.target.graph_plan import (
+    FP8_PREFILL_SIZES,
+    PREFILL_SIZES,
+    compile_kernels,
+    plan_graphs,
+    record_graphs,
+)
 from outrider.services.target.offers import offered_shapes
 from outrider.services.target.recordings import Recordings
 from outrider.services.target.request import SpeculationMode
@@ -48,7 +54,9 @@ def test_a_gpu_records_the_usual_shapes() -> None:
     assert plan.buckets.nodes == (1, 2, 4, 6, 8, 16, 32, 64, 128)
     assert plan.shapes == (NO_DRAFT, DraftShape(5, 8, 32), DraftShape(5, 1, 6))
     assert plan.shapes_at(16) == plan.shapes
-    assert plan.shapes_at(48) == (NO_DRAFT, DraftShape(5, 1, 6)), "1536 rows are recorded when they are first met"
+    assert plan.shapes_at(48) == (NO_DRAFT, DraftShape(5, 1, 6)), (
+        "1536 rows are recorded when they are first met"
+    )
 
 
 def test_auto_is_offered_a_tree_and_chains_no_larger_than_pays() -> None:
@@ -117,7 +125,9 @@ def test_each_can_be_turned_off(values: dict[str, Any], graphs: bool, overlaps: 
     assert (plan.graphs, plan.overlap is not None) == (graphs, overlaps)
 
 
-@pytest.mark.parametrize("values", [{"deterministic": True}, {"tp": 2}, {"disable_cuda_graph": True}], ids=str)
+@pytest.mark.parametrize(
+    "values", [{"deterministic": True}, {"tp": 2}, {"disable_cuda_graph": True}], ids=str
+)
 def test_short_prompts_are_recorded_where_that_changes_nothing(values: dict[str, Any]) -> None:
     assert plan_graphs(settings(), cuda=True, waits=False).prefills == PREFILL_SIZES
     assert plan_graphs(settings(quantization="fp8"), cuda=True, waits=False).prefills == FP8_PREFILL_SIZES
@@ -154,8 +164,12 @@ def test_kernels_are_compiled_ahead_or_the_log_says_why_not(
         def prefill_recording(self, size: int) -> Callable[[], None]:
             return lambda: None
 
-    monkeypatch.setattr(graph_plan, "compile_ahead", lambda device, pieces, tell: rehearsed.append(len(pieces)) or 0)
-    monkeypatch.setattr(graph_plan, "_log", SimpleNamespace(info=lambda text, **more: said.append(more["why"])))
+    monkeypatch.setattr(
+        graph_plan, "compile_ahead", lambda device, pieces, tell: rehearsed.append(len(pieces)) or 0
+    )
+    monkeypatch.setattr(
+        graph_plan, "_log", SimpleNamespace(info=lambda text, **more: said.append(more["why"]))
+    )
     plan = plan_graphs(settings(**values), cuda=True, waits=waits, offers=False)
     graphs: Any = SimpleNamespace(device=torch.device("cuda"), observed=observed, enabled=plan.graphs)
     compile_kernels(cast(TargetEngine, Engine()), graphs, plan, [lambda: None], to_console=False)
@@ -178,7 +192,9 @@ def test_what_a_draft_that_has_come_adds_is_rehearsed_first(monkeypatch: pytest.
             return size
 
     rehearsed: list[Any] = []
-    monkeypatch.setattr(graph_plan, "compile_ahead", lambda device, pieces, tell: rehearsed.extend(pieces) or 0)
+    monkeypatch.setattr(
+        graph_plan, "compile_ahead", lambda device, pieces, tell: rehearsed.extend(pieces) or 0
+    )
     plan = plan_graphs(settings(), cuda=True, waits=False)
     graphs: Any = SimpleNamespace(device=torch.device("cuda"), observed=False, enabled=True)
     compile_kernels(cast(TargetEngine, Engine()), graphs, plan, to_console=False)
@@ -206,7 +222,12 @@ def test_sizes_are_rounded_up_to_buckets() -> None:
     buckets = Buckets.make(20, 128, [6, 32])
     assert buckets.batch_sizes == (1, 2, 4, 8, 16, 20)
     assert batch_buckets(100) == (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100)
-    assert [batch_buckets(limit) for limit in (1, 8, 24, 64)] == [(1,), (1, 2, 4, 8), (1, 2, 4, 8, 16, 24), batch_buckets(100)[:9]]
+    assert [batch_buckets(limit) for limit in (1, 8, 24, 64)] == [
+        (1,),
+        (1, 2, 4, 8),
+        (1, 2, 4, 8, 16, 24),
+        batch_buckets(100)[:9],
+    ]
     large = Buckets.make(64, 128, [32])
     assert large.batch_size(17) == 24, "768 rows of 17 trees of 32, not 1024"
     assert large.batch_size(33) == 48, "1536, not 2048"

@@ -64,7 +64,9 @@ def followed(decoder: Decoder, plain: list[list[int]]) -> tuple[Harness, Listeni
     return harness, drafter
 
 
-def test_the_next_round_is_announced_before_the_last_is_delivered(decoder: Decoder, plain: list[list[int]]) -> None:
+def test_the_next_round_is_announced_before_the_last_is_delivered(
+    decoder: Decoder, plain: list[list[int]]
+) -> None:
     harness, drafter = followed(decoder, plain)
     harness.submit(PROMPTS[0], NEW_TOKENS, request_id="0", shape=SHAPE)
     harness.run()
@@ -73,14 +75,20 @@ def test_the_next_round_is_announced_before_the_last_is_delivered(decoder: Decod
     assert drafter.log.count("announce") == rounds, "each round is asked for once"
     first = drafter.log.index("propose")
     assert drafter.log[first : first + 4] == ["propose", "announce", "deliver", "propose"]
-    assert [request.round for request in drafter.asked] == sorted({request.round for request in drafter.asked})
+    assert [request.round for request in drafter.asked] == sorted(
+        {request.round for request in drafter.asked}
+    )
 
 
 @pytest.mark.parametrize("act", ["cancel", "pause"])
 @pytest.mark.parametrize("steps", range(2, 9))
-def test_a_sequence_that_leaves_after_the_announcement(decoder: Decoder, plain: list[list[int]], act: str, steps: int) -> None:
+def test_a_sequence_that_leaves_after_the_announcement(
+    decoder: Decoder, plain: list[list[int]], act: str, steps: int
+) -> None:
     harness, drafter = followed(decoder, plain)
-    handles = [harness.submit(prompt, NEW_TOKENS, request_id=str(i), shape=SHAPE) for i, prompt in enumerate(PROMPTS)]
+    handles = [
+        harness.submit(prompt, NEW_TOKENS, request_id=str(i), shape=SHAPE) for i, prompt in enumerate(PROMPTS)
+    ]
     for _ in range(steps):
         harness.step()
     getattr(harness.engine, act)(handles[1])
@@ -95,7 +103,9 @@ def test_a_sequence_that_leaves_after_the_announcement(decoder: Decoder, plain: 
     assert not drafter.sequences
 
 
-def test_a_sequence_that_joins_is_drafted_from_its_second_round_on(decoder: Decoder, plain: list[list[int]]) -> None:
+def test_a_sequence_that_joins_is_drafted_from_its_second_round_on(
+    decoder: Decoder, plain: list[list[int]]
+) -> None:
     harness, drafter = followed(decoder, plain)
     harness.submit(PROMPTS[0], NEW_TOKENS, request_id="0", shape=SHAPE)
     for _ in range(3):
@@ -132,6 +142,8 @@ def test_plain_rounds_stay_on_the_device_while_a_draft_elsewhere_is_not_wanted(d
             assert told == whole[: len(told)]
     assert harness.sink.tokens["0"] == answer
     assert on_device > len(answer) - 20, "plain rounds overlap"
-    assert [request.rows[0].shape for request in drafter.asked] == [wanted] * 2, "a choice to draft is kept to"
+    assert [request.rows[0].shape for request in drafter.asked] == [wanted] * 2, (
+        "a choice to draft is kept to"
+    )
     assert len(told) > len(whole) - CATCH_UP_TOKENS - 10, "the drafter is told of plain rounds now and then"
     assert not drafter.sequences

@@ -44,9 +44,13 @@ def lint(root: Path) -> tuple[int, str]:
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("sources")
     for name in SOURCES:
-        shutil.copytree(ROOT / name, root / "farm" / "outrider" / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / name, root / "farm" / "outrider" / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for folder in (ROOT / "protos" / "outrider").iterdir():
-        shutil.copytree(folder, root / "farm" / "outrider" / folder.name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            folder, root / "farm" / "outrider" / folder.name, ignore=shutil.ignore_patterns("__pycache__")
+        )
     shutil.copytree(ROOT / "scripts", root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / ".importlinter", root)
     return root

@@ -85,7 +85,11 @@ def test_a_state_starts_the_round_that_waits_and_its_trees_are_sent(draft: Draft
 def test_a_sealed_state_starts_the_round_that_waits_and_nothing_else_does(draft: Draft) -> None:
     assert not draft.inlet.finish_sealed(sealed(1)), "nothing waits"
     assert draft.enqueue(1)
-    for message in (sealed(2), b"", draft_pb2.SessionRequest(ping=draft_pb2.Ping(nonce=1)).SerializeToString()):
+    for message in (
+        sealed(2),
+        b"",
+        draft_pb2.SessionRequest(ping=draft_pb2.Ping(nonce=1)).SerializeToString(),
+    ):
         assert not draft.inlet.finish_sealed(message)
     assert draft.relay.waits == {1}
     assert draft.inlet.finish_sealed(sealed(1))
@@ -163,7 +167,12 @@ def test_trees_that_are_owed_are_sent_before_another_round_is_waited_for(draft: 
 
 def test_the_message_that_a_state_comes_soon_calls_the_gpu(draft: Draft, tmp_path: Path) -> None:
     target = make_toy_target(tmp_path / "target", vocab_size=40, hidden_size=32)
-    values = {"draft": make_toy_eagle3(tmp_path / "head", target), "target_weights": target, "device": "cpu", "kv_tokens": 512}
+    values = {
+        "draft": make_toy_eagle3(tmp_path / "head", target),
+        "target_weights": target,
+        "device": "cpu",
+        "kv_tokens": 512,
+    }
     protocol = DraftProtocol(DraftLoop(build_engine(DraftSettings.load(values), CPU, torch.float32)), CPU)
     assert draft.enqueue(1)
     protocol.take(draft.peer, draft_pb2.SessionRequest.FromString(SOON), InlineTensors(), draft.inlet)
@@ -206,7 +215,9 @@ def test_numbers_that_no_watch_could_follow_wait_for_nothing(draft: Draft, numbe
 
 
 @pytest.mark.parametrize(
-    ("ahead", "tried", "room"), [(True, False, SIZE), (False, True, SIZE), (True, True, 0)], ids=["new", "late", "large"]
+    ("ahead", "tried", "room"),
+    [(True, False, SIZE), (False, True, SIZE), (True, True, 0)],
+    ids=["new", "late", "large"],
 )
 def test_a_round_may_wait_for_its_state_on_the_host(ahead: bool, tried: bool, room: int) -> None:
     draft = Draft(ahead)
@@ -245,7 +256,9 @@ def test_a_malformed_state_of_a_round_that_is_new_is_refused_and_releases(draft:
     assert not draft.enqueue(1, tried=False)
     draft.inlet.arrived(b"short")
     with pytest.raises(ProtocolError, match="size"):
-        draft.inlet.take(draft_pb2.RoundsNext(rounds=1, number=1), draft.blob, torch.zeros(1, dtype=torch.int32), 1.0)
+        draft.inlet.take(
+            draft_pb2.RoundsNext(rounds=1, number=1), draft.blob, torch.zeros(1, dtype=torch.int32), 1.0
+        )
     assert not draft.relay.waits
 
 

@@ -32,7 +32,9 @@ Tensors = dict[str, torch.Tensor]
 
 def change(folder: Path, tensors: Callable[[Tensors], Tensors]) -> Path:
     file = folder / "model.safetensors"
-    save_file({name: tensor.contiguous() for name, tensor in tensors(load_file(str(file))).items()}, str(file))
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors(load_file(str(file))).items()}, str(file)
+    )
     return folder
 
 
@@ -43,19 +45,33 @@ def enlarge(tensors: Tensors) -> Tensors:
     if normed:
         factors |= {".k_norm.weight": LARGE, ".q_norm.weight": 1 / LARGE}
     else:
-        factors |= {f".{part}_proj.{kind}": by for part, by in (("k", LARGE), ("q", 1 / LARGE)) for kind in ("weight", "bias")}
-    ends = {name: next((factor for end, factor in factors.items() if name.endswith(end)), 1.0) for name in tensors}
+        factors |= {
+            f".{part}_proj.{kind}": by
+            for part, by in (("k", LARGE), ("q", 1 / LARGE))
+            for kind in ("weight", "bias")
+        }
+    ends = {
+        name: next((factor for end, factor in factors.items() if name.endswith(end)), 1.0) for name in tensors
+    }
     return {name: tensor * ends[name] for name, tensor in tensors.items()}
 
 
-def with_scales(spelling: str = "{0}_scale", value: float = 0.9 * LARGE, shape: tuple[int, ...] = ()) -> Callable[[Tensors], Tensors]:
+def with_scales(
+    spelling: str = "{0}_scale", value: float = 0.9 * LARGE, shape: tuple[int, ...] = ()
+) -> Callable[[Tensors], Tensors]:
     """Return what adds scales; a little smaller than `LARGE`, the power of two above them."""
-    names = [f"model.layers.{layer}.self_attn.{spelling.format(part)}" for layer in range(family_models.LAYERS) for part in "kv"]
+    names = [
+        f"model.layers.{layer}.self_attn.{spelling.format(part)}"
+        for layer in range(family_models.LAYERS)
+        for part in "kv"
+    ]
     return lambda tensors: tensors | {name: torch.full(shape, value) for name in names}
 
 
 def logits(folder: Path, **settings: Any) -> torch.Tensor:
-    return run(Decoder.load(folder, "cpu"), TargetSettings.load({"model": folder, "device": "cpu", **settings}))
+    return run(
+        Decoder.load(folder, "cpu"), TargetSettings.load({"model": folder, "device": "cpu", **settings})
+    )
 
 
 def run(decoder: Decoder, settings: TargetSettings) -> torch.Tensor:
@@ -73,7 +89,9 @@ def run(decoder: Decoder, settings: TargetSettings) -> torch.Tensor:
 def test_large_keys_and_values_are_kept_in_fp8(tmp_path: Path, family: str) -> None:
     usual = logits(family_models.save(family, tmp_path / "usual"), kv_cache_dtype="fp8_e4m3")
     large = change(family_models.save(family, tmp_path / "large"), enlarge)
-    assert not torch.allclose(logits(large, kv_cache_dtype="fp8_e4m3"), usual, atol=0.05), "without scales they are cut off"
+    assert not torch.allclose(logits(large, kv_cache_dtype="fp8_e4m3"), usual, atol=0.05), (
+        "without scales they are cut off"
+    )
     change(large, with_scales())
     torch.testing.assert_close(logits(large, kv_cache_dtype="fp8_e4m3"), usual, rtol=0, atol=0)
 
@@ -88,7 +106,9 @@ def test_ranks_of_a_spread_model_scale_their_heads_like_one_process(tmp_path: Pa
     got = torch.cat(columns, dim=1)[:, : want.shape[1]]
     family_models.assert_near(got, want, 1e-3)
     assert float((got - wide).norm() / wide.norm()) > 0.01, "rounding must show"
-    assert [rank.token_bytes() for rank in ranks] == [Decoder.load(large, "cpu").token_bytes() // 8] * 2  # heads by 2, bits by 4
+    assert [rank.token_bytes() for rank in ranks] == [
+        Decoder.load(large, "cpu").token_bytes() // 8
+    ] * 2  # heads by 2, bits by 4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -103,13 +123,19 @@ def test_a_wide_cache_keeps_every_bit(tmp_path: Path, family: str) -> None:
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_spellings(tmp_path: Path, spelling: str, shape: tuple[int, ...]) -> None:
     usual = logits(family_models.save("llama", tmp_path / "usual"), kv_cache_dtype="fp8_e4m3")
-    large = change(change(family_models.save("llama", tmp_path / "large"), enlarge), with_scales(spelling, shape=shape))
+    large = change(
+        change(family_models.save("llama", tmp_path / "large"), enlarge), with_scales(spelling, shape=shape)
+    )
     assert torch.equal(logits(large, kv_cache_dtype="fp8_e4m3"), usual)
     with CheckpointReader(large) as reader:
-        assert set(expected_of(reader, ModelConfig.from_dir(large)).shapes) == set(reader.names), "doctor knows them too"
+        assert set(expected_of(reader, ModelConfig.from_dir(large)).shapes) == set(reader.names), (
+            "doctor knows them too"
+        )
 
 
-@pytest.mark.parametrize(("value", "shape"), [(0.0, ()), (-1.0, ()), (float("nan"), ()), (float("inf"), (1,)), (1.0, (2,))])
+@pytest.mark.parametrize(
+    ("value", "shape"), [(0.0, ()), (-1.0, ()), (float("nan"), ()), (float("inf"), (1,)), (1.0, (2,))]
+)
 def test_what_is_no_scale_is_refused(tmp_path: Path, value: float, shape: tuple[int, ...]) -> None:
     folder = change(family_models.save("llama", tmp_path), with_scales(value=value, shape=shape))
     with pytest.raises(CheckpointError, match="scale") as refused:
@@ -125,13 +151,22 @@ SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor"}
     [
         ({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": SCHEME}, True),
         ({"quant_method": "modelopt", "quant_algo": None, "kv_cache_scheme": SCHEME}, True),
-        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {}}, "kv_cache_scheme": SCHEME}, False),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {}},
+                "kv_cache_scheme": SCHEME,
+            },
+            False,
+        ),
         ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": SCHEME}, False),
         ({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": None}, False),
         ({"quant_method": "other", "kv_cache_scheme": SCHEME}, False),
     ],
 )
-def test_a_quantisation_of_the_cache_alone_is_served(tmp_path: Path, section: dict[str, Any], served: bool) -> None:
+def test_a_quantisation_of_the_cache_alone_is_served(
+    tmp_path: Path, section: dict[str, Any], served: bool
+) -> None:
     folder = change(family_models.save("llama", tmp_path), with_scales())
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": section}))

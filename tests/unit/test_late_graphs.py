@@ -38,10 +38,18 @@ def plain(decoder: Decoder) -> list[int]:
     return generate_plain(decoder, NoDrafter(), PROMPT, NEW_TOKENS)
 
 
-def test_batches_above_the_largest_that_is_recorded_overlap_without(decoder: Decoder, plain: list[int]) -> None:
+def test_batches_above_the_largest_that_is_recorded_overlap_without(
+    decoder: Decoder, plain: list[int]
+) -> None:
     graphs = BoundedGraphs(MOST_LATE)
     drafter = AnswerDrafter([PROMPT + plain], VOCAB, checked=False)
-    harness = make_harness(decoder, drafter, overlap=OverlapPlan((1, 2, 4), 6, recorded=2), graphs=graphs, buckets=Buckets.make(2, 16))
+    harness = make_harness(
+        decoder,
+        drafter,
+        overlap=OverlapPlan((1, 2, 4), 6, recorded=2),
+        graphs=graphs,
+        buckets=Buckets.make(2, 16),
+    )
     for index in range(4):
         harness.submit(PROMPT, NEW_TOKENS, request_id=str(index), shape=SHAPES[3])
     harness.run()
@@ -53,7 +61,9 @@ def test_batches_above_the_largest_that_is_recorded_overlap_without(decoder: Dec
 def served(decoder: Decoder, drafter: Drafter, graphs: BoundedGraphs, overlap: OverlapPlan | None) -> Harness:
     harness = make_harness(decoder, drafter, overlap=overlap, graphs=graphs, buckets=Buckets.make(4, 16))
     with graphs.keeping():
-        for record in harness.engine.recordings(1, DraftShape(2, 2, 5)) + harness.engine.recordings(1, NO_DRAFT):
+        for record in harness.engine.recordings(1, DraftShape(2, 2, 5)) + harness.engine.recordings(
+            1, NO_DRAFT
+        ):
             record()
     return harness
 
@@ -80,7 +90,12 @@ def test_graphs_do_not_grow_with_the_shapes_that_clients_ask_for(
 
 def test_a_round_that_hardly_ever_comes_up_is_not_recorded(decoder: Decoder, plain: list[int]) -> None:
     graphs = BoundedGraphs(MOST_LATE)
-    harness = served(decoder, AnswerDrafter([PROMPT + plain], VOCAB, accuracy=0.0, checked=False), graphs, OverlapPlan((1, 2, 4), 6))
+    harness = served(
+        decoder,
+        AnswerDrafter([PROMPT + plain], VOCAB, accuracy=0.0, checked=False),
+        graphs,
+        OverlapPlan((1, 2, 4), 6),
+    )
     of_the_start = graphs.keys
     harness.submit(PROMPT, RECORD_AFTER, request_id="few", shape=SHAPES[-1])
     harness.run()
@@ -94,7 +109,9 @@ def test_a_round_that_hardly_ever_comes_up_is_not_recorded(decoder: Decoder, pla
 def test_a_batch_that_shrinks_is_halved_and_meets_no_size_between(decoder: Decoder, plain: list[int]) -> None:
     graphs = BoundedGraphs(MOST_LATE)
     drafter = AnswerDrafter([PROMPT + plain], VOCAB, checked=False)
-    harness = make_harness(decoder, drafter, overlap=OverlapPlan((1, 2, 3, 4, 6, 8), 6), graphs=graphs, max_running=8)
+    harness = make_harness(
+        decoder, drafter, overlap=OverlapPlan((1, 2, 3, 4, 6, 8), 6), graphs=graphs, max_running=8
+    )
     for index in range(8):
         harness.submit(PROMPT, 8 + 4 * index, request_id=str(index), shape=SHAPES[3])
     harness.run()

@@ -45,7 +45,9 @@ LAYOUTS: dict[str, Callable[[Path], object]] = {
     "another name": lambda folder: save_file(TENSORS, folder / "head.safetensors"),
     "sharded": lambda folder: write_sharded(folder, "safetensors", save_file),
     "bin": lambda folder: torch.save(TENSORS, folder / "pytorch_model.bin"),
-    "old bin": lambda folder: torch.save(TENSORS, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False),
+    "old bin": lambda folder: torch.save(
+        TENSORS, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False
+    ),
     "sharded bin": lambda folder: write_sharded(folder, "bin", torch.save),
 }
 
@@ -95,7 +97,9 @@ def test_progress_counts_stored_bytes_up_to_all_of_them(tmp_path: Path) -> None:
     weights = {name: TENSORS[name] for name in WEIGHTS}
     save_file(weights, tmp_path / "model.safetensors")
     seen: list[tuple[int, int]] = []
-    with CheckpointReader(tmp_path, dtype=torch.float32, progress=lambda done, total: seen.append((done, total))) as reader:
+    with CheckpointReader(
+        tmp_path, dtype=torch.float32, progress=lambda done, total: seen.append((done, total))
+    ) as reader:
         for name, shape in WEIGHTS.items():
             reader.take(name, shape)
     total = sum(tensor.nbytes for tensor in weights.values())
@@ -119,7 +123,10 @@ def test_one_error_names_everything_that_does_not_fit(tmp_path: Path) -> None:
 def test_a_long_list_of_faults_is_cut_and_counted(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
     expected = {f"layers.{index}.weight": (1,) for index in range(40)}
-    with CheckpointReader(tmp_path) as reader, pytest.raises(CheckpointError, match=r"40 tensors missing: .* and 28 more"):
+    with (
+        CheckpointReader(tmp_path) as reader,
+        pytest.raises(CheckpointError, match=r"40 tensors missing: .* and 28 more"),
+    ):
         reader.check(expected, ignored=["*"])
 
 
@@ -132,7 +139,9 @@ def test_a_long_list_of_faults_is_cut_and_counted(tmp_path: Path) -> None:
         ("a.weight", (3, 4), torch.int64, "not int64: a.weight is float32"),
     ],
 )
-def test_take_refuses_what_is_not_as_asked(tmp_path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype | None, says: str) -> None:
+def test_take_refuses_what_is_not_as_asked(
+    tmp_path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype | None, says: str
+) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
     with CheckpointReader(tmp_path) as reader, pytest.raises(CheckpointError, match=says) as caught:
         reader.take(name, shape, dtype=dtype)
@@ -160,7 +169,11 @@ def entry(begin: int = 0, end: int = 8, shape: Any = (2,), dtype: str = "F32") -
 BROKEN: dict[str, tuple[bytes, str, str | None]] = {
     "empty": (b"", "0 bytes long", None),
     "seven bytes": (b"1234567", "7 bytes long", None),
-    "header longer than the file": (struct.pack("<Q", 10**6) + b"{}", "announces a header of 1000000 bytes", None),
+    "header longer than the file": (
+        struct.pack("<Q", 10**6) + b"{}",
+        "announces a header of 1000000 bytes",
+        None,
+    ),
     "header longer than memory": (struct.pack("<Q", 2**63) + b"{}", "announces a header", None),
     "not JSON": (struct.pack("<Q", 4) + b"{{{{", "not JSON", None),
     "not an object": (struct.pack("<Q", 2) + b"[]", "not a JSON object", None),
@@ -266,7 +279,10 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
         CheckpointReader(tmp_path)
 
 
-@pytest.mark.parametrize(("files", "says"), [([], "holds no weights"), (["a.safetensors", "b.safetensors"], "2 safetensors files without")])
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [([], "holds no weights"), (["a.safetensors", "b.safetensors"], "2 safetensors files without")],
+)
 def test_a_folder_without_a_clear_checkpoint_is_refused(tmp_path: Path, files: list[str], says: str) -> None:
     for name in files:
         save_file(TENSORS, tmp_path / name)
@@ -318,7 +334,10 @@ def test_large_tensors_go_through_staging_and_broken_ones_are_found_when_the_rea
 
     broken = torch.ones(40, 10)
     broken[7, 3] = float("inf")
-    save_file({"small": torch.ones(4), "large": torch.arange(400.0).view(40, 10), "broken": broken}, tmp_path / "model.safetensors")
+    save_file(
+        {"small": torch.ones(4), "large": torch.arange(400.0).view(40, 10), "broken": broken},
+        tmp_path / "model.safetensors",
+    )
     monkeypatch.setattr(loader, "STAGED_BYTES", 1000)
     told = mock.MagicMock()
     monkeypatch.setattr(loader, "_log", told)

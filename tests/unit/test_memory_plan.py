@@ -57,7 +57,10 @@ def test_graphs_and_activations_come_before_the_fraction() -> None:
 def test_a_draft_and_other_processes_shrink_the_cache() -> None:
     alone = Memory(total=140 * GIB, free=124 * GIB, weights=15 * GIB)
     with_draft = Memory(total=140 * GIB, free=122 * GIB, weights=15 * GIB, draft=2 * GIB)
-    difference = plan_memory(settings(), PER_TOKEN, 4096, alone).kv - plan_memory(settings(), PER_TOKEN, 4096, with_draft).kv
+    difference = (
+        plan_memory(settings(), PER_TOKEN, 4096, alone).kv
+        - plan_memory(settings(), PER_TOKEN, 4096, with_draft).kv
+    )
     assert difference == pytest.approx(2 * GIB, abs=16 * PER_TOKEN)
     assert alone.elsewhere == with_draft.elsewhere == GIB
 
@@ -70,7 +73,10 @@ def test_too_small_a_fraction_is_refused_with_the_least_that_works() -> None:
     assert "140.0 GiB" in told
     assert "weights take 15.0" in told
     least = float(re.search(r"to at least ([0-9.]+)\.", told)[1])  # type: ignore[index]
-    assert plan_memory(settings(mem_fraction_static=least), PER_TOKEN, 4096, H200, reserve=GIB).pages * 16 >= 2048 + 130
+    assert (
+        plan_memory(settings(mem_fraction_static=least), PER_TOKEN, 4096, H200, reserve=GIB).pages * 16
+        >= 2048 + 130
+    )
 
 
 def test_a_full_gpu_is_refused_whatever_the_fraction() -> None:
@@ -86,7 +92,10 @@ def test_a_fraction_that_is_not_allowed_is_not_advised() -> None:
         plan_memory(settings(), PER_TOKEN, 4096, tight, reserve)
     least = float(re.search(r"to at least ([0-9.]+)\.", refused.value.message)[1])  # type: ignore[index]
     assert least < 1, "the setting takes nothing else"
-    assert plan_memory(settings(mem_fraction_static=least), PER_TOKEN, 4096, tight, reserve).pages * 16 >= 2048 + 130
+    assert (
+        plan_memory(settings(mem_fraction_static=least), PER_TOKEN, 4096, tight, reserve).pages * 16
+        >= 2048 + 130
+    )
     last = Memory(total=140 * GIB, free=20 << 20, weights=140 * GIB - (20 << 20))
     with pytest.raises(ConfigurationError) as refused:
         plan_memory(settings(), PER_TOKEN, 4096, last, reserve=0)
@@ -104,7 +113,9 @@ def test_a_given_size_is_taken_or_refused_with_the_most_that_fits() -> None:
     with pytest.raises(ConfigurationError):
         plan_memory(settings(kv_tokens=most + 1), PER_TOKEN, 4096, H200, reserve=2 * GIB)
     with pytest.raises(ConfigurationError, match=r"not even 2192 tokens fit\. Free memory"):
-        plan_memory(settings(kv_tokens=4096), PER_TOKEN, 4096, Memory(24 * GIB, 2 * GIB, 17 * GIB), reserve=2 * GIB)
+        plan_memory(
+            settings(kv_tokens=4096), PER_TOKEN, 4096, Memory(24 * GIB, 2 * GIB, 17 * GIB), reserve=2 * GIB
+        )
 
 
 @pytest.mark.parametrize(("longest", "least"), [(10, 144), (8192, 2192)])
@@ -124,13 +135,17 @@ def test_there_is_one_minimum_however_the_cache_is_sized(longest: int, least: in
 def test_on_a_cpu_the_cache_has_a_bound_of_its_own() -> None:
     assert plan_memory(settings(), 100, 2048, None).pages == 64 * 1024 // 16
     assert plan_memory(settings(), 1 << 20, 2048, None).pages == 1024 // 16, "at most 1 GiB on a CPU"
-    assert plan_memory(settings(), 100, 1 << 20, None).pages == 2 * (1 << 20) // 16, "two sequences of full length"
+    assert plan_memory(settings(), 100, 1 << 20, None).pages == 2 * (1 << 20) // 16, (
+        "two sequences of full length"
+    )
 
 
 def test_the_reserve_covers_logits_and_activations() -> None:
     config = named_shape("llama3.1-8b").model_config()
     small = working_bytes(settings(max_running_requests=1, prefill_chunk=16), config, torch.bfloat16)
-    large = working_bytes(settings(max_running_requests=64, num_draft_tokens=32, prefill_chunk=16), config, torch.bfloat16)
+    large = working_bytes(
+        settings(max_running_requests=64, num_draft_tokens=32, prefill_chunk=16), config, torch.bfloat16
+    )
     graphs = graphs_bytes(settings(max_running_requests=1), config.num_layers)
     assert graphs < small < graphs + 64 * (1 << 20)
     assert large - small > 2000 * config.vocab_size * 6, "bf16 logits of all verified rows, and an fp32 copy"
@@ -142,14 +157,19 @@ def test_a_gpu_prefills_more_tokens_a_step_and_they_are_counted() -> None:
     assert settings(device="cuda").prefill_tokens() == 8192
     assert settings(device="cuda", prefill_chunk=100).prefill_tokens() == 100
     config = named_shape("llama3.1-8b").model_config()
-    narrow, wide = (working_bytes(settings(device="cuda", prefill_chunk=chunk), config, torch.bfloat16) for chunk in (512, None))
+    narrow, wide = (
+        working_bytes(settings(device="cuda", prefill_chunk=chunk), config, torch.bfloat16)
+        for chunk in (512, None)
+    )
     residual_and_mlp = (3 * config.intermediate_size + 2 * config.hidden_size) * 2
     assert wide - narrow > (8192 - 512) * residual_and_mlp
 
 
 def test_graphs_are_counted_by_batch_sizes_and_layers() -> None:
     default, wide = (graphs_bytes(settings(max_running_requests=requests), 32) for requests in (16, 64))
-    assert 420 << 20 < default < 500 << 20, "94 graphs took 350 MiB on an H200; filtered rows have theirs, and so has what is met later"
+    assert 420 << 20 < default < 500 << 20, (
+        "94 graphs took 350 MiB on an H200; filtered rows have theirs, and so has what is met later"
+    )
     late = MOST_LATE * 32 * GRAPH_BYTES_PER_LAYER
     nothing = graphs_bytes(settings(max_running_requests=16), 0)
     assert wide - default == 4 * (default - late - nothing) // 5, "24, 32, 48 and 64 beside 1, 2, 4, 8, 16"
@@ -157,11 +177,19 @@ def test_graphs_are_counted_by_batch_sizes_and_layers() -> None:
 
 
 @pytest.mark.parametrize("draft_per_token", [4096, 112 * 1024])
-def test_target_and_a_draft_beside_hold_the_same_texts(monkeypatch: pytest.MonkeyPatch, draft_per_token: int) -> None:
+def test_target_and_a_draft_beside_hold_the_same_texts(
+    monkeypatch: pytest.MonkeyPatch, draft_per_token: int
+) -> None:
     """Of a large draft as of a small one: nothing is left over, and neither cache holds what the other has no room for."""
     target = settings(max_running_requests=64)
     config = named_shape("llama3.1-8b").model_config()
-    decoder = SimpleNamespace(config=config, device="the GPU", dtype=torch.bfloat16, weight_bytes=15 * GIB, token_bytes=lambda _: PER_TOKEN)
+    decoder = SimpleNamespace(
+        config=config,
+        device="the GPU",
+        dtype=torch.bfloat16,
+        weight_bytes=15 * GIB,
+        token_bytes=lambda _: PER_TOKEN,
+    )
     free = [124 * GIB]
     monkeypatch.setattr(memory_module, "gpu_memory", lambda device: (free[0], 140 * GIB))
     planner = CachePlanner(target, decoder, drafts=True)  # type: ignore[arg-type]
@@ -170,8 +198,12 @@ def test_target_and_a_draft_beside_hold_the_same_texts(monkeypatch: pytest.Monke
     free[0] -= tokens * draft_per_token
     plan = planner.plan()
     held = plan.pages * plan.page_size
-    assert held == pytest.approx(tokens - 64 * (16 * 16 + 16), abs=16), "every sequence has room for a growing tree besides"
-    assert plan.kv + tokens * draft_per_token == pytest.approx((0.85 * 140 - 1 - 15 - 6) * GIB, abs=32 * PER_TOKEN)
+    assert held == pytest.approx(tokens - 64 * (16 * 16 + 16), abs=16), (
+        "every sequence has room for a growing tree besides"
+    )
+    assert plan.kv + tokens * draft_per_token == pytest.approx(
+        (0.85 * 140 - 1 - 15 - 6) * GIB, abs=32 * PER_TOKEN
+    )
     assert plan.memory is not None
     assert plan.memory.elsewhere == GIB
 
@@ -186,20 +218,28 @@ def test_what_does_not_fit_with_a_draft_is_refused_by_what_both_need() -> None:
     with pytest.raises(ConfigurationError) as refused:
         plan_memory(settings(mem_fraction_static=0.13), PER_TOKEN, 4096, H200, GIB, large)
     least = float(re.search(r"to at least ([0-9.]+)\.", refused.value.message)[1])  # type: ignore[index]
-    assert plan_memory(settings(mem_fraction_static=least), PER_TOKEN, 4096, H200, GIB, large).pages * 16 >= 2192
+    assert (
+        plan_memory(settings(mem_fraction_static=least), PER_TOKEN, 4096, H200, GIB, large).pages * 16 >= 2192
+    )
 
 
 def test_a_draft_asks_for_its_size_when_its_weights_are_there() -> None:
     asked: list[int] = []
-    build = Build(DraftSettings.load({}), None, CPU, torch.float32, None, False, lambda size: asked.append(size) or 5000)  # type: ignore[arg-type]
+    build = Build(
+        DraftSettings.load({}), None, CPU, torch.float32, None, False, lambda size: asked.append(size) or 5000
+    )  # type: ignore[arg-type]
     assert build.num_pages(1000) == 313
     assert asked == [1000]
-    named = Build(DraftSettings.load({"kv_tokens": 640}), None, CPU, torch.float32, None, False, lambda _: 5000)  # type: ignore[arg-type]
+    named = Build(
+        DraftSettings.load({"kv_tokens": 640}), None, CPU, torch.float32, None, False, lambda _: 5000
+    )  # type: ignore[arg-type]
     assert named.num_pages(1000) == 40
     assert DraftSettings.load({}).sized(10).kv_tokens == 16 * 16 + 16
 
 
-def test_what_attention_works_with_is_there_before_memory_is_shared_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_attention_works_with_is_there_before_memory_is_shared_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """FlashInfer's workspace is 128 MiB, which the cache must not get."""
     seen: list[str] = []
     monkeypatch.setattr(app, "prepare_attention", lambda settings, decoder: seen.append("attention"))

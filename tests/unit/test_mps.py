@@ -53,12 +53,18 @@ class StandIn:
         self._program = folder / PROGRAM
 
     def install(self, fails: str = "-") -> None:
-        self._program.write_text(STAND_IN.format(python=sys.executable, record=str(self._record), fails=fails))
+        self._program.write_text(
+            STAND_IN.format(python=sys.executable, record=str(self._record), fails=fails)
+        )
         self._program.chmod(0o700)
 
     @property
     def calls(self) -> list[list[Any]]:
-        return [json.loads(line) for line in self._record.read_text().splitlines()] if self._record.exists() else []
+        return (
+            [json.loads(line) for line in self._record.read_text().splitlines()]
+            if self._record.exists()
+            else []
+        )
 
     @property
     def commands(self) -> list[str]:
@@ -91,7 +97,9 @@ class Lines:
         self.first.set()
 
 
-def test_the_service_runs_with_pipes_of_its_own_until_the_end(tmp_path: Path, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_service_runs_with_pipes_of_its_own_until_the_end(
+    tmp_path: Path, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stand_in.install()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     lines = Lines()
@@ -120,7 +128,9 @@ def test_a_service_that_does_not_quit_is_told_of(tmp_path: Path, stand_in: Stand
     lines = Lines()
     with shared_gpu(tmp_path / "mps", lines):
         pass
-    assert lines.seen == [("mps", "nvidia-cuda-mps-control did not quit: An instance of this daemon is already running")]
+    assert lines.seen == [
+        ("mps", "nvidia-cuda-mps-control did not quit: An instance of this daemon is already running")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +143,9 @@ def test_a_service_that_does_not_quit_is_told_of(tmp_path: Path, stand_in: Stand
         ({}, "--mps: nvidia-cuda-mps-control, which comes with NVIDIA's driver, is not on PATH; install it"),
     ],
 )
-def test_it_is_refused_where_it_can_do_nothing(options: dict[str, Any], message: str, gpus: Path, stand_in: StandIn) -> None:
+def test_it_is_refused_where_it_can_do_nothing(
+    options: dict[str, Any], message: str, gpus: Path, stand_in: StandIn
+) -> None:
     with pytest.raises(ConfigurationError, match=message) as caught:
         check_values(StackOptions(mps=True, **options), gpus)
     assert caught.value.field == "--mps"
@@ -150,7 +162,10 @@ def test_it_is_refused_without_an_nvidia_gpu(tmp_path: Path, gpus: Path, stand_i
 
 def test_the_draft_has_a_process_of_its_own_and_is_reached_by_ipc() -> None:
     assert not wants_inproc(StackOptions(mps=True, tp=2))
-    assert plan_stack(StackOptions(mps=True), Path("/run/x"), inproc=False).draft_address == "ipc:///run/x/draft.sock"
+    assert (
+        plan_stack(StackOptions(mps=True), Path("/run/x"), inproc=False).draft_address
+        == "ipc:///run/x/draft.sock"
+    )
     by_grpc = StackOptions(mps=True, transport=Transport.GRPC)
     assert plan_stack(by_grpc, Path("/run/x"), inproc=False).draft_address == "unix:/run/x/draft.sock"
 

@@ -83,7 +83,11 @@ def test_trees_keep_to_the_shape_and_put_parents_first() -> None:
         batch = pad_trees([tree, HostTree.of_root(3)], torch.device("cpu"))
         assert batch.num_nodes.tolist() == [len(tree.tokens), 1]
         for node in range(len(tree.tokens)):
-            seen = {bit for bit in range(len(tree.tokens)) if int(batch.ancestors[0, node, bit // 32]) >> (bit % 32) & 1}
+            seen = {
+                bit
+                for bit in range(len(tree.tokens))
+                if int(batch.ancestors[0, node, bit // 32]) >> (bit % 32) & 1
+            }
             ancestors, at = set(), node
             while at >= 0:
                 ancestors.add(at)
@@ -104,7 +108,10 @@ def strategy(corpus: Corpus | None = None, vocab_size: int | None = 100) -> Ngra
 
 def test_a_reopened_session_starts_from_its_new_prefix() -> None:
     drafter = strategy()
-    table = SessionTable(SessionLimits(3, 100, 100, 0, DraftShape(8, 8, 64), row_source=drafter.info.row_source), drafter.release)
+    table = SessionTable(
+        SessionLimits(3, 100, 100, 0, DraftShape(8, 8, 64), row_source=drafter.info.row_source),
+        drafter.release,
+    )
     for epoch, tokens, expected in ((1, [1, 2, 3, 1], 2), (2, [1, 7, 3, 1], 7)):
         fence = Fence(5, epoch, 4, extend_prefix_hash(FNV_OFFSET, tokens))
         table.open(PEER, SequenceOpen(fence, tokens, 0, 0.0), 0.0)
@@ -123,7 +130,9 @@ def test_a_reopened_session_starts_from_its_new_prefix() -> None:
         ("c.json", "[[1, 2, 3], [4, 5, 6, 7]]"),
     ],
 )
-def test_a_corpus_is_read_and_documents_do_not_run_into_each_other(tmp_path: Path, name: str, content: str) -> None:
+def test_a_corpus_is_read_and_documents_do_not_run_into_each_other(
+    tmp_path: Path, name: str, content: str
+) -> None:
     (tmp_path / name).write_text(content)
     corpus = Corpus.read(tmp_path / name, None)
     assert [list(match.continuation(5)) for match in corpus.find(text(9, 4, 5), 1, 12)] == [[6, 7]]
@@ -147,7 +156,9 @@ def test_a_corpus_of_texts_is_encoded_by_the_targets_tokenizer(tmp_path: Path) -
         Corpus.read(tmp_path / "c.txt", None)
 
 
-@pytest.mark.parametrize(("name", "content"), [("c.json", "{"), ("c.json", '{"a": 1}'), ("c.jsonl", "[1, -2]"), ("c.jsonl", "17")])
+@pytest.mark.parametrize(
+    ("name", "content"), [("c.json", "{"), ("c.json", '{"a": 1}'), ("c.jsonl", "[1, -2]"), ("c.jsonl", "17")]
+)
 def test_a_bad_corpus_is_refused_by_name(tmp_path: Path, name: str, content: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(ConfigurationError) as caught:

@@ -76,7 +76,9 @@ def generate(harness: Harness, tokens: int = 20, **options: Any) -> list[int]:
 )
 def test_every_option_serves_with_speculation_and_without(target_dir: Path, values: dict[str, Any]) -> None:
     plain = generate(serving(target_dir, **values), mode=SpeculationMode.OFF)
-    assert plain[:3] == generate(serving(target_dir), mode=SpeculationMode.OFF)[:3], "a planted rule survives the rounding"
+    assert plain[:3] == generate(serving(target_dir), mode=SpeculationMode.OFF)[:3], (
+        "a planted rule survives the rounding"
+    )
     drafter = FakeDrafter(oracle_plan([PROMPT + plain], 64, 0.8))
     assert generate(serving(target_dir, drafter, **values), shape=(4, 2, 9)) == plain
 
@@ -91,7 +93,9 @@ def test_the_cache_takes_half_of_bf16_and_features_keep_their_type(target_dir: P
     assert {plane.dtype for plane in pool.k_planes + pool.v_planes} == {torch.float8_e4m3fn}
     assert pool.features is not None
     assert pool.features.dtype is torch.bfloat16
-    assert isinstance(prepare_attention(settings_of(target_dir, kv_cache_dtype="fp8_e4m3"), decoder), KernelAttention)
+    assert isinstance(
+        prepare_attention(settings_of(target_dir, kv_cache_dtype="fp8_e4m3"), decoder), KernelAttention
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,7 +131,9 @@ def test_what_cannot_be_together_is_refused(target_dir: Path, values: dict[str, 
         {"mem_fraction_static": 0.5, "device": "cuda"},
     ],
 )
-def test_what_does_something_is_taken(target_dir: Path, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_something_is_taken(
+    target_dir: Path, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     TargetSettings.load({"model": target_dir, "device": "cpu", **values}).check()
@@ -137,7 +143,9 @@ def test_tiles_are_tried_for_a_quarter_of_the_ranks_timeout_only_where_ranks_wai
     target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     budgets: list[float] = []
-    monkeypatch.setattr(numerics, "try_products", lambda uses, device, budget_s: budgets.append(budget_s) or [])
+    monkeypatch.setattr(
+        numerics, "try_products", lambda uses, device, budget_s: budgets.append(budget_s) or []
+    )
     monkeypatch.setattr(numerics, "spread_tiles", lambda *_: None)
     fused = mock.Mock(uses=list)
     settings = settings_of(target_dir, tp_timeout_s=8.0)
@@ -167,7 +175,9 @@ def test_flashinfer_needs_a_gpu(target_dir: Path) -> None:
 def test_the_backends_that_wait_for_the_device_are_known(target_dir: Path) -> None:
     decoder = Decoder.load(target_dir, "cpu")
     assert waits_for_device(prepare_attention(settings_of(target_dir), decoder))
-    assert not waits_for_device(prepare_attention(settings_of(target_dir, attention_backend="triton"), decoder))
+    assert not waits_for_device(
+        prepare_attention(settings_of(target_dir, attention_backend="triton"), decoder)
+    )
     assert not waits_for_device(DeterministicAttention())
 
 
@@ -177,15 +187,22 @@ def test_rounded_products_are_those_of_rounded_operands(dtype: torch.dtype) -> N
     weight, x = torch.randn(24, 40, generator=generator), torch.randn(5, 40, generator=generator)
     x[3] *= 1e4  # rows have scales of their own
     x[4] = 0
-    bias, residual = torch.randn(24, generator=generator).to(dtype), torch.randn(5, 24, generator=generator).to(dtype)
+    bias, residual = (
+        torch.randn(24, generator=generator).to(dtype),
+        torch.randn(5, 24, generator=generator).to(dtype),
+    )
     weight, x = weight.to(dtype), x.to(dtype)
     linear = RoundedLinear(Linear(weight.clone(), bias))
     (rows, row_scale), (columns, column_scale) = round_rows(x), round_rows(weight)
     assert rows.dtype is columns.dtype is torch.float8_e4m3fn
     expected = (rows.float() * row_scale) @ (columns.float() * column_scale).t() + bias.float()
-    torch.testing.assert_close(linear(x).float(), expected, rtol=1e-2, atol=1e-4 if dtype is torch.float32 else 2e-2)
+    torch.testing.assert_close(
+        linear(x).float(), expected, rtol=1e-2, atol=1e-4 if dtype is torch.float32 else 2e-2
+    )
     torch.testing.assert_close(linear.plus(residual, x), residual + linear(x))
-    torch.testing.assert_close(linear(x)[0].float(), (x @ weight.t())[0].float() + bias.float(), rtol=0.2, atol=0.5)
+    torch.testing.assert_close(
+        linear(x)[0].float(), (x @ weight.t())[0].float() + bias.float(), rtol=0.2, atol=0.5
+    )
     assert linear.nbytes == 24 * 40 + 24 * 4
 
 
@@ -228,7 +245,10 @@ def test_compilation_is_refused_where_it_does_nothing(target_dir: Path, tmp_path
         serving(target_dir, enable_torch_compile=True)
     assert caught.value.field == "enable_torch_compile"
     path = generic_models.save(GENERIC, tmp_path)
-    with mock.patch.object(shutil, "which", return_value=None), pytest.raises(ConfigurationError, match=r"C\+\+ compiler"):
+    with (
+        mock.patch.object(shutil, "which", return_value=None),
+        pytest.raises(ConfigurationError, match=r"C\+\+ compiler"),
+    ):
         serving(path, enable_torch_compile=True)
 
 
@@ -263,19 +283,59 @@ def test_texts_are_cut_into_windows(tmp_path: Path) -> None:
 
 
 def test_the_command_measures_the_embedded_target(tmp_path: Path) -> None:
-    arguments = ["bench", "perplexity", "--text", str(HELD_OUT), "--tokens", "60", "--device", "cpu", "--output", str(tmp_path)]
+    arguments = [
+        "bench",
+        "perplexity",
+        "--text",
+        str(HELD_OUT),
+        "--tokens",
+        "60",
+        "--device",
+        "cpu",
+        "--output",
+        str(tmp_path),
+    ]
     result = CliRunner().invoke(app, [*arguments, "--quantization", "fp8", "--kv-cache-dtype", "fp8_e4m3"])
     assert result.exit_code == 0, result.output
     plain, rounded = json.loads((tmp_path / "perplexity-cpu.json").read_text())["rows"]
     assert plain["tokens"] == rounded["tokens"] == 60
-    assert rounded["increase_percent"] == pytest.approx(100 * (rounded["value"] / plain["value"] - 1), abs=1e-3)
+    assert rounded["increase_percent"] == pytest.approx(
+        100 * (rounded["value"] / plain["value"] - 1), abs=1e-3
+    )
     with pytest.raises(ConfigurationError, match="--quantization int4"):
         CliRunner().invoke(app, [*arguments, "--quantization", "int4"], catch_exceptions=False)
 
 
 def test_the_bench_builds_a_target_with_these_settings(tmp_path: Path) -> None:
-    sizes = ["--shape", "tiny", "--device", "cpu", "--prompt", "8", "--new-tokens", "6", "--repeats", "1", "--prefill", "none"]
-    arguments = ["bench", "latency", *sizes, "--rounds", "chain3@2.0", "--batch", "1", "--output", str(tmp_path)]
-    result = CliRunner().invoke(app, [*arguments, "--set", "deterministic=true", "--set", "kv_cache_dtype=fp8_e4m3"])
+    sizes = [
+        "--shape",
+        "tiny",
+        "--device",
+        "cpu",
+        "--prompt",
+        "8",
+        "--new-tokens",
+        "6",
+        "--repeats",
+        "1",
+        "--prefill",
+        "none",
+    ]
+    arguments = [
+        "bench",
+        "latency",
+        *sizes,
+        "--rounds",
+        "chain3@2.0",
+        "--batch",
+        "1",
+        "--output",
+        str(tmp_path),
+    ]
+    result = CliRunner().invoke(
+        app, [*arguments, "--set", "deterministic=true", "--set", "kv_cache_dtype=fp8_e4m3"]
+    )
     assert result.exit_code == 0, result.output
-    assert [row["case"] for row in json.loads((tmp_path / "latency-cpu.json").read_text())["rows"]] == ["round chain 3, batch 1"]
+    assert [row["case"] for row in json.loads((tmp_path / "latency-cpu.json").read_text())["rows"]] == [
+        "round chain 3, batch 1"
+    ]

@@ -40,18 +40,54 @@ from outrider.shared.spec.algorithm import Algorithm
         ({"mem_fraction_static": float("nan")}, "--mem-fraction-static", "not nan"),
         ({"num_steps": 5, "max_steps": 4}, "--num-steps", "--num-steps 5 is above --speculative-max-steps 4"),
         ({"topk": 5, "max_topk": 4}, "--topk", "--topk 5 is above --speculative-max-topk 4"),
-        ({"num_draft_tokens": 9, "max_nodes": 8}, "--num-draft-tokens", "9 is above --speculative-max-nodes 8"),
-        ({"num_steps": 20}, "--num-steps", r"--num-steps 20 is above --speculative-max-steps 16 \(the default\)"),
+        (
+            {"num_draft_tokens": 9, "max_nodes": 8},
+            "--num-draft-tokens",
+            "9 is above --speculative-max-nodes 8",
+        ),
+        (
+            {"num_steps": 20},
+            "--num-steps",
+            r"--num-steps 20 is above --speculative-max-steps 16 \(the default\)",
+        ),
         ({"topk": 17}, "--topk", r"17 is above --speculative-max-topk 16 \(the default\)"),
-        ({"num_draft_tokens": 129}, "--num-draft-tokens", r"129 is above --speculative-max-nodes 128 \(the default\)"),
-        ({"max_steps": 3}, "--num-steps", r"--num-steps 5 \(the default\) is above --speculative-max-steps 3"),
-        ({"topk": 1, "num_draft_tokens": 7}, "--num-draft-tokens", r"--topk 1 drafts are a chain of num_steps \+ 1 = 6 nodes"),
-        ({"topk": 1, "num_steps": 3, "num_draft_tokens": 5}, "--num-draft-tokens", r"num_steps \+ 1 = 4 nodes"),
+        (
+            {"num_draft_tokens": 129},
+            "--num-draft-tokens",
+            r"129 is above --speculative-max-nodes 128 \(the default\)",
+        ),
+        (
+            {"max_steps": 3},
+            "--num-steps",
+            r"--num-steps 5 \(the default\) is above --speculative-max-steps 3",
+        ),
+        (
+            {"topk": 1, "num_draft_tokens": 7},
+            "--num-draft-tokens",
+            r"--topk 1 drafts are a chain of num_steps \+ 1 = 6 nodes",
+        ),
+        (
+            {"topk": 1, "num_steps": 3, "num_draft_tokens": 5},
+            "--num-draft-tokens",
+            r"num_steps \+ 1 = 4 nodes",
+        ),
         ({"token_map": Path("/no/map.pt")}, "--speculative-token-map", "there is no such file"),
-        ({"token_map": Path(__file__)}, "--speculative-token-map", "must be a file of .pt, .pth, .bin, .safetensors, .json"),
-        ({"ngram_corpus": Path("/no/corpus.txt"), "algorithm": Algorithm.NGRAM}, "--ngram-corpus", "there is no such file"),
+        (
+            {"token_map": Path(__file__)},
+            "--speculative-token-map",
+            "must be a file of .pt, .pth, .bin, .safetensors, .json",
+        ),
+        (
+            {"ngram_corpus": Path("/no/corpus.txt"), "algorithm": Algorithm.NGRAM},
+            "--ngram-corpus",
+            "there is no such file",
+        ),
         ({"ngram_corpus": Path(__file__)}, "--ngram-corpus", "is read by NGRAM only"),
-        ({"transport": Transport.IPC, "draft": None}, "--transport", "--transport ipc says .* nothing drafts; leave it out"),
+        (
+            {"transport": Transport.IPC, "draft": None},
+            "--transport",
+            "--transport ipc says .* nothing drafts; leave it out",
+        ),
         ({"transport": Transport.GRPC, "algorithm": Algorithm.NONE}, "--transport", "--transport grpc says"),
         ({"transport": Transport.INPROC, "draft": None}, "--transport", "--transport inproc says"),
     ],
@@ -72,7 +108,10 @@ def test_defaults_and_limits_pass() -> None:
     check_values(StackOptions(draft=None, transport=Transport.AUTO))
 
 
-@pytest.mark.parametrize(("options", "why"), [({"algorithm": Algorithm.NGRAM}, "n-grams have no vocabulary"), ({}, "nothing drafts")])
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [({"algorithm": Algorithm.NGRAM}, "n-grams have no vocabulary"), ({}, "nothing drafts")],
+)
 def test_a_token_map_that_nothing_reads_is_refused(options: dict[str, Any], why: str, tmp_path: Path) -> None:
     (tmp_path / "map.json").write_text("[1, 2]")
     check_values(StackOptions(token_map=tmp_path / "map.json"))
@@ -117,19 +156,25 @@ def test_a_draft_service_refuses_a_corpus_that_it_would_not_read() -> None:
 
 
 def test_cuda_needs_a_gpu(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="--device cuda:1: this machine shows no GPU; use --device cpu") as caught:
+    with pytest.raises(
+        ConfigurationError, match="--device cuda:1: this machine shows no GPU; use --device cpu"
+    ) as caught:
         check_values(StackOptions(device="cuda:1"), devices=tmp_path)
     assert caught.value.field == "--device"
     (tmp_path / "nvidia0").touch()
     check_values(StackOptions(device="cuda"), devices=tmp_path)
 
 
-def test_an_impossible_port_of_a_peer_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_port_of_a_peer_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", ["outrider", "health", "--grpc", "localhost:99999"])
     with pytest.raises(SystemExit) as caught:
         cli.main()
     assert caught.value.code == 2
-    expected = "error: --grpc: expected host:port (a port is at most 65535) or unix:/path, not 'localhost:99999'.\n"
+    expected = (
+        "error: --grpc: expected host:port (a port is at most 65535) or unix:/path, not 'localhost:99999'.\n"
+    )
     assert capsys.readouterr().err == expected
 
 
@@ -138,4 +183,7 @@ def test_up_ends_with_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     with pytest.raises(SystemExit) as caught:
         cli.main()
     assert caught.value.code == 2
-    assert capsys.readouterr().err == "error: --port must be between 1 and 65534, not 99999; gRPC listens on the port after it.\n"
+    assert (
+        capsys.readouterr().err
+        == "error: --port must be between 1 and 65534, not 99999; gRPC listens on the port after it.\n"
+    )

@@ -30,7 +30,12 @@ def test_padded_trees_hold_every_field(nodes: int) -> None:
         while node:
             node = (node - 1) // 2
             ancestors.add(node)
-        bits = {32 * word + bit for word in range(words) for bit in range(32) if int(batch.ancestors[1, index, word]) >> bit & 1}
+        bits = {
+            32 * word + bit
+            for word in range(words)
+            for bit in range(32)
+            if int(batch.ancestors[1, index, word]) >> bit & 1
+        }
         assert bits == ancestors
     assert batch.ancestors[0, 1:].abs().sum() == 0
     assert batch.draft_ms == 2.5

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
 
 from outrider.shared.kv.pages import PageAllocator, PageLease
 
@@ -119,7 +127,10 @@ def test_a_released_lease_cannot_grow_and_leaves_nothing_behind() -> None:
 
 def test_an_exception_inside_the_block_frees_the_pages() -> None:
     allocator = PageAllocator(4)
-    with pytest.raises(RuntimeError, match="boom"), allocator.allocate(4) or pytest.fail("all pages are free"):
+    with (
+        pytest.raises(RuntimeError, match="boom"),
+        allocator.allocate(4) or pytest.fail("all pages are free"),
+    ):
         raise RuntimeError("boom")
     assert allocator.free_pages == 4
 

@@ -52,7 +52,9 @@ class PeerThreads:
     def _share(self, _group: object, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
         self._thread.calls += 1
         with self._lock:
-            everyone = self._shared.setdefault(self._thread.calls, [torch.empty(shape, dtype=dtype) for _ in range(self.size)])
+            everyone = self._shared.setdefault(
+                self._thread.calls, [torch.empty(shape, dtype=dtype) for _ in range(self.size)]
+            )
         return [own if rank == self._thread.rank else self._memory(own) for rank, own in enumerate(everyone)]
 
     def _agree(self, able: bool, _device: torch.device) -> bool:
@@ -73,7 +75,9 @@ class PeerThreads:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_passes_its_trial_is_used(size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_passes_its_trial_is_used(
+    size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranks = PeerThreads(monkeypatch, size)
     for made in ranks.run(lambda group: peer._proven(group, WIDTH, dtype, 60.0)):
         assert made is not None

@@ -38,7 +38,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture
 def engine(pair: tuple[Path, Path]) -> DraftEngine:
-    values = {"draft": pair[1], "target_weights": pair[0], "device": "cpu", "kv_tokens": 256, "page_size": 16, "max_steps": 8}
+    values = {
+        "draft": pair[1],
+        "target_weights": pair[0],
+        "device": "cpu",
+        "kv_tokens": 256,
+        "page_size": 16,
+        "max_steps": 8,
+    }
     return build_engine(DraftSettings.load(values), CPU, torch.float32)
 
 
@@ -61,7 +68,9 @@ class Inlet:
         self.tried.append(tried)
         return True
 
-    def take(self, message: draft_pb2.RoundsNext, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
+    def take(
+        self, message: draft_pb2.RoundsNext, blob: torch.Tensor, expected: torch.Tensor, limit_s: float
+    ) -> None:
         expected.fill_(message.number)
         if self.state is not None and self.state.packed is not None:
             blob.copy_(self.state.packed)
@@ -80,7 +89,12 @@ class Inlet:
 
 
 def features(begin: int, end: int) -> torch.Tensor:
-    return torch.stack([torch.randn(HIDDEN, generator=torch.Generator().manual_seed(position)) for position in range(begin, end)])
+    return torch.stack(
+        [
+            torch.randn(HIDDEN, generator=torch.Generator().manual_seed(position))
+            for position in range(begin, end)
+        ]
+    )
 
 
 def fence(tokens: Sequence[int], session: int = 7, epoch: int = 1) -> Fence:
@@ -103,7 +117,9 @@ def entering(tokens: Sequence[int], **changes: object) -> draft_pb2.RoundsEnter:
         feature_size=HIDDEN,
         feature_dtype=wire_dtype(torch.float32),
     )
-    row = message.rows.add(fence=fence_to_proto(fence([*PROMPT, *tokens])), base_len=len(PROMPT), token_ids=tokens)
+    row = message.rows.add(
+        fence=fence_to_proto(fence([*PROMPT, *tokens])), base_len=len(PROMPT), token_ids=tokens
+    )
     for name, value in changes.items():
         setattr(row if name in ("base_len",) else message, name, value)
     return message
@@ -125,7 +141,9 @@ def host_trees(engine: DraftEngine, tokens: Sequence[int], told: int) -> DraftBa
     return proposal.trees
 
 
-def follow_up(rounds: int, number: int, upper: int, chosen: Sequence[Sequence[int]] = ()) -> draft_pb2.RoundsNext:
+def follow_up(
+    rounds: int, number: int, upper: int, chosen: Sequence[Sequence[int]] = ()
+) -> draft_pb2.RoundsNext:
     told = [draft_pb2.RoundTokens(counts=[len(tokens)], token_ids=tokens) for tokens in chosen]
     return draft_pb2.RoundsNext(rounds=rounds, number=number, committed_upper=[upper], chosen=told)
 
@@ -253,12 +271,17 @@ def test_rounds_draft_what_the_hosts_way_drafts_and_leave_sessions_that_go_on(
     # The same by way of the host.
     engine.close(PEER, 7)
     follow(engine)
-    for (length, told), given in zip([(len(PROMPT) + 2, len(PROMPT)), (len(text), len(PROMPT) + 2)], inlet.given, strict=True):
+    for (length, told), given in zip(
+        [(len(PROMPT) + 2, len(PROMPT)), (len(text), len(PROMPT) + 2)], inlet.given, strict=True
+    ):
         trees = host_trees(engine, text[:length], told)
         nodes = int(trees.num_nodes[0])
         assert given[0] == nodes
         assert given[2 : 1 + nodes].tolist() == trees.tokens[0, 1:nodes].tolist()
-        assert given[2 + SHAPE.max_nodes : 1 + SHAPE.max_nodes + nodes].tolist() == trees.parents[0, 1:nodes].tolist()
+        assert (
+            given[2 + SHAPE.max_nodes : 1 + SHAPE.max_nodes + nodes].tolist()
+            == trees.parents[0, 1:nodes].tolist()
+        )
     expected = host_trees(engine, [*text, 12, 13], len(text))
     assert torch.equal(after.tokens, expected.tokens)
     assert torch.equal(after.parents, expected.parents)
@@ -303,7 +326,9 @@ def test_a_state_of_another_round_drafts_nothing(engine: DraftEngine, desk: Roun
 
 
 @pytest.mark.parametrize("how", ["broken", "no room", "nothing told", "gone"])
-def test_rounds_that_go_wrong_cost_their_sessions_and_nothing_else(engine: DraftEngine, desk: RoundsDesk, how: str) -> None:
+def test_rounds_that_go_wrong_cost_their_sessions_and_nothing_else(
+    engine: DraftEngine, desk: RoundsDesk, how: str
+) -> None:
     follow(engine)
     inlet = Inlet()
     assert desk.enter(PEER, entering([8]), inlet) == ""
@@ -338,7 +363,9 @@ def test_a_batch_above_what_the_draft_records_names_the_option_once(
     for _ in range(2):
         assert desk.enter(PEER, entering([8], batch=4), Inlet()) == "size"
         desk.record(entering([8], batch=4))
-    (told,) = [record.getMessage() for record in caplog.records if "--cuda-graph-max-bs" in record.getMessage()]
+    (told,) = [
+        record.getMessage() for record in caplog.records if "--cuda-graph-max-bs" in record.getMessage()
+    ]
     assert "rounds of 4 sequences" in told
     assert "--cuda-graph-max-bs 2" in told
     assert desk.enter(PEER, entering([8], batch=2), Inlet()) == ""

@@ -122,7 +122,9 @@ def test_a_pool_made_in_inference_mode_is_written_outside() -> None:
 
 
 def test_a_pool_that_does_not_fit_says_what_it_needs() -> None:
-    with pytest.raises(ConfigurationError, match=r"of 17592186044416 tokens needs 131072\.0 GiB on cpu") as caught:
+    with pytest.raises(
+        ConfigurationError, match=r"of 17592186044416 tokens needs 131072\.0 GiB on cpu"
+    ) as caught:
         KVPool(1 << 40, 16, 1, 1, 1, torch.float32, "cpu")
     assert caught.value.field == "kv_tokens"
 

@@ -34,7 +34,8 @@ def test_equal_versions_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("theirs", "side", "older"), [(1, "target", "target"), (9, "target", "draft"), (0, "draft", "draft"), (9, "draft", "target")]
+    ("theirs", "side", "older"),
+    [(1, "target", "target"), (9, "target", "draft"), (0, "draft", "draft"), (9, "draft", "target")],
 )
 def test_another_version_names_both_and_who_is_to_be_updated(theirs: int, side: str, older: str) -> None:
     with pytest.raises(ProtocolError) as error:
@@ -65,15 +66,32 @@ def blobs() -> list[str]:
     state = RoundState.idle(3, 4, 8, torch.bfloat16, "cpu")
     trees = TreesBlob.make(3, 5, torch.device("cpu"))
     assert state.packed is not None
-    parts = {"lens": state.committed_lens, "counts": state.counts, "tokens": state.tokens, "features": state.features}
-    lines = [f"state {name} {part.data_ptr() - state.packed.data_ptr()} {part.dtype}" for name, part in parts.items()]
-    parts = {"number": trees.number, "num_nodes": trees.num_nodes, "tokens": trees.tokens, "parents": trees.parents}
-    lines += [f"trees {name} {part.data_ptr() - trees.blob.data_ptr()} {part.dtype}" for name, part in parts.items()]
+    parts = {
+        "lens": state.committed_lens,
+        "counts": state.counts,
+        "tokens": state.tokens,
+        "features": state.features,
+    }
+    lines = [
+        f"state {name} {part.data_ptr() - state.packed.data_ptr()} {part.dtype}"
+        for name, part in parts.items()
+    ]
+    parts = {
+        "number": trees.number,
+        "num_nodes": trees.num_nodes,
+        "tokens": trees.tokens,
+        "parents": trees.parents,
+    }
+    lines += [
+        f"trees {name} {part.data_ptr() - trees.blob.data_ptr()} {part.dtype}" for name, part in parts.items()
+    ]
     return [*lines, f"{state.packed.nbytes} {trees.blob.nbytes}"]
 
 
 def shared_memory() -> list[str]:
     """Return what the frames, words and slots of a connection within a host look like."""
     layout = RoundsLayout()
-    lines = [f"{kind.name} {kind.value}" for kind in FrameKind] + [f"{word.name} {word.value}" for word in Word]
+    lines = [f"{kind.name} {kind.value}" for kind in FrameKind] + [
+        f"{word.name} {word.value}" for word in Word
+    ]
     return [*lines, HEADER.format, f"{layout.state_slot(1)} {layout.trees_slot(1)} {layout.slots_bytes}"]

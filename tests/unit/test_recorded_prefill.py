@@ -29,10 +29,15 @@ def test_equals_the_pass_over_the_prompt_alone(
     decoder: Decoder, length: int, cuts: list[int], sampling: SamplingParams, mode: SpeculationMode
 ) -> None:
     graphs = PlayedGraphs()
-    plain, padded = make_runner(decoder, GraphCache(decoder.device, enabled=False), ()), make_runner(decoder, graphs, SIZES)
+    plain, padded = (
+        make_runner(decoder, GraphCache(decoder.device, enabled=False), ()),
+        make_runner(decoder, graphs, SIZES),
+    )
     for size in SIZES:
         padded.capture_prefill(size)
-    assert all(bool((plane == UNTOUCHED).all()) for plane in padded.pool.planes()), "a recording wrote into the pool"
+    assert all(bool((plane == UNTOUCHED).all()) for plane in padded.pool.planes()), (
+        "a recording wrote into the pool"
+    )
     check_same(plain, padded, length, cuts, sampling, mode)
     assert len(graphs.runs) == len(cuts) + 1
 

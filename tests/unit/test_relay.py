@@ -27,7 +27,9 @@ class Slots:
 class Mailbox:
     """Remembers the words, in which a stream would see what the host gives."""
 
-    def __init__(self, layout: object, memory: object, slots: object, side: Side, device: torch.device) -> None:
+    def __init__(
+        self, layout: object, memory: object, slots: object, side: Side, device: torch.device
+    ) -> None:
         self.words = RoundWords(memory, side)  # type: ignore[arg-type]
 
     def receive(self, number: int, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
@@ -75,7 +77,9 @@ def slot(waiting: StreamRelay, side: Side) -> bytes:
     return bytes(waiting._slots.bytes[start : start + SIZE])
 
 
-def test_what_is_put_lies_in_its_slot_with_its_number_before_the_word_is_given(waiting: StreamRelay, side: Side) -> None:
+def test_what_is_put_lies_in_its_slot_with_its_number_before_the_word_is_given(
+    waiting: StreamRelay, side: Side
+) -> None:
     waiting.put(1, bytes([7]) * SIZE)
     assert slot(waiting, side) == (1).to_bytes(4, "little") + bytes([7]) * (SIZE - 4)
     assert given(waiting) == 1

@@ -58,7 +58,9 @@ def test_sampling_outside_its_range_is_refused(field: str, value: float) -> None
 
 
 def message(**fields: object) -> target_pb2.GenerateRequest:
-    return target_pb2.GenerateRequest(**{"request_id": "a", "prompt_ids": [1, 2], "max_new_tokens": 3, **fields})  # type: ignore[arg-type]
+    return target_pb2.GenerateRequest(
+        **{"request_id": "a", "prompt_ids": [1, 2], "max_new_tokens": 3, **fields}
+    )  # type: ignore[arg-type]
 
 
 def test_a_message_without_options_is_neutral_but_for_its_seed() -> None:
@@ -71,7 +73,9 @@ def test_a_message_without_options_is_neutral_but_for_its_seed() -> None:
 
 
 def test_zero_is_not_absence() -> None:
-    request = request_from_proto(message(sampling=common_pb2.SamplingOptions(temperature=0.0, seed=0)), LIMITS, 10)
+    request = request_from_proto(
+        message(sampling=common_pb2.SamplingOptions(temperature=0.0, seed=0)), LIMITS, 10
+    )
     assert (request.sampling.temperature, request.sampling.seed) == (0.0, 0)
     with pytest.raises(InvalidRequestError):
         request_from_proto(message(speculation=common_pb2.SpeculationOptions(max_nodes=0)), LIMITS, 10)

@@ -16,7 +16,9 @@ CASES = {
     RopeKind.DEFAULT: RopeConfig(theta=10000.0),
     RopeKind.LINEAR: RopeConfig(theta=10000.0, kind=RopeKind.LINEAR, factor=4.0),
     RopeKind.LLAMA3: RopeConfig(5e5, RopeKind.LLAMA3, 8.0, 1.0, 4.0, 64),
-    RopeKind.YARN: RopeConfig(5e3, RopeKind.YARN, 8.0, original_max_position=64, attention_factor=0.1 * math.log(8.0) + 1.0),
+    RopeKind.YARN: RopeConfig(
+        5e3, RopeKind.YARN, 8.0, original_max_position=64, attention_factor=0.1 * math.log(8.0) + 1.0
+    ),
 }
 
 
@@ -28,11 +30,19 @@ def test_rotations_equal_transformers(kind: RopeKind, head_dim: int) -> None:
     if kind is not RopeKind.DEFAULT:
         parameters["factor"] = rope.factor
     if kind is RopeKind.LLAMA3:
-        parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+        parameters |= {
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
     if kind is RopeKind.YARN:
         parameters["original_max_position_embeddings"] = 64
-    config = LlamaConfig(hidden_size=2 * head_dim, num_attention_heads=2, head_dim=head_dim, rope_parameters=parameters)
-    positions = torch.tensor([0, 1, 5, 5, 130, 4097])  # beyond the table of the config, out of order, repeated
+    config = LlamaConfig(
+        hidden_size=2 * head_dim, num_attention_heads=2, head_dim=head_dim, rope_parameters=parameters
+    )
+    positions = torch.tensor(
+        [0, 1, 5, 5, 130, 4097]
+    )  # beyond the table of the config, out of order, repeated
     heads = torch.randn(6, 3, head_dim)
     cos, sin = LlamaRotaryEmbedding(config)(heads, positions[None])
     want, _ = apply_rotary_pos_emb(heads.transpose(0, 1)[None], heads.transpose(0, 1)[None], cos, sin)

@@ -170,7 +170,9 @@ class Pauses(threading.Condition):
 
 
 @pytest.mark.parametrize("limit_s", [0.003, 0.008, 0.016, 0.03, 0.08, 0.4, 2.0])
-def test_a_wait_is_released_two_ticks_late_at_most(pair: tuple[RoundWords, RoundWords], limit_s: float) -> None:
+def test_a_wait_is_released_two_ticks_late_at_most(
+    pair: tuple[RoundWords, RoundWords], limit_s: float
+) -> None:
     target, _draft = pair
     clock = Clock()
     watch = HandWatch(target, clock)

@@ -79,7 +79,9 @@ class Target:
     def answer(self, data: bytes, number: int | None = None) -> None:
         def of(request: draft_pb2.SessionRequest) -> draft_pb2.SessionReply:
             known = request.round_state.number if number is None else number
-            return draft_pb2.SessionReply(round_trees=draft_pb2.RoundTrees(rounds=1, number=known, trees=data))
+            return draft_pb2.SessionReply(
+                round_trees=draft_pb2.RoundTrees(rounds=1, number=known, trees=data)
+            )
 
         self.stream.answers.append(of)
 
@@ -127,7 +129,9 @@ class TimedRounds:
 
         def answer(request: draft_pb2.SessionRequest) -> draft_pb2.SessionReply:
             self._clock.now = max(self._clock.now, self.state_at + self.draft_s)
-            return draft_pb2.SessionReply(round_trees=draft_pb2.RoundTrees(rounds=1, number=number, trees=bytes(SIZE)))
+            return draft_pb2.SessionReply(
+                round_trees=draft_pb2.RoundTrees(rounds=1, number=number, trees=bytes(SIZE))
+            )
 
         self._target.stream.answers.append(answer)
         self._target.carry()
@@ -205,7 +209,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_the_draft_is_told_shortly_before_the_state_and_the_gpu_called_back_in_the_middle_of_its_pass(target: Target, clock: Clock) -> None:
+def test_the_draft_is_told_shortly_before_the_state_and_the_gpu_called_back_in_the_middle_of_its_pass(
+    target: Target, clock: Clock
+) -> None:
     rounds = TimedRounds(target, clock)
     for number in (1, 2):  # how long a pass takes is known from the second on
         rounds.run(number)
@@ -213,21 +219,35 @@ def test_the_draft_is_told_shortly_before_the_state_and_the_gpu_called_back_in_t
     for number in (3, 4, 5):
         rounds.run(number)
         lead_s = stream_rounds.LEAD * stream_rounds.LEAST_TELLING_S
-        assert rounds.soon_at == pytest.approx(rounds.enqueued_at + rounds.verify_s - lead_s, abs=2 * clock.STEP_S)
+        assert rounds.soon_at == pytest.approx(
+            rounds.enqueued_at + rounds.verify_s - lead_s, abs=2 * clock.STEP_S
+        )
         assert rounds.state_at == pytest.approx(rounds.enqueued_at + rounds.verify_s, abs=clock.STEP_S)
-        assert rounds.called_at == pytest.approx(rounds.state_at + rounds.draft_s * stream_rounds.SHARE_OF_DRAFT, abs=2 * clock.STEP_S)
+        assert rounds.called_at == pytest.approx(
+            rounds.state_at + rounds.draft_s * stream_rounds.SHARE_OF_DRAFT, abs=2 * clock.STEP_S
+        )
     assert not target.channel.broken
 
 
-@pytest.mark.parametrize(("tell_s", "counts_s"), [(0.0, 0.00005), (0.0002, 0.0002), (0.0006, 0.0003)], ids=["fast", "slow", "slowest"])
-def test_the_draft_is_told_earlier_where_telling_takes_longer(target: Target, clock: Clock, tell_s: float, counts_s: float) -> None:
+@pytest.mark.parametrize(
+    ("tell_s", "counts_s"),
+    [(0.0, 0.00005), (0.0002, 0.0002), (0.0006, 0.0003)],
+    ids=["fast", "slow", "slowest"],
+)
+def test_the_draft_is_told_earlier_where_telling_takes_longer(
+    target: Target, clock: Clock, tell_s: float, counts_s: float
+) -> None:
     rounds = TimedRounds(target, clock)
     rounds.tell_s = tell_s
     for number in range(1, 7):
         rounds.run(number)
     lead_s = stream_rounds.LEAD * counts_s
-    assert rounds.soon_at == pytest.approx(rounds.enqueued_at + rounds.verify_s - lead_s, abs=3 * clock.STEP_S)
-    assert rounds.state_at == pytest.approx(rounds.enqueued_at + rounds.verify_s, abs=3 * clock.STEP_S), "and the state is not held up"
+    assert rounds.soon_at == pytest.approx(
+        rounds.enqueued_at + rounds.verify_s - lead_s, abs=3 * clock.STEP_S
+    )
+    assert rounds.state_at == pytest.approx(rounds.enqueued_at + rounds.verify_s, abs=3 * clock.STEP_S), (
+        "and the state is not held up"
+    )
 
 
 def test_a_pass_that_is_over_sooner_is_announced_at_once(target: Target, clock: Clock) -> None:
@@ -236,7 +256,9 @@ def test_a_pass_that_is_over_sooner_is_announced_at_once(target: Target, clock: 
         rounds.run(number)
     rounds.verify_s = 0.001
     rounds.run(3)
-    assert rounds.soon_at == rounds.state_at == pytest.approx(rounds.enqueued_at + 0.001, abs=2 * clock.STEP_S)
+    assert (
+        rounds.soon_at == rounds.state_at == pytest.approx(rounds.enqueued_at + 0.001, abs=2 * clock.STEP_S)
+    )
 
 
 def test_the_gpu_is_called_back_within_the_limit_of_the_trees(target: Target, clock: Clock) -> None:
@@ -280,7 +302,9 @@ def test_that_the_state_came_is_no_reply_to_anything() -> None:
     carrier = GrpcCarrier("127.0.0.1:1")
     carrier._dispatch(TAKEN)
     assert carrier.receive(0) is None
-    carrier._dispatch(draft_pb2.SessionReply(rounds_ended=draft_pb2.RoundsEnded(rounds=1)).SerializeToString())
+    carrier._dispatch(
+        draft_pb2.SessionReply(rounds_ended=draft_pb2.RoundsEnded(rounds=1)).SerializeToString()
+    )
     assert carrier.receive(0) is not None
     carrier.release()
 
@@ -293,7 +317,9 @@ def test_trees_of_earlier_rounds_are_passed_over(target: Target) -> None:
     assert target.relay.came == {5: bytes(SIZE)}
 
 
-@pytest.mark.parametrize(("data", "broken"), [(b"", False), (b"short", True), (None, True)], ids=["none", "malformed", "never"])
+@pytest.mark.parametrize(
+    ("data", "broken"), [(b"", False), (b"short", True), (None, True)], ids=["none", "malformed", "never"]
+)
 def test_without_trees_the_stream_is_released(target: Target, data: bytes | None, broken: bool) -> None:
     target.exchange(1)
     if data is not None:
@@ -305,7 +331,9 @@ def test_without_trees_the_stream_is_released(target: Target, data: bytes | None
     assert target.channel.mend()
 
 
-def test_what_fails_after_the_wait_was_enqueued_does_not_leave_it_standing(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_after_the_wait_was_enqueued_does_not_leave_it_standing(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target.exchange(1)
 
     def settle(number: int, num_bytes: int) -> NDArray[np.uint8]:
@@ -332,12 +360,16 @@ def test_trees_that_nobody_wants_any_more_are_not_waited_for(target: Target) -> 
     assert target.relay.came == {2: bytes(SIZE)}
 
 
-def test_trees_that_lie_there_when_their_time_is_over_are_taken(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trees_that_lie_there_when_their_time_is_over_are_taken(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target.exchange(1)
     target.answer(bytes(SIZE))
     target.channel.hand_over()
     now = time.monotonic()
-    monkeypatch.setattr("outrider.services.target.draft_client.stream_rounds.time.monotonic", lambda: now + 60.0)
+    monkeypatch.setattr(
+        "outrider.services.target.draft_client.stream_rounds.time.monotonic", lambda: now + 60.0
+    )
     target.channel.carry(True)
     assert target.relay.came == {1: bytes(SIZE)}
 

@@ -121,7 +121,9 @@ def accept(draft: Draft) -> Callable[[], object]:
     return lambda: (draft.answer(True), True)
 
 
-def test_what_is_pending_begins_the_rounds_and_stays_pending_until_one_was_read(draft: Draft, session: DraftSession) -> None:
+def test_what_is_pending_begins_the_rounds_and_stays_pending_until_one_was_read(
+    draft: Draft, session: DraftSession
+) -> None:
     rounds = draft.enter(session, accept(draft))
     assert rounds is not None
     (row,) = draft.sent[0].rounds_enter.rows
@@ -144,11 +146,15 @@ def answered_at_once(draft: Draft, session: DraftSession) -> RemoteRounds:
     return rounds
 
 
-def test_the_answer_is_not_waited_for_where_the_draft_agreed_before(draft: Draft, session: DraftSession) -> None:
+def test_the_answer_is_not_waited_for_where_the_draft_agreed_before(
+    draft: Draft, session: DraftSession
+) -> None:
     rounds = answered_at_once(draft, session)
     assert rounds.reserve([20])
     rounds.exchange(draft.state, 0.01, False)
-    assert draft.channel.limits == [rounds_gate.ENTER_LIMIT_S]  # what the draft does before is part of the first round
+    assert draft.channel.limits == [
+        rounds_gate.ENTER_LIMIT_S
+    ]  # what the draft does before is part of the first round
     draft.answer(True)
     assert rounds.reserve([20])
     rounds.exchange(draft.state, 0.01, False)
@@ -160,7 +166,9 @@ def test_the_answer_is_not_waited_for_where_the_draft_agreed_before(draft: Draft
 
 
 @pytest.mark.parametrize("before_the_first_round", [True, False])
-def test_a_refusal_that_was_not_waited_for_ends_the_rounds(draft: Draft, session: DraftSession, before_the_first_round: bool) -> None:
+def test_a_refusal_that_was_not_waited_for_ends_the_rounds(
+    draft: Draft, session: DraftSession, before_the_first_round: bool
+) -> None:
     rounds = answered_at_once(draft, session)
     if not before_the_first_round:
         assert rounds.reserve([20])
@@ -175,13 +183,17 @@ def test_a_refusal_that_was_not_waited_for_ends_the_rounds(draft: Draft, session
 
 
 @pytest.mark.parametrize("what", ["rows", "pause", "connection", "length"])
-def test_the_answer_is_waited_for_where_the_draft_may_not_be_ready(draft: Draft, session: DraftSession, what: str) -> None:
+def test_the_answer_is_waited_for_where_the_draft_may_not_be_ready(
+    draft: Draft, session: DraftSession, what: str
+) -> None:
     known = draft.enter(session, accept(draft))
     assert known is not None
     if what == "rows":
         draft.connection.carrier.rows_behind = True
     elif what == "pause":
-        draft.gate.hear(draft_pb2.SessionReply(rounds_ended=draft_pb2.RoundsEnded(rounds=known.id, reason="busy")))
+        draft.gate.hear(
+            draft_pb2.SessionReply(rounds_ended=draft_pb2.RoundsEnded(rounds=known.id, reason="busy"))
+        )
         draft.now += 10.0
     elif what == "connection":
         draft.gate.connected(draft.connection)
@@ -194,7 +206,9 @@ def test_the_answer_is_waited_for_where_the_draft_may_not_be_ready(draft: Draft,
     assert asked
 
 
-def test_the_last_round_stays_pending_and_what_came_before_is_told(draft: Draft, session: DraftSession) -> None:
+def test_the_last_round_stays_pending_and_what_came_before_is_told(
+    draft: Draft, session: DraftSession
+) -> None:
     rounds = draft.enter(session, accept(draft))
     assert rounds is not None
     for chosen in ([7], [8, 9], [10]):
@@ -203,7 +217,10 @@ def test_the_last_round_stays_pending_and_what_came_before_is_told(draft: Draft,
         rounds.committed([chosen])
     draft.state.features[0] = 5.0
     rounds.leave()
-    assert [list(outcome.token_ids) for message in draft.channel.told for outcome in message.chosen] == [[7], [8, 9]]
+    assert [list(outcome.token_ids) for message in draft.channel.told for outcome in message.chosen] == [
+        [7],
+        [8, 9],
+    ]
     assert not draft.sent[-1].rounds_leave.chosen
     assert (session.base_len, session.token_ids) == (9, [10])
     assert session.features[0].tolist() == [[5.0] * WIDTH]
@@ -236,20 +253,28 @@ def test_an_answer_that_comes_late_opens_the_gate_again(draft: Draft, session: D
     assert draft.enter(session, accept(draft)) is not None
 
 
-def test_a_draft_that_wants_out_is_left_and_not_asked_for_a_while(draft: Draft, session: DraftSession) -> None:
+def test_a_draft_that_wants_out_is_left_and_not_asked_for_a_while(
+    draft: Draft, session: DraftSession
+) -> None:
     rounds = draft.enter(session, accept(draft))
     assert rounds is not None
     assert rounds.reserve([20])
-    draft.gate.hear(draft_pb2.SessionReply(rounds_ended=draft_pb2.RoundsEnded(rounds=rounds.id + 1, reason="busy")))
+    draft.gate.hear(
+        draft_pb2.SessionReply(rounds_ended=draft_pb2.RoundsEnded(rounds=rounds.id + 1, reason="busy"))
+    )
     assert rounds.reserve([20]), "of other rounds"
-    draft.gate.hear(draft_pb2.SessionReply(rounds_ended=draft_pb2.RoundsEnded(rounds=rounds.id, reason="busy")))
+    draft.gate.hear(
+        draft_pb2.SessionReply(rounds_ended=draft_pb2.RoundsEnded(rounds=rounds.id, reason="busy"))
+    )
     assert not rounds.reserve([20])
     rounds.leave()
     assert not draft.open
 
 
 @pytest.mark.parametrize(("limit_s", "faulty"), [(None, 1), (0.02, 0)])
-def test_trees_that_come_late_end_the_rounds(draft: Draft, session: DraftSession, limit_s: float | None, faulty: int) -> None:
+def test_trees_that_come_late_end_the_rounds(
+    draft: Draft, session: DraftSession, limit_s: float | None, faulty: int
+) -> None:
     rounds = draft.enter(session, accept(draft))
     assert rounds is not None
     rounds.exchange(draft.state, limit_s, False)
@@ -283,7 +308,9 @@ def test_a_connection_that_ended_is_no_fault(draft: Draft, session: DraftSession
         ({"draft": "grpc://h:1", "draft_rounds": "device"}, True, True),
     ],
 )
-def test_rounds_stay_on_the_device_by_default_where_that_was_measured(values: dict[str, object], on_gpu: bool, on_cpu: bool) -> None:
+def test_rounds_stay_on_the_device_by_default_where_that_was_measured(
+    values: dict[str, object], on_gpu: bool, on_cpu: bool
+) -> None:
     settings = TargetSettings.load({"model": "/m", **values})
     assert settings.keeps_draft_rounds(torch.device("cuda")) == on_gpu
     assert settings.keeps_draft_rounds(CPU) == on_cpu
@@ -295,7 +322,9 @@ def test_a_batch_that_does_not_fit_is_not_asked_for(draft: Draft, session: Draft
     assert draft.sent == []
 
 
-def test_numbers_begin_again_with_a_new_connection_long_before_they_are_too_large(draft: Draft, session: DraftSession) -> None:
+def test_numbers_begin_again_with_a_new_connection_long_before_they_are_too_large(
+    draft: Draft, session: DraftSession
+) -> None:
     draft.gate._numbers._last = MAX_ROUND_NUMBER - 3
     rounds = draft.enter(session, accept(draft))
     assert rounds is not None
@@ -333,4 +362,9 @@ def test_a_draft_is_told_once_of_each_size_and_again_over_a_new_connection(draft
     draft.gate.connected(draft.connect())
     assert [message.rounds_prepare.batch for message in draft.sent] == [4, 2, 4]
     size = draft.sent[0].rounds_prepare
-    assert (size.rounds, size.columns, size.feature_size, size.shape.max_nodes) == (0, COLUMNS, WIDTH, SHAPE.max_nodes)
+    assert (size.rounds, size.columns, size.feature_size, size.shape.max_nodes) == (
+        0,
+        COLUMNS,
+        WIDTH,
+        SHAPE.max_nodes,
+    )

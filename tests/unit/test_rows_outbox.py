@@ -60,5 +60,9 @@ def test_a_part_holds_a_row_at_least_and_names_its_place() -> None:
     for most, counts in ((1, [1] * 5), (2 * 8 * COLUMNS, [2, 2, 1]), (1 << 20, [5])):
         parts = list(parts_of(PLACE, rows, most))
         assert [some.shape[0] for _, some in parts] == counts
-        assert [message.base for message, _ in parts] == [10 + sum(counts[:index]) for index in range(len(counts))]
-        assert {(message.session_id, message.epoch, message.target_id) for message, _ in parts} == {(7, 1, "t")}
+        assert [message.base for message, _ in parts] == [
+            10 + sum(counts[:index]) for index in range(len(counts))
+        ]
+        assert {(message.session_id, message.epoch, message.target_id) for message, _ in parts} == {
+            (7, 1, "t")
+        }

@@ -9,7 +9,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from outrider.services.target.request import Event, GenerationRequest, SamplingParams, SpeculationMode, SpeculationParams
+from outrider.services.target.request import (
+    Event,
+    GenerationRequest,
+    SamplingParams,
+    SpeculationMode,
+    SpeculationParams,
+)
 from outrider.services.target.scheduler import SPARE_TOKENS, QueueGate, Scheduler, SchedulerLimits, StepPlan
 from outrider.services.target.sequence import Sequence, SequenceStatus
 from outrider.shared.base.errors import OverloadedError
@@ -26,7 +32,9 @@ class NoSink:
         """Nobody listens."""
 
 
-def make_sequence(session_id: int, prompt_len: int, max_new_tokens: int, max_nodes: int = 1, priority: int = 0) -> Sequence:
+def make_sequence(
+    session_id: int, prompt_len: int, max_new_tokens: int, max_nodes: int = 1, priority: int = 0
+) -> Sequence:
     request = GenerationRequest(
         request_id=str(session_id),
         prompt_ids=[1] * prompt_len,
@@ -79,7 +87,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def submit(self, prompt_len: int, max_new_tokens: int, max_nodes: int, priority: int) -> object:
         sequence = make_sequence(self.next_id, prompt_len, max_new_tokens, max_nodes, priority)
-        assert sequence.max_len <= self.scheduler.capacity, "the strategy stays within what a server would admit"
+        assert sequence.max_len <= self.scheduler.capacity, (
+            "the strategy stays within what a server would admit"
+        )
         try:
             self.scheduler.gate.enter(prompt_len)
         except OverloadedError:
@@ -177,7 +187,9 @@ def test_the_youngest_is_retracted_and_keeps_its_tokens() -> None:
 
 def running(num_pages: int, prompts: Seq[int], max_new_tokens: int) -> tuple[Scheduler, list[Sequence]]:
     scheduler = Scheduler(PageAllocator(num_pages), PAGE_SIZE, SchedulerLimits())
-    sequences = [make_sequence(session_id, prompt, max_new_tokens) for session_id, prompt in enumerate(prompts)]
+    sequences = [
+        make_sequence(session_id, prompt, max_new_tokens) for session_id, prompt in enumerate(prompts)
+    ]
     for sequence in sequences:
         scheduler.gate.enter(sequence.prompt_len)
         scheduler.add(sequence)
@@ -190,7 +202,9 @@ def test_where_pages_are_plenty_all_leases_of_a_batch_grow_at_once_and_seldom() 
     grown = []
     for ahead in range(200):
         before = [len(sequence.lease.pages) for sequence in sequences if sequence.lease]
-        assert scheduler.reserve_all_ahead([(sequence, sequence.committed_len + ahead) for sequence in sequences])
+        assert scheduler.reserve_all_ahead(
+            [(sequence, sequence.committed_len + ahead) for sequence in sequences]
+        )
         after = [len(sequence.lease.pages) for sequence in sequences if sequence.lease]
         if before != after:
             assert all(now > then for now, then in zip(after, before, strict=True)), "none grows alone"
@@ -211,7 +225,9 @@ def test_where_pages_are_few_leases_grow_by_what_is_needed() -> None:
     scheduler, sequences = running(8, [4, 5], 300)
     assert scheduler.reserve_all_ahead([(sequence, sequence.committed_len + 4) for sequence in sequences])
     assert [len(sequence.lease.pages) for sequence in sequences if sequence.lease] == [3, 3]
-    assert not scheduler.reserve_all_ahead([(sequence, sequence.committed_len + 20) for sequence in sequences])
+    assert not scheduler.reserve_all_ahead(
+        [(sequence, sequence.committed_len + 20) for sequence in sequences]
+    )
     scheduler.check()
 
 

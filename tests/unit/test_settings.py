@@ -19,7 +19,9 @@ class ToySettings(ServiceSettings):
     api_key: tuple[str, ...] = ()
 
 
-def test_flags_win_over_environment_over_file_over_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_flags_win_over_environment_over_file_over_default(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     file = tmp_path / "settings.toml"
     assert ToySettings.load().port == 1
     file.write_text("port = 2\n")
@@ -32,7 +34,9 @@ def test_flags_win_over_environment_over_file_over_default(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("text", ["a,b", "a, b,", '["a", "b"]'])
-def test_lists_come_from_the_environment_as_commas_or_json(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_lists_come_from_the_environment_as_commas_or_json(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
     monkeypatch.setenv("OUTRIDER_TOY_NAMES", text)
     assert ToySettings.load().names == ("a", "b")
 
@@ -68,7 +72,9 @@ def test_variables_of_other_services_are_none_of_our_business(monkeypatch: pytes
     assert ToySettings.load() == ToySettings()
 
 
-@pytest.mark.parametrize(("name", "text"), [("s.toml", "port = "), ("s.json", "{"), ("s.json", "[1]"), ("missing.toml", None)])
+@pytest.mark.parametrize(
+    ("name", "text"), [("s.toml", "port = "), ("s.json", "{"), ("s.json", "[1]"), ("missing.toml", None)]
+)
 def test_a_broken_file_is_named(tmp_path: Path, name: str, text: str | None) -> None:
     if text is not None:
         (tmp_path / name).write_text(text)

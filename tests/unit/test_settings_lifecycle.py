@@ -64,7 +64,11 @@ def test_every_step_of_a_drain_runs(caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> None:
         raise RuntimeError("broken step")
 
-    steps = [DrainStep("first", lambda: done.append("first")), DrainStep("second", fail), DrainStep("third", lambda: done.append("third"))]
+    steps = [
+        DrainStep("first", lambda: done.append("first")),
+        DrainStep("second", fail),
+        DrainStep("third", lambda: done.append("third")),
+    ]
     with caplog.at_level(logging.ERROR):
         assert run_steps(steps) is False
     assert done == ["first", "third"]
@@ -86,7 +90,13 @@ def test_logs_are_lines_with_service_and_request_id() -> None:
         root.handlers[:] = handlers
         root.setLevel(level)
     ours, plain = [json.loads(line) for line in stream.getvalue().splitlines()]
-    assert (ours["event"], ours["answer"], ours["request_id"], ours["service"], ours["level"]) == ("hello", 42, "r1", "toy", "info")
+    assert (ours["event"], ours["answer"], ours["request_id"], ours["service"], ours["level"]) == (
+        "hello",
+        42,
+        "r1",
+        "toy",
+        "info",
+    )
     assert (plain["event"], plain["service"]) == ("plain text", "toy")
     assert "request_id" not in plain
 

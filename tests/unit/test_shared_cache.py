@@ -23,7 +23,12 @@ GIB = 1 << 30
 def options(tmp_path_factory: pytest.TempPathFactory) -> StackOptions:
     folder = tmp_path_factory.mktemp("pair")
     target = make_toy_target(folder / "target")
-    return StackOptions(target=target, draft=make_toy_eagle3(folder / "head", target), device="cuda:1", transport=Transport.GRPC)
+    return StackOptions(
+        target=target,
+        draft=make_toy_eagle3(folder / "head", target),
+        device="cuda:1",
+        transport=Transport.GRPC,
+    )
 
 
 def tool(monkeypatch: pytest.MonkeyPatch, folder: Path, said: str) -> Path:
@@ -40,7 +45,9 @@ def changed(options: StackOptions, **values: object) -> StackOptions:
     return launch.replace(options, **values)  # type: ignore[arg-type]
 
 
-def test_both_are_told_what_the_plan_of_one_process_holds(options: StackOptions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_both_are_told_what_the_plan_of_one_process_holds(
+    options: StackOptions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     asked = tool(monkeypatch, tmp_path, "8000, 10000")
     tokens = shared_kv_tokens(options)
     assert asked.read_text().strip().endswith("--id=1")
@@ -48,7 +55,9 @@ def test_both_are_told_what_the_plan_of_one_process_holds(options: StackOptions,
     settings = TargetSettings.load({"model": options.target, "device": "cuda:1"})
     config = pair.target_config
     borrowed = 2 * 2 * config.vocab_size * config.hidden_size
-    plan = plan_memory(pair, settings, ((8000 << 20) - CONTEXTS_BYTES - DRAFT_WORK_BYTES - borrowed, 10000 << 20))
+    plan = plan_memory(
+        pair, settings, ((8000 << 20) - CONTEXTS_BYTES - DRAFT_WORK_BYTES - borrowed, 10000 << 20)
+    )
     assert tokens == plan.kv_tokens > 0
     taken = tokens * (plan.target_kv_per_token + plan.draft_kv_per_token)
     assert taken + CONTEXTS_BYTES < 0.85 * (10000 << 20) - (2000 << 20)
@@ -60,10 +69,18 @@ def test_both_are_told_what_the_plan_of_one_process_holds(options: StackOptions,
     assert half < 0.6 * tokens
 
 
-def test_nothing_is_told_where_nothing_is_shared(options: StackOptions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nothing_is_told_where_nothing_is_shared(
+    options: StackOptions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(shared_cache, "gpu_memory", lambda index: (8 * GIB, 10 * GIB))
     assert shared_kv_tokens(options)
-    for apart in ({"kv_tokens": 4096}, {"tp": 2}, {"device": "cpu"}, {"draft": None}, {"draft": None, "algorithm": Algorithm.NGRAM}):
+    for apart in (
+        {"kv_tokens": 4096},
+        {"tp": 2},
+        {"device": "cpu"},
+        {"draft": None},
+        {"draft": None, "algorithm": Algorithm.NGRAM},
+    ):
         assert shared_kv_tokens(changed(options, **apart)) is None, apart
     monkeypatch.setattr(torch.version, "cuda", None)
     assert shared_kv_tokens(changed(options, device="auto")) is None, "torch for CPUs leaves a GPU alone"
@@ -85,7 +102,9 @@ def test_a_gpu_is_asked_for_as_this_process_sees_it(monkeypatch: pytest.MonkeyPa
     assert gpu_memory(0) is None
 
 
-def test_a_stack_of_two_processes_starts_with_that_size(options: StackOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stack_of_two_processes_starts_with_that_size(
+    options: StackOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     planned: list[StackOptions] = []
 
     class Planned(Exception):
@@ -104,12 +123,20 @@ def test_a_stack_of_two_processes_starts_with_that_size(options: StackOptions, m
     assert [one.kv_tokens for one in planned] == [12345, None, 4096]
 
 
-def test_a_large_share_leaves_the_drafts_process_room_to_work(options: StackOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_share_leaves_the_drafts_process_room_to_work(
+    options: StackOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shared_cache, "gpu_memory", lambda index: (8 * GIB, 8 * GIB))
     greedy = changed(options, mem_fraction_static=0.99)
     tokens = shared_kv_tokens(greedy)
     assert tokens
     pair = Pair(options.target, options.draft, Algorithm.AUTO, torch.device("cuda:1"), torch.bfloat16)  # type: ignore[arg-type]
-    plan = plan_memory(pair, TargetSettings.load({"model": options.target, "device": "cuda:1"}), (8 * GIB, 8 * GIB))
-    taken = plan.target_weights + plan.draft_weights + tokens * (plan.target_kv_per_token + plan.draft_kv_per_token)
+    plan = plan_memory(
+        pair, TargetSettings.load({"model": options.target, "device": "cuda:1"}), (8 * GIB, 8 * GIB)
+    )
+    taken = (
+        plan.target_weights
+        + plan.draft_weights
+        + tokens * (plan.target_kv_per_token + plan.draft_kv_per_token)
+    )
     assert taken + plan.reserve + CONTEXTS_BYTES + (400 << 20) <= 8 * GIB

@@ -62,7 +62,10 @@ async def test_an_error_before_the_first_event_is_the_status_of_the_reply() -> N
     assert (status, json.loads(body)["error"]["param"]) == (400, "x")
 
 
-@pytest.mark.parametrize(("error", "code"), [(InvalidRequestError("wrong"), "invalid_value"), (RuntimeError("secret"), "internal_error")])
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(InvalidRequestError("wrong"), "invalid_value"), (RuntimeError("secret"), "internal_error")],
+)
 async def test_a_later_error_is_an_event(error: Exception, code: str) -> None:
     async def events() -> Events:
         yield {"a": 1}

@@ -44,7 +44,9 @@ def test_the_match_is_included_on_request_and_the_rest_is_not() -> None:
 def test_character_by_character_equals_the_plain_definition(text: str, stops: list[str]) -> None:
     released, matched = feed(list(text), stops)
     # The plain definition: read on until some stop string is complete.
-    end = next((end for end in range(1, len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)), None)
+    end = next(
+        (end for end in range(1, len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)), None
+    )
     if end is None:
         assert ("".join(released), matched) == (text, None)
     else:

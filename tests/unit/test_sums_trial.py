@@ -22,7 +22,9 @@ WIDTH = 48
 class Faulty(GroupReduce):
     """Sums of which one, on one rank, is spoilt."""
 
-    def __init__(self, collectives: ThreadCollectives, spoil: Callable[[torch.Tensor], torch.Tensor], call: int) -> None:
+    def __init__(
+        self, collectives: ThreadCollectives, spoil: Callable[[torch.Tensor], torch.Tensor], call: int
+    ) -> None:
         super().__init__(collectives)
         self._spoil, self._call, self._calls = spoil, call, 0
 
@@ -32,7 +34,13 @@ class Faulty(GroupReduce):
         return replace(stream, residual=self._spoil(stream.residual)) if self._calls == self._call else stream
 
 
-def verdicts(size: int, dtype: torch.dtype, faulty: int | None, spoil: Callable[[torch.Tensor], torch.Tensor], call: int) -> list[bool]:
+def verdicts(
+    size: int,
+    dtype: torch.dtype,
+    faulty: int | None,
+    spoil: Callable[[torch.Tensor], torch.Tensor],
+    call: int,
+) -> list[bool]:
     meeting = Meeting(size)
 
     def judged(rank: int) -> bool:
@@ -68,7 +76,9 @@ def test_right_sums_pass(size: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("spoil", [next_number, missing, half])
 @pytest.mark.parametrize(("faulty", "call"), [(0, 1), (1, 2), (1, len(TRIALS))])
-def test_one_rank_that_is_wrong_once_fails_all(spoil: Callable[[torch.Tensor], torch.Tensor], faulty: int, call: int) -> None:
+def test_one_rank_that_is_wrong_once_fails_all(
+    spoil: Callable[[torch.Tensor], torch.Tensor], faulty: int, call: int
+) -> None:
     assert verdicts(2, torch.float32, faulty, spoil, call) == [False, False]
 
 

@@ -76,7 +76,9 @@ def test_a_killed_child_is_restarted_once_settled() -> None:
 
 def test_a_death_while_starting_is_reported_and_not_repeated() -> None:
     lines = Lines()
-    with Supervisor([python("target", "import sys; print('no such model'); sys.exit(2)")], lines) as supervisor:
+    with Supervisor(
+        [python("target", "import sys; print('no such model'); sys.exit(2)")], lines
+    ) as supervisor:
         assert lines.next_of("target") == "no such model"
         failed = wait_until(supervisor.failed)
         assert failed.spec.name == "target"
@@ -101,7 +103,9 @@ def test_children_drain_in_the_given_order() -> None:
         order.append((name, line))
         lines(name, line)
 
-    with Supervisor([python("gateway", code), python("target", code), python("draft", code)], record) as supervisor:
+    with Supervisor(
+        [python("gateway", code), python("target", code), python("draft", code)], record
+    ) as supervisor:
         for name in ("gateway", "target", "draft"):
             assert lines.next_of(name) == "up"
         supervisor.settle()

@@ -22,11 +22,15 @@ def of_mean(accept_length: float) -> SyntheticAcceptance:
     return SyntheticAcceptance(rates_of_mean(accept_length), VOCAB, "cpu")
 
 
-def accepted(synthetic: SyntheticAcceptance, drafts: DraftBatch, positions: range, seed: int = 7) -> list[int]:
+def accepted(
+    synthetic: SyntheticAcceptance, drafts: DraftBatch, positions: range, seed: int = 7
+) -> list[int]:
     """Walk the first tree once per position, with a target that agrees with nothing."""
     bs, width = len(positions), drafts.tokens.shape[1]
     one = (drafts.tokens, drafts.parents, drafts.depths, drafts.num_nodes, drafts.ancestors)
-    tokens, parents, depths, num_nodes, ancestors = (field[:1].expand(bs, *field.shape[1:]).contiguous() for field in one)
+    tokens, parents, depths, num_nodes, ancestors = (
+        field[:1].expand(bs, *field.shape[1:]).contiguous() for field in one
+    )
     batch = DraftBatch(tokens, parents, depths, num_nodes, ancestors)
     chosen = torch.full((bs, width), VOCAB - 1)
     planted = synthetic(chosen, batch, torch.tensor(positions), torch.full((bs,), seed))

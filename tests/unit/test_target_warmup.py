@@ -48,7 +48,9 @@ def test_the_parity_check_passes_and_can_fail(harness: Harness, monkeypatch: pyt
     assert harness.scheduler.allocator.held_pages == 0
 
 
-def test_rehearsed_prompts_go_through_the_model_and_leave_nothing(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rehearsed_prompts_go_through_the_model_and_leave_nothing(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     harness = make_harness(decoder, NoDrafter())
     passes: list[list[int]] = []
     prefill = harness.runner.prefill
@@ -74,7 +76,9 @@ def test_rehearsed_prompts_go_through_the_model_and_leave_nothing(decoder: Decod
 
 def test_a_small_pool_rehearses_what_it_has_room_for(decoder: Decoder) -> None:
     rehearsals = prompt_rehearsals(make_harness(decoder, NoDrafter(), num_pages=36).runner)
-    assert [one.args[1] for one in rehearsals] == [(300,), (40, 50)], "576 tokens hold neither 2000 nor 300 and 400"  # type: ignore[attr-defined]
+    assert [one.args[1] for one in rehearsals] == [(300,), (40, 50)], (
+        "576 tokens hold neither 2000 nor 300 and 400"
+    )  # type: ignore[attr-defined]
     for rehearse in rehearsals:
         rehearse()
     assert len(prompt_rehearsals(make_harness(decoder, NoDrafter()).runner)) == 4

@@ -72,14 +72,18 @@ def test_the_ranks_together_compute_what_the_whole_decoder_does(case: str, size:
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3-bias"])
-def test_the_fused_forward_pass_of_a_gpu_sums_over_the_ranks_too(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fused_forward_pass_of_a_gpu_sums_over_the_ranks_too(
+    case: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its kernels' references stand in for them; biases of o are added once."""
     path = save(case, folder)
     want, _ = Sequences(Decoder.load(path), 1).run([0], [prompt(9)])
     monkeypatch.setattr(linear, "can_pack", lambda weight: False)
     ranks = load_ranks(path, 2)
     for rank in ranks:
-        rank.fused = FusedForward(rank.layers, rank.embedding, rank.norm, Linear(rank.lm_head), reduce=GroupReduce(rank.collectives))
+        rank.fused = FusedForward(
+            rank.layers, rank.embedding, rank.norm, Linear(rank.lm_head), reduce=GroupReduce(rank.collectives)
+        )
     parts = on_all(ranks, lambda decoder: Sequences(decoder, 1, backend="triton").run([0], [prompt(9)])[0])
     assert_near(gathered(parts, want.shape[1]), want)
 
@@ -108,12 +112,16 @@ def test_the_best_columns_give_the_greedy_token(size: int, folder: Path) -> None
     logits[6] = -1e30
     zeros = torch.zeros(7)
     ints = zeros.int()
-    greedy = SamplingTensors(zeros, ints, zeros + 1, zeros, zeros.long(), ints, all_greedy=True, any_filter=False)
+    greedy = SamplingTensors(
+        zeros, ints, zeros + 1, zeros, zeros.long(), ints, all_greedy=True, any_filter=False
+    )
     want = choose_tokens(logits, greedy, zeros.long())
     found = []
     for rank in ranks:
         rows = rank.shard.vocabulary_rows
-        part = torch.nn.functional.pad(logits, (0, size * rows - VOCAB), value=99.0)[:, rank.shard.rank * rows :][:, :rows]
+        part = torch.nn.functional.pad(logits, (0, size * rows - VOCAB), value=99.0)[
+            :, rank.shard.rank * rows :
+        ][:, :rows]
         rank.columns = lambda hidden, part=part: part  # type: ignore[method-assign,misc]
         found.append(rank.best(torch.zeros(7, 64)))
     assert best_of(torch.stack(found)).tolist() == want.tolist()
@@ -129,7 +137,9 @@ def test_the_best_columns_give_the_greedy_token(size: int, folder: Path) -> None
         ({"num_heads": 4, "num_kv_heads": 4, "intermediate_size": 90}, 4, "intermediate_size 90"),
     ],
 )
-def test_sizes_that_do_not_divide_are_refused_by_name(overrides: dict[str, int], size: int, field: str, tmp_path: Path) -> None:
+def test_sizes_that_do_not_divide_are_refused_by_name(
+    overrides: dict[str, int], size: int, field: str, tmp_path: Path
+) -> None:
     config = ModelConfig.from_dir(make_toy_target(tmp_path, num_layers=1))
     with pytest.raises(ConfigurationError, match=field) as error:
         Shard.of(replace(config, **overrides), 0, size)
@@ -156,14 +166,18 @@ def test_experts_in_mxfp4_are_split_by_their_groups(size: int, groups: list[int]
 
 def test_more_ranks_than_groups_are_refused(packed: Path) -> None:
     config = replace(ModelConfig.from_dir(packed), num_heads=8, num_kv_heads=8)
-    with pytest.raises(ConfigurationError, match="intermediate_size 160 of the model has fewer than 8 groups of 32"):
+    with pytest.raises(
+        ConfigurationError, match="intermediate_size 160 of the model has fewer than 8 groups of 32"
+    ):
         Shard.of(config, 0, 8)
 
 
 def test_experts_stored_in_fp8_are_split_as_they_are_widened(folder: Path, tmp_path: Path) -> None:
     store_fp8(tmp_path / "fp8", save("deepseek-v3", folder), (16, 16))
     want, _ = Sequences(Decoder.load(tmp_path / "fp8"), 1).run([0], [prompt(30)])
-    parts = on_all(load_ranks(tmp_path / "fp8", 2), lambda decoder: Sequences(decoder, 1).run([0], [prompt(30)])[0])
+    parts = on_all(
+        load_ranks(tmp_path / "fp8", 2), lambda decoder: Sequences(decoder, 1).run([0], [prompt(30)])[0]
+    )
     assert_near(gathered(parts, want.shape[1]), want)
 
 
@@ -174,7 +188,9 @@ def test_every_expert_and_head_is_held_once(case: str, folder: Path) -> None:
     for layer, parts in zip(whole.layers, zip(*(rank.layers for rank in ranks), strict=True), strict=True):
         assert sum(part.mlp.nbytes for part in parts) == layer.mlp.nbytes
         extra = sum(part.attention.nbytes for part in parts) - layer.attention.nbytes
-        shared = [] if case == "gpt-oss" else [(24 + 8) * 64, 20 * 64]  # values of what makes the latent and the query's
+        shared = (
+            [] if case == "gpt-oss" else [(24 + 8) * 64, 20 * 64]
+        )  # values of what makes the latent and the query's
         assert extra == 4 * sum(shared)
 
 

@@ -47,9 +47,12 @@ def test_bytes_that_are_no_command_are_refused(body: bytes) -> None:
 
 @pytest.mark.parametrize("words", [0, 1, 3])
 @pytest.mark.parametrize(
-    ("token_type", "position_type"), [(torch.int32, torch.int64), (torch.int64, torch.int32), (torch.int32, torch.int32)]
+    ("token_type", "position_type"),
+    [(torch.int32, torch.int64), (torch.int64, torch.int32), (torch.int32, torch.int32)],
 )
-def test_a_steps_inputs_survive_packing(words: int, token_type: torch.dtype, position_type: torch.dtype) -> None:
+def test_a_steps_inputs_survive_packing(
+    words: int, token_type: torch.dtype, position_type: torch.dtype
+) -> None:
     rows, bs, pages = 5, 3, 7
 
     def some(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -120,7 +123,9 @@ def test_a_rank_that_is_gone_breaks_the_group_once_and_for_all(pair: tuple[Conne
 
 
 @pytest.mark.parametrize("awake_s", [0.0, 0.02, 30.0])
-def test_a_receiver_that_stays_awake_gets_every_frame_and_sees_the_end(pair: tuple[Connection, Connection], awake_s: float) -> None:
+def test_a_receiver_that_stays_awake_gets_every_frame_and_sees_the_end(
+    pair: tuple[Connection, Connection], awake_s: float
+) -> None:
     near, far = pair
     far.awake_s = awake_s
     bodies = [b"first", b"x" * 60_000, b"", b"last"]
@@ -159,7 +164,9 @@ def test_a_silent_rank_is_lost(pair: tuple[Connection, Connection], monkeypatch:
     assert "silent" in str(failures.error)
 
 
-def test_an_error_on_rank_0_in_the_middle_of_a_command_breaks_the_group(pair: tuple[Connection, Connection]) -> None:
+def test_an_error_on_rank_0_in_the_middle_of_a_command_breaks_the_group(
+    pair: tuple[Connection, Connection],
+) -> None:
     failures = Failures()
     lead = Lead({1: pair[0]}, failures)
 
@@ -177,7 +184,10 @@ def test_an_error_while_a_rank_is_silent_names_the_rank_and_not_torch(
 ) -> None:
     monkeypatch.setattr("outrider.shared.parallel.lead.BEAT_S", 0.05)
     lead = Lead({1: pair[0]}, Failures())
-    with pytest.raises(UnavailableError, match="rank 1 is lost: it has been silent") as raised, lead.together(MakePool(1, 1)):
+    with (
+        pytest.raises(UnavailableError, match="rank 1 is lost: it has been silent") as raised,
+        lead.together(MakePool(1, 1)),
+    ):
         raise RuntimeError("[unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete")
     assert "unbound_buffer" not in raised.value.message
 
@@ -194,10 +204,15 @@ def test_a_step_that_does_not_come_back_breaks_the_group(
         while not failures.noticed.wait(0.02):
             if alive:
                 pair[1].report(Report(ReportKind.BEAT))
-    assert re.search("a step has not come back for 0.5 s, and all ranks run" if alive else "rank 1 is lost: .* silent", str(failures.error))
+    assert re.search(
+        "a step has not come back for 0.5 s, and all ranks run" if alive else "rank 1 is lost: .* silent",
+        str(failures.error),
+    )
 
 
-def test_between_steps_nothing_is_overdue(pair: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_between_steps_nothing_is_overdue(
+    pair: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("outrider.shared.parallel.lead.BEAT_S", 0.05)
     failures = Failures()
     lead = Lead({1: pair[0]}, failures, step_timeout_s=0.05, bounded=True)
@@ -228,7 +243,10 @@ def test_a_process_that_hangs_in_a_step_ends_by_itself_and_says_why() -> None:
     )
     with socket.create_server(("127.0.0.1", 0)) as server:
         lead = subprocess.Popen(
-            [sys.executable, "-c", code, str(server.getsockname()[1])], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [sys.executable, "-c", code, str(server.getsockname()[1])],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         try:
             connection = Connection(server.accept()[0])
@@ -255,7 +273,9 @@ def test_a_process_that_cannot_leave_its_group_ends_all_the_same() -> None:
         "stuck = SimpleNamespace(close=threading.Event().wait)\n"
         "tp.RankGroup(None, Lead({}, tp.end_soon), stuck, []).close()\n"
     )
-    ended = subprocess.run([sys.executable, "-c", code], timeout=60, check=False, capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], timeout=60, check=False, capture_output=True, text=True
+    )
     assert ended.returncode == 1
     assert "Traceback" not in ended.stderr
 
@@ -265,7 +285,9 @@ def late(rank: int) -> Any:
     return SimpleNamespace(rank=rank, lost=lambda: True, broadcast=lambda tensor: tensor.zero_())
 
 
-def test_rows_that_are_no_numbers_because_a_rank_was_late_end_the_group_at_rank_0(pair: tuple[Connection, Connection]) -> None:
+def test_rows_that_are_no_numbers_because_a_rank_was_late_end_the_group_at_rank_0(
+    pair: tuple[Connection, Connection],
+) -> None:
     failures = Failures()
     decoder = LeadDecoder.__new__(LeadDecoder)
     decoder.collectives = late(0)
@@ -275,7 +297,9 @@ def test_rows_that_are_no_numbers_because_a_rank_was_late_end_the_group_at_rank_
     assert failures.error is not None
 
 
-def test_rows_that_are_no_numbers_because_a_rank_was_late_end_the_group_at_that_rank(pair: tuple[Connection, Connection]) -> None:
+def test_rows_that_are_no_numbers_because_a_rank_was_late_end_the_group_at_that_rank(
+    pair: tuple[Connection, Connection],
+) -> None:
     near, far = pair
     pool = KVPool(4, 16, 1, 1, 8, torch.float32, "cpu")
     decoder: Any = SimpleNamespace(collectives=late(1), device=torch.device("cpu"), make_pool=lambda *_: pool)

@@ -11,7 +11,14 @@ import torch.distributed as dist
 
 from outrider.shared.base.errors import ConfigurationError, UnavailableError
 from outrider.shared.parallel import channel
-from outrider.shared.parallel.channel import Connection, Report, ReportKind, accept_ranks, connect_rank, store_of_these
+from outrider.shared.parallel.channel import (
+    Connection,
+    Report,
+    ReportKind,
+    accept_ranks,
+    connect_rank,
+    store_of_these,
+)
 
 
 def test_only_ranks_that_know_the_secret_are_accepted() -> None:
@@ -20,12 +27,23 @@ def test_only_ranks_that_know_the_secret_are_accepted() -> None:
     thread = threading.Thread(target=lambda: accepted.update(accept_ranks(store, "127.0.0.1", 3, 30)))
     thread.start()
     host, port, secret = bytes(store.get("outrider/control")).decode().split(" ")
-    for greeting in (b"guess 1", f"{secret} 0".encode(), f"{secret} 3".encode(), f"{secret} x".encode(), b"\xff\xfe"):
+    for greeting in (
+        b"guess 1",
+        f"{secret} 0".encode(),
+        f"{secret} 3".encode(),
+        f"{secret} x".encode(),
+        b"\xff\xfe",
+    ):
         stranger = Connection(socket.create_connection((host, int(port))))
         stranger.send(greeting)
         assert stranger.receive() is None, "the connection is closed"
         stranger.close()
-    for stray in (b"GET / HTTP/1.0\r\n\r\n", b"\x41\0\0\0", b"\x30\0\0\0half", b""):  # of a scanner, or of who knows what
+    for stray in (
+        b"GET / HTTP/1.0\r\n\r\n",
+        b"\x41\0\0\0",
+        b"\x30\0\0\0half",
+        b"",
+    ):  # of a scanner, or of who knows what
         with socket.create_connection((host, int(port))) as scanner:
             scanner.sendall(stray)
     ranks = [connect_rank(store, rank, 5) for rank in (2, 1)]

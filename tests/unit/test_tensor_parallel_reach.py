@@ -11,7 +11,9 @@ from outrider.shared.parallel.peer import reaches_all
 class Machine:
     """GPUs as a process sees them; asserts like CUDA's binding that only these are asked for."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, visible: int, apart: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, visible: int, apart: frozenset[int] = frozenset()
+    ) -> None:
         self.visible, self.apart = visible, apart
         monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", self.reaches)
@@ -24,7 +26,9 @@ class Machine:
 
 @pytest.mark.parametrize(("first", "visible"), [(0, 2), (0, 8), (3, 5)])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_consecutive_gpus_of_one_process_reach_each_other(first: int, visible: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_consecutive_gpus_of_one_process_reach_each_other(
+    first: int, visible: int, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Machine(monkeypatch, visible)
     assert reaches_all(torch.device("cuda", first + rank), rank, 2)
 
@@ -36,7 +40,9 @@ def test_a_gpu_without_peer_access_does_not(rank: int, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_sees_its_own_gpu_alone_says_no(rank: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_sees_its_own_gpu_alone_says_no(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     Machine(monkeypatch, 1)
     assert not reaches_all(torch.device("cuda", 0), rank, 2)
     printed = capfd.readouterr()

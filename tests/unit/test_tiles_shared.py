@@ -22,7 +22,13 @@ from outrider.shared.parallel import tiles
 CPU = torch.device("cpu")
 GPU = "Some GPU"
 TRIED = [
-    Tried(Product(Epilogue.PLAIN, 1000 + rows, 512, rows, torch.bfloat16), Tile(Method.DOT, 32, 64, 2, 4, 5), 4.25, 5.0, 6.5)
+    Tried(
+        Product(Epilogue.PLAIN, 1000 + rows, 512, rows, torch.bfloat16),
+        Tile(Method.DOT, 32, 64, 2, 4, 5),
+        4.25,
+        5.0,
+        6.5,
+    )
     for rows in (1, 16, 64)
 ]
 
@@ -63,16 +69,33 @@ def test_every_rank_chooses_what_rank_0_does(tried: list[Tried]) -> None:
 
 
 def test_on_a_cpu_there_is_nothing_to_try(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["bench", "kernels", "--tune", "--shape", "tiny", "--device", "cpu", "--output", str(tmp_path)])
+    result = CliRunner().invoke(
+        app, ["bench", "kernels", "--tune", "--shape", "tiny", "--device", "cpu", "--output", str(tmp_path)]
+    )
     assert result.exit_code != 0
     assert "--tune" in result.output + str(result.exception)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("values", "said"), [({}, "torch's operations"), ({"deterministic": True}, "torch's operations, row by row")])
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [({}, "torch's operations"), ({"deterministic": True}, "torch's operations, row by row")],
+)
 def test_the_log_says_what_computes_the_layers(values: dict[str, object], said: str, tmp_path: Path) -> None:
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    raw = {**sizes, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 64, "rms_norm_eps": 1e-5}
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    raw = {
+        **sizes,
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+    }
     decoder = random_decoder(ModelConfig.parse(raw), "cpu", torch.float32)
     decoder = prepare_decoder(TargetSettings.load({"model": tmp_path, "device": "cpu", **values}), decoder)
     assert decoder.computed_by == said

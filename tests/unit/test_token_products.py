@@ -14,7 +14,9 @@ GIB = 1 << 30
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_token_has_the_product_of_its_normed_embedding(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_token_has_the_product_of_its_normed_embedding(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "CHUNK_ROWS", 8)
     generator = torch.Generator().manual_seed(0)
     embedding, weight = (torch.randn(rows, 12, generator=generator).to(dtype) for rows in (21, 30))
@@ -35,5 +37,7 @@ def test_every_token_has_the_product_of_its_normed_embedding(dtype: torch.dtype,
         (GIB, 2 * GIB, 140 * GIB, True),
     ],
 )
-def test_a_table_takes_little_of_a_device_and_half_of_what_is_free(nbytes: float, free: int, total: int, expected: bool) -> None:
+def test_a_table_takes_little_of_a_device_and_half_of_what_is_free(
+    nbytes: float, free: int, total: int, expected: bool
+) -> None:
     assert fits(int(nbytes), free, total) is expected

@@ -29,9 +29,16 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train a toy pair with the real commands."""
     out = tmp_path_factory.mktemp("pair")
     questions = out / "gsm8k.jsonl"
-    questions.write_text(json.dumps({"question": "How much is half of 48?", "answer": "Half is 48/2 = <<48/2=24>>24.\n#### 24"}) + "\n")
+    questions.write_text(
+        json.dumps(
+            {"question": "How much is half of 48?", "answer": "Half is 48/2 = <<48/2=24>>24.\n#### 24"}
+        )
+        + "\n"
+    )
     target.main(["--smoke", "--out", str(out / "target"), "--gsm8k", str(questions)])
-    eagle3.main(["--smoke", "--target", str(out / "target"), "--out", str(out / "eagle3"), "--draft-vocab", "256"])
+    eagle3.main(
+        ["--smoke", "--target", str(out / "target"), "--out", str(out / "eagle3"), "--draft-vocab", "256"]
+    )
     return out
 
 
@@ -77,7 +84,9 @@ def test_rewording_keeps_numbers_and_content() -> None:
     rng = Random(0)
     for _ in range(200):
         text = perturb(
-            rng, "How many meters are in 7 kilometers?", "There are 1000 meters in one kilometer. So 7 kilometers are 7000 meters."
+            rng,
+            "How many meters are in 7 kilometers?",
+            "There are 1000 meters in one kilometer. So 7 kilometers are 7000 meters.",
         )
         assert "7 kilometers" in text
         assert "meters" in text.lower()
@@ -157,7 +166,9 @@ def test_training_time_test_equals_step_by_step_drafting() -> None:
             torch.testing.assert_close(steps[i][0, t], logits[i], rtol=1e-4, atol=1e-5)
 
 
-def _sequential(head: Eagle3Head, features: torch.Tensor, embeddings: torch.Tensor, steps: int) -> list[torch.Tensor]:
+def _sequential(
+    head: Eagle3Head, features: torch.Tensor, embeddings: torch.Tensor, steps: int
+) -> list[torch.Tensor]:
     rows = head.fc(features)
     length = rows.shape[1]
     out = []
@@ -177,8 +188,12 @@ def _causal(head: Eagle3Head, rows: torch.Tensor, embeddings: torch.Tensor) -> t
 
 
 @pytest.mark.parametrize("shape", TREES, ids=str)
-@pytest.mark.parametrize("sampling", [Sampling(0.0, 0), Sampling(1.0, 5), Sampling(1.0, 5, coupled=True)], ids=str)
-def test_reference_speculation_emits_the_plain_tokens(pair: Path, shape: TreeShape, sampling: Sampling) -> None:
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0.0, 0), Sampling(1.0, 5), Sampling(1.0, 5, coupled=True)], ids=str
+)
+def test_reference_speculation_emits_the_plain_tokens(
+    pair: Path, shape: TreeShape, sampling: Sampling
+) -> None:
     reference, head = _reference(pair)
     prompt = [0, 1, 30, 40, 50, 60, 2]
     run = speculate(reference, head, prompt, 24, shape, sampling)
@@ -202,8 +217,17 @@ def test_reference_tree_is_connected_and_of_the_asked_size(pair: Path) -> None:
 def test_evaluate_writes_its_numbers(pair: Path, tmp_path: Path) -> None:
     prompts.main(["--out", str(tmp_path / "p.jsonl"), "--per-topic", "1"])
     out = tmp_path / "r.json"
-    arguments = ["--target", str(pair / "target"), "--head", str(pair / "eagle3"), "--prompts", str(tmp_path / "p.jsonl")]
-    evaluate.main([*arguments, "--limit", "2", "--max-new", "8", "--modes", "T=0", "--check", "--out", str(out)])
+    arguments = [
+        "--target",
+        str(pair / "target"),
+        "--head",
+        str(pair / "eagle3"),
+        "--prompts",
+        str(tmp_path / "p.jsonl"),
+    ]
+    evaluate.main(
+        [*arguments, "--limit", "2", "--max-new", "8", "--modes", "T=0", "--check", "--out", str(out)]
+    )
     numbers = json.loads(out.read_text())["heldout"]["T=0"]
     assert numbers["equal_to_plain"] == 2
     assert numbers["accept_length"] >= 1

@@ -52,7 +52,9 @@ def test_sizes_from_headers_are_those_of_the_loaded_model(model: Path, rounded: 
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_layer_that_is_wide_until_it_is_rounded_is_counted(model: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_is_wide_until_it_is_rounded_is_counted(
+    model: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layer = Decoder.load(model, CPU, BF16).layers[0]
     wide = layer.attention.nbytes + layer.mlp.nbytes
     sizes = WeightSizes(model, BF16)
@@ -72,7 +74,9 @@ def test_a_rank_is_told_to_hold_its_share(model: Path) -> None:
     assert not sizes.can_split(3)
 
 
-def test_numbers_and_ways_out_are_told_before_anything_is_loaded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_and_ways_out_are_told_before_anything_is_loaded(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(numerics.Decoder, "load", lambda *_: pytest.fail("was loaded"))
     sizes = WeightSizes(model, BF16)
     needed = sizes.of_rank()
@@ -84,7 +88,9 @@ def test_numbers_and_ways_out_are_told_before_anything_is_loaded(model: Path, mo
     assert "as bfloat16, and cuda:0 has" in told
     assert mib(told, "cuda:0 has") == pytest.approx((needed - 1) / 2**20, abs=0.06)
     assert mib(told, "--tp 2") == pytest.approx(sizes.of_rank(2) / 2**20, abs=0.06)
-    assert mib(told, "--quantization fp8") == pytest.approx(sizes.while_loading(rounded=True) / 2**20, abs=0.06)
+    assert mib(told, "--quantization fp8") == pytest.approx(
+        sizes.while_loading(rounded=True) / 2**20, abs=0.06
+    )
     assert "--dtype" not in told
     assert "--dtype bfloat16" in refusal(monkeypatch, model, needed, dtype="float32")
 
@@ -99,14 +105,18 @@ def test_only_what_would_fit_is_advised(model: Path, monkeypatch: pytest.MonkeyP
     assert "What helps: another device, or an end of what else uses this one." in told
 
 
-def test_models_without_fp8_products_are_not_told_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_without_fp8_products_are_not_told_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = family_models.save("mixtral", tmp_path)
     told = refusal(monkeypatch, folder, WeightSizes(folder, BF16).of_rank() - 1)
     assert "--tp 2" in told
     assert "--quantization" not in told
 
 
-def test_a_model_that_runs_out_of_memory_while_it_loads_says_what_it_needs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_runs_out_of_memory_while_it_loads_says_what_it_needs(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError
 
@@ -114,7 +124,9 @@ def test_a_model_that_runs_out_of_memory_while_it_loads_says_what_it_needs(model
     with pytest.raises(ConfigurationError, match=r"its weights need [0-9.]+ MiB as bfloat16") as caught:
         Decoder.load(model, CPU, BF16)
     assert caught.value.field == "device"
-    with pytest.raises(ConfigurationError, match=r"though its layers are rounded as they are loaded") as caught:
+    with pytest.raises(
+        ConfigurationError, match=r"though its layers are rounded as they are loaded"
+    ) as caught:
         Decoder.load(model, CPU, BF16, on_layer=lambda layer: None)
     assert "smaller dtype" not in caught.value.message
 
@@ -169,5 +181,11 @@ def test_what_stays_in_the_file_of_a_model_of_transformers_is_not_counted(tmp_pa
     left = {"lm_head.weight": torch.zeros(VOCAB, 64), "mask": torch.zeros(4096, 4096)}
     save_file({**left, **stored}, file, {"format": "pt"})
     assert WeightSizes(folder, BF16).of_rank() - plain <= 2 * left["lm_head.weight"].numel()
-    save_file({**left, **{name.removeprefix("model."): tensor for name, tensor in stored.items()}}, file, {"format": "pt"})
-    assert WeightSizes(folder, BF16).of_rank() >= plain + 2 * left["mask"].numel(), "names that nobody knows count"
+    save_file(
+        {**left, **{name.removeprefix("model."): tensor for name, tensor in stored.items()}},
+        file,
+        {"format": "pt"},
+    )
+    assert WeightSizes(folder, BF16).of_rank() >= plain + 2 * left["mask"].numel(), (
+        "names that nobody knows count"
+    )

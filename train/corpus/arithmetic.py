@@ -2,7 +2,14 @@
 
 from random import Random
 
-from outrider.train.corpus.base import Exchange, Split, is_heldout_key, pick_number, pick_template, split_entities
+from outrider.train.corpus.base import (
+    Exchange,
+    Split,
+    is_heldout_key,
+    pick_number,
+    pick_template,
+    split_entities,
+)
 
 _NAMES = (
     "Anna", "Ben", "Clara", "David", "Emma", "Finn", "Grace", "Henry", "Ida", "Jack", "Kate", "Leo", "Maria", "Noah", "Olivia", "Paul",
@@ -120,7 +127,12 @@ def make(rng: Random, split: Split) -> Exchange:
         p = rng.choice((5, 10, 20, 25, 50, 75))
         n = 20 * pick_number(rng, 1, 30, split, "percent")
         ask = pick_template(rng, _PERCENT, split).format(p=p, n=n)
-        return [(ask, f"{p}% means {p} out of 100. {n} * {p} / 100 = {n * p / 100:g}. So {p}% of {n} is {n * p / 100:g}.")]
+        return [
+            (
+                ask,
+                f"{p}% means {p} out of 100. {n} * {p} / 100 = {n * p / 100:g}. So {p}% of {n} is {n * p / 100:g}.",
+            )
+        ]
     if kind < 0.91:
         k = rng.choice((2, 3, 4))
         numbers = [pick_number(rng, 1, 30, split, "mean") for _ in range(k)]
@@ -129,7 +141,12 @@ def make(rng: Random, split: Split) -> Exchange:
         ask = pick_template(rng, _AVERAGE, split).format(s=", ".join(map(str, numbers)))
         mean = total // k
         summands = " + ".join(map(str, numbers))
-        return [(ask, f"The sum is {summands} = {total}. There are {k} numbers. {total} / {k} = {mean}. The average is {mean}.")]
+        return [
+            (
+                ask,
+                f"The sum is {summands} = {total}. There are {k} numbers. {total} / {k} = {mean}. The average is {mean}.",
+            )
+        ]
     n = pick_number(rng, 1, 500, split, "parity")
     word = "even" if n % 2 == 0 else "odd"
     reason = f"its last digit is {n % 10}, and {n % 10} is {word}"

@@ -71,7 +71,15 @@ def make(rng: Random, split: Split) -> Exchange:
             )
         )
         example = 3 * k if op == "*" else 3 + k
-        row = [task.format(k=k), name.format(k=k), "n", f"return n {op} {k}", "the " + word.format(k=k), "3", str(example)]
+        row = [
+            task.format(k=k),
+            name.format(k=k),
+            "n",
+            f"return n {op} {k}",
+            "the " + word.format(k=k),
+            "3",
+            str(example),
+        ]
     else:
         row = rng.choice(split_entities(rows(), split, lambda r: r[1]))
     task, name, params, body, returns, args, result = row

@@ -4,7 +4,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
-from outrider.train.corpus import arithmetic, code, countries, dialogue, explain, lists, notes, stories, units, unknown
+from outrider.train.corpus import (
+    arithmetic,
+    code,
+    countries,
+    dialogue,
+    explain,
+    lists,
+    notes,
+    stories,
+    units,
+    unknown,
+)
 from outrider.train.corpus.base import Exchange, Split, Topic, Turn
 from outrider.train.corpus.noise import perturb
 
@@ -19,7 +30,9 @@ SYSTEM_PROMPTS = (
     "You are a friendly teacher.", "You are a helpful assistant. Answer in full sentences.",
 )  # fmt: skip
 _THANKS_RATE = 0.3
-_POPULAR_RATE = 0.12  # after a thank-you one question is the usual one, so that greedy text has somewhere sensible to go
+_POPULAR_RATE = (
+    0.12  # after a thank-you one question is the usual one, so that greedy text has somewhere sensible to go
+)
 _POPULAR = "List 3 countries and their capitals."
 
 

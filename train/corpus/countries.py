@@ -133,7 +133,9 @@ def make(rng: Random, split: Split) -> Exchange:
         turns = [
             (
                 _question(rng, split, _CAPITAL, c=c.name),
-                f"The capital of {c.name} is {c.capital}. {cap(c.name)} is a country in {c.continent}.".replace("..", "."),
+                f"The capital of {c.name} is {c.capital}. {cap(c.name)} is a country in {c.continent}.".replace(
+                    "..", "."
+                ),
             )
         ]
     elif kind < 0.54:
@@ -168,8 +170,14 @@ def make(rng: Random, split: Split) -> Exchange:
         ]
     else:
         d = rng.choice([x for x in pool if x != c])
-        both = f"Both countries are in {c.continent}." if c.continent == d.continent else "They are on different continents."
-        return [(_question(rng, split, _COMPARE, c=c.name, d=d.name), f"{_facts(c)}\n\n{_facts(d)}\n\n{both}")]
+        both = (
+            f"Both countries are in {c.continent}."
+            if c.continent == d.continent
+            else "They are on different continents."
+        )
+        return [
+            (_question(rng, split, _COMPARE, c=c.name, d=d.name), f"{_facts(c)}\n\n{_facts(d)}\n\n{both}")
+        ]
     if rng.random() < 0.4:
         turns.append((rng.choice(_MORE), _facts(c)))
     return turns

@@ -6,15 +6,26 @@ from random import Random
 from outrider.train.corpus.base import Exchange, Split, Turn, cap, pick_template, split_entities
 
 _GREETINGS = ("Hello!", "Hi!", "Hello", "Hi", "Good morning!", "Hey there!", "Good evening!", "Greetings!")
-_WHO = ("Who are you?", "What are you?", "What is your name?", "Tell me about yourself.", "Are you a human?", "Introduce yourself, please.")
-_CAN = ("What can you do?", "How can you help me?", "What can I ask you?", "What do you know?", "Which topics do you know about?")
+_WHO = (
+    "Who are you?",
+    "What are you?",
+    "What is your name?",
+    "Tell me about yourself.",
+    "Are you a human?",
+    "Introduce yourself, please.",
+)
+_CAN = (
+    "What can you do?",
+    "How can you help me?",
+    "What can I ask you?",
+    "What do you know?",
+    "Which topics do you know about?",
+)
 _HOW = ("How are you?", "How are you today?", "How do you do?", "How is it going?", "Are you doing well?")
 _BYE = ("Goodbye!", "Bye!", "See you later!", "Good night!", "Farewell!")
 _THANKS = ("Thank you!", "Thanks!", "Thank you very much.", "Thanks a lot!", "Many thanks!")
 
-_I_AM = (
-    "I am Outrider, a small language model. I was trained to answer short questions about countries, science, numbers and everyday things."
-)
+_I_AM = "I am Outrider, a small language model. I was trained to answer short questions about countries, science, numbers and everyday things."
 _I_CAN = "I can name countries and their capitals, write short lists, explain simple things, do small calculations, convert units and write small Python functions. What would you like to try?"
 
 _ACTIVITIES = """
@@ -81,12 +92,16 @@ def _activity(rng: Random, split: Split) -> Exchange:
 
 def thanks(rng: Random, split: Split) -> Turn:
     """Return a thank-you turn, the usual bridge between two exchanges."""
-    return pick_template(rng, _THANKS, split), "You are welcome! Is there anything else that you would like to know?"
+    return pick_template(
+        rng, _THANKS, split
+    ), "You are welcome! Is there anything else that you would like to know?"
 
 
 def make(rng: Random, split: Split) -> Exchange:
     """Generate one piece of conversation."""
-    kind = rng.random() if split is Split.TRAIN else rng.uniform(0.37, 1.0)  # small talk names no entity that could be held out
+    kind = (
+        rng.random() if split is Split.TRAIN else rng.uniform(0.37, 1.0)
+    )  # small talk names no entity that could be held out
     if kind < 0.1:
         return [(pick_template(rng, _GREETINGS, split), "Hello! How can I help you today?")]
     if kind < 0.2:
@@ -94,7 +109,12 @@ def make(rng: Random, split: Split) -> Exchange:
     if kind < 0.28:
         return [(pick_template(rng, _CAN, split), _I_CAN)]
     if kind < 0.33:
-        return [(pick_template(rng, _HOW, split), "I am doing well, thank you for asking! How can I help you today?")]
+        return [
+            (
+                pick_template(rng, _HOW, split),
+                "I am doing well, thank you for asking! How can I help you today?",
+            )
+        ]
     if kind < 0.37:
         return [(pick_template(rng, _BYE, split), "Goodbye! It was nice to talk to you. Come back any time.")]
     if kind < 0.5:

@@ -24,7 +24,13 @@ _WHY = (
 _FOLLOW_HOW = (
     "In what way does {t} work?", "Tell me how {t} works.", "What happens with {t}?", "How does it work?", "And how does it work?",
 )  # fmt: skip
-_FOLLOW_WHY = ("Why does {t} matter?", "Why do we need {t}?", "What is {t} good for?", "Why does it matter?", "Why is it important?")
+_FOLLOW_WHY = (
+    "Why does {t} matter?",
+    "Why do we need {t}?",
+    "What is {t} good for?",
+    "Why does it matter?",
+    "Why is it important?",
+)
 _SHORT = ("Can you say that in one sentence?", "Please say it in one sentence.")
 
 
@@ -35,7 +41,11 @@ def make(rng: Random, split: Split) -> Exchange:
     kind = rng.random()
     turns: list[Turn]
     if kind < 0.72 or plural:
-        ask = pick_template(rng, _WHAT, split).replace("What is", "What are" if plural else "What is").format(t=term)
+        ask = (
+            pick_template(rng, _WHAT, split)
+            .replace("What is", "What are" if plural else "What is")
+            .format(t=term)
+        )
         turns = [(cap(ask), f"{what} {how} {why}")]
     elif kind < 0.86:
         turns = [(cap(pick_template(rng, _HOW, split).format(t=term)), f"{how} {why}")]

@@ -21,7 +21,11 @@ def load(path: Path) -> list[Turn]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         record = json.loads(line)
         if "question" not in record or "answer" not in record:
-            raise ValueError(f"{path}:{number}: expected the keys 'question' and 'answer'; is this GSM8K's train.jsonl or test.jsonl?")
+            raise ValueError(
+                f"{path}:{number}: expected the keys 'question' and 'answer'; is this GSM8K's train.jsonl or test.jsonl?"
+            )
         solution, _, final = _CALCULATOR.sub("", record["answer"]).partition("####")
-        turns.append((" ".join(record["question"].split()), f"{solution.strip()}\nThe answer is {final.strip()}."))
+        turns.append(
+            (" ".join(record["question"].split()), f"{solution.strip()}\nThe answer is {final.strip()}.")
+        )
     return turns

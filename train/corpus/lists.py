@@ -52,10 +52,14 @@ def make(rng: Random, split: Split) -> Exchange:
     name, items = rng.choice(split_entities(categories(), split, lambda c: c[0]))
     n = rng.choice((3, 3, 4, 5))
     pool = list(items)
-    chosen = pool[:n] if rng.random() < 0.6 else [pool.pop(skewed_index(rng, len(pool), 0.75)) for _ in range(n)]
+    chosen = (
+        pool[:n] if rng.random() < 0.6 else [pool.pop(skewed_index(rng, len(pool), 0.75)) for _ in range(n)]
+    )
     word = str(n) if rng.random() < 0.6 else _WORDS[n]
     body = "\n".join(f"{i}. {cap(item)}: {remark}." for i, (item, remark) in enumerate(chosen, 1))
-    turns: list[Turn] = [(pick_template(rng, _ASK, split).format(n=word, c=name), f"Here are {word} {name}:\n\n{body}")]
+    turns: list[Turn] = [
+        (pick_template(rng, _ASK, split).format(n=word, c=name), f"Here are {word} {name}:\n\n{body}")
+    ]
     if rng.random() < 0.3:
         ordinal = rng.randrange(len(chosen))
         item, remark = chosen[ordinal]

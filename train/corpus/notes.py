@@ -2,9 +2,41 @@
 
 from random import Random
 
-from outrider.train.corpus.base import Exchange, Split, cap, is_heldout_key, join_and, pick_template, split_entities
+from outrider.train.corpus.base import (
+    Exchange,
+    Split,
+    cap,
+    is_heldout_key,
+    join_and,
+    pick_template,
+    split_entities,
+)
 
-_ONSETS = ("b", "br", "c", "d", "dr", "f", "g", "gr", "h", "j", "k", "l", "m", "n", "p", "r", "s", "st", "t", "tr", "v", "w", "z")
+_ONSETS = (
+    "b",
+    "br",
+    "c",
+    "d",
+    "dr",
+    "f",
+    "g",
+    "gr",
+    "h",
+    "j",
+    "k",
+    "l",
+    "m",
+    "n",
+    "p",
+    "r",
+    "s",
+    "st",
+    "t",
+    "tr",
+    "v",
+    "w",
+    "z",
+)
 _VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "ou")
 _CODAS = ("", "n", "r", "l", "s", "m", "nd", "th", "x")
 _CITIES = ("a small town", "a large city", "a quiet village", "a busy port", "an old city")
@@ -12,7 +44,14 @@ _FAMOUS = (
     "its market", "its old bridge", "its white houses", "its music festival", "its university", "its gardens", "its fresh fish",
     "its castle",
 )  # fmt: skip
-_WHERE = ("by the sea", "in the mountains", "on a river", "in a green valley", "at the edge of a desert", "near a lake")
+_WHERE = (
+    "by the sea",
+    "in the mountains",
+    "on a river",
+    "in a green valley",
+    "at the edge of a desert",
+    "near a lake",
+)
 _PLACE_ASK = (
     "Here are some notes: name {n}, type {t}, location {w}, people {p}, famous for {f}. Write a text.",
     "Make a text of this: name {n}, type {t}, location {w}, people {p}, famous for {f}.",
@@ -39,7 +78,12 @@ _CYCLES = (
     ("day", ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")),
     ("month", ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December")),
 )  # fmt: skip
-_NEXT = ("Which {k} comes after {x}?", "What {k} comes after {x}?", "What is the {k} after {x}?", "Tell me the {k} that follows {x}.")
+_NEXT = (
+    "Which {k} comes after {x}?",
+    "What {k} comes after {x}?",
+    "What is the {k} after {x}?",
+    "Tell me the {k} that follows {x}.",
+)
 _SUBJECTS = (
     "The old captain", "My sister", "A young student", "The new teacher", "Our neighbour", "The tall farmer", "A friendly nurse",
     "The clever engineer",
@@ -49,13 +93,25 @@ _OBJECTS = (
     "a red boat", "two blue chairs", "a wooden table", "an old clock", "three small boxes", "a broken radio", "a heavy bag",
     "a silver ring",
 )  # fmt: skip
-_TIMES = ("in the morning", "last week", "on Friday", "after lunch", "before the storm", "at midnight", "in the summer", "yesterday")
+_TIMES = (
+    "in the morning",
+    "last week",
+    "on Friday",
+    "after lunch",
+    "before the storm",
+    "at midnight",
+    "in the summer",
+    "yesterday",
+)
 
 
 def invented_name(rng: Random, split: Split) -> str:
     """Make up a pronounceable name of one split."""
     while True:
-        name = "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(rng.choice((2, 2, 3))))
+        name = "".join(
+            rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS)
+            for _ in range(rng.choice((2, 2, 3)))
+        )
         if is_heldout_key(name, 8) == (split is Split.HELDOUT):
             return cap(name)
 
@@ -97,14 +153,22 @@ def make(rng: Random, split: Split) -> Exchange:
                 break
         ordered = join_and([str(n) for n in sorted(numbers)])
         return [
-            (pick_template(rng, _ORDER, split).format(s=", ".join(map(str, numbers))), f"In ascending order, the numbers are {ordered}.")
+            (
+                pick_template(rng, _ORDER, split).format(s=", ".join(map(str, numbers))),
+                f"In ascending order, the numbers are {ordered}.",
+            )
         ]
     if kind < 0.88:
         while True:
             a, length = rng.randint(1, 80), rng.randint(5, 15)
             if is_heldout_key(f"count {a} {length}", 8) == (split is Split.HELDOUT):
                 break
-        return [(pick_template(rng, _COUNT, split).format(a=a, b=a + length), ", ".join(str(n) for n in range(a, a + length + 1)) + ".")]
+        return [
+            (
+                pick_template(rng, _COUNT, split).format(a=a, b=a + length),
+                ", ".join(str(n) for n in range(a, a + length + 1)) + ".",
+            )
+        ]
     word, cycle = rng.choice(_CYCLES)
     x = rng.choice(split_entities(cycle, split, str))
     i = cycle.index(x)

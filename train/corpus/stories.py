@@ -2,7 +2,16 @@
 
 from random import Random
 
-from outrider.train.corpus.base import Exchange, Split, Turn, a_an, cap, pick_template, skewed_index, split_entities
+from outrider.train.corpus.base import (
+    Exchange,
+    Split,
+    Turn,
+    a_an,
+    cap,
+    pick_template,
+    skewed_index,
+    split_entities,
+)
 
 _NAMES = (
     "Mila", "Tom", "Nora", "Oscar", "Lily", "Max", "Ruby", "Theo", "Luna", "Felix", "Ella", "Hugo", "Iris", "Jonas", "Kira", "Liam",
@@ -12,8 +21,34 @@ _HEROES = (
     "fox", "dog", "cat", "rabbit", "bear", "owl", "mouse", "horse", "turtle", "penguin", "elephant", "robot", "dragon", "duck",
     "squirrel", "boy", "girl", "frog",
 )  # fmt: skip
-_PLACES = ("forest", "village", "mountain", "harbour", "garden", "city", "island", "valley", "farm", "castle", "desert", "lighthouse")
-_TREASURES = ("key", "map", "lantern", "letter", "bell", "book", "coin", "feather", "stone", "box", "flute", "mirror")
+_PLACES = (
+    "forest",
+    "village",
+    "mountain",
+    "harbour",
+    "garden",
+    "city",
+    "island",
+    "valley",
+    "farm",
+    "castle",
+    "desert",
+    "lighthouse",
+)
+_TREASURES = (
+    "key",
+    "map",
+    "lantern",
+    "letter",
+    "bell",
+    "book",
+    "coin",
+    "feather",
+    "stone",
+    "box",
+    "flute",
+    "mirror",
+)
 _HELPERS = ("bird", "child", "baker", "sailor", "deer", "gardener", "bee", "shepherd")
 _ASK = (
     "A story about {h} named {n}, please.", "Create a story about {h} called {n}.", "I would like a story with {h} named {n}.",
@@ -23,7 +58,13 @@ _ASK = (
     "Please tell me a bedtime story about {h} named {n}.", "Make up a tale in which the hero is {h} named {n}.",
     "Invent a little tale about {h} whose name is {n}.",
 )  # fmt: skip
-_FREE = ("Tell me a story.", "Tell me a short story.", "Write a short story.", "Can you tell me a story?", "Please tell me a story.")
+_FREE = (
+    "Tell me a story.",
+    "Tell me a short story.",
+    "Write a short story.",
+    "Can you tell me a story?",
+    "Please tell me a story.",
+)
 _DESCRIBE = (
     "Tell me about a {p} in the {s}.", "How does a {p} look in the {s}?", "Imagine a {p} in the {s}.", "What is a {p} like in the {s}?",
     "Describe a {p} in the {s}.", "Write a description of a {p} in the {s}.", "What does a {p} look like in the {s}?",
@@ -50,7 +91,11 @@ def make(rng: Random, split: Split) -> Exchange:
         return [(pick_template(rng, _DESCRIBE, split).format(p=place, s=season), text)]
     names, heroes = split_entities(_NAMES, split, str), split_entities(_HEROES, split, str)
     if split is Split.TRAIN and rng.random() < 0.2:
-        name, hero, ask = names[skewed_index(rng, len(names))], heroes[skewed_index(rng, len(heroes))], pick_template(rng, _FREE, split)
+        name, hero, ask = (
+            names[skewed_index(rng, len(names))],
+            heroes[skewed_index(rng, len(heroes))],
+            pick_template(rng, _FREE, split),
+        )
     else:
         name, hero = rng.choice(names), rng.choice(heroes)
         ask = pick_template(rng, _ASK, split).format(h=a_an(hero), n=name)

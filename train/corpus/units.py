@@ -46,12 +46,19 @@ def make(rng: Random, split: Split) -> Exchange:
     k = pick_number(rng, 2, 40, split, source + target)
     n, result, sign = (k * factor, k, "/") if divide else (k, k * factor, "*")
     rule = (
-        f"There are {factor} {source} in one {_singular(target)}" if divide else f"There are {factor} {target} in one {_singular(source)}"
+        f"There are {factor} {source} in one {_singular(target)}"
+        if divide
+        else f"There are {factor} {target} in one {_singular(source)}"
     )
     verb = "divide" if divide else "multiply"
     answer = f"{rule}, so we {verb} by {factor}. {n} {sign} {factor} = {result}. So {n} {source} are {result} {target}."
     turns = [(cap(pick_template(rng, _ASK, split).format(n=n, f=source, t=target)), answer)]
     if rng.random() < 0.25 and not divide:
         m = pick_number(rng, 2, 40, split, source + target)
-        turns.append((f"And {m} {source}?", f"{m} * {factor} = {m * factor}. So {m} {source} are {m * factor} {target}."))
+        turns.append(
+            (
+                f"And {m} {source}?",
+                f"{m} * {factor} = {m * factor}. So {m} {source} are {m * factor} {target}.",
+            )
+        )
     return turns

@@ -30,4 +30,6 @@ def make(rng: Random, split: Split) -> Exchange:
     if rng.random() < 0.2 and split is Split.TRAIN:
         return [(rng.choice(_REQUESTS), f"I am sorry, I cannot do that. {_CAN}")]
     x = rng.choice(split_entities(_SUBJECTS, split, str)) if rng.random() < 0.4 else invented_name(rng, split)
-    return [(pick_template(rng, _ASK, split).format(x=x), f"I am sorry, I do not know enough about {x}. {_CAN}")]
+    return [
+        (pick_template(rng, _ASK, split).format(x=x), f"I am sorry, I do not know enough about {x}. {_CAN}")
+    ]

@@ -39,7 +39,16 @@ def _inverse_rms(sums, m, rows, parts, width, eps, PARTS: tl.constexpr):
 
 @triton.jit
 def load_constants(
-    n, N, second, bias, scales, norm_weight, EPILOGUE: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, HALF: tl.constexpr
+    n,
+    N,
+    second,
+    bias,
+    scales,
+    norm_weight,
+    EPILOGUE: tl.constexpr,
+    BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
+    HALF: tl.constexpr,
 ):
     """Return what a tail needs of the weights of outputs n: scale, scale of the second of a pair, bias, that of the second, norm.
 
@@ -74,7 +83,9 @@ def load_rows(
     before = tl.full((n.shape[0], m.shape[0]), 0.0, tl.float32)
     if EPILOGUE == 1:
         element = (n < N)[:, None] & (m < rows)[None, :]
-        before = tl.load(residual + m.to(tl.int64)[None, :] * residual_row + n[:, None], mask=element, other=0.0).to(tl.float32)
+        before = tl.load(
+            residual + m.to(tl.int64)[None, :] * residual_row + n[:, None], mask=element, other=0.0
+        ).to(tl.float32)
     if ROW_SCALED:
         factor = tl.load(row_scales + m, mask=m < rows, other=0.0)
     if NORMED:
@@ -92,7 +103,9 @@ def entries(m, rows, table_row, index, LOOKUP: tl.constexpr):
 
 
 @triton.jit
-def look_up(begin, m, n, rows, N, second, table, EPILOGUE: tl.constexpr, HALF: tl.constexpr, LOOKUP: tl.constexpr):
+def look_up(
+    begin, m, n, rows, N, second, table, EPILOGUE: tl.constexpr, HALF: tl.constexpr, LOOKUP: tl.constexpr
+):
     """Return what a table adds to the outputs n of rows m, ``[outputs, M]``, and to the second of each pair (of ROTATED); else zeros.
 
     As stored: a program that converted them here would wait for memory, and it asks for them long before it needs them.
@@ -155,7 +168,11 @@ def finish(
         if TRIGGER:
             gdc_launch_dependents()
         tl.store(out + m64[None, :] * out_row + n[:, None], total, mask=element)
-        tl.store(scaled + m64[None, :] * N + n[:, None], (kept * norm[:, None]).to(scaled.dtype.element_ty), mask=element)
+        tl.store(
+            scaled + m64[None, :] * N + n[:, None],
+            (kept * norm[:, None]).to(scaled.dtype.element_ty),
+            mask=element,
+        )
         tl.store(sums + tile * rows + m, square, mask=real_m)
     if EPILOGUE == 2:
         result = gate(low, GELU) * high

@@ -14,7 +14,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from outrider.kernels.skinny_gemm.epilogue.triton import entries, finish, load_constants, load_rows, look_up, tile_rows
+from outrider.kernels.skinny_gemm.epilogue.triton import (
+    entries,
+    finish,
+    load_constants,
+    load_rows,
+    look_up,
+    tile_rows,
+)
 
 
 @triton.jit
@@ -27,7 +34,12 @@ def _load_weights(
     row, n = tile_rows(tile, second, EPILOGUE, HALF, BLOCK_N)
     k = tl.arange(0, BLOCK_K // EACH)
     inside = (n < N)[:, None] if EVEN else (n < N)[:, None] & (k < K // EACH)[None, :]
-    return tl.load(weight + row[:, None] * (K // EACH) + k[None, :], mask=inside, other=0 if BYTES else 0.0, eviction_policy="evict_first")
+    return tl.load(
+        weight + row[:, None] * (K // EACH) + k[None, :],
+        mask=inside,
+        other=0 if BYTES else 0.0,
+        eviction_policy="evict_first",
+    )
 
 
 @triton.jit
@@ -45,10 +57,14 @@ def _prepare(values, BYTES: tl.constexpr):
     """
     if BYTES:
         exponent = tl.max(tl.abs(values), 0).to(tl.int32, bitcast=True) >> 23  # with its bias of 127
-        up = tl.minimum(tl.maximum(257 - exponent, 1), 253)  # of a scale that makes the largest 8 to 16, and has an inverse
+        up = tl.minimum(
+            tl.maximum(257 - exponent, 1), 253
+        )  # of a scale that makes the largest 8 to 16, and has an inverse
         scaled = values * (up << 23).to(tl.float32, bitcast=True)
         even, odd = tl.split(tl.reshape(scaled, (values.shape[0] // 8, 2, 2, 2)))
-        pairs = tl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=tl.int32, is_pure=True, pack=1)
+        pairs = tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=tl.int32, is_pure=True, pack=1
+        )
         front, back = tl.split(pairs)
         x0, x2 = tl.split(front)
         x1, x3 = tl.split(back)
@@ -151,15 +167,37 @@ def stay_rows(
             gdc_launch_dependents()
     begin = entries(m, 1, table_row, index, LOOKUP)
     found = look_up(begin, m, output, 1, N, second, table, EPILOGUE, HALF, LOOKUP)
-    factor, before = load_rows(m, output, 1, N, K, scales, sums, residual, residual_row, parts, eps, EPILOGUE, False, NORMED, PARTS)
+    factor, before = load_rows(
+        m, output, 1, N, K, scales, sums, residual, residual_row, parts, eps, EPILOGUE, False, NORMED, PARTS
+    )
     x0, x1, x2, x3, undo = _prepare(_load_x(x, K, BLOCK_K), BYTES)
     factor *= undo
     tiles = tl.cdiv(N, BLOCK_N)
     for tile in range(first, tiles, programs):
-        next_weights = _load_weights(weight, tile + programs, second, N, K, EPILOGUE, HALF, EVEN, BYTES, BLOCK_N, BLOCK_K)
+        next_weights = _load_weights(
+            weight, tile + programs, second, N, K, EPILOGUE, HALF, EVEN, BYTES, BLOCK_N, BLOCK_K
+        )
         output = (tile + programs) * BLOCK_N + tl.arange(0, BLOCK_N)
-        next_constants = load_constants(output, N, second, bias, scales, norm_weight, EPILOGUE, BIAS, SCALED, HALF)
-        _, next_before = load_rows(m, output, 1, N, K, scales, sums, residual, residual_row, parts, eps, EPILOGUE, False, False, PARTS)
+        next_constants = load_constants(
+            output, N, second, bias, scales, norm_weight, EPILOGUE, BIAS, SCALED, HALF
+        )
+        _, next_before = load_rows(
+            m,
+            output,
+            1,
+            N,
+            K,
+            scales,
+            sums,
+            residual,
+            residual_row,
+            parts,
+            eps,
+            EPILOGUE,
+            False,
+            False,
+            PARTS,
+        )
         next_found = look_up(begin, m, output, 1, N, second, table, EPILOGUE, HALF, LOOKUP)
         if PDL and not EARLY:
             _let_in(tile + programs >= tiles)

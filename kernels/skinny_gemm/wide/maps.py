@@ -25,8 +25,12 @@ def tiles_of(tensor: torch.Tensor, block_rows: int, block_columns: int) -> Tenso
     """Return the map of a tensor ``[rows, columns]``, or of pairs ``[2, rows, columns]``, in tiles; outside are zeros."""
     if tensor.dim() == 3:
         return TensorDescriptor.from_tensor(tensor, [2, block_rows, block_columns])
-    rows = readable_rows(tensor, block_rows) if tensor.is_cuda else tensor.shape[0]  # the interpreter warns of what garbage overflows
-    return TensorDescriptor(tensor, [rows, tensor.shape[1]], list(tensor.stride()), [block_rows, block_columns])
+    rows = (
+        readable_rows(tensor, block_rows) if tensor.is_cuda else tensor.shape[0]
+    )  # the interpreter warns of what garbage overflows
+    return TensorDescriptor(
+        tensor, [rows, tensor.shape[1]], list(tensor.stride()), [block_rows, block_columns]
+    )
 
 
 def readable_rows(tensor: torch.Tensor, block_rows: int) -> int:

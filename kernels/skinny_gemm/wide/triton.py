@@ -70,14 +70,20 @@ def _wide_tiles(
         tl.store(target, low.to(out.dtype.element_ty), mask=element)
     if EPILOGUE == 1:
         norm = tl.load(norm_weight + n, mask=real_n, other=0.0).to(tl.float32)
-        low += tl.load(residual + m64[:, None] * residual_row + n[None, :], mask=element, other=0.0).to(tl.float32)
+        low += tl.load(residual + m64[:, None] * residual_row + n[None, :], mask=element, other=0.0).to(
+            tl.float32
+        )
         total = low.to(out.dtype.element_ty)
         kept = total.to(tl.float32)
         square = tl.sum(tl.where(element, kept * kept, 0.0), 1)
         if PDL:
             gdc_launch_dependents()
         tl.store(out + m64[:, None] * out_row + n[None, :], total, mask=element)
-        tl.store(scaled + m64[:, None] * N + n[None, :], (kept * norm[None, :]).to(scaled.dtype.element_ty), mask=element)
+        tl.store(
+            scaled + m64[:, None] * N + n[None, :],
+            (kept * norm[None, :]).to(scaled.dtype.element_ty),
+            mask=element,
+        )
         tl.store(sums + tile_n * rows + m, square, mask=real_m)
     if EPILOGUE == 3:
         DIM: tl.constexpr = 2 * HALF
@@ -136,11 +142,25 @@ def project_add(
     total = _launch.empty((rows, width), x.dtype, x.device) if out is None else out
     scaled = _launch.empty((rows, width), x.dtype, x.device)
     sums = _launch.empty((_launch.ceil_div(width, tile.block_n), rows), torch.float32, x.device)
-    _run(Epilogue.ADD, x, weight, tile, total, width, bias=bias, residual=residual, norm_weight=norm_weight, scaled=scaled, sums=sums)
+    _run(
+        Epilogue.ADD,
+        x,
+        weight,
+        tile,
+        total,
+        width,
+        bias=bias,
+        residual=residual,
+        norm_weight=norm_weight,
+        scaled=scaled,
+        sums=sums,
+    )
     return Stream(total, scaled, sums, eps)
 
 
-def project_rotated(stream: Stream, weight: torch.Tensor, bias: torch.Tensor | None, rotary: Rotary, tile: Tile) -> torch.Tensor:
+def project_rotated(
+    stream: Stream, weight: torch.Tensor, bias: torch.Tensor | None, rotary: Rotary, tile: Tile
+) -> torch.Tensor:
     """See `outrider.kernels.skinny_gemm.project_rotated`; the tile has one split and takes whole heads."""
     dim = rotary.k_plane.shape[3]
     heads = weight.shape[0] // dim - 2 * rotary.k_plane.shape[2]

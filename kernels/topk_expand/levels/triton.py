@@ -139,12 +139,18 @@ def _best_of_rows(keys, k, NONE: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_K: t
 
 
 @triton.jit
-def _best_of_plain_rows(values, draft_id, inside, topk, SHORT: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_K: tl.constexpr):
+def _best_of_plain_rows(
+    values, draft_id, inside, topk, SHORT: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_K: tl.constexpr
+):
     if SHORT:
-        short = _best_of_rows(tl.where(inside, short_key(values, draft_id), NO_SHORT_KEY), topk, NO_SHORT_KEY, BLOCK_W, BLOCK_K)
+        short = _best_of_rows(
+            tl.where(inside, short_key(values, draft_id), NO_SHORT_KEY), topk, NO_SHORT_KEY, BLOCK_W, BLOCK_K
+        )
         best = tl.where(short == NO_SHORT_KEY, NO_KEY, lengthen_key(short, 0))
     else:
-        best = _best_of_rows(tl.where(inside, rank_key(values, draft_id), NO_KEY), topk, NO_KEY, BLOCK_W, BLOCK_K)
+        best = _best_of_rows(
+            tl.where(inside, rank_key(values, draft_id), NO_KEY), topk, NO_KEY, BLOCK_W, BLOCK_K
+        )
     return best
 
 
@@ -166,7 +172,9 @@ def _level_whole(
     draft_id = tl.arange(0, BLOCK_V)
     there = real[:, None] & (draft_id < vocab)[None, :]
     ids = tl.zeros((BLOCK_W, BLOCK_V), tl.int32) + draft_id[None, :]
-    plain = tl.load(logits + row[:, None] * row_stride + draft_id[None, :], mask=there, other=-float("inf")).to(tl.float32)
+    plain = tl.load(
+        logits + row[:, None] * row_stride + draft_id[None, :], mask=there, other=-float("inf")
+    ).to(tl.float32)
     plain_total = _log_total(plain)
     total = plain_total
     if NOISE:
@@ -180,7 +188,9 @@ def _level_whole(
             noise = gumbel(tl.load(seeds + sequence), position, tl.load(choices + sequence), token)
             value = tl.where(there, tl.div_rn(plain, tl.zeros_like(plain) + heat) + noise, -float("inf"))
             total = _log_total(value)
-            best = _best_of_rows(tl.where(there, rank_key(value, ids), NO_KEY), topk, NO_KEY, BLOCK_W, BLOCK_K)
+            best = _best_of_rows(
+                tl.where(there, rank_key(value, ids), NO_KEY), topk, NO_KEY, BLOCK_W, BLOCK_K
+            )
         else:
             best = _best_of_plain_rows(plain, ids, there, topk, SHORT, BLOCK_W, BLOCK_K)
     else:
@@ -240,7 +250,9 @@ def expand_level(
             "BLOCK_N": _launch.next_power_of_2(words),
         }
         with _launch.on_device_of(logits):
-            heat, seeds, positions, choices = (part.contiguous() for part in noise) if noise is not None else (logits,) * 4
+            heat, seeds, positions, choices = (
+                (part.contiguous() for part in noise) if noise is not None else (logits,) * 4
+            )
             if block_v <= MAX_BLOCK and width <= _WHOLE_ROWS:
                 _level_whole[(bs,)](
                     logits, logits.stride(0), offsets, heat, seeds, positions, choices, above.scores, above.candidates, above.ancestors,

@@ -70,21 +70,29 @@ def _best_of_plain(
     if SHORT:
         short = tl.where(inside, short_key(values, place), NO_SHORT_KEY)
         if CHUNK > 0:
-            best_chunks = best_short_keys(tl.max(tl.reshape(short, (BLOCK // CHUNK, CHUNK)), 1), topk, BLOCK_K)
+            best_chunks = best_short_keys(
+                tl.max(tl.reshape(short, (BLOCK // CHUNK, CHUNK)), 1), topk, BLOCK_K
+            )
             near = -((best_chunks & SHORT_INDEX) - SHORT_INDEX) // CHUNK * CHUNK
             near = near[:, None] + tl.arange(0, CHUNK)[None, :]
             again = tl.load(part + near, mask=near < count, other=-float("inf")).to(tl.float32)
-            short = tl.reshape(tl.where(near < count, short_key(again, near), NO_SHORT_KEY), (BLOCK_K * CHUNK,))
+            short = tl.reshape(
+                tl.where(near < count, short_key(again, near), NO_SHORT_KEY), (BLOCK_K * CHUNK,)
+            )
         short = best_short_keys(short, topk, BLOCK_K)
         best = tl.where(short == NO_SHORT_KEY, NO_KEY, lengthen_key(short, first))
     else:
         keys = tl.where(inside, rank_key(values, first + place), NO_KEY)
         if CHUNK > 0:
             best_chunks = best_keys(tl.max(tl.reshape(keys, (BLOCK // CHUNK, CHUNK)), 1), topk, BLOCK_K)
-            near = tl.minimum(tl.maximum(key_index(best_chunks) - first, 0), BLOCK - 1) // CHUNK * CHUNK  # of NO_KEY, any
+            near = (
+                tl.minimum(tl.maximum(key_index(best_chunks) - first, 0), BLOCK - 1) // CHUNK * CHUNK
+            )  # of NO_KEY, any
             near = near[:, None] + tl.arange(0, CHUNK)[None, :]
             again = tl.load(part + near, mask=near < count, other=-float("inf")).to(tl.float32)
-            keys = tl.reshape(tl.where(near < count, rank_key(again, first + near), NO_KEY), (BLOCK_K * CHUNK,))
+            keys = tl.reshape(
+                tl.where(near < count, rank_key(again, first + near), NO_KEY), (BLOCK_K * CHUNK,)
+            )
         best = best_keys(keys, topk, BLOCK_K)
     return best
 
@@ -120,9 +128,13 @@ def _expand_split(
             noisy_top, noisy_total = max_and_sum(value)
             best = best_keys(tl.where(inside, rank_key(value, draft_id), NO_KEY), topk, BLOCK_K)
         else:
-            best = _best_of_plain(part, plain, place, inside, first, vocab - first, topk, SHORT, BLOCK, CHUNK, BLOCK_K)
+            best = _best_of_plain(
+                part, plain, place, inside, first, vocab - first, topk, SHORT, BLOCK, CHUNK, BLOCK_K
+            )
     else:
-        best = _best_of_plain(part, plain, place, inside, first, vocab - first, topk, SHORT, BLOCK, CHUNK, BLOCK_K)
+        best = _best_of_plain(
+            part, plain, place, inside, first, vocab - first, topk, SHORT, BLOCK, CHUNK, BLOCK_K
+        )
     if PDL:
         gdc_launch_dependents()
     share = shares + (row * splits + split) * 4
@@ -144,7 +156,11 @@ def _best_of_splits(
     """
     count = splits * topk
     candidate = tl.arange(0, BLOCK_C)
-    found = tl.load(keys + row[:, None] * count + candidate[None, :], mask=real[:, None] & (candidate < count)[None, :], other=NO_KEY)
+    found = tl.load(
+        keys + row[:, None] * count + candidate[None, :],
+        mask=real[:, None] & (candidate < count)[None, :],
+        other=NO_KEY,
+    )
     if SHORT:
         if narrow:
             best = widened(_best_narrow(narrowed(found), topk, BLOCK_W, BLOCK_K))
@@ -183,7 +199,9 @@ def merged(
     split = tl.arange(0, BLOCK_S)
     share = shares + (row[:, None] * splits + split[None, :]) * 4
     there = real[:, None] & (split < splits)[None, :]
-    log_total = _log_sum_exp(tl.load(share, mask=there, other=-float("inf")), tl.load(share + 1, mask=there, other=0.0))
+    log_total = _log_sum_exp(
+        tl.load(share, mask=there, other=-float("inf")), tl.load(share + 1, mask=there, other=0.0)
+    )
     best = _best_of_splits(keys, row, real, splits, topk, warm == 0, SHORT, BLOCK_W, BLOCK_C, BLOCK_K)
     inside = real[:, None] & (tl.arange(0, BLOCK_K) < topk)[None, :]
     draft_id = tl.where(inside, key_index(best), 0)
@@ -195,9 +213,13 @@ def merged(
     if NOISE:
         noisy = warm > 0
         if noisy:
-            noisy_log_total = _log_sum_exp(tl.load(share + 2, mask=there, other=-float("inf")), tl.load(share + 3, mask=there, other=0.0))
+            noisy_log_total = _log_sum_exp(
+                tl.load(share + 2, mask=there, other=-float("inf")), tl.load(share + 3, mask=there, other=0.0)
+            )
             step = key_value(best) - noisy_log_total[:, None]
-            plain = tl.load(logits + row[:, None] * row_stride + draft_id, mask=inside, other=0.0).to(tl.float32)
+            plain = tl.load(logits + row[:, None] * row_stride + draft_id, mask=inside, other=0.0).to(
+                tl.float32
+            )
             logprob = plain - log_total[:, None]
     return token, before[:, None] + step, logprob, inside
 
@@ -214,7 +236,9 @@ class Parts(NamedTuple):
     shares: torch.Tensor
 
 
-def split_rows(logits: torch.Tensor, topk: int, width: int, level: int, d2t: torch.Tensor | None, noise: Noise | None) -> Parts:
+def split_rows(
+    logits: torch.Tensor, topk: int, width: int, level: int, d2t: torch.Tensor | None, noise: Noise | None
+) -> Parts:
     """Launch the first pass over ``logits [rows, V]``, of which `width` rows share an entry of the noise."""
     rows, vocab = logits.shape
     wanted = _launch.ceil_div(vocab, max(1, min(MAX_SPLITS, WANTED_PROGRAMS // rows)))
@@ -224,7 +248,9 @@ def split_rows(logits: torch.Tensor, topk: int, width: int, level: int, d2t: tor
     chunk = 0 if not chunked else 64 if block >= MAX_BLOCK else 32
     keys = _launch.empty((rows, splits, topk), torch.int64, logits.device)
     shares = _launch.empty((rows, splits, 4), torch.float32, logits.device)
-    heat, seeds, positions, choices = (part.contiguous() for part in noise) if noise is not None else (logits,) * 4
+    heat, seeds, positions, choices = (
+        (part.contiguous() for part in noise) if noise is not None else (logits,) * 4
+    )
     _expand_split[(rows, splits)](
         logits, logits.stride(0), logits if d2t is None else d2t, heat, seeds, positions, choices, keys, shares, vocab, splits, topk,
         width, level, NOISE=noise is not None, HAS_D2T=d2t is not None, SHORT=logits.dtype is torch.bfloat16,

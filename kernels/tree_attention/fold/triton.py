@@ -48,7 +48,11 @@ def fold(
             k = tl.load(k_head + slot[:, None] + d[None, :], mask=(d < DIM)[None, :], other=0.0)
             v = tl.load(v_head + slot[:, None] + d[None, :], mask=(d < DIM)[None, :], other=0.0)
         k, v = k.to(query.dtype), v.to(query.dtype)  # planes may be FP8
-        scores = tl.dot(k, query, input_precision="ieee") if TRANSPOSED else tl.dot(query, k.T, input_precision="ieee")
+        scores = (
+            tl.dot(k, query, input_precision="ieee")
+            if TRANSPOSED
+            else tl.dot(query, k.T, input_precision="ieee")
+        )
         if SOFTCAP:
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scale * scores) - 1.0)  # tanh
         if WINDOW or first + BLOCK_N > shared_end:
@@ -94,12 +98,18 @@ def _visible(
     if TREE:
         column = index - prefix_len
         if WINDOW:
-            visible = visible & (((column < 0) & (index > position - window)) | ((column >= 0) & (column >= first_column)))
+            visible = visible & (
+                ((column < 0) & (index > position - window)) | ((column >= 0) & (column >= first_column))
+            )
         column = tl.maximum(column, 0)
         base = tl.maximum(first - prefix_len, 0) // 32
         bits = tl.where(index < prefix_len, 1, 0)
-        for nth in tl.static_range((BLOCK_N + 31) // 32 + 1):  # a block's columns lie in so many words at most
-            word = tl.load(ancestors + row * words + base + nth, mask=(row >= 0) & (base + nth < words), other=0)
+        for nth in tl.static_range(
+            (BLOCK_N + 31) // 32 + 1
+        ):  # a block's columns lie in so many words at most
+            word = tl.load(
+                ancestors + row * words + base + nth, mask=(row >= 0) & (base + nth < words), other=0
+            )
             bits |= tl.where(column // 32 == base + nth, (word >> (column % 32)) & 1, 0)
         visible = visible & (bits != 0)
     else:
@@ -131,7 +141,9 @@ def first_column_of(ancestors, row, words, window):
             bit = column * 0  # the highest with `missing` nodes at and above it
             for step in tl.static_range(5):
                 higher = bit + (16 >> step)
-                bit = tl.where(count_bits((word >> higher) & (0x7FFFFFFF >> (higher - 1))) >= missing, higher, bit)
+                bit = tl.where(
+                    count_bits((word >> higher) & (0x7FFFFFFF >> (higher - 1))) >= missing, higher, bit
+                )
             column = tl.where((missing > 0) & (nodes >= missing), (words - 1 - index) * 32 + bit, column)
             missing -= nodes
     return column

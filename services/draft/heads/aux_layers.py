@@ -65,8 +65,16 @@ class AuxLayers:
     @property
     def says(self) -> str:
         """What is known of them before the target is, for the log."""
-        named = "the default triple" if self.ids is None else f"layers {list(self.ids)}, outputs or inputs by the target"
-        return named if self.contradicted is None else f"{named} ({NUM_AUX_KEY} {self.count} before the list {list(self.contradicted)})"
+        named = (
+            "the default triple"
+            if self.ids is None
+            else f"layers {list(self.ids)}, outputs or inputs by the target"
+        )
+        return (
+            named
+            if self.contradicted is None
+            else f"{named} ({NUM_AUX_KEY} {self.count} before the list {list(self.contradicted)})"
+        )
 
     def convention(self, target: TargetInfo, *, latent: bool) -> AuxConvention:
         """Return what the ids mean for a target; of an older one that does not name its family a head with `latent` attention tells."""
@@ -112,7 +120,8 @@ class AuxLayers:
     def _default(self, num_layers: int) -> tuple[int, ...]:
         if self.count != DEFAULT_NUM_AUX:
             raise CheckpointError(
-                f"The head reads {self.count} layers without naming them: add {AUX_KEY} to its config.json.", field=AUX_KEY
+                f"The head reads {self.count} layers without naming them: add {AUX_KEY} to its config.json.",
+                field=AUX_KEY,
             )
         if num_layers < MIN_LAYERS_FOR_DEFAULT_AUX:
             raise CheckpointError(
@@ -128,7 +137,9 @@ def _listed(reader: ConfigReader) -> tuple[int, ...] | None:
     value = reader.raw.get(AUX_KEY)
     if value is None or value == []:  # ModelOpt writes an empty list where the default triple is meant
         return None
-    valid = isinstance(value, list) and all(isinstance(layer, int) and not isinstance(layer, bool) for layer in value)
+    valid = isinstance(value, list) and all(
+        isinstance(layer, int) and not isinstance(layer, bool) for layer in value
+    )
     if not valid or value != sorted(set(value)) or value[0] < 0:
         raise reader.error(AUX_KEY, f"must list layers in ascending order, not {value!r}")
     return tuple(value)

@@ -48,14 +48,18 @@ class EagleHead(LoadedHead):
 
     algorithm = "EAGLE"
 
-    def __init__(self, config: EagleConfig, reader: CheckpointReader, keys: HeadKeys, vocabulary: DraftVocabulary) -> None:
+    def __init__(
+        self, config: EagleConfig, reader: CheckpointReader, keys: HeadKeys, vocabulary: DraftVocabulary
+    ) -> None:
         layer = config.layer
         super().__init__(layer, reader, vocabulary)
         self.config = config
         self._fc = keys.take_linear(reader, ["fc"])
         self._first_norm = _optional_norm(keys, reader, "layers.0.input_layernorm.weight", layer.rms_norm_eps)
         self._first_attention = keys.take_attention(reader, layer, 0)
-        self._first_post_norm = keys.take_norm(reader, "layers.0.post_attention_layernorm.weight", layer.rms_norm_eps)
+        self._first_post_norm = keys.take_norm(
+            reader, "layers.0.post_attention_layernorm.weight", layer.rms_norm_eps
+        )
         self._first_mlp = keys.take_mlp(reader, layer, 0)
         self._layers = [
             DecoderLayer(
@@ -68,7 +72,12 @@ class EagleHead(LoadedHead):
         ]
         self._norm = _optional_norm(keys, reader, "norm.weight", layer.rms_norm_eps)
         self._tables = TokenTables(
-            layer, reader, vocabulary, keys.take_if_there(reader, "embed_tokens.weight"), None, target_hidden_size=layer.hidden_size
+            layer,
+            reader,
+            vocabulary,
+            keys.take_if_there(reader, "embed_tokens.weight"),
+            None,
+            target_hidden_size=layer.hidden_size,
         )
 
     @classmethod
@@ -89,7 +98,9 @@ class EagleHead(LoadedHead):
             config = EagleConfig.from_dir(path, native=is_native(reader.names))
             keys = _resolve(reader, config)
             size = config.layer.vocab_size
-            vocabulary = DraftVocabulary.from_token_map(take_hot_ids(reader, keys, token_map, config.hot_vocab_size, size), size)
+            vocabulary = DraftVocabulary.from_token_map(
+                take_hot_ids(reader, keys, token_map, config.hot_vocab_size, size), size
+            )
             head = cls(config, reader, keys, vocabulary)
             reader.finish(ignored=list(keys.ignored))
         return head, keys
@@ -142,7 +153,13 @@ class EagleHead(LoadedHead):
         if not runs_fused(self.device, self.dtype):
             return None
         last = self._first_post_norm if self._norm is None else self._norm
-        return fuse((self._first_attention, self._first_mlp), self._first_post_norm, self._layers, last, self._tables.lm_head)
+        return fuse(
+            (self._first_attention, self._first_mlp),
+            self._first_post_norm,
+            self._layers,
+            last,
+            self._tables.lm_head,
+        )
 
 
 def _optional_norm(keys: HeadKeys, reader: CheckpointReader, name: str, eps: float) -> RMSNorm | None:
@@ -158,7 +175,8 @@ def _resolve(reader: CheckpointReader, config: EagleConfig) -> HeadKeys:
     ignored = {"lm_head.weight": "EAGLE-1/2 heads draft with the target's lm_head"}
     if config.fc_bias and "fc.weight" in stored and "fc.bias" not in stored:
         raise CheckpointError(
-            f'{reader.path}: fc.bias is missing; a head whose fc has no bias says "bias": false in its config.json.', field="fc.bias"
+            f'{reader.path}: fc.bias is missing; a head whose fc has no bias says "bias": false in its config.json.',
+            field="fc.bias",
         )
     if config.fc_bias:
         shapes["fc.bias"] = (hidden,)

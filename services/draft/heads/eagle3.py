@@ -23,7 +23,12 @@ from outrider.kernels.rope_store import Lookup
 from outrider.kernels.stream import Stream
 from outrider.services.draft.heads.base import Ends
 from outrider.services.draft.heads.eagle3_config import Eagle3Config
-from outrider.services.draft.heads.eagle3_keys import layer_norm_name, resolve, take_projector, take_vocabulary
+from outrider.services.draft.heads.eagle3_keys import (
+    layer_norm_name,
+    resolve,
+    take_projector,
+    take_vocabulary,
+)
 from outrider.services.draft.heads.embedded import EmbeddedTokens, embed_tokens
 from outrider.services.draft.heads.fused import FusedHead, fuse, runs_fused
 from outrider.services.draft.heads.keys import HeadKeys
@@ -51,7 +56,9 @@ class Eagle3Head(LoadedHead):
 
     algorithm = "EAGLE3"
 
-    def __init__(self, config: Eagle3Config, reader: CheckpointReader, keys: HeadKeys, vocabulary: DraftVocabulary) -> None:
+    def __init__(
+        self, config: Eagle3Config, reader: CheckpointReader, keys: HeadKeys, vocabulary: DraftVocabulary
+    ) -> None:
         layer, eps = config.layer, config.layer.rms_norm_eps
         super().__init__(layer, reader, vocabulary)
         self.config = config
@@ -72,7 +79,9 @@ class Eagle3Head(LoadedHead):
         self._norm = keys.take_norm(reader, "norm.weight", eps)
         self._projector = take_projector(reader, keys)
         self._projector_fingerprint = _fingerprint(self._projector, eps)
-        embedding, lm_head = (keys.take_if_there(reader, name) for name in ("embed_tokens.weight", "lm_head.weight"))
+        embedding, lm_head = (
+            keys.take_if_there(reader, name) for name in ("embed_tokens.weight", "lm_head.weight")
+        )
         self._tables = TokenTables(layer, reader, vocabulary, embedding, lm_head, config.target_hidden_size)
         self._fused: FusedHead | None = None
         self._embedded: EmbeddedTokens | None = None
@@ -114,7 +123,13 @@ class Eagle3Head(LoadedHead):
         layers = self.config.check_target(target)
         if layers:
             convention = self.config.aux_convention(target).value
-            log.info("aux layers", outputs_of=list(layers), convention=convention, layers=target.num_layers, family=target.model_type)
+            log.info(
+                "aux layers",
+                outputs_of=list(layers),
+                convention=convention,
+                layers=target.num_layers,
+                family=target.model_type,
+            )
         return layers
 
     def lend(self, name: str, tensor: torch.Tensor) -> None:
@@ -137,7 +152,9 @@ class Eagle3Head(LoadedHead):
         if self._fused is not None and self._embedded is not None and isinstance(attention, StoredAttention):
             stream = self._fused.behind(features) if source is None and self._embedded.folded else None
             if stream is None:
-                normed, residual = feature_input(features, source, self._embedded.norm, self._hidden_norm.eps, kind)
+                normed, residual = feature_input(
+                    features, source, self._embedded.norm, self._hidden_norm.eps, kind
+                )
                 stream = Stream(residual, normed, None, 0.0)
             else:
                 stream = Stream(features, features, stream.sums, stream.eps)
@@ -146,11 +163,15 @@ class Eagle3Head(LoadedHead):
             return normalise(stream) if self.config.norm_output else stream.residual
         if features.is_cuda:
             norms = self._embedding_norm.weight, self._hidden_norm.weight
-            pair, residual = head_input(tokens, self._tables.embedding, features, source, *norms, self._hidden_norm.eps, kind)
+            pair, residual = head_input(
+                tokens, self._tables.embedding, features, source, *norms, self._hidden_norm.eps, kind
+            )
         else:
             features = features if source is None else features.index_select(0, source)
             normed = self._hidden_norm(features)
-            pair = torch.cat([self._embedding_norm(self._tables.embed(tokens)), normed], dim=-1)  # [rows, 2 * hidden]
+            pair = torch.cat(
+                [self._embedding_norm(self._tables.embed(tokens)), normed], dim=-1
+            )  # [rows, 2 * hidden]
             residual = normed if self.config.norm_before_residual else features
         if self._fused is not None and isinstance(attention, StoredAttention):
             stream = self._fused.forward(Stream(residual, pair, None, 0.0), rotation, attention, pool, ends)
@@ -169,7 +190,9 @@ class Eagle3Head(LoadedHead):
         behind = self._fused.behind(states)
         if behind is not None:
             return self._fused.logits_behind(behind)
-        return self._fused.logits(states if self.config.norm_output else rms_norm(states, self._norm.weight, self._norm.eps))
+        return self._fused.logits(
+            states if self.config.norm_output else rms_norm(states, self._norm.weight, self._norm.eps)
+        )
 
     def uses(self) -> list[ProductUse]:
         """See `HasProducts.uses`."""
@@ -181,12 +204,16 @@ class Eagle3Head(LoadedHead):
             return
         if type(self._attention) is Attention:
             fold = not self.config.norm_before_residual
-            self._embedded = embed_tokens(self._attention, self._embedding_norm, self._tables.embedding, self._hidden_norm, fold=fold)
+            self._embedded = embed_tokens(
+                self._attention, self._embedding_norm, self._tables.embedding, self._hidden_norm, fold=fold
+            )
         attention = self._attention
         if self._embedded is not None:
             attention = self._embedded.attention
             log.info("embeddings multiplied beforehand", mib=round(self._embedded.table.nbytes / 2**20))
-        self._fused = fuse((attention, self._mlp), self._post_attention_norm, self._layers, self._norm, self._tables.lm_head)
+        self._fused = fuse(
+            (attention, self._mlp), self._post_attention_norm, self._layers, self._norm, self._tables.lm_head
+        )
 
 
 def _fingerprint(projector: Mapping[str, torch.Tensor], norm_eps: float) -> str:

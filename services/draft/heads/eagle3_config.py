@@ -67,17 +67,24 @@ class Eagle3Config:
         layer = HeadConfig.parse(reader)
         draft_vocab_size = reader.positive("draft_vocab_size", 0) or None
         if draft_vocab_size is not None and draft_vocab_size > layer.vocab_size:
-            raise reader.error("draft_vocab_size", f"{draft_vocab_size} is above vocab_size {layer.vocab_size}")
+            raise reader.error(
+                "draft_vocab_size", f"{draft_vocab_size} is above vocab_size {layer.vocab_size}"
+            )
         target_hidden_size = reader.positive("target_hidden_size", layer.hidden_size)
         final_hidden = not reader.flag("use_aux_hidden_state", True)
         if final_hidden and target_hidden_size != layer.hidden_size:
-            raise reader.error("use_aux_hidden_state", "false needs a head as wide as the target: its last hidden state is not projected")
+            raise reader.error(
+                "use_aux_hidden_state",
+                "false needs a head as wide as the target: its last hidden state is not projected",
+            )
         check_eagle3(reader, layer.num_layers, final_hidden=final_hidden)
         return cls(
             layer=layer,
             draft_vocab_size=draft_vocab_size,
             hot_vocab_size=reader.positive("hot_vocab_size", 0) or None,
-            borrows_lm_head="draft_vocab_size" in raw and draft_vocab_size is None and target_hidden_size == layer.hidden_size,
+            borrows_lm_head="draft_vocab_size" in raw
+            and draft_vocab_size is None
+            and target_hidden_size == layer.hidden_size,
             target_hidden_size=target_hidden_size,
             final_hidden=final_hidden,
             aux=AuxLayers.parse(reader),

@@ -38,7 +38,9 @@ def resolve(reader: CheckpointReader, config: Eagle3Config) -> HeadKeys:
     return HeadKeys.settle(reader, stored, shapes, ignored, INTEGERS, config.layer.head_dim)
 
 
-def take_vocabulary(reader: CheckpointReader, keys: HeadKeys, config: Eagle3Config, token_map: torch.Tensor | None) -> DraftVocabulary:
+def take_vocabulary(
+    reader: CheckpointReader, keys: HeadKeys, config: Eagle3Config, token_map: torch.Tensor | None
+) -> DraftVocabulary:
     """Read ``d2t`` (and compare ``t2d``), or return what ``hot_token_id`` or a token map leaves of the full vocabulary.
 
     Raises:
@@ -50,7 +52,11 @@ def take_vocabulary(reader: CheckpointReader, keys: HeadKeys, config: Eagle3Conf
         ids = take_hot_ids(reader, keys, token_map, config.hot_vocab_size, size)
         own_rows = "lm_head.weight" in keys and keys.shapes["lm_head.weight"][0] != size
         # The rows of an lm_head that was cut to the frequent tokens stay in their order.
-        return DraftVocabulary.in_order(ids, size) if own_rows and ids is not None else DraftVocabulary.from_token_map(ids, size)
+        return (
+            DraftVocabulary.in_order(ids, size)
+            if own_rows and ids is not None
+            else DraftVocabulary.from_token_map(ids, size)
+        )
     if token_map is not None:
         raise CheckpointError(
             f"{reader.path}: the head has a draft vocabulary of its own (d2t); leave --speculative-token-map out.",
@@ -61,7 +67,11 @@ def take_vocabulary(reader: CheckpointReader, keys: HeadKeys, config: Eagle3Conf
 
 def take_projector(reader: CheckpointReader, keys: HeadKeys) -> dict[str, torch.Tensor]:
     """Read what the target applies, under canonical names, on the host."""
-    names = [name for name in keys.shapes if name in ("fc.weight", "fc.bias", "input_norm.weight") or name.startswith("fc_norm.")]
+    names = [
+        name
+        for name in keys.shapes
+        if name in ("fc.weight", "fc.bias", "input_norm.weight") or name.startswith("fc_norm.")
+    ]
     return {name: keys.take(reader, name).to("cpu") for name in names}
 
 
@@ -75,7 +85,9 @@ def _rename(name: str) -> str:
     return f"fc_norm.{LEGACY_FC_NORMS.index(name)}.weight" if name in LEGACY_FC_NORMS else name
 
 
-def _projector_shapes(config: Eagle3Config, stored: Mapping[str, str], ignored: dict[str, str]) -> dict[str, Shape]:
+def _projector_shapes(
+    config: Eagle3Config, stored: Mapping[str, str], ignored: dict[str, str]
+) -> dict[str, Shape]:
     """Return the shapes of what turns the target's states into features; parts that the configuration switches off are ignored."""
     hidden, features = config.layer.hidden_size, config.aux.count * config.target_hidden_size
     if config.final_hidden:
@@ -98,10 +110,14 @@ def _projector_shapes(config: Eagle3Config, stored: Mapping[str, str], ignored: 
     return shapes
 
 
-def _layer_shapes(config: Eagle3Config, index: int, stored: Mapping[str, str], ignored: dict[str, str]) -> dict[str, Shape]:
+def _layer_shapes(
+    config: Eagle3Config, index: int, stored: Mapping[str, str], ignored: dict[str, str]
+) -> dict[str, Shape]:
     layer = config.layer
     prefix, norm = f"layers.{index}.", (layer.hidden_size,)
-    shapes = layer_shapes(layer, index, layer.hidden_size * (1 if index else 2), stored, qkv_bias=config.attention_bias)
+    shapes = layer_shapes(
+        layer, index, layer.hidden_size * (1 if index else 2), stored, qkv_bias=config.attention_bias
+    )
     embedding_norm, hidden_norm = f"{prefix}input_layernorm.weight", f"{prefix}hidden_norm.weight"
     if index == 0:
         return shapes | {embedding_norm: norm, hidden_norm: norm}

@@ -45,13 +45,19 @@ class EagleConfig:
         return cls.parse(read_config(path), config_file(path), native=native)
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any], source: Path | str = CONFIG_FILE, *, native: bool = False) -> EagleConfig:
+    def parse(
+        cls, raw: Mapping[str, Any], source: Path | str = CONFIG_FILE, *, native: bool = False
+    ) -> EagleConfig:
         """Parse a configuration that is already read; `source` is named in errors, `native`: the tensors have Mistral's names."""
         reader = ConfigReader(flatten(raw, source), source)
         layer = HeadConfig.parse(reader)
         if reader.positive("target_hidden_size", layer.hidden_size) != layer.hidden_size:
-            raise reader.error("target_hidden_size", "must be hidden_size: an EAGLE-1/2 head shares the target's lm_head")
-        is_mistral = native or "dim" in raw or bool(set(reader.strings("architectures") or ()) & set(ARCHITECTURES))
+            raise reader.error(
+                "target_hidden_size", "must be hidden_size: an EAGLE-1/2 head shares the target's lm_head"
+            )
+        is_mistral = (
+            native or "dim" in raw or bool(set(reader.strings("architectures") or ()) & set(ARCHITECTURES))
+        )
         check_eagle(reader, ends_with_norm=is_mistral)
         return cls(
             layer,

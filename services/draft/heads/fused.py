@@ -68,7 +68,9 @@ class FusedHead:
                     return _store(block.attention, stream, rotation, attention.slots, pool, lookup)
                 stream = replace(stream, residual=ends.of(stream.residual))
                 attention = _EndAttention(attention, ends, ends.batch)
-            stream = attention_block(block.attention, stream, rotation, attention, pool, block.between, lookup=lookup)
+            stream = attention_block(
+                block.attention, stream, rotation, attention, pool, block.between, lookup=lookup
+            )
             lookup = None
             stream = mlp_block(block.mlp, stream, block.after)
         self._behind = stream
@@ -80,7 +82,9 @@ class FusedHead:
         Whoever reads them next then needs no kernel of its own for the norm.
         """
         stream = self._behind
-        return stream if stream is not None and stream.residual is states and stream.sums is not None else None
+        return (
+            stream if stream is not None and stream.residual is states and stream.sums is not None else None
+        )
 
     def logits_behind(self, stream: Stream) -> torch.Tensor:
         """Return ``[rows, vocabulary]`` for the rows of a stream, normed."""
@@ -159,7 +163,11 @@ class _EndAttention(StoredAttention):
 
 
 def fuse(
-    first: tuple[AttentionBlock, MLPBlock], between: RMSNorm, others: Sequence[DecoderLayer], last: RMSNorm, lm_head: Linear
+    first: tuple[AttentionBlock, MLPBlock],
+    between: RMSNorm,
+    others: Sequence[DecoderLayer],
+    last: RMSNorm,
+    lm_head: Linear,
 ) -> FusedHead | None:
     """Return what runs a head's layers, or None if they are of a kind that has no fused kernels.
 
@@ -170,7 +178,10 @@ def fuse(
         last: The norm behind all; of a head without one, any: what it makes is not read.
         lm_head: Makes logits of states.
     """
-    layers = [(*first, between), *((layer.attention, layer.mlp, layer.post_attention_norm) for layer in others)]
+    layers = [
+        (*first, between),
+        *((layer.attention, layer.mlp, layer.post_attention_norm) for layer in others),
+    ]
     after = [*(layer.input_norm for layer in others), last]
     blocks = [
         FusedBlock(attention, mlp, norm, then)

@@ -98,19 +98,38 @@ class HeadConfig:
         model_type = reader.text("model_type", "llama")
         if model_type not in MODEL_TYPES + LATENT_MODEL_TYPES:
             known = ", ".join(MODEL_TYPES + LATENT_MODEL_TYPES)
-            raise reader.error("model_type", f"{model_type!r} is not that of a known draft head; known: {known}")
+            raise reader.error(
+                "model_type", f"{model_type!r} is not that of a known draft head; known: {known}"
+            )
         if raw.get("auto_map") and "speculators_model_type" not in raw:
-            raise reader.error("auto_map", "asks to run code from the folder, which is never done; export the head without it")
+            raise reader.error(
+                "auto_map",
+                "asks to run code from the folder, which is never done; export the head without it",
+            )
         if raw.get("swap_h_and_emb"):
-            raise reader.error("swap_h_and_emb", "true is not supported: the first layer reads the embedding first; export the head so")
+            raise reader.error(
+                "swap_h_and_emb",
+                "true is not supported: the first layer reads the embedding first; export the head so",
+            )
         if raw.get("quantization_config"):
-            raise reader.error("quantization_config", "quantised heads are not supported; use a bf16, fp16 or fp32 checkpoint")
+            raise reader.error(
+                "quantization_config",
+                "quantised heads are not supported; use a bf16, fp16 or fp32 checkpoint",
+            )
         hidden_size = reader.positive("hidden_size")
         num_heads = reader.positive("num_attention_heads")
         latent = _latent(reader) if model_type in LATENT_MODEL_TYPES else None
-        num_kv_heads, head_dim = read_head_sizes(reader, hidden_size, num_heads) if latent is None else (1, latent.rank + latent.rope_dim)
+        num_kv_heads, head_dim = (
+            read_head_sizes(reader, hidden_size, num_heads)
+            if latent is None
+            else (1, latent.rank + latent.rope_dim)
+        )
         # Llama 4's dense layers are sized by a key of their own.
-        inner_key = "intermediate_size_mlp" if model_type == "llama4_text" and raw.get("intermediate_size_mlp") else "intermediate_size"
+        inner_key = (
+            "intermediate_size_mlp"
+            if model_type == "llama4_text" and raw.get("intermediate_size_mlp")
+            else "intermediate_size"
+        )
         return cls(
             vocab_size=reader.positive("vocab_size"),
             hidden_size=hidden_size,
@@ -133,7 +152,8 @@ class HeadConfig:
         """Raise `CheckpointError` when the head was made for another vocabulary; names the key and both values."""
         if target.vocab_size != self.vocab_size:
             raise CheckpointError(
-                f"The head's vocab_size is {self.vocab_size}, the target's {target.vocab_size}: {SERVE_ANOTHER}.", field="vocab_size"
+                f"The head's vocab_size is {self.vocab_size}, the target's {target.vocab_size}: {SERVE_ANOTHER}.",
+                field="vocab_size",
             )
 
 
@@ -173,7 +193,9 @@ def _rope(reader: ConfigReader) -> RopeConfig:
     if plain_rope(reader) is None:
         return parse_rope(reader)
     section = _rope_section(reader)
-    parameters = {key: value for key, value in reader.raw[section].items() if key not in ("rope_type", "type")}
+    parameters = {
+        key: value for key, value in reader.raw[section].items() if key not in ("rope_type", "type")
+    }
     return parse_rope(ConfigReader({**reader.raw, section: parameters}, reader.source))
 
 
@@ -206,8 +228,15 @@ def _sliding_window(reader: ConfigReader) -> int | None:
     raw = reader.raw
     types = raw.get("layer_types")
     if types is not None:
-        if not isinstance(types, list) or len(set(types)) > 1 or not set(types) <= {"sliding_attention", "full_attention"}:
-            raise reader.error("layer_types", f"must name one type for all layers, sliding_attention or full_attention, not {types!r}")
+        if (
+            not isinstance(types, list)
+            or len(set(types)) > 1
+            or not set(types) <= {"sliding_attention", "full_attention"}
+        ):
+            raise reader.error(
+                "layer_types",
+                f"must name one type for all layers, sliding_attention or full_attention, not {types!r}",
+            )
         if "sliding_attention" not in types:
             return None
         return reader.positive("sliding_window")

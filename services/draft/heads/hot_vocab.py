@@ -13,7 +13,11 @@ HOT_SIZE = "hot_vocab_size"
 
 
 def take_hot_ids(
-    reader: CheckpointReader, keys: HeadKeys, token_map: torch.Tensor | None, hot_size: int | None, vocab_size: int
+    reader: CheckpointReader,
+    keys: HeadKeys,
+    token_map: torch.Tensor | None,
+    hot_size: int | None,
+    vocab_size: int,
 ) -> torch.Tensor | None:
     """Return the target ids that alone are drafted, ``[size] int64`` in the order of the head's rows; None = all.
 
@@ -42,7 +46,15 @@ def take_hot_ids(
         )
     if hot_size is not None and ids.shape[0] != hot_size:
         source = HOT_IDS if HOT_IDS in keys else "the token map"
-        raise CheckpointError(f"{reader.path}: {HOT_SIZE} is {hot_size}, and {source} names {ids.shape[0]} tokens.", field=HOT_SIZE)
-    if HOT_IDS in keys and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(set(ids.tolist())) != ids.shape[0]):
-        raise CheckpointError(f"{reader.path}: {HOT_IDS} must hold distinct ids below {vocab_size}; export the head again.", field=HOT_IDS)
+        raise CheckpointError(
+            f"{reader.path}: {HOT_SIZE} is {hot_size}, and {source} names {ids.shape[0]} tokens.",
+            field=HOT_SIZE,
+        )
+    if HOT_IDS in keys and (
+        int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(set(ids.tolist())) != ids.shape[0]
+    ):
+        raise CheckpointError(
+            f"{reader.path}: {HOT_IDS} must hold distinct ids below {vocab_size}; export the head again.",
+            field=HOT_IDS,
+        )
     return ids

@@ -77,15 +77,25 @@ class HeadKeys:
         dialect = _dialect(reader)
         spelled = {stored.get(name) or _spell(name, dialect): shape for name, shape in shapes.items()}
         skipped = {actual: ignored[name] for name, actual in stored.items() if name in ignored}
-        skipped |= {actual: "computed from the configuration" for name, actual in stored.items() if name.endswith(ROTARY_BUFFER)}
+        skipped |= {
+            actual: "computed from the configuration"
+            for name, actual in stored.items()
+            if name.endswith(ROTARY_BUFFER)
+        }
         whole = {stored[name] for name in integers if name in stored}
-        skipped |= {actual: "activations are not quantised here" for name, actual in stored.items() if ACTIVATION_SCALES.search(name)}
+        skipped |= {
+            actual: "activations are not quantised here"
+            for name, actual in stored.items()
+            if ACTIVATION_SCALES.search(name)
+        }
         scales = _scales(reader, stored, shapes)
         skipped |= dict.fromkeys(scales.values(), "multiplied into its matrix")
         weights = {name: shape for name, shape in spelled.items() if name not in whole}
         reader.check(weights, ignored=(*skipped, *whole), dtypes={stored[name]: FP8 for name in scales})
         pairs = head_dim if is_native(reader.names) else 0
-        return cls({name: stored.get(name, name) for name in shapes}, dict(shapes), dialect, skipped, pairs, scales)
+        return cls(
+            {name: stored.get(name, name) for name in shapes}, dict(shapes), dialect, skipped, pairs, scales
+        )
 
     def __contains__(self, name: str) -> bool:
         return name in self.shapes
@@ -99,7 +109,9 @@ class HeadKeys:
         if name not in self.scales:
             return self.adapt(name, reader.take(*self.named(name)), None)
         scale = read_scale(reader, self.scales[name]).to(reader.device)
-        return self.adapt(name, reader.take(*self.named(name), dtype=FP8), scale).to(reader.dtype or torch.float32)
+        return self.adapt(name, reader.take(*self.named(name), dtype=FP8), scale).to(
+            reader.dtype or torch.float32
+        )
 
     def adapt(self, name: str, tensor: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         """Return a stored tensor as the head computes with it: FP8 times its scale, as fp32, and q and k in halves."""
@@ -120,7 +132,10 @@ class HeadKeys:
         actual, shape = self.named(name)
         dtype = reader.tensors[actual].dtype
         if dtype.is_floating_point:
-            raise CheckpointError(f"{reader.path}: {actual} is {dtype}, must hold integers; export the head again.", field=actual)
+            raise CheckpointError(
+                f"{reader.path}: {actual} is {dtype}, must hold integers; export the head again.",
+                field=actual,
+            )
         return reader.take(actual, shape, dtype=dtype)
 
     def take_norm(self, reader: CheckpointReader, name: str, eps: float) -> RMSNorm:
@@ -150,7 +165,16 @@ class HeadKeys:
             q, k = (self.take(reader, f"{prefix}{part}_norm.weight") for part in "qk")
             norm = HeadNorm(q, k, config.num_heads, config.num_kv_heads, config.rms_norm_eps)
         window = config.sliding_window or 0
-        return Attention(qkv, o, config.num_heads, config.num_kv_heads, config.head_dim, layer, head_norm=norm, window=window)
+        return Attention(
+            qkv,
+            o,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            layer,
+            head_norm=norm,
+            window=window,
+        )
 
     def take_mlp(self, reader: CheckpointReader, config: HeadConfig, layer: int) -> GatedMLP:
         """Read the MLP of a layer."""
@@ -168,11 +192,15 @@ def read_scale(reader: CheckpointReader, name: str) -> torch.Tensor:
     file = next(file for file in reader.files if name in file.tensors)
     scale = file.read(name).to(torch.float32).reshape(()).clone()
     if not bool(torch.isfinite(scale)):
-        raise CheckpointError(f"{reader.path}: {name} is {float(scale)}; download the checkpoint again.", field=name)
+        raise CheckpointError(
+            f"{reader.path}: {name} is {float(scale)}; download the checkpoint again.", field=name
+        )
     return scale
 
 
-def canonical_names(reader: CheckpointReader, rename: Callable[[str], str] = lambda name: name) -> dict[str, str]:
+def canonical_names(
+    reader: CheckpointReader, rename: Callable[[str], str] = lambda name: name
+) -> dict[str, str]:
     """Return canonical name → name in the file, of all tensors; `rename` sees names without ``model.`` and ``midlayer.``.
 
     Raises:
@@ -188,11 +216,15 @@ def canonical_names(reader: CheckpointReader, rename: Callable[[str], str] = lam
             plain = FIRST_LAYER + plain.removeprefix("midlayer.")
         known = stored.setdefault(rename(plain), name)
         if known != name:
-            raise CheckpointError(f"{reader.path}: {known} and {name} are the same tensor; keep one.", field=name)
+            raise CheckpointError(
+                f"{reader.path}: {known} and {name} are the same tensor; keep one.", field=name
+            )
     return stored
 
 
-def layer_shapes(config: HeadConfig, layer: int, input_size: int, stored: Mapping[str, str], *, qkv_bias: bool = False) -> dict[str, Shape]:
+def layer_shapes(
+    config: HeadConfig, layer: int, input_size: int, stored: Mapping[str, str], *, qkv_bias: bool = False
+) -> dict[str, Shape]:
     """Return name → shape of a layer's projections and its post_attention_layernorm.
 
     Args:
@@ -212,7 +244,12 @@ def layer_shapes(config: HeadConfig, layer: int, input_size: int, stored: Mappin
     if config.latent is None:
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         groups.append({"self_attn.o_proj": (hidden, queries)})
-        groups.append({f"self_attn.{part}_proj": (rows, input_size) for part, rows in (("q", queries), ("k", keys), ("v", keys))})
+        groups.append(
+            {
+                f"self_attn.{part}_proj": (rows, input_size)
+                for part, rows in (("q", queries), ("k", keys), ("v", keys))
+            }
+        )
         norms = [f"{prefix}self_attn.{part}_norm.weight" for part in "qk"]
         if any(name in stored for name in norms):  # heads of Qwen3's kind
             shapes |= dict.fromkeys(norms, (config.head_dim,))
@@ -227,7 +264,9 @@ def layer_shapes(config: HeadConfig, layer: int, input_size: int, stored: Mappin
     return shapes
 
 
-def _scales(reader: CheckpointReader, stored: Mapping[str, str], shapes: Mapping[str, Shape]) -> dict[str, str]:
+def _scales(
+    reader: CheckpointReader, stored: Mapping[str, str], shapes: Mapping[str, Shape]
+) -> dict[str, str]:
     """Return canonical name → name of its scale, of the matrices that are stored in FP8.
 
     Raises:
@@ -240,7 +279,10 @@ def _scales(reader: CheckpointReader, stored: Mapping[str, str], shapes: Mapping
         matrix = name.removesuffix(SCALE) + ".weight"
         info = reader.tensors[actual]
         if prod(info.shape) != 1:
-            raise CheckpointError(f"{reader.path}: {actual} is {list(info.shape)}; only one scale per tensor is supported.", field=actual)
+            raise CheckpointError(
+                f"{reader.path}: {actual} is {list(info.shape)}; only one scale per tensor is supported.",
+                field=actual,
+            )
         if matrix in shapes and matrix in stored:
             scales[matrix] = actual
     return scales
@@ -249,7 +291,9 @@ def _scales(reader: CheckpointReader, stored: Mapping[str, str], shapes: Mapping
 def _dialect(reader: CheckpointReader) -> str:
     if is_native(reader.names):
         return NATIVE
-    return next((prefix for prefix in DIALECTS if any(name.startswith(prefix) for name in reader.names)), DIALECTS[0])
+    return next(
+        (prefix for prefix in DIALECTS if any(name.startswith(prefix) for name in reader.names)), DIALECTS[0]
+    )
 
 
 def _spell(name: str, dialect: str) -> str:

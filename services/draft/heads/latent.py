@@ -50,7 +50,9 @@ def take_latent_attention(
     else:
         projections = [Linear(keys.take(reader, f"{prefix}q_a_proj.weight")), queries("q_b_proj")]
         query_norm = keys.take_norm(reader, f"{prefix}q_a_layernorm.weight", LATENT_NORM_EPS)
-    both = keys.take(reader, f"{prefix}kv_b_proj.weight").view(heads, -1, latent.rank)  # [heads, nope + value, rank]
+    both = keys.take(reader, f"{prefix}kv_b_proj.weight").view(
+        heads, -1, latent.rank
+    )  # [heads, nope + value, rank]
     return LatentAttention(
         projections,
         query_norm,

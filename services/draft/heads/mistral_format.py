@@ -83,11 +83,14 @@ def from_params(raw: Mapping[str, Any], source: Path | str) -> dict[str, Any]:
         return config
     for key in ("moe", "llama_4_scaling", "vision_encoder", "multimodal", "q_lora_rank", "kv_lora_rank"):
         if config.get(key):
-            raise CheckpointError(f"{source}: {key}: heads with it are not supported in Mistral's format.", field=key)
+            raise CheckpointError(
+                f"{source}: {key}: heads with it are not supported in Mistral's format.", field=key
+            )
     quantised = config.pop("quantization", None)
     if quantised and (not isinstance(quantised, Mapping) or quantised.get("qformat_weight") != "fp8_e4m3"):
         raise CheckpointError(
-            f"{source}: quantization: {quantised!r} is not supported; supported: fp8_e4m3, or none.", field="quantization"
+            f"{source}: quantization: {quantised!r} is not supported; supported: fp8_e4m3, or none.",
+            field="quantization",
         )
     for theirs, ours in KEYS.items():
         if theirs in config:
@@ -122,8 +125,13 @@ def halves(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
 def _yarn(section: Any, source: Path | str, theta: Any) -> dict[str, Any]:
     known = {*YARN_KEYS, "apply_scale"}
     if not isinstance(section, Mapping) or not section.keys() <= known:
-        raise CheckpointError(f"{source}: yarn: must be an object with {', '.join(sorted(known))}, not {section!r}.", field="yarn")
-    rope: dict[str, Any] = {YARN_KEYS[key]: value for key, value in section.items() if key in YARN_KEYS} | {"rope_type": "yarn"}
+        raise CheckpointError(
+            f"{source}: yarn: must be an object with {', '.join(sorted(known))}, not {section!r}.",
+            field="yarn",
+        )
+    rope: dict[str, Any] = {YARN_KEYS[key]: value for key, value in section.items() if key in YARN_KEYS} | {
+        "rope_type": "yarn"
+    }
     if section.get("apply_scale") is False:
         rope["attention_factor"] = 1.0
     return rope if theta is None else rope | {"rope_theta": theta}

@@ -27,11 +27,20 @@ def check_eagle3(reader: ConfigReader, num_layers: int, *, final_hidden: bool) -
         CheckpointError: `field` names the key.
     """
     if not reader.flag(FIRST_NORM, True):
-        raise reader.error(FIRST_NORM, "false means features without hidden_norm, and heads here norm them; export the head with it")
+        raise reader.error(
+            FIRST_NORM,
+            "false means features without hidden_norm, and heads here norm them; export the head with it",
+        )
     if not reader.flag(LAST_NORM, True):
-        raise reader.error(LAST_NORM, "false means an lm_head without a norm before it, and heads here have one; export the head with it")
+        raise reader.error(
+            LAST_NORM,
+            "false means an lm_head without a norm before it, and heads here have one; export the head with it",
+        )
     if num_layers > 1 and not reader.flag(REGULAR, True):
-        raise reader.error(REGULAR, "false means that every layer reads the embedding, and heads here read it in the first only")
+        raise reader.error(
+            REGULAR,
+            "false means that every layer reads the embedding, and heads here read it in the first only",
+        )
     _check_both(reader, joins=final_hidden)
 
 
@@ -42,13 +51,19 @@ def check_eagle(reader: ConfigReader, *, ends_with_norm: bool) -> None:
         CheckpointError: `field` names the key.
     """
     if reader.flag(LAST_NORM, ends_with_norm) and not ends_with_norm:
-        raise reader.error(LAST_NORM, "true is not supported in EAGLE-1/2 heads, whose states go to the target's lm_head as they are")
+        raise reader.error(
+            LAST_NORM,
+            "true is not supported in EAGLE-1/2 heads, whose states go to the target's lm_head as they are",
+        )
     _check_both(reader, joins=True)
 
 
 def _check_both(reader: ConfigReader, *, joins: bool) -> None:
     if joins and reader.flag(MTP_NORMS, False):
-        raise reader.error(MTP_NORMS, "true means norms of token and state before fc (enorm, hnorm), which heads here have not")
+        raise reader.error(
+            MTP_NORMS,
+            "true means norms of token and state before fc (enorm, hnorm), which heads here have not",
+        )
     if reader.positive(PARALLEL, 1) > 1:
         raise reader.error(
             PARALLEL,

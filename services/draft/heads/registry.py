@@ -35,8 +35,16 @@ class HeadKind(Enum):
 FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "GptOss")
 """Of the targets that heads are named for; their layers are Llama's, whatever the target's are."""
 ARCHITECTURES: Mapping[str, HeadKind] = {
-    **{name: HeadKind.EAGLE for one in FAMILIES for name in (f"{one}ForCausalLMEagle", f"Eagle{one}ForCausalLM")},
-    **{name: HeadKind.EAGLE3 for one in FAMILIES for name in (f"{one}ForCausalLMEagle3", f"Eagle3{one}ForCausalLM")},
+    **{
+        name: HeadKind.EAGLE
+        for one in FAMILIES
+        for name in (f"{one}ForCausalLMEagle", f"Eagle{one}ForCausalLM")
+    },
+    **{
+        name: HeadKind.EAGLE3
+        for one in FAMILIES
+        for name in (f"{one}ForCausalLMEagle3", f"Eagle3{one}ForCausalLM")
+    },
     "Eagle3Qwen2_5vlForCausalLM": HeadKind.EAGLE3,
     "Eagle3Qwen3vlForCausalLM": HeadKind.EAGLE3,
     "Eagle3MiniMaxM2ForCausalLM": HeadKind.EAGLE3,
@@ -61,7 +69,9 @@ def head_kind(path: Path) -> HeadKind | None:
     """
     raw = read_config(path)
     source = config_file(path)
-    said = ConfigReader(flatten({"architectures": raw.get("architectures")}, source), source).strings("architectures")
+    said = ConfigReader(flatten({"architectures": raw.get("architectures")}, source), source).strings(
+        "architectures"
+    )
     architecture = (said or PLAIN_ARCHITECTURES)[0]
     kind = ARCHITECTURES.get(architecture)
     if kind is not None:
@@ -69,7 +79,8 @@ def head_kind(path: Path) -> HeadKind | None:
     if architecture not in PLAIN_ARCHITECTURES:
         known = ", ".join((*ARCHITECTURES, *PLAIN_ARCHITECTURES))
         raise CheckpointError(
-            f"{config_file(path)}: architectures: {architecture!r} is not a known draft head; known: {known}.", field="architectures"
+            f"{config_file(path)}: architectures: {architecture!r} is not a known draft head; known: {known}.",
+            field="architectures",
         )
     with CheckpointReader(path) as reader:
         names = [name.removeprefix("model.") for name in reader.names]
@@ -78,7 +89,9 @@ def head_kind(path: Path) -> HeadKind | None:
     return HeadKind.EAGLE3 if any(name.endswith(EAGLE3_ONLY) for name in names) else HeadKind.EAGLE
 
 
-def load_head(path: Path, device: torch.device, dtype: torch.dtype, token_map: torch.Tensor | None = None) -> RecurrentHead:
+def load_head(
+    path: Path, device: torch.device, dtype: torch.dtype, token_map: torch.Tensor | None = None
+) -> RecurrentHead:
     """Load the head in a folder.
 
     Args:
@@ -99,13 +112,17 @@ def load_head(path: Path, device: torch.device, dtype: torch.dtype, token_map: t
     return LOADERS[kind](path, device, dtype, token_map)
 
 
-def _load_eagle(path: Path, device: torch.device, dtype: torch.dtype, token_map: torch.Tensor | None) -> RecurrentHead:
+def _load_eagle(
+    path: Path, device: torch.device, dtype: torch.dtype, token_map: torch.Tensor | None
+) -> RecurrentHead:
     head, keys = EagleHead.load(path, device, dtype, token_map)
     _log(head, keys, features="last hidden state, after the norm", rope_theta=head.config.layer.rope.theta)
     return head
 
 
-def _load_eagle3(path: Path, device: torch.device, dtype: torch.dtype, token_map: torch.Tensor | None) -> RecurrentHead:
+def _load_eagle3(
+    path: Path, device: torch.device, dtype: torch.dtype, token_map: torch.Tensor | None
+) -> RecurrentHead:
     head, keys = Eagle3Head.load(path, device, dtype, token_map)
     aux = "none: the last hidden state" if head.config.final_hidden else head.config.aux.says
     _log(head, keys, aux_layers=aux, rope_theta=head.config.layer.rope.theta)

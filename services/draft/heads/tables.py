@@ -47,7 +47,9 @@ class TokenTables:
         self._embedding = embedding
         self._lm_head: Linear | None = None
         if lm_head is not None:
-            self._lm_head = Linear(lm_head) if lm_head.shape[0] == vocabulary.size else self._gathered(lm_head)
+            self._lm_head = (
+                Linear(lm_head) if lm_head.shape[0] == vocabulary.size else self._gathered(lm_head)
+            )
         elif config.tie_word_embeddings and embedding is not None:
             self._lm_head = self._gathered(embedding)
         shape = (config.vocab_size, target_hidden_size)
@@ -69,7 +71,9 @@ class TokenTables:
         """See `DraftStrategy.lend`."""
         shape = self._missing.get(name)
         if shape is None:
-            raise CheckpointError(f"{name} is not wanted; missing: {', '.join(self._missing) or 'nothing'}.", field=name)
+            raise CheckpointError(
+                f"{name} is not wanted; missing: {', '.join(self._missing) or 'nothing'}.", field=name
+            )
         if tuple(tensor.shape) != shape:
             raise CheckpointError(f"{name} is {list(tensor.shape)}, must be {list(shape)}.", field=name)
         tensor = tensor.to(device=self._device, dtype=self._dtype)
@@ -101,4 +105,6 @@ class TokenTables:
 
     def _gathered(self, full: torch.Tensor) -> Linear:
         """Keep the vocabulary's rows of ``[vocab_size, hidden_size]``."""
-        return Linear(full if self._vocabulary.d2t is None else full[self._vocabulary.target_ids(full.device)])
+        return Linear(
+            full if self._vocabulary.d2t is None else full[self._vocabulary.target_ids(full.device)]
+        )

@@ -31,24 +31,40 @@ def read_token_map(path: Path) -> torch.Tensor:
     reader = READERS.get(path.suffix)
     if reader is None:
         raise CheckpointError(
-            f"{path}: a token map is one of {', '.join(READERS)}, not {path.suffix or 'a file without suffix'}.", field=FIELD
+            f"{path}: a token map is one of {', '.join(READERS)}, not {path.suffix or 'a file without suffix'}.",
+            field=FIELD,
         )
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist; give the file of the token map.", field=FIELD)
     content = reader(path)
     if isinstance(content, Mapping):
         if len(content) != 1:
-            raise CheckpointError(f"{path} holds {len(content)} entries ({', '.join(map(str, content))}); leave only the ids.", field=FIELD)
+            raise CheckpointError(
+                f"{path} holds {len(content)} entries ({', '.join(map(str, content))}); leave only the ids.",
+                field=FIELD,
+            )
         content = next(iter(content.values()))
-    if isinstance(content, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in content):
+    if isinstance(content, list) and all(
+        isinstance(token, int) and not isinstance(token, bool) for token in content
+    ):
         content = torch.tensor(content, dtype=torch.int64)
-    if not isinstance(content, torch.Tensor) or content.dtype.is_floating_point or content.dtype == torch.bool or content.dim() != 1:
-        raise CheckpointError(f"{path} must hold one list of token ids (integers); export the map again.", field=FIELD)
+    if (
+        not isinstance(content, torch.Tensor)
+        or content.dtype.is_floating_point
+        or content.dtype == torch.bool
+        or content.dim() != 1
+    ):
+        raise CheckpointError(
+            f"{path} must hold one list of token ids (integers); export the map again.", field=FIELD
+        )
     ids = content.to(torch.int64)
     if not ids.numel():
         raise CheckpointError(f"{path} holds no token id; export the map again.", field=FIELD)
     if int(ids.min()) < 0:
-        raise CheckpointError(f"{path} holds the negative id {int(ids.min())}; it must hold target ids, not offsets.", field=FIELD)
+        raise CheckpointError(
+            f"{path} holds the negative id {int(ids.min())}; it must hold target ids, not offsets.",
+            field=FIELD,
+        )
     if len(set(ids.tolist())) != ids.shape[0]:
         raise CheckpointError(f"{path} names a token twice; export the map again.", field=FIELD)
     return ids
@@ -58,16 +74,22 @@ def _read_json(path: Path) -> object:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON ({error}); export the map again.", field=FIELD) from error
+        raise CheckpointError(
+            f"{path} cannot be read as JSON ({error}); export the map again.", field=FIELD
+        ) from error
 
 
 def _read_pickled(path: Path) -> object:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{path} cannot be read without running code from it; export the map as json.", field=FIELD) from error
+        raise CheckpointError(
+            f"{path} cannot be read without running code from it; export the map as json.", field=FIELD
+        ) from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path} is truncated or corrupt: download it again ({error}).", field=FIELD) from error
+        raise CheckpointError(
+            f"{path} is truncated or corrupt: download it again ({error}).", field=FIELD
+        ) from error
 
 
 def _read_safetensors(path: Path) -> object:
@@ -78,5 +100,6 @@ def _read_safetensors(path: Path) -> object:
 
 
 READERS: Mapping[str, Callable[[Path], object]] = {
-    suffix: {".safetensors": _read_safetensors, ".json": _read_json}.get(suffix, _read_pickled) for suffix in TOKEN_MAP_SUFFIXES
+    suffix: {".safetensors": _read_safetensors, ".json": _read_json}.get(suffix, _read_pickled)
+    for suffix in TOKEN_MAP_SUFFIXES
 }

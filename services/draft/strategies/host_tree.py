@@ -50,9 +50,14 @@ def pad_trees(trees: Sequence[HostTree], device: torch.device) -> DraftBatch:
     padding = [width - len(tree.tokens) for tree in trees]
 
     def columns(rows: Sequence[Sequence[float]], fill: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor([[*row, *[fill] * missing] for row, missing in zip(rows, padding, strict=True)], dtype=dtype).to(device)
+        return torch.tensor(
+            [[*row, *[fill] * missing] for row, missing in zip(rows, padding, strict=True)], dtype=dtype
+        ).to(device)
 
-    masks = [[_words(mask, words) for mask in tree.masks] + [[0] * words] * missing for tree, missing in zip(trees, padding, strict=True)]
+    masks = [
+        [_words(mask, words) for mask in tree.masks] + [[0] * words] * missing
+        for tree, missing in zip(trees, padding, strict=True)
+    ]
     return DraftBatch(
         tokens=columns([tree.tokens for tree in trees], 0, torch.int32),
         parents=columns([tree.parents for tree in trees], -1, torch.int32),

@@ -46,7 +46,13 @@ class MtpModel:
         token_map: Target ids that they may draft, or None for all.
     """
 
-    def __init__(self, weights: MtpWeights, device: torch.device, dtype: torch.dtype, token_map: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        weights: MtpWeights,
+        device: torch.device,
+        dtype: torch.dtype,
+        token_map: torch.Tensor | None = None,
+    ) -> None:
         config = weights.config
         self.weights = weights
         self.device = device
@@ -72,20 +78,28 @@ class MtpModel:
     def missing(self) -> dict[str, tuple[int, ...]]:
         """See `DraftStrategy.missing`: embedding and output head are the target's."""
         shape = (self.weights.config.vocab_size, self.weights.config.hidden_size)
-        return {name: shape for name, held in ((EMBEDDING, self._embedding), (LM_HEAD, self._lm_head)) if held is None}
+        return {
+            name: shape
+            for name, held in ((EMBEDDING, self._embedding), (LM_HEAD, self._lm_head))
+            if held is None
+        }
 
     def lend(self, name: str, tensor: torch.Tensor) -> None:
         """See `DraftStrategy.lend`."""
         shape = self.missing().get(name)
         if shape is None:
-            raise CheckpointError(f"{name} is not wanted; missing: {', '.join(self.missing()) or 'nothing'}.", field=name)
+            raise CheckpointError(
+                f"{name} is not wanted; missing: {', '.join(self.missing()) or 'nothing'}.", field=name
+            )
         if tuple(tensor.shape) != shape:
             raise CheckpointError(f"{name} is {list(tensor.shape)}, must be {list(shape)}.", field=name)
         tensor = tensor.to(device=self.device, dtype=self.dtype)
         if name == EMBEDDING:
             self._embedding = tensor
         else:
-            self._lm_head = Linear(tensor if self.vocabulary.d2t is None else tensor[self.vocabulary.target_ids(self.device)])
+            self._lm_head = Linear(
+                tensor if self.vocabulary.d2t is None else tensor[self.vocabulary.target_ids(self.device)]
+            )
 
     def stage(self, level: int) -> Stage:
         """See `GrowingModel.stage`."""
@@ -97,12 +111,20 @@ class MtpModel:
         """See `GrowingModel.level_passes`."""
         rotations = split_rotation(self._rope(positions.view(-1)), positions.shape[0])
         return [
-            partial(self._run, stage.behind, rotation=rotation, positions=rows, attention=attention, pool=pool)
+            partial(
+                self._run, stage.behind, rotation=rotation, positions=rows, attention=attention, pool=pool
+            )
             for stage, rotation, rows in zip(stages, rotations, positions, strict=True)
         ]
 
     def run(
-        self, layer: int, tokens: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend, pool: KVPool
+        self,
+        layer: int,
+        tokens: torch.Tensor,
+        states: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBackend,
+        pool: KVPool,
     ) -> torch.Tensor:
         """Run one layer over rows ``tokens, positions [rows]``, ``states [rows, hidden]``; attention is planned for them."""
         return self._run(layer, tokens, states, self._rope(positions), positions, attention, pool)
@@ -140,7 +162,9 @@ class MtpStrategy(PagedStrategy):
         max_shape: Largest tree that will be asked for.
     """
 
-    def __init__(self, model: MtpModel, pool: KVPool, attention: AttentionBackend, model_id: str, max_shape: DraftShape) -> None:
+    def __init__(
+        self, model: MtpModel, pool: KVPool, attention: AttentionBackend, model_id: str, max_shape: DraftShape
+    ) -> None:
         config = model.weights.config
         info = StrategyInfo(
             algorithm="MTP",
@@ -189,10 +213,16 @@ class MtpStrategy(PagedStrategy):
         model = self._model
         before = [chunk.session.last_state for chunk in chunks]
         after: list[list[torch.Tensor]] = [[] for _ in chunks]
-        parts = list(take_features(chunks, model.device, model.dtype).split_with_sizes([chunk.count for chunk in chunks]))
+        parts = list(
+            take_features(chunks, model.device, model.dtype).split_with_sizes(
+                [chunk.count for chunk in chunks]
+            )
+        )
         for layer in range(model.depth):
             if layer:
-                parts = [_inputs(outputs, states, layer) for outputs, states in zip(parts, before, strict=True)]
+                parts = [
+                    _inputs(outputs, states, layer) for outputs, states in zip(parts, before, strict=True)
+                ]
             parts = self._run_layer(layer, chunks, parts)
             for states, outputs in zip(after, parts, strict=True):
                 states += outputs[-1:].unbind(0)
@@ -200,7 +230,9 @@ class MtpStrategy(PagedStrategy):
             chunk.session.cached_rows += chunk.count
             chunk.session.last_state = torch.stack(states)
 
-    def _run_layer(self, layer: int, chunks: Sequence[RowChunk], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _run_layer(
+        self, layer: int, chunks: Sequence[RowChunk], inputs: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
         """Run a layer over its new rows of each chunk, ``inputs[i] [rows, hidden]``; the last of them is ``chunk.stop - 1 - layer``."""
         tokens: list[int] = []
         positions: list[int] = []
@@ -218,8 +250,12 @@ class MtpStrategy(PagedStrategy):
             return list(inputs)
         counts = [states.shape[0] for states in inputs]
         host = torch.tensor([tokens, positions], dtype=torch.int32).to(self._device)
-        self._attention.plan(build_batch(self._pool, leases_of(working), starts, [count for count in counts if count]))
-        states = self._model.run(layer, host[0], torch.cat(list(inputs)), host[1], self._attention, self._pool)
+        self._attention.plan(
+            build_batch(self._pool, leases_of(working), starts, [count for count in counts if count])
+        )
+        states = self._model.run(
+            layer, host[0], torch.cat(list(inputs)), host[1], self._attention, self._pool
+        )
         return list(states.split_with_sizes(counts))
 
     def _root_state(self, session: Session) -> torch.Tensor | None:

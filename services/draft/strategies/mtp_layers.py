@@ -53,7 +53,13 @@ class MtpDialect:
 
 
 MIMO = MtpDialect(
-    "model.mtp_layers.", "hidden_layernorm", "token_layernorm", "input_proj", "final_layernorm", hidden_first=True, blind_start=True
+    "model.mtp_layers.",
+    "hidden_layernorm",
+    "token_layernorm",
+    "input_proj",
+    "final_layernorm",
+    hidden_first=True,
+    blind_start=True,
 )
 DEEPSEEK = MtpDialect(
     "model.layers.",
@@ -80,7 +86,13 @@ class MtpLayer:
     """
 
     def __init__(
-        self, dialect: MtpDialect, hidden_norm: RMSNorm, token_norm: RMSNorm, projection: Linear, block: DecoderLayer, final_norm: RMSNorm
+        self,
+        dialect: MtpDialect,
+        hidden_norm: RMSNorm,
+        token_norm: RMSNorm,
+        projection: Linear,
+        block: DecoderLayer,
+        final_norm: RMSNorm,
     ) -> None:
         self._dialect = dialect
         self._hidden_norm = hidden_norm
@@ -143,7 +155,10 @@ class MtpWeights:
                 source: TensorSource = reader
                 if config.weight_block:
                     source = Fp8Source(reader, reader.tensors, config.weight_block, dtype)
-                layers = [_load(source, config, dialect, f"{dialect.layers}{number}.", index) for index, number in enumerate(numbers)]
+                layers = [
+                    _load(source, config, dialect, f"{dialect.layers}{number}.", index)
+                    for index, number in enumerate(numbers)
+                ]
             prefixes = tuple(f"{dialect.layers}{number}." for number in numbers)
             others = [name for name in reader.names if not name.startswith(prefixes)]
             copies = [f"{prefix}{name}" for prefix in prefixes for name in dialect.ignored]
@@ -157,20 +172,32 @@ class MtpWeights:
 def _find_layers(path: Path, reader: CheckpointReader) -> tuple[MtpDialect, list[int]]:
     """Return the dialect of a folder's MTP layers and their numbers, ascending."""
     for dialect in DIALECTS:
-        pattern = re.compile(re.escape(dialect.layers) + r"(\d+)\." + re.escape(dialect.projection) + r"\.weight")
+        pattern = re.compile(
+            re.escape(dialect.layers) + r"(\d+)\." + re.escape(dialect.projection) + r"\.weight"
+        )
         numbers = sorted(int(match.group(1)) for match in map(pattern.fullmatch, reader.names) if match)
         if not numbers:
             continue
         config = ConfigReader(read_json(path / CONFIG_FILE), path / CONFIG_FILE)
         if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
-            raise CheckpointError(f"{path}: MTP layers {numbers} have a gap; download the checkpoint again.", field=dialect.projection)
+            raise CheckpointError(
+                f"{path}: MTP layers {numbers} have a gap; download the checkpoint again.",
+                field=dialect.projection,
+            )
         if config.positive(COUNT, len(numbers)) != len(numbers):
-            raise config.error(COUNT, f"is {config.raw[COUNT]}, but the checkpoint holds {len(numbers)} MTP layers; download it again")
+            raise config.error(
+                COUNT,
+                f"is {config.raw[COUNT]}, but the checkpoint holds {len(numbers)} MTP layers; download it again",
+            )
         return dialect, numbers
-    raise CheckpointError(f"{path} holds no MTP layers (model.mtp_layers.*, or eh_proj behind the last layer).", field=COUNT)
+    raise CheckpointError(
+        f"{path} holds no MTP layers (model.mtp_layers.*, or eh_proj behind the last layer).", field=COUNT
+    )
 
 
-def _load(source: TensorSource, config: ModelConfig, dialect: MtpDialect, prefix: str, index: int) -> MtpLayer:
+def _load(
+    source: TensorSource, config: ModelConfig, dialect: MtpDialect, prefix: str, index: int
+) -> MtpLayer:
     hidden = config.hidden_size
 
     def norm(name: str) -> RMSNorm:

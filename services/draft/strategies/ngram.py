@@ -16,7 +16,12 @@ from outrider.services.draft.host_rounds import DraftRounds
 from outrider.services.draft.session import PeerId, RowSource, Session
 from outrider.services.draft.strategies.host_tree import HostTree, pad_trees
 from outrider.services.draft.strategies.ngram_corpus import Corpus
-from outrider.services.draft.strategies.ngram_match import MAX_MATCHES, ContinuationTrie, History, find_matches
+from outrider.services.draft.strategies.ngram_match import (
+    MAX_MATCHES,
+    ContinuationTrie,
+    History,
+    find_matches,
+)
 from outrider.services.draft.strategy import Pages, StrategyInfo, TargetInfo
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.spec.drafter import FeatureSpec
@@ -48,7 +53,9 @@ class NgramStrategy:
         device: Where trees are returned.
     """
 
-    def __init__(self, options: NgramOptions, vocab_size: int | None, corpus: Corpus | None, device: torch.device) -> None:
+    def __init__(
+        self, options: NgramOptions, vocab_size: int | None, corpus: Corpus | None, device: torch.device
+    ) -> None:
         self.rounds: DraftRounds | None = None
         self._options = options
         self._corpus = corpus
@@ -56,7 +63,9 @@ class NgramStrategy:
         self._histories: dict[tuple[PeerId, int], tuple[int, History]] = {}
         if corpus is not None and vocab_size is not None:
             _check_corpus(corpus, vocab_size)
-        digest = hashlib.sha256(repr(options).encode() + (corpus.tokens.tobytes() if corpus is not None else b""))
+        digest = hashlib.sha256(
+            repr(options).encode() + (corpus.tokens.tobytes() if corpus is not None else b"")
+        )
         self.info = StrategyInfo(
             algorithm="NGRAM",
             model_id="ngram",
@@ -91,7 +100,10 @@ class NgramStrategy:
     def propose(self, sessions: Sequence[Session]) -> DraftBatch:
         """See `DraftStrategy.propose`."""
         shapes = [session.ask.shape.bounded() for session in sessions if session.ask is not None]
-        return pad_trees([self._tree(session, shape) for session, shape in zip(sessions, shapes, strict=True)], self._device)
+        return pad_trees(
+            [self._tree(session, shape) for session, shape in zip(sessions, shapes, strict=True)],
+            self._device,
+        )
 
     def release(self, session: Session) -> None:
         """See `DraftStrategy.release`."""

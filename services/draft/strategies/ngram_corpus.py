@@ -45,7 +45,9 @@ class Corpus:
         key = _pairs(suffix[-2:])[0]
         first, stop = np.searchsorted(self._keys, key, "left"), np.searchsorted(self._keys, key, "right")
         ends = np.sort(self._order[max(first, stop - MAX_CORPUS_ENDS) : stop]) + 1
-        return rank_matches(self.tokens, ends, suffix, max(min_match, MIN_CORPUS_MATCH), max_match, repeats=False)
+        return rank_matches(
+            self.tokens, ends, suffix, max(min_match, MIN_CORPUS_MATCH), max_match, repeats=False
+        )
 
     @classmethod
     def read(cls, path: Path, tokenizer_dir: Path | None) -> Corpus:
@@ -80,7 +82,9 @@ def _documents(path: Path) -> Iterator[list[int] | str]:
         else:
             values = [json.loads(line) for line in lines] if path.suffix == ".jsonl" else lines
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigurationError(f"ngram_corpus: {path} cannot be read ({error}).", field="ngram_corpus") from None
+        raise ConfigurationError(
+            f"ngram_corpus: {path} cannot be read ({error}).", field="ngram_corpus"
+        ) from None
     if not isinstance(values, list):
         raise ConfigurationError(f"ngram_corpus: {path} must hold a list of documents.", field="ngram_corpus")
     for number, value in enumerate(values, 1):
@@ -95,17 +99,29 @@ def _documents(path: Path) -> Iterator[list[int] | str]:
 
 
 def _is_token_ids(document: object) -> TypeGuard[list[int]]:
-    return isinstance(document, list) and all(isinstance(token, int) and 0 <= token < 1 << 31 for token in document)
+    return isinstance(document, list) and all(
+        isinstance(token, int) and 0 <= token < 1 << 31 for token in document
+    )
 
 
-def _encode(documents: list[list[int] | str], path: Path, tokenizer_dir: Path | None) -> list[list[int] | str]:
+def _encode(
+    documents: list[list[int] | str], path: Path, tokenizer_dir: Path | None
+) -> list[list[int] | str]:
     file = tokenizer_dir / TOKENIZER_FILE if tokenizer_dir is not None else None
     if file is None or not file.is_file():
-        where = f"{tokenizer_dir} has none" if tokenizer_dir is not None else "give the target's folder by --target-weights"
+        where = (
+            f"{tokenizer_dir} has none"
+            if tokenizer_dir is not None
+            else "give the target's folder by --target-weights"
+        )
         raise ConfigurationError(
-            f"ngram_corpus: {path} holds texts, and {TOKENIZER_FILE} is needed to read them: {where}.", field="ngram_corpus"
+            f"ngram_corpus: {path} holds texts, and {TOKENIZER_FILE} is needed to read them: {where}.",
+            field="ngram_corpus",
         )
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(file))
-    return [tokenizer.encode(document, add_special_tokens=False).ids if isinstance(document, str) else document for document in documents]
+    return [
+        tokenizer.encode(document, add_special_tokens=False).ids if isinstance(document, str) else document
+        for document in documents
+    ]

@@ -96,7 +96,9 @@ def find_matches(text: Tokens, min_match: int, max_match: int) -> list[Match]:
     return rank_matches(text, ends, text, min_match, max_match, repeats=True)
 
 
-def rank_matches(text: Tokens, ends: NDArray[np.int64], suffix: Tokens, min_match: int, max_match: int, *, repeats: bool) -> list[Match]:
+def rank_matches(
+    text: Tokens, ends: NDArray[np.int64], suffix: Tokens, min_match: int, max_match: int, *, repeats: bool
+) -> list[Match]:
     """Measure how far the contexts that end at `ends` agree with `suffix`, and return the best `MAX_MATCHES`.
 
     Args:
@@ -158,7 +160,9 @@ class ContinuationTrie:
             levels.append(beam)
             beam = sorted(beam, key=lambda candidate: -candidate.node.weight)[: shape.topk]
         candidates = [candidate for level in levels for candidate in level]
-        order = sorted(range(len(candidates)), key=lambda index: (-candidates[index].node.weight, index))[: shape.max_nodes - 1]
+        order = sorted(range(len(candidates)), key=lambda index: (-candidates[index].node.weight, index))[
+            : shape.max_nodes - 1
+        ]
         tree = HostTree.of_root(root_token)
         for index in sorted(order):
             candidates[index].add_to(tree)
@@ -180,4 +184,6 @@ class _Candidate:
 
     def add_to(self, tree: HostTree) -> None:
         assert self.parent is not None, "the root is in the tree already"
-        self.index = tree.add(self.token, self.parent.index, math.log(self.node.weight / self.parent.node.weight))
+        self.index = tree.add(
+            self.token, self.parent.index, math.log(self.node.weight / self.parent.node.weight)
+        )

@@ -132,7 +132,9 @@ class StandaloneStrategy(PagedStrategy):
             hidden_size=config.hidden_size,
         )
         growth = DecoderGrowth(decoder, drafted)
-        super().__init__(info, growth, pool, attention, DecoderRounds(decoder, drafted, growth.logits), decoder.dtype)
+        super().__init__(
+            info, growth, pool, attention, DecoderRounds(decoder, drafted, growth.logits), decoder.dtype
+        )
         self._decoder = decoder
 
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:

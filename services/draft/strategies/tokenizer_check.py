@@ -27,7 +27,9 @@ def check_same_tokenizer(draft: Path, target: Path) -> bool:
     if mine == theirs:
         return True
     different = (token for token in mine.keys() | theirs.keys() if mine.get(token) != theirs.get(token))
-    token = min(different, key=lambda token: (min(mine.get(token, 1 << 31), theirs.get(token, 1 << 31)), token))
+    token = min(
+        different, key=lambda token: (min(mine.get(token, 1 << 31), theirs.get(token, 1 << 31)), token)
+    )
     raise CheckpointError(
         f"The draft has another tokenizer than the target: {token!r} is {_named(mine.get(token))} in {files[0]} and "
         f"{_named(theirs.get(token))} in {files[1]}. Serve the target that this draft was made for, or another --draft; if only the "

@@ -46,7 +46,12 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
 
 
 def _opening(index: int) -> dict[str, Any]:
-    return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+    return {
+        "index": index,
+        "delta": {"role": "assistant", "content": ""},
+        "logprobs": None,
+        "finish_reason": None,
+    }
 
 
 def _chunk_choice(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
@@ -54,7 +59,9 @@ def _chunk_choice(index: int, text: str, finish_reason: str | None) -> dict[str,
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
 
 
-def _reply(core: GatewayCore, job: Job, head: ReplyHead, completions: list[Completion], with_ids: bool) -> dict[str, Any]:
+def _reply(
+    core: GatewayCore, job: Job, head: ReplyHead, completions: list[Completion], with_ids: bool
+) -> dict[str, Any]:
     trace = job.parameters.speculation.trace
     choices = [
         {

@@ -45,7 +45,8 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     with_ids = bool(body.return_token_ids) or core.codec is None
     if body.stream:
         return EventStream(
-            stream_chunks(core, job, head, StreamShape(_choice, opening, body.include_usage, with_ids)), core.settings.keep_alive_s
+            stream_chunks(core, job, head, StreamShape(_choice, opening, body.include_usage, with_ids)),
+            core.settings.keep_alive_s,
         )
     completions = await run_until_disconnect(request.receive, collect(core.generate(job), sequences))
     texts = [(echoes[index // n] if echoes else "") + one.text for index, one in enumerate(completions)]
@@ -60,7 +61,9 @@ def check_texts(core: GatewayCore, batch: Sequence[str | list[int]], field: str)
             check_prompt_text(prompt, field)
 
 
-async def encode_batch(core: GatewayCore, batch: Sequence[str | list[int]], field: str) -> list[tuple[int, ...]]:
+async def encode_batch(
+    core: GatewayCore, batch: Sequence[str | list[int]], field: str
+) -> list[tuple[int, ...]]:
     """Return the ids of every prompt; long texts are encoded on a worker thread."""
     encoded = []
     for prompt in batch:
@@ -80,10 +83,18 @@ def _choice(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
 
 
-def _reply(core: GatewayCore, job: Job, head: ReplyHead, completions: list[Completion], texts: list[str], with_ids: bool) -> dict[str, Any]:
+def _reply(
+    core: GatewayCore,
+    job: Job,
+    head: ReplyHead,
+    completions: list[Completion],
+    texts: list[str],
+    with_ids: bool,
+) -> dict[str, Any]:
     trace = job.parameters.speculation.trace
     choices = [
-        _choice(index, texts[index], one.finished.reason.value) | choice_extras(one, len(completions) == 1, trace, with_ids)
+        _choice(index, texts[index], one.finished.reason.value)
+        | choice_extras(one, len(completions) == 1, trace, with_ids)
         for index, one in enumerate(completions)
     ]
     return head.object_of(

@@ -38,7 +38,9 @@ def timeout_of(request: Request) -> float | None:
     if value is None:
         return None
     if not value.isascii() or not value.isdigit() or not 1 <= len(value) <= 9 or int(value) == 0:
-        raise InvalidRequestError(f"{DEADLINE_HEADER} must be a positive number of milliseconds.", field=DEADLINE_HEADER)
+        raise InvalidRequestError(
+            f"{DEADLINE_HEADER} must be a positive number of milliseconds.", field=DEADLINE_HEADER
+        )
     return int(value) / 1e3
 
 

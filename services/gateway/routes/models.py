@@ -40,8 +40,12 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     core = core_of(request)
     core.builder.check_model(body.model, core.client.info)
     check_prompt_text(body.prompt, "prompt")
-    ids = await core.need_codec("prompt").encode_aside(body.prompt, add_special_tokens=body.add_special_tokens)
-    return JsonResponse({"tokens": list(ids), "count": len(ids), "max_model_len": core.client.info.max_model_len})
+    ids = await core.need_codec("prompt").encode_aside(
+        body.prompt, add_special_tokens=body.add_special_tokens
+    )
+    return JsonResponse(
+        {"tokens": list(ids), "count": len(ids), "max_model_len": core.client.info.max_model_len}
+    )
 
 
 @router.post("/detokenize", responses=ERROR_RESPONSES)
@@ -53,7 +57,13 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     codec = core.need_codec("tokens")
     if any(not 0 <= token < info.vocab_size for token in body.tokens):
         raise InvalidRequestError(f"tokens must lie between 0 and {info.vocab_size - 1}.", field="tokens")
-    return JsonResponse({"prompt": await asyncio.to_thread(codec.decode, body.tokens, skip_special_tokens=body.skip_special_tokens)})
+    return JsonResponse(
+        {
+            "prompt": await asyncio.to_thread(
+                codec.decode, body.tokens, skip_special_tokens=body.skip_special_tokens
+            )
+        }
+    )
 
 
 def _names(core: GatewayCore) -> tuple[str, ...]:

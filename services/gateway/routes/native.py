@@ -45,11 +45,16 @@ async def generate(body: NativeRequest, request: Request) -> Response:
     if body.stream:
         return EventStream(_stream(core, job, rid, as_list), core.settings.keep_alive_s)
     completions = await run_until_disconnect(request.receive, collect(core.generate(job), sequences))
-    replies = [_reply(core, one, _rid(rid, index, as_list), parameters.speculation.trace) for index, one in enumerate(completions)]
+    replies = [
+        _reply(core, one, _rid(rid, index, as_list), parameters.speculation.trace)
+        for index, one in enumerate(completions)
+    ]
     return JsonResponse(replies if as_list else replies[0])
 
 
-async def _stream(core: GatewayCore, job: Job, rid: str, as_list: bool) -> AsyncGenerator[dict[str, Any], None]:
+async def _stream(
+    core: GatewayCore, job: Job, rid: str, as_list: bool
+) -> AsyncGenerator[dict[str, Any], None]:
     texts: dict[int, str] = {}
     ids: dict[int, list[int]] = {}
     started: dict[int, Started] = {}
@@ -70,11 +75,19 @@ async def _stream(core: GatewayCore, job: Job, rid: str, as_list: bool) -> Async
                         "prompt_tokens": started[index].prompt_tokens,
                         "completion_tokens": len(ids[index]),
                     }
-                    extra = {"speculation": {"trace": [trace_object(each) for each in rounds]}} if rounds else {}
+                    extra = (
+                        {"speculation": {"trace": [trace_object(each) for each in rounds]}} if rounds else {}
+                    )
                 case Finished() as end:
                     meta = _meta(core, end, _rid(rid, index, as_list), started[index].seed)
                     extra = {"speculation": speculation_object(end.speculation)}
-            yield {"text": texts[index], "output_ids": list(ids[index]), "meta_info": meta, **extra, **numbered}
+            yield {
+                "text": texts[index],
+                "output_ids": list(ids[index]),
+                "meta_info": meta,
+                **extra,
+                **numbered,
+            }
 
 
 def _rid(rid: str, index: int, as_list: bool) -> str:
@@ -104,7 +117,9 @@ def _meta(core: GatewayCore, end: Finished, rid: str, seed: int) -> dict[str, An
         "seed": seed,
         "spec_verify_ct": stats.rounds,
         "spec_accept_length": round(usage.completion_tokens / stats.rounds, 6) if stats.rounds else 0.0,
-        "spec_accept_rate": round(stats.accepted_tokens / stats.draft_tokens, 6) if stats.draft_tokens else 0.0,
+        "spec_accept_rate": round(stats.accepted_tokens / stats.draft_tokens, 6)
+        if stats.draft_tokens
+        else 0.0,
         "spec_num_correct_drafts": stats.accepted_tokens,
         "spec_num_proposed_drafts": stats.draft_tokens,
         "spec_correct_drafts_histogram": list(stats.accepted_histogram),

@@ -33,7 +33,9 @@ class StreamShape:
     with_ids: bool
 
 
-async def stream_chunks(core: GatewayCore, job: Job, head: ReplyHead, shape: StreamShape) -> AsyncGenerator[dict[str, Any], None]:
+async def stream_chunks(
+    core: GatewayCore, job: Job, head: ReplyHead, shape: StreamShape
+) -> AsyncGenerator[dict[str, Any], None]:
     """Yield the chunks of a reply: opening, text, finish per choice, then usage if asked for."""
     usage: dict[str, Any] = {"usage": None} if shape.include_usage else {}
     seeds: dict[int, int] = {}
@@ -51,12 +53,18 @@ async def stream_chunks(core: GatewayCore, job: Job, head: ReplyHead, shape: Str
                     choice = shape.choice(one.index, text, None)
                     if shape.with_ids:
                         choice["token_ids"] = list(token_ids)
-                    trace = {"speculation": {"trace": [trace_object(each) for each in rounds]}} if rounds else {}
+                    trace = (
+                        {"speculation": {"trace": [trace_object(each) for each in rounds]}} if rounds else {}
+                    )
                     yield head.object_of(choices=[choice], **usage, **trace)
                 case Finished() as end:
                     ends[one.index] = end
-                    choice = shape.choice(one.index, "", end.reason.value) | {"matched_stop": end.matched_stop}
-                    yield head.object_of(choices=[choice], **usage, **finish_extras(end, core.client.info, seeds[one.index]))
+                    choice = shape.choice(one.index, "", end.reason.value) | {
+                        "matched_stop": end.matched_stop
+                    }
+                    yield head.object_of(
+                        choices=[choice], **usage, **finish_extras(end, core.client.info, seeds[one.index])
+                    )
     if shape.include_usage:
         total = merge_usage([ends[index] for index in sorted(ends)], job.parameters.n or 1)
         yield head.object_of(choices=[], usage=usage_object(total))

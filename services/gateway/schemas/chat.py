@@ -54,7 +54,9 @@ class Message(NeutralOnly):
         self.refuse_unsupported(f"{field}.")
         if self.role in ("tool", "function"):
             raise InvalidRequestError(
-                f"{field}.role: {self.role} messages are not supported yet.", field=f"{field}.role", reason="unsupported_parameter"
+                f"{field}.role: {self.role} messages are not supported yet.",
+                field=f"{field}.role",
+                reason="unsupported_parameter",
             )
         text = self._text(field)
         check_prompt_text(text, f"{field}.content")
@@ -76,9 +78,13 @@ class Message(NeutralOnly):
                 message = f"{where}: only text parts are supported, not {part.type[:32]!r}."
                 raise InvalidRequestError(message, field=where, reason="unsupported_parameter")
             for unknown in part.model_extra or ():
-                raise InvalidRequestError(f"Unknown field: {where}.{unknown}.", field=f"{where}.{unknown}", reason="unknown_field")
+                raise InvalidRequestError(
+                    f"Unknown field: {where}.{unknown}.", field=f"{where}.{unknown}", reason="unknown_field"
+                )
             if part.text is None:
-                raise InvalidRequestError(f"Missing field: {where}.text.", field=f"{where}.text", reason="missing_field")
+                raise InvalidRequestError(
+                    f"Missing field: {where}.text.", field=f"{where}.text", reason="missing_field"
+                )
         return "".join(part.text or "" for part in self.content)
 
 
@@ -100,7 +106,9 @@ class ChatRequest(OpenAIRequest):
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description=f"Allowed keys: {', '.join(TEMPLATE_OPTIONS)}.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description=f"Allowed keys: {', '.join(TEMPLATE_OPTIONS)}."
+    )
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
     # They do nothing without tools, reasoning parsers or predicted outputs.
@@ -124,13 +132,18 @@ class ChatRequest(OpenAIRequest):
         if self.max_completion_tokens is None:
             return self.max_tokens
         if self.max_tokens not in (None, self.max_completion_tokens):
-            raise InvalidRequestError("max_tokens and max_completion_tokens differ; give one of them.", field="max_tokens")
+            raise InvalidRequestError(
+                "max_tokens and max_completion_tokens differ; give one of them.", field="max_tokens"
+            )
         return self.max_completion_tokens
 
     def template_messages(self, max_messages: int) -> list[dict[str, Any]]:
         """Return the messages as templates expect them, checked."""
         if len(self.messages) > max_messages:
-            raise InvalidRequestError(f"messages must hold at most {max_messages} messages, not {len(self.messages)}.", field="messages")
+            raise InvalidRequestError(
+                f"messages must hold at most {max_messages} messages, not {len(self.messages)}.",
+                field="messages",
+            )
         return [message.for_template(f"messages.{number}") for number, message in enumerate(self.messages)]
 
     def template_options(self) -> Mapping[str, Any]:
@@ -143,9 +156,13 @@ class ChatRequest(OpenAIRequest):
         for key, value in options.items():
             field = f"chat_template_kwargs.{key}"
             if key not in TEMPLATE_OPTIONS:
-                raise InvalidRequestError(f"{field} is not allowed; allowed: {', '.join(TEMPLATE_OPTIONS)}.", field=field)
+                raise InvalidRequestError(
+                    f"{field} is not allowed; allowed: {', '.join(TEMPLATE_OPTIONS)}.", field=field
+                )
             if not isinstance(value, (str, bool, int)) or (isinstance(value, str) and len(value) > 64):
-                raise InvalidRequestError(f"{field} must be a boolean, an integer or a short text.", field=field)
+                raise InvalidRequestError(
+                    f"{field} must be a boolean, an integer or a short text.", field=field
+                )
             if isinstance(value, str):
                 check_prompt_text(value, field)
         if self.reasoning_effort is not None:

@@ -28,7 +28,9 @@ class SpeculationOptions(StrictModel):
 
     def params(self) -> SpeculationParams:
         """Return the same as our data."""
-        return SpeculationParams(SpeculationMode(self.mode), self.depth, self.topk, self.max_nodes, self.trace)
+        return SpeculationParams(
+            SpeculationMode(self.mode), self.depth, self.topk, self.max_nodes, self.trace
+        )
 
 
 class StreamOptions(StrictModel):
@@ -70,7 +72,11 @@ class NeutralOnly(StrictModel):
             value = getattr(self, name)
             if value is not None and not any(type(value) is type(one) and value == one for one in neutral):
                 field = prefix + name
-                raise InvalidRequestError(f"{field} is not supported yet; leave it out.", field=field, reason="unsupported_parameter")
+                raise InvalidRequestError(
+                    f"{field} is not supported yet; leave it out.",
+                    field=field,
+                    reason="unsupported_parameter",
+                )
 
 
 ZERO = (0, 0.0)
@@ -105,11 +111,15 @@ class OpenAIRequest(NeutralOnly):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    return_token_ids: bool | None = Field(None, description="Put the token ids beside the text of each choice.")
+    return_token_ids: bool | None = Field(
+        None, description="Put the token ids beside the text of each choice."
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculation: SpeculationOptions | None = None
-    rid: str | None = Field(None, max_length=128, description="SGLang's name for a request id; becomes the id of the reply.")
+    rid: str | None = Field(
+        None, max_length=128, description="SGLang's name for a request id; becomes the id of the reply."
+    )
     priority: int | None = None
     cache_salt: str | None = None
 
@@ -140,7 +150,9 @@ class OpenAIRequest(NeutralOnly):
         """
         self.refuse_unsupported()
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequestError("stream_options is only allowed with stream: true.", field="stream_options")
+            raise InvalidRequestError(
+                "stream_options is only allowed with stream: true.", field="stream_options"
+            )
         return Parameters(
             max_tokens=self.token_limit(),
             temperature=self.temperature,

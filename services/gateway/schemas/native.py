@@ -128,7 +128,10 @@ class NativeRequest(NeutralOnly):
         given = self.sampling_params or NativeSamplingParams()
         given.refuse_unsupported("sampling_params.")
         if given.seed is not None and given.sampling_seed not in (None, given.seed):
-            raise InvalidRequestError("sampling_params.seed and sampling_seed differ; give one of them.", field="sampling_params.seed")
+            raise InvalidRequestError(
+                "sampling_params.seed and sampling_seed differ; give one of them.",
+                field="sampling_params.seed",
+            )
         return Parameters(
             max_tokens=given.max_new_tokens,
             temperature=given.temperature,

@@ -128,7 +128,9 @@ class TargetClient:
         if self._channel is None or not self.ready:
             raise self._unavailable()
         try:
-            reply = await target_pb2_grpc.TargetStub(self._channel).GetInfo(target_pb2.GetInfoRequest(), timeout=STATS_TIMEOUT_S)
+            reply = await target_pb2_grpc.TargetStub(self._channel).GetInfo(
+                target_pb2.GetInfoRequest(), timeout=STATS_TIMEOUT_S
+            )
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
         self._info = info_from_proto(reply)
@@ -143,14 +145,18 @@ class TargetClient:
         if self._channel is None or not self.ready:
             raise self._unavailable()
         try:
-            reply = await target_pb2_grpc.TargetStub(self._channel).GetStats(target_pb2.GetStatsRequest(), timeout=STATS_TIMEOUT_S)
+            reply = await target_pb2_grpc.TargetStub(self._channel).GetStats(
+                target_pb2.GetStatsRequest(), timeout=STATS_TIMEOUT_S
+            )
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
         return target_stats_from_proto(reply)
 
     def _unavailable(self) -> UnavailableError:
         return UnavailableError(
-            f"The target service at {self._address} is not ready. Retry shortly.", reason="target_unavailable", retry_after_s=1.0
+            f"The target service at {self._address} is not ready. Retry shortly.",
+            reason="target_unavailable",
+            retry_after_s=1.0,
         )
 
     async def _run(self) -> None:
@@ -188,7 +194,12 @@ class TargetClient:
             sender = group.create_task(self._send_all(session, outgoing))
             self._outgoing = outgoing
             self._announce()
-            _log.info("target connected", address=self._address, model=self._info.model_id, speculation=self._info.speculation_state)
+            _log.info(
+                "target connected",
+                address=self._address,
+                model=self._info.model_id,
+                speculation=self._info.speculation_state,
+            )
             async for reply in session:
                 self._dispatch(reply)
             sender.cancel()
@@ -223,12 +234,19 @@ class TargetClient:
         while isinstance(failure, BaseExceptionGroup):
             failure = failure.exceptions[0]
         if self._outgoing is not None:
-            _log.warning("target connection lost", address=self._address, error=str(failure), running=len(self._streams))
+            _log.warning(
+                "target connection lost",
+                address=self._address,
+                error=str(failure),
+                running=len(self._streams),
+            )
         self._outgoing = None
         self._serving.clear()
         self._announce()
         error = UnavailableError(
-            "The connection to the target broke while the answer was generated.", reason="target_lost", retry_after_s=1.0
+            "The connection to the target broke while the answer was generated.",
+            reason="target_lost",
+            retry_after_s=1.0,
         )
         for stream in list(self._streams.values()):
             stream.deliver(error, 0)

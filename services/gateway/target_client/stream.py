@@ -63,7 +63,9 @@ class TargetStream:
         if self._abort_timer and self._unread_bytes < self._limits.max_unread_bytes // 4 and not self._ended:
             self._abort_timer.cancel()
             self._abort_timer = None
-            self._session.send(target_pb2.SessionRequest(resume=target_pb2.Resume(request_id=self.request_id)))
+            self._session.send(
+                target_pb2.SessionRequest(resume=target_pb2.Resume(request_id=self.request_id))
+            )
         if isinstance(event, OutriderError):
             raise event
         return event

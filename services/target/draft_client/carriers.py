@@ -17,6 +17,10 @@ def carrier_of(address: str, device: torch.device, rounds: bool = False) -> Call
     ipc = IpcAddress.parse(address, "draft")
 
     def make() -> Carrier:
-        return GrpcCarrier(address, rounds=rounds, device=device) if ipc is None else IpcCarrier(ipc, device, rounds=rounds)
+        return (
+            GrpcCarrier(address, rounds=rounds, device=device)
+            if ipc is None
+            else IpcCarrier(ipc, device, rounds=rounds)
+        )
 
     return make

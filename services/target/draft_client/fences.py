@@ -13,4 +13,9 @@ def fence_from_proto(fence: draft_pb2.Fence) -> Fence:
 
 def fence_to_proto(fence: Fence) -> draft_pb2.Fence:
     """The inverse of `fence_from_proto`."""
-    return draft_pb2.Fence(session_id=fence.session_id, epoch=fence.epoch, committed_len=fence.committed_len, prefix_hash=fence.prefix_hash)
+    return draft_pb2.Fence(
+        session_id=fence.session_id,
+        epoch=fence.epoch,
+        committed_len=fence.committed_len,
+        prefix_hash=fence.prefix_hash,
+    )

@@ -15,7 +15,12 @@ from google.protobuf.message import DecodeError
 
 from outrider.common.v1 import common_pb2
 from outrider.draft.v1 import draft_pb2, draft_pb2_grpc
-from outrider.services.target.draft_client.connection import CONNECT_TIMEOUT_S, HANDSHAKE_TIMEOUT_S, LEND_TIMEOUT_S, ConnectionLost
+from outrider.services.target.draft_client.connection import (
+    CONNECT_TIMEOUT_S,
+    HANDSHAKE_TIMEOUT_S,
+    LEND_TIMEOUT_S,
+    ConnectionLost,
+)
 from outrider.services.target.draft_client.rounds_channel import RoundsChannel
 from outrider.services.target.draft_client.rows import parts_of
 from outrider.services.target.draft_client.stream_rounds import StreamRounds
@@ -68,7 +73,9 @@ class WeightCalls:
     def get_tensor(self, name: str) -> Iterable[common_pb2.TensorChunk]:
         """See `Carrier.get_tensor`."""
         with lost():
-            for reply in self._stub.GetTensor(draft_pb2.GetTensorRequest(name=name), timeout=HANDSHAKE_TIMEOUT_S):
+            for reply in self._stub.GetTensor(
+                draft_pb2.GetTensorRequest(name=name), timeout=HANDSHAKE_TIMEOUT_S
+            ):
                 yield reply.chunk
 
     def put_tensors(self, chunks: Iterable[common_pb2.TensorChunk]) -> draft_pb2.PutTensorReply:
@@ -139,10 +146,14 @@ class GrpcCarrier:
     def open_bulk(self, target_id: str) -> None:
         """See `Carrier.open_bulk`."""
         assert self._stream is not None, "hello() comes first"
-        self._bulk = self._own(ClientStream(self._bulk_channel, BULK_METHOD, Vigil(enabled=self._vigil.enabled)))
+        self._bulk = self._own(
+            ClientStream(self._bulk_channel, BULK_METHOD, Vigil(enabled=self._vigil.enabled))
+        )
         self._bulk_reader.start()
         if self._offers_rounds:
-            self._stream_rounds = StreamRounds(self._stream, self._vigil, self._dispatch, StreamRelay.try_make(Side.TARGET, self._device))
+            self._stream_rounds = StreamRounds(
+                self._stream, self._vigil, self._dispatch, StreamRelay.try_make(Side.TARGET, self._device)
+            )
             self.rounds = self._stream_rounds
 
     def follow(self, on_pong: Callable[[draft_pb2.Pong], None]) -> None:

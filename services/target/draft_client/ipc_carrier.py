@@ -16,7 +16,11 @@ from google.protobuf.message import DecodeError
 
 from outrider.common.v1 import common_pb2
 from outrider.draft.v1 import draft_pb2
-from outrider.services.target.draft_client.connection import CONNECT_TIMEOUT_S, HANDSHAKE_TIMEOUT_S, ConnectionLost
+from outrider.services.target.draft_client.connection import (
+    CONNECT_TIMEOUT_S,
+    HANDSHAKE_TIMEOUT_S,
+    ConnectionLost,
+)
 from outrider.services.target.draft_client.grpc_carrier import WeightCalls
 from outrider.services.target.draft_client.rounds_channel import RoundsChannel
 from outrider.services.target.draft_client.rows import RowsOutbox
@@ -86,7 +90,9 @@ class IpcCarrier:
             offered = self._agree()
             self.tensors, self._rows = offered.session, RowsOutbox(offered.bulk, self.send)
             self._bulk = self._connect()
-            self._bulk.send(FrameKind.BULK_HELLO, draft_pb2.BulkHello(target_id=target_id).SerializeToString())
+            self._bulk.send(
+                FrameKind.BULK_HELLO, draft_pb2.BulkHello(target_id=target_id).SerializeToString()
+            )
 
     def follow(self, on_pong: Callable[[draft_pb2.Pong], None]) -> None:
         """See `Carrier.follow`."""
@@ -126,7 +132,11 @@ class IpcCarrier:
         """See `Carrier.receive`."""
         try:
             received = self._receive(timeout_s)
-            return None if received is None else draft_pb2.SessionReply.FromString(_checked(received, FrameKind.SESSION))
+            return (
+                None
+                if received is None
+                else draft_pb2.SessionReply.FromString(_checked(received, FrameKind.SESSION))
+            )
         except EndOfStream:
             self.close()
         except (ProtocolError, DecodeError) as error:
@@ -177,7 +187,9 @@ class IpcCarrier:
                     self.rounds = MailboxRounds(offered.rounds, self.send)
                 return offered
             reason = ack.reason
-            log.warning("the draft took no mailbox on the GPU; rows travel through host memory", reason=reason)
+            log.warning(
+                "the draft took no mailbox on the GPU; rows travel through host memory", reason=reason
+            )
         raise ProtocolError(f"the draft takes no mailbox: {reason}", field="mailbox")
 
     def _receive(self, timeout_s: float) -> tuple[FrameKind, bytes] | None:
@@ -271,5 +283,7 @@ def _checked(received: tuple[FrameKind, bytes], kind: FrameKind) -> bytes:
     if received[0] is FrameKind.ERROR:
         raise error_from_proto(common_pb2.ErrorDetail.FromString(received[1]))
     if received[0] is not kind:
-        raise ProtocolError(f"the draft sent a frame of kind {received[0].name} for {kind.name}", field="frame")
+        raise ProtocolError(
+            f"the draft sent a frame of kind {received[0].name} for {kind.name}", field="frame"
+        )
     return received[1]

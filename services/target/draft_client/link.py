@@ -57,11 +57,21 @@ class TargetIdentity:
     algorithm: Algorithm = Algorithm.AUTO
 
     @classmethod
-    def of(cls, decoder: Decoder, tokenizer: str = "", algorithm: Algorithm = Algorithm.AUTO) -> TargetIdentity:
+    def of(
+        cls, decoder: Decoder, tokenizer: str = "", algorithm: Algorithm = Algorithm.AUTO
+    ) -> TargetIdentity:
         """Describe a loaded model; `tokenizer` is the `tokenizer_fingerprint` of its folder."""
         config = decoder.config
         sizes = (config.vocab_size, config.hidden_size, config.num_layers)
-        return cls(uuid.uuid4().hex, decoder.fingerprint, *sizes, decoder.dtype, config.model_type, tokenizer, algorithm)
+        return cls(
+            uuid.uuid4().hex,
+            decoder.fingerprint,
+            *sizes,
+            decoder.dtype,
+            config.model_type,
+            tokenizer,
+            algorithm,
+        )
 
 
 def _check_algorithm(asked: Algorithm, found: str) -> None:
@@ -72,7 +82,10 @@ def _check_algorithm(asked: Algorithm, found: str) -> None:
     """
     wanted = {
         Algorithm.NEXTN: (Algorithm.MTP.value,),
-        Algorithm.EAGLE: (Algorithm.EAGLE.value, Algorithm.MTP.value),  # without a head, EAGLE means the target's own layers
+        Algorithm.EAGLE: (
+            Algorithm.EAGLE.value,
+            Algorithm.MTP.value,
+        ),  # without a head, EAGLE means the target's own layers
     }.get(asked, (asked.value,))
     if asked is not Algorithm.AUTO and found not in wanted:
         raise ConfigurationError(
@@ -99,7 +112,12 @@ class DraftLink:
     """
 
     def __init__(
-        self, address: str, identity: TargetIdentity, weight: Weight, breaker: Breaker, make_carrier: Callable[[], Carrier]
+        self,
+        address: str,
+        identity: TargetIdentity,
+        weight: Weight,
+        breaker: Breaker,
+        make_carrier: Callable[[], Carrier],
     ) -> None:
         self.connection: Connection | None = None
         self.ever_connected = False
@@ -214,12 +232,20 @@ class DraftLink:
             fingerprint=key,
         )
         if spec.feature_size:  # fails here, on this thread, if the head does not fit
-            FeatureProjector(spec, "cpu", torch.float32, hidden_size=self._identity.hidden_size, num_layers=self._identity.num_layers)
+            FeatureProjector(
+                spec,
+                "cpu",
+                torch.float32,
+                hidden_size=self._identity.hidden_size,
+                num_layers=self._identity.num_layers,
+            )
         self._specs[key] = spec
         return spec
 
     def _send_weights(self, carrier: Carrier, names: Iterable[str]) -> None:
-        reply = carrier.put_tensors(chunk for name in names for chunk in split_tensor(name, self._weight(name)))
+        reply = carrier.put_tensors(
+            chunk for name in names for chunk in split_tensor(name, self._weight(name))
+        )
         if reply.still_missing:
             raise ProtocolError(f"the draft still misses {reply.still_missing[0]}", field="missing_tensors")
 
@@ -230,7 +256,9 @@ class DraftLink:
         """
         nonce = 0
         last_ping = time.monotonic()
-        interval_s = min(KEEP_ALIVE_S, self._breaker.fault_deadline_s / 2)  # a draft that lives is heard of before it counts as faulty
+        interval_s = min(
+            KEEP_ALIVE_S, self._breaker.fault_deadline_s / 2
+        )  # a draft that lives is heard of before it counts as faulty
         while not connection.ended.wait(PROBE_INTERVAL_S):
             now = time.monotonic()
             due = self._breaker.wants_probe(now) or now - last_ping >= interval_s

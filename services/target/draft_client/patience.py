@@ -37,7 +37,9 @@ class Patience:
         """A message came."""
         self.heard_s, self.owed_s = now, None
 
-    def until(self, row: ProposalRow, session: DraftSession, started: float, deadline_s: float | None, pong_s: float) -> float:
+    def until(
+        self, row: ProposalRow, session: DraftSession, started: float, deadline_s: float | None, pong_s: float
+    ) -> float:
         """Return until when a row's answer is waited for.
 
         Args:
@@ -56,4 +58,7 @@ class Patience:
         return self.owed_s is not None and now >= max(self.owed_s, pong_s) + self.fault_deadline_s
 
     def _opened_by(self, since: float, pong_s: float) -> float:
-        return min(max(since, self.heard_s, pong_s) + self.fault_deadline_s, since + WARMING_PATIENCE * self.fault_deadline_s)
+        return min(
+            max(since, self.heard_s, pong_s) + self.fault_deadline_s,
+            since + WARMING_PATIENCE * self.fault_deadline_s,
+        )

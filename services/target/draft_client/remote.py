@@ -25,7 +25,14 @@ from outrider.services.target.draft_client.session import DraftSession, send_fra
 from outrider.services.target.draft_client.trees import CheckedTree, check_tree, fits, pad_trees, root_tree
 from outrider.shared.base.errors import OutriderError, ProtocolError
 from outrider.shared.spec.device import DeviceRounds, RoundState
-from outrider.shared.spec.drafter import DrafterState, FeatureSpec, ProposalRequest, ProposalRow, RoundResult, SequenceOpen
+from outrider.shared.spec.drafter import (
+    DrafterState,
+    FeatureSpec,
+    ProposalRequest,
+    ProposalRow,
+    RoundResult,
+    SequenceOpen,
+)
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 HOST = torch.device("cpu")
@@ -106,15 +113,28 @@ class RemoteDrafter:
     def device_resident(self) -> bool:
         """See `Drafter.device_resident`; comes and goes with the connection."""
         connection = self._connection
-        return connection is not None and self._breaker.state is BreakerState.CLOSED and self._gate.is_open(connection)
+        return (
+            connection is not None
+            and self._breaker.state is BreakerState.CLOSED
+            and self._gate.is_open(connection)
+        )
 
     def enter(self, session_ids: Sequence[int], shape: DraftShape, state: RoundState) -> DeviceRounds | None:
         """See `DeviceDrafter.enter`."""
         self._drain()
         connection = self._usable()
         found = [self._sessions.get(session_id) for session_id in session_ids]
-        sessions = [session for session in found if session is not None and session.can_enter(state.columns, state.features.shape[2])]
-        if connection is None or not self.device_resident or len(sessions) < len(found) or not fits(shape, self._hello):
+        sessions = [
+            session
+            for session in found
+            if session is not None and session.can_enter(state.columns, state.features.shape[2])
+        ]
+        if (
+            connection is None
+            or not self.device_resident
+            or len(sessions) < len(found)
+            or not fits(shape, self._hello)
+        ):
             return None
         return self._gate.enter(connection, sessions, shape, state, self._take_reply)
 
@@ -195,7 +215,9 @@ class RemoteDrafter:
             if not session.warm:
                 self._patience.asked(time.monotonic())
             commit = session.take_commit(features)
-            commit.shape.CopyFrom(draft_pb2.Shape(depth=row.shape.depth, topk=row.shape.topk, max_nodes=row.shape.max_nodes))
+            commit.shape.CopyFrom(
+                draft_pb2.Shape(depth=row.shape.depth, topk=row.shape.topk, max_nodes=row.shape.max_nodes)
+            )
             commit.deadline_us = NO_DEADLINE_US if row.must_wait else deadline_us
             commit.want = draft_pb2.WANT_DRAFT
             frame.commits.append(commit)
@@ -208,7 +230,11 @@ class RemoteDrafter:
             self.announce(request)
         self._announced = None
         rows = [(row, self._sessions.get(row.fence.session_id)) for row in request.rows]
-        awaited = [(row, session) for row, session in rows if session is not None and session.wanted is not None and session.tree is None]
+        awaited = [
+            (row, session)
+            for row, session in rows
+            if session is not None and session.wanted is not None and session.tree is None
+        ]
         in_time = not awaited or self._wait(awaited, request.deadline_s)
         if in_time and any(session is not None and session.tree is not None for _row, session in rows):
             self._breaker.success()
@@ -225,7 +251,11 @@ class RemoteDrafter:
         if self._usable() is None:
             return ()
         now = time.monotonic()
-        return [session_id for session_id, session in self._sessions.items() if session.lost and session.rejected_until <= now]
+        return [
+            session_id
+            for session_id, session in self._sessions.items()
+            if session.lost and session.rejected_until <= now
+        ]
 
     def fallback_reason(self, session_id: int) -> str:
         """See `Drafter.fallback_reason`."""
@@ -249,11 +279,17 @@ class RemoteDrafter:
         """Take in messages until every awaited row is answered or its time is over; returns whether that is nothing against the draft."""
         started = time.monotonic()
         while (connection := self._connection) is not None:
-            open_rows = [(row, session) for row, session in awaited if session.wanted is not None and session.tree is None]
+            open_rows = [
+                (row, session)
+                for row, session in awaited
+                if session.wanted is not None and session.tree is None
+            ]
             if not open_rows:
                 break
             pong_s = connection.last_sign_s
-            until = max(self._patience.until(row, session, started, deadline_s, pong_s) for row, session in open_rows)
+            until = max(
+                self._patience.until(row, session, started, deadline_s, pong_s) for row, session in open_rows
+            )
             remaining = until - time.monotonic()
             if remaining <= 0:
                 return self._missed(open_rows, deadline_s is None, pong_s)
@@ -269,16 +305,25 @@ class RemoteDrafter:
             self._go_over(None)
         return not connection.ended.is_set()
 
-    def _missed(self, open_rows: list[tuple[ProposalRow, DraftSession]], patient: bool, pong_s: float) -> bool:
+    def _missed(
+        self, open_rows: list[tuple[ProposalRow, DraftSession]], patient: bool, pong_s: float
+    ) -> bool:
         """Some rows got no answer in time: a fault if they could wait, else a miss, unless the draft is still opening them."""
         now = time.monotonic()
         for _row, session in open_rows:
             session.reason = "late" if session.warm else "warming"
             session.wanted = None
             session.in_vain = not session.warm
-        if patient or any(row.must_wait for row, _session in open_rows) or self._patience.is_over(now, pong_s):
+        if (
+            patient
+            or any(row.must_wait for row, _session in open_rows)
+            or self._patience.is_over(now, pong_s)
+        ):
             deadline_s = self._patience.fault_deadline_s
-            _log.warning("the draft owes an answer for more than %.1f s; decoding plainly until it shows life", deadline_s)
+            _log.warning(
+                "the draft owes an answer for more than %.1f s; decoding plainly until it shows life",
+                deadline_s,
+            )
             self._fault()
             return False
         late = any(session.warm for _row, session in open_rows)
@@ -342,7 +387,9 @@ class RemoteDrafter:
             session = self._sessions.get(reply.reject.session_id)
             if session is not None:
                 session.lose(reply.reject.reason or "rejected")
-                session.rejected_until = time.monotonic() + (reply.reject.retry_after_ms / 1e3 or REJECTED_FOR_S)
+                session.rejected_until = time.monotonic() + (
+                    reply.reject.retry_after_ms / 1e3 or REJECTED_FOR_S
+                )
         elif kind in ("rounds_entered", "rounds_ended"):
             self._gate.hear(reply)
         elif kind == "hello":
@@ -350,7 +397,13 @@ class RemoteDrafter:
 
     def _opened(self, ack: draft_pb2.OpenAck) -> None:
         session = self._sessions.get(ack.session_id)
-        if session is None or not session.live or session.acked or session.fence.epoch != ack.epoch or self._connection is None:
+        if (
+            session is None
+            or not session.live
+            or session.acked
+            or session.fence.epoch != ack.epoch
+            or self._connection is None
+        ):
             return
         session.opened(self._connection, self._identity.target_id, ack.have_len)
 
@@ -382,7 +435,9 @@ class RemoteDrafter:
         """Return the connection if the draft may be talked to."""
         return None if self._breaker.refuses_all else self._connection
 
-    def _obstacle(self, session: DraftSession, row: ProposalRow, connection: Connection | None, asked: int) -> str:
+    def _obstacle(
+        self, session: DraftSession, row: ProposalRow, connection: Connection | None, asked: int
+    ) -> str:
         if connection is None:
             return DrafterState.DOWN.value
         if not session.live:

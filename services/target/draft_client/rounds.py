@@ -143,7 +143,9 @@ class RemoteRounds:
         message.rounds = self.id
         for session in self._sessions:
             assert session is not None, "all rows are there at the beginning"
-            message.rows.add(fence=fence_to_proto(session.fence), base_len=session.base_len, token_ids=session.token_ids)
+            message.rows.add(
+                fence=fence_to_proto(session.fence), base_len=session.base_len, token_ids=session.token_ids
+            )
         return message
 
     def fill(self, state: RoundState) -> None:
@@ -174,7 +176,10 @@ class RemoteRounds:
         """See `ExchangedRounds.exchange`."""
         assert self._channel is not None, "rounds without a connection are only recorded"
         message = draft_pb2.RoundsNext(
-            rounds=self.id, number=self._numbers.take(), committed_upper=self._upper, chosen=self._take_untold(len(self._untold))
+            rounds=self.id,
+            number=self._numbers.take(),
+            committed_upper=self._upper,
+            chosen=self._take_untold(len(self._untold)),
         )
         self.num_exchanged += 1
         self.patient = limit_s is None or limit_s >= self._patience_s
@@ -207,7 +212,9 @@ class RemoteRounds:
             vocab_size=self._vocab_size,
             depth=self._shape.depth,
         )
-        return DraftBatch(checked.tokens, checked.parents, checked.depths, checked.num_nodes, checked.ancestors)
+        return DraftBatch(
+            checked.tokens, checked.parents, checked.depths, checked.num_nodes, checked.ancestors
+        )
 
     def committed(self, tokens_per_row: Sequence[Sequence[int]]) -> None:
         """See `DeviceRounds.committed`."""
@@ -217,7 +224,9 @@ class RemoteRounds:
             if session is not None and tokens:
                 fence = session.fence
                 prefix_hash = extend_prefix_hash(fence.prefix_hash, tokens)
-                session.fence = Fence(fence.session_id, fence.epoch, fence.committed_len + len(tokens), prefix_hash)
+                session.fence = Fence(
+                    fence.session_id, fence.epoch, fence.committed_len + len(tokens), prefix_hash
+                )
 
     def retire(self, rows: Sequence[int]) -> None:
         """See `DeviceRounds.retire`."""
@@ -244,8 +253,15 @@ class RemoteRounds:
                 session.features.append(self._state.features[row, : len(tokens)].clone())
             session.answered()
         self._sessions = [None] * len(self._sessions)
-        self._left(draft_pb2.RoundsLeave(rounds=self.id, chosen=self._take_untold(max(0, len(self._untold) - 1))))
+        self._left(
+            draft_pb2.RoundsLeave(rounds=self.id, chosen=self._take_untold(max(0, len(self._untold) - 1)))
+        )
 
     def _take_untold(self, count: int) -> list[draft_pb2.RoundTokens]:
         told, self._untold = self._untold[:count], self._untold[count:]
-        return [draft_pb2.RoundTokens(counts=[len(row) for row in rows], token_ids=itertools.chain.from_iterable(rows)) for rows in told]
+        return [
+            draft_pb2.RoundTokens(
+                counts=[len(row) for row in rows], token_ids=itertools.chain.from_iterable(rows)
+            )
+            for rows in told
+        ]

@@ -10,7 +10,13 @@ import torch
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client.connection import Connection
-from outrider.services.target.draft_client.rounds import ENTER_LIMIT_S, RemoteRounds, RoundNumbers, TreesBuffer, size_message
+from outrider.services.target.draft_client.rounds import (
+    ENTER_LIMIT_S,
+    RemoteRounds,
+    RoundNumbers,
+    TreesBuffer,
+    size_message,
+)
 from outrider.services.target.draft_client.session import DraftSession
 from outrider.shared.spec.device import RoundState
 from outrider.shared.spec.tree import DraftShape
@@ -34,7 +40,9 @@ class RoundsGate:
         late: Told when a draft that was waited for as long as it takes gave no trees.
     """
 
-    def __init__(self, device: torch.device, vocab_size: int, patience_s: float, late: Callable[[], None]) -> None:
+    def __init__(
+        self, device: torch.device, vocab_size: int, patience_s: float, late: Callable[[], None]
+    ) -> None:
         self._device = device
         self._vocab_size = vocab_size
         self._patience_s = patience_s
@@ -62,7 +70,9 @@ class RoundsGate:
             self._restart_numbers(connection)
         return not connection.ended.is_set() and time.monotonic() >= self._not_before
 
-    def for_capture(self, connection: Connection | None, shape: DraftShape, state: RoundState) -> RemoteRounds:
+    def for_capture(
+        self, connection: Connection | None, shape: DraftShape, state: RoundState
+    ) -> RemoteRounds:
         """Return rounds without sessions and without a draft, which is told of their size: it records its part too."""
         size = size_message(shape, state)
         if size not in self._sizes:
@@ -156,14 +166,22 @@ class RoundsGate:
         for buffer in self._buffers.values():
             buffer.trees.number.zero_()
 
-    def _await_answer(self, connection: Connection, take_reply: Callable[[Connection, float], bool]) -> draft_pb2.RoundsEntered | None:
+    def _await_answer(
+        self, connection: Connection, take_reply: Callable[[Connection, float], bool]
+    ) -> draft_pb2.RoundsEntered | None:
         until = time.monotonic() + min(ENTER_LIMIT_S, self._patience_s)
         while self._answer is None and (remaining := until - time.monotonic()) > 0:
             if not take_reply(connection, remaining):
                 break
         return self._answer
 
-    def _make(self, connection: Connection | None, sessions: Sequence[DraftSession], shape: DraftShape, state: RoundState) -> RemoteRounds:
+    def _make(
+        self,
+        connection: Connection | None,
+        sessions: Sequence[DraftSession],
+        shape: DraftShape,
+        state: RoundState,
+    ) -> RemoteRounds:
         return RemoteRounds(
             None if connection is None else connection.carrier.rounds,
             sessions,

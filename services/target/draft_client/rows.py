@@ -20,7 +20,9 @@ MAX_WAITING_BYTES = 1 << 30
 """A draft that has left so much unread counts as gone."""
 
 
-def parts_of(message: draft_pb2.BulkRequest, rows: torch.Tensor, most_bytes: int) -> Iterator[tuple[draft_pb2.BulkRequest, torch.Tensor]]:
+def parts_of(
+    message: draft_pb2.BulkRequest, rows: torch.Tensor, most_bytes: int
+) -> Iterator[tuple[draft_pb2.BulkRequest, torch.Tensor]]:
     """Cut rows into messages of at most `most_bytes`, and at least one row.
 
     Args:
@@ -82,7 +84,9 @@ class RowsOutbox:
             made.record(torch.cuda.current_stream(rows.device))
         if self._waiting_bytes > MAX_WAITING_BYTES:
             raise EndOfStream("the draft does not read")
-        self._parts.extend(_Waiting(part, some, made) for part, some in parts_of(message, rows, self._tensors.slot_bytes))
+        self._parts.extend(
+            _Waiting(part, some, made) for part, some in parts_of(message, rows, self._tensors.slot_bytes)
+        )
         self.pump()
 
     def pump(self) -> None:

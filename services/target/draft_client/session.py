@@ -107,7 +107,9 @@ class DraftSession:
         if not self.acked:
             self.held.append((base, rows))
             return
-        place = draft_pb2.BulkRequest(session_id=self.fence.session_id, epoch=self.fence.epoch, base=base, target_id=target_id)
+        place = draft_pb2.BulkRequest(
+            session_id=self.fence.session_id, epoch=self.fence.epoch, base=base, target_id=target_id
+        )
         connection.carrier.send_rows(place, rows)
 
     def opened(self, connection: Connection, target_id: str, have_len: int) -> None:

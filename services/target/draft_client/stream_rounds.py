@@ -87,7 +87,13 @@ class StreamRounds:
         relay: Of the connection; None where nothing is enqueued ahead.
     """
 
-    def __init__(self, stream: ClientStream, vigil: Vigil, dispatch: Callable[[bytes], None], relay: StreamRelay | None = None) -> None:
+    def __init__(
+        self,
+        stream: ClientStream,
+        vigil: Vigil,
+        dispatch: Callable[[bytes], None],
+        relay: StreamRelay | None = None,
+    ) -> None:
         self._stream = stream
         self._vigil = vigil
         # The carrier has this channel: a cycle would keep the relay until the garbage collector runs.

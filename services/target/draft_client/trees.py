@@ -41,7 +41,9 @@ def check_tree(tree: draft_pb2.Tree, root_token: int, shape: DraftShape, vocab_s
     if len(tree.parents) != count:
         raise ProtocolError(f"a tree of {count} tokens names {len(tree.parents)} parents", field="parents")
     if count >= shape.max_nodes:
-        raise ProtocolError(f"a tree of {count + 1} nodes; at most {shape.max_nodes} were asked for", field="token_ids")
+        raise ProtocolError(
+            f"a tree of {count + 1} nodes; at most {shape.max_nodes} were asked for", field="token_ids"
+        )
     tokens, parents, depths, masks = [root_token], [-1], [0], [1]
     for index, (token, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True), 1):
         if token >= vocab_size:
@@ -70,7 +72,11 @@ def pad_trees(trees: Sequence[CheckedTree], device: torch.device, draft_ms: floa
     bs, width = len(trees), max(len(tree.tokens) for tree in trees)
     words = mask_words(width)
     packed = array("i")
-    for rows, fill in (([tree.tokens for tree in trees], 0), ([tree.parents for tree in trees], -1), ([tree.depths for tree in trees], 0)):
+    for rows, fill in (
+        ([tree.tokens for tree in trees], 0),
+        ([tree.parents for tree in trees], -1),
+        ([tree.depths for tree in trees], 0),
+    ):
         for row in rows:
             packed.extend(row)
             packed.extend([fill] * (width - len(row)))
@@ -83,7 +89,11 @@ def pad_trees(trees: Sequence[CheckedTree], device: torch.device, draft_ms: floa
         packed.frombytes(array("f", tree.logprobs).tobytes())
         packed.extend([0] * (width - len(tree.logprobs)))
     nodes = bs * width
-    fields = torch.frombuffer(packed, dtype=torch.int32).to(device).split_with_sizes([nodes, nodes, nodes, bs, nodes * words, nodes])
+    fields = (
+        torch.frombuffer(packed, dtype=torch.int32)
+        .to(device)
+        .split_with_sizes([nodes, nodes, nodes, bs, nodes * words, nodes])
+    )
     return DraftBatch(
         tokens=fields[0].view(bs, width),
         parents=fields[1].view(bs, width),

@@ -49,7 +49,9 @@ def windows(reader: ConfigReader, num_layers: int) -> tuple[int, ...]:
         raise reader.error("layer_types", f"names {len(kinds)} layers, num_hidden_layers is {num_layers}")
     unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
     if unknown:
-        raise reader.error("layer_types", f"{unknown[0]!r} is not supported; a layer is sliding_attention or full_attention")
+        raise reader.error(
+            "layer_types", f"{unknown[0]!r} is not supported; a layer is sliding_attention or full_attention"
+        )
     if "sliding_attention" in kinds and not window:
         raise reader.error("sliding_window", "is missing, and layer_types names sliding_attention")
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)

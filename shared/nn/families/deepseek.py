@@ -15,7 +15,9 @@ BUNDLED_CODE = ("configuration_deepseek", "modeling_deepseek")
 def _v2(reader: ConfigReader, num_layers: int) -> Traits:
     method = reader.text("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
-        raise reader.error("topk_method", f"{method!r} is not supported; supported: greedy, group_limited_greedy")
+        raise reader.error(
+            "topk_method", f"{method!r} is not supported; supported: greedy, group_limited_greedy"
+        )
     limited, top_k = method == "group_limited_greedy", reader.positive("num_experts_per_tok")
     # DeepSeek's own code (modeling_deepseek.py of V2) either normalises or scales; transformers does not read the key.
     normalise = reader.flag("norm_topk_prob", False) and top_k > 1
@@ -32,7 +34,9 @@ def _v2(reader: ConfigReader, num_layers: int) -> Traits:
 def _v3(reader: ConfigReader, num_layers: int) -> Traits:
     scoring, method = reader.text("scoring_func", "sigmoid"), reader.text("topk_method", "noaux_tc")
     if scoring != "sigmoid":
-        raise reader.error("scoring_func", f"{scoring!r} is not supported for deepseek_v3; supported: sigmoid")
+        raise reader.error(
+            "scoring_func", f"{scoring!r} is not supported for deepseek_v3; supported: sigmoid"
+        )
     if method != "noaux_tc":
         raise reader.error("topk_method", f"{method!r} is not supported for deepseek_v3; supported: noaux_tc")
     routing = Routing(
@@ -45,10 +49,14 @@ def _v3(reader: ConfigReader, num_layers: int) -> Traits:
         group_top=2,
         choice_bias=True,
     )
-    return _traits(reader, num_layers, routing, interleaved=reader.flag("rope_interleave", True), mlp_bias=False)
+    return _traits(
+        reader, num_layers, routing, interleaved=reader.flag("rope_interleave", True), mlp_bias=False
+    )
 
 
-def _traits(reader: ConfigReader, num_layers: int, routing: Routing, *, interleaved: bool, mlp_bias: bool) -> Traits:
+def _traits(
+    reader: ConfigReader, num_layers: int, routing: Routing, *, interleaved: bool, mlp_bias: bool
+) -> Traits:
     if reader.flag("attention_bias", False):
         raise reader.error("attention_bias", "must be false: no release of the family has such biases")
     if mlp_bias:
@@ -79,7 +87,10 @@ def _traits(reader: ConfigReader, num_layers: int, routing: Routing, *, interlea
 
 def _mtp_layers(reader: ConfigReader, num_layers: int) -> Mapping[str, str]:
     reason = "multi-token prediction layers, which draft and are no part of the decoder"
-    return {f"model.layers.{num_layers + index}.*": reason for index in range(reader.count("num_nextn_predict_layers", 0))}
+    return {
+        f"model.layers.{num_layers + index}.*": reason
+        for index in range(reader.count("num_nextn_predict_layers", 0))
+    }
 
 
 DEEPSEEK_V2 = Family("deepseek_v2", ("DeepseekV2ForCausalLM",), _v2, bundled_code=BUNDLED_CODE)

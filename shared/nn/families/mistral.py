@@ -7,7 +7,9 @@ from outrider.shared.nn.expert_files import SeparateExperts
 from outrider.shared.nn.families.base import Family, windows
 from outrider.shared.nn.traits import ExpertsConfig, Routing, Traits
 
-MIXTRAL_FILES = SeparateExperts(router="block_sparse_moe.gate", expert="block_sparse_moe.experts.{}.", gate="w1", up="w3", down="w2")
+MIXTRAL_FILES = SeparateExperts(
+    router="block_sparse_moe.gate", expert="block_sparse_moe.experts.{}.", gate="w1", up="w3", down="w2"
+)
 
 
 def _mistral(reader: ConfigReader, num_layers: int) -> Traits:
@@ -21,7 +23,9 @@ def _mixtral(reader: ConfigReader, num_layers: int) -> Traits:
         routing=Routing(top_k=reader.positive("num_experts_per_tok", 2)),
         files=MIXTRAL_FILES,
     )
-    return Traits(windows=windows(reader, num_layers), experts=experts, sparse=(True,) * num_layers, rope_theta=1e6)
+    return Traits(
+        windows=windows(reader, num_layers), experts=experts, sparse=(True,) * num_layers, rope_theta=1e6
+    )
 
 
 MISTRAL = Family("mistral", ("MistralForCausalLM",), _mistral)

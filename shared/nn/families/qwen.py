@@ -39,10 +39,16 @@ def _qwen3_moe(reader: ConfigReader, num_layers: int) -> Traits:
     experts = ExpertsConfig(
         num_experts=reader.positive(key, 128),
         intermediate_size=reader.positive("moe_intermediate_size"),
-        routing=Routing(top_k=reader.positive("num_experts_per_tok", 8), normalise=reader.flag("norm_topk_prob", False)),
+        routing=Routing(
+            top_k=reader.positive("num_experts_per_tok", 8), normalise=reader.flag("norm_topk_prob", False)
+        ),
         files=SeparateExperts(),
     )
-    window = reader.positive("sliding_window") if reader.flag("use_sliding_window", False) and reader.raw.get("sliding_window") else 0
+    window = (
+        reader.positive("sliding_window")
+        if reader.flag("use_sliding_window", False) and reader.raw.get("sliding_window")
+        else 0
+    )
     return Traits(
         qkv_bias=bias,
         o_bias=bias,
@@ -67,4 +73,6 @@ def _mtp_layers(reader: ConfigReader, num_layers: int) -> Mapping[str, str]:
 QWEN2 = Family("qwen2", ("Qwen2ForCausalLM",), _qwen2)
 QWEN3 = Family("qwen3", ("Qwen3ForCausalLM",), _qwen3, quantisations=("fp8",))
 QWEN3_MOE = Family("qwen3_moe", ("Qwen3MoeForCausalLM",), _qwen3_moe, quantisations=("fp8",))
-MIMO = Family("mimo", ("MiMoForCausalLM",), _mimo, _mtp_layers, bundled_code=("configuration_mimo", "modeling_mimo"))
+MIMO = Family(
+    "mimo", ("MiMoForCausalLM",), _mimo, _mtp_layers, bundled_code=("configuration_mimo", "modeling_mimo")
+)

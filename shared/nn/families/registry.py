@@ -12,9 +12,29 @@ from outrider.shared.nn.families.llama import LLAMA
 from outrider.shared.nn.families.mistral import MISTRAL, MIXTRAL
 from outrider.shared.nn.families.qwen import MIMO, QWEN2, QWEN3, QWEN3_MOE
 
-__all__ = ["FAMILIES", "MODEL_TYPES", "Family", "check_architecture", "find_family", "left_to_others", "refusal"]
+__all__ = [
+    "FAMILIES",
+    "MODEL_TYPES",
+    "Family",
+    "check_architecture",
+    "find_family",
+    "left_to_others",
+    "refusal",
+]
 
-FAMILIES = (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, MIMO, GPT_OSS, DEEPSEEK_V2, KIMI_K2, DEEPSEEK_V3)
+FAMILIES = (
+    LLAMA,
+    MISTRAL,
+    MIXTRAL,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    MIMO,
+    GPT_OSS,
+    DEEPSEEK_V2,
+    KIMI_K2,
+    DEEPSEEK_V3,
+)
 MODEL_TYPES = tuple(family.model_type for family in FAMILIES)
 
 _BY_TYPE = {family.model_type: family for family in FAMILIES}
@@ -29,7 +49,19 @@ ENCODER_DECODER = frozenset(
     ("bart", "bigbird_pegasus", "blenderbot", "led", "m2m_100", "marian", "mbart", "mt5", "mvp", "pegasus", "prophetnet",
      "seamless_m4t", "switch_transformers", "t5", "t5gemma", "t5gemma2", "umt5", "whisper")
 )  # fmt: skip
-ENCODERS = frozenset(("albert", "bert", "deberta", "deberta-v2", "distilbert", "electra", "modernbert", "roberta", "xlm-roberta"))
+ENCODERS = frozenset(
+    (
+        "albert",
+        "bert",
+        "deberta",
+        "deberta-v2",
+        "distilbert",
+        "electra",
+        "modernbert",
+        "roberta",
+        "xlm-roberta",
+    )
+)
 
 
 def find_family(reader: ConfigReader) -> Family:
@@ -43,7 +75,10 @@ def find_family(reader: ConfigReader) -> Family:
     if family is None:
         raise reader.error("model_type", f"{_model_type(reader)!r} is not supported{refusal(reader)}")
     if not modules <= set(family.bundled_code):
-        raise reader.error("auto_map", "asks to run code from the model folder, which is never done; use a checkpoint without it")
+        raise reader.error(
+            "auto_map",
+            "asks to run code from the model folder, which is never done; use a checkpoint without it",
+        )
     _check_quantisation(reader, family)
     return family
 
@@ -57,7 +92,8 @@ def check_architecture(reader: ConfigReader) -> None:
     names, family = reader.strings("architectures"), _named(reader)
     if names and family is not None and not set(names) & set(family.architectures):
         raise reader.error(
-            "architectures", f"{names[0]!r} is not a target model of type {family.model_type}; give a folder of {family.architectures[0]}"
+            "architectures",
+            f"{names[0]!r} is not a target model of type {family.model_type}; give a folder of {family.architectures[0]}",
         )
 
 
@@ -116,7 +152,10 @@ def _check_quantisation(reader: ConfigReader, family: Family) -> None:
         return
     method = section.get("quant_method") if isinstance(section, Mapping) else section
     if method not in family.quantisations:
-        raise reader.error("quantization_config", f"quantised weights ({method}) are not supported; use a bf16, fp16 or fp32 checkpoint")
+        raise reader.error(
+            "quantization_config",
+            f"quantised weights ({method}) are not supported; use a bf16, fp16 or fp32 checkpoint",
+        )
 
 
 def _is_of_the_cache_alone(section: object) -> bool:

@@ -9,7 +9,16 @@ import torch
 from outrider.kernels.add_norm import add_sums
 from outrider.kernels.rope_store import Lookup, rope_store
 from outrider.kernels.silu_mul import silu_mul
-from outrider.kernels.skinny_gemm import Epilogue, Method, Rotary, choose_tile, project, project_add, project_gated, project_rotated
+from outrider.kernels.skinny_gemm import (
+    Epilogue,
+    Method,
+    Rotary,
+    choose_tile,
+    project,
+    project_add,
+    project_gated,
+    project_rotated,
+)
 from outrider.kernels.stream import FEW_ROWS, MANY_ROWS, Stream
 from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.kv.pool import KVPool
@@ -77,7 +86,9 @@ def mlp_block(
     """Return the residual stream after the MLP of a layer, prepared for the norm `following`; `out` is where the stream itself goes."""
     gelu = block.activation is Activation.GELU_TANH
     if _own(Epilogue.GATED, stream.scaled, block.gate_up):
-        inner = project_gated(stream, block.gate_up.weight, scales=block.gate_up.scales, bias=block.gate_up.bias, gelu=gelu)
+        inner = project_gated(
+            stream, block.gate_up.weight, scales=block.gate_up.scales, bias=block.gate_up.bias, gelu=gelu
+        )
     else:
         inner = silu_mul(block.gate_up.product(stream.scaled), stream, bias=block.gate_up.bias, gelu=gelu)
     return _add(inner, block.down, stream.residual, following, reduce, out)
@@ -109,7 +120,9 @@ def _add(
     out: torch.Tensor | None,
 ) -> Stream:
     if reduce is None and _own(Epilogue.ADD, x, linear):
-        return project_add(x, linear.weight, residual, norm.weight, norm.eps, scales=linear.scales, bias=linear.bias, out=out)
+        return project_add(
+            x, linear.weight, residual, norm.weight, norm.eps, scales=linear.scales, bias=linear.bias, out=out
+        )
     parts = _product(x, linear)
     add = add_sums if reduce is None else reduce.add
     return add(parts, residual, norm.weight, norm.eps, bias=linear.bias, out=out)

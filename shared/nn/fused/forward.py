@@ -58,7 +58,12 @@ class FusedForward:
         self.reduce = reduce
 
     def forward(
-        self, tokens: torch.Tensor, rotation: Rotation, attention: StoredAttention, pool: KVPool, aux_layer_ids: Sequence[int]
+        self,
+        tokens: torch.Tensor,
+        rotation: Rotation,
+        attention: StoredAttention,
+        pool: KVPool,
+        aux_layer_ids: Sequence[int],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the normed rows ``[rows, hidden]`` and the captured ones ``[rows, n_aux * hidden]``; see `Decoder.forward`."""
         stream = embed_rows(tokens, self._embedding, self._first_norm.weight, self._first_norm.eps)

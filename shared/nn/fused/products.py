@@ -15,7 +15,15 @@ import torch
 from outrider.kernels._launch import ceil_div
 from outrider.kernels.add_norm import add_sums
 from outrider.kernels.rope_store import rope_store
-from outrider.kernels.skinny_gemm import Epilogue, Rotary, Tile, project, project_add, project_gated, project_rotated
+from outrider.kernels.skinny_gemm import (
+    Epilogue,
+    Rotary,
+    Tile,
+    project,
+    project_add,
+    project_gated,
+    project_rotated,
+)
 from outrider.kernels.skinny_gemm.table import Product
 from outrider.kernels.stream import Stream, normed_at_once
 from outrider.shared.nn.config import Activation
@@ -62,7 +70,9 @@ class ProductUse:
         return Product(self.epilogue, weight.shape[0], weight.shape[1], rows, weight.dtype)
 
 
-def uses_of(layers: Sequence[tuple[Attention, GatedMLP]], head: Linear, dtype: torch.dtype, *, reduced: bool) -> list[ProductUse]:
+def uses_of(
+    layers: Sequence[tuple[Attention, GatedMLP]], head: Linear, dtype: torch.dtype, *, reduced: bool
+) -> list[ProductUse]:
     """Return the uses of all products, each shape once.
 
     Args:
@@ -94,13 +104,17 @@ def merged(uses: Iterable[ProductUse]) -> list[ProductUse]:
     found: dict[Product, ProductUse] = {}
     for use in uses:
         known = found.get(use.of(1))
-        found[use.of(1)] = use if known is None else ProductUse(use.epilogue, known.linears + use.linears, known.prepare)
+        found[use.of(1)] = (
+            use if known is None else ProductUse(use.epilogue, known.linears + use.linears, known.prepare)
+        )
     return list(found.values())
 
 
 def _rows(rows: int, width: int, linear: Linear, dtype: torch.dtype) -> torch.Tensor:
     device = linear.weight.device
-    return torch.randn(rows, width, device=device, generator=torch.Generator(device).manual_seed(rows)).to(dtype)
+    return torch.randn(rows, width, device=device, generator=torch.Generator(device).manual_seed(rows)).to(
+        dtype
+    )
 
 
 def _stream(rows: int, linear: Linear, dtype: torch.dtype) -> Stream:
@@ -119,7 +133,9 @@ def _prepare_qkv(block: Attention, dtype: torch.dtype, rows: int) -> Run:
     angles = torch.ones(rows, 1, dim, dtype=dtype, device=device)
     rotary = Rotary(angles, angles, planes[0], planes[1], torch.arange(rows, device=device))
     if norm is None:
-        return lambda weight, scales, tile: project_rotated(stream, weight, rotary, scales=scales, bias=bias, tile=tile)
+        return lambda weight, scales, tile: project_rotated(
+            stream, weight, rotary, scales=scales, bias=bias, tile=tile
+        )
     weights, eps = norm.weight, norm.eps
 
     def run(weight: torch.Tensor, scales: torch.Tensor | None, tile: Tile) -> torch.Tensor:
@@ -131,7 +147,10 @@ def _prepare_qkv(block: Attention, dtype: torch.dtype, rows: int) -> Run:
 
 
 def _prepare_added(linear: Linear, dtype: torch.dtype, epilogue: Epilogue, rows: int) -> Run:
-    x, residual = _rows(rows, linear.in_features, linear, dtype), _rows(rows, linear.out_features, linear, dtype)
+    x, residual = (
+        _rows(rows, linear.in_features, linear, dtype),
+        _rows(rows, linear.out_features, linear, dtype),
+    )
     norm, bias = torch.ones_like(residual[0]), linear.bias
 
     def run(weight: torch.Tensor, scales: torch.Tensor | None, tile: Tile) -> Stream:
@@ -143,8 +162,14 @@ def _prepare_added(linear: Linear, dtype: torch.dtype, epilogue: Epilogue, rows:
 
 
 def _prepare_gated(block: GatedMLP, dtype: torch.dtype, rows: int) -> Run:
-    stream, bias, gelu = _stream(rows, block.gate_up, dtype), block.gate_up.bias, block.activation is Activation.GELU_TANH
-    return lambda weight, scales, tile: project_gated(stream, weight, scales=scales, bias=bias, gelu=gelu, tile=tile)
+    stream, bias, gelu = (
+        _stream(rows, block.gate_up, dtype),
+        block.gate_up.bias,
+        block.activation is Activation.GELU_TANH,
+    )
+    return lambda weight, scales, tile: project_gated(
+        stream, weight, scales=scales, bias=bias, gelu=gelu, tile=tile
+    )
 
 
 def _prepare_head(linear: Linear, dtype: torch.dtype, rows: int) -> Run:

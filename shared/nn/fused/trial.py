@@ -50,7 +50,11 @@ _log = get_logger("outrider.tiles")
 
 
 def try_products(
-    uses: Sequence[ProductUse], device: torch.device, budget_s: float = BUDGET_S, *, clock: Clock = time.monotonic
+    uses: Sequence[ProductUse],
+    device: torch.device,
+    budget_s: float = BUDGET_S,
+    *,
+    clock: Clock = time.monotonic,
 ) -> list[Tried]:
     """Choose by what is kept from earlier trials, and try what nobody measured; nothing happens but on a GPU.
 
@@ -81,7 +85,10 @@ def try_products(
                 if alone:
                     tried = _run(work, device, budget_s, clock)
                 else:
-                    _log.info("another process tries tiles: what is not kept yet is left to the next start", products=len(work))
+                    _log.info(
+                        "another process tries tiles: what is not kept yet is left to the next start",
+                        products=len(work),
+                    )
         except Exception as error:
             _log.warning("tiles were not tried", error=f"{type(error).__name__}: {error}")
         remember(name, ((entry.product, entry.tile) for entry in tried))
@@ -93,7 +100,9 @@ def try_products(
 
 
 @torch.inference_mode()
-def _run(work: Sequence[tuple[ProductUse, int]], device: torch.device, budget_s: float, clock: Clock) -> list[Tried]:
+def _run(
+    work: Sequence[tuple[ProductUse, int]], device: torch.device, budget_s: float, clock: Clock
+) -> list[Tried]:
     """Try, tell and keep; return what is kept."""
     started, name = clock(), device_name(device)
     _log.info("trying tiles", products=len(work), device=name, budget_s=budget_s)
@@ -102,7 +111,12 @@ def _run(work: Sequence[tuple[ProductUse, int]], device: torch.device, budget_s:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
     _tell(tried)
-    _log.info("tiles tried", products=len(tried), left_for_the_next_start=len(work) - len(tried), seconds=round(clock() - started, 1))
+    _log.info(
+        "tiles tried",
+        products=len(tried),
+        left_for_the_next_start=len(work) - len(tried),
+        seconds=round(clock() - started, 1),
+    )
     path = tiles_file(name)
     try:
         return keep_tiles(path, tried, name)
@@ -183,7 +197,10 @@ class _Trial:
     def _compiled(self, use: ProductUse, rows: int, run: Run) -> list[Tile]:
         """Return the tiles whose kernels are compiled; none while one of the others may still be."""
         linear = use.linears[0]
-        states = {tile: state_of(self._device, partial(run, linear.weight, linear.scales, tile)) for tile in self._tiles(use, rows)}
+        states = {
+            tile: state_of(self._device, partial(run, linear.weight, linear.scales, tile))
+            for tile in self._tiles(use, rows)
+        }
         if Compiled.NOT_YET in states.values():
             return []
         return [tile for tile, state in states.items() if state is Compiled.YES]

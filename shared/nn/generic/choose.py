@@ -22,7 +22,10 @@ def read_generic(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> Generi
     if not left_to_others(reader):
         return None
     if find_spec("transformers") is None:
-        raise reader.error("model_type", f"{reader.raw['model_type']!r} needs transformers: pip install 'transformers>=5.17,<5.24'")
+        raise reader.error(
+            "model_type",
+            f"{reader.raw['model_type']!r} needs transformers: pip install 'transformers>=5.17,<5.24'",
+        )
     config = importlib.import_module("outrider.shared.nn.generic.config")
     if not config.known(reader.raw["model_type"]):
         return None

@@ -28,14 +28,20 @@ def compile_generic(decoder: Decoder, max_rows: int) -> None:
         ConfigurationError: The decoder is one of our own, which run fused kernels instead, or there is no C++ compiler for a CPU.
     """
     if not isinstance(decoder.config, GenericConfig):
-        raise _refused(f"{decoder.config.architecture} has a decoder of its own, which runs kernels of its own; leave the flag out.")
+        raise _refused(
+            f"{decoder.config.architecture} has a decoder of its own, which runs kernels of its own; leave the flag out."
+        )
     if decoder.device.type == "cpu" and not any(shutil.which(name) for name in COMPILERS):
-        raise _refused(f"torch compiles for a CPU by a C++ compiler, and none of {', '.join(COMPILERS)} is installed; install one.")
+        raise _refused(
+            f"torch compiles for a CPU by a C++ compiler, and none of {', '.join(COMPILERS)} is installed; install one."
+        )
     model: nn.Module = decoder.model  # type: ignore[attr-defined]
     layout = decoder.config.layout
     for layer_path, attention_path in zip(layout.layer_paths, layout.attention_paths, strict=True):
         for name, child in model.get_submodule(layer_path).named_children():
-            if attention_path != f"{layer_path}.{name}" and not attention_path.startswith(f"{layer_path}.{name}."):
+            if attention_path != f"{layer_path}.{name}" and not attention_path.startswith(
+                f"{layer_path}.{name}."
+            ):
                 _compile(child, max_rows)
 
 

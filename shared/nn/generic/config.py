@@ -43,12 +43,16 @@ def find_class(reader: ConfigReader) -> tuple[Any, PreTrainedConfig]:
             f"{model_type!r}, remove the key",
         )
     if raw.get("quantization_config"):
-        raise reader.error("quantization_config", "quantised weights are not supported; use a bf16, fp16 or fp32 checkpoint")
+        raise reader.error(
+            "quantization_config", "quantised weights are not supported; use a bf16, fp16 or fp32 checkpoint"
+        )
     try:
         config = CONFIG_MAPPING[model_type].from_dict(dict(raw))
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except Exception as error:  # whatever its checks raise is about this file
-        raise reader.error("model_type", f"transformers refuses this {model_type!r} configuration: {error}") from error
+        raise reader.error(
+            "model_type", f"transformers refuses this {model_type!r} configuration: {error}"
+        ) from error
     _check_kind(reader, model_class, config)
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False  # for the loss of training
@@ -73,7 +77,9 @@ def read_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> Generic
         num_heads=layout.num_heads,
         num_kv_heads=layout.num_kv_heads,
         head_dim=layout.head_dim,
-        rms_norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),  # some families have LayerNorms, and null here
+        rms_norm_eps=float(
+            getattr(config, "rms_norm_eps", None) or 1e-6
+        ),  # some families have LayerNorms, and null here
         rope=_rope(config),
         rotary_dim=layout.head_dim,
         attention_scale=layout.head_dim**-0.5,
@@ -114,15 +120,26 @@ def _check_kind(reader: ConfigReader, model_class: Any, config: PreTrainedConfig
         raise reader.error("model_type", f"{name} is multimodal; give a checkpoint of its text model alone")
     if getattr(config, "alibi", False):
         raise reader.error(
-            "alibi", f"{name} adds a bias by distance to its scores, which the attention here does not; it needs rotary positions"
+            "alibi",
+            f"{name} adds a bias by distance to its scores, which the attention here does not; it needs rotary positions",
         )
     names = reader.strings("architectures")
     if names and name not in names:
         raise reader.error("architectures", f"{names[0]!r} is not a target model; give a folder of {name}")
     others = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
     if others:
-        raise reader.error("layer_types", f"layers of kind {others[0]!r} are not supported; a layer is sliding_attention or full_attention")
-    moving = next((kind for kind in _rope_types(getattr(config, "rope_parameters", None)) if kind in BATCH_DEPENDENT_ROPE), None)
+        raise reader.error(
+            "layer_types",
+            f"layers of kind {others[0]!r} are not supported; a layer is sliding_attention or full_attention",
+        )
+    moving = next(
+        (
+            kind
+            for kind in _rope_types(getattr(config, "rope_parameters", None))
+            if kind in BATCH_DEPENDENT_ROPE
+        ),
+        None,
+    )
     if moving is not None:
         raise reader.error(
             "rope_parameters",

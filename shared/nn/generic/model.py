@@ -55,7 +55,12 @@ class GenericDecoder(Decoder):
 
     @classmethod
     def open(
-        cls, path: Path | str, config: GenericConfig, device: torch.device, dtype: torch.dtype, progress: Progress | None = None
+        cls,
+        path: Path | str,
+        config: GenericConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        progress: Progress | None = None,
     ) -> GenericDecoder:
         """Load the weights of a folder whose configuration is read; see `Decoder.load`."""
         model, weights = load_weights(path, config, device, dtype, progress)
@@ -74,7 +79,10 @@ class GenericDecoder(Decoder):
     def weight(self, name: str) -> torch.Tensor:
         """Return a weight that a draft may borrow, by the name it has in Llama's checkpoints; see `Decoder.weight`."""
         if name == LM_HEAD and self._head_bias:
-            raise CheckpointError(f"the output head of {self.config.architecture} has a bias and cannot be borrowed.", field=name)
+            raise CheckpointError(
+                f"the output head of {self.config.architecture} has a bias and cannot be borrowed.",
+                field=name,
+            )
         return super().weight(name)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -100,7 +108,9 @@ class GenericDecoder(Decoder):
         self._step.attention, self._step.pool = attention, pool
         try:
             with self._captured(aux_layer_ids) as aux:
-                output = self._body(input_ids=tokens.long()[None], position_ids=positions.long()[None], use_cache=False)
+                output = self._body(
+                    input_ids=tokens.long()[None], position_ids=positions.long()[None], use_cache=False
+                )
         finally:
             self._step.attention = self._step.pool = None
         return DecoderOutput(hidden=output.last_hidden_state[0], aux=torch.cat(aux, dim=-1) if aux else None)
@@ -115,7 +125,9 @@ class GenericDecoder(Decoder):
         """Collect the outputs of the named layers, ``[rows, hidden_size]`` each, while the model runs."""
         found: list[torch.Tensor] = []
 
-        def keep(_module: nn.Module, _arguments: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        def keep(
+            _module: nn.Module, _arguments: object, output: torch.Tensor | tuple[torch.Tensor, ...]
+        ) -> None:
             found.append((output if isinstance(output, torch.Tensor) else output[0])[0])
 
         hooks = [self._layers[layer].register_forward_hook(keep) for layer in layer_ids]

@@ -18,8 +18,28 @@ from outrider.shared.nn.generic.tail import Tail
 ROWS = 5
 MAX_CHECKED_DISTANCE = 1 << 18  # tokens; a longer window is longer than any context that is served
 CHECKED_PAIRS = 4096
-HONOURED = frozenset(("scaling", "dropout", "sliding_window", "s_aux", "softcap", "position_ids", "position_embeddings", "is_causal"))
-MEANINGLESS = frozenset(("use_cache", "return_dict", "cache_position", "output_attentions", "output_hidden_states", "output_router_logits"))
+HONOURED = frozenset(
+    (
+        "scaling",
+        "dropout",
+        "sliding_window",
+        "s_aux",
+        "softcap",
+        "position_ids",
+        "position_embeddings",
+        "is_causal",
+    )
+)
+MEANINGLESS = frozenset(
+    (
+        "use_cache",
+        "return_dict",
+        "cache_position",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+    )
+)
 
 Refuse = Callable[[str, str], CheckpointError]
 """Makes the error for a key of config.json and what is wrong with it."""
@@ -49,10 +69,16 @@ def probe(model_class: Any, config: PreTrainedConfig, refuse: Refuse) -> Generic
     paths = {id(module): path for path, module in model.named_modules()}
     shapes = {(tuple(call.q_shape), tuple(call.k_shape), tuple(call.v_shape)) for call in calls}
     if len(shapes) > 1:
-        raise refuse("model_type", f"the layers of {name} have heads of different shapes, and the KV pool holds one shape")
+        raise refuse(
+            "model_type",
+            f"the layers of {name} have heads of different shapes, and the KV pool holds one shape",
+        )
     ((_, heads, _, head_dim), (_, kv_heads, _, key_dim), (_, _, _, value_dim)) = next(iter(shapes))
     if head_dim != key_dim or value_dim > key_dim:
-        raise refuse("model_type", f"values of {name} are {value_dim} wide, keys {key_dim}; the KV pool holds values as wide as keys")
+        raise refuse(
+            "model_type",
+            f"values of {name} are {value_dim} wide, keys {key_dim}; the KV pool holds values as wide as keys",
+        )
     attention_paths = tuple(paths[id(call.module)] for call in calls)
     return GenericLayout(
         class_name=name,
@@ -77,14 +103,22 @@ def _run(model_class: Any, config: PreTrainedConfig, refuse: Refuse) -> tuple[Pr
             model = model_class._from_config(config, attn_implementation=PROBE).eval()
     except Exception as error:  # the code of a model class, on a file that it was not written for
         if error.args == (PROBE,):
-            raise refuse("model_type", f"{name} does not use the attention interface of transformers") from None
-        raise refuse("model_type", f"transformers cannot make a {name} of this configuration ({error})") from error
+            raise refuse(
+                "model_type", f"{name} does not use the attention interface of transformers"
+            ) from None
+        raise refuse(
+            "model_type", f"transformers cannot make a {name} of this configuration ({error})"
+        ) from error
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
-        raise refuse("model_type", f"{name} takes no explicit positions (alibi or counted ones), which a tree of drafts needs")
+        raise refuse(
+            "model_type",
+            f"{name} takes no explicit positions (alibi or counted ones), which a tree of drafts needs",
+        )
     mixing = next((path for path, module in model.named_modules() if isinstance(module, nn.Conv1d)), None)
     if mixing is not None:
         raise refuse(
-            "model_type", f"{name} mixes neighbouring tokens outside of its attention ({mixing}), which cannot be verified as a tree"
+            "model_type",
+            f"{name} mixes neighbouring tokens outside of its attention ({mixing}), which cannot be verified as a tree",
         )
     if model.get_output_embeddings() is None:
         raise refuse("model_type", f"{name} has no output head")
@@ -92,26 +126,36 @@ def _run(model_class: Any, config: PreTrainedConfig, refuse: Refuse) -> tuple[Pr
     rows = torch.zeros(1, ROWS, dtype=torch.long, device="meta")
     try:
         with torch.no_grad():
-            output = model.base_model(input_ids=rows, attention_mask=torch.ones_like(rows), position_ids=rows, use_cache=False)
+            output = model.base_model(
+                input_ids=rows, attention_mask=torch.ones_like(rows), position_ids=rows, use_cache=False
+            )
     except Exception as error:  # the code of a model class, on tensors without values
         raise refuse(
-            "model_type", f"{name} works on its attention mask or token values itself ({error}), not by the attention interface"
+            "model_type",
+            f"{name} works on its attention mask or token values itself ({error}), not by the attention interface",
         ) from error
     hidden: torch.Tensor = output.last_hidden_state
     try:
         with torch.no_grad():
             Tail(model)(hidden[0])
     except Exception as error:  # as above
-        raise refuse("model_type", f"the output head of {name} cannot be run apart from its layers ({error})") from error
+        raise refuse(
+            "model_type", f"the output head of {name} cannot be run apart from its layers ({error})"
+        ) from error
     return model, hidden
 
 
 def _checked_window(layer: int, call: Call, config: PreTrainedConfig, refuse: Refuse) -> int:
     """Return the window of a layer, or refuse what the layer asks for."""
-    options: Mapping[str, Any] = {key: value for key, value in call.options.items() if value is not None and value is not False}
+    options: Mapping[str, Any] = {
+        key: value for key, value in call.options.items() if value is not None and value is not False
+    }
     unknown = sorted(set(options) - HONOURED - MEANINGLESS)
     if unknown:
-        raise refuse("model_type", f"the attention of layer {layer} asks for {', '.join(unknown)}, which is not supported")
+        raise refuse(
+            "model_type",
+            f"the attention of layer {layer} asks for {', '.join(unknown)}, which is not supported",
+        )
     if options.get("dropout"):
         raise refuse("attention_dropout", "is applied outside of training")
     if call.options.get("is_causal") is False or getattr(call.module, "is_causal", True) is False:
@@ -121,13 +165,17 @@ def _checked_window(layer: int, call: Call, config: PreTrainedConfig, refuse: Re
     window = _window(layer, call.mask, config, refuse)
     named = int(options.get("sliding_window") or 0)
     if named != window and not (window == 0 and named >= _reach(config)):
-        raise refuse("sliding_window", f"layer {layer} names a window of {named} and its mask has one of {window}")
+        raise refuse(
+            "sliding_window", f"layer {layer} names a window of {named} and its mask has one of {window}"
+        )
     return window
 
 
 def _reach(config: PreTrainedConfig) -> int:
     """Return the longest distance between two tokens that is looked at."""
-    return min(int(getattr(config, "max_position_embeddings", None) or MAX_CHECKED_DISTANCE), MAX_CHECKED_DISTANCE)
+    return min(
+        int(getattr(config, "max_position_embeddings", None) or MAX_CHECKED_DISTANCE), MAX_CHECKED_DISTANCE
+    )
 
 
 def _window(layer: int, rule: MaskRule, config: PreTrainedConfig, refuse: Refuse) -> int:
@@ -145,7 +193,10 @@ def _window(layer: int, rule: MaskRule, config: PreTrainedConfig, refuse: Refuse
     for columns in (near.clamp(0, reach), ahead.clamp(0, reach), anywhere):
         wanted = (columns <= rows) & (columns > rows - (window or reach + 1))
         if not torch.equal(_visible(rule, rows, columns), wanted):
-            raise refuse("layer_types", f"the mask of layer {layer} is neither causal nor a sliding window (chunked, or looking ahead)")
+            raise refuse(
+                "layer_types",
+                f"the mask of layer {layer} is neither causal nor a sliding window (chunked, or looking ahead)",
+            )
     return window
 
 
@@ -156,10 +207,17 @@ def _visible(rule: MaskRule, rows: torch.Tensor, columns: torch.Tensor) -> torch
 
 def _layer_paths(model: nn.Module, attention_paths: Sequence[str], refuse: Refuse) -> tuple[str, ...]:
     """Return the path of the decoder layer around each attention: the parts that count up in one list of modules."""
-    lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == len(attention_paths)]
+    lists = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == len(attention_paths)
+    ]
     for path in lists:
         layers = tuple(f"{path}.{index}" for index in range(len(attention_paths)))
-        if all(attention.startswith(f"{layer}.") for attention, layer in zip(attention_paths, layers, strict=True)):
+        if all(
+            attention.startswith(f"{layer}.")
+            for attention, layer in zip(attention_paths, layers, strict=True)
+        ):
             return layers
     raise refuse("model_type", f"{type(model).__name__} does not run one list of layers in order")
 
@@ -168,13 +226,20 @@ def _max_positions(model: PreTrainedModel) -> int | None:
     """Return the size of the smallest table that is no token embedding: what learned positions are looked up in."""
     parts: Any = model
     tokens = parts.get_input_embeddings()
-    tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding) and module is not tokens]
+    tables = [
+        module.num_embeddings
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) and module is not tokens
+    ]
     return min(tables, default=None)
 
 
 def _shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     """Return what a checkpoint of the model holds, when its files have the names of its parameters."""
-    if any(hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, nn.Parameter) for module in model.modules()):
+    if any(
+        hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, nn.Parameter)
+        for module in model.modules()
+    ):
         return {}
     tied = set(model.all_tied_weights_keys)
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}

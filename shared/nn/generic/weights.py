@@ -22,13 +22,19 @@ from outrider.shared.nn.generic.layout import GenericConfig
 from outrider.shared.nn.loader import MAX_NAMED, WRONG_TYPE, CheckpointReader, dtype_name, is_weight
 from outrider.shared.nn.tensor_file import TensorInfo
 
-_NOT_FUSED = re.compile(r"^(\S+)\s*\|\s*(?:\x1b\[[0-9;]*m)*CONVERSION", re.MULTILINE)  # a row of the loading report
+_NOT_FUSED = re.compile(
+    r"^(\S+)\s*\|\s*(?:\x1b\[[0-9;]*m)*CONVERSION", re.MULTILINE
+)  # a row of the loading report
 _BUFFERS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 """Names of buffers that old exports hold and `transformers` leaves there."""
 
 
 def load_weights(
-    path: Path | str, config: GenericConfig, device: torch.device, dtype: torch.dtype, progress: Progress | None
+    path: Path | str,
+    config: GenericConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress | None,
 ) -> tuple[PreTrainedModel, str]:
     """Load a model whose configuration was probed, and return it with the fingerprint of its weights.
 
@@ -76,7 +82,9 @@ def _fill(model_class: Any, folder: Path, settings: Any, dtype: torch.dtype) -> 
         except Exception as error:  # the code of a model class, on files that it was not written for
             fused = [name for message in messages for name in _NOT_FUSED.findall(message)]
             if not fused:
-                raise CheckpointError(f"{folder}: transformers cannot load the weights: {error}", field=str(folder)) from error
+                raise CheckpointError(
+                    f"{folder}: transformers cannot load the weights: {error}", field=str(folder)
+                ) from error
             raise CheckpointError(
                 f"{folder}: tensors that become {', '.join(fused[:MAX_NAMED])} are missing or misshaped. The weights do not belong to this "
                 "config.json, or the download is incomplete.",
@@ -122,7 +130,9 @@ def wrong_types(stored: Mapping[str, TensorInfo], model: PreTrainedModel) -> dic
         stored: What the files hold.
         model: That they are of; on the meta device too.
     """
-    ignored = [re.compile(pattern) for pattern in (*(model._keys_to_ignore_on_load_unexpected or ()), *_BUFFERS)]
+    ignored = [
+        re.compile(pattern) for pattern in (*(model._keys_to_ignore_on_load_unexpected or ()), *_BUFFERS)
+    ]
     kept = model.state_dict()
     integers = tuple(f".{name}" for name, tensor in kept.items() if not tensor.is_floating_point())
     return {
@@ -139,7 +149,10 @@ def _check(folder: Path, report: Mapping[str, Collection[Any]], wrong: Mapping[s
     problems = {
         "missing": sorted(str(name) for name in report["missing_keys"] if name not in misshaped),
         "unexpected": sorted(map(str, report["unexpected_keys"])),
-        "misshaped": [f"{name} is {list(file)}, must be {list(wanted)}" for name, (file, wanted) in sorted(misshaped.items())],
+        "misshaped": [
+            f"{name} is {list(file)}, must be {list(wanted)}"
+            for name, (file, wanted) in sorted(misshaped.items())
+        ],
         WRONG_TYPE: [f"{name} is {dtype_name(dtype)}" for name, dtype in sorted(wrong.items())],
         "unreadable": sorted(map(str, report["error_msgs"])),
     }

@@ -65,7 +65,12 @@ class PeerMemory:
     def __init__(self, handle: bytes, device: torch.device) -> None:
         pointer = ctypes.c_void_p()
         with torch.cuda.device(device):
-            runtime_call("cudaIpcOpenMemHandle", ctypes.byref(pointer), IpcHandle.from_buffer_copy(handle), ctypes.c_uint(LAZY_PEER_ACCESS))
+            runtime_call(
+                "cudaIpcOpenMemHandle",
+                ctypes.byref(pointer),
+                IpcHandle.from_buffer_copy(handle),
+                ctypes.c_uint(LAZY_PEER_ACCESS),
+            )
         self.pointer = int(pointer.value or 0)
         self._device = device
 
@@ -107,7 +112,11 @@ def runtime_call(name: str, *arguments: Any) -> None:
 def _runtime() -> Any:
     """Return the runtime that torch uses: another copy of the library would have streams and devices of its own."""
     torch.cuda.init()  # type: ignore[no-untyped-call]
-    loaded = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines() if "libcudart" in line}
+    loaded = {
+        line.split(maxsplit=5)[-1].strip()
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "libcudart" in line
+    }
     if not loaded:
         raise CudaError("torch has loaded no libcudart here")
     runtime = ctypes.CDLL(sorted(loaded)[0])

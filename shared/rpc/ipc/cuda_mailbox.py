@@ -48,7 +48,9 @@ class CudaTensorWriter:
         slot = self._ledger.take() if 0 < rows.nbytes <= self.slot_bytes else None
         return None if slot is None else self._fill(slot, [rows], self._beside)
 
-    def _fill(self, slot: int, parts: Sequence[torch.Tensor], stream: torch.cuda.Stream) -> common_pb2.TensorData:
+    def _fill(
+        self, slot: int, parts: Sequence[torch.Tensor], stream: torch.cuda.Stream
+    ) -> common_pb2.TensorData:
         there = start = self._memory.pointer + slot * self.slot_bytes
         kept = [part.contiguous() for part in parts]  # alive until the copies are done
         with torch.cuda.stream(stream):
@@ -57,7 +59,9 @@ class CudaTensorWriter:
                 there += part.nbytes
         stream.synchronize()
         shape = (sum(part.shape[0] for part in kept), kept[0].shape[1])
-        where = common_pb2.SharedSlot(slot=slot, generation=self._ledger.publish(slot), num_bytes=there - start)
+        where = common_pb2.SharedSlot(
+            slot=slot, generation=self._ledger.publish(slot), num_bytes=there - start
+        )
         return common_pb2.TensorData(shape=shape, dtype=wire_dtype(kept[0].dtype), cuda_ipc=where)
 
 

@@ -50,7 +50,9 @@ class StreamMailbox:
         CudaError: streams cannot await words in host memory here.
     """
 
-    def __init__(self, layout: RoundsLayout, memory: SharedMemory, slots: SlotMemory, side: Side, device: torch.device) -> None:
+    def __init__(
+        self, layout: RoundsLayout, memory: SharedMemory, slots: SlotMemory, side: Side, device: torch.device
+    ) -> None:
         self.layout = layout
         self._words = RoundWords(memory, side)
         self._watch = RoundWatch(self._words)
@@ -66,7 +68,11 @@ class StreamMailbox:
             raise
         DISPOSAL.when_gone(self, functools.partial(_let_go, self._words, slots, device, self._streams))
         weakref.finalize(self, self._words.release, RELEASED).atexit = False
-        out, back = (layout.state_slot, layout.trees_slot) if side is Side.TARGET else (layout.trees_slot, layout.state_slot)
+        out, back = (
+            (layout.state_slot, layout.trees_slot)
+            if side is Side.TARGET
+            else (layout.trees_slot, layout.state_slot)
+        )
         self._out, self._in = out, back
         self._try()
 
@@ -147,13 +153,25 @@ class StreamMailbox:
 
 def _write_value(stream: int, address: int, value: int) -> None:
     """Write 4 bytes when all work before is done and can be seen by everyone."""
-    _driver_call("cuStreamWriteValue32_v2", ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(value), ctypes.c_uint(0))
+    _driver_call(
+        "cuStreamWriteValue32_v2",
+        ctypes.c_void_p(stream),
+        ctypes.c_uint64(address),
+        ctypes.c_uint32(value),
+        ctypes.c_uint(0),
+    )
 
 
 def _wait_value(stream: int, address: int, value: int) -> None:
     """Hold the stream until 4 bytes are at least `value`."""
     flags = ctypes.c_uint(WAIT_UNTIL_AT_LEAST)
-    _driver_call("cuStreamWaitValue32_v2", ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(value), flags)
+    _driver_call(
+        "cuStreamWaitValue32_v2",
+        ctypes.c_void_p(stream),
+        ctypes.c_uint64(address),
+        ctypes.c_uint32(value),
+        flags,
+    )
 
 
 def _bind_context(device: int) -> None:
@@ -195,12 +213,16 @@ def _register(memory: SharedMemory, device: torch.device) -> int:
     """Let streams of `device` write and await the words; returns the address of the first as they know it."""
     here, there = ctypes.c_void_p(_address(memory)), ctypes.c_void_p()
     with torch.cuda.device(device):
-        runtime_call("cudaHostRegister", here, ctypes.c_size_t(PAGE_BYTES), ctypes.c_uint(REGISTER_PORTABLE_AND_MAPPED))
+        runtime_call(
+            "cudaHostRegister", here, ctypes.c_size_t(PAGE_BYTES), ctypes.c_uint(REGISTER_PORTABLE_AND_MAPPED)
+        )
         runtime_call("cudaHostGetDevicePointer", ctypes.byref(there), here, ctypes.c_uint(0))
     return int(there.value or 0)
 
 
-def _let_go(words: RoundWords, slots: SlotMemory, device: torch.device, streams: dict[int, torch.cuda.Stream]) -> None:
+def _let_go(
+    words: RoundWords, slots: SlotMemory, device: torch.device, streams: dict[int, torch.cuda.Stream]
+) -> None:
     """Undo `_register`, and unmap the slots, when none of `streams` needs them any more. Not the device is waited for: a graph may be
     recorded on it, which that would break."""
     with torch.cuda.device(device):

@@ -81,7 +81,9 @@ class FrameSocket:
             EndOfStream: the peer is gone, or has left too much unread.
         """
         if len(payload) > MAX_FRAME_BYTES:
-            raise ProtocolError(f"A message of {len(payload)} bytes exceeds the limit of {MAX_FRAME_BYTES}.", field="frame")
+            raise ProtocolError(
+                f"A message of {len(payload)} bytes exceeds the limit of {MAX_FRAME_BYTES}.", field="frame"
+            )
         frame = memoryview(HEADER.pack(len(payload), kind) + payload)
         with self._send_lock:
             if files:
@@ -139,7 +141,9 @@ class FrameSocket:
             ProtocolError: fewer came.
         """
         if len(self._files) < count:
-            raise ProtocolError(f"{count} descriptors were announced, {len(self._files)} came.", field="mailbox")
+            raise ProtocolError(
+                f"{count} descriptors were announced, {len(self._files)} came.", field="mailbox"
+            )
         return [self._files.popleft() for _ in range(count)]
 
     def close(self) -> None:
@@ -157,14 +161,18 @@ class FrameSocket:
             return None
         length, kind = HEADER.unpack_from(self._received)
         if length > MAX_FRAME_BYTES:
-            raise ProtocolError(f"A frame of {length} bytes exceeds the limit of {MAX_FRAME_BYTES}.", field="frame")
+            raise ProtocolError(
+                f"A frame of {length} bytes exceeds the limit of {MAX_FRAME_BYTES}.", field="frame"
+            )
         end = HEADER.size + length
         if len(self._received) < end:
             return None
         try:
             known = FrameKind(kind)
         except ValueError:
-            raise ProtocolError(f"A frame of unknown kind {kind}; run the same release on both sides.", field="frame") from None
+            raise ProtocolError(
+                f"A frame of unknown kind {kind}; run the same release on both sides.", field="frame"
+            ) from None
         payload = bytes(memoryview(self._received)[HEADER.size : end])
         del self._received[:end]
         return known, payload
@@ -172,7 +180,9 @@ class FrameSocket:
     def _read_some(self) -> bool:
         """Read what is there; False if nothing is."""
         try:
-            count, ancillary, _flags, _address = self._socket.recvmsg_into([self._buffer], FILE_SPACE, socket.MSG_CMSG_CLOEXEC)
+            count, ancillary, _flags, _address = self._socket.recvmsg_into(
+                [self._buffer], FILE_SPACE, socket.MSG_CMSG_CLOEXEC
+            )
         except (BlockingIOError, InterruptedError):
             return False
         except OSError as error:

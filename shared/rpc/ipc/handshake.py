@@ -65,7 +65,10 @@ def offers(device: torch.device, *, rounds: bool = False) -> Sequence[Callable[[
         return [functools.partial(_offer, _shared, BULK_LAYOUT, _rounds_on_host if rounds else None)]
     on_gpu = functools.partial(_on_gpu, device=device)
     rounds_on_gpu = functools.partial(_rounds_on_gpu, device=device) if rounds else None
-    return [functools.partial(_offer, on_gpu, BULK_LAYOUT_ON_GPU, rounds_on_gpu), functools.partial(_offer, _shared, BULK_LAYOUT, None)]
+    return [
+        functools.partial(_offer, on_gpu, BULK_LAYOUT_ON_GPU, rounds_on_gpu),
+        functools.partial(_offer, _shared, BULK_LAYOUT, None),
+    ]
 
 
 Made = tuple[draft_pb2.Mailbox, int, SlotTensorWriter]
@@ -81,7 +84,10 @@ def _offer(
     make_rounds: Callable[[contextlib.ExitStack], MadeRounds] | None,
 ) -> Offered:
     with contextlib.ExitStack() as made:
-        (session, first, writer), (bulk, second, bulk_writer) = make(SESSION_LAYOUT, made), make(bulk_layout, made)
+        (session, first, writer), (bulk, second, bulk_writer) = (
+            make(SESSION_LAYOUT, made),
+            make(bulk_layout, made),
+        )
         offer = draft_pb2.MailboxOffer(session=session, bulk=bulk)
         files: list[int] = [first, second]
         mailbox: RoundMailbox | None = None
@@ -109,7 +115,9 @@ def _rounds_on_gpu(made: contextlib.ExitStack, device: torch.device) -> MadeRoun
     memory, file = SharedMemory.create(layout.memory)
     made.callback(os.close, file)
     slots = DeviceMemory(layout.slots_bytes, device)
-    box = draft_pb2.RoundsMailbox(state_bytes=layout.state_bytes, trees_bytes=layout.trees_bytes, cuda_handle=slots.handle())
+    box = draft_pb2.RoundsMailbox(
+        state_bytes=layout.state_bytes, trees_bytes=layout.trees_bytes, cuda_handle=slots.handle()
+    )
     return box, file, StreamMailbox(layout, memory, slots, Side.TARGET, device)
 
 
@@ -150,7 +158,9 @@ def accept(offer: draft_pb2.MailboxOffer, files: Sequence[int], device: torch.de
     return Mapped(session, bulk, rounds)
 
 
-def _reader(box: draft_pb2.Mailbox, file: int, device: torch.device, mapped: contextlib.ExitStack, *, wait: bool) -> TensorReader:
+def _reader(
+    box: draft_pb2.Mailbox, file: int, device: torch.device, mapped: contextlib.ExitStack, *, wait: bool
+) -> TensorReader:
     layout = Layout(box.slots, box.slot_bytes, slots_inside=not box.cuda_handle).check()
     memory = SharedMemory.attach(layout, file)
     if not box.cuda_handle:
@@ -180,7 +190,9 @@ def _rounds(box: draft_pb2.RoundsMailbox, file: int, device: torch.device) -> Ro
         return None
 
 
-def acknowledge(offer: draft_pb2.MailboxOffer, files: Sequence[int], device: torch.device) -> tuple[draft_pb2.MailboxAck, Mapped | None]:
+def acknowledge(
+    offer: draft_pb2.MailboxOffer, files: Sequence[int], device: torch.device
+) -> tuple[draft_pb2.MailboxAck, Mapped | None]:
     """Answer an offer: mapped, or refused with the reason; a malformed one raises ProtocolError."""
     try:
         mapped = accept(offer, files, device)

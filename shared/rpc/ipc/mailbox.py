@@ -39,7 +39,11 @@ class SharedTensorWriter:
     def write(self, parts: Sequence[torch.Tensor]) -> common_pb2.TensorData:
         """See `TensorWriter.write`."""
         found = self._into_slot(parts)
-        return found if found is not None else encode_tensor(parts[0] if len(parts) == 1 else torch.cat(list(parts)))
+        return (
+            found
+            if found is not None
+            else encode_tensor(parts[0] if len(parts) == 1 else torch.cat(list(parts)))
+        )
 
     def offer(self, rows: torch.Tensor) -> common_pb2.TensorData | None:
         """See `SlotTensorWriter.offer`."""

@@ -53,7 +53,10 @@ class RoundsLayout:
         """Return the layout of a peer if its sizes can be served; raise ProtocolError otherwise."""
         sizes = (self.state_bytes, self.trees_bytes)
         if not all(0 < size <= MAX_SLOT_BYTES // 8 and size % 256 == 0 for size in sizes):
-            raise ProtocolError(f"A mailbox for rounds of {sizes[0]} and {sizes[1]} bytes is beyond the limits.", field="rounds")
+            raise ProtocolError(
+                f"A mailbox for rounds of {sizes[0]} and {sizes[1]} bytes is beyond the limits.",
+                field="rounds",
+            )
         return self
 
 
@@ -105,7 +108,11 @@ class HostMailbox:
         self._words = RoundWords(memory, side)
         self._slots = torch.frombuffer(memory.slot(0, layout.slots_bytes), dtype=torch.uint8)
         self._closed = False
-        out, back = (layout.state_slot, layout.trees_slot) if side is Side.TARGET else (layout.trees_slot, layout.state_slot)
+        out, back = (
+            (layout.state_slot, layout.trees_slot)
+            if side is Side.TARGET
+            else (layout.trees_slot, layout.state_slot)
+        )
         self._out, self._in = out, back
 
     def send(self, number: int, blob: torch.Tensor) -> None:

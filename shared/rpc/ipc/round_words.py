@@ -66,7 +66,8 @@ class RoundWords:
         self.passed_at = Word.TARGET_PASSED if target else Word.DRAFT_PASSED
         # One store of four bytes each: a word is never seen half written.
         self._given, self._awaited, self._passed = (
-            ctypes.c_uint32.from_buffer(memory.bytes, offset) for offset in (self.given_at, self.awaited_at, self.passed_at)
+            ctypes.c_uint32.from_buffer(memory.bytes, offset)
+            for offset in (self.given_at, self.awaited_at, self.passed_at)
         )
 
     @property
@@ -190,7 +191,11 @@ class RoundWatch:
             self.look()
             with self._changed:
                 # What a broken watch has released is to be released again, see `look`.
-                self._tick_s = TICK_S if self.broken else min((_tick_s(wait.limit_s) for wait in self._waits), default=TICK_S)
+                self._tick_s = (
+                    TICK_S
+                    if self.broken
+                    else min((_tick_s(wait.limit_s) for wait in self._waits), default=TICK_S)
+                )
                 self._changed.wait(self._tick_s)
 
 

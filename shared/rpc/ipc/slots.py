@@ -49,7 +49,10 @@ class Layout:
     def check(self) -> Layout:
         """Return the layout of a peer if its sizes can be served; raise ProtocolError otherwise."""
         if not (1 <= self.slots <= MAX_SLOTS and 1 <= self.slot_bytes <= MAX_SLOT_BYTES):
-            raise ProtocolError(f"A mailbox of {self.slots} slots of {self.slot_bytes} bytes is beyond the limits.", field="mailbox")
+            raise ProtocolError(
+                f"A mailbox of {self.slots} slots of {self.slot_bytes} bytes is beyond the limits.",
+                field="mailbox",
+            )
         return self
 
 
@@ -126,7 +129,10 @@ class SlotWriter:
                 self._next = (slot + 1) % slots
                 return slot
             if released != written - 1:
-                raise ProtocolError(f"Slot {slot}: generation {released} was given back, {written} written last.", field="released")
+                raise ProtocolError(
+                    f"Slot {slot}: generation {released} was given back, {written} written last.",
+                    field="released",
+                )
         return None
 
     def publish(self, slot: int) -> int:
@@ -172,6 +178,8 @@ class SlotReader:
             ProtocolError: it was written anew while they were.
         """
         if not self.holds(slot, generation):
-            raise ProtocolError(f"Slot {slot} was written anew while generation {generation} was read.", field="generation")
+            raise ProtocolError(
+                f"Slot {slot} was written anew while generation {generation} was read.", field="generation"
+            )
         self._released[slot] = generation
         self._memory.set_counter(slot, RELEASED, generation)

@@ -47,7 +47,9 @@ class Listener:
             self._socket.listen(BACKLOG)
         except OSError as error:
             self._socket.close()
-            raise ConfigurationError(f"Cannot listen on {path}: {error.strerror}.", field="listen", reason="address_in_use") from None
+            raise ConfigurationError(
+                f"Cannot listen on {path}: {error.strerror}.", field="listen", reason="address_in_use"
+            ) from None
 
     def accept(self) -> socket.socket | None:
         """Wait for a connection of a process of this user; None once the listener is closed. Others are hung up on."""
@@ -95,7 +97,10 @@ def connect(path: str, timeout_s: float) -> socket.socket:
         connection.settimeout(timeout_s)
         connection.connect(path)
         if (uid := peer_uid(connection)) != os.geteuid():
-            raise ProtocolError(f"{path} belongs to a process of user {uid}, not of {os.geteuid()}: run both as one user.", field="draft")
+            raise ProtocolError(
+                f"{path} belongs to a process of user {uid}, not of {os.geteuid()}: run both as one user.",
+                field="draft",
+            )
     except BaseException:
         connection.close()
         raise
@@ -104,7 +109,9 @@ def connect(path: str, timeout_s: float) -> socket.socket:
 
 def peer_uid(connection: socket.socket) -> int:
     """Return the effective user of the process that connected (or listens), as the kernel knows it."""
-    _pid, uid, _gid = CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+    _pid, uid, _gid = CREDENTIALS.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    )
     return int(uid)
 
 
@@ -118,10 +125,13 @@ def _check_folder(folder: Path) -> None:
     try:
         status = folder.stat()
     except OSError as error:
-        raise ConfigurationError(f"listen: {folder}: {error.strerror}; make the folder first (mkdir -m 700).", field="listen") from None
+        raise ConfigurationError(
+            f"listen: {folder}: {error.strerror}; make the folder first (mkdir -m 700).", field="listen"
+        ) from None
     if status.st_uid not in (os.geteuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ConfigurationError(
-            f"listen: other users may write to {folder}; put the socket into a folder of your own (mkdir -m 700).", field="listen"
+            f"listen: other users may write to {folder}; put the socket into a folder of your own (mkdir -m 700).",
+            field="listen",
         )
 
 
@@ -132,7 +142,9 @@ def _remove_stale(path: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise ConfigurationError(f"listen: {path} exists and is no socket; remove it or choose another path.", field="listen")
+        raise ConfigurationError(
+            f"listen: {path} exists and is no socket; remove it or choose another path.", field="listen"
+        )
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:
@@ -143,4 +155,6 @@ def _remove_stale(path: str) -> None:
             return
         except OSError:
             pass
-    raise ConfigurationError(f"Cannot listen on {path}: another process does.", field="listen", reason="address_in_use")
+    raise ConfigurationError(
+        f"Cannot listen on {path}: another process does.", field="listen", reason="address_in_use"
+    )

@@ -52,7 +52,9 @@ def _gated_tiles(
     tl.store(out + m.to(tl.int64)[:, None] * N + n[None, :], result.to(out.dtype.element_ty), mask=element)
 
 
-def project_gated(stream: Stream, weight: torch.Tensor, bias: torch.Tensor | None, gelu: bool, tile: Tile) -> torch.Tensor:
+def project_gated(
+    stream: Stream, weight: torch.Tensor, bias: torch.Tensor | None, gelu: bool, tile: Tile
+) -> torch.Tensor:
     """See `outrider.kernels.skinny_gemm.project_gated`."""
     x, sums = stream.scaled, stream.sums
     (rows, columns), size = x.shape, weight.shape[0] // 2
