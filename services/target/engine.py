@@ -225,8 +225,9 @@ class TargetEngine:
             if shape.drafts and not self._drafts:
                 return []
             return [
-                lambda mode=mode: runner.capture_verify(bs, shape.max_nodes, mode) for mode in USUAL_MODES
-            ]  # type: ignore[misc]
+                lambda mode=mode: runner.capture_verify(bs, shape.max_nodes, mode)  # type: ignore[misc]
+                for mode in USUAL_MODES
+            ]
         loop = self._loop
         # Plain rounds store feature rows for sequences that are drafted at times, and none for others.
         kinds = [runner.captures] if shape.drafts or not runner.captures else [True, False]
