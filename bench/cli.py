@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from outrider.services.launch import DEMO_DRAFT, DEMO_TARGET, StackOptions, Transport, free_port
+from outrider.services.stack.launch import free_port
+from outrider.services.stack.options import DEMO_DRAFT, DEMO_TARGET, StackOptions, Transport
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.rpc.polling import watch_sockets
 
@@ -112,7 +113,7 @@ def _speculation(
     transport: Transport,
     output: Path | None,
 ) -> None:
-    from outrider.bench.speculation import BenchOptions, run_bench
+    from outrider.bench.measure.speculation import BenchOptions, run_bench
 
     _leave_on_terminate()
     options = BenchOptions(
@@ -175,10 +176,10 @@ def latency(
 ) -> None:
     """Rounds and prefill of the engine in this process: random weights, synthetic acceptance, wall clock."""
     watch_sockets()
-    from outrider.bench.engine_stack import EngineOptions, parse_settings
-    from outrider.bench.latency import LatencyOptions, parse_shapes, run_latency
-    from outrider.bench.remote_draft import Transport as DraftTransport
-    from outrider.bench.shapes import named_shape
+    from outrider.bench.measure.latency import LatencyOptions, parse_shapes, run_latency
+    from outrider.bench.stacks.engine_stack import EngineOptions, parse_settings
+    from outrider.bench.stacks.remote_draft import Transport as DraftTransport
+    from outrider.bench.stacks.shapes import named_shape
     from outrider.shared.obs.logging import configure_logging
 
     _leave_on_terminate()
@@ -254,8 +255,8 @@ def serve(
     output: Output = None,
 ) -> None:
     """What clients experience under an open-loop load: TTFT, ITL, e2e, goodput, accept length; over REST or gRPC."""
-    from outrider.bench.load import Load
-    from outrider.bench.serve import Api, ServeOptions, run_serve
+    from outrider.bench.load.open_loop import Load
+    from outrider.bench.load.serve import Api, ServeOptions, run_serve
 
     _leave_on_terminate()
     if url is not None and grpc_address is not None:
@@ -313,16 +314,16 @@ def kernels(
     output: Output = None,
 ) -> None:
     """Each kernel, and the target's whole pass, against its floor in bytes or operations; on a CPU the references, for a test."""
-    from outrider.bench.kernel_case import KernelOptions
-    from outrider.bench.kernels import run_kernels
-    from outrider.bench.shapes import named_shape
+    from outrider.bench.kernels.case import KernelOptions
+    from outrider.bench.kernels.command import run_kernels
+    from outrider.bench.stacks.shapes import named_shape
     from outrider.shared.obs.logging import configure_logging
 
     configure_logging("bench", "warning")
     where, how = _placement(device, dtype)
     options = KernelOptions(named_shape(shape), where, how, only, output)
     if tune:
-        from outrider.bench.tune import run_tune
+        from outrider.bench.measure.tune import run_tune
 
         raise typer.Exit(run_tune(options))
     raise typer.Exit(run_kernels(options))
@@ -336,7 +337,7 @@ def roofline(
     output: Output = None,
 ) -> None:
     """The machine's own ceilings: copies, reads, the matrix rate, launches, the bus."""
-    from outrider.bench.roofline import RooflineOptions, run_roofline
+    from outrider.bench.measure.roofline import RooflineOptions, run_roofline
 
     where, how = _placement(device, dtype)
     raise typer.Exit(run_roofline(RooflineOptions(where, how, output, small)))
@@ -360,7 +361,7 @@ def perplexity(
     output: Output = None,
 ) -> None:
     """What FP8 costs in quality: perplexity on a text, as the model is and with what is asked for."""
-    from outrider.bench.perplexity import PerplexityOptions, run_perplexity
+    from outrider.bench.measure.perplexity import PerplexityOptions, run_perplexity
     from outrider.shared.obs.logging import configure_logging
 
     configure_logging("bench", "warning")
@@ -393,7 +394,7 @@ def table(
     ] = False,
 ) -> None:
     """The tables of docs/performance.md, docs/numerics.md and README.md, from recorded results alone."""
-    from outrider.bench.performance_table import run_table
+    from outrider.bench.report.tables import run_table
 
     raise typer.Exit(run_table(results, document, check))
 

@@ -32,7 +32,7 @@ PYTEST = (
     "pytest",
     "-q",
     "-p",
-    "gpu_suite_report",
+    "support.gpu_suite_report",
     "-p",
     "no:cacheprovider",
     "--tb=short",

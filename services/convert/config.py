@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from outrider.services.draft.heads.eagle3_config import AUX_KEY, Eagle3Config
-from outrider.services.draft.heads.head_config import HeadConfig, flatten, plain_rope
-from outrider.services.draft.heads.hot_vocab import HOT_IDS, HOT_SIZE
+from outrider.services.draft.heads.files.eagle3_config import AUX_KEY, Eagle3Config
+from outrider.services.draft.heads.files.head_config import HeadConfig, flatten, plain_rope
+from outrider.services.draft.heads.files.hot_vocab import HOT_IDS, HOT_SIZE
 from outrider.services.draft.heads.registry import HeadKind
 from outrider.shared.base.errors import CheckpointError
-from outrider.shared.nn.config import ConfigReader, RopeKind
+from outrider.shared.nn.config.model_config import ConfigReader, RopeKind
 
 ARCHITECTURES = {HeadKind.EAGLE: "LlamaForCausalLMEagle", HeadKind.EAGLE3: "LlamaForCausalLMEagle3"}
 MISTRAL_ARCHITECTURE = "MistralForCausalLMEagle"

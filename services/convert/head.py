@@ -19,14 +19,14 @@ from safetensors.torch import save_file
 from outrider.services.convert.config import eagle_config, outrider_config
 from outrider.services.doctor.vocabulary_map import D2tMeaning, d2t_meaning
 from outrider.services.draft.heads.eagle import EagleHead
-from outrider.services.draft.heads.eagle3_config import Eagle3Config
-from outrider.services.draft.heads.eagle3_keys import resolve
-from outrider.services.draft.heads.keys import FIRST_LAYER, HeadKeys, read_scale
-from outrider.services.draft.heads.mistral_format import config_file, read_config
+from outrider.services.draft.heads.files.eagle3_config import Eagle3Config
+from outrider.services.draft.heads.files.eagle3_keys import resolve
+from outrider.services.draft.heads.files.keys import FIRST_LAYER, HeadKeys, read_scale
+from outrider.services.draft.heads.files.mistral_format import config_file, read_head_config
 from outrider.services.draft.heads.registry import HeadKind, head_kind, load_head
 from outrider.shared.base.errors import CheckpointError, ConfigurationError
-from outrider.shared.nn.config import CONFIG_FILE
-from outrider.shared.nn.loader import CheckpointReader
+from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
+from outrider.shared.nn.config.model_config import CONFIG_FILE
 
 HOST = torch.device("cpu")
 WEIGHTS_FILE = "model.safetensors"
@@ -112,7 +112,7 @@ def _read(source: Path, kind: HeadKind) -> _Source:
             tensors[name] = keys.adapt(name, files[actual].read(actual).clone(), scale)
             if scale is not None:
                 tensors[name] = tensors[name].to(torch.bfloat16)
-    return _Source(kind, tensors, keys.ignored, read_config(source))
+    return _Source(kind, tensors, keys.ignored, read_head_config(source))
 
 
 def _eagle_keys(source: Path, reader: CheckpointReader) -> HeadKeys:

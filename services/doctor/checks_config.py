@@ -7,12 +7,12 @@ from pathlib import Path
 
 from outrider.services.doctor.finding import Finding
 from outrider.services.doctor.pair import Pair
-from outrider.services.draft.heads.aux_layers import AUX_KEY, NUM_AUX_KEY, AuxConvention
-from outrider.services.draft.heads.eagle3_config import Eagle3Config
-from outrider.services.draft.heads.head_config import plain_rope
-from outrider.services.draft.heads.token_map import FIELD as MAP_FIELD
-from outrider.shared.nn.config import CONFIG_FILE, DEFAULT_ROPE_THETA, RopeConfig
-from outrider.shared.nn.tokenizer_file import TOKENIZER_FILE, read_vocabulary
+from outrider.services.draft.heads.files.aux_layers import AUX_KEY, NUM_AUX_KEY, AuxConvention
+from outrider.services.draft.heads.files.eagle3_config import Eagle3Config
+from outrider.services.draft.heads.files.head_config import plain_rope
+from outrider.services.draft.heads.files.token_map import FIELD as MAP_FIELD
+from outrider.shared.nn.checkpoint.tokenizer_file import TOKENIZER_FILE, read_vocabulary
+from outrider.shared.nn.config.model_config import CONFIG_FILE, DEFAULT_ROPE_THETA, RopeConfig
 from outrider.shared.spec.algorithm import FIELD, Algorithm
 
 ANOTHER_DRAFT = "Serve the target that this draft was made for, or another --draft."

@@ -12,9 +12,9 @@ from outrider.services.doctor.judge_tensors import DOWNLOAD, Examined, judge
 from outrider.services.doctor.pair import ANYTHING, Pair, expected_of
 from outrider.services.doctor.statistics import describe
 from outrider.services.doctor.vocabulary_map import D2tMeaning, d2t_meaning
-from outrider.shared.nn.config import ModelConfig
-from outrider.shared.nn.expert_files import MXFP4_SCALES, check_mxfp4_scales
-from outrider.shared.nn.loader import CheckpointReader
+from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
+from outrider.shared.nn.checkpoint.expert_files import MXFP4_SCALES, check_mxfp4_scales
+from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.spec.algorithm import Algorithm
 
 MAX_SAMPLED = 2000

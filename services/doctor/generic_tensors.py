@@ -10,9 +10,9 @@ import torch
 
 from outrider.services.doctor.finding import Finding
 from outrider.services.doctor.judge_tensors import DOWNLOAD, named
-from outrider.shared.nn.config import CONFIG_FILE, read_json
-from outrider.shared.nn.config_reader import ConfigReader, faults_of
-from outrider.shared.nn.loader import WRONG_TYPE, CheckpointReader, Shape, dtype_name
+from outrider.shared.nn.checkpoint.checkpoint_reader import WRONG_TYPE, CheckpointReader, Shape, dtype_name
+from outrider.shared.nn.checkpoint.json_config import ConfigReader, faults_of
+from outrider.shared.nn.config.model_config import CONFIG_FILE, read_json
 
 
 def check_generic(reader: CheckpointReader, folder: Path) -> Iterator[Finding]:

@@ -12,18 +12,24 @@ import torch
 from outrider.services.doctor.finding import Finding
 from outrider.services.doctor.pair import Pair, expected_of
 from outrider.services.draft.heads.eagle3 import Eagle3Head
-from outrider.services.draft.heads.head_config import HeadConfig
-from outrider.services.target.limits import longest_text
-from outrider.services.target.memory import DraftCache, Memory, least_tokens, more_tokens, working_bytes
-from outrider.services.target.memory import plan_memory as plan_memory_of_target
+from outrider.services.draft.heads.files.head_config import HeadConfig
+from outrider.services.target.scheduling.limits import longest_text
 from outrider.services.target.settings import KvCacheDtype, Quantization, TargetSettings
-from outrider.services.target.weight_fit import WeightSizes
+from outrider.services.target.startup.memory_plan import (
+    DraftCache,
+    Memory,
+    least_tokens,
+    more_tokens,
+    working_bytes,
+)
+from outrider.services.target.startup.memory_plan import plan_memory as plan_memory_of_target
+from outrider.services.target.startup.weight_fit import WeightSizes
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.kv.pool import token_bytes
-from outrider.shared.nn.config import ModelConfig
-from outrider.shared.nn.loader import CheckpointReader
-from outrider.shared.nn.token_products import fits
-from outrider.shared.nn.weight_sizes import loaded_bytes
+from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
+from outrider.shared.nn.checkpoint.weight_sizes import loaded_bytes
+from outrider.shared.nn.config.model_config import ModelConfig
+from outrider.shared.nn.layers.token_products import fits
 from outrider.shared.spec.algorithm import Algorithm
 
 GIB = 1 << 30

@@ -10,21 +10,21 @@ from typing import Any
 import torch
 
 from outrider.services.draft.algorithm import Choice, check_head, check_restricted, choose
-from outrider.services.draft.heads.base import RecurrentHead
-from outrider.services.draft.heads.head_config import HeadConfig, flatten
-from outrider.services.draft.heads.mistral_format import config_file, read_config
+from outrider.services.draft.growth.recurrent_head import RecurrentHead
+from outrider.services.draft.heads.files.head_config import HeadConfig, flatten
+from outrider.services.draft.heads.files.mistral_format import config_file, read_head_config
+from outrider.services.draft.heads.files.token_map import read_token_map
 from outrider.services.draft.heads.registry import load_head
-from outrider.services.draft.heads.token_map import read_token_map
 from outrider.services.draft.strategies.mtp_layers import MtpWeights
 from outrider.services.draft.strategies.standalone import StandaloneVocabulary
 from outrider.services.draft.strategies.tokenizer_check import check_same_tokenizer
-from outrider.services.draft.strategy import TargetInfo
+from outrider.services.draft.target_info import TargetInfo
 from outrider.services.draft.vocab import DraftVocabulary
-from outrider.shared.nn.config import ConfigReader, ModelConfig
-from outrider.shared.nn.decoder import expected_headers
-from outrider.shared.nn.fp8 import expect_scales
+from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader, ExpectedTensors
+from outrider.shared.nn.checkpoint.fp8_source import expect_scales
+from outrider.shared.nn.config.model_config import ConfigReader, ModelConfig
 from outrider.shared.nn.kv_scales import find_scales
-from outrider.shared.nn.loader import CheckpointReader, ExpectedTensors
+from outrider.shared.nn.open import expected_headers, read_model_config
 from outrider.shared.spec.algorithm import Algorithm
 
 HOST = torch.device("cpu")
@@ -70,7 +70,7 @@ class Pair:
     @cached_property
     def target_config(self) -> ModelConfig:
         """The target's configuration."""
-        return ModelConfig.from_dir(self.target)
+        return read_model_config(self.target)
 
     @cached_property
     def target_info(self) -> TargetInfo:
@@ -85,7 +85,7 @@ class Pair:
     @cached_property
     def draft_raw(self) -> Mapping[str, Any]:
         """The draft's config.json as it is."""
-        return read_config(self.choice.require_folder())
+        return read_head_config(self.choice.require_folder())
 
     @cached_property
     def head_reader(self) -> ConfigReader:
@@ -137,7 +137,7 @@ class Pair:
     @cached_property
     def draft_model(self) -> ModelConfig:
         """The configuration of a draft model of its own."""
-        return ModelConfig.from_dir(self.choice.require_folder())
+        return read_model_config(self.choice.require_folder())
 
 
 def expected_of(reader: CheckpointReader, config: ModelConfig) -> ExpectedTensors:

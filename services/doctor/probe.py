@@ -14,13 +14,13 @@ from outrider.services.doctor.finding import Finding
 from outrider.services.doctor.pair import Pair
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import DraftEngine
-from outrider.services.draft.heads.aux_layers import AUX_KEY
-from outrider.services.draft.heads.eagle3_config import Eagle3Config
+from outrider.services.draft.heads.files.aux_layers import AUX_KEY
+from outrider.services.draft.heads.files.eagle3_config import Eagle3Config
 from outrider.services.draft.inproc import InprocDrafter
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.draft.warmup import warm_up
-from outrider.services.target.engine import TargetEngine
-from outrider.services.target.limits import EngineLimits
+from outrider.services.target.engine.engine import TargetEngine
+from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.request import (
     Event,
     FailedEvent,
@@ -30,10 +30,11 @@ from outrider.services.target.request import (
     SpeculationLimits,
     SpeculationMode,
 )
-from outrider.services.target.runner import ModelRunner
-from outrider.services.target.scheduler import Scheduler, SchedulerLimits
+from outrider.services.target.scheduling.limits import EngineLimits
+from outrider.services.target.scheduling.scheduler import Scheduler, SchedulerLimits
 from outrider.shared.attn.create import create_backend
 from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.open import load_decoder
 from outrider.shared.spec.drafter import FeatureSpec
 from outrider.shared.spec.tree import DraftShape
 
@@ -82,7 +83,7 @@ def run_probe(
         CheckpointError, ConfigurationError: it cannot be loaded.
         OutriderError: a request failed.
     """
-    decoder = Decoder.load(pair.target, pair.device, pair.dtype)
+    decoder = load_decoder(pair.target, pair.device, pair.dtype)
     room = max(len(prompt) for prompt in prompts) + num_tokens + shape.max_nodes + 2 * PAGE_SIZE
     settings = DraftSettings.load(
         {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.shared.base.errors import CheckpointError, ConfigurationError
-from outrider.shared.nn.loader import CheckpointReader
+from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
 from outrider.shared.spec.algorithm import FIELD, Algorithm, check_given
 
 __all__ = ["Algorithm", "Choice", "check_given", "check_head", "check_restricted", "choose", "identify"]

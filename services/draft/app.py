@@ -6,14 +6,14 @@ import torch
 
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import DraftEngine
-from outrider.services.draft.ipc import IpcServer
-from outrider.services.draft.loop import DraftLoop
-from outrider.services.draft.protocol import DraftProtocol
-from outrider.services.draft.servicer import SERVICE_NAME, DraftServicer, register
+from outrider.services.draft.serving.ipc import IpcServer
+from outrider.services.draft.serving.loop import DraftLoop
+from outrider.services.draft.serving.protocol import DraftProtocol
+from outrider.services.draft.serving.servicer import SERVICE_NAME, DraftServicer, register
 from outrider.services.draft.settings import DraftSettings, plan_threads
 from outrider.services.draft.warmup import warm_up
 from outrider.shared.base.lifecycle import DrainStep, StopSignal, run_steps
-from outrider.shared.nn.tokenizer_file import tokenizer_fingerprint
+from outrider.shared.nn.checkpoint.tokenizer_file import tokenizer_fingerprint
 from outrider.shared.obs.logging import configure_logging, get_logger
 from outrider.shared.rpc.address import IpcAddress, grpc_address
 from outrider.shared.rpc.server import SyncServer, sync_server

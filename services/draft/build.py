@@ -10,26 +10,26 @@ import torch
 
 from outrider.services.draft.algorithm import Algorithm, Choice, check_head, check_restricted, choose
 from outrider.services.draft.engine import DraftEngine
+from outrider.services.draft.heads.files.token_map import read_token_map
 from outrider.services.draft.heads.registry import load_head
-from outrider.services.draft.heads.token_map import read_token_map
 from outrider.services.draft.metrics import DraftMetrics
-from outrider.services.draft.runner import HeadRunner
-from outrider.services.draft.sessions import SessionLimits
+from outrider.services.draft.sessions.session_table import SessionLimits
 from outrider.services.draft.settings import DraftSettings, plan_pages
+from outrider.services.draft.strategies.base import DraftStrategy
+from outrider.services.draft.strategies.head import HeadRunner
 from outrider.services.draft.strategies.mtp import MtpModel, MtpStrategy
 from outrider.services.draft.strategies.mtp_layers import MtpWeights
-from outrider.services.draft.strategies.ngram import NgramOptions, NgramStrategy
-from outrider.services.draft.strategies.ngram_corpus import Corpus
+from outrider.services.draft.strategies.ngram.corpus import Corpus
+from outrider.services.draft.strategies.ngram.strategy import NgramOptions, NgramStrategy
 from outrider.services.draft.strategies.standalone import StandaloneStrategy, StandaloneVocabulary
 from outrider.services.draft.strategies.tokenizer_check import check_same_tokenizer
-from outrider.services.draft.strategy import DraftStrategy, TargetInfo
+from outrider.services.draft.target_info import TargetInfo
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.attn.create import create_backend
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.kv.pool import CacheSizing, KVPool, token_bytes
-from outrider.shared.nn.config import ModelConfig
-from outrider.shared.nn.decoder import Decoder
-from outrider.shared.nn.loader import CheckpointReader
+from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
+from outrider.shared.nn.open import load_decoder, read_model_config
 from outrider.shared.obs.logging import get_logger
 
 log = get_logger("outrider.draft")
@@ -122,7 +122,7 @@ class Build:
         if self.target is not None:
             return self.target.vocab_size
         folder = self.settings.target_weights
-        return ModelConfig.from_dir(folder).vocab_size if folder is not None else None
+        return read_model_config(folder).vocab_size if folder is not None else None
 
     def token_map(self) -> torch.Tensor | None:
         """Return the target ids that alone shall be drafted, ``[size] int64``, or None for all."""
@@ -184,7 +184,7 @@ def _build_mtp(build: Build) -> DraftStrategy:
 
 def _build_standalone(build: Build) -> DraftStrategy:
     settings, folder = build.settings, build.choice.require_folder()
-    decoder = Decoder.load(folder, build.device, build.dtype)
+    decoder = load_decoder(folder, build.device, build.dtype)
     pages = build.num_pages(decoder.make_pool(1, settings.page_size).bytes_per_token)
     pool = decoder.make_pool(pages, settings.page_size)
     return StandaloneStrategy(
@@ -211,7 +211,7 @@ def borrow(strategy: DraftStrategy, target_weights: Path, device: torch.device, 
     Raises:
         CheckpointError: it does not fit, or a tensor is missing; names the key or tensor.
     """
-    config = ModelConfig.from_dir(target_weights)
+    config = read_model_config(target_weights)
     strategy.feature_spec(TargetInfo.of(target_weights.name, config))
     wanted = strategy.missing()
     if not wanted:

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.services.draft.device_rounds import SessionRounds
-from outrider.services.draft.host_rounds import pending_rows
+from outrider.services.draft.growth.device_rounds import SessionRounds
+from outrider.services.draft.growth.draft_graph import pending_rows
 from outrider.services.draft.metrics import DraftMetrics
-from outrider.services.draft.session import Answer, Ask, PeerId, Reason, Session, Verdict
-from outrider.services.draft.sessions import SessionLimits, SessionTable
-from outrider.services.draft.strategy import DraftStrategy
-from outrider.shared.spec.device import RoundState
+from outrider.services.draft.sessions.session import Answer, Ask, PeerId, Reason, Session, Verdict
+from outrider.services.draft.sessions.session_table import SessionLimits, SessionTable
+from outrider.services.draft.strategies.base import DraftStrategy
 from outrider.shared.spec.drafter import Commit, SequenceOpen
 from outrider.shared.spec.fence import Fence
+from outrider.shared.spec.resident import RoundState
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 OUT_OF_PAGES_RETRY_MS = 1000

@@ -12,17 +12,16 @@ from dataclasses import replace
 import torch
 
 from outrider.services.draft.build import build_engine
-from outrider.services.draft.device_rounds import SessionRounds
 from outrider.services.draft.engine import Asked, DraftEngine, Proposal
-from outrider.services.draft.session import Answer, Ask, PeerId, Reason, Verdict
+from outrider.services.draft.growth.device_rounds import SessionRounds
+from outrider.services.draft.sessions.session import Answer, Ask, PeerId, Reason, Verdict
 from outrider.services.draft.settings import DraftSettings
-from outrider.services.draft.strategy import TargetInfo
+from outrider.services.draft.target_info import TargetInfo
 from outrider.services.draft.warmup import warm_up
 from outrider.shared.kv.pool import CacheSizing
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.fused.trial import BUDGET_S
 from outrider.shared.obs.logging import get_logger
-from outrider.shared.spec.device import DeviceRounds, RoundState
 from outrider.shared.spec.drafter import (
     Commit,
     DrafterState,
@@ -33,6 +32,7 @@ from outrider.shared.spec.drafter import (
     SequenceOpen,
 )
 from outrider.shared.spec.fence import Fence
+from outrider.shared.spec.resident import DeviceRounds, RoundState
 from outrider.shared.spec.tree import DraftBatch, DraftShape, mask_words
 
 HOST_PEER = PeerId(1)

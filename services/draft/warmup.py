@@ -11,7 +11,7 @@ import torch
 
 from outrider.kernels.ahead import Work, compile_ahead, rehearsing
 from outrider.services.draft.engine import DraftEngine
-from outrider.services.draft.session import Ask, PeerId
+from outrider.services.draft.sessions.session import Ask, PeerId
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.fused.products import HasProducts
 from outrider.shared.nn.fused.trial import BESIDE_BUDGET_S, try_products

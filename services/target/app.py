@@ -11,37 +11,37 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from outrider.services.target.draft_client.absence import Absence
+from outrider.services.target.api.servicer import SERVICE_NAME, Serving, TargetServicer, register
 from outrider.services.target.draft_client.link import TargetIdentity
-from outrider.services.target.draft_client.remote import RemoteDrafter
-from outrider.services.target.drafter import NoDrafter
-from outrider.services.target.engine import TargetEngine
-from outrider.services.target.graph_plan import (
+from outrider.services.target.draft_client.reachability import Absence
+from outrider.services.target.draft_client.remote_drafter import RemoteDrafter
+from outrider.services.target.drafting.no_drafter import NoDrafter
+from outrider.services.target.engine.engine import TargetEngine
+from outrider.services.target.model.model_runner import ModelRunner
+from outrider.services.target.model.synthetic_acceptance import SyntheticAcceptance
+from outrider.services.target.parallel.group import Order, RankGroup, end_soon, run_rank, start_group
+from outrider.services.target.parallel.watchdog import forget_graphs, watched, watched_engine
+from outrider.services.target.scheduling.limits import EngineLimits, longest_text
+from outrider.services.target.scheduling.scheduler import Scheduler, SchedulerLimits
+from outrider.services.target.settings import TargetSettings
+from outrider.services.target.startup.graph_plan import (
     GraphPlan,
     await_draft,
     compile_kernels,
     plan_graphs,
     record_graphs,
 )
-from outrider.services.target.limits import EngineLimits, longest_text
-from outrider.services.target.memory import CachePlanner
-from outrider.services.target.numerics import load_decoder, prepare_attention, prepare_decoder
-from outrider.services.target.runner import ModelRunner
-from outrider.services.target.scheduler import Scheduler, SchedulerLimits
-from outrider.services.target.servicer import SERVICE_NAME, Serving, TargetServicer, register
-from outrider.services.target.settings import TargetSettings
-from outrider.services.target.synthetic import SyntheticAcceptance
-from outrider.services.target.tp import Order, RankGroup, end_soon, run_rank, start_group
-from outrider.services.target.tp_watch import forget_graphs, watched, watched_engine
-from outrider.services.target.warmup import check_parity, prompt_rehearsals, run_through
+from outrider.services.target.startup.memory_plan import CachePlanner
+from outrider.services.target.startup.numerics import load_target_model, prepare_attention, prepare_decoder
+from outrider.services.target.startup.warmup import check_parity, prompt_rehearsals, run_through
 from outrider.shared.attn.create import waits_for_device
 from outrider.shared.base.errors import OutriderError
 from outrider.shared.base.lifecycle import watch_stop_signals
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.engine.loop import EngineThread
 from outrider.shared.kv.pool import CacheSizing
+from outrider.shared.nn.checkpoint.tokenizer_file import tokenizer_fingerprint
 from outrider.shared.nn.decoder import Decoder
-from outrider.shared.nn.tokenizer_file import tokenizer_fingerprint
 from outrider.shared.obs.logging import configure_logging, get_logger
 from outrider.shared.parallel.lead import FailureHandler, graph_observer
 from outrider.shared.rpc.server import aio_server
@@ -250,7 +250,7 @@ class Target:
         """Load the model, on all ranks if there are several."""
         progress = _progress_logger(settings.model)
         if settings.tp == 1:
-            return load_decoder(settings, progress)
+            return load_target_model(settings, progress)
         self._ranks = start_group(settings, on_rank_lost, progress)
         return self._ranks.decoder
 

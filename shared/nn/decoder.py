@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fnmatch import filter as match_names
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -19,17 +15,12 @@ from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.base.errors import CheckpointError, ConfigurationError
 from outrider.shared.kv.pool import KVPool, token_bytes
-from outrider.shared.nn.config import ModelConfig
-from outrider.shared.nn.fp8 import Fp8Source, expect_scales
-from outrider.shared.nn.fp8_linear import Fp8Linear, quantize_layer
+from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.nn.fused import FusedForward, can_fuse
-from outrider.shared.nn.generic.layout import GenericConfig
-from outrider.shared.nn.kv_scales import ScaledSource, find_scales, read_scales
-from outrider.shared.nn.layers import DecoderLayer, Linear, RMSNorm
-from outrider.shared.nn.load import load_attention, load_layer, load_mlp
-from outrider.shared.nn.loader import CheckpointReader, ExpectedTensors, Shape, TensorSource
-from outrider.shared.nn.rope import RotaryEmbedding
-from outrider.shared.nn.weight_sizes import gib, loaded_bytes
+from outrider.shared.nn.layers.blocks import DecoderLayer, Linear, RMSNorm
+from outrider.shared.nn.layers.fp8_linear import Fp8Linear, quantize_layer
+from outrider.shared.nn.layers.load import load_attention, load_layer, load_mlp
+from outrider.shared.nn.layers.rope import RotaryEmbedding
 from outrider.shared.obs.logging import get_logger
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -40,8 +31,6 @@ __all__ = [
     "Decoder",
     "DecoderOutput",
     "default_dtype",
-    "expected_headers",
-    "expected_tensors",
     "load_attention",
     "load_layer",
     "load_mlp",
@@ -135,62 +124,6 @@ class Decoder:
         """Compute logits by this head from now on, as part of rounding the decoder's products to FP8; `lm_head` stays as it is."""
         self._head = head
         self.fingerprint = hashlib.sha256(f"{self.fingerprint} fp8".encode()).hexdigest()
-
-    @classmethod
-    def load(
-        cls,
-        path: Path | str,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype | None = None,
-        progress: Progress | None = None,
-        on_layer: OnLayer | None = None,
-    ) -> Decoder:
-        """Load a Hugging Face model folder.
-
-        Args:
-            path: Holds ``config.json`` and ``*.safetensors`` (or ``pytorch_model*.bin``).
-            device: Where the weights go, file by file, without a second copy in host memory.
-            dtype: Of weights and activations; None is fp32 on the CPU and bf16 on CUDA.
-            progress: Told how many bytes are loaded.
-            on_layer: Changes every layer (not of models that `transformers` computes).
-
-        Raises:
-            CheckpointError: Something is missing, unexpected, misshaped, corrupt or unsupported; nothing was allocated then.
-            ConfigurationError: The device has not enough memory.
-        """
-        config = ModelConfig.from_dir(path)
-        dtype = dtype or default_dtype(device)
-        try:
-            if isinstance(config, GenericConfig):
-                return _open_generic(path, config, torch.device(device), dtype, progress)
-            return cls._load(path, config, torch.device(device), dtype, progress, on_layer)
-        except torch.OutOfMemoryError as error:
-            needed = f"{_needed(path, config, dtype)} as {str(dtype).removeprefix('torch.')}"
-            if on_layer is None:
-                why, smaller = f": its weights need {needed}", " or a smaller dtype"
-            else:  # what they are changed to is not known here
-                why, smaller = (
-                    f", though its layers are rounded as they are loaded (before, its weights are {needed})",
-                    "",
-                )
-            raise ConfigurationError(
-                f"{path} does not fit into the free memory of {device}{why}; choose another device{smaller}, or end what else uses it.",
-                field="device",
-            ) from error
-
-    @classmethod
-    def _load(
-        cls,
-        path: Path | str,
-        config: ModelConfig,
-        device: torch.device,
-        dtype: torch.dtype,
-        progress: Progress | None,
-        on_layer: OnLayer | None,
-    ) -> Decoder:
-        with checked_source(path, config, device, dtype, progress) as checkpoint, torch.inference_mode():
-            parts = _load_parts(checkpoint.source, config, on_layer)
-        return cls(config, parts.embedding, parts.layers, parts.norm, parts.lm_head, checkpoint.fingerprint)
 
     @property
     def weight_bytes(self) -> int:
@@ -293,133 +226,6 @@ class Decoder:
         return choose_tokens(self.logits(hidden), sampling, positions)
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedSource:
-    """An open checkpoint whose headers are what the configuration needs.
-
-    Attributes:
-        source: Of its tensors, widened where they are stored in FP8, with the scales of its cache in them.
-        fingerprint: Of configuration and weights.
-    """
-
-    source: TensorSource
-    fingerprint: str
-
-
-@contextmanager
-def checked_source(
-    path: Path | str,
-    config: ModelConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    progress: Progress | None = None,
-) -> Iterator[CheckedSource]:
-    """Open a checkpoint of one of our own families and check its headers; the arguments are those of `Decoder.load`.
-
-    Raises:
-        CheckpointError: As `Decoder.load`.
-    """
-    with CheckpointReader(path, device=device, dtype=dtype, progress=progress) as reader:
-        expected = expected_headers(config)
-        source: TensorSource = reader
-        if config.weight_block:
-            expect_scales(expected, reader.tensors, config.weight_block)
-            source = Fp8Source(reader, reader.tensors, config.weight_block, dtype)
-        scaled = find_scales(reader.tensors, config)
-        expected.shapes |= scaled
-        reader.check(expected.shapes, ignored=config.ignored, dtypes=expected.dtypes)
-        if scaled and dtype is not torch.float16:  # whose range the scaled weights might leave
-            _log.info(
-                "scales of an FP8 cache are moved into the weights", checkpoint=str(path), count=len(scaled)
-            )
-            source = ScaledSource(source, read_scales(reader, scaled), head_norm=config.head_norm)
-        _log_ignored(path, config, [name for name in reader.names if name not in expected.shapes])
-        reader.read_ahead(expected.shapes)
-        yield CheckedSource(
-            source, hashlib.sha256(f"{config.fingerprint} {reader.fingerprint}".encode()).hexdigest()
-        )
-
-
-def _open_generic(
-    path: Path | str,
-    config: GenericConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    progress: Progress | None,
-) -> Decoder:
-    """Load a model that `transformers` computes; only such a model imports it."""
-    model = importlib.import_module("outrider.shared.nn.generic.model")
-    decoder: Decoder = model.GenericDecoder.open(path, config, device, dtype, progress)
-    return decoder
-
-
-def _needed(path: Path | str, config: ModelConfig, dtype: torch.dtype) -> str:
-    """Return what the weights of a folder that could not be loaded take."""
-    names = expected_tensors(config)
-    with CheckpointReader(path) as reader:
-        stored = reader.tensors.items()
-        return gib(
-            sum(
-                loaded_bytes(name, info, dtype)
-                for name, info in stored
-                if name in names or isinstance(config, GenericConfig)
-            )
-        )
-
-
 def default_dtype(device: torch.device | str) -> torch.dtype:
     """Return what ``dtype auto`` means: bf16 on CUDA, fp32 elsewhere."""
     return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
-
-
-def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
-    """Return name → shape of every tensor that a checkpoint of this configuration must hold."""
-    if isinstance(config, GenericConfig):
-        return dict(config.layout.shapes)
-    return expected_headers(config).shapes
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """What a checkpoint is loaded into."""
-
-    embedding: torch.Tensor
-    layers: list[DecoderLayer]
-    norm: RMSNorm
-    lm_head: torch.Tensor
-
-
-def _load_parts(source: TensorSource, config: ModelConfig, on_layer: OnLayer | None = None) -> _Parts:
-    table = (config.vocab_size, config.hidden_size)
-    embedding = source.take(EMBEDDING, table)
-    layers = []
-    for index in range(config.num_layers):
-        layers.append(load_layer(source, config, f"model.layers.{index}.", index))
-        if on_layer is not None:
-            on_layer(layers[-1])
-    norm = RMSNorm(source.take(FINAL_NORM, (config.hidden_size,)), config.rms_norm_eps)
-    return _Parts(
-        embedding, layers, norm, embedding if config.tie_word_embeddings else source.take(LM_HEAD, table)
-    )
-
-
-def expected_headers(config: ModelConfig) -> ExpectedTensors:
-    """Return shapes and types of every tensor that a checkpoint of one of our own families must hold, scales of FP8 matrices aside."""
-    expected = ExpectedTensors()
-    _load_parts(expected, config)
-    return expected
-
-
-def _log_ignored(path: Path | str, config: ModelConfig, left: Collection[str]) -> None:
-    """Say which tensors of a checked file stay in it, and why."""
-    for pattern, reason in config.ignored.items():
-        names = match_names(left, pattern)
-        if names:
-            _log.info(
-                "tensors ignored",
-                checkpoint=str(path),
-                pattern=pattern,
-                count=len(names),
-                first=min(names),
-                reason=reason,
-            )

@@ -21,12 +21,12 @@ from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.attn.deterministic import DeterministicAttention
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.kv.pool import KVPool
-from outrider.shared.nn.config import Activation
+from outrider.shared.nn.config.model_config import Activation
 from outrider.shared.nn.decoder import Decoder, DecoderOutput
 from outrider.shared.nn.generic.layout import GenericConfig
-from outrider.shared.nn.layers import Attention, DecoderLayer, GatedMLP, HeadNorm, RMSNorm
-from outrider.shared.nn.linear import Linear
-from outrider.shared.nn.rope import Rotation, rotate
+from outrider.shared.nn.layers.blocks import Attention, DecoderLayer, GatedMLP, HeadNorm, RMSNorm
+from outrider.shared.nn.layers.linear import Linear
+from outrider.shared.nn.layers.rope import Rotation, rotate
 
 FILTER_ROWS = 16
 """Rows that the filters of sampling see at once on a GPU: sums over a vocabulary depend on how many rows there are."""

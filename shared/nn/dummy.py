@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.shared.nn.config import ModelConfig
+from outrider.shared.nn.checkpoint.checkpoint_reader import Shape, TensorSource
+from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.nn.decoder import EMBEDDING, FINAL_NORM, LM_HEAD, Decoder
-from outrider.shared.nn.layers import RMSNorm
-from outrider.shared.nn.load import load_layer
-from outrider.shared.nn.loader import Shape, TensorSource
+from outrider.shared.nn.layers.blocks import RMSNorm
+from outrider.shared.nn.layers.load import load_layer
 
 SPREAD = 0.02
 """Standard deviation of the weights, as published models are initialised."""

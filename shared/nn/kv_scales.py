@@ -16,9 +16,9 @@ from itertools import product
 import torch
 
 from outrider.shared.base.errors import CheckpointError
-from outrider.shared.nn.config import ModelConfig
-from outrider.shared.nn.loader import CheckpointReader, Shape, TensorSource
-from outrider.shared.nn.tensor_file import TensorInfo
+from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader, Shape, TensorSource
+from outrider.shared.nn.checkpoint.tensor_file import TensorInfo
+from outrider.shared.nn.config.model_config import ModelConfig
 
 SPELLINGS = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale")
 """Behind ``self_attn.``, of k or v."""

@@ -13,12 +13,12 @@ import torch
 
 from outrider.kernels._fp8 import FP8, FP8_MAX, convert
 from outrider.shared.base.errors import ConfigurationError
-from outrider.shared.nn.config import ModelConfig
+from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.nn.decoder import Decoder, OnLayer
-from outrider.shared.nn.fp8_linear import quantize_layer
 from outrider.shared.nn.generic.layout import GenericConfig
-from outrider.shared.nn.layers import Attention, DecoderLayer, GatedMLP
-from outrider.shared.nn.linear import Linear
+from outrider.shared.nn.layers.blocks import Attention, DecoderLayer, GatedMLP
+from outrider.shared.nn.layers.fp8_linear import quantize_layer
+from outrider.shared.nn.layers.linear import Linear
 
 SMALLEST_SCALE = 1e-12  # of a row of zeros
 

@@ -8,10 +8,11 @@ from typing import TypeVar
 import torch
 
 from outrider.kernels.verify import SamplingTensors, choose_tokens
-from outrider.shared.nn.config import ModelConfig
-from outrider.shared.nn.decoder import EMBEDDING, FINAL_NORM, LM_HEAD, CheckedSource, Decoder, OnLayer
-from outrider.shared.nn.layers import DecoderLayer, RMSNorm
-from outrider.shared.nn.load import load_layer
+from outrider.shared.nn.config.model_config import ModelConfig
+from outrider.shared.nn.decoder import EMBEDDING, FINAL_NORM, LM_HEAD, Decoder, OnLayer
+from outrider.shared.nn.layers.blocks import DecoderLayer, RMSNorm
+from outrider.shared.nn.layers.load import load_layer
+from outrider.shared.nn.open import CheckedSource
 from outrider.shared.nn.quantized import quantize_fp8
 from outrider.shared.parallel.collectives import Collectives
 from outrider.shared.parallel.linear import parallelise, unparallelise
@@ -139,7 +140,7 @@ def build_rank(
     reduce: Reduce,
     on_layer: OnLayer | None = None,
 ) -> Rank:
-    """Make a rank's decoder from a source of whole tensors, each of which is cut on the device; `on_layer` as of `Decoder.load`."""
+    """Make a rank's decoder from a source of whole tensors, each of which is cut on the device; `on_layer` as of `load_decoder`."""
     config, local, source = shard.config, shard.local, checkpoint.source
     table = (config.vocab_size, config.hidden_size)
     parts = ShardedSource(source, shard)

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from outrider.shared.base.errors import ConfigurationError
-from outrider.shared.nn.config import ModelConfig
+from outrider.shared.nn.checkpoint.checkpoint_reader import Shape, TensorSource
+from outrider.shared.nn.checkpoint.experts_config import ExpertsConfig
+from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.nn.generic.layout import GenericConfig
-from outrider.shared.nn.loader import Shape, TensorSource
-from outrider.shared.nn.traits import ExpertsConfig
 
 VOCABULARY_MULTIPLE = 64
 """A rank's rows of the output head are padded to this: products and gathered rows stay aligned."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.shared.spec.device import HEADER_BYTES
+from outrider.shared.spec.resident import HEADER_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from fake_target import FakeTarget
 from gateway_thread import GatewayThread, Stack
+from support.toy_text import make_tokenizer
 from tokenizers import Tokenizer
-from toy_text import make_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from typing import Any
 
 from outrider.services.gateway.app import GatewayServer
 from outrider.services.gateway.settings import GatewaySettings
-from outrider.services.launch import free_port
+from outrider.services.stack.launch import free_port
 
 START_S = 20
 

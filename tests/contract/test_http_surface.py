@@ -375,7 +375,7 @@ def test_without_a_tokenizer_ids_go_in_and_come_out(make_gateway: MakeGateway) -
 
 
 def test_a_model_without_chat_template_says_so(make_gateway: MakeGateway, tmp_path) -> None:
-    from toy_text import make_tokenizer
+    from support.toy_text import make_tokenizer
 
     with client_of(make_gateway(tokenizer=make_tokenizer(tmp_path, template=None))) as http:
         error = error_of(http.post(CHAT, json={"messages": [{"role": "user", "content": "x"}]}))

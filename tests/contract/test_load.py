@@ -10,7 +10,7 @@ from fake_target import FakeTarget, Script
 from gateway_thread import Stack
 from typer.testing import CliRunner
 
-from outrider.services.cli import app
+from outrider.services.cli.commands import app
 from outrider.shared.base.errors import OutriderError, UnavailableError
 
 RUNNER = CliRunner()

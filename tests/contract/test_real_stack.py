@@ -10,7 +10,8 @@ from test_generate_route import *  # noqa: F403 - the tests themselves
 from test_grpc_client import *  # noqa: F403
 from test_openai_client import *  # noqa: F403
 
-from outrider.services.launch import StackOptions, free_port, running_stack
+from outrider.services.stack.launch import free_port, running_stack
+from outrider.services.stack.options import StackOptions
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from guards import Guards
 from synthetic_cases import check_synthetic_acceptance
 from typer.testing import CliRunner
 
-from outrider.services.cli import app
+from outrider.services.cli.commands import app
 
 pytestmark = pytest.mark.gpu
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from unittest import mock
 
-import generic_models
 import pytest
 import torch
-from target_harness import FakeDrafter, assert_same_tokens, generate_plain, make_harness, oracle_plan
+from support import generic_models
+from support.target_harness import FakeDrafter, assert_same_tokens, generate_plain, make_harness, oracle_plan
 
-from outrider.services.target.bucketed_verify import Buckets
-from outrider.services.target.device_loop import OverlapPlan
-from outrider.services.target.drafter import NoDrafter
-from outrider.services.target.numerics import prepare_decoder
+from outrider.services.target.drafting.no_drafter import NoDrafter
+from outrider.services.target.engine.device_loop import OverlapPlan
+from outrider.services.target.model.bucketed_verify import Buckets
 from outrider.services.target.request import SpeculationMode
 from outrider.services.target.settings import TargetSettings
+from outrider.services.target.startup.numerics import prepare_decoder
 from outrider.shared.engine.graphs import GraphCache
-from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.open import load_decoder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 PROMPT = [5, 9, 2, 33, 7]
@@ -27,7 +27,7 @@ COUNT = 30
 @pytest.mark.parametrize("case", ["granite", "phi3"])
 def test_text_is_that_of_uncompiled_modules(tmp_path: Path, case: str) -> None:
     path = generic_models.save(case, tmp_path)
-    plain_decoder = Decoder.load(path, "cuda", torch.float32)
+    plain_decoder = load_decoder(path, "cuda", torch.float32)
     plain = generate_plain(plain_decoder, NoDrafter(), PROMPT, COUNT)
     settings = TargetSettings(model=path, device="cuda", enable_torch_compile=True)
     settings.check()
@@ -45,7 +45,7 @@ def test_text_is_that_of_uncompiled_modules(tmp_path: Path, case: str) -> None:
         return called
 
     with mock.patch.object(torch, "compile", counting):
-        decoder = prepare_decoder(settings, Decoder.load(path, "cuda", torch.float32))
+        decoder = prepare_decoder(settings, load_decoder(path, "cuda", torch.float32))
     cache = GraphCache(decoder.device)
     drafter = FakeDrafter(oracle_plan([PROMPT + plain], generic_models.VOCAB, 0.7))
     harness = make_harness(

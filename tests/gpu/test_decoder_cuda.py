@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 
 from outrider.shared.attn.base import AttentionBatch, build_batch
 from outrider.shared.attn.create import create_backend
-from outrider.shared.nn.config import ModelConfig
-from outrider.shared.nn.decoder import Decoder, expected_tensors
+from outrider.shared.nn.open import expected_tensors, load_decoder, read_model_config
 
 pytestmark = pytest.mark.gpu
 
@@ -40,7 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(raw))
     generator = torch.Generator().manual_seed(0)
-    shapes = expected_tensors(ModelConfig.from_dir(folder))
+    shapes = expected_tensors(read_model_config(folder))
     tensors = {
         name: torch.randn(shape, generator=generator) / shape[-1] ** 0.5
         if len(shape) > 1
@@ -55,7 +54,7 @@ class Session:
     """Three sequences on one device: prompts first, then a tree for each."""
 
     def __init__(self, checkpoint: Path, device: str, dtype: torch.dtype, page_size: int = 16) -> None:
-        self.decoder = Decoder.load(checkpoint, device=device, dtype=dtype)
+        self.decoder = load_decoder(checkpoint, device=device, dtype=dtype)
         self.pool = self.decoder.make_pool(512 // page_size, page_size)
         self.leases = [
             lease for lease in (self.pool.lease(length + 64) for length in PROMPTS) if lease is not None

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from deterministic_rig import PROMPT, assert_bits, harness_of, load, logits_in_chunks, plain, recorded
 from guards import Guards
 from invariant_cases import (
     check_against_tree_attention,
@@ -15,18 +14,20 @@ from invariant_cases import (
     check_histories,
     check_norm,
 )
-from target_harness import FakeDrafter, oracle_plan, random_plan
-from toys import make_toy_target
+from support.deterministic_rig import PROMPT, assert_bits, harness_of, load, logits_in_chunks, plain, recorded
+from support.target_harness import FakeDrafter, oracle_plan, random_plan
+from support.toys import make_toy_target
 
-from outrider.services.target.bucketed_verify import Buckets
-from outrider.services.target.device_loop import OverlapPlan
-from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.drafting.no_drafter import NoDrafter
+from outrider.services.target.engine.device_loop import OverlapPlan
+from outrider.services.target.model.bucketed_verify import Buckets
 from outrider.services.target.request import SamplingParams, SpeculationMode
 from outrider.shared.engine.graphs import GraphCache
-from outrider.shared.nn.config import ModelConfig
+from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.deterministic import deterministic
 from outrider.shared.nn.dummy import random_decoder
+from outrider.shared.nn.open import load_decoder
 
 pytestmark = pytest.mark.gpu
 
@@ -121,7 +122,7 @@ def test_no_bit_changes_with_norms_of_heads_or_a_narrow_cache(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_bit_changes_over_a_narrow_cache_of_a_plain_model(target_dir: Path, dtype: torch.dtype) -> None:
-    decoder = Decoder.load(target_dir, "cuda", dtype)
+    decoder = load_decoder(target_dir, "cuda", dtype)
     decoder.kv_dtype = torch.float8_e4m3fn
     _check_no_bit_changes(deterministic(decoder), SamplingParams(temperature=0.9, top_p=0.9, seed=5))
 

@@ -7,16 +7,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from device_toys import AnswerDrafter
-from gpu_pair import HEAD, TARGET, make_pair_drafter
-from target_harness import Harness, assert_same_tokens, generate_plain, make_harness
+from support.device_toys import AnswerDrafter
+from support.gpu_pair import HEAD, TARGET, make_pair_drafter
+from support.target_harness import Harness, assert_same_tokens, generate_plain, make_harness
 
-from outrider.services.target.bucketed_verify import Buckets
-from outrider.services.target.device_loop import OverlapPlan
-from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.drafting.no_drafter import NoDrafter
+from outrider.services.target.engine.device_loop import OverlapPlan
+from outrider.services.target.model.bucketed_verify import Buckets
 from outrider.services.target.request import FinishReason, SamplingParams, SpeculationMode
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.open import load_decoder
 from outrider.shared.spec.drafter import Drafter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -33,7 +34,7 @@ SIZES = (1, 2, 4, 8, 16, 32)
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
     assert HEAD.is_dir()
-    return Decoder.load(TARGET, "cuda", torch.float32)
+    return load_decoder(TARGET, "cuda", torch.float32)
 
 
 @pytest.fixture(scope="module")

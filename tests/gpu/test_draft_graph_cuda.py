@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from round_rig import Rig, check_mixture, host_round, open_streams
-from toy_heads import HIDDEN, VOCAB, base_config, eagle_tensors, write_head
-from toys import make_toy_eagle3, make_toy_target
+from support.round_rig import Rig, check_mixture, host_round, open_streams
+from support.toy_heads import HIDDEN, VOCAB, base_config, eagle_tensors, write_head
+from support.toys import make_toy_eagle3, make_toy_target
 
-from outrider.services.draft import host_rounds
 from outrider.services.draft.build import build_engine
-from outrider.services.draft.draft_round import RoundDrafter, RoundInputs, RoundShape
-from outrider.services.draft.host_rounds import DraftRounds
+from outrider.services.draft.growth import draft_graph as host_rounds
+from outrider.services.draft.growth.draft_graph import DraftRounds
+from outrider.services.draft.growth.draft_round import RoundDrafter, RoundInputs, RoundShape
 from outrider.services.draft.inproc import InprocDrafter
 from outrider.services.draft.settings import DraftSettings
 from outrider.shared.engine.graphs import GraphCache

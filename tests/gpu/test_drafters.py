@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from target_harness import assert_same_tokens, generate_plain, make_harness
-from toy_mtp import sample_text, save, train
+from support.target_harness import assert_same_tokens, generate_plain, make_harness
+from support.toy_mtp import sample_text, save, train
 
 from outrider.services.draft.inproc import drafter_beside
 from outrider.services.draft.settings import DraftSettings
-from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.request import SamplingParams
 from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.open import load_decoder
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def target(folder: Path) -> Decoder:
-    return Decoder.load(folder, "cuda", torch.float32)
+    return load_decoder(folder, "cuda", torch.float32)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -18,8 +18,8 @@ from guards import Guards
 
 from outrider.shared.attn.base import build_batch
 from outrider.shared.attn.create import create_backend
-from outrider.shared.nn.config import ModelConfig
-from outrider.shared.nn.decoder import Decoder, expected_tensors
+from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.open import expected_tensors, load_decoder, read_model_config
 
 pytestmark = pytest.mark.gpu
 
@@ -105,7 +105,7 @@ def write_checkpoint(folder: Path, raw: dict[str, Any], device: str) -> Path:
     (folder / "config.json").write_text(json.dumps(raw))
     header: dict[str, Any] = {}
     end = 0
-    for name, shape in expected_tensors(ModelConfig.from_dir(folder)).items():
+    for name, shape in expected_tensors(read_model_config(folder)).items():
         kind = "U8" if name.endswith(("_blocks", "_scales")) else "BF16"
         size = torch.Size(shape).numel() * BYTES[kind].itemsize
         header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [end, end + size]}
@@ -192,7 +192,7 @@ def test_cuda_equals_the_cpu_in_fp32_and_is_near_it_in_bf16(name: str, folder: P
     tokens = torch.randint(512, (2, 150), generator=torch.Generator().manual_seed(2))
     outs = {}
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.float32), ("cuda", torch.bfloat16)):
-        session = Session(Decoder.load(path, device, dtype), 176)
+        session = Session(load_decoder(path, device, dtype), 176)
         outs[device, dtype] = chunks_steps_and_a_tree(session, tokens.to(device), 120).cpu()
     want = outs["cpu", torch.float32]
     assert (outs["cuda", torch.float32] - want).abs().max() / want.abs().max() <= 1e-4
@@ -202,7 +202,7 @@ def test_cuda_equals_the_cpu_in_fp32_and_is_near_it_in_bf16(name: str, folder: P
 @pytest.mark.parametrize("name", ["gpt-oss", "deepseek-v3", "qwen3"])
 def test_a_planned_step_never_waits_for_the_device_and_can_be_a_graph(name: str, folder: Path) -> None:
     session = Session(
-        Decoder.load(write_checkpoint(folder / "model", SMALL | TINY[name], "cpu"), "cuda", torch.bfloat16),
+        load_decoder(write_checkpoint(folder / "model", SMALL | TINY[name], "cpu"), "cuda", torch.bfloat16),
         128,
     )
     tokens = torch.randint(512, (2, 80), device="cuda")
@@ -243,7 +243,7 @@ def test_published_widths_load_and_decode_in_bf16(name: str, folder: Path) -> No
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before, began = torch.cuda.memory_allocated(), time.perf_counter()
-    decoder = Decoder.load(path, "cuda", torch.bfloat16)
+    decoder = load_decoder(path, "cuda", torch.bfloat16)
     torch.cuda.synchronize()
     seconds = time.perf_counter() - began
     held, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before

@@ -7,20 +7,20 @@ from unittest import mock
 
 import pytest
 import torch
-from gpu_pair import TARGET, make_pair_drafter
-from near_ties import differences
-from stack import PROMPTS, supervised
-from target_harness import generate_plain, make_harness
+from support.gpu_pair import TARGET, make_pair_drafter
+from support.near_ties import differences
+from support.stack import PROMPTS, supervised
+from support.target_harness import generate_plain, make_harness
 
 from outrider.common.v1 import common_pb2
-from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.shared.attn.base import build_batch
 from outrider.shared.attn.create import create_backend
 from outrider.shared.attn.flashinfer import FlashInferAttention
 from outrider.shared.attn.triton import KernelAttention
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.kv.pool import KVPool
-from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.open import load_decoder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -84,7 +84,7 @@ def test_attention_equals_our_own(dtype: torch.dtype, tree: bool, window: int, s
 @pytest.mark.parametrize("shape", [(5, 1, 6), (5, 4, 16)])
 def test_the_engine_writes_what_it_writes_by_our_own(shape: tuple[int, int, int]) -> None:
     """Prompts of several lengths in one batch, chains and trees of the embedded pair; equal up to near-ties of bf16."""
-    decoder, judge = (Decoder.load(TARGET, "cuda", dtype) for dtype in (torch.bfloat16, torch.float32))
+    decoder, judge = (load_decoder(TARGET, "cuda", dtype) for dtype in (torch.bfloat16, torch.float32))
     drafter = make_pair_drafter(decoder)
     harness = make_harness(decoder, drafter)
     harness.runner.attention = create_backend("flashinfer", decoder.device)

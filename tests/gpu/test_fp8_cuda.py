@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from fp8_cases import check_attention, check_compact, check_store
-from target_harness import make_harness
-from toys import make_toy_target
+from support.target_harness import make_harness
+from support.toys import make_toy_target
 
-from outrider.bench.perplexity import perplexity
-from outrider.services.target.drafter import NoDrafter
-from outrider.services.target.numerics import prepare_attention, prepare_decoder
+from outrider.bench.measure.perplexity import perplexity
+from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.request import SpeculationMode
 from outrider.services.target.settings import TargetSettings
-from outrider.shared.nn.decoder import Decoder
+from outrider.services.target.startup.numerics import prepare_attention, prepare_decoder
+from outrider.shared.nn.open import load_decoder
 
 pytestmark = pytest.mark.gpu
 
@@ -49,12 +49,12 @@ def test_a_target_with_fp8(target_dir: Path, values: dict[str, str]) -> None:
     """It finds likely what the bf16 model finds likely, and serves."""
     settings = TargetSettings(model=target_dir, device="cuda", **values)  # type: ignore[arg-type]
     settings.check()
-    plain = make_harness(Decoder.load(target_dir, "cuda"), NoDrafter(torch.device("cuda")))
+    plain = make_harness(load_decoder(target_dir, "cuda"), NoDrafter(torch.device("cuda")))
     plain.submit(PROMPT, 100, request_id="r", mode=SpeculationMode.OFF)
     plain.run()
     text = [PROMPT + plain.sink.tokens["r"]]
-    decoder = prepare_decoder(settings, Decoder.load(target_dir, "cuda"))
-    expected, found = perplexity(Decoder.load(target_dir, "cuda"), text), perplexity(decoder, text)
+    decoder = prepare_decoder(settings, load_decoder(target_dir, "cuda"))
+    expected, found = perplexity(load_decoder(target_dir, "cuda"), text), perplexity(decoder, text)
     assert found != expected, "something was rounded"
     assert found == pytest.approx(expected, rel=0.05)
     harness = make_harness(decoder, NoDrafter(decoder.device))

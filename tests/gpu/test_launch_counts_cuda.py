@@ -6,14 +6,14 @@ import itertools
 
 import pytest
 import torch
-from gpu_pair import TARGET, make_pair_drafter
-from target_harness import make_harness
+from support.gpu_pair import TARGET, make_pair_drafter
+from support.target_harness import make_harness
 from torch.profiler import ProfilerActivity, profile
 
-from outrider.services.target.device_loop import OverlapPlan
+from outrider.services.target.engine.device_loop import OverlapPlan
 from outrider.services.target.request import SpeculationMode
 from outrider.shared.engine.graphs import GraphCache
-from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.open import load_decoder
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +25,7 @@ MOST = {None: 86, (5, 4, 16): 148, (5, 1, 6): 144}
 
 @pytest.mark.parametrize("shape", list(MOST))
 def test_rounds_stay_as_short_as_they_are(shape: tuple[int, int, int] | None) -> None:
-    decoder = Decoder.load(TARGET, "cuda", torch.bfloat16)
+    decoder = load_decoder(TARGET, "cuda", torch.bfloat16)
     graphs = GraphCache(decoder.device)
     harness = make_harness(decoder, make_pair_drafter(decoder), overlap=OverlapPlan((1,), 6), graphs=graphs)
     mode = SpeculationMode.OFF if shape is None else SpeculationMode.ON

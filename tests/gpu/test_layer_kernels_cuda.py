@@ -29,7 +29,7 @@ from outrider.kernels import skinny_gemm
 from outrider.kernels.skinny_gemm import Epilogue, Method, Overlap, Tile
 from outrider.shared.attn.base import build_batch, causal_ancestors
 from outrider.shared.attn.triton import KernelAttention
-from outrider.shared.nn.config import ModelConfig
+from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.dummy import random_decoder
 from outrider.shared.nn.fused import blocks

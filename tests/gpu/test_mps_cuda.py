@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from stack import PROMPTS, START_TIMEOUT_S, Stack, child_pid, supervised
+from support.stack import PROMPTS, START_TIMEOUT_S, Stack, child_pid, supervised
 
 from outrider.common.v1 import common_pb2
-from outrider.services.mps import PROGRAM
+from outrider.services.stack.mps import PROGRAM
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from prefill_rig import CASES, SAMPLINGS, SIZES, UNTOUCHED, check_same, make_runner
-from toys import make_toy_target
+from support.prefill_rig import CASES, SAMPLINGS, SIZES, UNTOUCHED, check_same, make_runner
+from support.toys import make_toy_target
 
 from outrider.services.target.request import SamplingParams, SpeculationMode
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.open import load_decoder
 
 pytestmark = pytest.mark.gpu
 
@@ -18,7 +19,7 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return Decoder.load(
+    return load_decoder(
         make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=64, seed=3), CUDA, torch.float32
     )
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
-from stack import PROMPTS, Result, Stack, supervised
+from support.stack import PROMPTS, Result, Stack, supervised
 
 from outrider.common.v1 import common_pb2
 

@@ -9,17 +9,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu_pair import TARGET, make_pair_drafter
-from target_harness import Harness, make_harness
+from support.gpu_pair import TARGET, make_pair_drafter
+from support.target_harness import Harness, make_harness
 
 from outrider.kernels.ahead import compile_ahead
-from outrider.services.target.batch_tables import SamplingMode
-from outrider.services.target.bucketed_verify import Buckets
-from outrider.services.target.device_loop import OverlapPlan
-from outrider.services.target.offers import offered_shapes
+from outrider.services.target.engine.device_loop import OverlapPlan
+from outrider.services.target.model.bucketed_verify import Buckets
+from outrider.services.target.model.input_batch import SamplingMode
+from outrider.services.target.policy.offered_shapes import offered_shapes
 from outrider.services.target.request import SamplingParams, SpeculationMode
 from outrider.shared.engine.graphs import GraphCache
-from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.open import load_decoder
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(580)]
@@ -110,7 +110,7 @@ class Crowd:
 
 
 def test_ten_thousand_rounds() -> None:
-    decoder = Decoder.load(TARGET, "cuda", torch.bfloat16)
+    decoder = load_decoder(TARGET, "cuda", torch.bfloat16)
     drafter = make_pair_drafter(decoder)
     harness = make_harness(
         decoder,

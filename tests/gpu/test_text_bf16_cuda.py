@@ -11,17 +11,18 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from gpu_pair import DEMO, TARGET, make_pair_drafter
-from near_ties import differences
-from target_harness import Harness, generate_plain, make_harness
+from support.gpu_pair import DEMO, TARGET, make_pair_drafter
+from support.near_ties import differences
+from support.target_harness import Harness, generate_plain, make_harness
 
 from outrider.services.draft.inproc import InprocDrafter
-from outrider.services.target.bucketed_verify import Buckets
-from outrider.services.target.device_loop import OverlapPlan
-from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.drafting.no_drafter import NoDrafter
+from outrider.services.target.engine.device_loop import OverlapPlan
+from outrider.services.target.model.bucketed_verify import Buckets
 from outrider.services.target.request import SpeculationMode
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.open import load_decoder
 from outrider.shared.spec.drafter import Drafter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -55,12 +56,12 @@ WAYS: dict[str, Callable[[Decoder, Drafter], Harness]] = {
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    return Decoder.load(TARGET, "cuda", torch.bfloat16)
+    return load_decoder(TARGET, "cuda", torch.bfloat16)
 
 
 @pytest.fixture(scope="module")
 def judge() -> Decoder:
-    return Decoder.load(TARGET, "cuda", torch.float32)
+    return load_decoder(TARGET, "cuda", torch.float32)
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from triton import knobs
 from outrider.kernels.skinny_gemm import choose_tile
 from outrider.kernels.skinny_gemm.kept import read_tiles, tiles_file
 from outrider.kernels.skinny_gemm.table import device_name, forget_trials
-from outrider.services.target.numerics import prepare_decoder
 from outrider.services.target.settings import TargetSettings
-from outrider.shared.nn.config import ModelConfig
+from outrider.services.target.startup.numerics import prepare_decoder
+from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.dummy import random_decoder
 from outrider.shared.nn.fused.trial import ROW_COUNTS, try_products

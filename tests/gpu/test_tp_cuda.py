@@ -21,23 +21,24 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from parallel_ranks import exit_codes
-from stack import PROMPTS, Process, assert_ranks_serve, child_pids, free_port, supervised
+from support.parallel_ranks import exit_codes
+from support.stack import PROMPTS, Process, assert_ranks_serve, child_pids, free_port, supervised
+from support.toys import make_toy_target
 from test_families_cuda import SMALL as SMALL_MODEL
 from test_families_cuda import TINY, write_checkpoint
-from toys import make_toy_target
 
 from outrider.common.v1 import common_pb2
 from outrider.kernels.verify import SamplingTensors
-from outrider.services.target.numerics import prepare_decoder
+from outrider.services.target.parallel.group import RankGroup, end_soon, start_group
 from outrider.services.target.settings import TargetSettings
-from outrider.services.target.tp import RankGroup, end_soon, start_group
+from outrider.services.target.startup.numerics import prepare_decoder
 from outrider.shared.attn.base import AttentionBatch, build_batch
 from outrider.shared.attn.create import create_backend
 from outrider.shared.base.errors import OutriderError
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.open import load_decoder
 from outrider.shared.parallel.lead import graph_observer
 from outrider.target.v1 import target_pb2, target_pb2_grpc
 
@@ -171,7 +172,7 @@ def compare(folder: Path, size: int, dtype: str, reduce: str, quantization: str 
     )
     group = start_group(settings)
     try:
-        plain, one = (Decoder.load(folder, "cuda:0", getattr(torch, dtype)) for _ in range(2))
+        plain, one = (load_decoder(folder, "cuda:0", getattr(torch, dtype)) for _ in range(2))
         spread = Session(prepare_decoder(settings, group.decoder))
         sessions = (Session(plain), Session(prepare_decoder(settings, one)), spread)
         graphs = GraphCache(spread.device, observer=graph_observer(group.decoder))
@@ -272,7 +273,7 @@ def moved_rows(folder: Path, size: int, reduce: str) -> tuple[float, float]:
     try:
         found = []
         for session in (
-            Session(Decoder.load(folder, "cuda:0", torch.float32)),
+            Session(load_decoder(folder, "cuda:0", torch.float32)),
             Session(prepare_decoder(settings, group.decoder)),
         ):
             session.run(0, PROMPT + 4, session.batch(0, PROMPT + 4), session.tokens[: PROMPT + 4])

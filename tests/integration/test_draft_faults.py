@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 from grpc_health.v1 import health_pb2
-from stack import PROMPTS, Result, Stack, TokenCounter, child_pid, health_changes
+from support.stack import PROMPTS, Result, Stack, TokenCounter, child_pid, health_changes
 
 from outrider.common.v1 import common_pb2
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 from safetensors.torch import load_file, save_file
-from stack import DEMO_HEAD, DEMO_TARGET, OUTRIDER, PROMPTS, Stack, separate, supervised
+from support.stack import DEMO_HEAD, DEMO_TARGET, OUTRIDER, PROMPTS, Stack, separate, supervised
 
 from outrider.common.v1 import common_pb2
 from outrider.draft.v1 import draft_pb2, draft_pb2_grpc

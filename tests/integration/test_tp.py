@@ -16,23 +16,30 @@ import grpc
 import pytest
 import torch
 from grpc_health.v1 import health_pb2
-from parallel_ranks import exit_codes
-from stack import OUTRIDER, Process, assert_ranks_serve, child_pids, free_port, health_changes
-from target_harness import FakeDrafter, assert_same_tokens, load_toy, make_harness, oracle_plan, random_plan
-from toys import make_toy_eagle3, make_toy_target
+from support.parallel_ranks import exit_codes
+from support.stack import OUTRIDER, Process, assert_ranks_serve, child_pids, free_port, health_changes
+from support.target_harness import (
+    FakeDrafter,
+    assert_same_tokens,
+    load_toy,
+    make_harness,
+    oracle_plan,
+    random_plan,
+)
+from support.toys import make_toy_eagle3, make_toy_target
 
 from outrider.common.v1 import common_pb2
 from outrider.services.draft.inproc import drafter_beside
 from outrider.services.draft.settings import DraftSettings
-from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.drafting.no_drafter import NoDrafter
+from outrider.services.target.parallel.group import RankGroup, start_group
 from outrider.services.target.request import SamplingParams, SpeculationMode
 from outrider.services.target.settings import TargetSettings
-from outrider.services.target.tp import RankGroup, start_group
 from outrider.shared.attn.base import build_batch
 from outrider.shared.attn.create import create_backend
 from outrider.shared.base.errors import ConfigurationError, OutriderError
 from outrider.shared.nn.decoder import LM_HEAD, Decoder
-from outrider.shared.nn.features import FeatureProjector
+from outrider.shared.nn.feature_projector import FeatureProjector
 from outrider.shared.spec.drafter import FeatureSpec
 from outrider.target.v1 import target_pb2, target_pb2_grpc
 

@@ -10,19 +10,27 @@ from typing import Any
 
 import pytest
 import torch
-import toy_deepseek
-from family_models import VOCAB, WINDOW, save
-from target_harness import FakeDrafter, Harness, assert_same_tokens, make_harness, oracle_plan, random_plan
+from support import toy_deepseek
+from support.family_models import VOCAB, WINDOW, save
+from support.target_harness import (
+    FakeDrafter,
+    Harness,
+    assert_same_tokens,
+    make_harness,
+    oracle_plan,
+    random_plan,
+)
 
 from outrider.services.draft.inproc import drafter_beside
 from outrider.services.draft.settings import DraftSettings
-from outrider.services.target.drafter import NoDrafter
-from outrider.services.target.numerics import prepare_attention, prepare_decoder
+from outrider.services.target.drafting.no_drafter import NoDrafter
+from outrider.services.target.parallel.group import start_group
 from outrider.services.target.request import SamplingParams, SpeculationMode
 from outrider.services.target.settings import TargetSettings
-from outrider.services.target.tp import start_group
+from outrider.services.target.startup.numerics import prepare_attention, prepare_decoder
 from outrider.shared.base.errors import OutriderError
 from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.open import load_decoder
 from outrider.shared.spec.drafter import Drafter
 
 torch.set_num_threads(1)
@@ -68,7 +76,7 @@ def test_tokens_are_those_of_one_process_with_and_without_speculation(case: str,
             attention=prepare_attention(settings, decoder),
         )
 
-    whole = prepare_decoder(settings, Decoder.load(folder, "cpu"))
+    whole = prepare_decoder(settings, load_decoder(folder, "cpu"))
     expected = []
     for prompt in prompts():
         alone = harness(whole, NoDrafter())
@@ -123,5 +131,5 @@ def test_the_layers_that_a_deepseek_brings_draft_beside_rank_0_as_for_one_proces
 
     with spread_over_two(TargetSettings(model=folder, device="cpu", tp=2, threads=1)) as ranks:
         found = rounds(ranks)
-    assert found == rounds(Decoder.load(folder, "cpu"))
+    assert found == rounds(load_decoder(folder, "cpu"))
     assert all(draft_tokens > 0 for _, _, draft_tokens, _ in found)

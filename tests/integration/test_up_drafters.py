@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import toy_mtp
-from stack import DEMO_TARGET, PROMPTS, START_TIMEOUT_S, Result, Stack, supervised
+from support import toy_mtp
+from support.stack import DEMO_TARGET, PROMPTS, START_TIMEOUT_S, Result, Stack, supervised
 
 from outrider.common.v1 import common_pb2
 

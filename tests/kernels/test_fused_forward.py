@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from family_models import Sequences, assert_near, save
+from support.family_models import Sequences, assert_near, save
 
 from outrider.kernels import skinny_gemm
 from outrider.kernels._dispatch import Backend, force_backend
 from outrider.kernels.add_norm import add_sums
 from outrider.kernels.skinny_gemm import Epilogue, Method, Tile
 from outrider.kernels.stream import Stream
-from outrider.shared.nn import linear
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.fused import FusedForward, blocks
+from outrider.shared.nn.layers import linear
+from outrider.shared.nn.open import load_decoder
 
 AUX = (0, 2, 3)
 
@@ -29,9 +30,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _pair(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Decoder, Decoder]:
     """Load a decoder twice: as a CPU runs it, and as a GPU does."""
     path = save(case, folder)
-    plain = Decoder.load(path)
+    plain = load_decoder(path)
     monkeypatch.setattr(linear, "can_pack", lambda weight: False)
-    fused = Decoder.load(path)
+    fused = load_decoder(path)
     fused.fused = FusedForward(fused.layers, fused.embedding, fused.norm, linear.Linear(fused.lm_head))
     return plain, fused
 

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from family_models import Sequences, save
 from guards import Guards, triton_version
 from layer_cases import EPS, close, reference_version
+from support.family_models import Sequences, save
 
 from outrider.kernels._dispatch import Backend, force_backend
 from outrider.kernels.add_norm import add_sums, embed_rows, normalise, rms_norm
 from outrider.kernels.skinny_gemm import project_add
 from outrider.kernels.stream import Stream
-from outrider.shared.nn import linear
-from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.fused import FusedForward
+from outrider.shared.nn.layers import linear
+from outrider.shared.nn.open import load_decoder
 
 WIDTH = 96
 LARGE = 3000.0  # times the norm's weight more than fp16 holds
@@ -57,7 +57,7 @@ def test_a_product_that_is_added_is_normed_too() -> None:
 def test_a_decoder_with_large_norms_in_fp16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its fused passes are near its layers' own operations, which norm before they multiply."""
     monkeypatch.setattr(linear, "can_pack", lambda weight: False)
-    decoder = Decoder.load(save("llama", tmp_path), dtype=torch.float16)
+    decoder = load_decoder(save("llama", tmp_path), dtype=torch.float16)
     with torch.inference_mode():
         decoder.embedding[:, 5] = LARGE
         for layer in decoder.layers:  # a column that is too large before its norm, and that nothing reads: not even infinity may come of it

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from family_models import Sequences, save
 from guards import Guards
 from layer_cases import check_project, check_project_add, check_project_gated, check_project_rotated
+from support.family_models import Sequences, save
 
 from outrider.kernels import skinny_gemm
 from outrider.kernels._dispatch import Backend, force_backend
@@ -33,12 +33,12 @@ from outrider.kernels.skinny_gemm.table import (
     remember,
 )
 from outrider.kernels.skinny_gemm.types import LIBRARY
-from outrider.shared.nn import linear
-from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.fused import FusedForward, blocks, trial
 from outrider.shared.nn.fused.products import ProductUse, uses_of
 from outrider.shared.nn.fused.trial import BETTER, ROW_COUNTS, pick
-from outrider.shared.nn.layers import Attention, GatedMLP
+from outrider.shared.nn.layers import linear
+from outrider.shared.nn.layers.blocks import Attention, GatedMLP
+from outrider.shared.nn.open import load_decoder
 
 BF16 = torch.bfloat16
 OTHER = "Some other GPU"
@@ -244,7 +244,7 @@ def test_a_trial_covers_what_passes_ask_for(
     case: str, reduced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "can_pack", lambda weight: False)
-    decoder = Decoder.load(save(case, tmp_path))
+    decoder = load_decoder(save(case, tmp_path))
     fused = decoder.fused = FusedForward(
         decoder.layers, decoder.embedding, decoder.norm, linear.Linear(decoder.lm_head)
     )

@@ -6,25 +6,25 @@ import random
 from pathlib import Path
 from unittest import mock
 
-import family_models
-import generic_models
 import pytest
 import torch
-from compute_device import DEVICE, GRAPHS
-from deterministic_rig import PROMPT, assert_bits, harness_of, load, logits_in_chunks, plain, recorded
-from device_toys import AnswerDrafter
-from target_harness import FakeDrafter, oracle_plan, random_plan
-from toys import make_toy_target
+from support import family_models, generic_models
+from support.compute_device import DEVICE, GRAPHS
+from support.deterministic_rig import PROMPT, assert_bits, harness_of, load, logits_in_chunks, plain, recorded
+from support.device_toys import AnswerDrafter
+from support.target_harness import FakeDrafter, oracle_plan, random_plan
+from support.toys import make_toy_target
 
 from outrider.kernels.verify import SamplingTensors
-from outrider.services.target.bucketed_verify import Buckets
-from outrider.services.target.device_loop import OverlapPlan
-from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.drafting.no_drafter import NoDrafter
+from outrider.services.target.engine.device_loop import OverlapPlan
+from outrider.services.target.model.bucketed_verify import Buckets
 from outrider.services.target.request import SamplingParams, SpeculationMode
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.deterministic import BatchInvariant, deterministic
+from outrider.shared.nn.open import load_decoder
 from outrider.shared.spec.drafter import FeatureSpec
 
 VOCAB = 61  # odd sizes: the ends of rows are where a vector unit rounds otherwise
@@ -180,9 +180,9 @@ def test_features_are_captured_row_by_row(target_dir: Path) -> None:
 def invariant(path: Path, case: str) -> tuple[Decoder, Decoder]:
     """Return an ordinary decoder and the one that a GPU runs, here on its kernels' references."""
     with mock.patch(
-        "outrider.shared.nn.linear.can_pack", return_value=False
+        "outrider.shared.nn.layers.linear.can_pack", return_value=False
     ):  # as on a GPU, where kernels read the weights' rows
-        decoder = Decoder.load(family_models.save(case, path), "cpu", torch.float32)
+        decoder = load_decoder(family_models.save(case, path), "cpu", torch.float32)
     return decoder, BatchInvariant(decoder)
 
 

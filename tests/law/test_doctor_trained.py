@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import trained_heads
-from compute_device import DEVICE
-from trained_heads import AUX, prompts, trained_target
+from support import trained_heads
+from support.compute_device import DEVICE
+from support.trained_heads import AUX, prompts, trained_target
 
 from outrider.services.convert.head import Layout, convert_head
 from outrider.services.doctor.examine import examine

@@ -13,16 +13,16 @@ from random import Random
 
 import pytest
 import torch
-from compute_device import DEVICE
-from draft_reference import PlainEagle3, PlainTree, reference_tree
 from safetensors.torch import load_file, save_file
-from toys import make_toy_eagle3, make_toy_target, read_target_tensor
+from support.compute_device import DEVICE
+from support.draft_reference import PlainEagle3, PlainTree, reference_tree
+from support.toys import make_toy_eagle3, make_toy_target, read_target_tensor
 
 from outrider.kernels.philox import gumbel_noise
 from outrider.kernels.verify import verify_tree
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import DraftEngine
-from outrider.services.draft.session import Ask, PeerId, Verdict
+from outrider.services.draft.sessions.session import Ask, PeerId, Verdict
 from outrider.services.draft.settings import DraftSettings
 from outrider.shared.spec.drafter import Commit, SequenceOpen
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash

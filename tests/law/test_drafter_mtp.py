@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from compute_device import DEVICE
 from safetensors.torch import load_file, save_file
-from target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
-from toy_mtp import HIDDEN, VOCAB, Model, reference_accept_length, sample_text, save, train
+from support.compute_device import DEVICE
+from support.target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
+from support.toy_mtp import HIDDEN, VOCAB, Model, reference_accept_length, sample_text, save, train
 
 from outrider.services.draft.build import build_engine
-from outrider.services.draft.growth import Stage
+from outrider.services.draft.growth.growing_model import Stage
 from outrider.services.draft.inproc import InprocDrafter, drafter_beside
-from outrider.services.draft.session import Ask, PeerId
+from outrider.services.draft.sessions.session import Ask, PeerId
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.draft.strategies.mtp import MtpModel
-from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.request import SamplingParams
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.decoder import Decoder

@@ -6,21 +6,19 @@ import json
 import random
 from pathlib import Path
 
-import family_models
 import pytest
 import torch
-import toy_deepseek
-import toy_mtp
-from compute_device import DEVICE
 from safetensors.torch import load_file, save_file
-from target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
+from support import family_models, toy_deepseek, toy_mtp
+from support.compute_device import DEVICE
+from support.target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
 
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.inproc import drafter_beside
-from outrider.services.draft.session import Ask, PeerId
+from outrider.services.draft.sessions.session import Ask, PeerId
 from outrider.services.draft.settings import DraftSettings
-from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.request import SamplingParams
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.decoder import Decoder

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
-from toys import make_toy_target
+from support.target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
+from support.toys import make_toy_target
 
 from outrider.services.draft.inproc import InprocDrafter, drafter_beside
 from outrider.services.draft.settings import DraftSettings
-from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.request import SamplingParams
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.decoder import Decoder

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from compute_device import DEVICE, GRAPHS
-from device_toys import AnswerDrafter
-from target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
-from toys import make_toy_target
+from support.compute_device import DEVICE, GRAPHS
+from support.device_toys import AnswerDrafter
+from support.target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
+from support.toys import make_toy_target
 
-from outrider.services.target.bucketed_verify import Buckets
-from outrider.services.target.device_loop import OverlapPlan
-from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.drafting.no_drafter import NoDrafter
+from outrider.services.target.engine.device_loop import OverlapPlan
+from outrider.services.target.model.bucketed_verify import Buckets
 from outrider.services.target.request import FinishReason, SamplingParams, SpeculationMode
 from outrider.shared.base.errors import ErrorCode
 from outrider.shared.engine.graphs import GraphCache

@@ -10,18 +10,18 @@ from unittest import mock
 
 import pytest
 import torch
-import toy_heads
-from compute_device import DEVICE, GRAPHS
-from target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
-from toys import make_toy_eagle3, make_toy_target
+from support import toy_heads
+from support.compute_device import DEVICE, GRAPHS
+from support.target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
+from support.toys import make_toy_eagle3, make_toy_target
 
 from outrider.services.draft.inproc import InprocDrafter, drafter_beside
 from outrider.services.draft.settings import DraftSettings
-from outrider.services.target.bucketed_verify import Buckets
-from outrider.services.target.device_loop import OverlapPlan
-from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.drafting.no_drafter import NoDrafter
+from outrider.services.target.engine.device_loop import OverlapPlan
+from outrider.services.target.model.bucketed_verify import Buckets
+from outrider.services.target.model.model_runner import ChosenTokens
 from outrider.services.target.request import SamplingParams, SpeculationMode
-from outrider.services.target.runner import ChosenTokens
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
 

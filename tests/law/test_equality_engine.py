@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from target_harness import (
+from support.target_harness import (
     FakeDrafter,
     Harness,
     Node,
@@ -19,9 +19,9 @@ from target_harness import (
     oracle_plan,
     random_plan,
 )
-from toys import make_toy_target
+from support.toys import make_toy_target
 
-from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.request import FinishReason, SamplingParams, SpeculationMode
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import FeatureSpec, ProposalRow

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from compute_device import DEVICE, GRAPHS, ON_GPU
-from draft_process import DraftProcess
-from target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
-from toys import make_toy_eagle3, make_toy_target
+from support.compute_device import DEVICE, GRAPHS, ON_GPU
+from support.draft_process import DraftProcess
+from support.target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
+from support.toys import make_toy_eagle3, make_toy_target
 
-from outrider.services.target.device_loop import OverlapPlan
 from outrider.services.target.draft_client.link import TargetIdentity
-from outrider.services.target.draft_client.remote import RemoteDrafter
-from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.draft_client.remote_drafter import RemoteDrafter
+from outrider.services.target.drafting.no_drafter import NoDrafter
+from outrider.services.target.engine.device_loop import OverlapPlan
 from outrider.services.target.request import SamplingParams, SpeculationMode
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from family_models import CASES, VOCAB, WINDOW, reference, save
-from target_harness import (
+from support.family_models import CASES, VOCAB, WINDOW, reference, save
+from support.target_harness import (
     FakeDrafter,
     Node,
     assert_same_tokens,

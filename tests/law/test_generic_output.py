@@ -6,8 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from generic_models import CASES, VOCAB, WINDOW, reference_logits, save
-from target_harness import FakeDrafter, assert_same_tokens, load_toy, make_harness, oracle_plan, random_plan
+from support.generic_models import CASES, VOCAB, WINDOW, reference_logits, save
+from support.target_harness import (
+    FakeDrafter,
+    assert_same_tokens,
+    load_toy,
+    make_harness,
+    oracle_plan,
+    random_plan,
+)
 
 from outrider.services.target.request import SpeculationMode
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from compute_device import DEVICE
-from target_harness import load_toy, make_harness
-from toy_heads import (
+from support.compute_device import DEVICE
+from support.target_harness import load_toy, make_harness
+from support.toy_heads import (
     HIDDEN,
     LATENT,
     TARGET_LAYERS,
@@ -24,13 +24,13 @@ from toy_heads import (
     with_latent_attention,
     write_head,
 )
-from toys import make_toy_target
+from support.toys import make_toy_target
 
 from outrider.services.draft.app import DraftService
 from outrider.services.draft.inproc import drafter_beside
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.draft_client.link import TargetIdentity
-from outrider.services.target.draft_client.remote import RemoteDrafter
+from outrider.services.target.draft_client.remote_drafter import RemoteDrafter
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import Drafter, DrafterState
 

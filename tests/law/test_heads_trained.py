@@ -9,15 +9,22 @@ from pathlib import Path
 
 import pytest
 import torch
-import trained_heads
-from compute_device import DEVICE
-from plain_heads import PlainHead
-from target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
-from trained_heads import AUX, TOKEN_MAP, plain_accept_length, prompts, served_accept_length, trained_target
+from support import trained_heads
+from support.compute_device import DEVICE
+from support.plain_heads import PlainHead
+from support.target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
+from support.trained_heads import (
+    AUX,
+    TOKEN_MAP,
+    plain_accept_length,
+    prompts,
+    served_accept_length,
+    trained_target,
+)
 
 from outrider.services.draft.inproc import drafter_beside
 from outrider.services.draft.settings import DraftSettings
-from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.request import SamplingParams
 
 pytestmark = pytest.mark.xdist_group("heads_trained")

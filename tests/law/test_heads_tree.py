@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from compute_device import DEVICE
-from draft_reference import reference_tree
-from plain_heads import PlainHead
-from test_draft_tree import CLOSE, PEER, assert_same_tree, follow
-from toy_heads import (
+from support.compute_device import DEVICE
+from support.draft_reference import reference_tree
+from support.plain_heads import PlainHead
+from support.toy_heads import (
     HIDDEN,
     LATENT,
     TARGET_LAYERS,
@@ -25,7 +24,8 @@ from toy_heads import (
     with_latent_attention,
     write_head,
 )
-from toys import make_toy_target, read_target_tensor
+from support.toys import make_toy_target, read_target_tensor
+from test_draft_tree import CLOSE, PEER, assert_same_tree, follow
 
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.settings import DraftSettings

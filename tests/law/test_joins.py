@@ -9,14 +9,14 @@ from unittest import mock
 
 import pytest
 import torch
-from device_toys import AnswerDrafter
-from target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
-from toys import make_toy_target
+from support.device_toys import AnswerDrafter
+from support.target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
+from support.toys import make_toy_target
 
-from outrider.services.target.device_loop import OverlapPlan
-from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.drafting.no_drafter import NoDrafter
+from outrider.services.target.engine.device_loop import OverlapPlan
 from outrider.services.target.request import SamplingParams, SpeculationMode
-from outrider.services.target.scheduler import PrefillChunk
+from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import FeatureSpec
 

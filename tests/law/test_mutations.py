@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-import trained_heads
 from safetensors.torch import load_file, save_file
-from trained_heads import AUX, prompts, served_accept_length, trained_target
+from support import trained_heads
+from support.trained_heads import AUX, prompts, served_accept_length, trained_target
 
-from outrider.services.draft.growth import HeadGrowth
-from outrider.services.draft.heads import eagle3_keys
-from outrider.services.draft.round_model import HeadRounds, RoundPass
+from outrider.services.draft.growth.growing_model import HeadGrowth
+from outrider.services.draft.growth.round_model import HeadRounds, RoundPass
+from outrider.services.draft.heads.files import eagle3_keys
 from outrider.services.draft.vocab import DraftVocabulary
 
 pytestmark = pytest.mark.xdist_group("mutations")

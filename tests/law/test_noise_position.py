@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from target_harness import FakeDrafter, load_toy, make_harness, oracle_plan
-from toys import make_toy_target
+from support.target_harness import FakeDrafter, load_toy, make_harness, oracle_plan
+from support.toys import make_toy_target
 from transformers import LlamaForCausalLM
 
-from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.request import SamplingParams, SpeculationMode
 from outrider.shared.nn.decoder import Decoder
 

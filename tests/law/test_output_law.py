@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from compute_device import DEVICE
-from target_harness import FakeDrafter, load_toy, make_harness, oracle_plan
-from toys import make_toy_target
+from support.compute_device import DEVICE
+from support.target_harness import FakeDrafter, load_toy, make_harness, oracle_plan
+from support.toys import make_toy_target
 
 from outrider.kernels.verify import SamplingTensors, choose_tokens, verify_tree
 from outrider.services.target.request import SamplingParams

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from compute_device import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.compute_device import DEVICE
 
 from outrider.kernels.philox import gumbel_noise
 from outrider.kernels.philox.reference import philox_words

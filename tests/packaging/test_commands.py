@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from outrider.services.launch import free_port
+from outrider.services.stack.launch import free_port
 
 OUTRIDER = str(Path(sys.executable).parent / "outrider")
 

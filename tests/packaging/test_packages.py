@@ -98,7 +98,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
 def test_wheel_and_sdist_hold_the_same_files_as_the_repository(distributions: Distributions) -> None:
     expected = set(source_files())
     assert {
-        "outrider/services/cli.py",
+        "outrider/services/cli/commands.py",
         "outrider/target/v1/target_pb2.pyi",
         "outrider/bench/prompts/heldout.jsonl",
     } <= expected

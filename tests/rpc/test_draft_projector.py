@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from toys import make_toy_eagle3, make_toy_target
+from support.toys import make_toy_eagle3, make_toy_target
 
 from outrider.draft.v1 import draft_pb2, draft_pb2_grpc
 from outrider.services.draft.app import DraftService
 from outrider.services.draft.settings import DraftSettings
-from outrider.services.target.breaker import Breaker
-from outrider.services.target.draft_client.carriers import carrier_of
+from outrider.services.target.draft_client.breaker import Breaker
 from outrider.services.target.draft_client.link import DraftLink, TargetIdentity
-from outrider.shared.nn.decoder import Decoder
+from outrider.services.target.draft_client.transport.create import carrier_of
+from outrider.shared.nn.open import load_decoder
 from outrider.shared.rpc.client import connect
 
 
@@ -35,7 +35,7 @@ def test_the_target_rebuilds_the_feature_spec(tmp_path: Path, normed: bool) -> N
     }
     service = DraftService(DraftSettings.load(values))
     service.start()
-    identity = TargetIdentity.of(Decoder.load(target_dir))
+    identity = TargetIdentity.of(load_decoder(target_dir))
     carriers = carrier_of(service.address, torch.device("cpu"))
     link = DraftLink(service.address, identity, lambda _name: torch.zeros(1), Breaker(1.0), carriers)
     try:

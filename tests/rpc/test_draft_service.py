@@ -10,11 +10,12 @@ import grpc
 import pytest
 import torch
 from draft_client import ScriptedTarget, batches, commit_request, open_request
-from toys import make_toy_eagle3, make_toy_target, read_target_tensor
+from support.toys import make_toy_eagle3, make_toy_target, read_target_tensor
 
 from outrider.draft.v1 import draft_pb2
-from outrider.services.draft import protocol, warmup
+from outrider.services.draft import warmup
 from outrider.services.draft.app import DraftService
+from outrider.services.draft.serving import protocol
 from outrider.services.draft.settings import DraftSettings
 from outrider.shared.rpc.interceptors import error_from_rpc
 from outrider.shared.rpc.tensors import join_tensors, split_tensor

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from toys import make_toy_eagle3, make_toy_target
+from support.toys import make_toy_eagle3, make_toy_target
 
 from outrider.services.draft.app import DraftService
 from outrider.services.draft.inproc import drafter_beside
@@ -18,8 +18,8 @@ from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.app import Target
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.errors import CheckpointError, OutriderError
-from outrider.shared.nn.decoder import Decoder
-from outrider.shared.nn.tokenizer_file import tokenizer_fingerprint
+from outrider.shared.nn.checkpoint.tokenizer_file import tokenizer_fingerprint
+from outrider.shared.nn.open import load_decoder
 from outrider.shared.spec.drafter import DrafterState
 
 torch.set_num_threads(1)
@@ -72,7 +72,7 @@ def test_a_fingerprint_is_of_the_tokens_and_not_of_the_file(
 def test_a_head_in_the_targets_process_is_refused(
     bare: tuple[Path, Path], target: Path, tmp_path: Path
 ) -> None:
-    decoder = Decoder.load(target, CPU, torch.float32)
+    decoder = load_decoder(target, CPU, torch.float32)
     with pytest.raises(CheckpointError, match=r"another tokenizer.*'b' is id 2 .* and id 1") as caught:
         drafter_beside(decoder, settings(head(bare, tmp_path, OTHERS), target_weights=target))
     assert caught.value.field == "tokenizer"

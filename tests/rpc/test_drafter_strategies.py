@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
-from toy_mtp import Model, save
-from toys import make_toy_target
+from support.target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
+from support.toy_mtp import Model, save
+from support.toys import make_toy_target
 
 from outrider.services.draft.app import DraftService
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.draft_client.link import TargetIdentity
-from outrider.services.target.draft_client.remote import RemoteDrafter
-from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.draft_client.remote_drafter import RemoteDrafter
+from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.request import SamplingParams
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import DrafterState

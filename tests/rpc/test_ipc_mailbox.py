@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from outrider.common.v1 import common_pb2
 from outrider.draft.v1 import draft_pb2
-from outrider.services.target.draft_client.ipc_carrier import IpcCarrier
+from outrider.services.target.draft_client.transport.ipc_carrier import IpcCarrier
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.rpc.address import IpcAddress
 from outrider.shared.rpc.ipc import cuda_mailbox

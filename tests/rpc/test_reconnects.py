@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from target_harness import Harness, load_toy, make_harness
-from toys import make_toy_eagle3, make_toy_target
+from support.target_harness import Harness, load_toy, make_harness
+from support.toys import make_toy_eagle3, make_toy_target
 
 from outrider.services.draft.app import DraftService
-from outrider.services.draft.inline_rounds import InlineRounds
+from outrider.services.draft.peers.inline_rounds import InlineRounds
 from outrider.services.draft.settings import DraftSettings
-from outrider.services.target.device_loop import OverlapPlan
 from outrider.services.target.draft_client.link import TargetIdentity
-from outrider.services.target.draft_client.remote import RemoteDrafter
-from outrider.services.target.draft_client.stream_rounds import StreamRounds
+from outrider.services.target.draft_client.remote_drafter import RemoteDrafter
+from outrider.services.target.draft_client.transport.stream_rounds import StreamRounds
+from outrider.services.target.engine.device_loop import OverlapPlan
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import DrafterState
 

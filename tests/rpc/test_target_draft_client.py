@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from fake_draft import FakeDraft, chain
-from target_harness import Harness, generate_plain, load_toy, make_harness
-from toys import make_toy_target
+from support.target_harness import Harness, generate_plain, load_toy, make_harness
+from support.toys import make_toy_target
 
 from outrider.draft.v1 import draft_pb2
-from outrider.services.target.draft_client import grpc_carrier
 from outrider.services.target.draft_client.link import TargetIdentity
-from outrider.services.target.draft_client.remote import RemoteDrafter
-from outrider.services.target.drafter import NoDrafter
+from outrider.services.target.draft_client.remote_drafter import RemoteDrafter
+from outrider.services.target.draft_client.transport import grpc_carrier
+from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.request import SpeculationMode
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.rpc.version import PROTOCOL_VERSION

@@ -18,11 +18,11 @@ import torch
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
-from toys import make_toy_target
+from support.toys import make_toy_target
 
 from outrider.common.v1 import common_pb2
+from outrider.services.target.api.servicer import SERVICE_NAME, TargetServicer
 from outrider.services.target.app import Target
-from outrider.services.target.servicer import SERVICE_NAME, TargetServicer
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.rpc.client import connect
 from outrider.shared.rpc.server import aio_server

@@ -19,24 +19,24 @@ import torch
 from outrider.kernels.add_norm import normalise
 from outrider.kernels.head_input import head_input
 from outrider.kernels.stream import Stream
-from outrider.services.draft.heads.base import Ends
-from outrider.services.draft.heads.eagle_config import EagleConfig
+from outrider.services.draft.growth.recurrent_head import Ends
+from outrider.services.draft.heads.files.eagle_config import EagleConfig
+from outrider.services.draft.heads.files.hot_vocab import HOT_IDS, take_hot_ids
+from outrider.services.draft.heads.files.keys import HeadKeys, canonical_names, layer_shapes
+from outrider.services.draft.heads.files.mistral_format import is_native
 from outrider.services.draft.heads.fused import FusedHead, fuse, runs_fused
-from outrider.services.draft.heads.hot_vocab import HOT_IDS, take_hot_ids
-from outrider.services.draft.heads.keys import HeadKeys, canonical_names, layer_shapes
 from outrider.services.draft.heads.loaded import LoadedHead
-from outrider.services.draft.heads.mistral_format import is_native
 from outrider.services.draft.heads.tables import TokenTables
-from outrider.services.draft.strategy import TargetInfo
+from outrider.services.draft.target_info import TargetInfo
 from outrider.services.draft.vocab import DraftVocabulary
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.kv.pool import KVPool
+from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader, Shape
 from outrider.shared.nn.fused.products import ProductUse
-from outrider.shared.nn.layers import DecoderLayer, RMSNorm
-from outrider.shared.nn.loader import CheckpointReader, Shape
-from outrider.shared.nn.rope import Rotation
+from outrider.shared.nn.layers.blocks import DecoderLayer, RMSNorm
+from outrider.shared.nn.layers.rope import Rotation
 from outrider.shared.spec.drafter import FeatureSpec
 
 RAW_FEATURES = "final_hidden"

@@ -21,28 +21,28 @@ from outrider.kernels.add_norm import normalise, rms_norm
 from outrider.kernels.head_input import Residual, feature_input, head_input
 from outrider.kernels.rope_store import Lookup
 from outrider.kernels.stream import Stream
-from outrider.services.draft.heads.base import Ends
-from outrider.services.draft.heads.eagle3_config import Eagle3Config
-from outrider.services.draft.heads.eagle3_keys import (
+from outrider.services.draft.growth.recurrent_head import Ends
+from outrider.services.draft.heads.embedded import EmbeddedTokens, embed_tokens
+from outrider.services.draft.heads.files.eagle3_config import Eagle3Config
+from outrider.services.draft.heads.files.eagle3_keys import (
     layer_norm_name,
     resolve,
     take_projector,
     take_vocabulary,
 )
-from outrider.services.draft.heads.embedded import EmbeddedTokens, embed_tokens
+from outrider.services.draft.heads.files.keys import HeadKeys
 from outrider.services.draft.heads.fused import FusedHead, fuse, runs_fused
-from outrider.services.draft.heads.keys import HeadKeys
 from outrider.services.draft.heads.loaded import LoadedHead
 from outrider.services.draft.heads.tables import EMBEDDING, LM_HEAD, TokenTables
-from outrider.services.draft.strategy import TargetInfo
+from outrider.services.draft.target_info import TargetInfo
 from outrider.services.draft.vocab import DraftVocabulary
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.kv.pool import KVPool
+from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
 from outrider.shared.nn.fused.products import ProductUse
-from outrider.shared.nn.layers import Attention, DecoderLayer
-from outrider.shared.nn.loader import CheckpointReader
-from outrider.shared.nn.rope import Rotation
+from outrider.shared.nn.layers.blocks import Attention, DecoderLayer
+from outrider.shared.nn.layers.rope import Rotation
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.spec.drafter import FeatureSpec
 

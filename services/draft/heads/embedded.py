@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.shared.nn.layers import Attention, RMSNorm
-from outrider.shared.nn.linear import Linear
-from outrider.shared.nn.token_products import token_products
+from outrider.shared.nn.layers.blocks import Attention, RMSNorm
+from outrider.shared.nn.layers.linear import Linear
+from outrider.shared.nn.layers.token_products import token_products
 
 
 @dataclass(frozen=True, slots=True)

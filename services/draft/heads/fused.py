@@ -12,15 +12,22 @@ from outrider.kernels.add_norm import normalise
 from outrider.kernels.rope_store import Lookup, rope_store
 from outrider.kernels.skinny_gemm import project, project_normed
 from outrider.kernels.stream import MANY_ROWS, Stream
-from outrider.services.draft.heads.base import Ends
+from outrider.services.draft.growth.recurrent_head import Ends
 from outrider.shared.attn.base import AttentionBatch
 from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.fused import attention_block, mlp_block
 from outrider.shared.nn.fused.products import ProductUse, uses_of
-from outrider.shared.nn.layers import Attention, AttentionBlock, DecoderLayer, GatedMLP, MLPBlock, RMSNorm
-from outrider.shared.nn.linear import Linear
-from outrider.shared.nn.rope import Rotation
+from outrider.shared.nn.layers.blocks import (
+    Attention,
+    AttentionBlock,
+    DecoderLayer,
+    GatedMLP,
+    MLPBlock,
+    RMSNorm,
+)
+from outrider.shared.nn.layers.linear import Linear
+from outrider.shared.nn.layers.rope import Rotation
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import torch
 
-from outrider.services.draft.heads.head_config import HeadConfig
+from outrider.services.draft.heads.files.head_config import HeadConfig
 from outrider.services.draft.heads.tables import TokenTables
 from outrider.services.draft.vocab import DraftVocabulary
-from outrider.shared.nn.loader import CheckpointReader
-from outrider.shared.nn.rope import RotaryEmbedding, Rotation
+from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
+from outrider.shared.nn.layers.rope import RotaryEmbedding, Rotation
 
 
 class LoadedHead:

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import torch
 
-from outrider.services.draft.heads import mistral_format
-from outrider.services.draft.heads.base import RecurrentHead
+from outrider.services.draft.growth.recurrent_head import RecurrentHead
 from outrider.services.draft.heads.eagle import EagleHead
 from outrider.services.draft.heads.eagle3 import Eagle3Head
-from outrider.services.draft.heads.head_config import flatten
-from outrider.services.draft.heads.keys import HeadKeys
-from outrider.services.draft.heads.mistral_format import config_file, read_config
+from outrider.services.draft.heads.files import mistral_format
+from outrider.services.draft.heads.files.head_config import flatten
+from outrider.services.draft.heads.files.keys import HeadKeys
+from outrider.services.draft.heads.files.mistral_format import config_file, read_head_config
 from outrider.shared.base.errors import CheckpointError
-from outrider.shared.nn.config import ConfigReader
-from outrider.shared.nn.loader import CheckpointReader
+from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
+from outrider.shared.nn.config.model_config import ConfigReader
 from outrider.shared.obs.logging import get_logger
 
 log = get_logger("outrider.draft.heads")
@@ -67,7 +67,7 @@ def head_kind(path: Path) -> HeadKind | None:
     Raises:
         CheckpointError: the folder holds neither; `field` names the key or file.
     """
-    raw = read_config(path)
+    raw = read_head_config(path)
     source = config_file(path)
     said = ConfigReader(flatten({"architectures": raw.get("architectures")}, source), source).strings(
         "architectures"

@@ -17,19 +17,20 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from outrider.services.draft.chunks import RowChunk, leases_of, take_chunks, take_features
-from outrider.services.draft.growth import LevelPass, Stage, split_rotation
-from outrider.services.draft.runner import PagedStrategy, longest_session
-from outrider.services.draft.session import Session
+from outrider.services.draft.growth.growing_model import LevelPass, Stage, split_rotation
+from outrider.services.draft.sessions.chunks import RowChunk, leases_of, take_chunks, take_features
+from outrider.services.draft.sessions.session import Session
+from outrider.services.draft.strategies.base import StrategyInfo
+from outrider.services.draft.strategies.head import PagedStrategy, longest_session
 from outrider.services.draft.strategies.mtp_layers import MtpWeights
-from outrider.services.draft.strategy import StrategyInfo, TargetInfo
+from outrider.services.draft.target_info import TargetInfo
 from outrider.services.draft.vocab import DraftVocabulary
 from outrider.shared.attn.base import AttentionBackend, build_batch
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.decoder import EMBEDDING, LM_HEAD
-from outrider.shared.nn.layers import Linear
-from outrider.shared.nn.rope import RotaryEmbedding, Rotation
+from outrider.shared.nn.layers.blocks import Linear
+from outrider.shared.nn.layers.rope import RotaryEmbedding, Rotation
 from outrider.shared.spec.drafter import FeatureSpec
 from outrider.shared.spec.tree import DraftShape
 

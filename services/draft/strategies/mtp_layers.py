@@ -20,12 +20,13 @@ import torch
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.kv.pool import KVPool
-from outrider.shared.nn.config import CONFIG_FILE, ConfigReader, ModelConfig, read_json
-from outrider.shared.nn.fp8 import SCALE_SUFFIX, Fp8Source
-from outrider.shared.nn.layers import DecoderLayer, Linear, RMSNorm
-from outrider.shared.nn.load import load_layer
-from outrider.shared.nn.loader import CheckpointReader, TensorSource
-from outrider.shared.nn.rope import Rotation
+from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader, TensorSource
+from outrider.shared.nn.checkpoint.fp8_source import SCALE_SUFFIX, Fp8Source
+from outrider.shared.nn.config.model_config import CONFIG_FILE, ConfigReader, ModelConfig, read_json
+from outrider.shared.nn.layers.blocks import DecoderLayer, Linear, RMSNorm
+from outrider.shared.nn.layers.load import load_layer
+from outrider.shared.nn.layers.rope import Rotation
+from outrider.shared.nn.open import read_model_config
 
 COUNT = "num_nextn_predict_layers"
 
@@ -148,7 +149,7 @@ class MtpWeights:
         Raises:
             CheckpointError: there are none, one is incomplete or has tensors that nothing uses; names the key or tensor.
         """
-        config = ModelConfig.from_dir(path)
+        config = read_model_config(path)
         with CheckpointReader(path, device=device, dtype=dtype) as reader:
             dialect, numbers = _find_layers(path, reader)
             with torch.inference_mode():

@@ -10,19 +10,20 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.services.draft.chunks import finish_chunks, last_states, leases_of, take_chunks
-from outrider.services.draft.growth import ONE_STAGE, LevelPass, Stage
-from outrider.services.draft.round_model import DecoderRounds
-from outrider.services.draft.runner import PagedStrategy, longest_session
-from outrider.services.draft.session import RowSource, Session
-from outrider.services.draft.strategy import StrategyInfo, TargetInfo
+from outrider.services.draft.growth.growing_model import ONE_STAGE, LevelPass, Stage
+from outrider.services.draft.growth.round_model import DecoderRounds
+from outrider.services.draft.sessions.chunks import finish_chunks, last_states, leases_of, take_chunks
+from outrider.services.draft.sessions.session import RowSource, Session
+from outrider.services.draft.strategies.base import StrategyInfo
+from outrider.services.draft.strategies.head import PagedStrategy, longest_session
+from outrider.services.draft.target_info import TargetInfo
 from outrider.services.draft.vocab import DraftVocabulary
 from outrider.shared.attn.base import AttentionBackend, build_batch
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.fused.products import ProductUse
-from outrider.shared.nn.layers import Linear
+from outrider.shared.nn.layers.blocks import Linear
 from outrider.shared.spec.drafter import FeatureSpec
 from outrider.shared.spec.tree import DraftShape
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from outrider.shared.base.errors import CheckpointError
-from outrider.shared.nn.tokenizer_file import TOKENIZER_FILE, read_vocabulary
+from outrider.shared.nn.checkpoint.tokenizer_file import TOKENIZER_FILE, read_vocabulary
 
 
 def check_same_tokenizer(draft: Path, target: Path) -> bool:

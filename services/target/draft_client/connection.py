@@ -10,7 +10,7 @@ import torch
 
 from outrider.common.v1 import common_pb2
 from outrider.draft.v1 import draft_pb2
-from outrider.services.target.draft_client.rounds_channel import RoundsChannel
+from outrider.services.target.draft_client.transport.rounds_channel import RoundsChannel
 from outrider.shared.rpc.tensors import TensorWriter
 from outrider.shared.spec.drafter import FeatureSpec
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from outrider.shared.nn.config_reader import ConfigReader
-from outrider.shared.nn.traits import Traits
+from outrider.shared.nn.checkpoint.json_config import ConfigReader
+from outrider.shared.nn.families.traits import Traits
 
 
 def nothing(reader: ConfigReader, num_layers: int) -> Mapping[str, str]:

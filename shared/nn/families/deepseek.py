@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from outrider.shared.nn.config_reader import ConfigReader
-from outrider.shared.nn.expert_files import SeparateExperts
+from outrider.shared.nn.checkpoint.expert_files import SeparateExperts
+from outrider.shared.nn.checkpoint.experts_config import ExpertsConfig, Routing, Scoring
+from outrider.shared.nn.checkpoint.json_config import ConfigReader
 from outrider.shared.nn.families.base import Family
-from outrider.shared.nn.traits import ExpertsConfig, LatentConfig, Routing, Scoring, Traits
+from outrider.shared.nn.families.traits import LatentConfig, Traits
 
 BUNDLED_CODE = ("configuration_deepseek", "modeling_deepseek")
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from outrider.shared.nn.config_reader import ConfigReader
-from outrider.shared.nn.expert_files import FusedExperts, Mxfp4Experts
+from outrider.shared.nn.checkpoint.expert_files import FusedExperts, Mxfp4Experts
+from outrider.shared.nn.checkpoint.experts_config import ExpertsConfig, Routing
+from outrider.shared.nn.checkpoint.json_config import ConfigReader
 from outrider.shared.nn.families.base import Family, windows
-from outrider.shared.nn.traits import ExpertsConfig, Routing, Traits
+from outrider.shared.nn.families.traits import Traits
 
 DEFAULT_WINDOW = 128
 

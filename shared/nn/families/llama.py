@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from outrider.shared.nn.config_reader import ConfigReader
+from outrider.shared.nn.checkpoint.json_config import ConfigReader
 from outrider.shared.nn.families.base import Family
-from outrider.shared.nn.traits import Traits
+from outrider.shared.nn.families.traits import Traits
 
 
 def _traits(reader: ConfigReader, num_layers: int) -> Traits:

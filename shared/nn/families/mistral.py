@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from outrider.shared.nn.config_reader import ConfigReader
-from outrider.shared.nn.expert_files import SeparateExperts
+from outrider.shared.nn.checkpoint.expert_files import SeparateExperts
+from outrider.shared.nn.checkpoint.experts_config import ExpertsConfig, Routing
+from outrider.shared.nn.checkpoint.json_config import ConfigReader
 from outrider.shared.nn.families.base import Family, windows
-from outrider.shared.nn.traits import ExpertsConfig, Routing, Traits
+from outrider.shared.nn.families.traits import Traits
 
 MIXTRAL_FILES = SeparateExperts(
     router="block_sparse_moe.gate", expert="block_sparse_moe.experts.{}.", gate="w1", up="w3", down="w2"

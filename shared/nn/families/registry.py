@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from outrider.shared.nn.config_reader import ConfigReader
+from outrider.shared.nn.checkpoint.json_config import ConfigReader
 from outrider.shared.nn.families.base import Family
 from outrider.shared.nn.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
 from outrider.shared.nn.families.gpt_oss import GPT_OSS

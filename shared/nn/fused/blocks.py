@@ -22,10 +22,10 @@ from outrider.kernels.skinny_gemm import (
 from outrider.kernels.stream import FEW_ROWS, MANY_ROWS, Stream
 from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.kv.pool import KVPool
-from outrider.shared.nn.config import Activation
-from outrider.shared.nn.layers import Attention, GatedMLP, RMSNorm
-from outrider.shared.nn.linear import Linear
-from outrider.shared.nn.rope import Rotation
+from outrider.shared.nn.config.model_config import Activation
+from outrider.shared.nn.layers.blocks import Attention, GatedMLP, RMSNorm
+from outrider.shared.nn.layers.linear import Linear
+from outrider.shared.nn.layers.rope import Rotation
 
 
 class Reduce(Protocol):

@@ -13,9 +13,9 @@ from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.fused.blocks import Reduce, attention_block, mlp_block
 from outrider.shared.nn.fused.products import ProductUse, uses_of
-from outrider.shared.nn.layers import Attention, DecoderLayer, GatedMLP, RMSNorm
-from outrider.shared.nn.linear import Linear
-from outrider.shared.nn.rope import Rotation
+from outrider.shared.nn.layers.blocks import Attention, DecoderLayer, GatedMLP, RMSNorm
+from outrider.shared.nn.layers.linear import Linear
+from outrider.shared.nn.layers.rope import Rotation
 
 
 def can_fuse(layers: Sequence[DecoderLayer], device: torch.device, dtype: torch.dtype) -> bool:

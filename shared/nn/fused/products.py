@@ -26,9 +26,9 @@ from outrider.kernels.skinny_gemm import (
 )
 from outrider.kernels.skinny_gemm.table import Product
 from outrider.kernels.stream import Stream, normed_at_once
-from outrider.shared.nn.config import Activation
-from outrider.shared.nn.layers import Attention, GatedMLP
-from outrider.shared.nn.linear import Linear
+from outrider.shared.nn.config.model_config import Activation
+from outrider.shared.nn.layers.blocks import Attention, GatedMLP
+from outrider.shared.nn.layers.linear import Linear
 
 _PAGE = 16
 _EPS = 1e-5

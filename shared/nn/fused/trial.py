@@ -22,7 +22,7 @@ from outrider.kernels.skinny_gemm.kept import Tried, keep_tiles, read_tiles, til
 from outrider.kernels.skinny_gemm.table import Product, device_name, guess_tile, needs_trial, remember
 from outrider.kernels.skinny_gemm.types import LIBRARY
 from outrider.shared.nn.fused.products import ProductUse, Run, merged
-from outrider.shared.nn.linear import Linear
+from outrider.shared.nn.layers.linear import Linear
 from outrider.shared.obs.logging import get_logger
 
 BUDGET_S = 20.0

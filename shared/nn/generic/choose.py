@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
-from outrider.shared.nn.config_reader import ConfigReader
+from outrider.shared.nn.checkpoint.json_config import ConfigReader
 from outrider.shared.nn.families.registry import left_to_others
-
-if TYPE_CHECKING:
-    from outrider.shared.nn.generic.layout import GenericConfig
+from outrider.shared.nn.generic.layout import GenericConfig
 
 
 def read_generic(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> GenericConfig | None:
@@ -26,8 +22,8 @@ def read_generic(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> Generi
             "model_type",
             f"{reader.raw['model_type']!r} needs transformers: pip install 'transformers>=5.17,<5.24'",
         )
-    config = importlib.import_module("outrider.shared.nn.generic.config")
+    from outrider.shared.nn.generic import config
+
     if not config.known(reader.raw["model_type"]):
         return None
-    found: GenericConfig = config.read_config(reader, eos_token_ids)
-    return found
+    return config.parse_generic_config(reader, eos_token_ids)

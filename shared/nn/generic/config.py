@@ -11,11 +11,11 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from outrider.shared.nn.config import Activation
-from outrider.shared.nn.config_reader import ConfigReader
+from outrider.shared.nn.checkpoint.json_config import ConfigReader
+from outrider.shared.nn.config.model_config import Activation
+from outrider.shared.nn.config.rope_config import RopeConfig
 from outrider.shared.nn.generic.layout import GenericConfig
 from outrider.shared.nn.generic.probe import probe
-from outrider.shared.nn.rope_config import RopeConfig
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 BATCH_DEPENDENT_ROPE = frozenset(("dynamic", "longrope", "su"))
@@ -59,7 +59,7 @@ def find_class(reader: ConfigReader) -> tuple[Any, PreTrainedConfig]:
     return model_class, config
 
 
-def read_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> GenericConfig:
+def parse_generic_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> GenericConfig:
     """Read the configuration of a model that `transformers` knows, by probing the model itself.
 
     Raises:

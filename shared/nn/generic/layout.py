@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from outrider.shared.nn.config import ModelConfig
+from outrider.shared.nn.config.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

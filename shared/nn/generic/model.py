@@ -62,7 +62,7 @@ class GenericDecoder(Decoder):
         dtype: torch.dtype,
         progress: Progress | None = None,
     ) -> GenericDecoder:
-        """Load the weights of a folder whose configuration is read; see `Decoder.load`."""
+        """Load the weights of a folder whose configuration is read; see `load_decoder`."""
         model, weights = load_weights(path, config, device, dtype, progress)
         return cls(config, model, hashlib.sha256(f"{config.fingerprint} {weights}".encode()).hexdigest())
 

@@ -14,13 +14,19 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from outrider.shared.base.errors import CheckpointError
-from outrider.shared.nn.config import CONFIG_FILE, ConfigReader, read_json
+from outrider.shared.nn.checkpoint.checkpoint_reader import (
+    MAX_NAMED,
+    WRONG_TYPE,
+    CheckpointReader,
+    dtype_name,
+    is_weight,
+)
+from outrider.shared.nn.checkpoint.tensor_file import TensorInfo
+from outrider.shared.nn.config.model_config import CONFIG_FILE, ConfigReader, read_json
 from outrider.shared.nn.decoder import Progress
 from outrider.shared.nn.generic.attention import PAGED
 from outrider.shared.nn.generic.config import find_class
 from outrider.shared.nn.generic.layout import GenericConfig
-from outrider.shared.nn.loader import MAX_NAMED, WRONG_TYPE, CheckpointReader, dtype_name, is_weight
-from outrider.shared.nn.tensor_file import TensorInfo
 
 _NOT_FUSED = re.compile(
     r"^(\S+)\s*\|\s*(?:\x1b\[[0-9;]*m)*CONVERSION", re.MULTILINE

@@ -1,0 +1,1 @@
+"""`outrider bench kernels`: each kernel against its floor."""

@@ -1,0 +1,326 @@
+"""Each kernel against its floor: the bytes it must read or the operations it must do, at this machine's own rates.
+
+Every case works on as many distinct copies of its data as no cache holds, and is timed in a CUDA graph. `forward` is the target's whole
+pass, `propose` a whole round of drafting. On a CPU the references run, in sizes for a test.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from functools import partial
+
+import torch
+
+from outrider.bench.kernels.case import Case, KernelOptions, over, small_kernel
+from outrider.bench.kernels.inputs import (
+    AttentionInputs,
+    Sizes,
+    attention_inputs,
+    copies_for,
+    paged,
+    sampling,
+)
+from outrider.bench.kernels.layer_cases import (
+    fp8_cases,
+    invariant_cases,
+    layer_cases,
+    norm_cases,
+    product_cases,
+)
+from outrider.bench.kernels.round_cases import draft_cases, round_cases, trade_cases
+from outrider.bench.measure.clock import Work as Call
+from outrider.bench.measure.clock import measure
+from outrider.bench.measure.floors import Work, draft_step, forward_pass
+from outrider.bench.measure.roofline import Ceilings, measure_ceilings
+from outrider.bench.report.record import Result, Row, finish
+from outrider.bench.stacks.draft_stack import drafting_round
+from outrider.kernels.ahead import compile_ahead
+from outrider.kernels.filtered_choice import kept_tokens
+from outrider.kernels.kv_compact import kv_compact
+from outrider.kernels.kv_store import kv_store
+from outrider.kernels.philox import gumbel_noise
+from outrider.kernels.tree_attention import tree_attention
+from outrider.kernels.verify import SamplingTensors, choose_tokens
+from outrider.shared.attn.base import AttentionBackend
+from outrider.shared.attn.create import create_backend
+from outrider.shared.base.errors import ConfigurationError, OutriderError
+from outrider.shared.kv.pool import KVPool
+from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.dummy import random_decoder
+from outrider.shared.nn.layers.blocks import Linear
+from outrider.shared.spec.tree import DraftShape
+
+
+@torch.inference_mode()
+def run_kernels(options: KernelOptions) -> int:
+    """Measure, print and save. Returns the exit code.
+
+    Raises:
+        ConfigurationError: No case is called so.
+    """
+    ceilings = measure_ceilings(options.device, options.dtype, options.small)
+    launch = measure(_launches(options.device), options.device, copies=LAUNCHES).median
+    rows: list[Row] = []
+    failed: dict[str, str] = {}
+    settings = {
+        "shape": options.shape.name,
+        "device": str(options.device),
+        "dtype": str(options.dtype).removeprefix("torch."),
+        "read_bandwidth_gbs": round(ceilings.read_bandwidth / 1e9, 1),
+        "matrix_rate_tflops": round(ceilings.matrix_rate / 1e12, 2),
+        "launch_us": round(launch * 1e6, 3),
+    }
+    result = Result("kernels", settings, rows, {"failed": failed})
+    compile_ahead(options.device, [partial(_rehearse, options)])
+    for kind, kind_cases in cases(options):
+        name = kind
+        try:
+            for case in kind_cases:
+                name = case.name
+                rows.append(_row(case, options, ceilings, launch))
+        except (
+            OutriderError,
+            RuntimeError,
+        ) as error:  # e.g. a step that cannot be recorded; the other kinds still count
+            failed[name] = f"{type(error).__name__}: {error}"[:500]
+            print(f"{name} failed: {failed[name]}", file=sys.stderr)
+        result.save(options.output)
+    if not rows and not failed:
+        raise ConfigurationError(
+            f"--only {options.only}: no case is called so; kinds: {', '.join(KINDS)}.", field="--only"
+        )
+    return finish(result, options.output, ("gbs", "tflops")) or int(bool(failed))
+
+
+def _rehearse(options: KernelOptions) -> None:
+    """Call every case once, so that its kernels can be compiled at once; passes compile their own as the engine's do."""
+    for kind, kind_cases in cases(options):
+        if kind not in PASSES:
+            for case in kind_cases:
+                case.call()
+
+
+LAUNCHES = 64
+
+
+def _launches(device: torch.device) -> Call:
+    """Return work that enqueues `LAUNCHES` kernels that do as little as can be."""
+    x = torch.zeros(32, device=device)
+    if device.type == "cuda":
+        from outrider.bench.measure.ceiling_kernels import launch_nothing
+
+        return over(range(LAUNCHES), lambda _index: launch_nothing(x))
+    return over(range(LAUNCHES), lambda _index: x.add_(1.0))
+
+
+def _row(case: Case, options: KernelOptions, ceilings: Ceilings, launch: float) -> Row:
+    times = measure(case.call, options.device, copies=case.copies)
+    if case.work is None:
+        return Row(case.name, times.median * 1e6, "us", launch * 1e6, "launch")
+    nbytes, flops = case.work.nbytes, case.work.flops
+    more = {
+        "gbs": round(nbytes / times.median / 1e9, 1),
+        "tflops": round(flops / times.median / 1e12, 3),
+        "p10": round(times.p10 * 1e6, 3),
+        "p90": round(times.p90 * 1e6, 3),
+    }
+    least = ceilings.seconds(nbytes, flops)
+    bound = ceilings.bound(nbytes, flops) if least > launch else "launch"
+    return Row(case.name, times.median * 1e6, "us", max(least, launch) * 1e6, bound, more)
+
+
+def cases(options: KernelOptions) -> Iterator[tuple[str, Iterator[Case]]]:
+    """Yield the kinds that a pattern of `only` names with their cases, each of which makes its data when it is its turn."""
+    sizes = Sizes.of(
+        options.shape.model_config(), options.shape.head, options.device, options.dtype, small=options.small
+    )
+    for kind, make in KINDS.items():
+        if any(fnmatch(kind, wanted.strip()) for wanted in options.only.split(",")):
+            yield kind, make(sizes, options)
+
+
+def _linear(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+    for name, (out, width) in sizes.matrices().items():
+        nbytes = out * width * sizes.dtype.itemsize
+        copies = copies_for(nbytes, options.small)
+        layers = [Linear(sizes.random(out, width) * width**-0.5) for _ in range(copies)]
+        for rows in sizes.rows:
+            x = sizes.random(rows, width)
+            moved = nbytes + rows * (out + width) * sizes.dtype.itemsize
+            yield Case(
+                f"linear {name} {out}×{width}, {rows} rows",
+                over(layers, partial(_apply, x)),
+                Work(moved, 2.0 * rows * out * width),
+                copies,
+            )
+
+
+def _apply(x: torch.Tensor, layer: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    return layer(x)
+
+
+def _attention(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+    for what, batch, rows, context, is_tree in sizes.attention_cases():
+        token = 2 * sizes.kv_heads * sizes.head_dim * sizes.dtype.itemsize
+        copies = copies_for(batch * context * token, options.small)
+        planes = [paged(sizes, batch, context + rows) for _ in range(copies)]
+        inputs = attention_inputs(sizes, batch, rows, context, is_tree=is_tree)
+        seen = context + (rows + 1) / 2
+        work = Work(
+            batch * (context + rows) * token, 4.0 * sizes.heads * sizes.head_dim * batch * rows * seen
+        )
+
+        call = over(planes, partial(_attend, inputs))
+        yield Case(f"tree_attention {what}, batch {batch}, context {context}", call, work, copies)
+
+
+def _attend(inputs: AttentionInputs, planes: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return tree_attention(*inputs.before(planes), **inputs.keywords)
+
+
+def _cache(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+    rows, batch = sizes.rows[-1], sizes.batches[-1]
+    k, v = (
+        sizes.random(rows, sizes.kv_heads, sizes.head_dim),
+        sizes.random(rows, sizes.kv_heads, sizes.head_dim),
+    )
+    k_plane, v_plane = paged(sizes, 1, rows)
+    slots = torch.arange(rows, device=sizes.device)
+    yield small_kernel(f"kv_store, {rows} rows", partial(kv_store, k, v, k_plane, v_plane, slots))
+    planes = [plane for _ in range(sizes.layers) for plane in paged(sizes, batch, 64)]
+    table = torch.arange(planes[0].shape[0], dtype=torch.int32, device=sizes.device).view(batch, -1)
+    cached = torch.full((batch,), 16, dtype=torch.int32, device=sizes.device)
+    path = torch.tensor([[0, 2, 5, 9]], dtype=torch.int32, device=sizes.device).expand(batch, -1).contiguous()
+    accepted = torch.full((batch,), 3, dtype=torch.int32, device=sizes.device)
+    moved = 2.0 * batch * 3 * len(planes) * sizes.kv_heads * sizes.head_dim * sizes.dtype.itemsize
+    yield Case(
+        f"kv_compact, {len(planes)} planes, batch {batch}",
+        lambda: kv_compact(planes, table, cached, path, accepted),
+        Work(moved, 0.0),
+    )
+
+
+def _choose(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+    for rows in sizes.rows:
+        logits = sizes.random(rows, sizes.vocab)
+        nbytes = logits.nbytes
+        copies = copies_for(nbytes, options.small)
+        many = [logits.clone() for _ in range(copies)]
+        positions = torch.arange(rows, device=sizes.device)
+        for name, heat in (("greedy", 0.0), ("sampled", 1.0)):
+            how = sampling(sizes, rows, heat)
+            call = over(many, partial(_choose_by, how, positions))
+            yield Case(f"choose_tokens {name}, {rows} rows", call, Work(nbytes, 0.0), copies)
+        filtered = replace(
+            sampling(sizes, rows, 1.0),
+            top_k=torch.full((rows,), 50, dtype=torch.int32, device=sizes.device),
+            top_p=torch.full((rows,), 0.9, device=sizes.device),
+            any_filter=True,
+        )
+        yield Case(
+            f"kept_tokens, {rows} rows", over(many, partial(_keep_by, filtered)), Work(nbytes, 0.0), copies
+        )
+        yield Case(
+            f"choose_tokens filtered, {rows} rows",
+            over(many, partial(_choose_by, filtered, positions)),
+            Work(nbytes, 0.0),
+            copies,
+        )
+    positions = torch.arange(4, device=sizes.device)
+    seeds, choices = (
+        torch.arange(4, device=sizes.device),
+        torch.zeros(4, dtype=torch.int32, device=sizes.device),
+    )
+    yield Case(
+        "gumbel_noise, 4 rows",
+        lambda: gumbel_noise(seeds, positions, choices, sizes.vocab),
+        Work(4.0 * 4 * sizes.vocab, 0.0),
+    )
+
+
+def _keep_by(how: SamplingTensors, logits: torch.Tensor) -> object:
+    return kept_tokens(logits, how)
+
+
+def _choose_by(how: SamplingTensors, positions: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    return choose_tokens(logits, how, positions)
+
+
+def _forward(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+    """The target's pass and its logits: what decoding or verifying costs on the GPU, without drafts and without the host."""
+    config = options.shape.model_config()
+    decoder = random_decoder(config, options.device, options.dtype)
+    for batch, rows in sizes.forward_cases():
+        context = sizes.context
+        pool = decoder.make_pool(batch * -(-(context + rows) // sizes.page_size), sizes.page_size)
+        for plane in pool.planes():
+            plane.normal_()
+        attention = create_backend("auto", options.device)
+        attention.plan(sizes.planned(pool, batch, rows, context))
+        tokens = torch.randint(0, config.vocab_size, (batch * rows,), device=options.device)
+        positions = torch.full((batch * rows,), context, device=options.device)
+
+        greedy = sampling(sizes, batch * rows, 0.0)
+        step = _Step(decoder, attention, pool, tokens, positions, greedy)
+        yield Case(
+            f"forward {rows} rows, batch {batch}, context {context}",
+            step,
+            forward_pass(config, batch * rows, batch, context, decoder.dtype.itemsize),
+        )
+
+
+def _propose(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+    """A round of drafting as the engine enqueues it: extend by the last token, growth, tree."""
+    decoder = random_decoder(options.shape.model_config(), options.device, options.dtype)
+    chain, bush = (
+        DraftShape(sizes.steps, 1, sizes.steps + 1),
+        DraftShape(sizes.steps, sizes.topk, sizes.nodes),
+    )
+    itemsize = decoder.dtype.itemsize
+    for tree in (chain, bush):
+        for batch in sizes.batches:
+            steps = [
+                draft_step(options.shape.head, batch * (tree.topk if step else 1), itemsize)
+                for step in range(tree.depth)
+            ]
+            with drafting_round(decoder, options.shape, tree, batch, sizes.context) as draft:
+                work = Work(sum(step.nbytes for step in steps), sum(step.flops for step in steps))
+                yield Case(f"propose {tree.depth}/{tree.topk}/{tree.max_nodes}, batch {batch}", draft, work)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One pass over planned rows and the choice of their tokens."""
+
+    decoder: Decoder
+    attention: AttentionBackend
+    pool: KVPool
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    how: SamplingTensors
+
+    def __call__(self) -> torch.Tensor:
+        output = self.decoder.forward(self.tokens, self.positions, self.attention, self.pool)
+        return choose_tokens(self.decoder.logits(output.hidden), self.how, self.positions)
+
+
+KINDS: dict[str, Callable[[Sizes, KernelOptions], Iterator[Case]]] = {
+    "linear": _linear,
+    "product": product_cases,
+    "norm": norm_cases,
+    "layer": layer_cases,
+    "attention": _attention,
+    "cache": _cache,
+    "choose": _choose,
+    "draft": draft_cases,
+    "round": round_cases,
+    "trade": trade_cases,
+    "fp8": fp8_cases,
+    "invariant": invariant_cases,
+    "forward": _forward,
+    "propose": _propose,
+}
+PASSES = ("forward", "propose")

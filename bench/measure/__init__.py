@@ -1,0 +1,1 @@
+"""Measurements: rounds, speculation end to end, perplexity, and the machine's ceilings."""

@@ -1,0 +1,185 @@
+"""The machine's own ceilings: memory, matrix units, launches and the bus. Other benchmarks take their floors from them, in the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from outrider.bench.measure.clock import Times, measure, measure_eager
+from outrider.bench.measure.rated import rated_bandwidth, rated_matrix_rate
+from outrider.bench.report.record import Result, Row, finish
+
+GB = 1e9
+FASTEST = "p10"
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What floors are computed from.
+
+    Attributes:
+        read_bandwidth: Bytes per second that one kernel reads from the device's memory.
+        matrix_rate: Floating-point operations per second of a large matrix product in the dtype of serving.
+    """
+
+    read_bandwidth: float
+    matrix_rate: float
+
+    def seconds(self, nbytes: float, flops: float = 0.0) -> float:
+        """Return the least time for reading so much and computing so much, at once."""
+        return max(nbytes / self.read_bandwidth, flops / self.matrix_rate)
+
+    def bound(self, nbytes: float, flops: float = 0.0) -> str:
+        """Say which of the two that time is for."""
+        return "bytes" if nbytes / self.read_bandwidth >= flops / self.matrix_rate else "flops"
+
+
+@dataclass(frozen=True, slots=True)
+class RooflineOptions:
+    """What to measure on; the fields are the flags of `outrider bench roofline`."""
+
+    device: torch.device
+    dtype: torch.dtype
+    output: Path | None
+    small: bool = False
+    """Sizes for a test on a CPU."""
+
+
+def run_roofline(options: RooflineOptions) -> int:
+    """Measure, print and save. Returns the exit code."""
+    rows = roofline_rows(options)
+    settings = {"device": str(options.device), "dtype": _name(options.dtype)}
+    return finish(Result("roofline", settings, rows), options.output, ("p10", "p90"))
+
+
+def roofline_rows(options: RooflineOptions) -> list[Row]:
+    """Return a row per ceiling. Its floor is what the GPU is rated at, of a launch what the kernel takes, else its own fastest tenth."""
+    device, nbytes = options.device, _working_set(options.device, options.small)
+    bandwidth = rated_bandwidth(device)
+    copy = _copy(device, nbytes)
+    read = _read(device, nbytes)
+    rows = [
+        _rate("device copy, read + write", 2 * nbytes / GB, copy, "GB/s", bandwidth and bandwidth / GB),
+        _rate("device read", nbytes / GB, read, "GB/s", bandwidth and bandwidth / GB),
+    ]
+    matrix_rate = rated_matrix_rate(device, options.dtype)
+    for size in _matrix_sizes(device, options.small):
+        case = f"matrix product {size}³ {_name(options.dtype)}"
+        rows.append(
+            _rate(
+                case,
+                2 * size**3 / 1e12,
+                _matmul(options, size),
+                "TFLOP/s",
+                matrix_rate and matrix_rate / 1e12,
+            )
+        )
+    inside = measure(_small_kernel(device, 100), device, copies=100)
+    rows += [
+        _time(
+            "launch of a small kernel, eager",
+            measure_eager(_small_kernel(device), device),
+            inside.median,
+            "the kernel in a graph",
+        ),
+        _time("small kernel inside a graph", inside),
+    ]
+    if device.type == "cuda":
+        rows += _bus(device, min(nbytes, 1 << 28))
+    return rows
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype, small: bool = False) -> Ceilings:
+    """Measure what floors need; about a second on a GPU."""
+    nbytes = _working_set(device, small)
+    size = _matrix_sizes(device, small)[-1]
+    options = RooflineOptions(device, dtype, None, small)
+    return Ceilings(nbytes / _read(device, nbytes).p10, 2 * size**3 / _matmul(options, size).median)
+
+
+def _working_set(device: torch.device, small: bool) -> int:
+    """Return a size far beyond the caches."""
+    return 1 << 20 if small else 4 << 30 if device.type == "cuda" else 1 << 28
+
+
+def _matrix_sizes(device: torch.device, small: bool) -> tuple[int, ...]:
+    """Return rows of the products; the largest takes a GPU milliseconds, and two CPU cores minutes."""
+    return (128,) if small else (4096, 8192) if device.type == "cuda" else (1024, 2048)
+
+
+def _copy(device: torch.device, nbytes: int) -> Times:
+    source = _noise(nbytes, device)
+    target = torch.empty_like(source)
+    return measure(lambda: target.copy_(source), device)
+
+
+def _read(device: torch.device, nbytes: int) -> Times:
+    source = _noise(nbytes, device).view(torch.float32)
+    if device.type != "cuda":
+        return measure(source.sum, device)
+    from outrider.bench.measure.ceiling_kernels import read_all
+
+    return measure(lambda: read_all(source), device)
+
+
+def _matmul(options: RooflineOptions, size: int) -> Times:
+    a, b = (torch.randn(size, size, device=options.device).to(options.dtype) for _ in range(2))
+    return measure(lambda: a @ b, options.device, sample_s=0.02)
+
+
+def _small_kernel(device: torch.device, times: int = 1) -> Callable[[], None]:
+    x = torch.zeros(32, device=device)
+
+    def work() -> None:
+        for _ in range(times):
+            x.add_(1.0)
+
+    return work
+
+
+def _bus(device: torch.device, nbytes: int) -> list[Row]:
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    small_host, small_there = host[:4096], there[:4096]
+    up = measure_eager(lambda: there.copy_(host, non_blocking=True), device, samples=5, repeat=4)
+    down = measure_eager(lambda: host.copy_(there, non_blocking=True), device, samples=5, repeat=4)
+
+    def read_back() -> None:
+        small_host.copy_(small_there, non_blocking=True)
+        torch.cuda.synchronize(device)
+
+    return [
+        _rate("host to device, pinned", nbytes / GB, up, "GB/s"),
+        _rate("device to host, pinned", nbytes / GB, down, "GB/s"),
+        _time("4 KiB to the host and wait", measure_eager(read_back, device)),
+    ]
+
+
+def _noise(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return random words that are fp32 numbers from 0.5 to 1: never zeros, which memories and links may compress, nor denormals."""
+    return torch.randint(0x3F000000, 0x3F800000, (nbytes // 4,), dtype=torch.int32, device=device)
+
+
+def _rate(case: str, amount: float, times: Times, unit: str, rated: float | None = None) -> Row:
+    floor, of = (amount / times.p10, FASTEST) if rated is None else (rated, "rated")
+    return Row(
+        case,
+        amount / times.median,
+        unit,
+        floor,
+        of,
+        {"p10": round(amount / times.p90, 3), "p90": round(amount / times.p10, 3)},
+    )
+
+
+def _time(case: str, times: Times, floor_s: float | None = None, floor_of: str = FASTEST) -> Row:
+    floor = times.p10 if floor_s is None else floor_s
+    more = {"p10": round(times.p10 * 1e6, 3), "p90": round(times.p90 * 1e6, 3)}
+    return Row(case, times.median * 1e6, "us", floor * 1e6, floor_of, more)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

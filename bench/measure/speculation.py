@@ -1,0 +1,394 @@
+"""Speculative against plain decoding, end to end over REST, batch 1, one request after the other.
+
+For each prompt and temperature, four requests in turn (the order rotates, so that no kind always goes first): the server with a draft in
+each speculation mode (on, auto, off), and a second server started with ``--draft none``. The figures are medians of the ratios *within*
+a prompt, which a drifting machine does not move.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from outrider.bench.measure.near_tie import Judge
+from outrider.bench.report.machine import describe_machine
+from outrider.bench.report.record import recorded_command, result_path
+from outrider.bench.report.source import recorded_source
+from outrider.bench.report.surroundings import recorded_environment
+from outrider.services.clients.rest import Reply, RestClient
+from outrider.services.stack.launch import free_port, running_stack
+from outrider.services.stack.options import StackOptions, Transport
+from outrider.shared.base.errors import ConfigurationError
+
+HELDOUT_PROMPTS = Path(__file__).resolve().parents[1] / "prompts" / "heldout.jsonl"
+TEMPERATURES = (0.0, 1.0)
+SEED = 20_000
+WARM_UP_PROMPTS = 2
+KV_TOKENS = 16_384
+
+
+class Kind(Enum):
+    """What a run measures: a speculation mode of the server with the draft, or the server without."""
+
+    ON = "on"
+    AUTO = "auto"
+    OFF = "off"
+    NO_DRAFT = "no_draft"
+
+
+DRAFTED = (Kind.ON, Kind.AUTO)
+# Numerator and denominator, paired per prompt.
+RATIOS = ((Kind.ON, Kind.OFF), (Kind.AUTO, Kind.OFF), (Kind.OFF, Kind.NO_DRAFT))
+
+
+LABELS = {Kind.ON: "on", Kind.AUTO: "auto", Kind.OFF: "off", Kind.NO_DRAFT: "--draft none"}
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """What to measure; the fields are the flags of `outrider bench`."""
+
+    prompts: Path | None
+    num_prompts: int
+    tokens: int
+    target: Path
+    draft: Path | None
+    device: str
+    output: Path | None
+    transport: Transport = Transport.AUTO
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One request: how fast, and what speculation did."""
+
+    prompt: int
+    temperature: float
+    kind: Kind
+    tokens: int
+    total_s: float
+    first_token_s: float
+    accept_length: float
+    rounds: int
+    token_ids: Sequence[int]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Completion tokens over the whole request, prefill included."""
+        return self.tokens / self.total_s
+
+
+Messages = list[dict[str, str]]
+Clients = dict[str, RestClient]
+Runs = dict[tuple[int, float, Kind], Run]
+
+
+def run_bench(options: BenchOptions) -> int:
+    """Start both servers, measure, print a table and write the JSON. Returns the exit code.
+
+    Raises:
+        ConfigurationError: no draft is given, or the prompts cannot be read.
+    """
+    if options.draft is None:
+        raise ConfigurationError(
+            "There is nothing to compare without a draft: give --draft DIR.", field="--draft"
+        )
+    prompts = load_prompts(options.prompts or HELDOUT_PROMPTS, options.num_prompts)
+    console = Console(highlight=False)
+    log: deque[str] = deque(maxlen=40)
+    try:
+        with ExitStack() as cleanup:
+            clients = _start(cleanup, options, log)
+            runs = _measure(options, prompts, clients)
+    except Exception:
+        print(*log, sep="\n", file=sys.stderr)
+        raise
+    machine = describe_machine()
+    summary = summarise(runs, len(prompts))
+    differences = first_differences(runs, prompts, options.target)
+    result = {
+        "command": recorded_command(),
+        "environment": recorded_environment(),
+        "source": recorded_source(),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "machine": machine,
+        "prompts": len(prompts),
+        "tokens_per_answer": options.tokens,
+        "transport": options.transport.value,
+        "summary": summary,
+        "first_differences": differences,
+        "runs": [_as_json(run) for run in runs.values()],
+    }
+    path = result_path(options.output, "speculation", "cuda" if machine["gpus"] else "cpu")
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    _print_table(console, summary, options)
+    for one in differences:
+        console.print(_shown(one), soft_wrap=True)
+    console.print(f"wrote {path}")
+    return 0
+
+
+def load_prompts(path: Path, count: int) -> list[Messages]:
+    """Read the first `count` prompts of a JSON-lines file: each line has ``messages`` or ``prompt``.
+
+    Raises:
+        ConfigurationError: the file is missing or too short, or a line has neither.
+    """
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except OSError as error:
+        raise ConfigurationError(
+            f"Cannot read the prompts {path}: {error.strerror}.", field="--prompts"
+        ) from None
+    if len(lines) < count:
+        raise ConfigurationError(
+            f"{path} holds {len(lines)} prompts, fewer than --num-prompts {count}.", field="--num-prompts"
+        )
+    return [
+        _messages(json.loads(line), f"{path}:{number}") for number, line in enumerate(lines[:count], start=1)
+    ]
+
+
+def _messages(record: dict[str, Any], where: str) -> Messages:
+    if "messages" in record:
+        return [
+            {"role": str(message["role"]), "content": str(message["content"])}
+            for message in record["messages"]
+        ]
+    if "prompt" in record:
+        return [{"role": "user", "content": str(record["prompt"])}]
+    raise ConfigurationError(f"{where} has neither `messages` nor `prompt`.", field="--prompts")
+
+
+def _start(cleanup: ExitStack, options: BenchOptions, log: deque[str]) -> Clients:
+    """Start both servers at once: each takes a while to import, load and warm up."""
+    ports = [free_port()]
+    while len(ports) < 2:
+        if (port := free_port()) not in range(ports[0] - 1, ports[0] + 2):
+            ports.append(port)
+    given_up = threading.Event()
+    with ThreadPoolExecutor(len(ports)) as starting:
+        futures = [
+            starting.submit(_start_one, options, label, draft, port, log, given_up)
+            for port, label, draft in zip(ports, ("draft", "plain"), (options.draft, None), strict=True)
+        ]
+        try:
+            for future in as_completed(futures):
+                future.result()
+        finally:
+            given_up.set()
+            wait(futures)
+            started = [future.result() for future in futures if future.exception() is None]
+            for resources, _client in started:
+                cleanup.enter_context(resources)
+    return dict(zip(("draft", "plain"), (client for _resources, client in started), strict=True))
+
+
+def _start_one(
+    options: BenchOptions,
+    label: str,
+    draft: Path | None,
+    port: int,
+    log: deque[str],
+    given_up: threading.Event,
+) -> tuple[ExitStack, RestClient]:
+    stack_options = StackOptions(
+        target=options.target,
+        draft=draft,
+        device=options.device,
+        port=port,
+        transport=options.transport,
+        kv_tokens=KV_TOKENS,  # two stacks share one GPU, and each would take most of its memory
+    )
+
+    def echo(name: str, line: str) -> None:
+        log.append(f"{label}/{name} | {line}")
+
+    with ExitStack() as resources:
+        stack = resources.enter_context(
+            running_stack(stack_options, echo, lambda line: None, given_up.is_set)
+        )
+        client = resources.enter_context(RestClient(stack.url))
+        return resources.pop_all(), client
+
+
+def _measure(options: BenchOptions, prompts: Sequence[Messages], clients: Clients) -> Runs:
+    runs: Runs = {}
+    kinds = list(Kind)
+    with Progress(transient=True) as progress:
+        task = progress.add_task("measuring", total=len(prompts) * len(TEMPERATURES) * len(kinds))
+        for messages in prompts[:WARM_UP_PROMPTS]:
+            for kind in kinds:
+                _ask(options, clients, messages, 0, 0.0, kind)
+        for index, messages in enumerate(prompts):
+            for temperature in TEMPERATURES:
+                for kind in kinds[index % len(kinds) :] + kinds[: index % len(kinds)]:
+                    runs[index, temperature, kind] = _ask(
+                        options, clients, messages, index, temperature, kind
+                    )
+                    progress.advance(task)
+    return runs
+
+
+def _ask(
+    options: BenchOptions, clients: Clients, messages: Messages, index: int, temperature: float, kind: Kind
+) -> Run:
+    client = clients["plain" if kind is Kind.NO_DRAFT else "draft"]
+    body = {
+        "max_tokens": options.tokens,
+        "ignore_eos": True,
+        "temperature": temperature,
+        "seed": SEED + index,
+        "return_token_ids": True,
+        "speculation": {"mode": "off" if kind is Kind.NO_DRAFT else kind.value},
+    }
+    reply = Reply()
+    for _piece in client.stream_chat(messages, body, reply):
+        pass
+    speculation = reply.speculation
+    accept_length = float(speculation.get("accept_length") or 0.0)
+    rounds = int(speculation.get("rounds") or 0)
+    return Run(
+        index,
+        temperature,
+        kind,
+        reply.completion_tokens,
+        reply.total_s,
+        reply.first_token_s,
+        accept_length,
+        rounds,
+        reply.token_ids,
+    )
+
+
+def summarise(runs: Runs, num_prompts: int) -> list[dict[str, Any]]:
+    """Return one row per temperature: medians of the paired ratios, of the speeds, and the mean accept lengths.
+
+    ``same_text`` counts the prompts whose tokens are those of ``mode: off``.
+    """
+    rows = []
+    for temperature in TEMPERATURES:
+        of = {kind: [runs[index, temperature, kind] for index in range(num_prompts)] for kind in Kind}
+        speed = {kind: [run.tokens_per_s for run in of[kind]] for kind in Kind}
+        accepted = {
+            kind: round(statistics.mean(run.accept_length for run in of[kind]), 3) for kind in DRAFTED
+        }
+        rows.append(
+            {
+                "temperature": temperature,
+                **{_ratio_name(a, b): _ratios(speed[a], speed[b], accepted.get(a, 1.0)) for a, b in RATIOS},
+                "tokens_per_s": {kind.value: round(statistics.median(speed[kind]), 1) for kind in Kind},
+                "accept_length": {kind.value: accepted[kind] for kind in DRAFTED},
+                "same_text": {
+                    kind.value: sum(
+                        a.token_ids == b.token_ids for a, b in zip(of[kind], of[Kind.OFF], strict=True)
+                    )
+                    for kind in DRAFTED
+                },
+            }
+        )
+    return rows
+
+
+def first_differences(runs: Runs, prompts: Sequence[Messages], target: Path) -> list[dict[str, Any]]:
+    """Return where drafted answers leave that of ``mode: off``, of greedy ones with the logits there: in 16-bit types, near-ties do so."""
+    found = []
+    judge: Judge | None = None
+    for (index, temperature, kind), run in runs.items():
+        off = runs[index, temperature, Kind.OFF]
+        if kind not in DRAFTED or run.token_ids == off.token_ids:
+            continue
+        where: dict[str, Any] = {"prompt": index, "temperature": temperature, "kind": kind.value}
+        if temperature == 0.0:
+            judge = judge or Judge(target)
+            where |= judge.parting(prompts[index], off.token_ids, run.token_ids).as_json()
+        found.append(where)
+    return found
+
+
+def _ratio_name(numerator: Kind, denominator: Kind) -> str:
+    return f"{numerator.value}_over_{denominator.value}"
+
+
+def _ratios(numerators: Sequence[float], denominators: Sequence[float], most: float) -> dict[str, float]:
+    """Return median and quartiles of the ratios, pair by pair, beside the `most` that they can be: with drafts the accept length, if a
+    round took no longer than a step, and 1 without."""
+    ratios = sorted(a / b for a, b in zip(numerators, denominators, strict=True))
+    low, median, high = (
+        statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else [ratios[0]] * 3
+    )
+    return {
+        "median": round(median, 3),
+        "p25": round(low, 3),
+        "p75": round(high, 3),
+        "floor": most,
+        "ratio": round(most / median, 3),
+    }
+
+
+def _as_json(run: Run) -> dict[str, Any]:
+    return {
+        "prompt": run.prompt,
+        "temperature": run.temperature,
+        "kind": run.kind.value,
+        "tokens": run.tokens,
+        "tokens_per_s": round(run.tokens_per_s, 2),
+        "first_token_ms": round(run.first_token_s * 1e3, 2),
+        "accept_length": round(run.accept_length, 3),
+        "rounds": run.rounds,
+    }
+
+
+def _print_table(console: Console, rows: Sequence[dict[str, Any]], options: BenchOptions) -> None:
+    """One column per temperature."""
+    table = Table(title=f"{options.num_prompts} prompts, {options.tokens} tokens each, batch 1")
+    table.add_column("median (quartiles)")
+    for row in rows:
+        table.add_column(f"T = {row['temperature']:g}", justify="right")
+    for a, b in RATIOS:
+        table.add_row(f"{LABELS[a]} ÷ {LABELS[b]}", *(_spread(row[_ratio_name(a, b)]) for row in rows))
+    for kind in Kind:
+        table.add_row(
+            f"tokens/s, {LABELS[kind]}", *(f"{row['tokens_per_s'][kind.value]:.0f}" for row in rows)
+        )
+    for kind in DRAFTED:
+        table.add_row(
+            f"mean accept length, {LABELS[kind]}",
+            *(f"{row['accept_length'][kind.value]:.2f}" for row in rows),
+        )
+    for kind in DRAFTED:
+        same = (row["same_text"][kind.value] for row in rows)
+        table.add_row(
+            f"text as with off, {LABELS[kind]}", *(f"{count} of {options.num_prompts}" for count in same)
+        )
+    console.print(table)
+
+
+def _shown(difference: dict[str, Any]) -> str:
+    """Say where an answer differs, and of a greedy one why."""
+    where = f"{difference['kind']} differs from off at T = {difference['temperature']:g}, prompt {difference['prompt']}"
+    if "gap" not in difference:
+        return where
+    best = ", ".join(f"{token}: {logit}" for token, logit in difference["best_in_fp32"])
+    what = "a near-tie" if difference["near_tie"] else "NOT a near-tie"
+    choices = " or ".join(map(str, difference["choices"]))
+    return f"{where}: token {difference['token']} is {choices}; best logits in fp32 {best}; gap {difference['gap']}, {what}"
+
+
+def _spread(ratio: dict[str, float]) -> str:
+    return f"{ratio['median']:.2f} ({ratio['p25']:.2f}–{ratio['p75']:.2f})"

@@ -1,0 +1,46 @@
+"""Tiles of a shape's products, tried without a limit of time and kept where starts look for them (`shared.nn.fused.trial`)."""
+
+from __future__ import annotations
+
+import math
+
+from outrider.bench.kernels.case import KernelOptions
+from outrider.bench.report.record import Result, Row, finish
+from outrider.kernels.skinny_gemm.kept import Tried
+from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.nn.dummy import random_decoder
+from outrider.shared.nn.fused.trial import describe, try_products
+
+
+def run_tune(options: KernelOptions) -> int:
+    """Try what has no measured tile, print and save. Returns the exit code.
+
+    Raises:
+        ConfigurationError: There is no GPU, or the shape does not run from fused kernels.
+    """
+    if options.device.type != "cuda":
+        raise ConfigurationError("--tune measures tiles of GPU kernels; use --device cuda.", field="--tune")
+    decoder = random_decoder(options.shape.model_config(), options.device, options.dtype)
+    if decoder.fused is None:
+        raise ConfigurationError(
+            f"--tune: {options.shape.name} does not run from fused kernels, which alone have tiles.",
+            field="--tune",
+        )
+    tried = try_products(decoder.fused.uses(), options.device, math.inf)
+    dtype = str(options.dtype).removeprefix("torch.")
+    settings = {"shape": options.shape.name, "device": str(options.device), "dtype": dtype}
+    result = Result("tiles", settings, [_row(entry) for entry in tried])
+    return finish(result, options.output, ("tile", "rule", "library"))
+
+
+def _row(tried: Tried) -> Row:
+    product = tried.product
+    case = (
+        f"{product.epilogue.name.lower()} {product.out_features}x{product.in_features}, {product.rows} rows"
+    )
+    return Row(
+        case,
+        tried.microseconds,
+        "us",
+        more={"tile": describe(tried.tile), "rule": tried.rule, "library": tried.library},
+    )

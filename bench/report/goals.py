@@ -1,0 +1,304 @@
+"""What was promised, row by row of docs/performance.md, and which recorded figure answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from outrider.bench.report.recorded import Peer, Recorded, Results
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """What was measured for a goal.
+
+    Attributes:
+        value: In the goal's unit.
+        text: As it is shown.
+        source: Where it is recorded.
+        floor, ratio: Of the measured row, as shown; empty where there is none.
+        peer: The recorded figure of a peer, as shown; empty without one.
+        peer_source: Where that is recorded.
+    """
+
+    value: float
+    text: str
+    source: Path
+    floor: str = ""
+    ratio: str = ""
+    peer: str = ""
+    peer_source: Peer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A row of the table: `limit` is the most (or, with `at_least`, the least) that `find`'s figure may be; None where none was set, and
+    then the row is left out until there is a figure. `peer`: what another peer needs, with its source, as shown."""
+
+    what: str
+    limit: float | None
+    text: str
+    find: Callable[[Results], Figure | None]
+    at_least: bool = False
+    peer: str = ""
+
+    def met(self, figure: Figure) -> bool:
+        """Whether the figure is on the right side of the limit, if there is one."""
+        if self.limit is None:
+            return True
+        return figure.value >= self.limit if self.at_least else figure.value <= self.limit
+
+
+def _round(kind: str, batch: int, config: str = "", **settings: Any) -> Callable[[Results], Figure | None]:
+    """Milliseconds of a round, beside vLLM's of a configuration of its own, of the call in which that ran; it ran on one GPU."""
+
+    def find(results: Results) -> Figure | None:
+        peer = results.vllm(config, batch)
+        call = peer[0] if peer is not None and "tp" not in settings else None
+        found = results.latency(f"round {kind}, batch {batch}", beside=call, **settings)
+        if found is None:
+            return None
+        if peer is None:
+            return _figure(found)
+        who = "vLLM (one GPU)" if "tp" in settings else "vLLM"
+        return replace(_figure(found), peer=f"{who} {peer[1]['ms_round']:.2f} ms", peer_source=peer[0])
+
+    return find
+
+
+def _sglang(milliseconds: float) -> str:
+    """SGLang's figure of a round: given with the goals, and recorded in no file of this repository."""
+    return f"SGLang {milliseconds:g} ms (issue's figure, no file)"
+
+
+def _kernel(case: str) -> Callable[[Results], Figure | None]:
+    """A kernel's figure, in milliseconds."""
+
+    def find(results: Results) -> Figure | None:
+        found = results.kernels(case)
+        if found is None:
+            return None
+        row = dict(found[1])
+        if row["unit"] == "us":
+            row |= {
+                "unit": "ms",
+                "value": row["value"] / 1e3,
+                "floor": None if row["floor"] is None else row["floor"] / 1e3,
+            }
+        return _figure((found[0], row))
+
+    return find
+
+
+def _against_vllm(kind: str, batch: int, config: str, metric: str) -> Callable[[Results], Figure | None]:
+    """Our figure over vLLM's of the same kind."""
+
+    def find(results: Results) -> Figure | None:
+        peer = results.vllm(config, batch)
+        found = results.latency(f"round {kind}, batch {batch}", beside=peer and peer[0])
+        if found is None or peer is None:
+            return None
+        ours = float(found[1]["tok_s"] if metric == "tok_s" else found[1]["value"])
+        theirs = float(peer[1][metric])
+        unit = "tok/s" if metric == "tok_s" else "ms"
+        figure = _figure(found)
+        text = f"{ours / theirs:.3f} × ({_number(ours)} {unit})"
+        return replace(
+            figure, value=ours / theirs, text=text, peer=f"vLLM {_number(theirs)} {unit}", peer_source=peer[0]
+        )
+
+    return find
+
+
+def _transports(transport: str, **settings: Any) -> Callable[[Results], Figure | None]:
+    """A round through a transport over one in process, of the run that is likest: see `Recorded.distance`."""
+
+    def find(results: Results) -> Figure | None:
+        case = "round tree 5/8/32, batch 1"
+        found = results.latency(case, transport=transport, **settings)
+        inproc = found and results.latency(case, near=found[0])
+        if found is None or inproc is None:
+            return None
+        ratio = found[1]["value"] / inproc[1]["value"]
+        text = f"{ratio:.3f} × ({_number(found[1]['value'])} ms)"
+        return Figure(
+            ratio, text, found[0].path, f"{_number(inproc[1]['value'])} ms in process", f"{ratio:.3f}"
+        )
+
+    return find
+
+
+def _over_wide(case: str, **changes: Any) -> Callable[[Results], Figure | None]:
+    """A round with `changes` over the same without, likewise."""
+
+    def find(results: Results) -> Figure | None:
+        found = results.latency(case, changes=changes)
+        wide = found and results.latency(case, near=found[0])
+        if found is None or wide is None:
+            return None
+        ratio = found[1]["value"] / wide[1]["value"]
+        figure = _figure(found)
+        text = f"{ratio:.3f} × ({figure.text}; {_number(wide[1]['value'])} ms)"
+        return Figure(ratio, text, figure.source, figure.floor, figure.ratio)
+
+    return find
+
+
+def _perplexity(case: str) -> Callable[[Results], Figure | None]:
+    """By how many percent the perplexity grows."""
+
+    def find(results: Results) -> Figure | None:
+        found = results.perplexity(case)
+        if found is None:
+            return None
+        increase = float(found[1]["increase_percent"])
+        wide = found[0].row("as it is")
+        before = "" if wide is None else f"{_number(wide['value'])} as it is"
+        where = f"{found[0].settings('device')}, {found[0].settings('dtype')}"
+        text = f"{increase:+.2f} % ({_number(found[1]['value'])}; {where})"
+        return Figure(increase, text, found[0].path, before, f"{1 + increase / 100:.3f}")
+
+    return find
+
+
+def _share(case: str, name: str, whole: str = "", what: str = "") -> Callable[[Results], Figure | None]:
+    """A share that a latency row carries, as a percentage; it is called `what` where it is a part of another, `whole`."""
+
+    def find(results: Results) -> Figure | None:
+        found = results.latency(case, needs=name)
+        if found is None:
+            return None
+        share = 100 * float(found[1][name])
+        figure = _figure(found)
+        more = f" {what}, {100 * float(found[1][whole]):.1f} % in all" if whole in found[1] else ""
+        return Figure(
+            share, f"{share:.1f} %{more} ({figure.text})", figure.source, figure.floor, figure.ratio
+        )
+
+    return find
+
+
+def _demo_pair(results: Results) -> Figure | None:
+    """How many times as many tokens a second the embedded pair writes with drafts as the default has them, of answers one at a time."""
+    found = results.summary("speculation-cuda.json")
+    if found is None:
+        return None
+    summary, *others = found[0].content["summary"]
+    ratio, most = float(summary["auto_over_off"]["median"]), float(summary["accept_length"]["auto"])
+    also = [f"{other['auto_over_off']['median']:.2f} × at T = {other['temperature']:g}" for other in others]
+    also.append(f"`on`, the same tree in every round, {summary['on_over_off']['median']:.2f} ×")
+    text = f"{ratio:.2f} × ({'; '.join(also)})"
+    return Figure(
+        ratio,
+        text,
+        found[0].path,
+        f"{most:.2f} × (accept length: a round as short as a step)",
+        f"{most / ratio:.2f}",
+    )
+
+
+def _figure(found: tuple[Recorded, Mapping[str, Any]]) -> Figure:
+    recorded, row = found
+    floor = (
+        ""
+        if row.get("floor") is None
+        else f"{_number(row['floor'])} {row['unit']} ({row.get('floor_of', '')})"
+    )
+    ratio = "" if row.get("ratio") is None else f"{row['ratio']:.2f}"
+    return Figure(float(row["value"]), f"{_number(row['value'])} {row['unit']}", recorded.path, floor, ratio)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 100 else f"{value:.2f}"
+
+
+GOALS: Sequence[Goal] = (
+    Goal("plain decode, batch 1, a step", 4.1, "≤ 4.1 ms", _round("plain", 1, "plain"), peer=_sglang(4.78)),
+    Goal("the same with `--tp 2`", 2.8, "≤ 2.8 ms", _round("plain", 1, "plain", tp=2)),
+    Goal("the same with `--tp 4`", None, "", _round("plain", 1, "plain", tp=4)),
+    Goal(
+        "verify 32 nodes, batch 1 (forward, GPU alone)",
+        4.5,
+        "≤ 4.5 ms",
+        _kernel("forward 32 rows, batch 1, context 768"),
+    ),
+    Goal(
+        "verify 64 nodes, batch 1 (forward, GPU alone)",
+        4.7,
+        "≤ 4.7 ms",
+        _kernel("forward 64 rows, batch 1, context 768"),
+    ),
+    Goal(
+        "EAGLE-3 propose, 5 steps, topk 8, extend included",
+        1.3,
+        "≤ 1.3 ms",
+        _kernel("propose 5/8/32, batch 1"),
+    ),
+    Goal("round, tree 5/8/32, batch 1", 6.0, "≤ 6.0 ms", _round("tree 5/8/32", 1), peer=_sglang(9.7)),
+    Goal("round, chain of 5, batch 1", 5.5, "≤ 5.5 ms", _round("chain 5", 1, "chain5"), peer=_sglang(8.9)),
+    Goal("round, chain of 3, batch 1", 5.0, "≤ 5.0 ms", _round("chain 3", 1, "chain3")),
+    *(
+        Goal(
+            f"round, chain of {steps}, batch {batch} ÷ vLLM's",
+            0.88,
+            "≤ 0.88 ×",
+            _against_vllm(f"chain {steps}", batch, f"chain{steps}", "ms_round"),
+        )
+        for steps in (3, 5)
+        for batch in (4, 16)
+    ),
+    Goal("round, tree 5/8/32, batch 4", 7.2, "≤ 7.2 ms", _round("tree 5/8/32", 4), peer=_sglang(11.5)),
+    Goal("round, tree 5/8/32, batch 16", 15.6, "≤ 15.6 ms", _round("tree 5/8/32", 16), peer=_sglang(20.8)),
+    Goal(
+        "chain of 3, batch 64, tokens/s ÷ vLLM's",
+        1.06,
+        "≥ 1.06 ×",
+        _against_vllm("chain 3", 64, "chain3", "tok_s"),
+        True,
+    ),
+    Goal("`ipc:` ÷ in process, one GPU", 1.08, "≤ 1.08 ×", _transports("ipc")),
+    Goal("`ipc:` ÷ in process, one GPU under MPS", 1.03, "≤ 1.03 ×", _transports("ipc", mps=True)),
+    Goal(
+        "`ipc:` ÷ in process, draft on a second GPU",
+        1.02,
+        "≤ 1.02 ×",
+        _transports("ipc", draft_device="cuda:1"),
+    ),
+    Goal("`grpc:` on loopback ÷ in process", 1.10, "≤ 1.10 ×", _transports("grpc")),
+    Goal(
+        "GPU idle between rounds, tree 5/8/32, batch 1",
+        3.0,
+        "≤ 3 %",
+        _share("round tree 5/8/32, batch 1", "gpu_idle_between", "gpu_idle", "in pauses over 8 µs"),
+    ),
+    Goal(
+        "plain decode, batch 64, tokens/s ÷ vLLM's",
+        1.03,
+        "≥ 1.03 ×",
+        _against_vllm("plain", 64, "plain", "tok_s"),
+        True,
+    ),
+    Goal(
+        "prefill of 2048 tokens, of the matrix rate",
+        60.0,
+        "≥ 60 %",
+        _share("prefill 2048", "share_of_matrix_rate"),
+        True,
+    ),
+    Goal(
+        "FP8 products ÷ bf16, plain decode, batch 1, a step",
+        0.65,
+        "≤ 0.65 ×",
+        _over_wide("round plain, batch 1", quantization="fp8"),
+    ),
+    Goal(
+        "FP8 products, perplexity on GSM8K's test text, demo target",
+        1.0,
+        "≤ +1 %",
+        _perplexity("FP8 products"),
+    ),
+    Goal("FP8 cache, the same", None, "", _perplexity("FP8 cache")),
+    Goal("demo pair, real acceptance, `auto` (the default) ÷ off", 2.0, "≥ 2 ×", _demo_pair, True),
+)

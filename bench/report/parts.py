@@ -1,0 +1,96 @@
+"""What the parts do, for docs/performance.md: the machine's ceilings, the kernels by function, a served load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from outrider.bench.report.recorded import Recorded, Results
+from outrider.bench.report.runs import command_lines
+
+BOUND_BY = {"bytes": "bytes", "flops": "operations", "launch": "a launch"}
+
+
+def ceiling_lines(results: Results) -> Iterator[str]:
+    """Yield the lines of what the machine can do, beside what it is rated at."""
+    yield from _rows(results.latest("roofline"), "ceiling", "`outrider bench roofline`")
+
+
+def load_lines(results: Results) -> Iterator[str]:
+    """Yield the lines of what clients experience under load, beside what they do alone."""
+    recorded = results.latest("serve")
+    yield from _rows(recorded, "load", "`outrider bench serve`")
+
+
+def start_lines(results: Results) -> Iterator[str]:
+    """Yield a line for every recorded start of a stack, with what the first of its clients met."""
+    recorded = results.starts()
+    if not recorded:
+        yield "Starts are not measured yet."
+        return
+    yield "| kernels compiled at the start | found compiled | until it answers | first load: time to first token, p50 | p99 |"
+    yield "| --- | --- | --- | --- | --- |"
+    for stack in recorded:
+        start = stack.content["start"]
+        waits = [_shown(stack.row(f"time to first token, p{percent}") or {}) for percent in (50, 99)]
+        cells = (
+            str(start["kernels_compiled"]),
+            str(start["kernels_cached"]),
+            f"{start['seconds']:.1f} s",
+            *waits,
+        )
+        yield f"| {' | '.join(cells)} |"
+    yield from command_lines({stack.path for stack in recorded})
+
+
+def kernel_lines(results: Results) -> Iterator[str]:
+    """Yield a line for every function that `outrider bench kernels` calls, over all of its cases that one thing bounds."""
+    recorded = results.latest("kernels", "rms_norm, 1 rows")
+    if recorded is None:
+        yield "The kernels are not measured yet."
+        return
+    yield "| function | cases | bound by | × floor, best | × floor, worst | the worst |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for (function, bound), rows in _by_function(recorded.content["rows"]).items():
+        ranked = sorted(rows, key=lambda row: float(row["ratio"]))
+        best, worst = ranked[0], ranked[-1]
+        case = str(worst["case"]).removeprefix(function).strip(" ,.")
+        cells = (
+            f"`{function}`",
+            str(len(rows)),
+            BOUND_BY[bound],
+            f"{best['ratio']:.2f}",
+            f"{worst['ratio']:.2f}",
+            f"{case}: {_shown(worst)}",
+        )
+        yield f"| {' | '.join(cells)} |"
+    yield from command_lines({recorded.path})
+
+
+def _by_function(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
+    """Return (function, what bounds it) → rows, in order; passes, which have rows of their own in the table of goals, left out."""
+    found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        function = str(row["case"]).split(maxsplit=1)[0].rstrip(",")
+        if function not in ("forward", "propose") and row.get("ratio") is not None:
+            found.setdefault((function, str(row["floor_of"])), []).append(row)
+    return found
+
+
+def _rows(recorded: Recorded | None, what: str, command: str) -> Iterator[str]:
+    if recorded is None:
+        yield f"{command} is not measured on a GPU yet."
+        return
+    yield f"| {what} | measured | floor | × floor |"
+    yield "| --- | --- | --- | --- |"
+    for row in recorded.content["rows"]:
+        yield f"| {row['case']} | {_shown(row)} | {_number(row['floor'])} {row['unit']} ({row['floor_of']}) | {row['ratio']:.2f} |"
+    yield from command_lines({recorded.path})
+
+
+def _shown(row: Mapping[str, Any]) -> str:
+    return f"{_number(row['value'])} {row['unit']}" if row else ""
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -1,0 +1,84 @@
+"""Which source a result was made from: its commit, and git's own ids of the folders that computed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+"""What holds the folders of the package: of a checkout, of a copy, or of an installed package."""
+PARTS = ("kernels", "shared", "services")
+REVISION = "OUTRIDER_REVISION"
+"""The variable that names the commit where there is no checkout."""
+NOT_SOURCE = ("__pycache__",)
+LINK, PROGRAM, FILE, FOLDER = b"120000", b"100755", b"100644", b"40000"
+GIT_S = 10.0
+
+
+@cache
+def recorded_source(root: Path = ROOT) -> dict[str, Any]:
+    """Return what a result shall tell of the source in `root`, as this process first saw it.
+
+    Returns:
+        commit: That is checked out, or that the variable names; None where neither tells.
+        modified: Whether files of the package differ from it; None without a checkout.
+        trees: Folder → id, which ``git rev-parse COMMIT:FOLDER`` tells of the same files: nobody needs to believe the variable.
+    """
+    commit, modified = _checked_out(root) or (os.environ.get(REVISION), None)
+    return {"commit": commit, "modified": modified, "trees": {part: tree_id(root / part) for part in PARTS}}
+
+
+def tree_id(folder: Path) -> str:
+    """Return the id that git gives to the files of a folder; compiled modules and empty folders are none of them."""
+    return (_tree(folder) or _object(b"tree", b"")).hex()
+
+
+def _tree(folder: Path) -> bytes | None:
+    entries = []
+    for path in folder.iterdir():
+        if path.name in NOT_SOURCE:
+            continue
+        if path.is_symlink():
+            mode, found = LINK, _object(b"blob", os.fsencode(path.readlink()))
+        elif path.is_dir():
+            below = _tree(path)
+            if below is None:
+                continue
+            mode, found = FOLDER, below
+        else:
+            mode, found = (
+                PROGRAM if path.stat().st_mode & 0o100 else FILE,
+                _object(b"blob", path.read_bytes()),
+            )
+        name = os.fsencode(path.name)
+        entries.append((name + b"/" if mode == FOLDER else name, b"%s %s\0%s" % (mode, name, found)))
+    return _object(b"tree", b"".join(entry for _, entry in sorted(entries))) if entries else None
+
+
+def _object(kind: bytes, content: bytes) -> bytes:
+    return hashlib.sha1(b"%s %d\0%s" % (kind, len(content), content), usedforsecurity=False).digest()
+
+
+def _checked_out(root: Path) -> tuple[str, bool] | None:
+    """Return the commit whose checkout `root` is, and whether the package's files differ from it; None if it is no checkout's root."""
+    found = _git(root, "rev-parse", "--show-prefix", "HEAD")
+    if found is None or not found.startswith("\n"):  # a folder within some other repository has a prefix
+        return None
+    changes = _git(
+        root, "status", "--porcelain", "--untracked-files=all", "--", *PARTS, "bench", ":!bench/results"
+    )
+    return found.strip(), bool(changes)
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        ran = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=GIT_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return ran.stdout if ran.returncode == 0 else None

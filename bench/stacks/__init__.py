@@ -1,0 +1,1 @@
+"""Engines, drafts and models that benchmarks build in their own process."""

@@ -1,0 +1,78 @@
+"""A random EAGLE-3 head as a folder, read by the same code as any head: in process, or by a draft service."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+
+from outrider.bench.stacks.shapes import NamedShape
+from outrider.shared.nn.dummy import SPREAD, RandomTensors
+
+LAYER = "midlayer."
+LOGIT_SPREAD = 6.0
+"""Standard deviation of the logits: as sure of its first guesses as a trained head, so that trees grow as deep."""
+
+
+MEMORY_FOLDER = Path("/dev/shm")
+MEMORY_NEEDED = 4 << 30
+
+
+def memory_folder() -> Path | None:
+    """Return a folder in memory with room for a head, or None where there is none (containers get 64 MiB): Python's default then."""
+    return (
+        MEMORY_FOLDER
+        if MEMORY_FOLDER.is_dir() and shutil.disk_usage(MEMORY_FOLDER).free >= MEMORY_NEEDED
+        else None
+    )
+
+
+@torch.inference_mode()
+def write_random_head(
+    folder: Path, shape: NamedShape, device: torch.device | str, dtype: torch.dtype
+) -> Path:
+    """Write config.json and model.safetensors of a head for `shape`; the embedding is the target's.
+
+    Args:
+        folder: Exists; better in memory (/dev/shm) than on a disk.
+        shape: The target's and the head's sizes.
+        device: Where the numbers are drawn.
+        dtype: Of the file's tensors.
+    """
+    from safetensors.torch import save_file
+
+    config = shape.head
+    hidden, inner, draft_vocab = (
+        config["hidden_size"],
+        config["intermediate_size"],
+        config["draft_vocab_size"],
+    )
+    queries, keys = (
+        config["num_attention_heads"] * config["head_dim"],
+        config["num_key_value_heads"] * config["head_dim"],
+    )
+    shapes = {
+        "fc.weight": (hidden, 3 * hidden),
+        f"{LAYER}input_layernorm.weight": (hidden,),
+        f"{LAYER}hidden_norm.weight": (hidden,),
+        f"{LAYER}self_attn.q_proj.weight": (queries, 2 * hidden),
+        f"{LAYER}self_attn.k_proj.weight": (keys, 2 * hidden),
+        f"{LAYER}self_attn.v_proj.weight": (keys, 2 * hidden),
+        f"{LAYER}self_attn.o_proj.weight": (hidden, queries),
+        f"{LAYER}post_attention_layernorm.weight": (hidden,),
+        f"{LAYER}mlp.gate_proj.weight": (inner, hidden),
+        f"{LAYER}mlp.up_proj.weight": (inner, hidden),
+        f"{LAYER}mlp.down_proj.weight": (hidden, inner),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (draft_vocab, hidden),
+    }
+    source = RandomTensors(device, dtype)
+    tensors = {name: source.take(name, size).cpu() for name, size in shapes.items()}
+    tensors["lm_head.weight"] *= LOGIT_SPREAD / (SPREAD * hidden**0.5)
+    stride = config["vocab_size"] // draft_vocab
+    tensors["d2t"] = torch.arange(draft_vocab) * (stride - 1)  # target id = stride * draft id
+    save_file(tensors, str(folder / "model.safetensors"))
+    (folder / "config.json").write_text(json.dumps(dict(config), indent=1), encoding="utf-8")
+    return folder

@@ -1,0 +1,46 @@
+"""The target of a named shape with random weights, made where it runs: by this repository's layers, or by `transformers`' modules."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+import torch
+
+from outrider.bench.stacks.shapes import NamedShape
+from outrider.shared.nn.checkpoint.json_config import ConfigReader
+from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.dummy import random_decoder
+from outrider.shared.nn.generic.layout import GenericConfig
+
+if TYPE_CHECKING:
+    from outrider.shared.nn.generic.model import GenericDecoder
+
+
+def random_target(shape: NamedShape, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """Return the target of a shape, as `load_decoder` would of its checkpoint.
+
+    Raises:
+        CheckpointError: `transformers` shall compute it, and is not installed or refuses it.
+    """
+    config = shape.model_config()
+    return (
+        _generic(shape, config, device, dtype)
+        if isinstance(config, GenericConfig)
+        else random_decoder(config, device, dtype)
+    )
+
+
+def _generic(
+    shape: NamedShape, config: GenericConfig, device: torch.device, dtype: torch.dtype
+) -> GenericDecoder:
+    # Only here: `transformers` comes with these, which no other shape needs.
+    find_class = importlib.import_module("outrider.shared.nn.generic.config").find_class
+    paged = importlib.import_module("outrider.shared.nn.generic.attention").PAGED
+    decoder_class: type[GenericDecoder] = importlib.import_module(
+        "outrider.shared.nn.generic.model"
+    ).GenericDecoder
+    model_class, settings = find_class(ConfigReader(shape.target, f"--shape {shape.name}"))
+    with torch.device(device), torch.inference_mode(False):
+        model = model_class._from_config(settings, dtype=dtype, attn_implementation=paged)
+    return decoder_class(config, model.eval().requires_grad_(False), f"random {config.fingerprint}")

@@ -1,0 +1,73 @@
+"""A draft in a process of its own, as `outrider serve draft` starts it, beside an engine that is measured."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import deque
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from outrider.services.stack.launch import free_port, outrider_command
+from outrider.services.stack.supervisor import ChildSpec, Supervisor, Surroundings
+
+DRAIN_S = 10.0
+
+
+class Transport(Enum):
+    """How the target reaches the draft."""
+
+    INPROC = "inproc"
+    IPC = "ipc"
+    GRPC = "grpc"
+    UNIX = "unix"
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteDraft:
+    """What to start.
+
+    Attributes:
+        head: Folder.
+        transport: How it is reached; not in process.
+        device, dtype: As the service takes them.
+        kv_tokens, max_sessions: What its cache holds.
+    """
+
+    head: Path
+    transport: Transport
+    device: str
+    dtype: str
+    kv_tokens: int
+    max_sessions: int
+
+    def start(self, cleanup: ExitStack, around: Surroundings, log: deque[str]) -> str:
+        """Start the process, which `cleanup` stops and which writes its lines to `log`; returns the address that the target takes."""
+        runtime = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
+        port = free_port()
+        listen, address = {
+            Transport.GRPC: (f"127.0.0.1:{port}", f"grpc://127.0.0.1:{port}"),
+            Transport.UNIX: (f"unix:{runtime / 'draft.sock'}", f"unix:{runtime / 'draft.sock'}"),
+            Transport.IPC: (f"ipc://{runtime / 'draft.ipc'}", f"ipc://{runtime / 'draft.ipc'}"),
+        }[self.transport]
+        flags = {
+            "listen": listen,
+            "draft": self.head,
+            "device": self.device,
+            "dtype": self.dtype,
+            "kv-tokens": self.kv_tokens,
+            "max-sessions": self.max_sessions,
+            "log-level": "warning",
+        }
+        command = (
+            outrider_command(),
+            "serve",
+            "draft",
+            *(part for name, value in flags.items() for part in (f"--{name}", str(value))),
+        )
+        supervisor = Supervisor(
+            (ChildSpec("draft", command, DRAIN_S),), lambda _name, line: log.append(line), around
+        )
+        cleanup.enter_context(supervisor).settle()
+        return address

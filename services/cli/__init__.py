@@ -1,0 +1,5 @@
+"""The `outrider` command: its subcommands, and the flags that come from settings."""
+
+from outrider.services.cli.commands import main
+
+__all__ = ["main"]

@@ -1,0 +1,6 @@
+"""Runs the `outrider` command as ``python -m outrider.services.cli``."""
+
+from outrider.services.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""What each `outrider serve` runs.
+
+This module, the launcher and `cli` alone see all services, and import them only when one is started.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from outrider.services.stack.options import INPROC
+from outrider.shared.rpc.polling import watch_sockets
+from outrider.shared.spec.algorithm import Algorithm
+
+if TYPE_CHECKING:
+    from outrider.services.draft.settings import DraftSettings
+    from outrider.services.gateway.settings import GatewaySettings
+    from outrider.services.target.settings import TargetSettings
+
+
+def serve_gateway(settings: GatewaySettings) -> int:
+    """Run the gateway until it is told to stop."""
+    from outrider.services.gateway import app
+
+    return app.run(settings)
+
+
+def serve_target(settings: TargetSettings) -> int:
+    """Run the target; for ``--draft inproc:DIR`` the draft is put into its process here, since services do not import each other.
+
+    Without a DIR, ``--speculative-algorithm`` says what drafts: n-grams, or the MTP layers of the model.
+    """
+    watch_sockets()
+    from outrider.services.target import app
+
+    if not settings.draft.startswith(INPROC) or settings.speculative_algorithm is Algorithm.NONE:
+        return app.run(settings)
+    from outrider.services.draft.inproc import drafter_beside
+    from outrider.services.draft.settings import DraftSettings
+
+    alike = ("max_steps", "max_topk", "max_nodes", "page_size", "num_steps", "topk", "num_draft_tokens")
+    caps = {name: getattr(settings, name) for name in (*alike, "cuda_graph_max_bs", "disable_cuda_graph")}
+    folder = settings.draft.removeprefix(INPROC)
+    draft = DraftSettings.load(
+        {
+            "draft": folder or None,
+            "speculative_algorithm": settings.speculative_algorithm.value,
+            "speculative_token_map": settings.speculative_token_map,
+            "ngram_corpus": settings.ngram_corpus,
+            "target_weights": settings.model,
+            "max_sessions": settings.max_running_requests,
+            "disable_tile_trial": settings.disable_tile_trial,
+            **caps,
+        }
+    )
+    draft.check()
+    plain = settings.model_copy(update={"draft": "none", "speculative_token_map": None, "ngram_corpus": None})
+    return app.run(plain, lambda decoder, sizing: drafter_beside(decoder, draft, sizing))
+
+
+def serve_draft(settings: DraftSettings) -> int:
+    """Run the draft until it is told to stop."""
+    watch_sockets()
+    from outrider.services.draft import app
+
+    return app.run(settings)

@@ -1,0 +1,1 @@
+"""Small clients of running services: the REST API and gRPC health checks."""

@@ -1,0 +1,1 @@
+"""Extends sessions with committed tokens and grows draft trees."""

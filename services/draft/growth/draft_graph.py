@@ -1,0 +1,312 @@
+"""Rounds that the host starts (a draft service, or a batch whose composition changes), as one copy of the inputs and one launch.
+
+On a GPU the host takes longer to launch the hundred kernels of a round than the GPU to run them. So rounds of a size that comes up again
+are recorded; the first few of any size run eagerly, by the same code.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from outrider.services.draft.growth.device_rounds import RoundMemory
+from outrider.services.draft.growth.draft_round import (
+    RoundDrafter,
+    RoundInputs,
+    RoundShape,
+    RoundTrees,
+    round_rows,
+)
+from outrider.services.draft.growth.extend_graph import RecordedExtend
+from outrider.services.draft.growth.page_tables import PageTable
+from outrider.services.draft.growth.round_model import RoundModel
+from outrider.services.draft.sessions.chunks import RowChunk, take_features
+from outrider.services.draft.sessions.session import RowSource, Session
+from outrider.shared.attn.base import AttentionBackend
+from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.kv.pool import KVPool
+from outrider.shared.spec.tree import DraftBatch, DraftShape, mask_words
+
+RECORD_AFTER = 8
+"""Rounds of one size before it is recorded: a recording takes as long as some tens of rounds."""
+MAX_SIZES = 4096
+"""Sizes whose rounds are counted."""
+MAX_BS = 64
+"""Largest batch that is recorded, unless settings say otherwise."""
+MAX_TOLD = 16
+"""Sizes that the log names as too large."""
+
+_log = logging.getLogger("outrider.draft")
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffers:
+    """Inputs of rounds of one size that never move: views of one packed tensor, and the features.
+
+    Attributes:
+        packed: ``[n] int32``: what `inputs` views, but for features and pages.
+        places: ``[bs * rows] int64``, view: where the queued features go among the rows of all sequences.
+        inputs: What the round reads.
+        table: Whose tensor `inputs` holds.
+    """
+
+    packed: torch.Tensor
+    places: torch.Tensor
+    inputs: RoundInputs
+    table: PageTable
+
+
+class HostRounds:
+    """Extends sessions by few rows and grows their trees in one go.
+
+    Args:
+        memory: Pool, tables and model.
+        graphs: Of the device; without CUDA every round runs eagerly.
+        feature_size: Width of a feature row; 0: none.
+        dtype: Of the features.
+        max_bs: Says how large a batch may be that is recorded.
+    """
+
+    def __init__(
+        self,
+        memory: RoundMemory,
+        graphs: GraphCache,
+        feature_size: int,
+        dtype: torch.dtype,
+        max_bs: Callable[[], int] = lambda: MAX_BS,
+    ) -> None:
+        self._memory = memory
+        self._graphs = graphs
+        self._max_bs = max_bs
+        self._feature_size = feature_size
+        self._dtype = dtype
+        self._buffers: dict[tuple[int, int, int], _Buffers] = {}
+        self._uses: Counter[RoundShape] = Counter()
+
+    def draft(self, sessions: Sequence[Session]) -> DraftBatch:
+        """Extend and grow one tree per session.
+
+        Args:
+            sessions: Reserved, asked for trees of equal depth and topk, with 1 to `pending_rows` rows that are not in the KV yet.
+        """
+        shapes = [session.ask.shape.bounded() for session in sessions if session.ask is not None]
+        counts = [session.extendable_rows for session in sessions]
+        nodes = _power_of_2(max(shape.max_nodes for shape in shapes))
+        rows = max(pending_rows(shape) for shape in shapes)
+        size = RoundShape(_power_of_2(len(sessions)), rows, shapes[0].depth, shapes[0].topk, nodes)
+        longest = max(
+            self._memory.tokens_needed(session.committed_len, shape)
+            for session, shape in zip(sessions, shapes, strict=True)
+        )
+        width = self._memory.tables.width_for(longest)
+        assert width is not None, "the sessions' leases hold their trees"
+        buffers = self._buffers_for(size, width)
+        key = (size, width)
+        recorded = self._record(key, size, buffers)
+        self._load(sessions, counts, [shape.max_nodes for shape in shapes], buffers)
+        drafted = (
+            self._graphs.run(key, lambda: self._run(buffers, size)) if recorded else self._run(buffers, size)
+        )
+        # The next round of this size overwrites what this one has made.
+        trees, states = _copied(drafted, len(sessions), max(shape.max_nodes for shape in shapes))
+        for session, count, state in zip(sessions, counts, states.unbind(0), strict=True):
+            session.cached_rows += count
+            session.last_state = state
+        return trees
+
+    def record(self, bs: int, shape: DraftShape) -> None:
+        """Record the rounds of a batch before anybody is served; nothing happens without CUDA, or for a shape without drafts."""
+        if not shape.drafts:
+            return
+        shape = shape.bounded()
+        size = RoundShape(bs, pending_rows(shape), shape.depth, shape.topk, _power_of_2(shape.max_nodes))
+        width = self._memory.tables.width_for(1)
+        assert width is not None, "one token fits"
+        self._uses[size] = RECORD_AFTER
+        self._record((size, width), size, self._buffers_for(size, width))
+
+    def _run(self, buffers: _Buffers, size: RoundShape) -> RoundTrees:
+        return self._memory.drafter.draft(buffers.inputs, size)
+
+    def _record(self, key: tuple[RoundShape, int], size: RoundShape, buffers: _Buffers) -> bool:
+        """Say whether rounds of this size are replayed; record them when they have come up often enough."""
+        if not self._graphs.enabled or size.bs > _power_of_2(self._max_bs()):
+            return False
+        if not self._graphs.holds(key):
+            if len(self._uses) > MAX_SIZES:
+                self._uses.clear()
+            self._uses[size] += 1
+            if self._uses[size] <= RECORD_AFTER:
+                return False
+            buffers.packed.zero_()  # idle rows: recording runs the round for real
+            self._graphs.capture(key, lambda: self._run(buffers, size))
+        return True
+
+    def _buffers_for(self, size: RoundShape, width: int) -> _Buffers:
+        key = (size.bs, size.rows, width)
+        if key not in self._buffers:
+            self._buffers[key] = self._make_buffers(size.bs, size.rows, width)
+        return self._buffers[key]
+
+    def _make_buffers(self, bs: int, rows: int, width: int) -> _Buffers:
+        device = self._memory.pool.device
+        # Its own for good: were it one of those that rounds on the device take in turn, what was recorded for theirs would be void.
+        table = PageTable(bs, width, device)
+        with torch.inference_mode(False):
+            packed = torch.zeros(_packed_size(bs, rows), dtype=torch.int32, device=device)
+            features = torch.zeros((bs, rows, self._feature_size), dtype=self._dtype, device=device)
+        places, seeds, *columns, tokens = packed.split_with_sizes(
+            [2 * bs * rows, 2 * bs, bs, bs, bs, bs, bs, bs * rows]
+        )
+        committed_lens, counts, max_nodes, choices, temperature = columns
+        inputs = RoundInputs(
+            committed_lens,
+            counts,
+            tokens.view(bs, rows),
+            features,
+            max_nodes,
+            table.tensor,
+            temperature.view(torch.float32),
+            seeds.view(torch.int64),
+            choices,
+        )
+        return _Buffers(packed, places.view(torch.int64), inputs, table)
+
+    def _load(
+        self, sessions: Sequence[Session], counts: Sequence[int], max_nodes: Sequence[int], buffers: _Buffers
+    ) -> None:
+        """Copy what a round reads to its place; rows behind the sessions are idle."""
+        bs, rows = buffers.inputs.tokens.shape
+        packed = np.zeros(buffers.packed.shape[0], dtype=np.int32)
+        bounds = np.cumsum([2 * bs * rows, 2 * bs, bs, bs, bs, bs, bs])
+        places, seeds, committed_lens, given, nodes, choices, temperature, tokens = np.split(packed, bounds)
+        fresh = [row * rows + i for row, count in enumerate(counts) for i in range(count)]
+        places.view(np.int64)[: len(fresh)] = fresh
+        seeds.view(np.uint64)[: len(sessions)] = [session.seed & 0xFFFFFFFFFFFFFFFF for session in sessions]
+        committed_lens[: len(sessions)] = [session.committed_len for session in sessions]
+        given[: len(sessions)] = counts
+        nodes[: len(sessions)] = max_nodes
+        choices[: len(sessions)] = [session.choice_index for session in sessions]
+        temperature.view(np.float32)[: len(sessions)] = [session.temperature for session in sessions]
+        for row, (session, count) in enumerate(zip(sessions, counts, strict=True)):
+            tokens[row * rows : row * rows + count] = session.tokens[session.committed_len - count :]
+        host = torch.from_numpy(packed)
+        buffers.packed.copy_(host.pin_memory() if buffers.packed.is_cuda else host, non_blocking=True)
+        if sessions[0].row_source is RowSource.FEATURES:
+            chunks = [
+                RowChunk(session, session.cached_rows, count)
+                for session, count in zip(sessions, counts, strict=True)
+            ]
+            features = take_features(chunks, buffers.packed.device, self._dtype)
+            buffers.inputs.features.flatten(0, 1).index_copy_(0, buffers.places[: len(fresh)], features)
+        buffers.table.update([session.lease for session in sessions])
+
+
+class DraftGraphs:
+    """The graphs of a draft and how large the batches are that are recorded.
+
+    Args:
+        device: Of the draft.
+
+    Attributes:
+        cache: Of all its rounds and prompts: they run on one stream, so they share memory.
+        max_bs: Larger batches run without.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.cache = GraphCache(device)
+        self.max_bs = MAX_BS
+        self._told_of: set[int] = set()
+
+    def limit(self, *, disabled: bool, max_bs: int) -> None:
+        """Do as the settings say; before anything is recorded."""
+        self.cache.enabled = self.cache.enabled and not disabled
+        self.max_bs = max_bs
+
+    def admits(self, batch: int) -> bool:
+        """Whether a target elsewhere may have rounds of so many sequences kept on this device; says once for each size why not."""
+        if batch > self.max_bs and batch not in self._told_of and len(self._told_of) < MAX_TOLD:
+            self._told_of.add(batch)
+            _log.warning(
+                "rounds of %d sequences go by way of the host: this draft has --cuda-graph-max-bs %d; start it with that of the target",
+                batch,
+                self.max_bs,
+            )
+        return batch <= self.max_bs
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRounds:
+    """Rounds in one go of a strategy.
+
+    Attributes:
+        memory: Of those that stay on the device.
+        host: Of those that the host starts; None where extending and growing one after the other is quicker.
+        extension: Takes in short prompts before them; None where the host needs no help with that.
+        graphs: Of all of them.
+    """
+
+    memory: RoundMemory
+    host: HostRounds | None
+    extension: RecordedExtend | None = None
+    graphs: DraftGraphs = field(default_factory=lambda: DraftGraphs(torch.device("cpu")))
+
+    @classmethod
+    def make(
+        cls,
+        model: RoundModel,
+        attention: AttentionBackend,
+        pool: KVPool,
+        feature_size: int,
+        dtype: torch.dtype,
+    ) -> DraftRounds:
+        """Make those of a model; on a CPU, which has nothing to launch, the host goes the other way."""
+        memory, graphs = (
+            RoundMemory(RoundDrafter(model, attention, pool), pool, model.lead),
+            DraftGraphs(pool.device),
+        )
+        if pool.device.type != "cuda":
+            return cls(memory, None, graphs=graphs)
+        extension = RecordedExtend(model, attention, pool, feature_size, dtype, graphs.cache)
+        return cls(
+            memory,
+            HostRounds(memory, graphs.cache, feature_size, dtype, lambda: graphs.max_bs),
+            extension,
+            graphs,
+        )
+
+
+def pending_rows(shape: DraftShape) -> int:
+    """Return how many rows a session may be behind when its tree of that shape is grown in one go."""
+    return round_rows(shape.bounded()) if shape.drafts else 0
+
+
+def _packed_size(bs: int, rows: int) -> int:
+    return 2 * bs * rows + 2 * bs + 5 * bs + bs * rows
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _copied(drafted: RoundTrees, count: int, nodes: int) -> tuple[DraftBatch, torch.Tensor]:
+    """Return copies of the first `count` trees, `nodes` columns of each, as views of one tensor; and of the states."""
+    trees = drafted.trees
+    assert trees.logprobs is not None, "rounds hand log-probs on"
+    columns = [part[:count, :nodes] for part in (trees.tokens, trees.parents, trees.depths)]
+    masks = trees.ancestors[:count, :nodes, : mask_words(nodes)]
+    parts = [*columns, trees.num_nodes[:count], masks, trees.logprobs[:count, :nodes].view(torch.int32)]
+    packed = torch.cat([part.reshape(-1) for part in parts])
+    views = [
+        view.view(part.shape)
+        for view, part in zip(packed.split_with_sizes([part.numel() for part in parts]), parts, strict=True)
+    ]
+    tokens, parents, depths, num_nodes, ancestors, logprobs = views
+    return DraftBatch(
+        tokens, parents, depths, num_nodes, ancestors, logprobs=logprobs.view(torch.float32)
+    ), drafted.states[:count].clone()

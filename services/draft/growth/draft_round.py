@@ -1,0 +1,214 @@
+"""A whole drafting round on the device: extend by what was accepted, grow, build the trees; without the host, so that it can be one graph.
+
+It computes what `engine` does in two steps (`DraftStrategy.extend` and `TreeGrower.grow`), with lengths that only the device knows: every
+sequence extends by R rows, of which the last `counts` are real (`kernels.round_plan`), and an idle one runs along without touching memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from outrider.kernels.round_plan import RoundPlan, round_plan
+from outrider.kernels.topk_expand import Beam, Candidates, Noise, expand_level
+from outrider.kernels.tree_build import tree_build
+from outrider.services.draft.growth.recurrent_head import Ends
+from outrider.services.draft.growth.round_model import RoundModel, RoundPass
+from outrider.shared.attn.base import AttentionBackend, AttentionBatch
+from outrider.shared.kv.pool import KVPool
+from outrider.shared.spec.tree import DraftBatch, DraftShape, mask_words
+
+
+@dataclass(frozen=True, slots=True)
+class RoundShape:
+    """The host's numbers of a round: two rounds with equal ones and equal addresses are one graph.
+
+    Attributes:
+        bs: Sequences, idle ones included.
+        rows: R, the most rows that a sequence is extended by.
+        depth, topk: Of the trees.
+        nodes: Columns of the trees.
+    """
+
+    bs: int
+    rows: int
+    depth: int
+    topk: int
+    nodes: int
+
+    @classmethod
+    def of(cls, bs: int, shape: DraftShape) -> RoundShape:
+        """Return the round that follows rounds of the same shape: they accept no deeper than their trees are."""
+        shape = shape.bounded()
+        return cls(bs, round_rows(shape), shape.depth, shape.topk, shape.max_nodes)
+
+
+def round_rows(shape: DraftShape) -> int:
+    """Return the most tokens that a round with trees of this shape chooses."""
+    return min(shape.depth, shape.max_nodes - 1) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class RoundInputs:
+    """What a round reads, on the device.
+
+    Attributes:
+        committed_lens: ``[bs] int32``, the root included.
+        counts: ``[bs] int32``, fresh tokens: 0 = idle, else 1..R.
+        tokens: ``[bs, columns] int32``, the fresh tokens, the root last.
+        features: ``[bs, columns, width]``, one per fresh token.
+        max_nodes: ``[bs] int32``.
+        page_table: ``[bs, pages] int32``.
+        temperature, seeds, choices: ``[bs]`` fp32, int64, int32: the target's noise.
+    """
+
+    committed_lens: torch.Tensor
+    counts: torch.Tensor
+    tokens: torch.Tensor
+    features: torch.Tensor
+    max_nodes: torch.Tensor
+    page_table: torch.Tensor
+    temperature: torch.Tensor
+    seeds: torch.Tensor
+    choices: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTrees:
+    """What a round leaves.
+
+    Attributes:
+        trees: ``[bs, nodes]``; one node in idle sequences.
+        states: ``[bs, hidden]``, of the last stable row of each: what the tree grew from.
+    """
+
+    trees: DraftBatch
+    states: torch.Tensor
+
+
+class RoundDrafter:
+    """Runs rounds with one model over one pool.
+
+    Args:
+        model: The model.
+        attention: Its attention backend.
+        pool: Its KV.
+    """
+
+    def __init__(self, model: RoundModel, attention: AttentionBackend, pool: KVPool) -> None:
+        self._model = model
+        self._attention = attention
+        self._pool = pool
+        self._starts: dict[tuple[int, int], torch.Tensor] = {}
+
+    def draft(self, inputs: RoundInputs, shape: RoundShape) -> RoundTrees:
+        """Enqueue one round. Writes the extension's rows behind the stable ones, and the levels' behind those."""
+        model, pool, bs = self._model, self._pool, shape.bs
+        topk = min(shape.topk, model.vocabulary.size)
+        plan = round_plan(
+            inputs.committed_lens,
+            inputs.counts,
+            inputs.tokens,
+            inputs.max_nodes,
+            inputs.page_table,
+            rows=shape.rows,
+            depth=shape.depth,
+            topk=topk,
+            page_size=pool.page_size,
+            lead=model.lead,
+        )
+        extend, *levels = model.passes(
+            plan.positions, [bs * shape.rows] + [bs * topk] * (shape.depth - 1), self._attention, pool
+        )  # fmt: skip
+        every, last = (
+            self._visible(inputs, plan.lens[0], plan.lens[1], plan.extend_slots, rows, None)
+            for rows in (shape.rows, 1)
+        )
+        self._attention.plan(every)
+        # The tree grows from the last row's state: of the others nothing is wanted but K and V.
+        roots = extend(plan.tokens, inputs.features.flatten(0, 1), plan.features, Ends(last))  # [bs, hidden]
+        candidates = self._grow(inputs, plan, levels, roots, shape.depth, topk)
+        tree = tree_build(
+            candidates.scores,
+            candidates.tokens,
+            candidates.parents,
+            plan.root_tokens,
+            plan.max_nodes,
+            shape.nodes,
+            candidates.logprobs,
+        )
+        return RoundTrees(
+            DraftBatch(tree.tokens, tree.parents, tree.depths, tree.num_nodes, tree.ancestors, logprobs=tree.logprobs), roots
+        )  # fmt: skip
+
+    def _grow(
+        self,
+        inputs: RoundInputs,
+        plan: RoundPlan,
+        levels: list[RoundPass],
+        roots: torch.Tensor,
+        depth: int,
+        topk: int,
+    ) -> Candidates:
+        """Return every candidate of the trees that grow from the states ``roots [bs, hidden]``."""
+        model, bs, device = self._model, roots.shape[0], roots.device
+        candidates = Candidates.make(bs, depth, topk, device)
+        words = mask_words(max(1, depth - 1) * topk)
+        noise = Noise(inputs.temperature, inputs.seeds, inputs.committed_lens, inputs.choices)
+        states, beam = roots, None
+        for level in range(depth):
+            if beam is not None:
+                # One row per sequence sees all that lies before it, and follows the only one: no mask is needed, and no parents.
+                masks, parents = (beam.ancestors, beam.parents) if topk > 1 else (None, None)
+                self._attention.plan(
+                    self._visible(
+                        inputs, plan.lens[1], plan.lens[1 + level], plan.level_slots[level - 1], topk, masks
+                    )
+                )
+                states = levels[level - 1](beam.tokens, states, parents)
+            beam = self._expand(model.logits(states), beam, level, topk, candidates, words, depth, noise)
+        return candidates
+
+    def _expand(
+        self,
+        logits: torch.Tensor,
+        beam: Beam | None,
+        level: int,
+        topk: int,
+        candidates: Candidates,
+        words: int,
+        depth: int,
+        noise: Noise,
+    ) -> Beam | None:
+        d2t, last = self._model.vocabulary.d2t, level == depth - 1
+        return expand_level(
+            logits, beam, level, topk, candidates, words=words, last=last, d2t=d2t, noise=noise
+        )
+
+    def _visible(
+        self,
+        inputs: RoundInputs,
+        prefix: torch.Tensor,
+        ends: torch.Tensor,
+        slots: torch.Tensor,
+        rows: int,
+        masks: torch.Tensor | None,
+    ) -> AttentionBatch:
+        """Return what `rows` rows of every sequence see."""
+        return AttentionBatch(
+            page_table=inputs.page_table,
+            prefix_lens=prefix,
+            kv_lens=ends,
+            query_start=self._query_start(inputs.page_table.shape[0], rows),
+            ancestors=masks,
+            slots=slots,
+            max_query_len=rows,
+            max_kv_len=inputs.page_table.shape[1] * self._pool.page_size,
+        )
+
+    def _query_start(self, bs: int, rows: int) -> torch.Tensor:
+        """Return ``[bs + 1] int32``; kept, as a copy from the host cannot be captured."""
+        if (bs, rows) not in self._starts:
+            self._starts[bs, rows] = (torch.arange(bs + 1, dtype=torch.int32) * rows).to(self._model.device)
+        return self._starts[bs, rows]

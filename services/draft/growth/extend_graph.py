@@ -1,0 +1,128 @@
+"""A short prompt's pass through the draft model as a CUDA graph: launched by the host, its kernels take longer than they run."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from outrider.services.draft.growth.recurrent_head import Ends
+from outrider.services.draft.growth.round_model import RoundModel
+from outrider.services.draft.sessions.chunks import RowChunk, take_features
+from outrider.services.draft.sessions.session import RowSource
+from outrider.shared.attn.base import AttentionBackend
+from outrider.shared.attn.padded import PaddedRows
+from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.kv.pool import KVPool
+
+SIZES = (32, 64, 128, 256, 512)
+"""Rows of the recorded passes; longer ones keep the device busy by themselves."""
+LONGEST_CONTEXT = 1024
+"""Tokens that the page table covers: attention is laid out for as many, whatever there are."""
+
+
+class RecordedExtend:
+    """Takes single chunks of new rows into the model's K/V, padded to a few sizes.
+
+    Args:
+        model: The model.
+        attention: Its attention backend.
+        pool: Its KV.
+        feature_size: Width of a feature row; 0: none.
+        dtype: Of the features.
+        graphs: Where the passes are recorded.
+        sizes: Rows of them, ascending.
+    """
+
+    def __init__(
+        self,
+        model: RoundModel,
+        attention: AttentionBackend,
+        pool: KVPool,
+        feature_size: int,
+        dtype: torch.dtype,
+        graphs: GraphCache,
+        sizes: Sequence[int] = SIZES,
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._pool = pool
+        self._feature_size = feature_size
+        self._dtype = dtype
+        self._graphs = graphs
+        self._sizes = tuple(sizes)
+        self._inputs: dict[int, _Inputs] = {}
+
+    def takes(self, chunks: Sequence[RowChunk]) -> bool:
+        """Whether these chunks, in one pass, are what a graph was recorded for."""
+        if len(chunks) != 1:
+            return False
+        size = self._size_for(chunks[0].count)
+        return (
+            size is not None
+            and self._graphs.replays(size)
+            and self._at(size).rows.fits(chunks[0].start, chunks[0].count)
+        )
+
+    @torch.inference_mode()
+    def run(self, chunk: RowChunk) -> None:
+        """Take in a chunk that `takes` accepts."""
+        size = self._size_for(chunk.count)
+        assert size is not None
+        session, inputs, ahead = chunk.session, self._at(size), 1 - self._model.lead
+        assert session.lease is not None, "a session that is extended is reserved"
+        # Where rows pair a token with the feature before it, the token is the one behind the row's position.
+        inputs.rows.load(session.lease, session.tokens[chunk.start + ahead : chunk.stop + ahead], chunk.start)
+        if session.row_source is RowSource.FEATURES:
+            inputs.features[size - chunk.count :].copy_(
+                take_features([chunk], inputs.features.device, self._dtype)
+            )
+        states = self._graphs.run(size, lambda: self._pass(inputs))
+        session.cached_rows += chunk.count
+        session.last_state = states[-1].clone()
+
+    @torch.inference_mode()
+    def record(self) -> None:
+        """Record the passes of all sizes before anybody is followed; nothing happens without CUDA. Nothing may be missing of the model."""
+        if self._graphs.enabled:
+            for size in reversed(self._sizes):
+                inputs = self._at(size)
+                inputs.rows.make_idle()
+                self._graphs.capture(size, lambda inputs=inputs: self._pass(inputs))  # type: ignore[misc]
+
+    def _pass(self, inputs: _Inputs) -> torch.Tensor:
+        rows = inputs.rows
+        (run,) = self._model.passes(rows.positions, [rows.size], self._attention, self._pool)
+        self._attention.plan(rows.batch)
+        return run(rows.tokens, inputs.features, inputs.source, inputs.ends)  # [1, hidden]
+
+    def _size_for(self, count: int) -> int | None:
+        index = bisect_left(self._sizes, count)
+        return self._sizes[index] if index < len(self._sizes) else None
+
+    def _at(self, size: int) -> _Inputs:
+        found = self._inputs.get(size)
+        if found is None:
+            found = self._inputs[size] = _Inputs(size, self._pool, self._feature_size, self._dtype)
+        return found
+
+
+class _Inputs:
+    """What the pass of one size reads.
+
+    Attributes:
+        rows: Tokens and places.
+        features: ``[size, feature_size]``.
+        source: ``[size] int32``: every row takes its own.
+        ends: The last row.
+    """
+
+    def __init__(self, size: int, pool: KVPool, feature_size: int, dtype: torch.dtype) -> None:
+        self.rows = PaddedRows(size, -(-LONGEST_CONTEXT // pool.page_size), pool)
+        with torch.inference_mode(False):
+            self.features = torch.zeros((size, feature_size), dtype=dtype, device=pool.device)
+            self.source = torch.arange(size, dtype=torch.int32).to(pool.device)
+            one = torch.arange(2, dtype=torch.int32).to(pool.device)
+        self.ends = Ends(replace(self.rows.batch, query_start=one, max_query_len=1))

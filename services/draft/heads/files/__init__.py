@@ -1,0 +1,1 @@
+"""Head checkpoints as published: dialects of config.json, tensor names, token maps."""

@@ -1,0 +1,308 @@
+"""Strict matching of a head's tensors with what its configuration says, whatever the file calls them.
+
+Canonical names are ``layers.N.*``, ``fc.*``, ``norm.weight``, ``lm_head.weight``, ``embed_tokens.weight``; seen in the wild are also
+``midlayer.*`` for ``layers.0.*`` and a ``model.`` prefix before anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+
+import torch
+
+from outrider.services.draft.heads.files.head_config import HeadConfig
+from outrider.services.draft.heads.files.latent import latent_shapes, take_latent_attention
+from outrider.services.draft.heads.files.mistral_format import ACTIVATION_SCALES, SCALE, halves, is_native
+from outrider.services.draft.heads.files.mistral_format import rename as native_rename
+from outrider.services.draft.heads.files.mistral_format import spell as native_spell
+from outrider.shared.base.errors import CheckpointError
+from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader, Shape
+from outrider.shared.nn.checkpoint.fp8_source import STORED as FP8
+from outrider.shared.nn.layers.blocks import Attention, AttentionBlock, GatedMLP, HeadNorm, Linear, RMSNorm
+
+FIRST_LAYER = "layers.0."
+DIALECTS = ("midlayer.", "layers.0.", "model.layers.0.", "model.midlayer.")
+NATIVE = "layers.0.attention."
+"""Mistral's own names."""
+TURNED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
+"""Ends of the names of matrices whose rows the rotary embedding turns."""
+ROTARY_BUFFER = "rotary_emb.inv_freq"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadKeys:
+    """Where a checkpoint keeps what.
+
+    Attributes:
+        actual: Canonical name → name in the file, of every tensor that is read.
+        shapes: Canonical name → shape, of the same.
+        dialect: How the first layer is called in this file (``midlayer.``, ``layers.0.``, ``model.layers.0.``), for the log.
+        ignored: Name in the file → why it is not read.
+        pairs: Width of a head whose q and k turn in pairs (Mistral's format); 0: in halves.
+        scales: Canonical name of a matrix stored in FP8 → name in the file of its one scale.
+    """
+
+    actual: Mapping[str, str]
+    shapes: Mapping[str, Shape]
+    dialect: str
+    ignored: Mapping[str, str]
+    pairs: int = 0
+    scales: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def settle(
+        cls,
+        reader: CheckpointReader,
+        stored: Mapping[str, str],
+        shapes: Mapping[str, Shape],
+        ignored: Mapping[str, str],
+        integers: Sequence[str] = (),
+        head_dim: int = 0,
+    ) -> HeadKeys:
+        """Check a file against what is expected of it.
+
+        Args:
+            reader: The file.
+            stored: Canonical name → name in the file, of all its tensors (`canonical_names`).
+            shapes: Canonical name → shape of everything that must be there.
+            ignored: Canonical name → reason, of what may be there and is not read.
+            integers: Canonical names of index and mask tensors.
+            head_dim: Of the head, for files that turn pairs.
+
+        Raises:
+            CheckpointError: names every missing, unexpected and misshaped tensor as the file spells it.
+        """
+        dialect = _dialect(reader)
+        spelled = {stored.get(name) or _spell(name, dialect): shape for name, shape in shapes.items()}
+        skipped = {actual: ignored[name] for name, actual in stored.items() if name in ignored}
+        skipped |= {
+            actual: "computed from the configuration"
+            for name, actual in stored.items()
+            if name.endswith(ROTARY_BUFFER)
+        }
+        whole = {stored[name] for name in integers if name in stored}
+        skipped |= {
+            actual: "activations are not quantised here"
+            for name, actual in stored.items()
+            if ACTIVATION_SCALES.search(name)
+        }
+        scales = _scales(reader, stored, shapes)
+        skipped |= dict.fromkeys(scales.values(), "multiplied into its matrix")
+        weights = {name: shape for name, shape in spelled.items() if name not in whole}
+        reader.check(weights, ignored=(*skipped, *whole), dtypes={stored[name]: FP8 for name in scales})
+        pairs = head_dim if is_native(reader.names) else 0
+        return cls(
+            {name: stored.get(name, name) for name in shapes}, dict(shapes), dialect, skipped, pairs, scales
+        )
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.shapes
+
+    def named(self, name: str) -> tuple[str, Shape]:
+        """Return a canonical name's own name in the file and its shape."""
+        return self.actual[name], self.shapes[name]
+
+    def take(self, reader: CheckpointReader, name: str) -> torch.Tensor:
+        """Read one tensor."""
+        if name not in self.scales:
+            return self.adapt(name, reader.take(*self.named(name)), None)
+        scale = read_scale(reader, self.scales[name]).to(reader.device)
+        return self.adapt(name, reader.take(*self.named(name), dtype=FP8), scale).to(
+            reader.dtype or torch.float32
+        )
+
+    def adapt(self, name: str, tensor: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        """Return a stored tensor as the head computes with it: FP8 times its scale, as fp32, and q and k in halves."""
+        if scale is not None:
+            tensor = tensor.to(torch.float32) * scale.reshape(())
+        return halves(tensor, self.pairs) if self.pairs and name.endswith(TURNED) else tensor
+
+    def take_if_there(self, reader: CheckpointReader, name: str) -> torch.Tensor | None:
+        """Read one tensor, or return None when it is not among those that are read."""
+        return self.take(reader, name) if name in self.shapes else None
+
+    def take_stored(self, reader: CheckpointReader, name: str) -> torch.Tensor:
+        """Read an index or mask tensor as it is stored.
+
+        Raises:
+            CheckpointError: it holds floating-point numbers.
+        """
+        actual, shape = self.named(name)
+        dtype = reader.tensors[actual].dtype
+        if dtype.is_floating_point:
+            raise CheckpointError(
+                f"{reader.path}: {actual} is {dtype}, must hold integers; export the head again.",
+                field=actual,
+            )
+        return reader.take(actual, shape, dtype=dtype)
+
+    def take_norm(self, reader: CheckpointReader, name: str, eps: float) -> RMSNorm:
+        """Read a norm."""
+        return RMSNorm(self.take(reader, name), eps)
+
+    def take_linear(self, reader: CheckpointReader, names: Sequence[str]) -> Linear:
+        """Read projections (names without ``.weight``) as one, with the biases that are among those that are read."""
+        matrices = [f"{name}.weight" for name in names]
+        if any(name in self.scales or (self.pairs and name.endswith(TURNED)) for name in matrices):
+            weight = torch.cat([self.take(reader, name) for name in matrices])
+        else:
+            weight = reader.take_rows([self.named(name) for name in matrices])
+        if f"{names[0]}.bias" not in self.shapes:
+            return Linear(weight)
+        return Linear(weight, reader.take_rows([self.named(f"{name}.bias") for name in names]))
+
+    def take_attention(self, reader: CheckpointReader, config: HeadConfig, layer: int) -> AttentionBlock:
+        """Read the attention of a layer."""
+        if config.latent is not None:
+            return take_latent_attention(
+                partial(self.take, reader), partial(self.take_norm, reader), config, config.latent, layer
+            )
+        prefix = f"layers.{layer}.self_attn."
+        qkv = self.take_linear(reader, [f"{prefix}{part}_proj" for part in "qkv"])
+        o = self.take_linear(reader, [f"{prefix}o_proj"])
+        norm = None
+        if f"{prefix}q_norm.weight" in self.shapes:
+            q, k = (self.take(reader, f"{prefix}{part}_norm.weight") for part in "qk")
+            norm = HeadNorm(q, k, config.num_heads, config.num_kv_heads, config.rms_norm_eps)
+        window = config.sliding_window or 0
+        return Attention(
+            qkv,
+            o,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            layer,
+            head_norm=norm,
+            window=window,
+        )
+
+    def take_mlp(self, reader: CheckpointReader, config: HeadConfig, layer: int) -> GatedMLP:
+        """Read the MLP of a layer."""
+        prefix = f"layers.{layer}.mlp."
+        gate_up = self.take_linear(reader, [f"{prefix}gate_proj", f"{prefix}up_proj"])
+        return GatedMLP(gate_up, self.take_linear(reader, [f"{prefix}down_proj"]), config.activation)
+
+
+def read_scale(reader: CheckpointReader, name: str) -> torch.Tensor:
+    """Return the scale of an FP8 matrix, ``[] fp32`` on the host.
+
+    Raises:
+        CheckpointError: it is no finite number.
+    """
+    file = next(file for file in reader.files if name in file.tensors)
+    scale = file.read(name).to(torch.float32).reshape(()).clone()
+    if not bool(torch.isfinite(scale)):
+        raise CheckpointError(
+            f"{reader.path}: {name} is {float(scale)}; download the checkpoint again.", field=name
+        )
+    return scale
+
+
+def canonical_names(
+    reader: CheckpointReader, rename: Callable[[str], str] = lambda name: name
+) -> dict[str, str]:
+    """Return canonical name → name in the file, of all tensors; `rename` sees names without ``model.`` and ``midlayer.``.
+
+    Raises:
+        CheckpointError: two tensors of the file mean the same.
+    """
+    stored: dict[str, str] = {}
+    native = is_native(reader.names)
+    for name in reader.names:
+        plain = name.removeprefix("model.")
+        if native:
+            plain = native_rename(plain)
+        if plain.startswith("midlayer."):
+            plain = FIRST_LAYER + plain.removeprefix("midlayer.")
+        known = stored.setdefault(rename(plain), name)
+        if known != name:
+            raise CheckpointError(
+                f"{reader.path}: {known} and {name} are the same tensor; keep one.", field=name
+            )
+    return stored
+
+
+def layer_shapes(
+    config: HeadConfig, layer: int, input_size: int, stored: Mapping[str, str], *, qkv_bias: bool = False
+) -> dict[str, Shape]:
+    """Return name → shape of a layer's projections and its post_attention_layernorm.
+
+    Args:
+        config: Sizes.
+        layer: Which.
+        input_size: Of q, k and v.
+        stored: What the file holds: biases are expected of a group of projections where one of them has one.
+        qkv_bias: They are expected of q, k and v in any case.
+    """
+    hidden, inner = config.hidden_size, config.intermediate_size
+    prefix = f"layers.{layer}."
+    groups: list[dict[str, tuple[int, int]]] = [
+        {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden)},
+        {"mlp.down_proj": (hidden, inner)},
+    ]
+    shapes: dict[str, Shape] = {f"{prefix}post_attention_layernorm.weight": (hidden,)}
+    if config.latent is None:
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        groups.append({"self_attn.o_proj": (hidden, queries)})
+        groups.append(
+            {
+                f"self_attn.{part}_proj": (rows, input_size)
+                for part, rows in (("q", queries), ("k", keys), ("v", keys))
+            }
+        )
+        norms = [f"{prefix}self_attn.{part}_norm.weight" for part in "qk"]
+        if any(name in stored for name in norms):  # heads of Qwen3's kind
+            shapes |= dict.fromkeys(norms, (config.head_dim,))
+    else:
+        shapes |= latent_shapes(config, config.latent, f"{prefix}self_attn.", input_size)
+    for group in groups:
+        biased = any(f"{prefix}{name}.bias" in stored for name in group) or (qkv_bias and len(group) == 3)
+        for name, (rows, columns) in group.items():
+            shapes[f"{prefix}{name}.weight"] = (rows, columns)
+            if biased:
+                shapes[f"{prefix}{name}.bias"] = (rows,)
+    return shapes
+
+
+def _scales(
+    reader: CheckpointReader, stored: Mapping[str, str], shapes: Mapping[str, Shape]
+) -> dict[str, str]:
+    """Return canonical name → name of its scale, of the matrices that are stored in FP8.
+
+    Raises:
+        CheckpointError: a matrix has several scales, or a scale is of none.
+    """
+    scales: dict[str, str] = {}
+    for name, actual in stored.items():
+        if not name.endswith(SCALE):
+            continue
+        matrix = name.removesuffix(SCALE) + ".weight"
+        info = reader.tensors[actual]
+        if prod(info.shape) != 1:
+            raise CheckpointError(
+                f"{reader.path}: {actual} is {list(info.shape)}; only one scale per tensor is supported.",
+                field=actual,
+            )
+        if matrix in shapes and matrix in stored:
+            scales[matrix] = actual
+    return scales
+
+
+def _dialect(reader: CheckpointReader) -> str:
+    if is_native(reader.names):
+        return NATIVE
+    return next(
+        (prefix for prefix in DIALECTS if any(name.startswith(prefix) for name in reader.names)), DIALECTS[0]
+    )
+
+
+def _spell(name: str, dialect: str) -> str:
+    """Return how this file would call a tensor that it lacks."""
+    if dialect == NATIVE:
+        return native_spell(name)
+    if name.startswith(FIRST_LAYER):
+        return dialect + name.removeprefix(FIRST_LAYER)
+    return f"model.{name}" if name.startswith("layers.") and dialect.startswith("model.") else name

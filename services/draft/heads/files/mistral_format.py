@@ -1,0 +1,137 @@
+"""Mistral's own format: ``params.json``, ``attention.wq`` and the like, rotations of pairs, FP8 with one scale per tensor.
+
+Sources: the loaders of vLLM (`EagleMistralForCausalLM`, contributed by Mistral) and SGLang (`MistralForCausalLMEagle`). Their heads are
+EAGLE-1/2 heads over whole Mistral layers: layer 0 has its ``attention_norm``, ``eagle_linear`` (fc) has no bias, and a ``norm`` ends the
+stack, whose output is what the lm_head reads and the next feature (vLLM's reading; SGLang loads the norm and leaves it out).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.shared.base.errors import CheckpointError
+from outrider.shared.nn.config.model_config import CONFIG_FILE, read_json
+
+PARAMS_FILE = "params.json"
+ARCHITECTURES = ("EagleMistralForCausalLM", "MistralForCausalLMEagle")
+FUSION = "eagle_linear.weight"
+SCALE = ".qscale_weight"
+ACTIVATION_SCALES = re.compile(r"(\.qscale_act|_fake_quantizer\.qscale_act)$")
+KEYS = {
+    "dim": "hidden_size",
+    "hidden_dim": "intermediate_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "norm_eps": "rms_norm_eps",
+    "activation": "hidden_act",
+    "tied_embeddings": "tie_word_embeddings",
+}
+YARN_KEYS = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+    "beta": "beta_fast",
+    "alpha": "beta_slow",
+}
+MODULES = {
+    "eagle_linear": "fc",
+    "attention": "self_attn",
+    "wq": "q_proj",
+    "wk": "k_proj",
+    "wv": "v_proj",
+    "wo": "o_proj",
+    "feed_forward": "mlp",
+    "w1": "gate_proj",
+    "w2": "down_proj",
+    "w3": "up_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "tok_embeddings": "embed_tokens",
+    "output": "lm_head",
+}
+SPELLINGS = {ours: theirs for theirs, ours in MODULES.items()}
+
+
+def config_file(folder: Path) -> Path:
+    """Return the file that configures a head: ``config.json``, or ``params.json`` where only that is there."""
+    params = folder / PARAMS_FILE
+    return params if params.is_file() and not (folder / CONFIG_FILE).is_file() else folder / CONFIG_FILE
+
+
+def read_head_config(folder: Path) -> dict[str, Any]:
+    """Read a head's configuration as it is stored; `head_config.flatten` brings it into Hugging Face's keys.
+
+    Raises:
+        CheckpointError: the file is missing or not JSON.
+    """
+    return read_json(config_file(folder))
+
+
+def from_params(raw: Mapping[str, Any], source: Path | str) -> dict[str, Any]:
+    """Return a configuration in Hugging Face's keys; one that is in them already is returned as it is.
+
+    Raises:
+        CheckpointError: a key asks for what cannot be served.
+    """
+    config = dict(raw)
+    if "dim" not in config:
+        return config
+    for key in ("moe", "llama_4_scaling", "vision_encoder", "multimodal", "q_lora_rank", "kv_lora_rank"):
+        if config.get(key):
+            raise CheckpointError(
+                f"{source}: {key}: heads with it are not supported in Mistral's format.", field=key
+            )
+    quantised = config.pop("quantization", None)
+    if quantised and (not isinstance(quantised, Mapping) or quantised.get("qformat_weight") != "fp8_e4m3"):
+        raise CheckpointError(
+            f"{source}: quantization: {quantised!r} is not supported; supported: fp8_e4m3, or none.",
+            field="quantization",
+        )
+    for theirs, ours in KEYS.items():
+        if theirs in config:
+            config[ours] = config.pop(theirs)
+    if yarn := config.pop("yarn", None):
+        config["rope_parameters"] = _yarn(yarn, source, config.get("rope_theta"))
+    if config.get("model_type") in (None, "transformer"):
+        config["model_type"] = "mistral"
+    return config
+
+
+def is_native(names: Collection[str]) -> bool:
+    """Whether a file's tensors are named in Mistral's way."""
+    return any(name.removeprefix("model.").endswith((FUSION, ".attention.wq.weight")) for name in names)
+
+
+def rename(name: str) -> str:
+    """Return the canonical spelling of a tensor's name without ``model.``."""
+    return ".".join(MODULES.get(part, part) for part in name.split("."))
+
+
+def spell(name: str) -> str:
+    """Return a canonical name as Mistral spells it."""
+    return ".".join(SPELLINGS.get(part, part) for part in name.split("."))
+
+
+def halves(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Return the rows of a q or k matrix ``[heads * head_dim, columns]``, which turn in pairs, in the order that turns in halves."""
+    return rows.view(-1, head_dim // 2, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
+
+
+def _yarn(section: Any, source: Path | str, theta: Any) -> dict[str, Any]:
+    known = {*YARN_KEYS, "apply_scale"}
+    if not isinstance(section, Mapping) or not section.keys() <= known:
+        raise CheckpointError(
+            f"{source}: yarn: must be an object with {', '.join(sorted(known))}, not {section!r}.",
+            field="yarn",
+        )
+    rope: dict[str, Any] = {YARN_KEYS[key]: value for key, value in section.items() if key in YARN_KEYS} | {
+        "rope_type": "yarn"
+    }
+    if section.get("apply_scale") is False:
+        rope["attention_factor"] = 1.0
+    return rope if theta is None else rope | {"rope_theta": theta}

@@ -1,0 +1,105 @@
+"""FR-Spec's token map: the frequent tokens that a head with a full vocabulary shall draft. Source: arXiv 2502.14856.
+
+Public maps are ``freq_32768.pt``: a tensor or a list of target ids, most frequent first.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from outrider.shared.base.errors import CheckpointError
+from outrider.shared.nn.checkpoint.tensor_file import open_tensor_file
+from outrider.shared.spec.algorithm import TOKEN_MAP_SUFFIXES
+
+FIELD = "speculative_token_map"
+
+
+def read_token_map(path: Path) -> torch.Tensor:
+    """Read a map from ``.pt``/``.bin`` (with weights_only), ``.safetensors`` or ``.json``.
+
+    Returns:
+        ``[size] int64`` target ids, distinct, in the file's order.
+
+    Raises:
+        CheckpointError: the file is missing or corrupt, would run code, or does not hold one list of distinct ids.
+    """
+    reader = READERS.get(path.suffix)
+    if reader is None:
+        raise CheckpointError(
+            f"{path}: a token map is one of {', '.join(READERS)}, not {path.suffix or 'a file without suffix'}.",
+            field=FIELD,
+        )
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist; give the file of the token map.", field=FIELD)
+    content = reader(path)
+    if isinstance(content, Mapping):
+        if len(content) != 1:
+            raise CheckpointError(
+                f"{path} holds {len(content)} entries ({', '.join(map(str, content))}); leave only the ids.",
+                field=FIELD,
+            )
+        content = next(iter(content.values()))
+    if isinstance(content, list) and all(
+        isinstance(token, int) and not isinstance(token, bool) for token in content
+    ):
+        content = torch.tensor(content, dtype=torch.int64)
+    if (
+        not isinstance(content, torch.Tensor)
+        or content.dtype.is_floating_point
+        or content.dtype == torch.bool
+        or content.dim() != 1
+    ):
+        raise CheckpointError(
+            f"{path} must hold one list of token ids (integers); export the map again.", field=FIELD
+        )
+    ids = content.to(torch.int64)
+    if not ids.numel():
+        raise CheckpointError(f"{path} holds no token id; export the map again.", field=FIELD)
+    if int(ids.min()) < 0:
+        raise CheckpointError(
+            f"{path} holds the negative id {int(ids.min())}; it must hold target ids, not offsets.",
+            field=FIELD,
+        )
+    if len(set(ids.tolist())) != ids.shape[0]:
+        raise CheckpointError(f"{path} names a token twice; export the map again.", field=FIELD)
+    return ids
+
+
+def _read_json(path: Path) -> object:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read as JSON ({error}); export the map again.", field=FIELD
+        ) from error
+
+
+def _read_pickled(path: Path) -> object:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} cannot be read without running code from it; export the map as json.", field=FIELD
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{path} is truncated or corrupt: download it again ({error}).", field=FIELD
+        ) from error
+
+
+def _read_safetensors(path: Path) -> object:
+    file = open_tensor_file(path)
+    tensors = {name: file.read(name).clone() for name in file.tensors}
+    file.close()
+    return tensors
+
+
+READERS: Mapping[str, Callable[[Path], object]] = {
+    suffix: {".safetensors": _read_safetensors, ".json": _read_json}.get(suffix, _read_pickled)
+    for suffix in TOKEN_MAP_SUFFIXES
+}

@@ -1,0 +1,211 @@
+"""States and trees of rounds on the device as parts of messages: for targets that share no memory with this draft.
+
+A round that has run before is enqueued by RoundsNext and waits on the device for its state; others are launched when their states come.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from outrider.draft.v1 import draft_pb2
+from outrider.services.draft.peers.replies import RoundTaken, RoundTrees
+from outrider.services.draft.serving.loop import Peer
+from outrider.shared.base.errors import ProtocolError
+from outrider.shared.obs.logging import get_logger
+from outrider.shared.rpc.envelopes import Blob, RoundEnvelopes
+from outrider.shared.rpc.ipc.cuda import CudaError
+from outrider.shared.rpc.options import INTERNAL_MESSAGE_LIMIT
+from outrider.shared.rpc.relay import LEAST_STATE_BYTES, StreamRelay
+from outrider.shared.rpc.staging import Staging
+
+OTHER_FIELDS_BYTES = 1024 * 1024
+MAX_NUMBER = (1 << 31) - 1
+
+log = get_logger("outrider.draft")
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A round that is enqueued behind its state, and the bytes of its trees."""
+
+    rounds: int
+    number: int
+    num_bytes: int
+    envelopes: RoundEnvelopes
+
+
+class InlineRounds:
+    """`RoundsInlet` through messages. The host waits for the trees of each round and sends them at once.
+
+    `finish_sealed`, `finish`, `soon` and `arrived` are for the thread that takes in messages, `close` for any, the rest for the one that
+    runs rounds. Who finishes a round waits until the device has its trees; it has the state by then, so for a pass of the draft.
+
+    Args:
+        peer: Whose rounds these are.
+        relay: Of its connection; None where there can be none.
+        ahead: Enqueue rounds before their states have come.
+    """
+
+    def __init__(self, peer: Peer, relay: StreamRelay | None = None, *, ahead: bool = True) -> None:
+        self._peer = peer
+        self._relay = relay
+        self._may_go_ahead = ahead
+        self._staging = Staging()
+        self._state = b""
+        # Whether blobs of this size go through the relay; and of the present round, whether it does, and is enqueued ahead.
+        self._fits_relay = False
+        self._relayed = False
+        self._ahead = False
+        # The last round whose state the device was told to wait for, and whether that has not come.
+        self._taken = 0
+        self._awaited = False
+        self._waiting: _Waiting | None = None
+        # Whether the state that is waited for was announced; and the round whose trees follow when the target knows that such a state came.
+        self._announced = False
+        self._owed: deque[_Waiting] = deque()
+
+    @property
+    def broken(self) -> bool:
+        """See `RoundsInlet.broken`."""
+        return self._relay is not None and self._relay.broken
+
+    def finish_sealed(self, message: bytes) -> bool:
+        """As `finish`, of a message that is encoded: False where it is anything but the state that is waited for.
+
+        Raises:
+            ProtocolError: See `finish`.
+        """
+        waiting, relay = self._waiting, self._relay
+        if waiting is None or relay is None:
+            return False
+        state = waiting.envelopes.state.open(message)
+        if state is None:
+            return False
+        self._put(relay, waiting.number, state)
+        self._waiting = None
+        if self._announced:
+            self._owed.append(waiting)
+            self._peer.send(RoundTaken(lambda: self._answer_owed(relay)))
+        else:
+            self._answer(relay, waiting)
+        return True
+
+    def finish(self, message: draft_pb2.RoundState) -> bool:
+        """Hand a state to the round that waits for it, and send its trees; False if none does.
+
+        Raises:
+            ProtocolError: It is no state of that round.
+        """
+        waiting, relay = self._waiting, self._relay
+        if waiting is None or relay is None:
+            return False
+        if (waiting.rounds, waiting.number) != (message.rounds, message.number):
+            self._release()
+            return False
+        self._put(relay, message.number, message.state)
+        self._waiting = None
+        self._answer(relay, waiting)
+        return True
+
+    def soon(self) -> None:
+        """Make ready for the state that is waited for, if one is; the target is told then when it has come."""
+        relay = self._relay
+        if self._waiting is not None and relay is not None:
+            self._announced = True
+            relay.call()
+
+    def arrived(self, state: bytes) -> None:
+        """Keep the state of the round that is about to start."""
+        self._state = state
+
+    def goes_ahead(self, message: draft_pb2.RoundsNext, tried: bool) -> bool:
+        """See `RoundsInlet.goes_ahead`; numbers that do not ascend would not be waited for."""
+        self._relayed = self._fits_relay and self._taken < message.number <= MAX_NUMBER
+        self._ahead = tried and self._relayed and self._may_go_ahead
+        return self._ahead
+
+    def take(
+        self, message: draft_pb2.RoundsNext, blob: torch.Tensor, expected: torch.Tensor, limit_s: float
+    ) -> None:
+        """See `RoundsInlet.take`: it has arrived, or the stream waits for it."""
+        if self._relayed and self._relay is not None:
+            self._answer_owed(self._relay)  # before there is another round to wait for
+            self._taken, self._awaited = message.number, True
+            try:
+                self._relay.take(message.number, blob, expected, limit_s)
+            except CudaError as error:
+                log.warning("rounds are launched when their messages arrive", reason=error.message)
+                self._relay.close()
+                self._relay, self._fits_relay = None, False
+                raise
+            if not self._ahead:
+                self._put(self._relay, message.number, self._state)
+            return
+        self._staging.load(self._state, message.number, blob, LEAST_STATE_BYTES)
+        expected.fill_(message.number)
+
+    def give(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
+        """See `RoundsInlet.give`."""
+        if self._relayed and self._relay is not None:
+            self._relay.give(message.number, blob)
+            waiting = _Waiting(message.rounds, message.number, blob.nbytes, RoundEnvelopes.of(message))
+            if self._ahead:
+                self._waiting, self._announced = waiting, False
+            else:
+                self._waiting = None
+                self._answer(self._relay, waiting)
+            return
+        trees = self._staging.fetch(blob)
+        self._staging.settle(blob)
+        self._peer.send(RoundTrees(message.rounds, message.number, trees.numpy().tobytes()))
+
+    def skip(self, rounds: int, number: int) -> None:
+        """See `RoundsInlet.skip`."""
+        self._release()
+        self._peer.send(RoundTrees(rounds, number, b""))
+
+    def mend(self) -> bool:
+        """See `RoundsInlet.mend`."""
+        return self._relay is None or (self._relay.mend() and not self._relay.broken)
+
+    def close(self) -> None:
+        """The target has gone: end what the device waits for."""
+        if self._relay is not None:
+            self._relay.close()
+
+    def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
+        """See `RoundsInlet.fits`."""
+        self._fits_relay = self._relay is not None and self._relay.fits(state, trees)
+        return max(state.nbytes, trees.nbytes) + OTHER_FIELDS_BYTES <= INTERNAL_MESSAGE_LIMIT
+
+    def _put(self, relay: StreamRelay, number: int, state: Blob) -> None:
+        """Hand a state to the stream that waits for it."""
+        try:
+            relay.put(number, state)
+        except ProtocolError:
+            self._release()
+            raise
+        self._awaited = False
+
+    def _answer(self, relay: StreamRelay, waiting: _Waiting) -> None:
+        """Send the trees of the round that is enqueued, when they are there."""
+        trees = relay.settle(waiting.number, waiting.num_bytes).tobytes()
+        self._peer.send(RoundTrees(waiting.rounds, waiting.number, trees, waiting.envelopes.trees))
+
+    def _answer_owed(self, relay: StreamRelay) -> None:
+        """Send the trees of the round whose state was announced, unless that was done. Any thread that may wait for the device."""
+        try:
+            waiting = self._owed.popleft()
+        except IndexError:
+            return
+        self._answer(relay, waiting)
+
+    def _release(self) -> None:
+        """Have the device go on without the state that it waits for."""
+        self._waiting = None
+        if self._awaited and self._relay is not None:
+            self._awaited = False
+            self._relay.release(self._taken)

@@ -1,0 +1,434 @@
+"""Rounds on this device for a target in another process: a state comes once a round, trees go back, and the host only looks ahead.
+
+The engine's `RoundState` is here a copy of the target's, which comes in stream order; `RoundsInlet` says how. What a round chose is told
+after it was read back there, so the sessions lag behind the device as those of the in-process draft do (see `device_rounds`):
+
+    told 0      in RoundsEnter, what was pending: round 1 extends by it
+    told n      in RoundsNext n + 1 or later: what round n chose; round n + 1 extends by it
+    at leaving  all but what the last round chose, which follows in a commit
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider.draft.v1 import draft_pb2
+from outrider.kernels.round_trade import admit_counts, pack_trees
+from outrider.services.draft.engine import DraftEngine
+from outrider.services.draft.growth.device_rounds import SessionRounds
+from outrider.services.draft.growth.draft_graph import DraftRounds
+from outrider.services.draft.growth.draft_round import round_rows
+from outrider.services.draft.peers.rounds_inlet import RoundsInlet
+from outrider.services.draft.sessions.feature_queue import FeatureQueue
+from outrider.services.draft.sessions.session import PeerId, Session
+from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.rpc.tensors import wire_dtype
+from outrider.shared.spec.fence import extend_prefix_hash
+from outrider.shared.spec.resident import RoundState, packed_bytes
+from outrider.shared.spec.rounds import TreesBlob
+from outrider.shared.spec.tree import DraftShape
+
+MAX_STATE_BYTES = 16 * 1024 * 1024
+WARMING = "warming"
+"""Rows of a prompt are still on their way."""
+MAX_SIZES = 64
+"""Sizes of rounds that are kept; each has memory and graphs of its own."""
+STATE_LIMIT_S = 2.0
+"""How long this device waits for a target that owes a state, which it puts a pass after the last: longer, and it is stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffers:
+    """Of one size: inputs and outputs of its rounds, which never move.
+
+    Attributes:
+        state: What came; `blob` is all of it, `number` its header.
+        expected: ``[1] int32``; a state with another number is not of this round, and drafts nothing.
+        trees: What goes.
+    """
+
+    state: RoundState
+    blob: torch.Tensor
+    number: torch.Tensor
+    expected: torch.Tensor
+    trees: TreesBlob
+
+    @classmethod
+    def make(cls, message: draft_pb2.RoundsEnter, dtype: torch.dtype, device: torch.device) -> _Buffers:
+        """Make those of a size."""
+        state = RoundState.idle(message.batch, message.columns, message.feature_size, dtype, device)
+        assert state.packed is not None
+        with torch.inference_mode(False):
+            expected = torch.zeros(1, dtype=torch.int32, device=device)
+        trees = TreesBlob.make(message.batch, message.shape.max_nodes, device)
+        return cls(state, state.packed, state.packed[:4].view(torch.int32), expected, trees)
+
+
+class PeerRounds:
+    """One composition of rows with one shape, between RoundsEnter and RoundsLeave. Engine thread only.
+
+    Args:
+        desk: Whose rounds these are.
+        message: The first.
+        sessions: In the order of its rows; what they were not told yet is in them now.
+        rounds: Of the same sessions.
+        buffers: For states of this size.
+        before: The sessions' prefix hashes before they were told.
+    """
+
+    def __init__(
+        self,
+        desk: RoundsDesk,
+        message: draft_pb2.RoundsEnter,
+        sessions: Sequence[Session],
+        rounds: SessionRounds,
+        buffers: _Buffers,
+        before: Sequence[int],
+    ) -> None:
+        self.id = message.rounds
+        self._desk = desk
+        self._sessions: list[Session | None] = list(sessions)
+        self._rounds = rounds
+        rounds.write_later()
+        self._buffers = buffers
+        self._size = _kind(message)
+        self._untold = [
+            (row.base_len, prefix_hash) for row, prefix_hash in zip(message.rows, before, strict=True)
+        ]
+        self._next: draft_pb2.RoundsNext | None = None
+        self._num_run = 0
+        self._num_told = 0
+
+    def ready(self, message: draft_pb2.RoundsNext) -> bool:
+        """Make ready for a round; False when there is no room for it."""
+        self._tell(message.chosen)
+        if len(message.committed_upper) != len(self._sessions) or not self._rounds.reserve(
+            message.committed_upper
+        ):
+            return False
+        self.prepare()
+        self._next = message
+        return True
+
+    def go(self, number: int, inlet: RoundsInlet) -> bool:
+        """Enqueue the round that all is ready for; False if it is another one."""
+        message, self._next = self._next, None
+        if message is None or message.number != number:
+            return False
+        buffers = self._buffers
+        inlet.take(message, buffers.blob, buffers.expected, STATE_LIMIT_S)
+        # Behind the wait: while the target is at work on the same GPU a copy would take that from it for longer than the copy itself.
+        self._rounds.write()
+        self._desk.graphs.run(self._key, self._round)
+        inlet.give(message, buffers.trees.blob)
+        self._desk.tried.add(self._key)
+        self._num_run += 1
+        return True
+
+    def prepare(self) -> None:
+        """Record the round if it is not recorded yet."""
+        if not self._desk.graphs.holds(self._key):
+            self._buffers.expected.fill_(-1)  # idle rows: recording runs the round for real
+            self._desk.graphs.capture(self._key, self._round)
+
+    def drop_forgotten(self, followed: Callable[[Session], bool]) -> None:
+        """Let the rows go idle whose sessions have ended."""
+        for row, session in enumerate(self._sessions):
+            if session is not None and not followed(session):
+                self._rounds.retire([row])
+                self._sessions[row] = None
+
+    def leave(self, chosen: Sequence[draft_pb2.RoundTokens]) -> list[Session]:
+        """End the rounds; the sessions are as if every commit but the last had come. Returns those that cannot be followed any more."""
+        self._tell(chosen)
+        lost: list[Session] = []
+        for row, session in enumerate(self._sessions):
+            if session is None:
+                continue
+            session.last_state = None
+            if self._num_run == 0:
+                committed_len, session.prefix_hash = self._untold[row]
+                del session.tokens[committed_len:]
+            elif self._num_told != self._num_run - 1:
+                lost.append(session)
+            session.cached_rows = session.num_rows
+            session.features = FeatureQueue(session.cached_rows)
+        self._end()
+        return lost
+
+    def abandon(self) -> list[Session]:
+        """End the rounds at once; returns the sessions, which have lost rows."""
+        lost = [session for session in self._sessions if session is not None]
+        self._end()
+        return lost
+
+    @property
+    def tried(self) -> bool:
+        """Whether the next round is one that has run before, as a graph if there are graphs."""
+        return self._key in self._desk.tried and (
+            self._desk.graphs.replays(self._key) or not self._desk.graphs.enabled
+        )
+
+    @property
+    def _key(self) -> Hashable:
+        return (*self._size, self._rounds.key)
+
+    def _round(self) -> None:
+        """One round; all that it touches stays where it is."""
+        buffers = self._buffers
+        # A state that did not come in time is one of an earlier round: nothing is stored or drafted for it.
+        admit_counts(buffers.number, buffers.expected, buffers.state.counts)
+        trees, out = self._rounds.draft(buffers.state), buffers.trees
+        pack_trees(trees.num_nodes, trees.tokens, trees.parents, out.num_nodes, out.tokens, out.parents)
+
+    def _tell(self, chosen: Sequence[draft_pb2.RoundTokens]) -> None:
+        for outcome in chosen:
+            tokens = iter(outcome.token_ids)
+            self._rounds.committed([[next(tokens) for _ in range(count)] for count in outcome.counts])
+            self._num_told += 1
+
+    def _end(self) -> None:
+        self._rounds.retire(range(len(self._sessions)))
+        self._rounds.leave()
+        self._sessions = [None] * len(self._sessions)
+
+
+class RoundsDesk:
+    """The rounds of one draft with targets elsewhere: one batch of one target at a time. Engine thread only.
+
+    While a stream awaits a target's state nothing else runs on it, so a second target ends them, and both go the host's way.
+
+    Args:
+        engine: The sessions, and what drafts.
+        device: Where.
+        now: Monotonic seconds.
+    """
+
+    def __init__(
+        self, engine: DraftEngine, device: torch.device, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.graphs = engine.strategy.rounds.graphs.cache if engine.strategy.rounds else GraphCache(device)
+        self.tried: set[Hashable] = set()
+        self._engine = engine
+        self._device = device
+        self._now = now
+        self._buffers: dict[tuple[int, int, int], _Buffers] = {}
+        self._served: set[Hashable] = set()
+        self._rounds: PeerRounds | None = None
+        self._peer: PeerId | None = None
+
+    @property
+    def peer(self) -> PeerId | None:
+        """Whose rounds are on the device now."""
+        return self._peer
+
+    def has_served(self, message: draft_pb2.RoundsEnter) -> bool:
+        """Whether rounds of this size, and of sequences about as long, have begun before: to begin others takes no time. Any thread."""
+        return (_kind(message), _length_class(message)) in self._served
+
+    @torch.inference_mode()
+    def enter(self, peer: PeerId, message: draft_pb2.RoundsEnter, inlet: RoundsInlet) -> str:
+        """Start rounds; returns why that cannot be, or an empty string."""
+        rounds = self._engine.strategy.rounds
+        if rounds is None:
+            return "no_rounds"
+        if self._rounds is not None or any(session.peer != peer for session in self._engine.sessions):
+            return "busy"
+        shape = DraftShape(message.shape.depth, message.shape.topk, message.shape.max_nodes)
+        if not self._serves(message, shape, rounds):
+            return "size"
+        buffers = self._buffers_for(message, rounds)
+        if not inlet.mend() or not inlet.fits(buffers.blob, buffers.trees.blob):
+            return "mailbox"
+        found = [self._engine.sessions.get(peer, row.fence.session_id) for row in message.rows]
+        sessions = [session for session in found if session is not None]
+        rows = list(zip(sessions, message.rows, strict=False))
+        if len(sessions) < len(found) or not all(
+            self._continues(session, row, message.columns) for session, row in rows
+        ):
+            return "resync"
+        if self.warming(peer, message):
+            return WARMING
+        if not all(self._make_room(session, row, shape, rounds) for session, row in rows):
+            return "kv_full"
+        while behind := [session for session in sessions if session.extendable_rows > 0]:
+            self._engine.strategy.extend(behind, self._engine.strategy.info.extend_rows)
+        before = [session.prefix_hash for session in sessions]
+        for session, row in rows:
+            _tell_pending(session, row, self._now())
+        _load_sampling(buffers.state, sessions)
+        session_rounds = SessionRounds(rounds.memory, sessions, shape, buffers.state, self._now)
+        self._rounds = PeerRounds(self, message, sessions, session_rounds, buffers, before)
+        self._peer = peer
+        self._rounds.prepare()
+        self._served.add((_kind(message), _length_class(message)))
+        return ""
+
+    @torch.inference_mode()
+    def record(self, message: draft_pb2.RoundsEnter) -> None:
+        """Record rounds of a size that a target may ask for, so that it need not wait then; nothing happens if there can be none."""
+        rounds = self._engine.strategy.rounds
+        shape = DraftShape(message.shape.depth, message.shape.topk, message.shape.max_nodes)
+        if (
+            rounds is None
+            or self._rounds is not None
+            or self._engine.strategy.missing()
+            or not self._serves(message, shape, rounds)
+        ):
+            return
+        buffers = self._buffers_for(message, rounds)
+        PeerRounds(
+            self, message, (), SessionRounds(rounds.memory, (), shape, buffers.state, self._now), buffers, ()
+        ).prepare()
+
+    def warming(self, peer: PeerId, message: draft_pb2.RoundsEnter) -> bool:
+        """Whether rows of sessions are still on their way; not, if one of them is not followed."""
+        found = [self._engine.sessions.get(peer, row.fence.session_id) for row in message.rows]
+        return None not in found and not all(
+            self._engine.sessions.complete(session) for session in found if session is not None
+        )
+
+    @torch.inference_mode()
+    def run(self, peer: PeerId, message: draft_pb2.RoundsNext, inlet: RoundsInlet) -> bool:
+        """Enqueue the next round, or make ready for it if its state comes later; False when there are no such rounds, or they have come to
+        an end."""
+        self._engine.touch(peer)
+        rounds = self._current(peer, message.rounds)
+        if rounds is None:
+            return False
+        rounds.drop_forgotten(self._followed)
+        if (
+            inlet.broken
+            or not rounds.ready(message)
+            or (inlet.goes_ahead(message, rounds.tried) and not rounds.go(message.number, inlet))
+        ):
+            self.abandon(peer)
+            return False
+        return True
+
+    @torch.inference_mode()
+    def go(self, peer: PeerId, message: draft_pb2.RoundState, inlet: RoundsInlet) -> bool:
+        """Enqueue the round whose state has come; False when it is not the one that was made ready."""
+        rounds = self._current(peer, message.rounds)
+        if rounds is None:
+            return False
+        if not rounds.go(message.number, inlet):
+            self.abandon(peer)
+            return False
+        return True
+
+    @torch.inference_mode()
+    def leave(self, peer: PeerId, message: draft_pb2.RoundsLeave, inlet: RoundsInlet) -> None:
+        """End rounds in order; nothing happens if they have ended."""
+        rounds = self._current(peer, message.rounds)
+        if rounds is not None:
+            rounds.drop_forgotten(self._followed)
+            self._rounds = self._peer = None
+            self._lose(rounds.abandon() if inlet.broken else rounds.leave(message.chosen))
+
+    @torch.inference_mode()
+    def abandon(self, peer: PeerId) -> None:
+        """End the rounds of a target at once: its sessions, which miss rows, are forgotten, and it opens them again."""
+        if self._rounds is not None and self._peer == peer:
+            rounds, self._rounds, self._peer = self._rounds, None, None
+            rounds.drop_forgotten(self._followed)
+            self._lose(rounds.abandon())
+
+    def _current(self, peer: PeerId, number: int) -> PeerRounds | None:
+        return (
+            self._rounds
+            if self._rounds is not None and self._peer == peer and self._rounds.id == number
+            else None
+        )
+
+    def _followed(self, session: Session) -> bool:
+        return self._engine.sessions.get(session.peer, session.session_id) is session
+
+    def _lose(self, sessions: Sequence[Session]) -> None:
+        for session in sessions:
+            self._engine.sessions.lose(session)
+
+    def _continues(self, session: Session, row: draft_pb2.Commit, columns: int) -> bool:
+        """Whether a row goes on exactly where its session is."""
+        fence, fresh = row.fence, row.token_ids
+        limits = self._engine.sessions.limits
+        return (
+            fence.epoch == session.epoch
+            and row.base_len == session.committed_len
+            and 1 <= len(fresh) <= columns
+            and fence.committed_len == row.base_len + len(fresh) <= limits.max_len
+            and all(token < limits.vocab_size for token in fresh)
+            and extend_prefix_hash(session.prefix_hash, fresh) == fence.prefix_hash
+        )
+
+    def _make_room(
+        self, session: Session, row: draft_pb2.Commit, shape: DraftShape, rounds: DraftRounds
+    ) -> bool:
+        memory = rounds.memory
+        needed = memory.tokens_needed(row.fence.committed_len, shape.bounded())
+        if memory.tables.width_for(needed) is None or not self._engine.strategy.reserve(session):
+            return False
+        return session.lease is not None and memory.reserve(session.lease, needed)
+
+    def _serves(self, message: draft_pb2.RoundsEnter, shape: DraftShape, rounds: DraftRounds) -> bool:
+        """Whether rounds of this size can be run here at all."""
+        engine = self._engine
+        if not shape.drafts or not engine.sessions.allows(shape):
+            return False
+        if len(message.rows) > message.batch or round_rows(shape.bounded()) > message.columns:
+            return False
+        size, dtype = engine.strategy.info.feature_size, rounds.memory.pool.dtype
+        if message.feature_size != size or (size and message.feature_dtype != wire_dtype(dtype)):
+            return False
+        known = rounds.graphs.admits(message.batch) and (
+            len(self._buffers) < MAX_SIZES or _size(message) in self._buffers
+        )
+        return known and packed_bytes(message.batch, message.columns, size, dtype) <= MAX_STATE_BYTES
+
+    def _buffers_for(self, message: draft_pb2.RoundsEnter, rounds: DraftRounds) -> _Buffers:
+        key = _size(message)
+        if key not in self._buffers:
+            self._buffers[key] = _Buffers.make(message, rounds.memory.pool.dtype, self._device)
+        return self._buffers[key]
+
+
+def _kind(message: draft_pb2.RoundsEnter) -> tuple[int, int, int, int, int]:
+    return message.batch, message.columns, message.shape.depth, message.shape.topk, message.shape.max_nodes
+
+
+def _length_class(message: draft_pb2.RoundsEnter) -> int:
+    """Return what sequences of similar lengths share; longer ones may need wider page tables, for which rounds are recorded anew."""
+    return max((row.fence.committed_len for row in message.rows), default=0).bit_length()
+
+
+def _size(message: draft_pb2.RoundsEnter) -> tuple[int, int, int]:
+    return message.batch, message.columns, message.shape.max_nodes
+
+
+def _tell_pending(session: Session, row: draft_pb2.Commit, now: float) -> None:
+    """Add what the first round extends by; its features come with the first state."""
+    session.ask = None
+    session.tokens.extend(row.token_ids)
+    session.prefix_hash = row.fence.prefix_hash
+    session.features = FeatureQueue(session.cached_rows)
+    session.last_used_s = now
+
+
+def _load_sampling(state: RoundState, sessions: Sequence[Session]) -> None:
+    """Fill what a state does not carry from round to round."""
+    signed = [
+        seed - (1 << 64) if seed >= 1 << 63 else seed
+        for seed in (session.seed & 0xFFFFFFFFFFFFFFFF for session in sessions)
+    ]
+    for field, values in (
+        (state.temperature, [session.temperature for session in sessions]),
+        (state.seeds, signed),
+        (state.choices, [session.choice_index for session in sessions]),
+    ):
+        host = torch.tensor(values, dtype=field.dtype)
+        # From pinned memory, or the host would wait here for the prompts' passes.
+        field[: len(sessions)].copy_(host.pin_memory() if field.is_cuda else host, non_blocking=True)

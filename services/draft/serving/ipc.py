@@ -1,0 +1,317 @@
+"""The colocated face of the draft: the same messages as over gRPC, on unix sockets; the engine thread reads and answers sessions itself."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable
+
+import torch
+from google.protobuf.message import DecodeError
+
+from outrider.draft.v1 import draft_pb2
+from outrider.services.draft.peers.replies import Pong, Reply
+from outrider.services.draft.serving.convert import reply_to
+from outrider.services.draft.serving.loop import Peer
+from outrider.services.draft.serving.protocol import DraftProtocol
+from outrider.shared.base.errors import ProtocolError
+from outrider.shared.obs.logging import get_logger
+from outrider.shared.rpc.convert import error_to_proto
+from outrider.shared.rpc.interceptors import as_outrider_error
+from outrider.shared.rpc.ipc.frames import EndOfStream, FrameKind, FrameSocket
+from outrider.shared.rpc.ipc.handshake import Mapped, acknowledge
+from outrider.shared.rpc.ipc.round_mailbox import RoundMailbox
+from outrider.shared.rpc.ipc.sockets import Listener
+from outrider.shared.rpc.tensors import InlineTensors
+
+FIRST_FRAME_TIMEOUT_S = 10.0
+HANDSHAKE_TIMEOUT_S = 360.0
+"""Between Hello and the mailboxes the target may lend weights, and the draft warms up when it has them."""
+IDLE_S = 3600.0
+MAX_CONNECTIONS = 128
+JOIN_S = 5.0
+
+INLINE = InlineTensors()
+
+log = get_logger("outrider.draft")
+
+
+class IpcServer:
+    """Accepts targets of this host and user. Use `start`, then `stop`.
+
+    Args:
+        path: Of the socket.
+        protocol: What messages do.
+
+    Raises:
+        ConfigurationError: the path cannot be listened on.
+    """
+
+    def __init__(self, path: str, protocol: DraftProtocol) -> None:
+        self._protocol = protocol
+        self._listener = Listener(path)
+        self._lock = threading.Lock()
+        self._sockets: set[FrameSocket] = set()
+        self._following: dict[str, tuple[IpcSession, Peer, Mapped]] = {}
+        self._thread = threading.Thread(target=self._accept, name="draft-ipc", daemon=True)
+
+    def start(self) -> None:
+        """Accept targets."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Hang up on everyone and remove the socket's file."""
+        self._listener.close()
+        with self._lock:
+            sockets = list(self._sockets)
+        for connection in sockets:
+            connection.close()
+        if self._thread.is_alive():
+            self._thread.join(JOIN_S)
+
+    def _accept(self) -> None:
+        while (connection := self._listener.accept()) is not None:
+            frames = FrameSocket(connection)
+            with self._lock:
+                full = len(self._sockets) >= MAX_CONNECTIONS
+                if not full:
+                    self._sockets.add(frames)
+            if full:
+                log.warning("refused a connection: too many", most=MAX_CONNECTIONS)
+                frames.close()
+                continue
+            threading.Thread(target=self._serve, args=(frames,), name="draft-ipc-peer", daemon=True).start()
+
+    def _serve(self, frames: FrameSocket) -> None:
+        """Follow one connection; a session stream goes over to the engine thread, a bulk stream stays on this one."""
+        try:
+            kind, payload = _expect(frames, FIRST_FRAME_TIMEOUT_S, FrameKind.HELLO, FrameKind.BULK_HELLO)
+            if kind is FrameKind.HELLO:
+                self._welcome(frames, draft_pb2.Hello.FromString(payload))
+            else:
+                self._bulk(frames, draft_pb2.BulkHello.FromString(payload).target_id)
+        except EndOfStream:
+            self._forget(frames)
+        except Exception as error:
+            _last_words(frames, error)
+            self._forget(frames)
+
+    def _welcome(self, frames: FrameSocket, hello: draft_pb2.Hello) -> None:
+        session = IpcSession(self._protocol, frames, functools.partial(self._left, hello.target_id))
+        peer, ack = self._protocol.welcome(hello, session)
+        try:
+            frames.send(FrameKind.HELLO, ack.SerializeToString())
+            mapped = None
+            while mapped is None:
+                _kind, payload = _expect(frames, HANDSHAKE_TIMEOUT_S, FrameKind.MAILBOX)
+                offer = draft_pb2.MailboxOffer.FromString(payload)
+                files = frames.take_files(3 if offer.HasField("rounds") else 2)
+                answer, mapped = acknowledge(offer, files, self._protocol.device)
+                if mapped is not None:
+                    self._follow(hello.target_id, session, peer, mapped)  # before the target goes on
+                frames.send(FrameKind.MAILBOX, answer.SerializeToString())
+                log.info(
+                    "mailbox",
+                    target_id=hello.target_id,
+                    accepted=answer.accepted,
+                    reason=answer.reason,
+                    rounds=answer.rounds,
+                )
+        except BaseException:
+            self._protocol.leave(peer)
+            raise
+
+    def _follow(self, target_id: str, session: IpcSession, peer: Peer, mapped: Mapped) -> None:
+        with self._lock:
+            self._following[target_id] = session, peer, mapped
+        self._protocol.loop.call(lambda: session.begin(peer, mapped))
+
+    def _bulk(self, frames: FrameSocket, target_id: str) -> None:
+        """Take a target's pings until it hangs up."""
+        with self._lock:
+            following = self._following.get(target_id)
+            if following is None:
+                raise EndOfStream("the target's session stream has ended, or never was")
+            session, peer, mapped = following
+            session.bulk = frames
+        try:
+            while True:
+                received = frames.receive(IDLE_S)
+                if received is None:
+                    continue
+                kind, payload = received
+                if kind is not FrameKind.SESSION:
+                    raise ProtocolError(f"A frame of kind {kind.name} on a bulk stream.", field="frame")
+                self._protocol.take(peer, draft_pb2.SessionRequest.FromString(payload), INLINE)
+        finally:
+            if mapped.rounds is not None:
+                mapped.rounds.close()  # from this thread: the engine's may be waiting for a stream that waits for this target
+            self._protocol.loop.submit(session.end)
+
+    def _left(self, target_id: str, session: IpcSession) -> None:
+        with self._lock:
+            following = self._following.get(target_id)
+            if following is not None and following[0] is session:
+                del self._following[target_id]
+        self._forget(session.frames)
+
+    def _forget(self, frames: FrameSocket) -> None:
+        with self._lock:
+            self._sockets.discard(frames)
+        frames.close()
+
+
+class IpcSession:
+    """A session stream: `Source` and `Outlet` of the engine thread, which is the only one that uses it after `begin`.
+
+    Args:
+        protocol: What messages do.
+        frames: Of the target.
+        left: Told of this session when it has ended.
+    """
+
+    def __init__(
+        self, protocol: DraftProtocol, frames: FrameSocket, left: Callable[[IpcSession], None]
+    ) -> None:
+        self.frames = frames
+        self.bulk: FrameSocket | None = None
+        self._begun: tuple[Peer, Mapped] | None = None
+        self._inlet: IpcRoundsInlet | None = None
+        self._protocol = protocol
+        self._left = left
+        self._ended = False
+
+    def fileno(self) -> int:
+        """See `Source.fileno`."""
+        return self.frames.fileno()
+
+    @property
+    def has_unsent(self) -> bool:
+        """See `Source.has_unsent`."""
+        return self.frames.has_unsent
+
+    def begin(self, peer: Peer, mapped: Mapped) -> None:
+        """Read the stream from now on; on the engine thread."""
+        self._begun = peer, mapped
+        self._inlet = None if mapped.rounds is None else IpcRoundsInlet(mapped.rounds)
+        if self._ended:
+            self._let_go()
+        else:
+            self._protocol.loop.listen(self)
+
+    def ready(self) -> None:
+        """See `Source.ready`."""
+        assert self._begun, "read before it has begun"
+        peer, mapped = self._begun
+        try:
+            self.frames.flush()
+            while (received := self.frames.receive()) is not None:
+                kind, payload = received
+                if kind is not FrameKind.SESSION:
+                    raise ProtocolError(f"A frame of kind {kind.name} on a session stream.", field="frame")
+                request = draft_pb2.SessionRequest.FromString(payload)
+                self._protocol.take(
+                    peer, request, mapped.bulk if request.HasField("rows") else mapped.session, self._inlet
+                )
+        except EndOfStream:
+            self.end()
+        except Exception as error:
+            _last_words(self.frames, error)
+            self.end()
+
+    def send(self, reply: Reply) -> None:
+        """See `Outlet.send`. Signs of life go to the thread of the target that listens all the time: the bulk stream's."""
+        frames = self.bulk if isinstance(reply, Pong) else self.frames
+        if frames is None or self._ended:
+            return
+        try:
+            frames.send(FrameKind.SESSION, reply_to(reply).SerializeToString())
+        except (EndOfStream, ProtocolError):
+            self.end()
+
+    def end(self) -> None:
+        """See `Outlet.end`."""
+        if self._ended:
+            return
+        self._ended = True
+        self._protocol.loop.unlisten(self)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._left(self)  # from here on no bulk stream joins
+        if self.bulk is not None:
+            self.bulk.close()
+        if self._begun is not None:
+            (peer, mapped), self._begun, self._inlet = (
+                self._begun,
+                None,
+                None,
+            )  # the peer has this session: nothing keeps the mailboxes
+            self._protocol.leave(peer)
+            if mapped.rounds is not None:
+                mapped.rounds.close()
+            mapped.session.close()
+            mapped.bulk.close()
+
+
+class IpcRoundsInlet:
+    """`RoundsInlet` through a mailbox."""
+
+    def __init__(self, mailbox: RoundMailbox) -> None:
+        self._mailbox = mailbox
+
+    @property
+    def broken(self) -> bool:
+        """See `RoundsInlet.broken`."""
+        return self._mailbox.broken
+
+    def goes_ahead(self, message: draft_pb2.RoundsNext, tried: bool) -> bool:
+        """See `RoundsInlet.goes_ahead`: the state comes without this host."""
+        return True
+
+    def take(
+        self, message: draft_pb2.RoundsNext, blob: torch.Tensor, expected: torch.Tensor, limit_s: float
+    ) -> None:
+        """See `RoundsInlet.take`."""
+        self._mailbox.receive(message.number, blob, expected, limit_s)
+
+    def give(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
+        """See `RoundsInlet.give`."""
+        self._mailbox.send(message.number, blob)
+
+    def skip(self, rounds: int, number: int) -> None:
+        """See `RoundsInlet.skip`."""
+        self._mailbox.skip(number)
+
+    def mend(self) -> bool:
+        """See `RoundsInlet.mend`."""
+        return self._mailbox.mend() and not self._mailbox.broken
+
+    def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
+        """See `RoundsInlet.fits`."""
+        layout = self._mailbox.layout
+        return state.nbytes <= layout.state_bytes and trees.nbytes <= layout.trees_bytes
+
+
+def _expect(frames: FrameSocket, timeout_s: float, *kinds: FrameKind) -> tuple[FrameKind, bytes]:
+    """Return the next frame of a handshake, which must be of one of `kinds`."""
+    received = frames.receive(timeout_s)
+    if received is None:
+        raise EndOfStream("the target said nothing")
+    if received[0] not in kinds:
+        raise ProtocolError(
+            f"A frame of kind {received[0].name}, expected {' or '.join(kind.name for kind in kinds)}.",
+            field="frame",
+        )
+    return received
+
+
+def _last_words(frames: FrameSocket, error: Exception) -> None:
+    """Say why the stream is ended here."""
+    mapped = as_outrider_error(
+        ProtocolError("A message does not parse.", field="frame") if isinstance(error, DecodeError) else error
+    )
+    log.warning("hung up on a target", reason=mapped.message)
+    with contextlib.suppress(EndOfStream):
+        frames.send(FrameKind.ERROR, error_to_proto(mapped).SerializeToString())

@@ -1,0 +1,372 @@
+"""The draft protocol: what each message of a target does. Carriers (gRPC streams, sockets of this host) bring the messages."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from outrider.draft.v1 import draft_pb2
+from outrider.services.draft.peers.inline_rounds import InlineRounds
+from outrider.services.draft.peers.peer_rounds import WARMING, RoundsDesk
+from outrider.services.draft.peers.replies import (
+    NeedResync,
+    Opened,
+    Pong,
+    Rejected,
+    RoundsEnded,
+    RoundsEntered,
+)
+from outrider.services.draft.peers.rounds_inlet import RoundsInlet
+from outrider.services.draft.serving.convert import (
+    CommitMessage,
+    commits_from,
+    hello_ack,
+    opening_from,
+    target_info,
+)
+from outrider.services.draft.serving.loop import DraftLoop, Outlet, Peer
+from outrider.services.draft.sessions.session import Answer, PeerId, Verdict
+from outrider.services.draft.target_info import TargetInfo
+from outrider.services.draft.warmup import warm_up
+from outrider.shared.base.errors import CheckpointError, ProtocolError
+from outrider.shared.obs.logging import get_logger
+from outrider.shared.rpc.tensors import TensorReader
+from outrider.shared.spec.drafter import SequenceOpen
+
+log = get_logger("outrider.draft")
+
+PREFILL_S = 0.03
+"""From Open to the prompt's rows, where the prompt is short: a thread that sleeps would wake up late, and the target waits for it then."""
+BEGINNING_S = 0.005
+"""From these rows to the first round."""
+PASS_ROWS = 512
+"""So many rows of a prompt are worth a pass before the others have come."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """Rounds of a target that begin when all rows are there; if it has `left` since, it is only told."""
+
+    message: draft_pb2.RoundsEnter
+    inlet: RoundsInlet
+    left: bool = False
+
+
+class DraftProtocol:
+    """Turns messages into commands for the engine. Its methods may be called from any thread, the engine's included if they say so.
+
+    Args:
+        loop: Runs the engine.
+        device: Where the engine computes.
+        tokenizer: `tokenizer_fingerprint` of what drafts, which every target must have; empty when its folder tells nothing.
+        only_enqueues: What is computed for a prompt or a round takes the host no time, as on a GPU: the thread that brings the message may
+            do it. It would wait awake, for what comes next, beside the engine's thread, and the two would contend for the interpreter.
+        tiles: See `warm_up`.
+    """
+
+    def __init__(
+        self,
+        loop: DraftLoop,
+        device: torch.device,
+        tokenizer: str = "",
+        *,
+        only_enqueues: bool | None = None,
+        tiles: bool = True,
+    ) -> None:
+        self.loop = loop
+        self.device = device
+        self._only_enqueues = device.type == "cuda" if only_enqueues is None else only_enqueues
+        self._engine = loop.engine
+        self._tokenizer = tokenizer
+        self._tiles = tiles
+        self._desk = RoundsDesk(loop.engine, device)
+        self._in_rounds: tuple[Peer, int] | None = None
+        self._waiting: dict[PeerId, _Waiting] = {}
+        # Fingerprints of the target that was asked to lend its tensors, and of the one that did.
+        self._asked_to_lend = ""
+        self._lender = ""
+
+    @property
+    def feature_size(self) -> int:
+        """Width of a feature row."""
+        return self._engine.strategy.info.feature_size
+
+    def welcome(self, hello: draft_pb2.Hello, outlet: Outlet) -> tuple[Peer, draft_pb2.HelloAck]:
+        """Answer the first message of a session stream; not on the engine thread.
+
+        Raises:
+            OutriderError: head and target do not fit; says why.
+        """
+        target = target_info(hello)
+        ack = self.loop.call(lambda: self._describe(target, hello.feature_dtype))
+        peer = self.loop.call(lambda: self.loop.join(target.target_id, outlet))
+        log.info(
+            "target joined",
+            target_id=target.target_id,
+            fingerprint=target.fingerprint[:16],
+            missing=list(ack.missing_tensors),
+        )
+        return peer, ack
+
+    def leave(self, peer: Peer) -> None:
+        """Free what belongs to a session stream that has ended."""
+        self.loop.submit(lambda: self._leave(peer))
+
+    def take(
+        self,
+        peer: Peer,
+        request: draft_pb2.SessionRequest,
+        tensors: TensorReader,
+        inlet: RoundsInlet | None = None,
+    ) -> None:
+        """Take a message of a session stream; also on the engine thread. `inlet`: for rounds that stay on the device, if there can be any.
+
+        Raises:
+            ProtocolError: the message is malformed, or none that is sent here.
+        """
+        loop = self.loop
+        match request.WhichOneof("message"):
+            case "frame":
+                messages = list(commits_from(request.frame, self.feature_size, time.monotonic(), tensors))
+                loop.submit(lambda: self._commit(peer, messages))
+            case "open":
+                opening = opening_from(request.open)
+                loop.submit(lambda: self._open(peer, opening))
+            case "rows":
+                some = request.rows
+                rows = tensors.read(some.features, "rows.features", self.feature_size)
+                if (
+                    self._only_enqueues and self._desk.peer is None
+                ):  # else this thread might come to wait for a state, which it brings
+                    loop.run_here(lambda: self._take_in(peer, some, rows))
+                else:
+                    loop.submit(lambda: self._add_features(peer, some, rows))
+            case "close":
+                session_id = request.close.session_id
+                loop.submit(lambda: self._engine.close(peer.id, session_id))
+            case "cancel":
+                round_number = request.cancel.round
+                loop.submit(lambda: self._engine.cancel(peer.id, round_number))
+            case "ping":
+                nonce = request.ping.nonce
+                loop.submit(lambda: self._pong(peer, nonce))
+            case "rounds_next" if inlet is not None:
+                following = request.rounds_next
+                loop.run_here(lambda: self._run_round(peer, following, inlet))
+            case "round_soon" if isinstance(inlet, InlineRounds):
+                inlet.soon()
+            case "round_state" if isinstance(inlet, InlineRounds):
+                state = request.round_state
+                if inlet.finish(
+                    state
+                ):  # at once: the engine's thread may be waiting for the device, which waits for this
+                    return
+                loop.run_here(lambda: self._start_round(peer, state, inlet))
+            case "rounds_enter" if inlet is not None:
+                entering = request.rounds_enter
+                begin = (
+                    loop.run_here if self._only_enqueues and self._desk.has_served(entering) else loop.submit
+                )
+                begin(lambda: self._enter_rounds(peer, entering, inlet))
+            case "rounds_prepare" if inlet is not None:
+                size = request.rounds_prepare
+                loop.submit(lambda: loop.later(lambda: self._desk.record(size)))
+            case "rounds_leave" if inlet is not None:
+                leaving = request.rounds_leave
+                loop.submit(lambda: self._leave_rounds(peer, leaving, inlet))
+            case other:
+                raise ProtocolError(
+                    f"Unexpected message {other or 'without content'} on a session stream.", field="message"
+                )
+
+    def take_bulk(self, request: draft_pb2.BulkRequest, tensors: TensorReader) -> draft_pb2.BulkReply:
+        """Take rows of a prompt or a resync; not on the engine thread. The reply says how many are held now."""
+        rows = tensors.read(request.features, "bulk.features", self.feature_size)
+        answer = self.loop.call(
+            lambda: self._add_features(self.loop.peer_of(request.target_id), request, rows)
+        )
+        return draft_pb2.BulkReply(
+            session_id=request.session_id, epoch=request.epoch, have_len=answer.have_len
+        )
+
+    def lend(self, name: str, tensor: torch.Tensor) -> None:
+        """Take a tensor that the head borrows; on the engine thread. With the last one the draft warms up, as it does at its start else.
+
+        Raises:
+            OutriderError: see `warm_up`.
+        """
+        missed = bool(self._engine.strategy.missing())
+        self._engine.strategy.lend(name, tensor)
+        self._lender = self._asked_to_lend
+        if missed and not self._engine.strategy.missing():
+            warm_up(self._engine, self.device, tiles=self._tiles)
+
+    def info(self) -> draft_pb2.GetInfoReply:
+        """Describe the head, the pool and the metrics; on the engine thread."""
+        strategy, sessions = self._engine.strategy, self._engine.sessions
+        pages = strategy.pages()
+        limits = sessions.limits
+        return draft_pb2.GetInfoReply(
+            head=hello_ack(
+                strategy.info, None, list(strategy.missing()), 0, limits.max_sessions, limits.max_shape
+            ),
+            sessions=len(sessions),
+            pages_total=pages.total,
+            pages_free=pages.free,
+            pages_held=pages.held,
+            device=str(self.device),
+            prometheus_text=self._engine.metrics.render(),
+        )
+
+    def _describe(self, target: TargetInfo, feature_dtype: int) -> draft_pb2.HelloAck:
+        """Check that head and target fit, and describe the head."""
+        strategy = self._engine.strategy
+        spec = strategy.feature_spec(target)
+        if self._tokenizer and target.tokenizer and self._tokenizer != target.tokenizer:
+            raise CheckpointError(
+                "The draft has another tokenizer than the target: tokens of their tokenizer.json have different ids. Serve the target that "
+                "this draft was made for, or another --draft; if only the draft's file is stale, remove it.",
+                field="tokenizer",
+            )
+        if self._lender and self._lender != target.fingerprint:
+            raise CheckpointError(
+                "This draft borrowed tensors of another target and serves that one only: start a second draft, or give this one "
+                "--target-weights.",
+                field="target_fingerprint",
+            )
+        missing = list(strategy.missing())
+        if missing:
+            self._asked_to_lend = target.fingerprint
+        limits = self._engine.sessions.limits
+        return hello_ack(strategy.info, spec, missing, feature_dtype, limits.max_sessions, limits.max_shape)
+
+    def _leave(self, peer: Peer) -> None:
+        self._waiting.pop(peer.id, None)
+        self._desk.abandon(peer.id)
+        self.loop.leave(peer)
+
+    def _enter_rounds(self, peer: Peer, message: draft_pb2.RoundsEnter, inlet: RoundsInlet) -> None:
+        """Begin rounds, now or when the rows of all their prompts are there; the target leaves when that takes it too long.
+
+        Not always on the engine thread.
+        """
+        self.loop.stay_awake(BEGINNING_S)
+        self._waiting.pop(peer.id, None)
+        try:
+            with self._on_device():
+                reason = self._desk.enter(peer.id, message, inlet)
+        except Exception:
+            self._desk.abandon(peer.id)
+            peer.send(RoundsEntered(message.rounds, "failed"))
+            raise
+        if reason == WARMING:
+            self._waiting[peer.id] = _Waiting(message, inlet)
+            return
+        self._in_rounds = None if reason else (peer, message.rounds)
+        peer.send(RoundsEntered(message.rounds, reason))
+
+    def _run_round(self, peer: Peer, message: draft_pb2.RoundsNext, inlet: RoundsInlet) -> None:
+        """Enqueue a round, or make ready for it. Not always on the engine thread."""
+        self._answer_round(
+            peer, message.rounds, message.number, inlet, lambda: self._desk.run(peer.id, message, inlet)
+        )
+
+    def _start_round(self, peer: Peer, message: draft_pb2.RoundState, inlet: InlineRounds) -> None:
+        """Enqueue a round whose state has come. Not always on the engine thread."""
+        if inlet.finish(message):  # enqueued since this message came
+            return
+        inlet.arrived(message.state)
+        self._answer_round(
+            peer, message.rounds, message.number, inlet, lambda: self._desk.go(peer.id, message, inlet)
+        )
+
+    def _answer_round(
+        self, peer: Peer, rounds: int, number: int, inlet: RoundsInlet, run: Callable[[], bool]
+    ) -> None:
+        """Run a round; one that cannot be is answered too, or the target would wait for it."""
+        try:
+            with self._on_device():
+                going_on = run()
+        except Exception:
+            self._desk.abandon(peer.id)
+            inlet.skip(rounds, number)
+            peer.send(RoundsEnded(rounds, "failed"))
+            raise
+        if not going_on:
+            inlet.skip(rounds, number)
+            peer.send(RoundsEnded(rounds, "ended"))
+
+    def _leave_rounds(self, peer: Peer, message: draft_pb2.RoundsLeave, inlet: RoundsInlet) -> None:
+        waiting = self._waiting.get(peer.id)
+        if waiting is not None and waiting.message.rounds == message.rounds:
+            self._waiting[peer.id] = replace(waiting, left=True)
+            return
+        self._desk.leave(peer.id, message, inlet)
+        self._in_rounds = None
+
+    def _make_way(self, peer: Peer) -> None:
+        """End the rounds of another target: while they are on the device nothing else is."""
+        if self._in_rounds is not None and self._in_rounds[0] is not peer:
+            (other, rounds), self._in_rounds = self._in_rounds, None
+            other.send(RoundsEnded(rounds, "busy"))
+
+    def _open(self, peer: Peer, opening: SequenceOpen) -> None:
+        self.loop.stay_awake(PREFILL_S)
+        self._make_way(peer)
+        session_id, epoch = opening.fence.session_id, opening.fence.epoch
+        answer = self._engine.open(peer.id, opening)
+        if answer.verdict is Verdict.ACCEPTED:
+            peer.send(Opened(session_id, epoch, answer.have_len))
+        else:
+            self._refuse(peer, session_id, epoch, answer)
+
+    def _commit(self, peer: Peer, messages: list[CommitMessage]) -> None:
+        for message in messages:
+            answer = self._engine.commit(peer.id, message.commit, message.ask)
+            self._refuse(peer, message.commit.fence.session_id, message.commit.fence.epoch, answer)
+
+    def _take_in(self, peer: Peer, request: draft_pb2.BulkRequest, rows: torch.Tensor) -> None:
+        """Take rows of a prompt, and have them computed once they are worth it. Not always on the engine thread."""
+        sessions = self._engine.sessions
+        with self._on_device():
+            self._add_features(peer, request, rows)
+            session = sessions.get(peer.id, request.session_id)
+            if session is not None and (sessions.complete(session) or session.extendable_rows >= PASS_ROWS):
+                self.loop.advance()
+
+    def _on_device(self) -> contextlib.AbstractContextManager[object]:
+        """Have what a thread other than the engine's launches go to the engine's device."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+
+    def _add_features(self, peer: Peer | None, request: draft_pb2.BulkRequest, rows: torch.Tensor) -> Answer:
+        if peer is None:
+            return Answer(Verdict.DROPPED)
+        self.loop.stay_awake(BEGINNING_S)
+        answer = self._engine.add_features(peer.id, request.session_id, request.epoch, request.base, rows)
+        self._refuse(peer, request.session_id, request.epoch, answer)
+        waiting = self._waiting.get(peer.id)
+        if waiting is not None and not waiting.left:
+            self._enter_rounds(peer, waiting.message, waiting.inlet)
+        elif waiting is not None and not self._desk.warming(peer.id, waiting.message):
+            del self._waiting[peer.id]
+            peer.send(RoundsEntered(waiting.message.rounds, ""))
+        return answer
+
+    @staticmethod
+    def _refuse(peer: Peer, session_id: int, epoch: int, answer: Answer) -> None:
+        """Tell a target what it must do about a message that was not accepted; what was dropped needs nothing."""
+        reason = answer.reason.value
+        if answer.verdict is Verdict.RESYNC:
+            peer.send(NeedResync(session_id, epoch, reason))
+        elif answer.verdict is Verdict.REJECTED:
+            peer.send(Rejected(session_id, reason, answer.retry_after_ms))
+
+    def _pong(self, peer: Peer, nonce: int) -> None:
+        self._engine.touch(peer.id)
+        sessions = self._engine.sessions
+        load = len(sessions) / sessions.limits.max_sessions
+        peer.send(Pong(nonce, load))

@@ -1,0 +1,184 @@
+"""The gRPC face of the draft. Session streams are `ServerStream`s: the engine thread itself sends replies, and nothing stands between the
+server's polling thread and the engine's commands. The threads of their calls merely wait for the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from typing import TypeVar
+
+import grpc
+import torch
+from google.protobuf.message import DecodeError
+
+from outrider.draft.v1 import draft_pb2, draft_pb2_grpc
+from outrider.services.draft.peers.inline_rounds import InlineRounds
+from outrider.services.draft.peers.replies import Reply, RoundTaken, RoundTrees
+from outrider.services.draft.serving.convert import reply_to
+from outrider.services.draft.serving.loop import Peer
+from outrider.services.draft.serving.protocol import DraftProtocol
+from outrider.shared.base.errors import ProtocolError
+from outrider.shared.obs.logging import get_logger
+from outrider.shared.rpc.direct_server import ServerStream
+from outrider.shared.rpc.ipc.round_words import Side
+from outrider.shared.rpc.polling import Vigil
+from outrider.shared.rpc.relay import StreamRelay
+from outrider.shared.rpc.tensors import InlineTensors, join_tensors, split_tensor
+
+R = TypeVar("R")
+
+SERVICE_NAME = "outrider.draft.v1.Draft"
+MAX_BULK_BYTES = 1024 * 1024
+MAX_FP32_BYTES = 4
+NEXT_S = 0.05
+"""The next message of a target that is in rounds, or has just opened a session, is waited for awake for so long."""
+BEFORE_OTHERS = frozenset(("open", "frame", "rounds_enter", "round_soon", "round_state"))
+WARM_UP_S = 300.0
+"""The draft warms up when it has the last tensor that it borrows: a first start on a machine compiles kernels."""
+MAX_UNSENT = 4096
+"""Replies waiting for a target that does not read; beyond them its stream is ended."""
+TAKEN = draft_pb2.SessionReply(round_taken=draft_pb2.RoundTaken()).SerializeToString()
+
+log = get_logger("outrider.draft")
+
+
+def register(servicer: DraftServicer, server: grpc.Server) -> None:
+    """Have `server` answer with `servicer`."""
+    draft_pb2_grpc.add_DraftServicer_to_server(servicer, server)
+
+
+class StreamOutlet:
+    """`Outlet` of a session stream."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self.end = end
+        self._stream: ServerStream | None = None
+
+    def open(self, stream: ServerStream) -> None:
+        """Send over `stream` from now on."""
+        self._stream = stream
+
+    def close(self) -> None:
+        """Send nothing more; the stream, which knows who is told of its messages, is not kept."""
+        self._stream = None
+
+    def send(self, reply: Reply) -> None:
+        """See `Outlet.send`."""
+        stream = self._stream  # another thread may close this meanwhile
+        if stream is None:
+            return
+        if isinstance(reply, RoundTrees) and reply.envelope is not None:
+            stream.send(reply.envelope.seal(reply.trees))
+        elif isinstance(reply, RoundTaken):
+            stream.send(TAKEN, reply.then)
+        else:
+            stream.send(reply_to(reply).SerializeToString())
+
+
+class DraftServicer(draft_pb2_grpc.DraftServicer):
+    """Serves the draft protocol over gRPC."""
+
+    def __init__(self, protocol: DraftProtocol) -> None:
+        self._protocol = protocol
+        self._loop = protocol.loop
+        self._engine = protocol.loop.engine
+        self._tensors = InlineTensors(protocol.device)
+        self._vigil = Vigil()
+        self._loop.tick(self._vigil.begin)
+
+    def Session(
+        self, request_iterator: Iterator[draft_pb2.SessionRequest], context: grpc.ServicerContext
+    ) -> Iterator[draft_pb2.SessionReply]:
+        """Follow one target's sequences until its stream ends."""
+        first = next(_until_gone(request_iterator), None)
+        if first is None:
+            return
+        if first.WhichOneof("message") != "hello":
+            raise ProtocolError("The first message of a session stream must be Hello.", field="message")
+        # What ends the stream: None without an error.
+        endings: SimpleQueue[Exception | None] = SimpleQueue()
+        outlet = StreamOutlet(lambda: endings.put(None))
+        peer, ack = self._protocol.welcome(first.hello, outlet)
+        yield draft_pb2.SessionReply(hello=ack)
+        inlet = InlineRounds(peer, StreamRelay.try_make(Side.DRAFT, self._protocol.device))
+        stream = ServerStream(
+            context, lambda message: self._take(peer, message, inlet), endings.put, MAX_UNSENT, self._vigil
+        )
+        outlet.open(stream)
+        stream.start()
+        try:
+            error = endings.get()
+            if error is not None:
+                raise error
+        finally:
+            inlet.close()  # from this thread: the engine's may be waiting for a stream that waits for this target
+            stream.flush()
+            outlet.close()
+            self._protocol.leave(peer)
+
+    def Bulk(
+        self, request_iterator: Iterator[draft_pb2.BulkRequest], context: grpc.ServicerContext
+    ) -> Iterator[draft_pb2.BulkReply]:
+        """Take in feature rows of prompts and resyncs; each chunk is answered with how many rows are held now."""
+        for request in _until_gone(request_iterator):
+            if len(request.features.inline) > MAX_BULK_BYTES:
+                raise ProtocolError("A bulk chunk must not exceed 1 MiB of rows.", field="features")
+            yield self._protocol.take_bulk(request, self._tensors)
+
+    def GetInfo(
+        self, request: draft_pb2.GetInfoRequest, context: grpc.ServicerContext
+    ) -> draft_pb2.GetInfoReply:
+        """Describe the head, the pool and the metrics."""
+        return self._loop.call(self._protocol.info)
+
+    def GetTensor(
+        self, request: draft_pb2.GetTensorRequest, context: grpc.ServicerContext
+    ) -> Iterator[draft_pb2.GetTensorReply]:
+        """Stream one of the tensors that the target applies."""
+        tensors = self._engine.strategy.feature_spec(None).projector
+        tensor = tensors.get(request.name)
+        if tensor is None:
+            raise ProtocolError(
+                f"{request.name!r} is not served; known: {', '.join(tensors) or 'none'}.", field="name"
+            )
+        for chunk in split_tensor(request.name, tensor):
+            yield draft_pb2.GetTensorReply(chunk=chunk)
+
+    def PutTensor(
+        self, request_iterator: Iterator[draft_pb2.PutTensorRequest], context: grpc.ServicerContext
+    ) -> draft_pb2.PutTensorReply:
+        """Take tensors of the target that the head borrows."""
+        wanted = self._loop.call(self._engine.strategy.missing)
+        limit = max((torch.Size(shape).numel() for shape in wanted.values()), default=0) * MAX_FP32_BYTES
+        for name, tensor in join_tensors((request.chunk for request in request_iterator), max_bytes=limit):
+            self._loop.call(lambda name=name, tensor=tensor: self._protocol.lend(name, tensor), WARM_UP_S)  # type: ignore[misc]
+            log.info("borrowed from the target", tensor=name, shape=list(tensor.shape))
+        return draft_pb2.PutTensorReply(still_missing=list(self._loop.call(self._engine.strategy.missing)))
+
+    def _take(self, peer: Peer, message: bytes, inlet: InlineRounds) -> None:
+        """Take a message of a session stream, on the server's polling thread."""
+        if inlet.finish_sealed(message):
+            self._vigil.expect(NEXT_S)
+            return
+        try:
+            request = draft_pb2.SessionRequest.FromString(message)
+        except DecodeError:
+            raise ProtocolError("A message does not parse.", field="message") from None
+        self._protocol.take(peer, request, self._tensors, inlet)
+        kind = request.WhichOneof("message")
+        if kind in BEFORE_OTHERS:
+            self._vigil.expect(NEXT_S)
+        elif kind == "rounds_leave":
+            self._vigil.rest()
+
+
+def _until_gone(requests: Iterator[R]) -> Iterator[R]:
+    """Yield a stream's requests; a peer that cancelled or vanished ends them as one that finished does."""
+    while True:
+        try:
+            request = next(requests, None)
+        except grpc.RpcError:
+            return
+        if request is None:
+            return
+        yield request

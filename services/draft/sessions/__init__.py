@@ -1,0 +1,1 @@
+"""The sequences that a draft follows: a state machine without any model."""

@@ -1,0 +1,359 @@
+"""The sequences that this draft follows: a state machine over opens, features, commits and closes, without any model.
+
+Every message carries a fence. What repeats or comes late is dropped and counted; what does not fit makes the draft forget that one
+sequence and say so (RESYNC), and the target opens it again with a higher epoch. No message, in any order, can do more than that.
+
+Ledger of one session (who ends what):
+
+    what                        made by            ended by
+    Session in the table        `open`             `close`, `drop_peer`, `expire`, eviction by `open`, any RESYNC
+    KV pages (session.lease)    the runner         `SessionTable._forget` → `release`, on each of the above
+
+Lengths: ``0 <= cached_rows <= num_rows``, and ``cached_rows <= features.contiguous`` where rows are made of features: the row at position t
+needs the feature of t and the token t + 1, so ``num_rows = committed_len - 1`` (`RowSource`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider.services.draft.sessions.feature_queue import EarlyRows, FeatureQueue
+from outrider.services.draft.sessions.session import (
+    ACCEPTED,
+    Answer,
+    Ask,
+    PeerId,
+    Reason,
+    RowSource,
+    Session,
+    Verdict,
+)
+from outrider.shared.spec.drafter import Commit, SequenceOpen
+from outrider.shared.spec.fence import FNV_OFFSET, extend_prefix_hash
+from outrider.shared.spec.tree import DraftShape
+
+REFUSED_RETRY_MS = 1000
+NEVER_MS = 24 * 60 * 60 * 1000
+
+USUAL_SHAPE = DraftShape(5, 4, 16)
+"""A target's own default."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """What a table accepts.
+
+    Attributes:
+        max_sessions: Sessions at once, of all peers.
+        max_len: Tokens of one session.
+        vocab_size: Token ids must be below.
+        feature_size: Width of a feature row; 0 = the drafter needs none.
+        max_shape: Largest tree that may be asked for.
+        lease_s: A peer silent for so long loses its sessions.
+        evict_idle_s: When the table is full, the least recently used session may go if nobody used it for so long.
+        row_source: What the strategy's rows are made of.
+        rewind: Rows, besides the last, of the common prefix that a reopened session computes again.
+        usual_shape: Of most trees: what is made ready at the start.
+    """
+
+    max_sessions: int
+    max_len: int
+    vocab_size: int
+    feature_size: int
+    max_shape: DraftShape
+    lease_s: float = 10.0
+    evict_idle_s: float = 1.0
+    row_source: RowSource = RowSource.FEATURES
+    rewind: int = 0
+    usual_shape: DraftShape = USUAL_SHAPE
+
+
+class SessionTable:
+    """All sessions of all peers. One engine thread owns it; `now` is monotonic seconds.
+
+    Args:
+        limits: What is accepted.
+        release: Called once for every session that ends, to free what the runner holds for it.
+    """
+
+    def __init__(self, limits: SessionLimits, release: Callable[[Session], None]) -> None:
+        self.limits = limits
+        self._release = release
+        self._sessions: dict[tuple[PeerId, int], Session] = {}
+        self._last_heard_s: dict[PeerId, float] = {}
+        self._early = EarlyRows()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._sessions.values())
+
+    def get(self, peer: PeerId, session_id: int) -> Session | None:
+        """Return a session, or None."""
+        return self._sessions.get((peer, session_id))
+
+    def touch(self, peer: PeerId, now: float) -> None:
+        """Note that a peer is alive."""
+        self._last_heard_s[peer] = now
+
+    def open(self, peer: PeerId, opening: SequenceOpen, now: float) -> Answer:
+        """Start following a sequence, or restart it at a higher epoch (keeping the rows of the common prefix)."""
+        fence, tokens = opening.fence, opening.token_ids
+        known = self.get(peer, fence.session_id)
+        if known is not None and fence.epoch < known.epoch:
+            return Answer(Verdict.DROPPED, Reason.STALE_EPOCH)
+        if len(tokens) > self.limits.max_len:
+            return self._reject(known, Reason.TOO_LONG)
+        if not self._valid(tokens) or len(tokens) != fence.committed_len or not tokens:
+            return self._reject(known, Reason.MALFORMED)
+        if extend_prefix_hash(FNV_OFFSET, tokens) != fence.prefix_hash:
+            return self._reject(known, Reason.PREFIX_MISMATCH)
+        if known is not None and fence.epoch == known.epoch:
+            same = known.tokens[: len(tokens)] == list(tokens)
+            return (
+                Answer(Verdict.DROPPED, Reason.DUPLICATE)
+                if same
+                else self._resync(known, Reason.PREFIX_MISMATCH)
+            )
+        if known is None and not self._make_room(now):
+            return Answer(
+                Verdict.REJECTED, Reason.FULL, retry_after_ms=max(1, int(self.limits.evict_idle_s * 1000))
+            )
+        session = Session(
+            peer,
+            fence.session_id,
+            fence.epoch,
+            list(tokens),
+            fence.prefix_hash,
+            opening.seed,
+            opening.temperature,
+            opening.choice_index,
+            FeatureQueue(),
+            now,
+            row_source=self.limits.row_source,
+        )
+        if known is not None:
+            _inherit(session, known, self.limits.rewind)
+        self._sessions[peer, fence.session_id] = session
+        for base, rows in self._early.take(peer, fence.session_id, fence.epoch):
+            answer = self.add_features(peer, fence.session_id, fence.epoch, base, rows, now)
+            if answer.verdict is not Verdict.ACCEPTED:
+                return answer
+        return Answer(Verdict.ACCEPTED, have_len=session.features.contiguous)
+
+    def add_features(
+        self, peer: PeerId, session_id: int, epoch: int, base: int, rows: torch.Tensor, now: float
+    ) -> Answer:
+        """Take in feature rows of positions ``[base, base + n)`` from the bulk stream, which keeps its order within a session.
+
+        Rows may overtake the Open that they follow, since that travels on another stream; they are kept for it a while.
+        """
+        session = self.get(peer, session_id)
+        if session is None or epoch > session.epoch:
+            self._early.keep(peer, session_id, epoch, base, rows, now)
+            return Answer(Verdict.DROPPED, Reason.EARLY)
+        if epoch < session.epoch:
+            return Answer(Verdict.DROPPED, Reason.STALE_EPOCH)
+        session.last_used_s = now
+        if (
+            rows.dim() != 2
+            or rows.shape[1] != self.limits.feature_size
+            or base + rows.shape[0] > self.limits.max_len
+        ):
+            return self._resync(session, Reason.MALFORMED)
+        if base > session.features.contiguous or not session.features.add(base, rows):
+            return self._resync(session, Reason.FEATURE_GAP)
+        return Answer(Verdict.ACCEPTED, have_len=session.features.contiguous)
+
+    def commit(self, peer: PeerId, commit: Commit, ask: Ask | None, now: float) -> Answer:
+        """Learn what a round chose, and what tree is wanted next (None = none).
+
+        A commit of the present state again renews the ask; one of an earlier state is dropped.
+        """
+        fence = commit.fence
+        session = self.get(peer, fence.session_id)
+        if session is None:
+            return Answer(Verdict.RESYNC, Reason.UNKNOWN_SESSION)
+        if fence.epoch < session.epoch:
+            return Answer(Verdict.DROPPED, Reason.STALE_EPOCH)
+        if fence.epoch > session.epoch:
+            return self._resync(session, Reason.UNKNOWN_EPOCH)
+        if fence.committed_len < session.committed_len:
+            return Answer(Verdict.DROPPED, Reason.LATE)
+        problem = self._problem(session, commit)
+        if problem is not Reason.NONE:
+            return self._resync(session, problem)
+        session.last_used_s = now
+        fresh = commit.token_ids[session.committed_len - commit.base_len :]
+        prefix_hash = extend_prefix_hash(session.prefix_hash, fresh)
+        if prefix_hash != fence.prefix_hash:
+            return self._resync(session, Reason.PREFIX_MISMATCH)
+        session.tokens.extend(fresh)
+        session.prefix_hash = prefix_hash
+        if (
+            commit.features is not None
+            and commit.features.shape[0]
+            and not session.features.add(commit.base_len - 1, commit.features)
+        ):
+            return self._resync(session, Reason.FEATURE_GAP)
+        if ask is not None and not self.allows(ask.shape):
+            session.ask = None
+            return Answer(Verdict.REJECTED, Reason.SHAPE)
+        session.ask = ask
+        return ACCEPTED
+
+    def cancel(self, peer: PeerId, round_number: int) -> int:
+        """Forget what was asked in a round; returns how many asks that were."""
+        cancelled = [
+            session
+            for session in self
+            if session.peer == peer and session.ask and session.ask.round == round_number
+        ]
+        for session in cancelled:
+            session.ask = None
+        return len(cancelled)
+
+    def close(self, peer: PeerId, session_id: int) -> Answer:
+        """Stop following a sequence and free what it holds."""
+        session = self.get(peer, session_id)
+        if session is None:
+            return Answer(Verdict.DROPPED, Reason.UNKNOWN_SESSION)
+        self._forget(session)
+        return ACCEPTED
+
+    def drop_peer(self, peer: PeerId) -> int:
+        """Forget every session of a peer; returns how many there were."""
+        self._last_heard_s.pop(peer, None)
+        self._early.drop_peer(peer)
+        mine = [session for session in self if session.peer == peer]
+        for session in mine:
+            self._forget(session)
+        return len(mine)
+
+    def expire(self, now: float) -> list[Session]:
+        """Forget the sessions of peers that were silent for `lease_s`, and return them."""
+        self._early.expire(now)
+        silent = {
+            peer for peer, heard_s in self._last_heard_s.items() if now - heard_s >= self.limits.lease_s
+        }
+        expired = [session for session in self if session.peer in silent]
+        for session in expired:
+            self._forget(session)
+        return expired
+
+    def ready(self) -> list[Session]:
+        """Return the sessions that are asked for a tree and whose features are complete, longest waiting first."""
+        waiting = [session for session in self if session.ask is not None and self.complete(session)]
+        return sorted(waiting, key=lambda session: session.ask.asked_s if session.ask else 0.0)
+
+    def extendable(self) -> list[Session]:
+        """Return the sessions that have rows to feed to the head but no tree to grow now."""
+        return [session for session in self if session.extendable_rows > 0 and not session.engaged]
+
+    def lose(self, session: Session) -> None:
+        """Forget a session because the draft cannot follow it any more; its next commit is answered with RESYNC."""
+        self._forget(session)
+
+    def evict_idle(self, now: float, keep: Collection[int] = ()) -> bool:
+        """Forget the least recently used session if it was idle for `evict_idle_s`; `keep` holds ids of `Session` objects in use."""
+        spared = [s for s in self if id(s) not in keep and s.ask is None and not s.engaged]
+        idle = [s for s in spared if now - s.last_used_s >= self.limits.evict_idle_s]
+        if not idle:
+            return False
+        self._forget(min(idle, key=lambda session: session.last_used_s))
+        return True
+
+    def check(self) -> None:
+        """Assert the lengths of every session."""
+        assert len(self._sessions) <= self.limits.max_sessions
+        for (peer, session_id), session in self._sessions.items():
+            assert (peer, session_id) == (session.peer, session.session_id)
+            assert 0 <= session.cached_rows <= session.num_rows
+            if session.row_source is RowSource.FEATURES:
+                assert session.cached_rows == session.features.consumed <= session.features.contiguous
+            assert extend_prefix_hash(FNV_OFFSET, session.tokens) == session.prefix_hash
+
+    def complete(self, session: Session) -> bool:
+        """Whether everything is here that a tree needs."""
+        if session.row_source is not RowSource.FEATURES:
+            return True
+        # A tree grows from the row before the root, so one committed token is not enough.
+        return session.num_rows > 0 and session.features.contiguous >= session.num_rows
+
+    def allows(self, shape: DraftShape) -> bool:
+        """Whether trees may be as large."""
+        most = self.limits.max_shape
+        return (
+            1 <= shape.max_nodes <= most.max_nodes
+            and 0 <= shape.depth <= most.depth
+            and 1 <= shape.topk <= most.topk
+        )
+
+    def _valid(self, tokens: Sequence[int]) -> bool:
+        vocab_size = self.limits.vocab_size
+        return all(0 <= token < vocab_size for token in tokens)
+
+    def _problem(self, session: Session, commit: Commit) -> Reason:
+        """Return what is wrong with a commit that claims to be at or ahead of the session, before its hash is compared."""
+        fence = commit.fence
+        if commit.base_len > session.committed_len:
+            return Reason.GAP
+        if (
+            commit.base_len < 1
+            or len(commit.token_ids) != fence.committed_len - commit.base_len
+            or not self._valid(commit.token_ids)
+        ):
+            return Reason.MALFORMED
+        if fence.committed_len > self.limits.max_len:
+            return Reason.TOO_LONG
+        rows = commit.features
+        if rows is None or not rows.shape[0]:
+            return Reason.NONE
+        fits = (
+            rows.dim() == 2
+            and rows.shape[1] == self.limits.feature_size
+            and rows.shape[0] == len(commit.token_ids)
+        )
+        return Reason.NONE if fits else Reason.MALFORMED
+
+    def _make_room(self, now: float) -> bool:
+        return len(self) < self.limits.max_sessions or self.evict_idle(now)
+
+    def _reject(self, known: Session | None, reason: Reason) -> Answer:
+        """Refuse an opening; what was followed under that id is gone too, since the target gave it up."""
+        if known is not None:
+            self._forget(known)
+        return Answer(
+            Verdict.REJECTED,
+            reason,
+            retry_after_ms=NEVER_MS if reason is Reason.TOO_LONG else REFUSED_RETRY_MS,
+        )
+
+    def _resync(self, session: Session, reason: Reason) -> Answer:
+        self._forget(session)
+        return Answer(Verdict.RESYNC, reason)
+
+    def _forget(self, session: Session) -> None:
+        del self._sessions[session.peer, session.session_id]
+        self._release(session)
+
+
+def _inherit(session: Session, known: Session, rewind: int) -> None:
+    """Hand the pages of `known` to its successor and keep the cached rows that both share.
+
+    The last shared row, and `rewind` rows before it, are computed again: growing a tree needs what the strategy made of them.
+    """
+    session.lease, known.lease = known.lease, None
+    shared = 0
+    for mine, theirs in zip(session.tokens, known.tokens, strict=False):
+        if mine != theirs:
+            break
+        shared += 1
+    # A row of a feature was made of the token behind it too.
+    valid = shared - 1 if session.row_source is RowSource.FEATURES else shared
+    session.cached_rows = max(0, min(known.cached_rows, valid, session.num_rows - 1) - rewind)
+    session.features = FeatureQueue(session.cached_rows)

@@ -1,0 +1,189 @@
+"""Finding earlier occurrences of a sequence's last tokens, and the trie of what followed them. No model, no torch: numpy on the host.
+
+The trie is built anew each round from at most `MAX_MATCHES` occurrences. A trie of all n-grams would be faster to read and slower to keep:
+at 12 tokens of context and 16 of continuation it takes a few kilobytes of Python objects per token, and a round would still have to walk
+one path per suffix. One pass over 32k tokens of history takes about 15 µs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.shared.spec.tree import DraftShape
+from outrider.shared.spec.trees import HostTree
+
+Tokens = NDArray[np.int32]
+
+MAX_MATCHES = 48
+"""Occurrences that a trie is built from: the longest matches, the latest of them first."""
+MATCH_GROWTH = 2.0
+"""How much more a continuation weighs for each token that its context shares with the present one."""
+OLDEST_WEIGHT = 0.5
+"""Weight of a continuation at the beginning of the text, relative to one at its end."""
+SEPARATOR = -1
+"""Stands between documents; equal to no token."""
+
+
+class History:
+    """The tokens of one sequence so far, in a buffer that grows."""
+
+    __slots__ = ("_buffer", "length")
+
+    def __init__(self) -> None:
+        self._buffer: Tokens = np.empty(64, dtype=np.int32)
+        self.length = 0
+
+    @property
+    def tokens(self) -> Tokens:
+        """All tokens, a view."""
+        return self._buffer[: self.length]
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens."""
+        stop = self.length + len(tokens)
+        if stop > len(self._buffer):
+            grown = np.empty(2 * stop, dtype=np.int32)
+            grown[: self.length] = self.tokens
+            self._buffer = grown
+        self._buffer[self.length : stop] = tokens
+        self.length = stop
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """An earlier occurrence of the present suffix.
+
+    Attributes:
+        text: Where it is.
+        end: Index of its last token.
+        length: Tokens that it shares with the present suffix.
+        weight: Of what followed it.
+        repeats: The text is the present one, which goes on with what is proposed: a continuation that reaches its end runs into itself.
+    """
+
+    text: Tokens
+    end: int
+    length: int
+    weight: float
+    repeats: bool = False
+
+    def continuation(self, depth: int) -> Iterator[int]:
+        """Yield up to `depth` tokens that followed it."""
+        made: list[int] = []
+        for index in range(self.end + 1, self.end + 1 + depth):
+            if index < len(self.text):
+                token = int(self.text[index])
+            elif self.repeats:
+                token = made[index - len(self.text)]
+            else:
+                return
+            if token == SEPARATOR:
+                return
+            made.append(token)
+            yield token
+
+
+def find_matches(text: Tokens, min_match: int, max_match: int) -> list[Match]:
+    """Return earlier occurrences of the last `min_match` to `max_match` tokens of `text` in itself, longest match and latest first."""
+    if len(text) < 2:
+        return []
+    ends = np.flatnonzero(text[:-1] == text[-1])
+    return rank_matches(text, ends, text, min_match, max_match, repeats=True)
+
+
+def rank_matches(
+    text: Tokens, ends: NDArray[np.int64], suffix: Tokens, min_match: int, max_match: int, *, repeats: bool
+) -> list[Match]:
+    """Measure how far the contexts that end at `ends` agree with `suffix`, and return the best `MAX_MATCHES`.
+
+    Args:
+        text: Where the occurrences are.
+        ends: Indices whose token is the last of `suffix`, ascending.
+        suffix: The present text.
+        min_match, max_match: Shorter agreement does not count, longer is not measured.
+        repeats: See `Match`.
+    """
+    lengths = np.ones(len(ends), dtype=np.int64)
+    alive = np.arange(len(ends))
+    for shared in range(1, min(max_match, len(suffix))):
+        alive = alive[ends[alive] >= shared]
+        alive = alive[text[ends[alive] - shared] == suffix[-1 - shared]]
+        if not len(alive):
+            break
+        lengths[alive] += 1
+    best = np.lexsort((-ends, -lengths))[:MAX_MATCHES]
+    last = max(1, len(text) - 1)
+    matches = []
+    for index in best:
+        end, length = int(ends[index]), int(lengths[index])
+        if length < min_match:
+            break
+        recency = OLDEST_WEIGHT + (1 - OLDEST_WEIGHT) * end / last
+        matches.append(Match(text, end, length, MATCH_GROWTH ** (length - 1) * recency, repeats))
+    return matches
+
+
+@dataclass(slots=True)
+class _Node:
+    weight: float = 0.0
+    children: dict[int, _Node] = field(default_factory=dict)
+
+
+class ContinuationTrie:
+    """What followed the matches, merged by common beginnings; a node weighs what the matches through it weigh."""
+
+    def __init__(self, matches: Sequence[Match], depth: int) -> None:
+        self._root = _Node()
+        for match in matches:
+            node = self._root
+            node.weight += match.weight
+            for token in match.continuation(depth):
+                node = node.children.setdefault(token, _Node())
+                node.weight += match.weight
+
+    def tree(self, root_token: int, shape: DraftShape) -> HostTree:
+        """Return the heaviest nodes as a tree of that shape: `topk` nodes per level have children, at most `topk` each.
+
+        A node's log-prob is its share of its parent's weight; a child never outweighs its parent, so the kept nodes are a tree.
+        """
+        levels: list[list[_Candidate]] = []
+        beam = [_Candidate(self._root, root_token, None)]
+        for _ in range(shape.depth):
+            beam = [child for candidate in beam for child in candidate.best_children(shape.topk)]
+            if not beam:
+                break
+            levels.append(beam)
+            beam = sorted(beam, key=lambda candidate: -candidate.node.weight)[: shape.topk]
+        candidates = [candidate for level in levels for candidate in level]
+        order = sorted(range(len(candidates)), key=lambda index: (-candidates[index].node.weight, index))[
+            : shape.max_nodes - 1
+        ]
+        tree = HostTree.of_root(root_token)
+        for index in sorted(order):
+            candidates[index].add_to(tree)
+        return tree
+
+
+class _Candidate:
+    __slots__ = ("index", "node", "parent", "token")
+
+    def __init__(self, node: _Node, token: int, parent: _Candidate | None) -> None:
+        self.node = node
+        self.token = token
+        self.parent = parent
+        self.index = 0
+
+    def best_children(self, topk: int) -> list[_Candidate]:
+        ranked = sorted(self.node.children.items(), key=lambda item: -item[1].weight)[:topk]
+        return [_Candidate(node, token, self) for token, node in ranked]
+
+    def add_to(self, tree: HostTree) -> None:
+        assert self.parent is not None, "the root is in the tree already"
+        self.index = tree.add(
+            self.token, self.parent.index, math.log(self.node.weight / self.parent.node.weight)
+        )

@@ -1,0 +1,142 @@
+"""Drafting by looking the last tokens up in what was said before (prompt lookup): no model, no features, no KV.
+
+What followed earlier occurrences of the present suffix is proposed as a tree, the longer, the more frequent and the later match first.
+Sources: SGLang's NGRAM algorithm; prompt lookup decoding (A. Saxena, 2023).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider.services.draft.growth.draft_graph import DraftRounds
+from outrider.services.draft.sessions.session import PeerId, RowSource, Session
+from outrider.services.draft.strategies.base import Pages, StrategyInfo
+from outrider.services.draft.strategies.ngram.corpus import Corpus
+from outrider.services.draft.strategies.ngram.match import (
+    MAX_MATCHES,
+    ContinuationTrie,
+    History,
+    find_matches,
+)
+from outrider.services.draft.target_info import TargetInfo
+from outrider.shared.base.errors import CheckpointError
+from outrider.shared.spec.drafter import FeatureSpec
+from outrider.shared.spec.tree import DraftBatch, DraftShape
+from outrider.shared.spec.trees import HostTree, pad_trees
+
+ANY_VOCABULARY = (1 << 31) - 1
+MAX_LEN = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class NgramOptions:
+    """How n-grams are matched.
+
+    Attributes:
+        min_match, max_match: Tokens of context that must, and that can at most, agree.
+    """
+
+    min_match: int = 1
+    max_match: int = 12
+
+
+class NgramStrategy:
+    """`DraftStrategy` without a model.
+
+    Args:
+        options: Matching.
+        vocab_size: The target's, or None while unknown.
+        corpus: Further texts, or None.
+        device: Where trees are returned.
+    """
+
+    def __init__(
+        self, options: NgramOptions, vocab_size: int | None, corpus: Corpus | None, device: torch.device
+    ) -> None:
+        self.rounds: DraftRounds | None = None
+        self._options = options
+        self._corpus = corpus
+        self._device = device
+        self._histories: dict[tuple[PeerId, int], tuple[int, History]] = {}
+        if corpus is not None and vocab_size is not None:
+            _check_corpus(corpus, vocab_size)
+        digest = hashlib.sha256(
+            repr(options).encode() + (corpus.tokens.tobytes() if corpus is not None else b"")
+        )
+        self.info = StrategyInfo(
+            algorithm="NGRAM",
+            model_id="ngram",
+            fingerprint=digest.hexdigest(),
+            vocab_size=vocab_size or ANY_VOCABULARY,
+            feature_size=0,
+            max_len=MAX_LEN,
+            row_source=RowSource.NONE,
+        )
+
+    def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
+        """See `DraftStrategy.feature_spec`: nothing is captured."""
+        if target is not None and self._corpus is not None:
+            _check_corpus(self._corpus, target.vocab_size)
+        return FeatureSpec(fingerprint=self.info.fingerprint)
+
+    def missing(self) -> Mapping[str, tuple[int, ...]]:
+        """See `DraftStrategy.missing`: nothing."""
+        return {}
+
+    def lend(self, name: str, tensor: torch.Tensor) -> None:
+        """See `DraftStrategy.lend`."""
+        raise CheckpointError(f"{name} is not wanted; n-grams need no tensors.", field=name)
+
+    def reserve(self, session: Session) -> bool:
+        """See `DraftStrategy.reserve`."""
+        return True
+
+    def extend(self, sessions: Sequence[Session], max_rows: int, keep: int = 0) -> None:
+        """See `DraftStrategy.extend`: there are no rows."""
+
+    def propose(self, sessions: Sequence[Session]) -> DraftBatch:
+        """See `DraftStrategy.propose`."""
+        shapes = [session.ask.shape.bounded() for session in sessions if session.ask is not None]
+        return pad_trees(
+            [self._tree(session, shape) for session, shape in zip(sessions, shapes, strict=True)],
+            self._device,
+        )
+
+    def release(self, session: Session) -> None:
+        """See `DraftStrategy.release`."""
+        self._histories.pop((session.peer, session.session_id), None)
+
+    def pages(self) -> Pages:
+        """See `DraftStrategy.pages`: there are none."""
+        return Pages(0, 0, 0)
+
+    def _tree(self, session: Session, shape: DraftShape) -> HostTree:
+        options = self._options
+        text = self._history(session).tokens
+        matches = find_matches(text, options.min_match, options.max_match)
+        if self._corpus is not None:
+            found = self._corpus.find(text, options.min_match, options.max_match)
+            matches = sorted([*matches, *found], key=lambda match: -match.weight)[:MAX_MATCHES]
+        return ContinuationTrie(matches, shape.depth).tree(session.tokens[-1], shape)
+
+    def _history(self, session: Session) -> History:
+        key = (session.peer, session.session_id)
+        epoch, history = self._histories.get(key, (-1, History()))
+        if epoch != session.epoch:
+            history = History()
+            self._histories[key] = session.epoch, history
+        history.extend(session.tokens[history.length :])
+        return history
+
+
+def _check_corpus(corpus: Corpus, vocab_size: int) -> None:
+    if corpus.max_token >= vocab_size:
+        raise CheckpointError(
+            f"ngram_corpus holds token {corpus.max_token}, the target's vocabulary ends at {vocab_size - 1}: it was made with another "
+            "tokenizer.",
+            field="ngram_corpus",
+        )

@@ -1,0 +1,1 @@
+"""`outrider up`: which processes to start, with which flags, and their supervision."""

@@ -1,0 +1,89 @@
+"""`outrider demo`: the embedded pair, answering and measuring itself through all three services."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections import deque
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from outrider.services.clients.rest import Reply, RestClient
+from outrider.services.stack.launch import free_port, running_stack
+from outrider.services.stack.options import StackOptions, Transport
+
+REPEATS = 3
+SHOWN_LINES_ON_FAILURE = 30
+
+
+def run_demo(prompt: str, device: str, tokens: int) -> int:
+    """Start the services, stream one answer, measure speculation on and off in turn, stop. Returns the exit code.
+
+    Args:
+        prompt: What to ask.
+        device: As the services take it; auto takes CUDA if there is one.
+        tokens: Length of each measuring run, end-of-text ignored.
+    """
+    console = Console(highlight=False)
+    log: deque[str] = deque(maxlen=SHOWN_LINES_ON_FAILURE)
+
+    def keep(service: str, line: str) -> None:
+        log.append(f"{service} | {line}")
+
+    options = StackOptions(device=device, port=free_port(), transport=Transport.GRPC)
+    try:
+        console.print("Starting gateway, target and draft on the embedded model pair …")
+        with (
+            running_stack(options, keep, lambda line: console.print(f"  [dim]{line}[/]")) as stack,
+            RestClient(stack.url) as client,
+        ):
+            _answer(console, client, prompt)
+            _measure(console, client, prompt, tokens)
+    except Exception:
+        for line in log:
+            print(line, file=sys.stderr)
+        raise
+    console.print("All services stopped.")
+    return 0
+
+
+def _answer(console: Console, client: RestClient, prompt: str) -> None:
+    console.print(f"\n[bold]> {prompt}[/]")
+    reply = Reply()
+    options = {"temperature": 0, "max_tokens": 200, "speculation": {"mode": "on"}}
+    for piece in client.stream_chat([{"role": "user", "content": prompt}], options, reply):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    speculation = reply.speculation
+    rounds = f"{speculation['rounds']} rounds for {reply.completion_tokens} tokens"
+    console.print(f"\n\n  accept length {speculation['accept_length']:.2f} tokens a round, {rounds}")
+
+
+def _measure(console: Console, client: RestClient, prompt: str, tokens: int) -> None:
+    """Alternate runs with and without speculation, so that both see the same machine; print the medians."""
+    runs: dict[str, list[Reply]] = {"on": [], "off": []}
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
+    for _ in range(REPEATS):
+        for mode, replies in runs.items():
+            reply = Reply()
+            for _piece in client.stream_chat(
+                [{"role": "user", "content": prompt}], options | {"speculation": {"mode": mode}}, reply
+            ):
+                pass
+            replies.append(reply)
+    speeds = {
+        mode: statistics.median(reply.tokens_per_s for reply in replies) for mode, replies in runs.items()
+    }
+    table = Table(title=f"{tokens} tokens, median of {REPEATS} runs in turn, batch 1")
+    for heading in ("speculation", "tokens/s", "accept length", "rounds"):
+        table.add_column(heading, justify="right")
+    for mode, replies in runs.items():
+        speculation = replies[-1].speculation
+        accept_length = f"{speculation['accept_length']:.2f}" if mode == "on" else "-"
+        table.add_row(mode, f"{speeds[mode]:.0f}", accept_length, str(speculation["rounds"]))
+    console.print(table)
+    console.print(f"Speculation made it [bold]{speeds['on'] / speeds['off']:.2f} ×[/] as fast.")
+    if runs["on"][-1].text != runs["off"][-1].text:
+        console.print("The two texts differ where two tokens were nearly tied (see docs/architecture.md).")

@@ -1,0 +1,346 @@
+"""Puts the services together: what `outrider up` starts, and with which flags."""
+
+from __future__ import annotations
+
+import importlib.util
+import secrets
+import shutil
+import socket
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from outrider.services.stack.mps import shared_gpu
+from outrider.services.stack.option_checks import DEFAULT_MAX_SESSIONS, check_values
+from outrider.services.stack.options import INPROC, StackOptions, Transport
+from outrider.services.stack.shared_cache import shared_kv_tokens
+from outrider.services.stack.supervisor import ChildSpec, Echo, Supervisor, Surroundings
+from outrider.shared.base.errors import CancelledError, ConfigurationError, UnavailableError
+from outrider.shared.spec.algorithm import Algorithm, check_given
+
+Progress = Callable[[str], None]
+
+OWN_PORTS = range(20_000, 32_000)
+"""Below those that systems give to connections (Linux: 32768 on)."""
+START_TIMEOUT_S = 600.0
+POLL_S = 0.05
+DRAFT_DRAIN_S = 10.0
+DRAIN_S = 40.0
+
+
+@dataclass(frozen=True, slots=True)
+class StackPlan:
+    """Command lines and addresses of one stack. `children` in the order of draining: gateway, target, draft."""
+
+    children: tuple[ChildSpec, ...]
+    url: str
+    target_address: str
+    draft_address: str | None
+
+
+def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackPlan:
+    """Return what to start. Services meet on unix sockets in `runtime_dir`; only the gateway has a port.
+
+    Args:
+        options: What was asked for.
+        runtime_dir: A private folder; its path must be short enough for a socket's name (about 90 characters).
+        inproc: Whether the draft runs inside the target.
+    """
+    target_address = f"unix:{runtime_dir / 'target.sock'}"
+    by_ipc = options.transport is Transport.IPC or (options.mps and options.transport is Transport.AUTO)
+    scheme = "ipc://" if by_ipc else "unix:"
+    draft_address = f"{scheme}{runtime_dir / 'draft.sock'}" if options.speculates and not inproc else None
+    shape = {
+        "num-steps": options.num_steps,
+        "topk": options.topk,
+        "num-draft-tokens": options.num_draft_tokens,
+    }
+    caps = {"max-steps": options.max_steps, "max-topk": options.max_topk, "max-nodes": options.max_nodes}
+    placement = {
+        "device": options.device,
+        "dtype": options.dtype,
+        "log-level": options.log_level,
+        "kv-tokens": options.kv_tokens,
+    }
+    algorithm = {
+        "speculative-algorithm": None if options.algorithm is Algorithm.AUTO else options.algorithm.value
+    }
+    texts = {"speculative-token-map": options.token_map, "ngram-corpus": options.ngram_corpus}
+    capacity = {
+        "max-running-requests": options.max_running_requests,
+        "mem-fraction-static": options.mem_fraction_static,
+        "tp": options.tp,
+    }
+
+    gateway = {
+        "host": options.host,
+        "port": options.port,
+        "grpc-port": options.port + 1,
+        "target": target_address,
+    }
+    gateway |= {
+        "tokenizer": None if options.skip_tokenizer else options.target,
+        "log-level": options.log_level,
+    }
+    drafter = draft_address or (f"{INPROC}{options.draft or ''}" if options.speculates else "none")
+    # EAGLE may turn out to be MTP layers, as in SGLang. A draft of its own finds out; the target would refuse them by that name.
+    told = {} if draft_address and options.algorithm is Algorithm.EAGLE else algorithm
+    target = (
+        {"listen": target_address, "model": options.target, "draft": drafter}
+        | told
+        | shape
+        | caps
+        | placement
+        | capacity
+    )
+    target |= {name.replace("_", "-"): value for name, value in options.target_flags.items()}
+    children = [
+        _child("gateway", gateway),
+        _child("target", target | (texts if options.speculates and inproc else {})),
+    ]
+    if draft_address:
+        draft = (
+            {"listen": draft_address, "draft": options.draft, "target-weights": options.target}
+            | algorithm
+            | texts
+            | caps
+            | placement
+        )
+        draft |= shape
+        draft |= {
+            name.replace("_", "-"): options.target_flags.get(name)
+            for name in ("cuda_graph_max_bs", "disable_cuda_graph")
+        }
+        draft["max-sessions"] = _sessions(options.max_running_requests)
+        draft["disable-tile-trial"] = options.target_flags.get("disable_tile_trial")
+        children.append(_child("draft", draft, DRAFT_DRAIN_S))
+    return StackPlan(
+        tuple(children), f"http://{_reachable(options.host)}:{options.port}", target_address, draft_address
+    )
+
+
+def _sessions(running: int | None) -> int | None:
+    """Return how many sequences the draft must follow for so many running ones; None = its default."""
+    return running if running is not None and running > DEFAULT_MAX_SESSIONS else None
+
+
+def _reachable(host: str) -> str:
+    """Return how this machine reaches what listens on `host`."""
+    if host in ("0.0.0.0", "::"):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
+
+
+def _child(service: str, flags: Mapping[str, object], drain_s: float = DRAIN_S) -> ChildSpec:
+    given: list[str] = []
+    for flag, value in flags.items():
+        if isinstance(value, bool):
+            given.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            given += (f"--{flag}", str(value))
+    return ChildSpec(service, (outrider_command(), "serve", service, *given), drain_s)
+
+
+def outrider_command() -> str:
+    """Return the path of the `outrider` script of this environment.
+
+    Raises:
+        ConfigurationError: it is not installed.
+    """
+    beside = Path(sysconfig.get_path("scripts")) / "outrider"
+    found = str(beside) if beside.exists() else shutil.which("outrider")
+    if not found:
+        raise ConfigurationError(
+            "The `outrider` command is not installed in this environment: pip install outrider.",
+            field="outrider",
+        )
+    return found
+
+
+def check_options(options: StackOptions) -> None:
+    """Refuse what cannot work before any process is started.
+
+    Raises:
+        ConfigurationError: names the flag and the fix.
+    """
+    check_values(options)
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigurationError(
+            "PyTorch is not installed here, and target and draft need it: pip install 'outrider[engine]'.",
+            field="torch",
+        )
+    _check_model_folder(options.target, "--target")
+    if options.algorithm is Algorithm.NONE and options.draft is not None:
+        raise ConfigurationError(
+            f"--speculative-algorithm NONE decodes without a draft, and --draft {options.draft} names one; leave one of the two out.",
+            field="--speculative-algorithm",
+        )
+    if options.speculates or options.algorithm is Algorithm.STANDALONE:
+        check_given(options.algorithm, options.draft, options.target)
+    if options.draft is not None:
+        _check_model_folder(options.draft, "--draft", " (or --draft none to serve without speculation)")
+    if not options.skip_tokenizer and not (options.target / "tokenizer.json").exists():
+        fix = "add the file, or pass --skip-tokenizer to serve token ids only"
+        raise ConfigurationError(f"--target {options.target} has no tokenizer.json: {fix}.", field="--target")
+    if options.target_flags or options.mem_fraction_static is not None:
+        _check_target_flags(options)
+    for port in (options.port, options.port + 1):
+        with socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((options.host, port))
+            except OSError as error:
+                what = "REST" if port == options.port else "gRPC, the port after --port"
+                message = f"Cannot listen on {options.host}:{port} ({what}): {error.strerror}. Stop what uses it, or choose another --port."
+                raise ConfigurationError(message, field="--port") from None
+
+
+def _check_target_flags(options: StackOptions) -> None:
+    """Let the target's own settings refuse what they would refuse in its process. Costs the import of torch."""
+    from outrider.services.target.settings import TargetSettings
+
+    draft = "unix:/draft" if options.speculates and not wants_inproc(options) else "none"
+    beside = {
+        "model": options.target,
+        "device": options.device,
+        "dtype": options.dtype,
+        "tp": options.tp,
+        "draft": draft,
+    }
+    beside["mem_fraction_static"] = options.mem_fraction_static
+    TargetSettings.load({**beside, **options.target_flags}).check()
+
+
+def _check_model_folder(folder: Path, flag: str, hint: str = "") -> None:
+    if not folder.is_dir():
+        raise ConfigurationError(f"{flag} {folder}: there is no such folder{hint}.", field=flag)
+    # Draft heads of Mistral's come with params.json.
+    if not any(
+        (folder / name).exists()
+        for name in (("config.json", "params.json") if flag == "--draft" else ("config.json",))
+    ):
+        message = f"{flag} {folder} has no config.json; give a model folder in Hugging Face layout, downloaded in full{hint}."
+        raise ConfigurationError(message, field=flag)
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise ConfigurationError(
+            f"{flag} {folder} holds no weights (*.safetensors or *.bin); download the model in full{hint}.",
+            field=flag,
+        )
+
+
+def wants_inproc(options: StackOptions) -> bool:
+    """Decide whether the draft runs in the target's process: as asked; for AUTO n-grams always, a model with one GPU or with ``--tp``."""
+    if not options.speculates or options.mps or options.transport in (Transport.GRPC, Transport.IPC):
+        return False
+    if options.transport is Transport.INPROC or options.algorithm is Algorithm.NGRAM:
+        return True
+    if options.tp is not None and options.tp > 1:
+        return True
+    if options.device == "cpu" or not any(Path("/dev").glob("nvidia[0-9]*")):
+        return False
+    import torch
+
+    return torch.cuda.device_count() == 1
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a port that is free now, and so is the one after it; the system gives neither to a connection before a service listens."""
+    while True:
+        port = OWN_PORTS[secrets.randbelow(len(OWN_PORTS))]
+        with socket.socket() as first, socket.socket() as second:
+            try:
+                first.bind((host, port))
+                second.bind((host, port + 1))
+            except OSError:
+                continue
+            return port
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A running stack: where it listens, and its supervisor."""
+
+    plan: StackPlan
+    supervisor: Supervisor
+
+    @property
+    def url(self) -> str:
+        """The gateway's REST address."""
+        return self.plan.url
+
+
+@contextmanager
+def running_stack(
+    options: StackOptions, echo: Echo, progress: Progress, stopped: Callable[[], bool] = lambda: False
+) -> Iterator[Stack]:
+    """Start the services, wait until all can serve, and stop them on leaving.
+
+    Args:
+        options: What to serve.
+        echo: Gets (service, line) for each line that a service prints.
+        progress: Gets a line for each service that has become ready.
+        stopped: Asked while waiting; True gives up (a signal came).
+
+    Raises:
+        ConfigurationError: something is missing, or a service refused its settings or model.
+        UnavailableError: not ready within `START_TIMEOUT_S`.
+        CancelledError: `stopped` while still starting.
+    """
+    check_options(options)
+    with ExitStack() as cleanup:
+        runtime_dir = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
+        inproc = wants_inproc(options)
+        if not inproc:
+            options = replace(options, kv_tokens=options.kv_tokens or shared_kv_tokens(options))
+        plan = plan_stack(options, runtime_dir, inproc)
+        around = (
+            cleanup.enter_context(shared_gpu(runtime_dir / "mps", echo)) if options.mps else Surroundings()
+        )
+        supervisor = cleanup.enter_context(Supervisor(plan.children, echo, around))
+        _wait_until_ready(plan, supervisor, progress, stopped)
+        supervisor.settle()
+        yield Stack(plan, supervisor)
+
+
+def _wait_until_ready(
+    plan: StackPlan, supervisor: Supervisor, progress: Progress, stopped: Callable[[], bool]
+) -> None:
+    from outrider.services.clients.health import DRAFT_SERVICE, TARGET_SERVICE, ServingProbe
+    from outrider.services.clients.rest import RestClient
+    from outrider.shared.rpc.address import grpc_address
+
+    started = time.monotonic()
+    with ExitStack() as cleanup:
+        gateway = cleanup.enter_context(RestClient(plan.url))
+        target = cleanup.enter_context(ServingProbe(plan.target_address, TARGET_SERVICE))
+        waiting: dict[str, Callable[[], bool]] = {}
+        if plan.draft_address:
+            waiting["draft"] = cleanup.enter_context(
+                ServingProbe(grpc_address(plan.draft_address, "draft"), DRAFT_SERVICE)
+            ).serving
+        waiting["target"] = target.serving
+        # Asked last: the gateway is ready when the target is.
+        waiting["gateway"] = lambda: len(waiting) == 1 and gateway.status("/ready")[0] == 200
+        while waiting:
+            if stopped():
+                raise CancelledError("Stopped while the services were starting.")
+            if failed := supervisor.failed():
+                raise _start_failure(
+                    failed.spec.name, failed.last_lines[-1] if failed.last_lines else "it printed nothing"
+                )
+            if time.monotonic() - started > START_TIMEOUT_S:
+                raise UnavailableError(
+                    f"Not ready after {START_TIMEOUT_S:g} s: {', '.join(waiting)}. Their lines above say how far they came."
+                )
+            for name in [name for name, ready in waiting.items() if ready()]:
+                del waiting[name]
+                progress(f"{name} ready after {time.monotonic() - started:.1f} s")
+            time.sleep(POLL_S)
+
+
+def _start_failure(service: str, last_line: str) -> ConfigurationError:
+    return ConfigurationError(f"The {service} service stopped while starting: {last_line}", field=service)

@@ -1,0 +1,180 @@
+"""What can be said of the values given to `outrider up` without torch and before any process is started.
+
+The services check their settings once more; here a wrong value costs no second and is named by the flag that was typed.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from outrider.services.stack.mps import mps_program
+from outrider.services.stack.options import StackOptions
+from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.spec.algorithm import TOKEN_MAP_SUFFIXES, Algorithm
+
+MAX_PORT = 65535
+DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+DEFAULT_NUM_STEPS, DEFAULT_TOPK, DEFAULT_NUM_DRAFT_TOKENS = 5, 4, 16
+DEFAULT_MAX_STEPS, DEFAULT_MAX_TOPK, DEFAULT_MAX_NODES = 16, 16, 128
+DEFAULT_MAX_SESSIONS = 64
+"""The services' own defaults, known here without importing them; a test compares."""
+NVIDIA_DEVICE = "nvidia[0-9]*"
+# NVIDIA's driver, the same under WSL, and ROCm's, whose GPUs torch calls cuda too.
+GPU_DEVICES = (NVIDIA_DEVICE, "dxg", "kfd")
+
+
+def check_values(options: StackOptions, devices: Path = Path("/dev")) -> None:
+    """Refuse values that no service would take.
+
+    Args:
+        options: What was asked for.
+        devices: Where the kernel lists its devices.
+
+    Raises:
+        ConfigurationError: names the flag, the value and what is allowed.
+    """
+    if not 1 <= options.port < MAX_PORT:
+        raise _wrong(
+            "--port", options.port, f"between 1 and {MAX_PORT - 1}", "; gRPC listens on the port after it"
+        )
+    if not DEVICE.fullmatch(options.device):
+        raise _wrong("--device", options.device, "auto, cpu, cuda or cuda:N")
+    if options.device.startswith("cuda") and not any(next(devices.glob(name), None) for name in GPU_DEVICES):
+        raise ConfigurationError(
+            f"--device {options.device}: this machine shows no GPU; use --device cpu, or --device auto to take a GPU where there is one.",
+            field="--device",
+        )
+    for flag, text, allowed in (
+        ("--dtype", options.dtype, DTYPES),
+        ("--log-level", options.log_level, LOG_LEVELS),
+    ):
+        if text not in allowed:
+            raise _wrong(flag, text, f"one of {', '.join(allowed)}")
+    _check_shape(options)
+    _check_files(options)
+    if options.transport.value != "auto" and not options.speculates:
+        raise ConfigurationError(
+            f"--transport {options.transport.value} says how the target reaches a draft, and nothing drafts; "
+            "leave it out, or give a --draft or a --speculative-algorithm that drafts.",
+            field="--transport",
+        )
+    if options.mps:
+        _check_mps(options, devices)
+    for flag, number in (
+        ("--max-running-requests", options.max_running_requests),
+        ("--kv-tokens", options.kv_tokens),
+        ("--tp", options.tp),
+    ):
+        if number is not None and number < 1:
+            raise _wrong(flag, number, "at least 1")
+    if options.mem_fraction_static is not None and not 0 < options.mem_fraction_static < 1:
+        raise _wrong("--mem-fraction-static", options.mem_fraction_static, "between 0 and 1, both excluded")
+
+
+def _check_mps(options: StackOptions, devices: Path) -> None:
+    """Refuse the multi-process service where no two processes would share an NVIDIA GPU, or where it is not installed."""
+    check_mps_device(options.device, devices)
+    if not options.speculates or options.algorithm is Algorithm.NGRAM or options.transport.value == "inproc":
+        raise _no_mps(
+            "is for a target and a draft that are two processes on a GPU, and here only the target is"
+        )
+    mps_program()
+
+
+def check_mps_device(device: str, devices: Path = Path("/dev")) -> None:
+    """Refuse the multi-process service for processes that share no NVIDIA GPU.
+
+    Args:
+        device: Where they compute, as `--device` takes it.
+        devices: Where the kernel lists its devices.
+
+    Raises:
+        ConfigurationError: There is none, or they do not use it.
+    """
+    if device == "cpu":
+        raise _no_mps("shares a GPU, and --device cpu uses none")
+    if next(devices.glob(NVIDIA_DEVICE), None) is None:
+        raise _no_mps("shares an NVIDIA GPU, and this machine shows none")
+
+
+def _no_mps(why: str) -> ConfigurationError:
+    return ConfigurationError(f"--mps {why}; leave it out.", field="--mps")
+
+
+def _check_shape(options: StackOptions) -> None:
+    """Compare the default tree with its caps, the services' own defaults where a flag was not given."""
+    for flag, value, default, cap_flag, cap, default_cap in (
+        (
+            "--num-steps",
+            options.num_steps,
+            DEFAULT_NUM_STEPS,
+            "--speculative-max-steps",
+            options.max_steps,
+            DEFAULT_MAX_STEPS,
+        ),
+        ("--topk", options.topk, DEFAULT_TOPK, "--speculative-max-topk", options.max_topk, DEFAULT_MAX_TOPK),
+        (
+            *("--num-draft-tokens", options.num_draft_tokens, DEFAULT_NUM_DRAFT_TOKENS),
+            *("--speculative-max-nodes", options.max_nodes, DEFAULT_MAX_NODES),
+        ),
+    ):
+        for name, number in ((flag, value), (cap_flag, cap)):
+            if number is not None and number < 1:
+                raise _wrong(name, number, "at least 1", "; --draft none serves without speculation")
+        asked, most = (default if value is None else value), (default_cap if cap is None else cap)
+        if asked > most:
+            raise ConfigurationError(
+                f"{_said(flag, asked, value)} is above {_said(cap_flag, most, cap)}; raise the cap or lower the default.",
+                field=flag,
+            )
+    num_steps = options.num_steps or DEFAULT_NUM_STEPS
+    if (
+        options.topk == 1
+        and options.num_draft_tokens is not None
+        and options.num_draft_tokens > num_steps + 1
+    ):
+        raise ConfigurationError(
+            f"--num-draft-tokens {options.num_draft_tokens}: with --topk 1 drafts are a chain of num_steps + 1 = {num_steps + 1} nodes; "
+            "lower it, or raise --num-steps or --topk.",
+            field="--num-draft-tokens",
+        )
+
+
+def _check_files(options: StackOptions) -> None:
+    """Refuse a token map or a corpus that is not there, or that nothing would read."""
+    for flag, path in (
+        ("--speculative-token-map", options.token_map),
+        ("--ngram-corpus", options.ngram_corpus),
+    ):
+        if path is not None and not path.is_file():
+            raise ConfigurationError(f"{flag} {path}: there is no such file.", field=flag)
+    if options.token_map is not None and options.token_map.suffix not in TOKEN_MAP_SUFFIXES:
+        raise _wrong(
+            "--speculative-token-map", options.token_map, f"a file of {', '.join(TOKEN_MAP_SUFFIXES)}"
+        )
+    if options.token_map is not None and (options.algorithm is Algorithm.NGRAM or not options.speculates):
+        why = (
+            "n-grams have no vocabulary of their own"
+            if options.algorithm is Algorithm.NGRAM
+            else "nothing drafts"
+        )
+        raise ConfigurationError(
+            f"--speculative-token-map: {why}; leave it out, or give a --draft that it restricts.",
+            field="--speculative-token-map",
+        )
+    if options.ngram_corpus is not None and options.algorithm is not Algorithm.NGRAM:
+        raise ConfigurationError(
+            f"--ngram-corpus {options.ngram_corpus} is read by NGRAM only; ask for --speculative-algorithm NGRAM, or leave it out.",
+            field="--ngram-corpus",
+        )
+
+
+def _said(flag: str, value: int, given: int | None) -> str:
+    return f"{flag} {value}" + (" (the default)" if given is None else "")
+
+
+def _wrong(flag: str, value: object, allowed: str, hint: str = "") -> ConfigurationError:
+    return ConfigurationError(f"{flag} must be {allowed}, not {value}{hint}.", field=flag)

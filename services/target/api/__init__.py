@@ -1,0 +1,1 @@
+"""gRPC face of the target: messages to and from our own types."""

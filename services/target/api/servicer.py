@@ -1,0 +1,278 @@
+"""The target's gRPC service: requests in on asyncio, events out from the engine thread."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Any
+
+import grpc
+
+from outrider.services.target.api.convert import event_to_proto, report_to_proto, request_from_proto
+from outrider.services.target.engine.engine import TargetEngine
+from outrider.services.target.request import Event, FailedEvent, SpeculationLimits, TokensEvent
+from outrider.shared.base.errors import InvalidRequestError, OutriderError, UnavailableError
+from outrider.shared.nn.decoder import Decoder
+from outrider.shared.rpc.tensors import split_tensor
+from outrider.shared.spec.drafter import DrafterState
+from outrider.target.v1 import target_pb2, target_pb2_grpc
+
+STARTING_RETRY_AFTER_S = 1.0
+MAX_UNREAD_BYTES = 64 * 1024
+TOKEN_BYTES = 8
+"""About what one token takes in an unread message."""
+
+SERVICE_NAME = target_pb2.DESCRIPTOR.services_by_name["Target"].full_name
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What the service can answer from once it has started. `describe_draft` returns the draft's algorithm and model id."""
+
+    engine: TargetEngine
+    decoder: Decoder
+    limits: SpeculationLimits
+    model_id: str
+    max_running_requests: int
+    describe_draft: Callable[[], tuple[str, str]]
+
+
+def register(servicer: TargetServicer, server: grpc.aio.Server) -> None:
+    """Have `server` answer with `servicer`."""
+    target_pb2_grpc.add_TargetServicer_to_server(servicer, server)
+
+
+class StreamSink:
+    """Carries events from the engine thread to one call's coroutine: one wake-up of the event loop per engine step.
+
+    With `on_backlog` the sink says when more than 64 KiB lie unread (True) and when that is over (False).
+    """
+
+    def __init__(self, on_backlog: Callable[[bool], None] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[Seq[Event]] = asyncio.Queue()
+        self._closed = False
+        self._on_backlog = on_backlog
+        self._unread = 0
+        self._backlog = False
+
+    def deliver(self, events: Seq[Event]) -> None:
+        """See `EventSink.deliver`; any thread. A loop that is gone has no reader left."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.put, events)
+
+    def put(self, events: Seq[Event]) -> None:
+        """Queue events; event loop only."""
+        self._unread += _size(events)
+        self._queue.put_nowait(events)
+        if self._on_backlog and not self._backlog and self._unread > MAX_UNREAD_BYTES:
+            self._backlog = True
+            self._on_backlog(True)
+
+    def close(self) -> None:
+        """End `batches` once what is queued was taken; event loop only."""
+        self._closed = True
+        self._queue.put_nowait(())
+
+    async def batches(self) -> AsyncIterator[Seq[Event]]:
+        """Yield the events of one engine step after the other, merging those that piled up."""
+        while not self._closed or not self._queue.empty():
+            merged: list[Event] = list(await self._queue.get())
+            while not self._queue.empty():
+                merged.extend(self._queue.get_nowait())
+            if not merged:
+                continue
+            self._unread -= _size(merged)
+            yield merged
+            if self._on_backlog and self._backlog and self._unread <= MAX_UNREAD_BYTES // 2:
+                self._backlog = False
+                self._on_backlog(False)
+
+
+class TargetServicer(target_pb2_grpc.TargetServicer):
+    """Answers UNAVAILABLE until `serve` was called."""
+
+    def __init__(self) -> None:
+        self._serving: Serving | None = None
+
+    def serve(self, serving: Serving) -> None:
+        """Start to accept requests."""
+        self._serving = serving
+
+    async def Session(
+        self,
+        request_iterator: AsyncIterable[target_pb2.SessionRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[target_pb2.SessionReply]:
+        """See target.proto. The end of the call cancels what is left of its requests; a half-closed call is served to its end."""
+        serving = self._get()
+        session = _Session(serving)
+        reader = asyncio.create_task(session.read(request_iterator))
+        try:
+            async for events in session.sink.batches():
+                session.forget_ended(events)
+                yield target_pb2.SessionReply(replies=[event_to_proto(event) for event in events])
+        finally:
+            reader.cancel()
+            session.cancel_all()
+
+    async def Generate(
+        self, request: target_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[target_pb2.GenerateReply]:
+        """See target.proto."""
+        serving = self._get()
+        engine = serving.engine
+        parsed = request_from_proto(request, serving.limits, engine.limits.vocab_size)
+        remaining = context.time_remaining()
+        if remaining is not None:
+            deadline = time.monotonic() + remaining
+            parsed = replace(
+                parsed, deadline=deadline if parsed.deadline is None else min(parsed.deadline, deadline)
+            )
+        handle = 0
+        sink = StreamSink(lambda paused: engine.pause(handle) if paused else engine.resume(handle))
+        handle = engine.submit(parsed, sink)
+        try:
+            async for events in sink.batches():
+                for event in events:
+                    if isinstance(event, FailedEvent):
+                        raise event.error
+                    yield event_to_proto(event)
+                    if not isinstance(event, TokensEvent):
+                        return
+        finally:
+            engine.cancel(handle)
+
+    async def GetInfo(
+        self, request: target_pb2.GetInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.GetInfoReply:
+        """See target.proto."""
+        serving = self._get()
+        decoder, limits = serving.decoder, serving.limits
+        config, shape = decoder.config, limits.default
+        algorithm, draft_model = serving.describe_draft()
+        return target_pb2.GetInfoReply(
+            model_id=serving.model_id,
+            architecture=config.architecture,
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            num_layers=config.num_layers,
+            max_model_len=serving.engine.limits.max_model_len,
+            eos_token_ids=sorted(serving.engine.limits.eos_token_ids),
+            dtype=str(decoder.dtype).removeprefix("torch."),
+            device=str(decoder.device),
+            fingerprint=decoder.fingerprint,
+            max_running_requests=serving.max_running_requests,
+            speculation=target_pb2.SpeculationInfo(
+                algorithm=algorithm,
+                draft_model=draft_model,
+                num_steps=shape.depth,
+                topk=shape.topk,
+                num_draft_tokens=shape.max_nodes,
+                max_steps=limits.max_steps,
+                max_topk=limits.max_topk,
+                max_nodes=limits.max_nodes,
+                state=serving.engine.stats().draft_state.value,
+            ),
+            weight_version=decoder.fingerprint[:16],
+        )
+
+    async def GetStats(
+        self, request: target_pb2.GetStatsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.GetStatsReply:
+        """See target.proto."""
+        serving = self._get()
+        stats = serving.engine.stats()
+        return target_pb2.GetStatsReply(
+            running=stats.running,
+            waiting=stats.waiting,
+            pages_total=stats.pages_total,
+            pages_free=stats.pages_free,
+            pages_held=stats.pages_held,
+            draft_state=stats.draft_state.value if stats.draft_state is not DrafterState.NONE else "none",
+            generated_tokens=stats.generated_tokens,
+            rounds=stats.rounds,
+            speculation=report_to_proto(stats.speculation.report(stats.speedup_estimate)),
+            prometheus_text=serving.engine.prometheus_text(),
+        )
+
+    async def GetTensor(
+        self, request: target_pb2.GetTensorRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[target_pb2.GetTensorReply]:
+        """See target.proto; the weight is copied off the event loop."""
+        weight = self._get().decoder.weight(request.name)
+        chunks = split_tensor(request.name, weight)
+        while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
+            yield target_pb2.GetTensorReply(chunk=chunk)
+
+    def _get(self) -> Serving:
+        if self._serving is None:
+            raise UnavailableError("This target is still starting.", retry_after_s=STARTING_RETRY_AFTER_S)
+        return self._serving
+
+
+class _Session:
+    """One gateway's stream: its live requests by the gateway's names for them."""
+
+    def __init__(self, serving: Serving) -> None:
+        self.sink = StreamSink()
+        self._serving = serving
+        self._handles: dict[str, int] = {}
+        self._refused: set[int] = set()
+        self._half_closed = False
+
+    async def read(self, requests: AsyncIterable[target_pb2.SessionRequest]) -> None:
+        """Take messages until the client closes its side."""
+        async for message in requests:
+            kind = message.WhichOneof("message")
+            if kind == "generate":
+                self._generate(message.generate)
+            elif kind == "cancel" and message.cancel.request_id in self._handles:
+                keep = message.cancel.keep_tokens if message.cancel.HasField("keep_tokens") else None
+                self._serving.engine.cancel(self._handles[message.cancel.request_id], keep)
+            elif kind == "pause" and message.pause.request_id in self._handles:
+                self._serving.engine.pause(self._handles[message.pause.request_id])
+            elif kind == "resume" and message.resume.request_id in self._handles:
+                self._serving.engine.resume(self._handles[message.resume.request_id])
+        self._half_closed = True
+        self._close_if_done()
+
+    def forget_ended(self, events: Iterable[Event]) -> None:
+        """Drop the names of requests whose last event goes out."""
+        for event in events:
+            if id(event) in self._refused:
+                self._refused.remove(id(event))
+            elif not isinstance(event, TokensEvent):
+                self._handles.pop(event.request_id, None)
+        self._close_if_done()
+
+    def cancel_all(self) -> None:
+        """Cancel every request that still runs."""
+        for handle in self._handles.values():
+            self._serving.engine.cancel(handle)
+        self._handles.clear()
+
+    def _generate(self, message: target_pb2.GenerateRequest) -> None:
+        engine = self._serving.engine
+        try:
+            if message.request_id in self._handles:
+                raise InvalidRequestError(
+                    f"request_id {message.request_id!r} is in use on this stream.", field="request_id"
+                )
+            request = request_from_proto(message, self._serving.limits, engine.limits.vocab_size)
+            self._handles[message.request_id] = engine.submit(request, self.sink)
+        except OutriderError as error:
+            event = FailedEvent(message.request_id, error)
+            self._refused.add(id(event))  # the name may be that of another request, which goes on
+            self.sink.put([event])
+
+    def _close_if_done(self) -> None:
+        if self._half_closed and not self._handles and not self._refused:
+            self.sink.close()
+
+
+def _size(events: Iterable[Event]) -> int:
+    return sum(TOKEN_BYTES * len(event.token_ids) for event in events if isinstance(event, TokensEvent))

@@ -1,0 +1,289 @@
+"""The streams to a draft of this host: the engine thread itself writes to and reads from the session's socket.
+
+Rows of prompts go through a mailbox, and their messages the same way. On a second socket the link's thread hears signs of life and the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+
+import torch
+from google.protobuf.message import DecodeError
+
+from outrider.common.v1 import common_pb2
+from outrider.draft.v1 import draft_pb2
+from outrider.services.target.draft_client.connection import (
+    CONNECT_TIMEOUT_S,
+    HANDSHAKE_TIMEOUT_S,
+    ConnectionLost,
+)
+from outrider.services.target.draft_client.transport.grpc_carrier import WeightCalls
+from outrider.services.target.draft_client.transport.rounds_channel import RoundsChannel
+from outrider.services.target.draft_client.transport.rows_outbox import RowsOutbox
+from outrider.shared.base.errors import ProtocolError
+from outrider.shared.obs.logging import get_logger
+from outrider.shared.rpc.address import IpcAddress
+from outrider.shared.rpc.client import connect as connect_grpc
+from outrider.shared.rpc.convert import error_from_proto
+from outrider.shared.rpc.ipc.cuda import CudaError
+from outrider.shared.rpc.ipc.frames import SPIN_S, EndOfStream, FrameKind, FrameSocket
+from outrider.shared.rpc.ipc.handshake import Offered, offers
+from outrider.shared.rpc.ipc.round_mailbox import RoundMailbox
+from outrider.shared.rpc.ipc.sockets import connect
+from outrider.shared.rpc.tensors import InlineTensors, TensorWriter
+from outrider.shared.spec.resident import RoundState
+
+IDLE_S = 3600.0
+ENTER_AWAKE_S = 0.005 if SPIN_S else 0.0
+"""How long the answer to RoundsEnter is looked for before this thread sleeps, from which it wakes up late: decoding stands still."""
+PUMP_S = 5e-4
+"""How often a slot is looked for while rows wait for one."""
+
+log = get_logger("outrider.target.draft")
+
+
+class IpcCarrier:
+    """`Carrier` over two unix sockets and mailboxes.
+
+    Args:
+        address: Of the draft.
+        device: Where the target's rows are.
+        rounds: Offer rounds that stay on the device.
+    """
+
+    rows_follow_open = True
+
+    def __init__(self, address: IpcAddress, device: torch.device, *, rounds: bool = False) -> None:
+        self.ended = threading.Event()
+        self.tensors: TensorWriter = InlineTensors()
+        self.rounds: RoundsChannel | None = None
+        self._offers_rounds = rounds
+        self._address = address
+        self._device = device
+        self._channel = connect_grpc(address.grpc)
+        weights = WeightCalls(self._channel)
+        self.get_tensor, self.put_tensors = weights.get_tensor, weights.put_tensors
+        self._lock = threading.Lock()
+        self._sockets: list[FrameSocket] = []
+        self._rows: RowsOutbox | None = None
+        self._entering = False
+
+    @property
+    def rows_behind(self) -> bool:
+        """See `Carrier`: those that wait for a slot, or to be made."""
+        return self._rows is not None and self._rows.waiting
+
+    def hello(self, hello: draft_pb2.Hello) -> draft_pb2.HelloAck:
+        """See `Carrier.hello`."""
+        with _lost():
+            self._session = self._connect()
+            self._session.send(FrameKind.HELLO, hello.SerializeToString())
+            return draft_pb2.HelloAck.FromString(_answer(self._session, FrameKind.HELLO))
+
+    def open_bulk(self, target_id: str) -> None:
+        """See `Carrier.open_bulk`."""
+        with _lost():
+            offered = self._agree()
+            self.tensors, self._rows = offered.session, RowsOutbox(offered.bulk, self.send)
+            self._bulk = self._connect()
+            self._bulk.send(
+                FrameKind.BULK_HELLO, draft_pb2.BulkHello(target_id=target_id).SerializeToString()
+            )
+
+    def follow(self, on_pong: Callable[[draft_pb2.Pong], None]) -> None:
+        """See `Carrier.follow`."""
+        with _lost():
+            while True:
+                received = self._bulk.receive(IDLE_S)
+                if received is not None:
+                    on_pong(draft_pb2.SessionReply.FromString(_checked(received, FrameKind.SESSION)).pong)
+
+    def send(self, message: draft_pb2.SessionRequest) -> None:
+        """See `Carrier.send`."""
+        self._entering = message.HasField("rounds_enter")
+        try:
+            self._session.send(FrameKind.SESSION, message.SerializeToString())
+        except EndOfStream:
+            self.close()
+
+    def send_rows(self, message: draft_pb2.BulkRequest, rows: torch.Tensor) -> None:
+        """See `Carrier.send_rows`."""
+        outbox = self._rows  # the link's thread may drop it meanwhile
+        try:
+            if outbox is not None:
+                outbox.put(message, rows)
+        except (EndOfStream, ProtocolError) as error:
+            log.warning("hung up on the draft", reason=str(error))
+            self.close()
+
+    def ping(self, message: draft_pb2.SessionRequest) -> None:
+        """See `Carrier.ping`: over the bulk socket, whose thread always listens."""
+        try:
+            self._session.flush()
+            self._bulk.send(FrameKind.SESSION, message.SerializeToString())
+        except EndOfStream:
+            self.close()
+
+    def receive(self, timeout_s: float) -> draft_pb2.SessionReply | None:
+        """See `Carrier.receive`."""
+        try:
+            received = self._receive(timeout_s)
+            return (
+                None
+                if received is None
+                else draft_pb2.SessionReply.FromString(_checked(received, FrameKind.SESSION))
+            )
+        except EndOfStream:
+            self.close()
+        except (ProtocolError, DecodeError) as error:
+            log.warning("the draft broke the protocol", error=str(error))
+            self.close()
+        return None
+
+    def close(self) -> None:
+        """See `Carrier.close`."""
+        self.ended.set()
+        if self.rounds is not None:
+            self.rounds.close()
+        with self._lock:
+            sockets = list(self._sockets)
+        for frames in sockets:
+            frames.close()
+
+    def release(self) -> None:
+        """See `Carrier.release`."""
+        self._rows = None  # the mailbox goes with it
+        self._channel.close()
+
+    def _connect(self) -> FrameSocket:
+        frames = FrameSocket(connect(self._address.streams, CONNECT_TIMEOUT_S))
+        with self._lock:
+            self._sockets.append(frames)
+        if self.ended.is_set():
+            frames.close()
+        return frames
+
+    def _agree(self) -> Offered:
+        """Offer mailboxes until the draft takes one."""
+        reason = ""
+        for offer in offers(self._device, rounds=self._offers_rounds):
+            try:
+                offered = offer()
+            except CudaError as error:
+                reason = error.message
+                log.warning("no mailbox on the GPU", reason=reason)
+                continue
+            try:
+                self._session.send(FrameKind.MAILBOX, offered.offer.SerializeToString(), offered.files)
+            finally:
+                offered.sent()
+            ack = draft_pb2.MailboxAck.FromString(_answer(self._session, FrameKind.MAILBOX))
+            if ack.accepted:
+                if ack.rounds and offered.rounds is not None:
+                    self.rounds = MailboxRounds(offered.rounds, self.send)
+                return offered
+            reason = ack.reason
+            log.warning(
+                "the draft took no mailbox on the GPU; rows travel through host memory", reason=reason
+            )
+        raise ProtocolError(f"the draft takes no mailbox: {reason}", field="mailbox")
+
+    def _receive(self, timeout_s: float) -> tuple[FrameKind, bytes] | None:
+        """Receive a frame; rows that wait for room are sent meanwhile."""
+        until = time.monotonic() + timeout_s
+        while True:
+            rows = self._rows
+            if rows is not None:
+                rows.pump()
+            if rows is None or not rows.waiting or not timeout_s:
+                return self._session.receive(timeout_s, ENTER_AWAKE_S if self._entering else SPIN_S)
+            received = self._session.receive(min(timeout_s, PUMP_S))
+            timeout_s = max(0.0, until - time.monotonic())
+            if received is not None or not timeout_s:
+                return received
+
+
+class MailboxRounds:
+    """`RoundsChannel` through a mailbox; messages travel beside it.
+
+    Args:
+        mailbox: Agreed with the draft.
+        send: Sends a message to it; a method of its carrier, which is not kept by this.
+    """
+
+    def __init__(self, mailbox: RoundMailbox, send: Callable[[draft_pb2.SessionRequest], None]) -> None:
+        self._mailbox = mailbox
+        # The carrier has this channel: a cycle would keep the mailbox, which is much memory of a GPU, until the garbage collector runs.
+        self._send = weakref.WeakMethod(send)
+        self.close = mailbox.close
+        self.mend = mailbox.mend
+
+    @property
+    def broken(self) -> bool:
+        """See `RoundsChannel.broken`."""
+        return self._mailbox.broken
+
+    def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
+        """See `RoundsChannel.fits`."""
+        layout = self._mailbox.layout
+        return state.nbytes <= layout.state_bytes and trees.nbytes <= layout.trees_bytes
+
+    def exchange(
+        self,
+        message: draft_pb2.RoundsNext,
+        state: RoundState,
+        trees: torch.Tensor,
+        expected: torch.Tensor,
+        limit_s: float,
+        ahead: bool,
+    ) -> None:
+        """See `RoundsChannel.exchange`: enqueued, the host does not wait where there is a GPU."""
+        assert state.packed is not None, "the engine's states are packed"
+        try:
+            self._mailbox.send(message.number, state.packed)
+            send = self._send()
+            if send is not None:
+                send(draft_pb2.SessionRequest(rounds_next=message))
+            self._mailbox.receive(message.number, trees, expected, limit_s)
+        except CudaError as error:
+            log.warning("no more rounds on the device with this draft", reason=error.message)
+            self.close()
+
+    def hand_over(self) -> None:
+        """See `RoundsChannel.hand_over`: nothing is left to the host."""
+
+    def carry(self, wanted: bool) -> None:
+        """See `RoundsChannel.carry`: nothing is left to the host."""
+
+
+@contextlib.contextmanager
+def _lost() -> Iterator[None]:
+    """Turn the end of a socket into the end of the connection."""
+    try:
+        yield
+    except (EndOfStream, OSError) as error:
+        raise ConnectionLost(str(error)) from None
+    except DecodeError:
+        raise ProtocolError("a message of the draft does not parse", field="frame") from None
+
+
+def _answer(frames: FrameSocket, kind: FrameKind) -> bytes:
+    received = frames.receive(HANDSHAKE_TIMEOUT_S)
+    if received is None:
+        raise EndOfStream("no answer")
+    return _checked(received, kind)
+
+
+def _checked(received: tuple[FrameKind, bytes], kind: FrameKind) -> bytes:
+    """Return the message of a frame of this kind; an error of the draft is raised."""
+    if received[0] is FrameKind.ERROR:
+        raise error_from_proto(common_pb2.ErrorDetail.FromString(received[1]))
+    if received[0] is not kind:
+        raise ProtocolError(
+            f"the draft sent a frame of kind {received[0].name} for {kind.name}", field="frame"
+        )
+    return received[1]

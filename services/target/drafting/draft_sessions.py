@@ -1,0 +1,165 @@
+"""Keeps the drafter's view of the sequences in step with the engine's: opens, closes, features, resyncs."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from outrider.services.target.model.model_runner import ModelRunner
+from outrider.services.target.scheduling.scheduler import PrefillChunk, Scheduler, StepPlan
+from outrider.services.target.scheduling.sequence import Sequence
+from outrider.shared.base.errors import OutriderError
+from outrider.shared.spec.drafter import Commit, Drafter, DrafterState, FeatureSpec, SequenceOpen
+
+_log = logging.getLogger("outrider.target")
+
+
+class Follower:
+    """Engine thread only. A sequence is `drafted` from its admission until it ends or is retracted."""
+
+    def __init__(self, drafter: Drafter, runner: ModelRunner, scheduler: Scheduler) -> None:
+        self._drafter = drafter
+        self._runner = runner
+        self._scheduler = scheduler
+        self._offered: FeatureSpec | None = None
+        self._spec: FeatureSpec | None = None
+        self._lost: set[int] = set()
+        self.num_resyncs = 0
+        self.misfit: OutriderError | None = None
+
+    def refresh(self) -> bool:
+        """Adopt the drafter's feature spec when it becomes known or changes, and return whether it did.
+
+        Running sequences whose rows were not captured under it are prefilled again (which is exact), and drafted from then on.
+        """
+        spec = self._drafter.feature_spec()
+        if spec is self._offered:
+            return False
+        changed = spec is None or self._offered is None or spec.fingerprint != self._offered.fingerprint
+        self._offered = spec
+        if not changed:
+            return False
+        self._spec = spec
+        self.misfit = None
+        try:
+            self._runner.set_feature_spec(spec)
+        except OutriderError as error:
+            _log.error("the draft does not fit this target, decoding plainly: %s", error.message)
+            self.misfit = error
+            self._spec = spec = None
+        for sequence in self._scheduler.active:
+            if sequence.wants_drafts and spec is not None:
+                if spec.feature_size:
+                    self._scheduler.recompute(sequence)
+                self._open(sequence)
+        return True
+
+    @property
+    def outdated(self) -> bool:
+        """Whether `refresh` would find another spec."""
+        return self._drafter.feature_spec() is not self._offered
+
+    def follow(self, plan: StepPlan) -> None:
+        """Close what was retracted, open what was admitted, and reopen what the drafter lost."""
+        for sequence in plan.retracted:
+            self.unfollow(sequence)
+        for sequence in plan.admitted:
+            if sequence.wants_drafts and self._spec is not None:
+                self._open(sequence)
+        self._hear()
+        if self._lost:
+            lost, self._lost = self._lost, set()
+            by_id = {sequence.session_id: sequence for sequence in self._scheduler.active}
+            for session_id in sorted(lost):
+                if session_id in by_id and by_id[session_id].drafted:
+                    self._reopen(by_id[session_id])
+
+    @property
+    def settled(self) -> bool:
+        """Whether `refresh` and `follow` would find nothing new: the drafter's spec is adopted, and it lost no sequence."""
+        self._hear()
+        return not self._lost and not self.outdated
+
+    def obstacle(self, sequence: Sequence) -> str:
+        """Return why a sequence cannot be drafted for now, or an empty string."""
+        if self.misfit is not None:
+            return "misfit"
+        state = self._drafter.state()
+        if state is not DrafterState.ON:
+            return str(state.value)
+        if not sequence.drafted or (self._wants_features and not sequence.has_features):
+            return "no_features"
+        return ""
+
+    def send_prefill_features(self, chunk: PrefillChunk) -> torch.Tensor | None:
+        """Hand over the rows of a finished chunk; the very last row of a prompt belongs to its first commit.
+
+        Returns:
+            The row that the commit shall carry, ``[1, feature_size]``; None if there is none.
+        """
+        sequence = chunk.sequence
+        if not sequence.drafted or sequence.feature_len != chunk.stop or not self._wants_features:
+            return None
+        rows = self._runner.read_features(sequence, chunk.start, chunk.stop)
+        if not chunk.is_last:
+            self._drafter.features(sequence.session_id, chunk.start, rows)
+            return None
+        if chunk.stop - chunk.start > 1:
+            self._drafter.features(sequence.session_id, chunk.start, rows[:-1])
+        return rows[-1:]
+
+    def commit(
+        self, sequence: Sequence, base_len: int, token_ids: list[int], features: torch.Tensor | None
+    ) -> Commit | None:
+        """Return what to tell the drafter of a sequence that goes on, or None if it does not follow it."""
+        if not sequence.drafted or (self._wants_features and features is None):
+            return None
+        return Commit(sequence.fence(), base_len, token_ids, features)
+
+    def unfollow(self, sequence: Sequence) -> None:
+        """Tell the drafter to forget a sequence."""
+        if sequence.drafted:
+            sequence.drafted = False
+            self._drafter.close([sequence.session_id])
+
+    def catch_up(self, sequence: Sequence, base_len: int) -> Commit | None:
+        """Return one commit of everything since `base_len`, with the stored feature rows, for a drafter that was told nothing of it."""
+        if not sequence.drafted or sequence.committed_len == base_len:
+            return None
+        features = None
+        if self._wants_features:
+            if not sequence.has_features:
+                return None
+            features = self._runner.read_features(sequence, base_len - 1, sequence.committed_len - 1)
+        return Commit(sequence.fence(), base_len, sequence.tokens[base_len:], features)
+
+    def _hear(self) -> None:
+        self._lost.update(self._drafter.wants_reopen())
+
+    @property
+    def _wants_features(self) -> bool:
+        return self._spec is not None and self._spec.feature_size > 0
+
+    def _open(self, sequence: Sequence) -> None:
+        sequence.epoch += 1
+        sequence.drafted = True
+        sampling = sequence.request.sampling
+        self._drafter.open(
+            [
+                SequenceOpen(
+                    sequence.fence(),
+                    tuple(sequence.tokens),
+                    sampling.seed,
+                    sampling.temperature,
+                    sampling.choice_index,
+                )
+            ]
+        )
+
+    def _reopen(self, sequence: Sequence) -> None:
+        self.num_resyncs += 1
+        self._open(sequence)
+        if self._wants_features and sequence.feature_len > 0:
+            rows = self._runner.read_features(sequence, 0, sequence.feature_len)
+            self._drafter.features(sequence.session_id, 0, rows)

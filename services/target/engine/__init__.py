@@ -1,0 +1,1 @@
+"""One step of the engine: receive, schedule, run a round, commit, emit."""

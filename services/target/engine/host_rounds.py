@@ -1,0 +1,143 @@
+"""Rounds by way of the host: what the drafter proposes is verified, then committed, and the drafter works on the next round at once.
+
+    device of the target    | verify n           |                            | verify n + 1
+    host                    wait for n · commit n, announce n + 1 · deliver n … wait for the proposal · launch n + 1
+    a draft elsewhere                             | extend by n, draft n + 1  |
+
+Nothing that can wait stands between the end of a verify pass and the announcement: a draft in another process idles that long.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from outrider.services.target.drafting.proposals import Proposal
+from outrider.services.target.engine.engine_parts import EngineParts
+from outrider.services.target.engine.rounds import Advance, RoundTimes, advance, executed_step, round_trace
+from outrider.services.target.model.model_runner import FAILED_TOKEN, ModelRunner
+from outrider.services.target.scheduling.sequence import Sequence
+from outrider.shared.spec.drafter import Commit, DrafterState, RoundResult
+
+
+@dataclass(frozen=True, slots=True)
+class _Early:
+    """What was announced for the sequences that were expected to decode next; None if none of them wanted drafts."""
+
+    session_ids: list[int]
+    proposal: Proposal | None
+
+
+class HostRounds:
+    """Drives the rounds of one engine that the host takes part in. Engine thread only.
+
+    Args:
+        runner: The model.
+        parts: The engine's.
+    """
+
+    def __init__(self, runner: ModelRunner, parts: EngineParts) -> None:
+        self._runner = runner
+        self._parts = parts
+        self._drafts = parts.drafter.state() is not DrafterState.NONE
+        self._early: _Early | None = None
+
+    @property
+    def announced(self) -> bool:
+        """Whether the drafter works on a round already."""
+        return self._early is not None and self._early.proposal is not None
+
+    def drop(self) -> None:
+        """Forget what was announced early: the sequences go on without the host, or have failed."""
+        self._early = None
+
+    def announce(self, decodes: Seq[Sequence]) -> Proposal | None:
+        """Ask the drafter for trees of the sequences that decode now, unless it has been asked already."""
+        early, self._early = self._early, None
+        if not self._drafts:
+            return None
+        if early is not None:
+            if early.proposal is not None:
+                kept = early.proposal.among(decodes)
+                if kept is not None:
+                    return kept
+            elif early.session_ids == [sequence.session_id for sequence in decodes]:
+                return None
+        return self._parts.proposals.announce(decodes, self._parts.counter.value)
+
+    def run(self, decodes: Seq[Sequence], proposal: Proposal | None, times: RoundTimes) -> None:
+        """Wait for the proposal, verify it, commit and deliver what was chosen."""
+        drafts = self._parts.proposals.collect(proposal, decodes)
+        times.proposed = time.monotonic()
+        timed = self._parts.proposals.timed(proposal, decodes, drafts, times.draft_wait_s)
+        outcomes, features = self._runner.verify(decodes, drafts)
+        times.verified = time.monotonic()
+        base_lens = [sequence.committed_len for sequence in decodes]
+        steps: list[Advance | None] = []
+        commits: list[Commit | None] = []
+        for index, (sequence, outcome) in enumerate(zip(decodes, outcomes, strict=True)):
+            if outcome.emitted[-1] == FAILED_TOKEN:
+                self._parts.poisoned(sequence)
+                steps.append(None)
+                continue
+            step = advance(sequence, outcome.emitted)
+            steps.append(step)
+            if features[index] is not None:
+                sequence.feature_len += len(step.kept)
+            sequence.cached_len += len(step.kept)
+            if step.finish is None:
+                commits.append(
+                    self._parts.follower.commit(sequence, base_lens[index], step.kept, features[index])
+                )
+        self.commit(commits)
+        round_number = self._parts.counter.value
+        self._parts.counter.value += 1
+        self._announce_early(
+            {
+                sequence.session_id
+                for sequence, done in zip(decodes, steps, strict=True)
+                if done and done.finish
+            }
+        )
+        num_nodes = [1] * len(decodes) if drafts.tokens.shape[1] == 1 else drafts.num_nodes.tolist()
+        for index, (sequence, outcome, done) in enumerate(zip(decodes, outcomes, steps, strict=True)):
+            if done is None:
+                continue
+            sequence.stats.record(num_nodes[index], len(outcome.accepted), done.num_cut)
+            trace = None
+            if sequence.request.speculation.trace:
+                trace = round_trace(
+                    drafts, index, num_nodes[index], base_lens[index], round_number, outcome, done.kept, times
+                )
+            if self._parts.delivery.tokens(sequence, done, trace):
+                self._parts.forget(sequence)
+        times.committed = time.monotonic()
+        depth, chains = (timed.depth, timed.chains) if timed else (0, ())
+        executed = executed_step(decodes, outcomes, num_nodes, drafts, depth, chains, times)
+        if self._drafts:
+            self._parts.controller.observe(executed)
+            if timed is not None:
+                # Without an answer it would have taken longer than it was waited for.
+                answered = max(num_nodes) > 1
+                self._parts.controller.costs.observe_answer(
+                    (times.proposed - timed.announced_at) * (1.0 if answered else 2.0)
+                )
+        self._parts.metrics.observe_round(executed, times)
+
+    def commit(self, commits: Seq[Commit | None]) -> None:
+        """Tell the drafter of the sequences that it follows."""
+        followed = [commit for commit in commits if commit is not None]
+        if followed:
+            self._parts.drafter.commit(RoundResult(self._parts.counter.value, followed))
+
+    def _announce_early(self, ended: set[int]) -> None:
+        """Let the drafter begin with the next round of the sequences that go on, if it works beside this process."""
+        if not self._drafts:
+            return
+        expected = [
+            sequence for sequence in self._parts.scheduler.decoding() if sequence.session_id not in ended
+        ]
+        if expected and not self._parts.proposals.may_stay_on_device(expected):
+            proposal = self._parts.proposals.announce(expected, self._parts.counter.value)
+            self._early = _Early([sequence.session_id for sequence in expected], proposal)

@@ -1,0 +1,140 @@
+"""What leaves the engine: events by sink, one delivery per step, and the end of every sequence."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from outrider.services.target.drafting.draft_sessions import Follower
+from outrider.services.target.engine.rounds import Advance
+from outrider.services.target.metrics import TargetMetrics
+from outrider.services.target.policy.controller import SpeculationController
+from outrider.services.target.policy.speculation_stats import SpeculationStats
+from outrider.services.target.request import (
+    Event,
+    EventSink,
+    FailedEvent,
+    FinishedEvent,
+    FinishReason,
+    RoundTrace,
+    TokensEvent,
+)
+from outrider.services.target.scheduling.scheduler import Scheduler
+from outrider.services.target.scheduling.sequence import Sequence
+from outrider.shared.base.errors import OutriderError
+
+
+class Delivery:
+    """Collects the events of a step and hands them over at once. Every exit of a sequence passes here and frees its pages.
+
+    `before_end` is called first with every sequence that ends.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        follower: Follower,
+        metrics: TargetMetrics,
+        controller: SpeculationController,
+    ) -> None:
+        self._scheduler = scheduler
+        self._follower = follower
+        self._metrics = metrics
+        self._controller = controller
+        self._events: dict[int, tuple[EventSink, list[Event]]] = {}
+        self.generated_tokens = 0
+        self.totals = SpeculationStats()
+        self.before_end: Callable[[Sequence], None] = lambda sequence: None
+
+    def start_counting(self, metrics: TargetMetrics) -> None:
+        """Start all counters over."""
+        self._metrics = metrics
+        self.generated_tokens = 0
+        self.totals = SpeculationStats()
+
+    @property
+    def pending(self) -> bool:
+        """Whether events wait for `flush`."""
+        return bool(self._events)
+
+    def flush(self) -> None:
+        """Hand every sink its events, in order."""
+        if self._events:
+            batches, self._events = self._events, {}
+            for sink, events in batches.values():
+                sink.deliver(events)
+
+    def tokens(self, sequence: Sequence, step: Advance, trace: RoundTrace | None) -> bool:
+        """Emit what a prefill or a round kept; returns whether the sequence ended with it."""
+        now = time.monotonic()
+        if not sequence.first_token_at:
+            sequence.first_token_at = now
+            self._metrics.first_token(sequence, now)
+        else:
+            self._metrics.more_tokens(len(step.kept), now - sequence.last_emit_at)
+        sequence.last_emit_at = now
+        self.generated_tokens += len(step.kept)
+        self._put(
+            sequence, TokensEvent(sequence.request.request_id, step.kept, () if trace is None else (trace,))
+        )
+        if step.finish is None:
+            return False
+        self._finish(
+            sequence, step.finish, step.matched_token, sequence.committed_len - sequence.prompt_len, now
+        )
+        return True
+
+    def cancel(self, sequence: Sequence, keep_tokens: int | None) -> None:
+        """End a sequence at the client's wish; tokens after `keep_tokens` are not billed."""
+        emitted = sequence.committed_len - sequence.prompt_len
+        kept = emitted if keep_tokens is None else min(keep_tokens, emitted)
+        sequence.stats.tokens_cut += emitted - kept
+        reason = FinishReason.CANCELLED if keep_tokens is None else FinishReason.STOP
+        self._finish(sequence, reason, None, kept, time.monotonic())
+
+    def fail(self, sequence: Sequence, error: OutriderError) -> None:
+        """End a sequence with an error."""
+        self._end(sequence, time.monotonic())
+        self._metrics.finished("error")
+        self._put(sequence, FailedEvent(sequence.request.request_id, error))
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        matched: int | None,
+        completion_tokens: int,
+        now: float,
+    ) -> None:
+        self._end(sequence, now)
+        self._metrics.finished(reason.value, now - sequence.submitted_at)
+        admitted = sequence.admitted_at or now
+        first = sequence.first_token_at or now
+        event = FinishedEvent(
+            request_id=sequence.request.request_id,
+            reason=reason,
+            matched_token=matched,
+            prompt_tokens=sequence.prompt_len,
+            completion_tokens=completion_tokens,
+            speculation=sequence.stats.report(
+                self._controller.speedup_estimate if sequence.stats.draft_rounds else None, sequence.plain_by
+            ),
+            queue_s=admitted - sequence.submitted_at,
+            prefill_s=first - admitted,
+            decode_s=now - first,
+        )
+        self._put(sequence, event)
+
+    def _end(self, sequence: Sequence, now: float) -> None:
+        self.before_end(sequence)
+        self._follower.unfollow(sequence)
+        self._scheduler.release(sequence, now)
+        self.totals.merge(sequence.stats)
+
+    def _put(self, sequence: Sequence, event: Event) -> None:
+        sink = sequence.sink
+        batch = self._events.get(id(sink))
+        if batch is None:
+            self._events[id(sink)] = (sink, [event])
+        else:
+            batch[1].append(event)

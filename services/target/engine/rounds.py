@@ -1,0 +1,126 @@
+"""What a finished round means: the cut at a stop token or the length limit, the timings, the trace."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from outrider.services.target.model.model_runner import RoundOutcome
+from outrider.services.target.policy.controller import ExecutedRow, ExecutedStep
+from outrider.services.target.request import FinishReason, RoundTrace, TraceNode
+from outrider.services.target.scheduling.sequence import Sequence
+from outrider.shared.spec.tree import DraftBatch
+
+
+@dataclass(slots=True)
+class RoundCounter:
+    """Decode steps so far."""
+
+    value: int = 0
+
+
+@dataclass(slots=True)
+class RoundTimes:
+    """`time.monotonic()` at the seams of one step."""
+
+    started: float
+    announced: float = 0.0
+    prefilled: float = 0.0
+    proposed: float = 0.0
+    verified: float = 0.0
+    committed: float = 0.0
+
+    @property
+    def draft_wait_s(self) -> float:
+        """How long the step stood still for the proposal."""
+        return self.proposed - self.prefilled
+
+    @property
+    def verify_s(self) -> float:
+        """Verifying, compaction and reading the outcome back included."""
+        return self.verified - self.proposed
+
+    @property
+    def overhead_s(self) -> float:
+        """Scheduling, announcing, delivering and committing."""
+        return (self.announced - self.started) + (self.committed - self.verified)
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """How far a sequence got: tokens kept (and emitted), how many the cut dropped, and whether it ends with them."""
+
+    kept: list[int]
+    num_cut: int
+    finish: FinishReason | None
+    matched_token: int | None
+
+
+def advance(sequence: Sequence, emitted: list[int]) -> Advance:
+    """Append chosen tokens to a sequence up to the first stop token or its length limit.
+
+    What is cut leaves no trace in lengths, usage or noise positions.
+    """
+    kept, finish, matched = emitted, None, None
+    stop_ids, remaining = sequence.stop_ids, sequence.remaining
+    for index, token in enumerate(emitted):
+        if token in stop_ids:
+            kept, finish, matched = emitted[: index + 1], FinishReason.STOP, token
+            break
+        if index + 1 == remaining:
+            kept, finish = emitted[: index + 1], FinishReason.LENGTH
+            break
+    sequence.tokens.extend(kept)
+    return Advance(kept, len(emitted) - len(kept), finish, matched)
+
+
+def round_trace(
+    drafts: DraftBatch,
+    index: int,
+    num_nodes: int,
+    base_len: int,
+    round_number: int,
+    outcome: RoundOutcome,
+    emitted: list[int],
+    times: RoundTimes,
+) -> RoundTrace:
+    """Describe one row of a verified batch; copies its tree to the host."""
+    tokens, parents, depths = (
+        field[index, :num_nodes].tolist() for field in (drafts.tokens, drafts.parents, drafts.depths)
+    )
+    logprobs = [0.0] * num_nodes if drafts.logprobs is None else drafts.logprobs[index, :num_nodes].tolist()
+    return RoundTrace(
+        round=round_number,
+        base_len=base_len,
+        nodes=[TraceNode(*node) for node in zip(tokens, parents, depths, logprobs, strict=True)],
+        accepted=outcome.accepted,
+        emitted=emitted,
+        draft_ms=drafts.draft_ms if num_nodes > 1 else 0.0,
+        verify_ms=times.verify_s * 1e3,
+    )
+
+
+def executed_step(
+    decodes: Seq[Sequence],
+    outcomes: Seq[RoundOutcome],
+    num_nodes: Seq[int],
+    drafts: DraftBatch,
+    depth: int,
+    chains: Collection[int],
+    times: RoundTimes,
+) -> ExecutedStep:
+    """Sum up a step for the controller; `depth` is the deepest tree that was asked for, 0 if none was, `chains` are rows to have chains."""
+    offered = [0] * len(decodes) if depth == 0 else drafts.depths.amax(dim=1).tolist()
+    return ExecutedStep(
+        rows=[
+            ExecutedRow(sequence.controller_row, nodes, depth_offered, len(outcome.accepted), place in chains)
+            for place, (sequence, nodes, depth_offered, outcome) in enumerate(
+                zip(decodes, num_nodes, offered, outcomes, strict=True)
+            )
+        ],
+        depth=depth,
+        wait_s=times.draft_wait_s if depth else None,
+        verify_s=times.verify_s,
+        overhead_s=times.overhead_s,
+    )

@@ -1,0 +1,1 @@
+"""Forward passes of the target model: inputs, CUDA graphs, verification and sampling."""

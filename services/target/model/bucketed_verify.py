@@ -1,0 +1,172 @@
+"""The verify pass of host-driven rounds through CUDA graphs: batches and trees are padded to a few sizes, each recorded once."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from outrider.services.target.model.input_batch import BatchTables, SamplingMode
+from outrider.services.target.model.verify_step import HostRow, StepModel, VerifiedStep, unpack, verify_step
+from outrider.services.target.scheduling.sequence import Sequence
+from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.spec.tree import DraftBatch
+
+LEAST_CONTEXT = 1024
+"""Tokens that the narrowest page table covers: shorter contexts share its graph."""
+MAX_PADDING = 2.0
+FREE_ROWS = 64
+"""A pass of so few rows costs about as much as one of a single row: padding up to here is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """The sizes that batches and trees are padded to, ascending."""
+
+    batch_sizes: tuple[int, ...]
+    nodes: tuple[int, ...]
+
+    @classmethod
+    def make(cls, max_bs: int, max_nodes: int, usual_nodes: Seq[int] = ()) -> Buckets:
+        """Return `batch_buckets`, and powers of two up to the limit of nodes with the sizes that are usual as they are."""
+        return cls(
+            batch_buckets(max_bs),
+            tuple(sorted({*_powers(max_nodes), *(size for size in usual_nodes if size <= max_nodes)})),
+        )
+
+    def batch_size(self, count: int) -> int | None:
+        """Return the bucket of a batch, or None above the largest."""
+        return _bucket(self.batch_sizes, count)
+
+    def num_nodes(self, count: int) -> int | None:
+        """Return the bucket of a tree, or None above the largest."""
+        return _bucket(self.nodes, count)
+
+
+def table_pages(sequences: Seq[Sequence], page_size: int, nodes: int) -> int:
+    """Return the columns of a page table that holds these leases with room to grow: a power of two, so that few graphs serve all."""
+    most = max((len(sequence.lease.pages) for sequence in sequences if sequence.lease is not None), default=0)
+    least = -(-max(LEAST_CONTEXT, nodes) // page_size)
+    return 1 << (max(most, least) - 1).bit_length()
+
+
+class BucketedVerify:
+    """Runs `verify_step` on trees that the host handed over. Engine thread only; under inference mode.
+
+    Args:
+        model: Returns what runs, with or without feature rows.
+        graphs: Where the passes are recorded.
+        buckets: Sizes.
+        max_depth: The deepest tree that is cut nowhere.
+    """
+
+    def __init__(
+        self, model: Callable[[bool], StepModel], graphs: GraphCache, buckets: Buckets, max_depth: int
+    ) -> None:
+        self._model = model
+        self._graphs = graphs
+        self._buckets = buckets
+        self._max_depth = max_depth
+        self._tables: dict[tuple[int, int, int], BatchTables] = {}
+        self._results: dict[tuple[int, int], torch.Tensor] = {}
+
+    def fits(self, counts: Seq[int]) -> bool:
+        """Whether trees of these sizes go through a graph without too much padding."""
+        bs, nodes = self._buckets.batch_size(len(counts)), self._buckets.num_nodes(max(counts))
+        return (
+            bs is not None and nodes is not None and bs * nodes <= max(FREE_ROWS, MAX_PADDING * sum(counts))
+        )
+
+    def verify(
+        self, sequences: Seq[Sequence], drafts: DraftBatch, capture: bool
+    ) -> tuple[list[HostRow], torch.Tensor | None]:
+        """Verify one tree per sequence.
+
+        Returns:
+            What was accepted per sequence, and ``[bs, R, feature_size]`` feature rows of the accepted nodes, a copy, if they are captured.
+        """
+        bs, nodes = self._buckets.batch_size(len(sequences)), self._buckets.num_nodes(drafts.tokens.shape[1])
+        assert bs is not None
+        assert nodes is not None
+        tables = self._at(*self._key(bs, nodes, sequences))
+        mode = SamplingMode.of(sequences)
+        due = self._graphs.due(self._graph_key(tables, mode, capture))
+        if due:
+            self._prepare(tables, mode, capture)
+        tables.load(sequences, drafts)
+        step = (self._run if due else self._step)(tables, mode, capture)
+        rows = unpack(self._on_host(step.packed)[: len(sequences)].tolist())
+        assert all(row is not None for row in rows), "a sequence that is verified has not ended"
+        features = None if step.features is None else step.features[: len(sequences)].clone()
+        return [row for row in rows if row is not None], features
+
+    def capture(self, bs: int, nodes: int, mode: SamplingMode, capture: bool) -> None:
+        """Record the pass of one size before it is needed."""
+        self._prepare(self._at(*self._key(bs, nodes, ())), mode, capture)
+
+    def _on_host(self, packed: torch.Tensor) -> torch.Tensor:
+        """Wait for what a pass chose; pinned memory takes it without a detour."""
+        if not packed.is_cuda:
+            return packed
+        size = (packed.shape[0], packed.shape[1])
+        place = self._results.get(size)
+        if place is None:
+            place = self._results[size] = torch.empty(size, dtype=torch.int32, pin_memory=True)
+        place.copy_(packed, non_blocking=True)
+        torch.cuda.current_stream(packed.device).synchronize()
+        return place
+
+    def _key(self, bs: int, nodes: int, sequences: Seq[Sequence]) -> tuple[int, int, int]:
+        return bs, nodes, table_pages(sequences, self._model(False).pool.page_size, nodes)
+
+    def _at(self, bs: int, nodes: int, pages: int) -> BatchTables:
+        found = self._tables.get((bs, nodes, pages))
+        if found is None:
+            pool = self._model(False).pool
+            found = self._tables[bs, nodes, pages] = BatchTables(
+                bs, nodes, pages, pool.page_size, pool.device
+            )
+        return found
+
+    def _prepare(self, tables: BatchTables, mode: SamplingMode, capture: bool) -> None:
+        key = self._graph_key(tables, mode, capture)
+        if not self._graphs.holds(key):
+            tables.make_idle()
+            self._graphs.capture(key, lambda: self._step(tables, mode, capture))
+
+    def _run(self, tables: BatchTables, mode: SamplingMode, capture: bool) -> VerifiedStep:
+        return self._graphs.run(
+            self._graph_key(tables, mode, capture), lambda: self._step(tables, mode, capture)
+        )
+
+    def _step(self, tables: BatchTables, mode: SamplingMode, capture: bool) -> VerifiedStep:
+        columns = min(tables.nodes, self._max_depth + 1)
+        return verify_step(
+            self._model(capture), tables, mode, tables.limits, tables.committed_lens, tables.trees, columns
+        )
+
+    def _graph_key(self, tables: BatchTables, mode: SamplingMode, capture: bool) -> tuple[object, ...]:
+        return ("verify", tables.bs, tables.nodes, tables.pages, mode, capture)
+
+
+def batch_buckets(limit: int) -> tuple[int, ...]:
+    """Return the sizes that batches are padded to: powers of two, from 16 on those half-way between them too, and the limit itself.
+
+    A small pass costs about as much as one of a single row. Of a large one every row costs, but so does every size at the start.
+    """
+    powers = _powers(limit)
+    halfway = (size + size // 2 for size in powers if size >= 16)
+    return tuple(sorted({*powers, *(size for size in halfway if size < limit)}))
+
+
+def _powers(limit: int) -> tuple[int, ...]:
+    """Return 1, 2, 4 … and the limit itself."""
+    return (*(1 << power for power in range((limit - 1).bit_length())), limit)
+
+
+def _bucket(sizes: Seq[int], count: int) -> int | None:
+    index = bisect_left(sizes, count)
+    return sizes[index] if index < len(sizes) else None

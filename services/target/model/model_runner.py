@@ -1,0 +1,377 @@
+"""Forward passes of the target: prompt chunks and trees in, chosen tokens out; K/V and feature rows into the pool.
+
+Everything that touches tensors of the model is here; the engine sees token ids, lengths and feature rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import torch
+
+from outrider.kernels.verify import verify_tree
+from outrider.services.target.model.bucketed_verify import BucketedVerify, Buckets
+from outrider.services.target.model.input_batch import SamplingMode
+from outrider.services.target.model.prefill_graph import RecordedPrefill
+from outrider.services.target.model.sampling import SamplingBatches, signed_seed
+from outrider.services.target.model.synthetic_acceptance import SyntheticAcceptance
+from outrider.services.target.model.verify_step import StepModel
+from outrider.services.target.scheduling.scheduler import PrefillChunk
+from outrider.services.target.scheduling.sequence import Sequence
+from outrider.shared.attn.base import AttentionBackend, AttentionBatch, build_batch
+from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.kv.pages import PageLease
+from outrider.shared.kv.pool import KVPool
+from outrider.shared.kv.upload import upload
+from outrider.shared.nn.decoder import Decoder, DecoderOutput
+from outrider.shared.nn.feature_projector import FeatureProjector
+from outrider.shared.spec.drafter import FeatureSpec
+from outrider.shared.spec.tree import DraftBatch
+
+FAILED_TOKEN = -1
+"""What stands for the token of a row whose logits are not numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOutcome:
+    """What one verified round chose for one sequence, before stop tokens and length cut it.
+
+    Attributes:
+        accepted: Indices of the accepted nodes in path order, the root excluded.
+        emitted: Tokens of the accepted nodes, then the bonus token (`FAILED_TOKEN` if its logits are not numbers).
+    """
+
+    accepted: list[int]
+    emitted: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenTokens:
+    """Tokens on their way to the host: what is enqueued after them is not waited for."""
+
+    _tokens: torch.Tensor
+    _copied: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, chosen: torch.Tensor) -> ChosenTokens:
+        """Enqueue the copy of ``chosen [n] int64``."""
+        if not chosen.is_cuda:
+            return cls(chosen, None)
+        host = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
+        host.copy_(chosen, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+        return cls(host, copied)
+
+    def wait(self) -> list[int]:
+        """Return the tokens when they are there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return [int(token) for token in self._tokens.tolist()]
+
+
+class ModelRunner:
+    """Runs the decoder over the pool. Engine thread only; everything under inference mode.
+
+    Args:
+        decoder, pool, attention: What runs.
+        synthetic: Decides how many drafts a round accepts instead of the model; measurements with random weights alone make one.
+        graphs: Where passes are recorded; none are by default.
+        buckets: Sizes that `verify` pads its batches to, so that they can be recorded; None runs every batch as it is, without padding.
+        max_depth: The deepest tree that any request may ask for.
+        prefill_sizes: Rows of the passes over short prompts that may be recorded, ascending; none are by default.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        pool: KVPool,
+        attention: AttentionBackend,
+        *,
+        synthetic: SyntheticAcceptance | None = None,
+        graphs: GraphCache | None = None,
+        buckets: Buckets | None = None,
+        max_depth: int = 16,
+        prefill_sizes: Seq[int] = (),
+    ) -> None:
+        self.decoder = decoder
+        self._synthetic = synthetic
+        self.pool = pool
+        self.attention = attention
+        self.device = pool.device
+        self.graphs = graphs or GraphCache(pool.device, enabled=False)
+        self._bucketed = (
+            None if buckets is None else BucketedVerify(self.step_model, self.graphs, buckets, max_depth)
+        )
+        self._recorded = RecordedPrefill(self.step_model, self.graphs, prefill_sizes)
+        self._sampling = SamplingBatches(pool.device)
+        self._projector: FeatureProjector | None = None
+        self._aux_layer_ids: tuple[int, ...] = ()
+
+    @property
+    def captures(self) -> bool:
+        """Whether feature rows are computed and stored for sequences that want them."""
+        return self._projector is not None
+
+    def set_feature_spec(self, spec: FeatureSpec | None) -> None:
+        """Start, change or stop capturing; rows stored before are void, and the caller forgets them.
+
+        Raises:
+            CheckpointError: The spec does not fit this model; nothing is captured then.
+        """
+        # They hold the projector and the feature plane. Those of plain decoding hold neither, and go on.
+        self.graphs.drop([key for key in self.graphs.keys if isinstance(key, tuple) and key[-1] is True])
+        self._projector = None
+        self._aux_layer_ids = ()
+        if spec is None or spec.feature_size == 0:
+            return
+        config = self.decoder.config
+        self._projector = FeatureProjector(
+            spec,
+            self.device,
+            self.decoder.dtype,
+            hidden_size=config.hidden_size,
+            num_layers=config.num_layers,
+        )
+        self._aux_layer_ids = tuple(spec.aux_layer_ids)
+        self.pool.resize_features(spec.feature_size)
+
+    def step_model(self, capture: bool) -> StepModel:
+        """Return what `verify_step` runs with; `capture` computes feature rows."""
+        return StepModel(
+            self.decoder, self.pool, self.attention, self._projector if capture else None, self._synthetic
+        )
+
+    def prefill(self, chunks: Seq[PrefillChunk]) -> list[int]:
+        """Compute prompt chunks, see `begin_prefill`, and wait for their tokens."""
+        return self.begin_prefill(chunks).wait()
+
+    @torch.inference_mode()
+    def begin_prefill(self, chunks: Seq[PrefillChunk]) -> ChosenTokens:
+        """Enqueue prompt chunks in one pass, causal within each; rounds that are on their way are not waited for.
+
+        Stores K/V, and feature rows for sequences that want them.
+
+        Returns:
+            For each chunk that is the last of its prompt, in order, the token at index committed_len.
+        """
+        return ChosenTokens.of(self._prefilled(chunks))
+
+    def _prefilled(self, chunks: Seq[PrefillChunk]) -> torch.Tensor:
+        """See `begin_prefill`: ``[n] int64`` on the device."""
+        if self._recorded.takes(chunks):
+            token = self._recorded.run(chunks[0], self.captures and chunks[0].sequence.wants_drafts)
+            return token if chunks[0].is_last else token[:0]
+        sequences = [chunk.sequence for chunk in chunks]
+        starts = [chunk.start for chunk in chunks]
+        counts = [chunk.stop - chunk.start for chunk in chunks]
+        token_ids = [token for chunk in chunks for token in chunk.sequence.tokens[chunk.start : chunk.stop]]
+        positions = [index for chunk in chunks for index in range(chunk.start, chunk.stop)]
+        capture = self.captures and any(sequence.wants_drafts for sequence in sequences)
+        batch = build_batch(self.pool, _leases(sequences), starts, counts)
+        output = self._forward(self._int64(token_ids), self._int64(positions), batch, capture)
+        if capture:
+            self._store_prefill_features(output, chunks, batch.slots)
+        last = [chunk.is_last for chunk in chunks]
+        if not any(last):
+            return self._int64([])
+        ends = [end for end, keep in zip(_ends(counts), last, strict=True) if keep]
+        finished = [chunk.sequence for chunk in chunks if chunk.is_last]
+        hidden = output.hidden[self._int64([end - 1 for end in ends])]
+        sampling = self._sampling.rows(finished, [1] * len(finished))
+        return self.decoder.choose(
+            hidden, sampling, self._int64([sequence.committed_len for sequence in finished])
+        )
+
+    @torch.inference_mode()
+    def verify(
+        self, sequences: Seq[Sequence], drafts: DraftBatch
+    ) -> tuple[list[RoundOutcome], list[torch.Tensor | None]]:
+        """Verify one tree per sequence in one pass; a tree of one node is a step of plain decoding.
+
+        Afterwards the accepted nodes' K/V, and feature rows where wanted, sit at token indices ``[cached_len, cached_len + k + 1)``.
+
+        Returns:
+            The outcome of each sequence, and its new feature rows ``[k + 1, feature_size]`` or None.
+        """
+        width = drafts.tokens.shape[1]
+        counts = [1] * len(sequences) if width == 1 else drafts.num_nodes.tolist()
+        capture = self.captures and any(sequence.has_features for sequence in sequences)
+        if self._bucketed is not None and self._bucketed.fits(counts):
+            return self._verify_bucketed(self._bucketed, sequences, drafts, capture)
+        drafts = _moved(drafts, self.device)
+        starts = [sequence.cached_len for sequence in sequences]
+        rows = None if min(counts) == width else self._valid_rows(counts, width)
+        roots = self._int64([sequence.committed_len - 1 for sequence in sequences])
+        tokens = _select(drafts.tokens.view(-1), rows).long()
+        positions = _select((roots[:, None] + drafts.depths).view(-1), rows)
+        ancestors = (
+            None if width == 1 else _select(drafts.ancestors.view(-1, drafts.ancestors.shape[2]), rows)
+        )
+        attention_batch = build_batch(self.pool, _leases(sequences), starts, counts, ancestors=ancestors)
+        output = self._forward(tokens, positions, attention_batch, capture)
+        chosen = self.decoder.choose(output.hidden, self._sampling.rows(sequences, counts), positions + 1)
+        if width == 1:
+            outcomes = [RoundOutcome([], [token]) for token in chosen.tolist()]
+        else:
+            outcomes = self._walk(sequences, drafts, chosen, rows, attention_batch)
+        if not capture:
+            return outcomes, [None] * len(sequences)
+        return outcomes, self._store_round_features(output, sequences, outcomes, counts)
+
+    @torch.inference_mode()
+    def capture_verify(self, bs: int, nodes: int, mode: SamplingMode) -> None:
+        """Record the pass of one size before anybody is served."""
+        if self._bucketed is not None:
+            self._bucketed.capture(bs, nodes, mode, self.captures)
+
+    @torch.inference_mode()
+    def capture_prefill(self, size: int) -> None:
+        """Record the pass over prompts of up to `size` tokens before anybody is served."""
+        self._recorded.capture(size)
+
+    @torch.inference_mode()
+    def read_features(self, sequence: Sequence, start: int, stop: int) -> torch.Tensor:
+        """Return the stored feature rows of token indices ``[start, stop)``: ``[stop - start, feature_size]``, a copy."""
+        assert sequence.lease is not None
+        return self.pool.read_features(sequence.lease, start, stop)
+
+    @torch.inference_mode()
+    def scrub(self, sequence: Sequence) -> None:
+        """Zero the pages of a sequence whose values are not numbers, so that no later owner can read them by accident."""
+        if sequence.lease is not None:
+            self.pool.scrub(self._int64(sequence.lease.pages))
+
+    def _verify_bucketed(
+        self, bucketed: BucketedVerify, sequences: Seq[Sequence], drafts: DraftBatch, capture: bool
+    ) -> tuple[list[RoundOutcome], list[torch.Tensor | None]]:
+        rows, features = bucketed.verify(sequences, drafts, capture)
+        outcomes = [RoundOutcome(row.path, row.emitted) for row in rows]
+        if features is None:
+            return outcomes, [None] * len(sequences)
+        return outcomes, [
+            features[index, : len(row.emitted)] if sequence.has_features else None
+            for index, (sequence, row) in enumerate(zip(sequences, rows, strict=True))
+        ]
+
+    def _forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, capture: bool
+    ) -> DecoderOutput:
+        self.attention.plan(batch)
+        return self.decoder.forward(
+            tokens, positions, self.attention, self.pool, self._aux_layer_ids if capture else ()
+        )
+
+    def _walk(
+        self,
+        sequences: Seq[Sequence],
+        drafts: DraftBatch,
+        chosen: torch.Tensor,
+        rows: torch.Tensor | None,
+        batch: AttentionBatch,
+    ) -> list[RoundOutcome]:
+        bs, width = drafts.tokens.shape
+        if rows is not None:
+            padded = torch.full((bs * width,), FAILED_TOKEN, dtype=chosen.dtype, device=self.device)
+            chosen = padded.index_copy_(0, rows, chosen)
+        chosen = chosen.view(bs, width)
+        if self._synthetic is not None:
+            seeds = self._int64([signed_seed(sequence.request.sampling.seed) for sequence in sequences])
+            chosen = self._synthetic(
+                chosen, drafts, self._int64([sequence.committed_len for sequence in sequences]), seeds
+            )
+        verified = verify_tree(drafts.tokens, drafts.parents, drafts.num_nodes, chosen)
+        outcomes = []
+        host = torch.cat((verified.num_accepted[:, None], verified.path, verified.emitted), dim=1).tolist()
+        moved = False
+        for row in host:
+            accepted = row[2 : 2 + row[0]]
+            moved = moved or any(node != index for index, node in enumerate(accepted, 1))
+            outcomes.append(RoundOutcome(accepted, row[1 + width : 2 + width + row[0]]))
+        if moved:  # A first-child path already sits where it belongs.
+            self.pool.compact(batch.page_table, batch.prefix_lens, verified.path, verified.num_accepted)
+        return outcomes
+
+    def _store_prefill_features(
+        self, output: DecoderOutput, chunks: Seq[PrefillChunk], slots: torch.Tensor
+    ) -> None:
+        assert self._projector is not None
+        if not all(chunk.sequence.wants_drafts for chunk in chunks):
+            wanted = [chunk.sequence.wants_drafts for chunk in chunks for _ in range(chunk.start, chunk.stop)]
+            rows = self._int64([row for row, wants in enumerate(wanted) if wants])
+            output, slots = _output_rows(output, rows), slots[rows]
+        self.pool.store_features(self._projector(output), slots)
+
+    def _store_round_features(
+        self, output: DecoderOutput, sequences: Seq[Sequence], outcomes: Seq[RoundOutcome], counts: Seq[int]
+    ) -> list[torch.Tensor | None]:
+        assert self._projector is not None
+        rows: list[int] = []
+        slots: list[int] = []
+        for sequence, outcome, count, end in zip(sequences, outcomes, counts, _ends(counts), strict=True):
+            if sequence.has_features:
+                first = end - count
+                rows.append(first)
+                rows.extend([first + node for node in outcome.accepted])
+                slots.extend(
+                    self._token_slots(
+                        sequence, sequence.cached_len, sequence.cached_len + len(outcome.emitted)
+                    )
+                )
+        projected = self._projector(_output_rows(output, self._int64(rows)))
+        self.pool.store_features(projected, self._int64(slots))
+        features: list[torch.Tensor | None] = []
+        taken = 0
+        for sequence, outcome in zip(sequences, outcomes, strict=True):
+            if sequence.has_features:
+                features.append(projected[taken : taken + len(outcome.emitted)])
+                taken += len(outcome.emitted)
+            else:
+                features.append(None)
+        return features
+
+    def _token_slots(self, sequence: Sequence, start: int, stop: int) -> list[int]:
+        assert sequence.lease is not None
+        return self.pool.token_slots(sequence.lease, start, stop)
+
+    def _valid_rows(self, counts: Seq[int], width: int) -> torch.Tensor:
+        return self._int64(
+            [index * width + node for index, count in enumerate(counts) for node in range(count)]
+        )
+
+    def _int64(self, values: Seq[int]) -> torch.Tensor:
+        return upload(values, torch.int64, self.device)
+
+
+def _output_rows(output: DecoderOutput, rows: torch.Tensor) -> DecoderOutput:
+    return DecoderOutput(output.hidden[rows], None if output.aux is None else output.aux[rows])
+
+
+def _moved(drafts: DraftBatch, device: torch.device) -> DraftBatch:
+    if drafts.tokens.device.type == device.type:
+        return drafts
+    tokens, parents, depths, num_nodes, ancestors = (
+        part.to(device)
+        for part in (drafts.tokens, drafts.parents, drafts.depths, drafts.num_nodes, drafts.ancestors)
+    )
+    return replace(
+        drafts, tokens=tokens, parents=parents, depths=depths, num_nodes=num_nodes, ancestors=ancestors
+    )
+
+
+def _leases(sequences: Seq[Sequence]) -> list[PageLease]:
+    return [sequence.lease for sequence in sequences if sequence.lease is not None]
+
+
+def _select(tensor: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    return tensor if rows is None else tensor.index_select(0, rows)
+
+
+def _ends(counts: Seq[int]) -> list[int]:
+    ends: list[int] = []
+    total = 0
+    for count in counts:
+        total += count
+        ends.append(total)
+    return ends

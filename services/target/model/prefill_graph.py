@@ -1,0 +1,137 @@
+"""The pass over a short prompt as a CUDA graph: launched by the host, the hundreds of kernels of one take longer than they run.
+
+Prompts are padded to a few sizes, each recorded once. Longer ones keep the device busy by themselves, and several at once go in one pass
+of their own.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+
+from outrider.kernels.verify import SamplingTensors
+from outrider.services.target.model.input_batch import SamplingMode
+from outrider.services.target.model.verify_step import StepModel
+from outrider.services.target.scheduling.scheduler import PrefillChunk
+from outrider.shared.attn.padded import PaddedRows
+from outrider.shared.engine.graphs import GraphCache
+
+LONGEST_CONTEXT = 1024
+"""Tokens that the page table covers: attention is laid out for as many, whatever there are."""
+_EXTRA_WORDS = 8
+"""Seed, position and mask of the feature slots of 8 bytes each; temperature and choice."""
+
+
+class RecordedPrefill:
+    """Runs single prompt chunks. Engine thread only; under inference mode.
+
+    Args:
+        model: Returns what runs, with or without feature rows.
+        graphs: Where the passes are recorded.
+        sizes: Rows of the recorded passes, ascending.
+    """
+
+    def __init__(self, model: Callable[[bool], StepModel], graphs: GraphCache, sizes: Seq[int]) -> None:
+        self._model = model
+        self._graphs = graphs
+        self._sizes = tuple(sizes)
+        self._inputs: dict[int, _Inputs] = {}
+
+    def takes(self, chunks: Seq[PrefillChunk]) -> bool:
+        """Whether these chunks, in one pass, are what a graph was recorded for."""
+        if len(chunks) != 1 or SamplingMode.of([chunks[0].sequence]) is SamplingMode.FILTERED:
+            return False
+        chunk = chunks[0]
+        count = chunk.stop - chunk.start
+        size = self._size_for(count)
+        return (
+            size is not None
+            and self._at(size).rows.fits(chunk.start, count)
+            and self._graphs.replays(self._key(size))
+        )
+
+    def run(self, chunk: PrefillChunk, features: bool) -> torch.Tensor:
+        """Enqueue a chunk that `takes` accepts; its K/V is stored, and its feature rows if `features`.
+
+        Returns:
+            The token behind it, ``[1] int64``, a copy; of no meaning unless the chunk is the last of its prompt.
+        """
+        size = self._size_for(chunk.stop - chunk.start)
+        assert size is not None
+        inputs = self._at(size)
+        inputs.load(chunk, features)
+        chosen = self._graphs.run(self._key(size), lambda: inputs.step(self._model(True)))
+        return chosen.clone()
+
+    def capture(self, size: int) -> None:
+        """Record the pass of one size before anybody is served."""
+        inputs = self._at(size)
+        inputs.rows.make_idle()
+        self._graphs.capture(self._key(size), lambda: inputs.step(self._model(True)))
+
+    def _size_for(self, count: int) -> int | None:
+        index = bisect_left(self._sizes, count)
+        return self._sizes[index] if index < len(self._sizes) else None
+
+    def _key(self, size: int) -> tuple[str, int, bool]:
+        return ("prefill", size, self._model(True).projector is not None)
+
+    def _at(self, size: int) -> _Inputs:
+        found = self._inputs.get(size)
+        if found is None:
+            found = self._inputs[size] = _Inputs(size, self._model(False))
+        return found
+
+
+class _Inputs:
+    """What the pass of one size reads."""
+
+    def __init__(self, size: int, model: StepModel) -> None:
+        pool = model.pool
+        self.rows = PaddedRows(size, -(-LONGEST_CONTEXT // pool.page_size), pool, _EXTRA_WORDS)
+        seed, position, hidden_slots, temperature, choice = self.rows.extra.split_with_sizes([2, 2, 2, 1, 1])
+        self._position = position.view(torch.int64)
+        self._hidden_slots = hidden_slots.view(torch.int64)
+        with torch.inference_mode(False):
+            off, one = (
+                torch.zeros(1, dtype=torch.int32, device=pool.device),
+                torch.ones(1, device=pool.device),
+            )
+        self._sampling = SamplingTensors(
+            temperature=temperature.view(torch.float32),
+            top_k=off,
+            top_p=one,
+            min_p=off.view(torch.float32),
+            seeds=seed.view(torch.int64),
+            choices=choice,
+            all_greedy=False,
+            any_filter=False,
+        )
+
+    def load(self, chunk: PrefillChunk, features: bool) -> None:
+        """Describe a chunk to the device."""
+        sequence = chunk.sequence
+        assert sequence.lease is not None
+        params, extra = sequence.request.sampling, np.zeros(_EXTRA_WORDS, dtype=np.int32)
+        extra[:2].view(np.uint64)[0] = params.seed
+        extra[2:6].view(np.int64)[:] = sequence.committed_len, 0 if features else -1
+        extra[6:7].view(np.float32)[0] = params.temperature
+        extra[7] = params.choice_index
+        self.rows.load(sequence.lease, sequence.tokens[chunk.start : chunk.stop], chunk.start, extra)
+
+    def step(self, model: StepModel) -> torch.Tensor:
+        """Run the pass; returns the token behind the last row, ``[1] int64``."""
+        rows, projector = self.rows, model.projector
+        model.attention.plan(rows.batch)
+        aux_layer_ids = tuple(projector.spec.aux_layer_ids) if projector else ()
+        output = model.decoder.forward(
+            rows.tokens, rows.positions, model.attention, model.pool, aux_layer_ids
+        )
+        if projector is not None:
+            # A slot stays as it is or, where no features are wanted, becomes -1.
+            model.pool.store_some_features(projector(output), rows.batch.slots | self._hidden_slots)
+        return model.decoder.choose(output.hidden[-1:], self._sampling, self._position)

@@ -1,0 +1,66 @@
+"""Sampling parameters of a batch as tensors, one row per tree node; built once per batch composition, not once per step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+
+from outrider.kernels.verify import SamplingTensors
+from outrider.services.target.scheduling.sequence import Sequence
+from outrider.shared.kv.upload import upload
+
+MAX_CACHED_BATCHES = 64
+
+
+class SamplingBatches:
+    """Makes and remembers `SamplingTensors`; a batch that repeats its sequences and row counts costs one dictionary look-up."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cache: dict[tuple[tuple[int, int], ...] | int, SamplingTensors] = {}
+
+    def rows(self, sequences: Seq[Sequence], counts: Seq[int]) -> SamplingTensors:
+        """Return the parameters with sequence i repeated ``counts[i]`` times: ``[sum(counts)]`` rows."""
+        greedy = all(sequence.request.sampling.temperature == 0 for sequence in sequences)
+        key: tuple[tuple[int, int], ...] | int = (
+            sum(counts)
+            if greedy
+            else tuple(
+                (sequence.session_id, count) for sequence, count in zip(sequences, counts, strict=True)
+            )
+        )
+        found = self._cache.get(key)
+        if found is None:
+            if len(self._cache) >= MAX_CACHED_BATCHES:
+                self._cache.clear()
+            found = self._cache[key] = self._build(sequences, counts)
+        return found
+
+    def _build(self, sequences: Seq[Sequence], counts: Seq[int]) -> SamplingTensors:
+        params = [
+            sequence.request.sampling
+            for sequence, count in zip(sequences, counts, strict=True)
+            for _ in range(count)
+        ]
+
+        def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
+            return upload(values, dtype, self._device)
+
+        return SamplingTensors(
+            temperature=column([row.temperature for row in params], torch.float32),
+            top_k=column([row.top_k for row in params], torch.int32),
+            top_p=column([row.top_p for row in params], torch.float32),
+            min_p=column([row.min_p for row in params], torch.float32),
+            seeds=column([signed_seed(row.seed) for row in params], torch.int64),
+            choices=column([row.choice_index for row in params], torch.int32),
+            all_greedy=all(row.temperature == 0 for row in params),
+            any_filter=any(
+                row.temperature > 0 and (row.top_k > 0 or row.top_p < 1 or row.min_p > 0) for row in params
+            ),
+        )
+
+
+def signed_seed(seed: int) -> int:
+    """Return the int64 with the bit pattern of a 64-bit seed."""
+    return seed - (1 << 64) if seed >= 1 << 63 else seed

@@ -1,0 +1,148 @@
+"""One verify pass as device work alone: from trees and static tables to what was accepted, nothing waits for or asks the host.
+
+So it can be recorded into a CUDA graph; on a CPU the same code runs at once. Rows that are idle, and columns behind a tree's nodes, are
+computed like all others, but store nothing and accept nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from outrider.kernels.verify_round import RoundTensors, accept_round, place_rows
+from outrider.services.target.model.input_batch import BatchTables, SamplingMode
+from outrider.services.target.model.synthetic_acceptance import SyntheticAcceptance
+from outrider.shared.attn.base import AttentionBackend, AttentionBatch
+from outrider.shared.kv.pool import KVPool
+from outrider.shared.nn.decoder import Decoder, DecoderOutput
+from outrider.shared.nn.feature_projector import FeatureProjector
+from outrider.shared.spec.tree import DraftBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepModel:
+    """What a pass runs with. `projector` is None when no feature rows are wanted."""
+
+    decoder: Decoder
+    pool: KVPool
+    attention: AttentionBackend
+    projector: FeatureProjector | None
+    synthetic: SyntheticAcceptance | None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedStep:
+    """What a pass found.
+
+    Attributes:
+        packed: ``[bs, 2 + 2 R] int32`` for the host, see `unpack`.
+        features: ``[bs, C, feature_size]``, C = min(N, R): of the root and the accepted nodes, then anything; None without a projector.
+    """
+
+    packed: torch.Tensor
+    features: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class HostRow:
+    """One row of a pass on the host.
+
+    Attributes:
+        num_nodes: Of its tree, the root included.
+        path: Indices of the accepted nodes, the root excluded.
+        emitted: Their tokens, then the bonus token; -1 in place of one whose logits are not numbers.
+    """
+
+    num_nodes: int
+    path: list[int]
+    emitted: list[int]
+
+
+def unpack(rows: list[list[int]]) -> list[HostRow | None]:
+    """Read `VerifiedStep.packed`; None for an idle row."""
+    columns = (len(rows[0]) - 2) // 2
+    return [
+        None
+        if accepted < 0
+        else HostRow(num_nodes, rest[1 : 1 + accepted], rest[columns : columns + accepted + 1])
+        for accepted, num_nodes, *rest in rows
+    ]
+
+
+def verify_step(
+    model: StepModel,
+    tables: BatchTables,
+    mode: SamplingMode,
+    live: torch.Tensor,
+    committed_lens: torch.Tensor,
+    drafts: DraftBatch,
+    columns: int,
+    state: RoundTensors | None = None,
+    features_out: torch.Tensor | None = None,
+) -> VerifiedStep:
+    """Verify one tree per row; move the accepted K/V to its place, compute and store the feature rows of the accepted nodes.
+
+    Args:
+        model: What runs.
+        tables: Of this batch and as many nodes as `drafts` has columns.
+        mode: Of the batch.
+        live: ``[bs] int32``; rows where it is 0 are idle.
+        committed_lens: ``[bs] int32``.
+        drafts: The trees, padded to the table's nodes.
+        columns: R; a path with more tokens is cut, which is exact.
+        state: Where the next round starts from, see `accept_round`; None if there is none.
+        features_out: ``[bs, C or more, feature_size]``, where `VerifiedStep.features` is written; allocated if None.
+    """
+    bs, nodes = drafts.tokens.shape
+    pool, page_size = model.pool, tables.page_size
+    placed = place_rows(live, committed_lens, drafts.depths, drafts.num_nodes, tables.page_table, page_size)
+    batch = AttentionBatch(
+        page_table=tables.page_table,
+        prefix_lens=placed.cached_lens,
+        kv_lens=placed.kv_lens,
+        query_start=tables.query_start,
+        ancestors=None if nodes == 1 else drafts.ancestors.flatten(0, 1),
+        slots=placed.slots,
+        max_query_len=nodes,
+        max_kv_len=tables.pages * page_size,
+    )
+    projector = model.projector
+    aux_layer_ids = tuple(projector.spec.aux_layer_ids) if projector else ()
+    model.attention.plan(batch)
+    output = model.decoder.forward(
+        drafts.tokens.flatten(), placed.positions, model.attention, pool, aux_layer_ids
+    )
+    chosen = model.decoder.choose(output.hidden, tables.sampling(mode), placed.next_positions).view(bs, nodes)
+    if nodes > 1 and model.synthetic is not None:
+        chosen = model.synthetic(chosen, drafts, placed.next_positions[::nodes], tables.first_rows.seeds)
+    trees = drafts.tokens, drafts.parents, drafts.num_nodes
+    accepted = accept_round(
+        live, placed.cached_lens, *trees, chosen, tables.page_table, page_size, columns, state
+    )
+    if nodes > 1:
+        pool.compact(tables.page_table, placed.cached_lens, accepted.path[:, :columns], accepted.num_accepted)
+    features = None
+    if projector is not None:
+        rows = projector.parts(_picked(output, accepted.feature_rows, projector.spec.final_hidden))
+        kept = min(nodes, columns)
+        features = (
+            rows.new_empty((bs, kept, rows.shape[-1]), dtype=pool.dtype)
+            if features_out is None
+            else features_out[:, :kept]
+        )
+        pool.place_features(rows, accepted.feature_slots, features)
+    return VerifiedStep(accepted.packed, features)
+
+
+def root_batch(roots: torch.Tensor, tables: BatchTables) -> DraftBatch:
+    """Return trees of one node each, of ``roots [bs, 1] int32``: a round of plain decoding."""
+    ones = tables.ones
+    return DraftBatch(roots, tables.no_parent[:, None], tables.nothing[:, None], ones, ones[:, None, None])
+
+
+def _picked(output: DecoderOutput, rows: torch.Tensor, final_hidden: bool) -> DecoderOutput:
+    """Return the rows of that part of a pass that features are made of."""
+    if final_hidden or output.aux is None:
+        return DecoderOutput(output.hidden[rows], None)
+    return DecoderOutput(output.hidden[:0], output.aux[rows])

@@ -1,0 +1,389 @@
+"""Tensor parallelism of the target: rank 0 serves and leads; the other ranks are processes that it starts, or that `torchrun` started.
+
+    rank 0 starts the others → all meet at a store → control connections → process group → every rank loads its share → the pool
+    → steps: a command on the control connection, then the same collectives on all ranks
+
+A rank that dies or stops ends rank 0, and the other way round: half a model can answer nothing, and whoever started the target starts it
+again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistError
+
+from outrider.services.target.parallel.weights import Folder, RandomWeights, Weights, head_reader
+from outrider.services.target.settings import Ranks, TargetSettings
+from outrider.services.target.startup.numerics import layer_rounding, prepare_attention, prepare_decoder
+from outrider.services.target.startup.weight_fit import check_weights_fit
+from outrider.shared.attn.base import AttentionBackend
+from outrider.shared.base.errors import ConfigurationError, OutriderError, UnavailableError
+from outrider.shared.nn.decoder import Progress, default_dtype
+from outrider.shared.obs.logging import get_logger
+from outrider.shared.parallel.channel import (
+    Connection,
+    Report,
+    ReportKind,
+    accept_ranks,
+    beat_until_gone,
+    connect_rank,
+    store_of_these,
+)
+from outrider.shared.parallel.collectives import NO_MULTICAST, Collectives, TorchCollectives
+from outrider.shared.parallel.decoder import ShardedDecoder, build_rank
+from outrider.shared.parallel.lead import FailureHandler, Lead, LeadDecoder
+from outrider.shared.parallel.peer import connect_peers
+from outrider.shared.parallel.reduce import Reduce
+from outrider.shared.parallel.shard import Shard
+from outrider.shared.parallel.worker import RankLost, Worker, report_failure
+
+LOOPBACK = "127.0.0.1"
+STORE_PREFIX = "outrider"
+MEET_TIMEOUT_S = 180.0
+LOAD_TIMEOUT_S = 3600.0
+"""Deaths are noticed at once; this only bounds a rank that reads its checkpoint for ever."""
+END_GRACE_S = 5.0
+"""After a rank was lost: time for an error and an orderly end, before the process is ended."""
+STOP_TIMEOUT_S = 10.0
+FAILED_STOP_TIMEOUT_S = 2.0
+"""The same once the group is broken: shorter than `END_GRACE_S`, or a rank that is stopped would stay behind with its memory."""
+AWAKE_S = 0.01
+"""How long the other ranks of a GPU stay awake for rank 0's next word, longer than a step: one core each while tokens are decoded."""
+
+_log = get_logger("outrider.target")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What rank 0 tells a process that it starts: the settings, and the configuration of a model with random weights, if it is one."""
+
+    settings: TargetSettings
+    random: Mapping[str, Any] | None = None
+
+    def to_json(self) -> str:
+        """Return one line."""
+        return json.dumps({"settings": self.settings.model_dump(mode="json"), "random": self.random})
+
+    @classmethod
+    def from_json(cls, line: str) -> Order:
+        """Read what `to_json` wrote."""
+        raw = json.loads(line)
+        return cls(TargetSettings.load(raw["settings"]), raw["random"])
+
+    def weights(self) -> Weights:
+        """Return where the weights come from."""
+        return Folder(self.settings.model) if self.random is None else RandomWeights(self.random)
+
+
+class RankGroup:
+    """All ranks of one model, seen from rank 0.
+
+    Attributes:
+        decoder: Computes on all of them.
+    """
+
+    def __init__(
+        self,
+        decoder: LeadDecoder,
+        lead: Lead,
+        collectives: Collectives,
+        processes: list[subprocess.Popen[bytes]],
+    ) -> None:
+        self.decoder = decoder
+        self._lead = lead
+        self._collectives = collectives
+        self._processes = processes
+
+    @property
+    def failure(self) -> OutriderError | None:
+        """Why the group is broken, if it is."""
+        return self._lead.failure
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the ranks that this process started, from rank 1 on."""
+        return [process.pid for process in self._processes]
+
+    def close(self) -> None:
+        """End the other ranks; returns when those that this process started are gone, or ends this process too if it cannot leave them.
+
+        All ranks leave NCCL at once: none comes out of it alone, and this process's part is what the others wait for.
+        """
+        self._lead.close()
+        if self.failure is None:
+            leaving = _in(STOP_TIMEOUT_S, self._give_up)
+            self._collectives.close()
+            leaving.cancel()
+        _end(self._processes, STOP_TIMEOUT_S if self.failure is None else FAILED_STOP_TIMEOUT_S)
+
+    def _give_up(self) -> None:
+        """A rank does not leave, and NCCL waits for it for ever."""
+        _end(self._processes, 0.0)
+        os._exit(1)
+
+
+def end_soon(error: OutriderError) -> None:
+    """The usual failure handler: end this process within `END_GRACE_S`, whatever its threads wait for.
+
+    The alarm is for a process that is at its end already, where no thread of Python's runs and a library waits for the device.
+    """
+    signal.alarm(math.ceil(2 * END_GRACE_S))
+    _in(END_GRACE_S, lambda: os._exit(1))
+
+
+def _in(seconds: float, act: Callable[[], None]) -> threading.Timer:
+    timer = threading.Timer(seconds, act)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def start_group(
+    settings: TargetSettings,
+    on_failure: FailureHandler = end_soon,
+    progress: Progress | None = None,
+    *,
+    random: Mapping[str, Any] | None = None,
+) -> RankGroup:
+    """Bring all ranks up and load the model on them; called by rank 0.
+
+    Args:
+        settings: With `tp` above 1.
+        on_failure: Called from another thread when the group breaks later; it has to see to it that this process ends.
+        progress: Told of rank 0's loading.
+        random: A config.json's content: the model has random weights and no files.
+
+    Raises:
+        ConfigurationError: The model cannot be split or does not fit, or the environment is wrong.
+        CheckpointError: Rank 0 cannot load it.
+        OutriderError: Another rank failed, or did not come.
+    """
+    order = Order(settings, random)
+    device, ranks = settings.torch_device(), settings.ranks()
+    dtype = settings.torch_dtype() or default_dtype(device)
+    weights = order.weights()
+    shard = Shard.of(weights.config(), 0, settings.tp)
+    rounding = layer_rounding(settings, shard.config, device, dtype)
+    if random is None:
+        check_weights_fit(settings)
+    store, processes = _meet(order, ranks)
+    try:
+        connections = accept_ranks(
+            store,
+            ranks.host if ranks else LOOPBACK,
+            settings.tp,
+            MEET_TIMEOUT_S,
+            check=lambda: _check_alive(processes),
+        )
+    except BaseException:
+        _end(processes)
+        raise
+
+    def failed(error: OutriderError) -> None:
+        on_failure(error)
+        _in(
+            FAILED_STOP_TIMEOUT_S, lambda: _end(processes, 0.0)
+        )  # this process may end without coming to `RankGroup.close`
+
+    lead = Lead(connections, failed, settings.tp_timeout_s, bounded=device.type == "cpu")
+    try:
+        collectives, reduce = _join_group(store_of_these(store), shard, device, dtype, settings, ranks)
+        with weights.open(shard.config, device, dtype, progress) as checkpoint:
+            decoder = build_rank(LeadDecoder, checkpoint, shard, collectives, reduce, rounding)
+        decoder.connect(lead, head_reader(weights, shard.config, device, dtype))
+        for rank, fingerprint in lead.wait_done(LOAD_TIMEOUT_S).items():
+            if fingerprint != decoder.fingerprint:
+                raise ConfigurationError(
+                    f"model: rank {rank} has other weights than rank 0; give all hosts one checkpoint.",
+                    field="model",
+                )
+    except BaseException as error:
+        failure = lead.failure  # what happened here may be its consequence
+        lead.close()
+        _end(processes)
+        if failure is not None and isinstance(error, Exception):
+            raise failure from error
+        raise
+    group = RankGroup(decoder, lead, collectives, processes)
+    _log.info(
+        "ranks ready",
+        ranks=settings.tp,
+        device=str(device),
+        weight_bytes=decoder.weight_bytes,
+        processes=group.process_ids,
+    )
+    return group
+
+
+def run_rank(order: Order, ranks: Ranks) -> int:
+    """Serve as rank 1 or above until rank 0 says stop; returns the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # rank 0 drains, and then says stop
+    settings, device = order.settings, order.settings.torch_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(settings.cpu_threads())
+    connection = connect_rank(_join(ranks), ranks.rank, MEET_TIMEOUT_S)
+    beat_until_gone(connection, END_GRACE_S)
+    try:
+        decoder = _load_rank(order, ranks, device)
+        connection.report(Report(ReportKind.DONE, decoder.fingerprint))
+        prepare_decoder(settings, decoder)
+        attention = prepare_attention(settings, decoder)
+    except Exception as error:
+        report_failure(connection, error)
+        return 1
+    return _mirror(decoder, attention, connection)
+
+
+def _load_rank(order: Order, ranks: Ranks, device: torch.device) -> ShardedDecoder:
+    settings, weights = order.settings, order.weights()
+    dtype = settings.torch_dtype() or default_dtype(device)
+    shard = Shard.of(weights.config(), ranks.rank, ranks.size)
+    if order.random is None:
+        check_weights_fit(settings)
+    collectives, reduce = _join_group(store_of_these(_join(ranks)), shard, device, dtype, settings, ranks)
+    with weights.open(shard.config, device, dtype) as checkpoint:
+        return build_rank(
+            ShardedDecoder,
+            checkpoint,
+            shard,
+            collectives,
+            reduce,
+            layer_rounding(settings, shard.config, device, dtype),
+        )
+
+
+def _mirror(decoder: ShardedDecoder, attention: AttentionBackend, connection: Connection) -> int:
+    connection.awake_s = AWAKE_S if decoder.device.type == "cuda" else 0.0
+    try:
+        Worker(decoder, attention, connection).run()
+    except RankLost:
+        _log.error("rank 0 is gone")
+        return 1
+    except Exception:
+        _log.exception("rank failed")
+        return 1
+    decoder.collectives.close()
+    return 0
+
+
+def _join_group(
+    store: Store,
+    shard: Shard,
+    device: torch.device,
+    dtype: torch.dtype,
+    settings: TargetSettings,
+    ranks: Ranks | None,
+) -> tuple[Collectives, Reduce]:
+    one_host = ranks is None or ranks.local_size == ranks.size
+    group = TorchCollectives(store, shard.rank, shard.size, device, settings.tp_timeout_s)
+    return connect_peers(
+        group,
+        shard.config.hidden_size,
+        dtype,
+        settings.tp_all_reduce,
+        settings.tp_timeout_s,
+        one_host=one_host,
+    )
+
+
+def _meet(order: Order, ranks: Ranks | None) -> tuple[Store, list[subprocess.Popen[bytes]]]:
+    """Open the store on rank 0, and start the other ranks unless `torchrun` did."""
+    if ranks is not None:
+        return _join(ranks), []
+    store = _local_store()
+    size = order.settings.tp
+    shared = Ranks(rank=0, size=size, local_rank=0, local_size=size, host=LOOPBACK, port=store.port)
+    return PrefixStore(STORE_PREFIX, store), [_spawn(order, shared, rank) for rank in range(1, size)]
+
+
+def _local_store() -> TCPStore:
+    """Open a store that only this host reaches; left to itself it would listen on all addresses."""
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        return TCPStore(
+            LOOPBACK,
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=MEET_TIMEOUT_S),
+            master_listen_fd=listener.detach(),
+        )
+
+
+def _join(ranks: Ranks) -> Store:
+    """Connect to the store; on rank 0 be its server, where `torchrun` is not.
+
+    Raises:
+        UnavailableError: Nobody answers there.
+    """
+    try:
+        store = TCPStore(
+            ranks.host,
+            ranks.port,
+            is_master=ranks.rank == 0 and not ranks.agent_store,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=MEET_TIMEOUT_S),
+        )
+    except (DistError, RuntimeError) as error:
+        raise UnavailableError(
+            f"tp: the ranks' store at {ranks.host}:{ranks.port} cannot be reached ({error}).", field="tp"
+        ) from error
+    return PrefixStore(STORE_PREFIX, store)
+
+
+def _spawn(order: Order, shared: Ranks, rank: int) -> subprocess.Popen[bytes]:
+    """Start one rank of this host with the variables that `torchrun` would set; it ends when its connection to rank 0 does."""
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": shared.size,
+        "LOCAL_WORLD_SIZE": shared.size,
+        "MASTER_ADDR": shared.host,
+        "MASTER_PORT": shared.port,
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "outrider.services.target.parallel.rank_main"],
+        stdin=subprocess.PIPE,
+        env={**os.environ, **NO_MULTICAST, **{name: str(value) for name, value in variables.items()}},
+        start_new_session=True,  # a terminal's Ctrl-C shall reach rank 0 only
+    )
+    assert process.stdin is not None
+    process.stdin.write(order.to_json().encode() + b"\n")
+    process.stdin.close()
+    return process
+
+
+def _check_alive(processes: list[subprocess.Popen[bytes]]) -> None:
+    for rank, process in enumerate(processes, 1):
+        if process.poll() is not None:
+            raise UnavailableError(
+                f"tp: rank {rank} ended with code {process.returncode} while starting; its output says why.",
+                field="tp",
+            )
+
+
+def _end(processes: list[subprocess.Popen[bytes]], timeout_s: float = STOP_TIMEOUT_S) -> None:
+    until = time.monotonic() + timeout_s
+    for process in processes:
+        try:
+            process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,157 @@
+"""How much a batch drafts whose rounds stay on the device: one shape for all of its rows, kept for some rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from outrider.services.target.policy.cost_model import Acceptances, StepCosts
+from outrider.services.target.policy.offered_shapes import offered_shapes
+from outrider.services.target.policy.row_choice import ROUNDS_PER_CHOICE, FormChoice, RowBound
+from outrider.shared.spec.tree import NO_DRAFT, DraftShape
+
+FIRST_PROBE_GAP = 8
+LAST_PROBE_GAP = 1024
+PROBE_DEPTH = 2
+FIRST_SHADOW_GAP = 64
+LAST_SHADOW_GAP = 4096
+ADVANTAGE = 1.02
+"""How much faster than plain drafting must look to be chosen."""
+KEPT_ADVANTAGE = 1.03
+"""How much faster another shape must look to change to it."""
+SMALL_STEP_ROWS = 32
+"""A step of so few rows is tried without having measured half of it."""
+PLAIN_ROUNDS_PER_CHOICE = 4
+MOST_SPEAKERS = 16
+
+Rate = Callable[[DraftShape], float]
+"""Tokens per second that a shape promises."""
+
+
+class Shadow:
+    """When the next plain step of one batch size is due: at once, then after gaps that double."""
+
+    __slots__ = ("gap", "since_plain")
+
+    def __init__(self) -> None:
+        self.gap = 0
+        self.since_plain = 0
+
+    def due(self) -> bool:
+        """Say whether it is; then the next one is due later."""
+        if self.since_plain < self.gap:
+            return False
+        self.gap = min(2 * self.gap, LAST_SHADOW_GAP) if self.gap else FIRST_SHADOW_GAP
+        self.since_plain = 0
+        return True
+
+    def executed(self, plain: bool) -> None:
+        """Count a step."""
+        self.since_plain = 0 if plain else self.since_plain + 1
+
+
+class CommonChoice:
+    """The shape that all rows of one batch bucket have, and when it is looked at again."""
+
+    __slots__ = ("_form", "_probe_chains", "_probe_gap", "_rounds_left", "_shape", "_since_drafted", "shadow")
+
+    def __init__(self) -> None:
+        self.shadow = Shadow()
+        self._form = FormChoice()
+        self._shape = NO_DRAFT
+        self._rounds_left = 0
+        self._probe_gap = FIRST_PROBE_GAP
+        self._probe_chains = False
+        self._since_drafted = 0
+
+    def choose(self, rows: Sequence[RowBound], costs: StepCosts, acceptance: Acceptances) -> DraftShape:
+        """Return the shape of the next round.
+
+        Args:
+            rows: All rows of the batch; their forms are the same.
+            costs: Measured.
+            acceptance: Of all requests.
+        """
+        offered = offered_shapes(rows[0].forms, len(rows))
+        if self._rounds_left == 0 or (self._shape.drafts and self._shape not in offered):
+            self._shape = self._next(rows, offered, costs, acceptance)
+            self._rounds_left = ROUNDS_PER_CHOICE if self._shape.drafts else PLAIN_ROUNDS_PER_CHOICE
+        self._rounds_left -= 1
+        return self._shape
+
+    def _next(
+        self,
+        rows: Sequence[RowBound],
+        offered: Sequence[DraftShape],
+        costs: StepCosts,
+        acceptance: Acceptances,
+    ) -> DraftShape:
+        batch_size = len(rows)
+        if not offered or costs.plain_round(batch_size) is None or self.shadow.due():
+            return NO_DRAFT
+        deepest = {form.topk == 1: form for form in rows[0].forms}
+        expected = {chain: _summed(rows, form) for chain, form in deepest.items()}
+
+        def rate(shape: DraftShape) -> float:
+            tokens = expected[shape.topk == 1][shape.depth] if shape.drafts else batch_size
+            return tokens / costs.round(batch_size, batch_size * shape.max_nodes, shape.depth)
+
+        allowed = _allowed(offered, costs.most_rows(batch_size), batch_size)
+        best = self._best(allowed, rate, acceptance)
+        if rate(best) > ADVANTAGE * rate(NO_DRAFT):
+            self._probe_gap, self._since_drafted = FIRST_PROBE_GAP, 0
+            return best
+        self._since_drafted += 1
+        if self._since_drafted < self._probe_gap:
+            return NO_DRAFT
+        self._since_drafted = 0
+        self._probe_gap = min(2 * self._probe_gap, LAST_PROBE_GAP)
+        self._probe_chains = not self._probe_chains
+        return _probe(allowed, self._probe_chains)
+
+    def _best(self, allowed: Sequence[DraftShape], rate: Rate, acceptance: Acceptances) -> DraftShape:
+        """Return the best shape of the form whose turn it is; what is in use stays where another is hardly faster."""
+        best: dict[bool, DraftShape] = {}
+        for chain in (False, True):
+            shapes = [shape for shape in allowed if (shape.topk == 1) is chain]
+            if shapes:
+                found = max(shapes, key=rate)
+                kept = self._shape in shapes and rate(found) < KEPT_ADVANTAGE * rate(self._shape)
+                best[chain] = self._shape if kept else found
+        if len(best) == 1:
+            return next(iter(best.values()))
+        promised = [rate(shape) if acceptance.of(chain).tried else None for chain, shape in best.items()]
+        return best[self._form.decide(*promised)]
+
+
+def _summed(rows: Sequence[RowBound], form: DraftShape) -> list[float]:
+    """Return the tokens that all rows together are expected to get of a round of depth 0, 1, ...; of many rows some speak for all."""
+    speakers = rows[:: -(-len(rows) // MOST_SPEAKERS)]
+    share = len(rows) / len(speakers)
+    return [
+        share * sum(tokens)
+        for tokens in zip(*(row.expected_tokens(form, form.depth) for row in speakers), strict=True)
+    ]
+
+
+def _allowed(offered: Sequence[DraftShape], most_rows: int, batch_size: int) -> list[DraftShape]:
+    """Return the shapes that are no more than twice as large as any step measured, and the smallest of each form."""
+    largest = max(SMALL_STEP_ROWS, 2 * most_rows)
+    smallest = {
+        chain: min((one for one in offered if (one.topk == 1) is chain), key=_nodes, default=None)
+        for chain in (False, True)
+    }
+    return [
+        shape for shape in offered if batch_size * shape.max_nodes <= largest or shape in smallest.values()
+    ]
+
+
+def _probe(allowed: Sequence[DraftShape], chains: bool) -> DraftShape:
+    """Return a small shape, of one form if it is offered."""
+    shapes = [shape for shape in allowed if (shape.topk == 1) is chains] or allowed
+    return max(
+        (shape for shape in shapes if shape.depth <= PROBE_DEPTH), key=_nodes, default=min(shapes, key=_nodes)
+    )
+
+
+def _nodes(shape: DraftShape) -> int:
+    return shape.max_nodes

@@ -1,0 +1,267 @@
+"""How much to draft: picks each auto row's depth so that the batch's expected tokens per second are highest, 0 nodes included.
+
+A pure function of what it is told (what was executed, what was accepted, how long it took), so it is tested without a model. When rows
+are better off without drafts, one of them is probed after exponentially growing gaps; while everything drafts, a rare plain step keeps
+the plain cost honest; trees and chains are compared by what each yields; and no step is more than twice as large as any measured before,
+so that a surprise stays small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.services.target.policy.batch_choice import (
+    ADVANTAGE,
+    FIRST_PROBE_GAP,
+    LAST_PROBE_GAP,
+    PROBE_DEPTH,
+    SMALL_STEP_ROWS,
+    CommonChoice,
+    Shadow,
+)
+from outrider.services.target.policy.cost_model import Acceptances, StepCosts, batch_bucket
+from outrider.services.target.policy.offered_shapes import cut, nodes_of
+from outrider.services.target.policy.row_choice import (
+    ROUNDS_PER_CHOICE,
+    ExecutedRow,
+    ExecutedStep,
+    FormChoice,
+    RowBound,
+    RowState,
+)
+from outrider.shared.spec.tree import NO_DRAFT, DraftShape
+
+__all__ = ["ExecutedRow", "ExecutedStep", "RowBound", "RowState", "SpeculationController"]
+
+WAIT_SHARE = 0.75
+P99_MULTIPLE = 2.0
+UNMEASURED_WAIT_S = 0.1
+ANSWERS_TO_JUDGE = 8
+"""The first proposals, cold on both sides, are waited for whatever they seem to be worth."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Depths of the auto rows within `bounds`, of one form, and the tokens per second that they promise."""
+
+    bounds: list[DraftShape]
+    depths: list[int]
+    useful: list[int]
+    rate: float
+
+
+class SpeculationController:
+    """Chooses shapes, learns from executed steps. One per engine; engine thread only."""
+
+    def __init__(self) -> None:
+        self.costs = StepCosts()
+        self.acceptance = Acceptances()
+        self._shadows: dict[int, Shadow] = {}
+        self._commons: dict[int, CommonChoice] = {}
+        self._draft_rate: float | None = None
+        self._probe_gap = FIRST_PROBE_GAP
+        self._since_probe = 0
+        self._form = FormChoice()
+        self._form_left = 0
+
+    def forget_acceptance(self) -> None:
+        """Keep what was learnt of costs only: the text of a warm-up is like nobody's."""
+        self.acceptance = Acceptances()
+        self._draft_rate = None
+        self._probe_gap, self._since_probe = FIRST_PROBE_GAP, 0
+        self._form, self._form_left = FormChoice(), 0
+        self._commons.clear()
+
+    def new_row(self) -> RowState:
+        """Return the memory of a new request."""
+        return RowState(self.acceptance)
+
+    def choose(self, rows: Sequence[RowBound], batch_size: int, other_nodes: int) -> list[DraftShape]:
+        """Pick a shape within each row's bound.
+
+        Args:
+            rows: The auto rows of the step.
+            batch_size: All decoding sequences of the step.
+            other_nodes: Nodes of the rows that are not the controller's (fixed shapes, plain rows).
+        """
+        if not rows:
+            return []
+        all_plain_possible = other_nodes == batch_size - len(rows)
+        if self.costs.plain_step(batch_size) is None or (
+            all_plain_possible and self._shadow(batch_size).due()
+        ):
+            return [NO_DRAFT] * len(rows)
+        plan = self._plan(rows, batch_size, other_nodes)
+        self._add_probe(rows, plan.useful, plan.depths)
+        return [
+            cut(bound, depth) if depth else NO_DRAFT
+            for bound, depth in zip(plan.bounds, plan.depths, strict=True)
+        ]
+
+    def choose_common(self, rows: Sequence[RowBound]) -> DraftShape:
+        """Pick one shape for a batch whose rounds stay on the device; all rows have the same forms and the controller.
+
+        The choice stands for some rounds. Plain rounds now and then keep the plain cost honest, and drafting is probed after growing gaps.
+        """
+        return self._common(len(rows)).choose(rows, self.costs, self.acceptance)
+
+    def observe(self, step: ExecutedStep) -> None:
+        """Learn from a finished step."""
+        batch_size = len(step.rows)
+        nodes = sum(row.num_nodes for row in step.rows)
+        if step.round_s is not None:
+            self.costs.observe_round(batch_size, nodes, step.depth, step.round_s)
+            plain = self.costs.plain_round(batch_size)
+            seconds = step.round_s
+            if nodes == batch_size:  # what drafting by way of the host must beat
+                self.costs.observe_plain_round(batch_size, step.round_s)
+        else:
+            self.costs.observe_verify(batch_size, nodes, step.verify_s)
+            self.costs.observe_overhead(step.overhead_s)
+            if step.wait_s is not None:
+                self.costs.observe_draft(step.depth, step.wait_s, any(row.chain for row in step.rows))
+            plain = self.costs.plain_step(batch_size)
+            plain = None if plain is None else plain + step.overhead_s
+            seconds = (step.wait_s or 0.0) + step.verify_s + step.overhead_s
+        shadow = self._shadow(batch_size) if step.round_s is None else self._common(batch_size).shadow
+        shadow.executed(nodes == batch_size)
+        if nodes > batch_size and plain is not None:
+            tokens = batch_size + sum(row.accepted for row in step.rows)
+            ratio = tokens / batch_size * plain / seconds
+            self._draft_rate = (
+                ratio if self._draft_rate is None else self._draft_rate + 0.1 * (ratio - self._draft_rate)
+            )
+        for row in step.rows:
+            if row.num_nodes > 1 and row.offered_depth:
+                self.acceptance.of(row.chain).observe(row.accepted, row.offered_depth)
+                if row.state:
+                    row.state.acceptance.of(row.chain).observe(row.accepted, row.offered_depth)
+
+    def wait_cap_s(self, rows: Sequence[RowBound], batch_size: int) -> float:
+        """Return how long a step may wait for the auto rows' proposals.
+
+        Twice the proposals' 99th percentile, but no more than three quarters of what waiting can win back: a plain step, or, where the
+        posterior expects more tokens than one, the plain steps that those tokens would take less the pass that verifies them.
+        """
+        plain_s = self.costs.plain_step(batch_size)
+        if plain_s is None or self.costs.num_answers < ANSWERS_TO_JUDGE:
+            return UNMEASURED_WAIT_S
+        gain = plain_s
+        for row in rows:
+            for bound in row.forms:
+                depth = min(bound.depth, row.useful_depth)
+                # Until acceptance is known, hope for the best: what is never waited for is never learnt.
+                known = row.state.acceptance.of(bound.topk == 1).known
+                tokens = row.expected_tokens(bound, depth)[-1] if known else 1.0 + depth
+                gain = max(
+                    gain, tokens * plain_s - self.costs.verify(batch_size, batch_size + bound.max_nodes - 1)
+                )
+        return min(P99_MULTIPLE * (self.costs.answer_p99 or 0.0), WAIT_SHARE * gain)
+
+    @property
+    def speedup_estimate(self) -> float | None:
+        """Tokens per second of recent drafting steps over those of plain steps of the same batch size; None before both were seen."""
+        return self._draft_rate
+
+    def _shadow(self, batch_size: int) -> Shadow:
+        return self._shadows.setdefault(batch_size, Shadow())
+
+    def _common(self, batch_size: int) -> CommonChoice:
+        """Return the choice of all batches that run padded to one size."""
+        return self._commons.setdefault(batch_bucket(batch_size), CommonChoice())
+
+    def _plan(self, rows: Sequence[RowBound], batch_size: int, other_nodes: int) -> _Plan:
+        """Return the plan of the form whose turn it is; forms are compared every few rounds."""
+        if all(len(row.forms) == 1 for row in rows):
+            return self._best_plan(rows, False, batch_size, other_nodes)
+        if self._form_left:
+            self._form_left -= 1
+            return self._best_plan(rows, self._form.chain, batch_size, other_nodes)
+        self._form_left = ROUNDS_PER_CHOICE - 1
+        plans = [self._best_plan(rows, chain, batch_size, other_nodes) for chain in (False, True)]
+        promised = [
+            plan.rate if self.acceptance.of(chain).tried else None
+            for chain, plan in zip((False, True), plans, strict=True)
+        ]
+        return plans[self._form.decide(*promised)]
+
+    def _best_plan(self, rows: Sequence[RowBound], chain: bool, batch_size: int, other_nodes: int) -> _Plan:
+        """Return the best depths of one form: the best common level, then without the rows that are not worth their nodes, then again."""
+        bounds = [row.form(chain) for row in rows]
+        depths = [
+            min(bound.depth, row.useful_depth) if bound.drafts else 0
+            for row, bound in zip(rows, bounds, strict=True)
+        ]
+        expected = [
+            row.expected_tokens(bound, depth) for row, bound, depth in zip(rows, bounds, depths, strict=True)
+        ]
+        level, rate = self._best_level(bounds, depths, expected, batch_size, other_nodes)
+        chosen = [min(level, depth) for depth in depths]
+        if not level or len(rows) == 1:
+            return _Plan(bounds, chosen, depths, rate)
+        total = other_nodes + sum(nodes_of(bound, at) for bound, at in zip(bounds, chosen, strict=True))
+        allowed = max(SMALL_STEP_ROWS, 2 * self.costs.most_rows(batch_size))
+        kept = list(chosen)
+        for index, (bound, tokens_at) in enumerate(zip(bounds, expected, strict=True)):
+            extra_nodes = nodes_of(bound, chosen[index]) - 1
+            saved_s = self.costs.verify(batch_size, total) - self.costs.verify(
+                batch_size, total - extra_nodes
+            )
+            if total > allowed or tokens_at[chosen[index]] - 1.0 < rate * saved_s:
+                kept[index] = 0
+                total -= extra_nodes
+        if kept == chosen:
+            return _Plan(bounds, chosen, depths, rate)
+        remaining = [depth if keep else 0 for depth, keep in zip(depths, kept, strict=True)]
+        level, rate = self._best_level(bounds, remaining, expected, batch_size, other_nodes)
+        return _Plan(bounds, [min(level, depth) for depth in remaining], depths, rate)
+
+    def _best_level(
+        self,
+        bounds: Sequence[DraftShape],
+        depths: Sequence[int],
+        expected: Sequence[Sequence[float]],
+        batch_size: int,
+        other_nodes: int,
+    ) -> tuple[int, float]:
+        """Return the common depth with the most expected tokens per second, and those."""
+        others = batch_size - len(bounds)
+        chain = all(bound.topk == 1 for bound in bounds)
+        best_level = 0
+        plain_rate = best_rate = batch_size / self.costs.step(batch_size, len(bounds) + other_nodes, 0)
+        for level in range(1, max(depths) + 1):
+            nodes = other_nodes
+            tokens = float(others)
+            for bound, depth, tokens_at in zip(bounds, depths, expected, strict=True):
+                at = min(level, depth)
+                nodes += nodes_of(bound, at)
+                tokens += tokens_at[at]
+            rate = tokens / self.costs.step(batch_size, nodes, level, chain)
+            if rate > best_rate and rate > ADVANTAGE * plain_rate:
+                best_level, best_rate = level, rate
+        return best_level, best_rate
+
+    def _add_probe(self, rows: Sequence[RowBound], depths: Sequence[int], chosen: list[int]) -> None:
+        """Let the row that has gone longest without drafts try again, if it is time."""
+        candidates = []
+        for index, (row, depth, wanted) in enumerate(zip(rows, depths, chosen, strict=True)):
+            state = row.state
+            if wanted:
+                if state.probed:  # drafting pays again: look at the others soon
+                    self._probe_gap = FIRST_PROBE_GAP
+                state.probed = False
+                state.rounds_without = 0
+            elif depth:
+                state.rounds_without += 1
+                candidates.append(index)
+        if not candidates:
+            return
+        self._since_probe += 1
+        if self._since_probe >= self._probe_gap:
+            self._since_probe = 0
+            self._probe_gap = min(2 * self._probe_gap, LAST_PROBE_GAP)
+            index = max(candidates, key=lambda candidate: rows[candidate].state.rounds_without)
+            state = rows[index].state
+            state.probed, state.rounds_without = True, 0
+            chosen[index] = min(depths[index], PROBE_DEPTH)

@@ -1,0 +1,1 @@
+"""Which sequences run, and which of them hold KV pages."""

@@ -1,0 +1,182 @@
+"""The engine's state of one request: named lengths in an asserted order, and who owns which slots.
+
+    tokens   |-- prompt --|-- emitted ------------- root |
+    index    0            prompt_len        committed_len - 1
+    K/V      |======== cached_len rows =====|            .            .
+    slots    |------------------------------|-- tree nodes of a round --|--- spare --|
+             0                      cached_len         cached_len + N          reserved_len <= max_len
+
+Ledger: pages belong to the sequence's lease from admission until it finishes, fails, is cancelled or is retracted; `Scheduler.release`
+is the only place that gives them back. Slots past `cached_len` hold nothing of value between rounds. Between rounds of a running
+sequence `cached_len == committed_len - 1`; while it is prefilling, `cached_len` grows up to `committed_len`.
+"""
+
+from __future__ import annotations
+
+import time
+from enum import Enum
+
+from outrider.services.target.policy.controller import RowState
+from outrider.services.target.policy.speculation_stats import SpeculationStats
+from outrider.services.target.request import EventSink, GenerationRequest, RoundTrace, SpeculationMode
+from outrider.shared.kv.pages import PageLease
+from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is: queued, having its prompt computed, decoding, or gone."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class Sequence:
+    """One request while the engine works on it. Touched by the engine thread only.
+
+    Attributes:
+        session_id: Unique within this process; what the drafter calls the sequence.
+        tokens: Every committed token, the prompt first; ``len(tokens)`` is committed_len.
+        cached_len: Tokens whose K/V (and feature row, if wanted) is in the pool.
+        max_len: Slots that it can ever need; the pool holds at least this many.
+        node_bound: Most tree nodes of one round, the root included; KV is reserved by it.
+        wants_drafts: Whether the drafter shall follow it; its feature rows are captured if the drafter wants any.
+        feature_len: The feature plane holds rows ``[0, feature_len)`` under the present projector.
+        drafted: Whether the drafter follows it now.
+    """
+
+    __slots__ = (
+        "_hashed_len",
+        "admitted_at",
+        "arrival",
+        "cached_len",
+        "controller_row",
+        "drafted",
+        "emitted_len",
+        "epoch",
+        "feature_len",
+        "first_token_at",
+        "last_emit_at",
+        "lease",
+        "max_len",
+        "node_bound",
+        "page_size",
+        "paused_at",
+        "pending_rounds",
+        "pending_tokens",
+        "prefix_hash",
+        "prompt_len",
+        "request",
+        "resumptions",
+        "session_id",
+        "sink",
+        "stats",
+        "status",
+        "stop_ids",
+        "submitted_at",
+        "tokens",
+        "wants_drafts",
+    )
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        sink: EventSink,
+        *,
+        session_id: int,
+        page_size: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+        follow: bool = False,
+    ) -> None:
+        self.request = request
+        self.sink = sink
+        self.session_id = session_id
+        self.arrival = session_id
+        self.epoch = 0
+        self.status = SequenceStatus.WAITING
+        self.tokens = list(request.prompt_ids)
+        self.prompt_len = len(self.tokens)
+        self.cached_len = 0
+        self.emitted_len = 0
+        self.page_size = page_size
+        self.lease: PageLease | None = None
+        self.wants_drafts = follow and self.speculates
+        self.feature_len = 0
+        self.controller_row: RowState | None = None
+        self.drafted = False
+        self.node_bound = request.speculation.most_nodes if self.wants_drafts else 1
+        self.max_len = self.prompt_len + request.max_new_tokens + self.node_bound
+        self.stop_ids = (
+            request.stop_token_ids if request.ignore_eos else request.stop_token_ids | eos_token_ids
+        )
+        self.stats = SpeculationStats()
+        self.pending_tokens: list[int] = []
+        self.pending_rounds: list[RoundTrace] = []
+        self.resumptions = 0
+        self.submitted_at = time.monotonic()
+        self.admitted_at = 0.0
+        self.first_token_at = 0.0
+        self.last_emit_at = 0.0
+        self.paused_at: float | None = None
+        self.prefix_hash = FNV_OFFSET
+        self._hashed_len = 0
+
+    @property
+    def committed_len(self) -> int:
+        """Chosen tokens, the root included."""
+        return len(self.tokens)
+
+    @property
+    def reserved_len(self) -> int:
+        """Slots that the lease holds; may be asked by other threads, for statistics."""
+        lease = self.lease
+        return 0 if lease is None else len(lease.pages) * self.page_size
+
+    @property
+    def end_len(self) -> int:
+        """The committed_len that it cannot go beyond."""
+        return self.prompt_len + self.request.max_new_tokens
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that it may still emit."""
+        return self.end_len - len(self.tokens)
+
+    @property
+    def has_features(self) -> bool:
+        """Whether every cached token has its feature row."""
+        return self.wants_drafts and self.feature_len == self.cached_len
+
+    @property
+    def speculates(self) -> bool:
+        """Whether the request wants draft nodes at all."""
+        return (
+            self.request.speculation.mode is not SpeculationMode.OFF and self.request.speculation.shape.drafts
+        )
+
+    @property
+    def plain_by(self) -> str:
+        """Who chose plain decoding where every round had none but its root and nothing stood in the way of drafts."""
+        if not self.speculates:
+            return "user"
+        # The prefill emits the first token and each round one beyond the accepted: two tokens leave nothing to draft.
+        return "length" if self.request.max_new_tokens <= 2 else "controller"
+
+    def fence(self) -> Fence:
+        """Return what identifies the sequence as it is now; hashes only what is new since the last call."""
+        if self._hashed_len < len(self.tokens):
+            self.prefix_hash = extend_prefix_hash(self.prefix_hash, self.tokens[self._hashed_len :])
+            self._hashed_len = len(self.tokens)
+        return Fence(self.session_id, self.epoch, len(self.tokens), self.prefix_hash)
+
+    def check(self) -> None:
+        """Assert the order of the lengths."""
+        reserved = self.reserved_len
+        assert 0 <= self.cached_len <= len(self.tokens), (self.cached_len, len(self.tokens))
+        if self.lease is not None:
+            assert len(self.tokens) <= reserved <= self.max_len + self.page_size - 1, (
+                len(self.tokens),
+                reserved,
+                self.max_len,
+            )

@@ -1,0 +1,125 @@
+"""The settings that change how the model computes: deterministic sums, FP8, compiled modules, the attention backend."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from outrider.kernels.skinny_gemm.kept import Tried
+from outrider.services.target.settings import KvCacheDtype, Quantization, TargetSettings
+from outrider.services.target.startup.weight_fit import check_weights_fit
+from outrider.shared.attn.base import AttentionBackend
+from outrider.shared.attn.create import AttentionKind, create_backend
+from outrider.shared.attn.deterministic import DeterministicAttention
+from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.nn.config.model_config import ModelConfig
+from outrider.shared.nn.decoder import Decoder, OnLayer, Progress, default_dtype
+from outrider.shared.nn.deterministic import deterministic
+from outrider.shared.nn.fused import FusedForward
+from outrider.shared.nn.fused.trial import BUDGET_S, try_products
+from outrider.shared.nn.open import load_decoder, read_model_config
+from outrider.shared.nn.quantized import fp8_rounding, quantize_fp8
+from outrider.shared.obs.logging import get_logger
+from outrider.shared.parallel.decoder import ShardedDecoder
+from outrider.shared.parallel.tiles import spread_tiles
+
+_log = get_logger("outrider.target")
+
+
+def prepare_decoder(settings: TargetSettings, decoder: Decoder) -> Decoder:
+    """Return the decoder that serves: the loaded one, changed as the settings ask.
+
+    Raises:
+        ConfigurationError: The model cannot be computed so; names the setting.
+    """
+    if settings.enable_torch_compile:
+        _compile(decoder, settings.torch_compile_max_bs)
+    if settings.quantization is Quantization.FP8:
+        quantize = decoder.quantize if isinstance(decoder, ShardedDecoder) else partial(quantize_fp8, decoder)
+        quantize()
+    if settings.kv_cache_dtype is KvCacheDtype.FP8_E4M3:
+        _narrow_cache(decoder)
+    if settings.deterministic:
+        decoder = deterministic(decoder)
+    _log.info("layers", computed_by=decoder.computed_by, dtype=str(decoder.dtype).removeprefix("torch."))
+    if (
+        decoder.fused is not None
+        and not settings.deterministic
+        and decoder.device.type == "cuda"
+        and not settings.disable_tile_trial
+    ):
+        _choose_tiles(settings, decoder, decoder.fused)
+    return decoder
+
+
+def load_target_model(settings: TargetSettings, progress: Progress | None = None) -> Decoder:
+    """Load the model of one process, to be prepared by `prepare_decoder`; with FP8 every layer is rounded as it is loaded.
+
+    Raises:
+        CheckpointError: See `load_decoder`.
+        ConfigurationError: It does not fit into the memory that is free, or has no FP8 products.
+    """
+    check_weights_fit(settings)
+    device, dtype = settings.torch_device(), settings.torch_dtype()
+    rounding = None
+    if settings.quantization is not Quantization.NONE:
+        rounding = layer_rounding(
+            settings, read_model_config(settings.model), device, dtype or default_dtype(device)
+        )
+    return load_decoder(settings.model, device, dtype, progress, rounding)
+
+
+def layer_rounding(
+    settings: TargetSettings, config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> OnLayer | None:
+    """Return what changes layers while they are loaded.
+
+    Raises:
+        ConfigurationError: See `fp8_rounding`.
+    """
+    return fp8_rounding(config, device, dtype) if settings.quantization is Quantization.FP8 else None
+
+
+def prepare_attention(settings: TargetSettings, decoder: Decoder) -> AttentionBackend:
+    """Return the attention that fits the settings.
+
+    Raises:
+        ConfigurationError: The backend cannot run here.
+    """
+    if settings.deterministic:
+        return DeterministicAttention()
+    if settings.kv_cache_dtype is not KvCacheDtype.AUTO:
+        return create_backend(
+            AttentionKind.TRITON, decoder.device
+        )  # the one that widens K and V; its reference on a CPU
+    return create_backend(settings.attention_backend, decoder.device)
+
+
+def _compile(decoder: Decoder, max_rows: int) -> None:
+    # Only here: `transformers` comes with it, which nobody else needs.
+    from outrider.shared.nn.generic.compiled import compile_generic
+
+    compile_generic(decoder, max_rows)
+
+
+def _choose_tiles(settings: TargetSettings, decoder: Decoder, fused: FusedForward) -> None:
+    """Try what nobody measured; of several ranks the first does, and all choose as it does."""
+    ranks = decoder.collectives if isinstance(decoder, ShardedDecoder) else None
+    budget_s = (
+        BUDGET_S if ranks is None else min(BUDGET_S, settings.tp_timeout_s / 4)
+    )  # the others wait meanwhile
+    tried: list[Tried] = []
+    if ranks is None or ranks.rank == 0:
+        tried = try_products(fused.uses(), decoder.device, budget_s)
+    if ranks is not None:
+        spread_tiles(ranks, tried, decoder.device)
+
+
+def _narrow_cache(decoder: Decoder) -> None:
+    if decoder.device.type == "cuda" and torch.cuda.get_device_capability(decoder.device) < (8, 9):
+        raise ConfigurationError(
+            "kv_cache_dtype: the GPU has no FP8 (compute capability 8.9 or higher has); leave --kv-cache-dtype out.",
+            field="kv_cache_dtype",
+        )
+    decoder.kv_dtype = torch.float8_e4m3fn

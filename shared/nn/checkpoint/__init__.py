@@ -1,0 +1,1 @@
+"""Checkpoint files: tensors read, checked and moved to the device."""

@@ -1,0 +1,153 @@
+"""How checkpoints store experts. Whatever the layout, what is loaded is one stack: ``[experts, 2 * intermediate, hidden]`` and so on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from outrider.shared.base.errors import CheckpointError
+from outrider.shared.nn.checkpoint.checkpoint_reader import TensorSource
+from outrider.shared.nn.checkpoint.experts_config import ExpertsConfig, ExpertWeights
+
+MXFP4_GROUP = 32  # values that share a scale
+MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the three low bits; the fourth is the sign
+MXFP4_SCALE_BIAS = 127
+MXFP4_SCALE_NAN = 255
+MXFP4_SCALES = "_scales"  # end of the names of scales
+
+
+@dataclass(frozen=True, slots=True)
+class SeparateExperts:
+    """Three matrices per expert.
+
+    Attributes:
+        router: Name of the router behind the layer's prefix.
+        expert: Prefix of one expert, with ``{}`` for its number.
+        gate, up, down: Its matrices.
+        grain: See `ExpertFiles`.
+    """
+
+    router: str = "mlp.gate"
+    expert: str = "mlp.experts.{}."
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    grain: int = 1
+
+    def load(
+        self, source: TensorSource, prefix: str, config: ExpertsConfig, hidden_size: int
+    ) -> ExpertWeights:
+        """See `ExpertFiles.load`."""
+        size, experts = (
+            config.intermediate_size,
+            [prefix + self.expert.format(index) for index in range(config.num_experts)],
+        )
+        gate_up = source.take_rows(
+            [
+                (f"{expert}{name}.weight", (size, hidden_size))
+                for expert in experts
+                for name in (self.gate, self.up)
+            ]
+        )
+        down = source.take_rows([(f"{expert}{self.down}.weight", (hidden_size, size)) for expert in experts])
+        return ExpertWeights(gate_up.view(-1, 2 * size, hidden_size), down.view(-1, hidden_size, size))
+
+
+@dataclass(frozen=True, slots=True)
+class FusedExperts:
+    """gpt-oss in bf16: all experts in one tensor, input dimension first, columns of gate and up alternating."""
+
+    router: str = "mlp.router"
+    grain: int = 1
+
+    def load(
+        self, source: TensorSource, prefix: str, config: ExpertsConfig, hidden_size: int
+    ) -> ExpertWeights:
+        """See `ExpertFiles.load`."""
+        experts, size = config.num_experts, config.intermediate_size
+        gate_up = source.take(
+            f"{prefix}mlp.experts.gate_up_proj", (experts, hidden_size, 2 * size)
+        ).transpose(1, 2)
+        down = source.take(f"{prefix}mlp.experts.down_proj", (experts, size, hidden_size)).transpose(1, 2)
+        return ExpertWeights(
+            _gate_first(gate_up), down.contiguous(), *_fused_biases(source, prefix, config, hidden_size)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Experts:
+    """gpt-oss as released: MXFP4 blocks of 32 four-bit values with one eight-bit exponent each, de-quantised as they are loaded."""
+
+    router: str = "mlp.router"
+    grain: int = MXFP4_GROUP
+
+    def load(
+        self, source: TensorSource, prefix: str, config: ExpertsConfig, hidden_size: int
+    ) -> ExpertWeights:
+        """See `ExpertFiles.load`."""
+        experts, size = config.num_experts, config.intermediate_size
+        biases = _fused_biases(source, prefix, config, hidden_size)
+        parts = []
+        for name, rows, columns in (
+            ("gate_up_proj", 2 * size, hidden_size),
+            ("down_proj", hidden_size, size),
+        ):
+            groups = columns // MXFP4_GROUP
+            block_shape = (experts, rows, groups, MXFP4_GROUP // 2)
+            blocks = source.take(f"{prefix}mlp.experts.{name}_blocks", block_shape, dtype=torch.uint8)
+            scales_name = f"{prefix}mlp.experts.{name}{MXFP4_SCALES}"
+            scales = source.take(scales_name, (experts, rows, groups), dtype=torch.uint8)
+            check_mxfp4_scales(scales_name, scales)
+            parts.append(dequantise_mxfp4(blocks, scales, biases[0].dtype))
+        return ExpertWeights(_gate_first(parts[0]), parts[1], *biases)
+
+
+def check_mxfp4_scales(name: str, scales: torch.Tensor) -> None:
+    """Refuse scales ``uint8`` that are no number (E8M0 has one NaN and no infinity): they pass as bytes where weights would be looked at.
+
+    Raises:
+        CheckpointError: naming the tensor.
+    """
+    if not scales.is_meta and bool((scales == MXFP4_SCALE_NAN).any()):
+        raise CheckpointError(
+            f"{name} holds NaN (the byte {MXFP4_SCALE_NAN}); the weights are damaged: download the checkpoint again.",
+            field=name,
+        )
+
+
+def dequantise_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``[experts, rows, groups * 32]`` in `dtype`, one expert after the other to bound what is held beside it.
+
+    Args:
+        blocks: ``[experts, rows, groups, 16] uint8``; the low half of a byte comes first.
+        scales: ``[experts, rows, groups] uint8``; powers of two, biased by 127.
+        dtype: Of the result. Every value is exact in bf16.
+
+    Source: OCP Microscaling Formats (MX) specification 1.0, E2M1 values and E8M0 scales.
+    """
+    experts, rows, groups, half = blocks.shape
+    values = torch.tensor(
+        [*MXFP4_VALUES, *(-value for value in MXFP4_VALUES)], dtype=dtype, device=blocks.device
+    )
+    out = torch.empty(experts, rows, groups, 2 * half, dtype=dtype, device=blocks.device)
+    for weights, block, scale in zip(out.unbind(0), blocks.unbind(0), scales.unbind(0), strict=True):
+        weights[..., 0::2] = values[(block & 0x0F).int()]
+        weights[..., 1::2] = values[(block >> 4).int()]
+        weights.copy_(torch.ldexp(weights.float(), scale.int()[..., None] - MXFP4_SCALE_BIAS))
+    return out.view(experts, rows, groups * 2 * half)
+
+
+def _fused_biases(
+    source: TensorSource, prefix: str, config: ExpertsConfig, hidden_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    gate_up = source.take(
+        f"{prefix}mlp.experts.gate_up_proj_bias", (config.num_experts, 2 * config.intermediate_size)
+    )
+    down = source.take(f"{prefix}mlp.experts.down_proj_bias", (config.num_experts, hidden_size))
+    return _gate_first(gate_up), down
+
+
+def _gate_first(alternating: torch.Tensor) -> torch.Tensor:
+    """Return the rows (dimension 1) of gate and up one behind the other, contiguous."""
+    return torch.cat([alternating[:, 0::2], alternating[:, 1::2]], dim=1)

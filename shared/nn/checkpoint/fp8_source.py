@@ -1,0 +1,114 @@
+"""Weights stored in FP8 with one scale per block (DeepSeek-V3, Qwen3-FP8), widened as they are loaded.
+
+A matrix ``name.weight`` in e4m3 has its scales in ``name.weight_scale_inv``, one for each block of ``weight_block_size`` rows and columns;
+what was stored is the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from outrider.shared.nn.checkpoint.checkpoint_reader import ExpectedTensors, Shape, TensorSource
+from outrider.shared.nn.checkpoint.json_config import ConfigReader
+from outrider.shared.nn.checkpoint.tensor_file import TensorInfo
+
+STORED = torch.float8_e4m3fn
+SCALE_SUFFIX = "_scale_inv"
+
+Block = tuple[int, int]
+"""Rows and columns that share a scale."""
+
+
+def parse_weight_block(reader: ConfigReader) -> Block | None:
+    """Return the block of an FP8 checkpoint, or None for other checkpoints.
+
+    Raises:
+        CheckpointError: The checkpoint is FP8 without scales per block.
+    """
+    section = reader.raw.get("quantization_config")
+    if not isinstance(section, Mapping) or section.get("quant_method") != "fp8":
+        return None
+    block = section.get("weight_block_size")
+    if (
+        not isinstance(block, list)
+        or len(block) != 2
+        or not all(isinstance(size, int) and size > 0 for size in block)
+    ):
+        raise reader.error(
+            "quantization_config",
+            f"FP8 weights need weight_block_size with rows and columns of a block, not {block!r}",
+        )
+    return block[0], block[1]
+
+
+def expect_scales(expected: ExpectedTensors, stored: Mapping[str, TensorInfo], block: Block) -> None:
+    """Add what the FP8 tensors among `stored` need to what is expected: their type, and their scales."""
+    for name, shape in list(expected.shapes.items()):
+        if name in stored and stored[name].dtype == STORED and len(shape) == 2:
+            expected.dtypes[name] = STORED
+            expected.shapes[name + SCALE_SUFFIX] = _scale_shape(shape, block)
+
+
+class Fp8Source:
+    """A `TensorSource` that widens FP8 matrices of another one and passes everything else on.
+
+    Args:
+        source: Of the stored tensors.
+        stored: Name → info of all its tensors.
+        block: See `parse_weight_block`.
+        dtype: What FP8 matrices become.
+    """
+
+    def __init__(
+        self, source: TensorSource, stored: Mapping[str, TensorInfo], block: Block, dtype: torch.dtype
+    ) -> None:
+        self._source = source
+        self._stored = stored
+        self._block = block
+        self._dtype = dtype
+
+    def take(
+        self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """See `TensorSource.take`."""
+        return self.take_rows([(name, shape)], dtype=dtype, to=to)
+
+    def take_rows(
+        self,
+        parts: Sequence[tuple[str, Shape]],
+        *,
+        dtype: torch.dtype | None = None,
+        to: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """See `TensorSource.take_rows`."""
+        if not any(self._narrow(name) for name, _ in parts):
+            return self._source.take_rows(parts, dtype=dtype, to=to)
+        out: torch.Tensor | None = None
+        position, rows = 0, sum(shape[0] for _, shape in parts)
+        for name, shape in parts:
+            part = self._widened(name, shape) if self._narrow(name) else self._source.take(name, shape, to=to)
+            if out is None:
+                out = torch.empty((rows, *shape[1:]), dtype=to or self._dtype, device=part.device)
+            out[position : position + shape[0]] = part
+            position += shape[0]
+        assert out is not None
+        return out
+
+    def _narrow(self, name: str) -> bool:
+        info = self._stored.get(name)  # what is missing is the other source's to name
+        return info is not None and info.dtype == STORED
+
+    def _widened(self, name: str, shape: Shape) -> torch.Tensor:
+        """Return ``shape`` in fp32: the stored matrix times its scales."""
+        weight = self._source.take(name, shape, dtype=STORED).float()
+        scales = self._source.take(name + SCALE_SUFFIX, _scale_shape(shape, self._block), to=torch.float32)
+        for row, row_scales in enumerate(scales.unbind(0)):
+            columns = row_scales.repeat_interleave(self._block[1])[: shape[1]]
+            weight[row * self._block[0] : (row + 1) * self._block[0]] *= columns
+        return weight
+
+
+def _scale_shape(shape: Shape, block: Block) -> Shape:
+    return -(-shape[0] // block[0]), -(-shape[1] // block[1])

@@ -1,0 +1,59 @@
+"""What a ``tokenizer.json`` calls its tokens: read without a tokenizer, to tell whether two folders mean the same by an id."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from outrider.shared.base.errors import CheckpointError
+from outrider.shared.nn.checkpoint.json_config import read_json
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+def read_vocabulary(folder: Path) -> dict[str, int] | None:
+    """Return token → id of a folder's tokenizer, added tokens included; None when it has no ``tokenizer.json``.
+
+    Raises:
+        CheckpointError: the file is not JSON, or what it says of its tokens is none.
+    """
+    file = folder / TOKENIZER_FILE
+    if not file.is_file():
+        return None
+    raw = read_json(file)
+    try:
+        vocabulary = _vocabulary_of(raw)
+    except (TypeError, ValueError, AttributeError, LookupError):
+        vocabulary = None
+    if vocabulary is None or not all(
+        isinstance(token, str) and type(number) is int for token, number in vocabulary.items()
+    ):
+        raise CheckpointError(
+            f"{file}: model.vocab and added_tokens must give each token an integer id; download the file again.",
+            field=str(file),
+        )
+    return vocabulary
+
+
+def _vocabulary_of(raw: Mapping[str, Any]) -> dict[str, int]:
+    """Return token → id of a ``tokenizer.json`` as it stands there; Unigram vocabularies are lists of (token, score)."""
+    vocabulary = (raw.get("model") or {}).get("vocab") or {}
+    tokens = (
+        dict(vocabulary)
+        if isinstance(vocabulary, Mapping)
+        else {entry[0]: index for index, entry in enumerate(vocabulary)}
+    )
+    return tokens | {added["content"]: added["id"] for added in raw.get("added_tokens") or []}
+
+
+def tokenizer_fingerprint(folder: Path) -> str:
+    """Return a digest that is equal for equal vocabularies, however their files are written; empty without a tokenizer."""
+    vocabulary = read_vocabulary(folder)
+    if vocabulary is None:
+        return ""
+    return hashlib.sha256(
+        json.dumps(sorted(vocabulary.items(), key=lambda entry: (entry[1], entry[0]))).encode()
+    ).hexdigest()

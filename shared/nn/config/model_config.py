@@ -1,0 +1,234 @@
+"""`config.json` of a model folder, parsed into what the decoder needs, and refused by name where it cannot be served."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from outrider.shared.nn.checkpoint.experts_config import ExpertsConfig
+from outrider.shared.nn.checkpoint.fp8_source import SCALE_SUFFIX, Block, parse_weight_block
+from outrider.shared.nn.checkpoint.json_config import ConfigReader, read_json
+from outrider.shared.nn.config.rope_config import DEFAULT_ROPE_THETA, RopeConfig, RopeKind, parse_rope
+from outrider.shared.nn.families.registry import Family, find_family
+from outrider.shared.nn.families.traits import LatentConfig
+
+__all__ = [
+    "CONFIG_FILE",
+    "DEFAULT_ROPE_THETA",
+    "GENERATION_CONFIG_FILE",
+    "Activation",
+    "ConfigReader",
+    "ModelConfig",
+    "RopeConfig",
+    "RopeKind",
+    "parse_rope",
+    "read_json",
+]
+
+CONFIG_FILE = "config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
+
+
+class Activation(Enum):
+    """Activation of the gated MLP."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_pytorch_tanh"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder of one of the families.
+
+    Attributes:
+        model_type, architecture: As the file says.
+        vocab_size, hidden_size, intermediate_size, num_layers, num_heads: Sizes. heads * head_dim need not be hidden_size.
+        num_kv_heads, head_dim: Of what the pool keeps per token: with a latent, one head as wide as the latent and its rotated part.
+        rms_norm_eps: Epsilon of every norm.
+        rope, rotary_dim: Rotary embedding, and how many dimensions of a head it turns.
+        attention_scale: Factor on the scores.
+        max_position_embeddings: The context that the model was trained for; not a limit of the decoder.
+        tie_word_embeddings: The output head is the input embedding.
+        activation: Of the MLP.
+        eos_token_ids: From generation_config.json, else config.json; may be empty.
+        bos_token_id: Or None.
+        dtype: Name of the stored type ("bfloat16"), or None when the file does not say.
+        fingerprint: Of the file's content: equal for equal configurations.
+        qkv_bias, o_bias, mlp_bias, head_norm, sinks, experts, latent: See `Traits`.
+        windows, sparse: See `Traits`, with one entry per layer.
+        weight_block: Rows and columns that share a scale in an FP8 checkpoint, else None.
+        ignored: Pattern of tensor names that the decoder leaves in the file → the reason.
+    """
+
+    model_type: str
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    rotary_dim: int
+    attention_scale: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    activation: Activation
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    dtype: str | None
+    fingerprint: str
+    head_norm: bool
+    windows: tuple[int, ...]
+    sinks: bool
+    experts: ExpertsConfig | None
+    sparse: tuple[bool, ...]
+    latent: LatentConfig | None
+    weight_block: Block | None
+    ignored: Mapping[str, str]
+
+    @property
+    def max_positions(self) -> int | None:
+        """Rows of a learned position table, which no text may exceed; None: positions are rotated."""
+        return None
+
+    @classmethod
+    def parse(
+        cls,
+        raw: Mapping[str, Any],
+        *,
+        source: Path | str = CONFIG_FILE,
+        generation: Mapping[str, Any] | None = None,
+    ) -> ModelConfig:
+        """Parse a configuration that is already read (draft heads nest theirs). `source` is named in errors.
+
+        Raises:
+            CheckpointError: As `from_dir`.
+        """
+        reader = ConfigReader(raw, source)
+        family = find_family(reader)
+        num_layers = reader.positive("num_hidden_layers")
+        traits = family.traits(reader, num_layers)
+        rope = parse_rope(reader, traits.rope_theta)
+        heads = _latent_heads(reader, traits.latent) if traits.latent else _heads(reader)
+        return cls(
+            model_type=family.model_type,
+            architecture=str((reader.strings("architectures") or family.architectures)[0]),
+            vocab_size=reader.positive("vocab_size"),
+            hidden_size=reader.positive("hidden_size"),
+            intermediate_size=reader.positive("intermediate_size"),
+            num_layers=num_layers,
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
+            rope=rope,
+            rotary_dim=heads.rotary_dim,
+            attention_scale=heads.scored_dim**-0.5 * (rope.softmax_factor if traits.latent else 1.0),
+            max_position_embeddings=reader.positive("max_position_embeddings", 2048),
+            tie_word_embeddings=reader.flag("tie_word_embeddings", False),
+            qkv_bias=traits.qkv_bias,
+            o_bias=traits.o_bias,
+            mlp_bias=traits.mlp_bias,
+            activation=_activation(reader),
+            eos_token_ids=eos_token_ids(reader, generation or {}),
+            bos_token_id=raw.get("bos_token_id"),
+            dtype=raw.get("dtype") or raw.get("torch_dtype"),
+            fingerprint=hashlib.sha256(json.dumps(raw, sort_keys=True, default=str).encode()).hexdigest(),
+            head_norm=traits.head_norm,
+            windows=traits.windows or (0,) * num_layers,
+            sinks=traits.sinks,
+            experts=traits.experts,
+            sparse=traits.sparse or (False,) * num_layers,
+            latent=traits.latent,
+            weight_block=parse_weight_block(reader),
+            ignored=_ignored(family, reader, num_layers),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """Attention heads: `scored_dim` is the width that the scores sum over in the published formula."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    scored_dim: int
+
+
+def read_head_sizes(reader: ConfigReader, hidden_size: int, num_heads: int) -> tuple[int, int]:
+    """Return the number of K/V heads and the width of a head.
+
+    Raises:
+        CheckpointError: They do not fit each other; names the key.
+    """
+    num_kv_heads = reader.positive("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise reader.error(
+            "num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}"
+        )
+    if reader.raw.get("head_dim") is None and hidden_size % num_heads:
+        raise reader.error(
+            "head_dim",
+            f"is missing, and hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads}",
+        )
+    head_dim = reader.positive("head_dim", hidden_size // num_heads)
+    if head_dim % 2:
+        raise reader.error("head_dim", f"must be even for rotary embeddings, not {head_dim}")
+    return num_kv_heads, head_dim
+
+
+def _heads(reader: ConfigReader) -> _Heads:
+    num_heads = reader.positive("num_attention_heads")
+    num_kv_heads, head_dim = read_head_sizes(reader, reader.positive("hidden_size"), num_heads)
+    return _Heads(num_heads, num_kv_heads, head_dim, head_dim, head_dim)
+
+
+def _latent_heads(reader: ConfigReader, latent: LatentConfig) -> _Heads:
+    if latent.rope_dim % 2:
+        raise reader.error("qk_rope_head_dim", f"must be even for rotary embeddings, not {latent.rope_dim}")
+    cached = latent.rank + latent.rope_dim
+    return _Heads(
+        reader.positive("num_attention_heads"), 1, cached, latent.rope_dim, latent.nope_dim + latent.rope_dim
+    )
+
+
+def _ignored(family: Family, reader: ConfigReader, num_layers: int) -> dict[str, str]:
+    ignored = {"*rotary_emb.inv_freq": "a buffer of old exports, computed from config.json"} | dict(
+        family.ignored(reader, num_layers)
+    )
+    if reader.flag("tie_word_embeddings", False):
+        ignored["lm_head.weight"] = "tied: the input embedding is used"
+    if parse_weight_block(reader):
+        ignored[f"*.weight{SCALE_SUFFIX}"] = "scales, read with the FP8 matrices that they belong to"
+    return ignored
+
+
+def _activation(reader: ConfigReader) -> Activation:
+    name = reader.text("hidden_act", Activation.SILU.value)
+    try:
+        return Activation(name)
+    except ValueError:
+        supported = ", ".join(activation.value for activation in Activation)
+        raise reader.error("hidden_act", f"{name!r} is not supported; supported: {supported}") from None
+
+
+def eos_token_ids(reader: ConfigReader, generation: Mapping[str, Any]) -> tuple[int, ...]:
+    value = generation.get("eos_token_id", reader.raw.get("eos_token_id"))
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(
+        isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0 for token_id in ids
+    ):
+        raise reader.error("eos_token_id", f"must be a token id or a list of them, not {value!r}")
+    return tuple(ids)

@@ -1,0 +1,1 @@
+"""Layers for inference: linear, norm, attention, MLP, experts, rotary embedding."""

@@ -1,0 +1,161 @@
+"""Multi-head latent attention (DeepSeek-V2): one latent row per token is cached, and K and V of all heads are projections of it.
+
+The projections are absorbed: queries are carried into the latent space before attention, and what attention returns is carried out of it
+afterwards. Attention then sees one K/V head, as wide as the latent and the rotated part together, whose values are its keys.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.shared.attn.base import AttentionBackend
+from outrider.shared.kv.pool import KVPool
+from outrider.shared.nn.checkpoint.checkpoint_reader import TensorSource
+from outrider.shared.nn.config.model_config import ModelConfig
+from outrider.shared.nn.families.traits import LatentConfig
+from outrider.shared.nn.layers.blocks import Linear, RMSNorm
+from outrider.shared.nn.layers.rope import Rotation, rotate
+
+LATENT_NORM_EPS = 1e-6  # of the two inner norms, whatever rms_norm_eps says
+
+
+class LatentAttention:
+    """Attention over a pool of latent rows.
+
+    Args:
+        queries: Projections that are applied one after the other, with a norm between two.
+        query_norm: That norm, or None when there is one projection.
+        latent: ``[rank + rope_dim, hidden]``, the cached row before norm and rotation.
+        latent_norm: Over the first `rank`.
+        key_in: ``[heads, nope_dim, rank]``: carries a query into the latent space.
+        value_out: ``[heads, rank, value_dim]``: carries an attended latent out of it.
+        o: ``[hidden, heads * value_dim]``.
+        config: Widths.
+        scale: Factor on the scores.
+        layer: The pool's layer.
+    """
+
+    __slots__ = (
+        "_config",
+        "_key_in",
+        "_latent",
+        "_latent_norm",
+        "_queries",
+        "_query_norm",
+        "_value_out",
+        "layer",
+        "nbytes",
+        "o",
+        "scale",
+    )
+
+    def __init__(
+        self,
+        queries: list[Linear],
+        query_norm: RMSNorm | None,
+        latent: Linear,
+        latent_norm: RMSNorm,
+        key_in: torch.Tensor,
+        value_out: torch.Tensor,
+        o: Linear,
+        config: LatentConfig,
+        scale: float,
+        layer: int,
+    ) -> None:
+        self._queries = queries
+        self._query_norm = query_norm
+        self._latent = latent
+        self._latent_norm = latent_norm
+        self._key_in = key_in
+        self._value_out = value_out
+        self.o = o
+        self._config = config
+        self.scale = scale
+        self.layer = layer
+        self.nbytes = (
+            sum(linear.nbytes for linear in [*queries, latent, o]) + key_in.nbytes + value_out.nbytes
+        )
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        rotation: Rotation,
+        attention: AttentionBackend,
+        pool: KVPool,
+    ) -> torch.Tensor:
+        """See `layers.Attention`; the row that is cached is ``[rank + rope_dim]``, its normed latent and its rotated key."""
+        config, rows = self._config, x.shape[0]
+        inner = self._queries[0](x)
+        if self._query_norm is not None:
+            inner = self._queries[1](self._query_norm(inner))
+        queries = inner.view(rows, -1, config.nope_dim + config.rope_dim)  # [rows, heads, nope + rope]
+        cached = self._latent(x)
+        rotated_key = cached[:, None, config.rank :]
+        rotate(queries[..., config.nope_dim :], rotation)
+        rotate(rotated_key, rotation)
+        key = torch.cat(
+            [self._latent_norm(cached[:, : config.rank])[:, None], rotated_key], dim=-1
+        )  # [rows, 1, rank + rope]
+        carried = torch.matmul(queries[..., : config.nope_dim].transpose(0, 1), self._key_in).transpose(
+            0, 1
+        )  # [rows, heads, rank]
+        query = torch.cat([carried, queries[..., config.nope_dim :]], dim=-1)
+        attended = attention.run(self.layer, query, key, key, pool, self.scale)
+        latents = attended.view(rows, -1, config.rank + config.rope_dim)[..., : config.rank]
+        values = torch.matmul(latents.transpose(0, 1), self._value_out).transpose(
+            0, 1
+        )  # [rows, heads, value_dim]
+        return self.o.plus(residual, values.reshape(rows, -1))
+
+
+def load_latent_attention(
+    source: TensorSource,
+    config: ModelConfig,
+    latent: LatentConfig,
+    prefix: str,
+    layer: int,
+    input_size: int | None = None,
+) -> LatentAttention:
+    """Load the projections behind `prefix`; `layer` is the index in the pool, `input_size` their input width (hidden_size unless given)."""
+    heads, width = config.num_heads, input_size or config.hidden_size
+    head_rows = heads * (latent.nope_dim + latent.rope_dim)
+
+    def queries(name: str, columns: int) -> Linear:
+        weight = source.take(f"{prefix}{name}.weight", (head_rows, columns))
+        return Linear(_halve(weight.view(heads, -1, columns), latent).view(head_rows, columns))
+
+    if latent.query_rank is None:
+        projections, query_norm = [queries("q_proj", width)], None
+    else:
+        first = Linear(source.take(f"{prefix}q_a_proj.weight", (latent.query_rank, width)))
+        query_norm = RMSNorm(
+            source.take(f"{prefix}q_a_layernorm.weight", (latent.query_rank,)), LATENT_NORM_EPS
+        )
+        projections = [first, queries("q_b_proj", latent.query_rank)]
+    cached = source.take(f"{prefix}kv_a_proj_with_mqa.weight", (latent.rank + latent.rope_dim, width))
+    latent_norm = RMSNorm(source.take(f"{prefix}kv_a_layernorm.weight", (latent.rank,)), LATENT_NORM_EPS)
+    both = source.take(
+        f"{prefix}kv_b_proj.weight", (heads * (latent.nope_dim + latent.value_dim), latent.rank)
+    )
+    both = both.view(heads, -1, latent.rank)
+    return LatentAttention(
+        projections,
+        query_norm,
+        Linear(_halve(cached[None], latent).squeeze(0)),
+        latent_norm,
+        both[:, : latent.nope_dim].contiguous(),
+        both[:, latent.nope_dim :].transpose(1, 2).contiguous(),
+        Linear(source.take(f"{prefix}o_proj.weight", (config.hidden_size, heads * latent.value_dim))),
+        latent,
+        config.attention_scale,
+        layer,
+    )
+
+
+def _halve(rows: torch.Tensor, latent: LatentConfig) -> torch.Tensor:
+    """Reorder the last `rope_dim` rows of ``[heads, rows, columns]`` from pairs (x0, x1) to halves, which is how `rotate` turns them."""
+    if not latent.interleaved:
+        return rows
+    kept, rotated = rows[:, : -latent.rope_dim], rows[:, -latent.rope_dim :]
+    return torch.cat([kept, rotated[:, 0::2], rotated[:, 1::2]], dim=1)

@@ -1,0 +1,128 @@
+"""Loads the parts of a decoder layer: which tensors each takes, and what they become.
+
+The same functions tell what a checkpoint must hold: given `ExpectedTensors` they run on the meta device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.shared.nn.checkpoint.checkpoint_reader import TensorSource
+from outrider.shared.nn.checkpoint.experts_config import ExpertsConfig
+from outrider.shared.nn.config.model_config import ModelConfig
+from outrider.shared.nn.layers.blocks import Attention, DecoderLayer, GatedMLP, HeadNorm, Linear, RMSNorm
+from outrider.shared.nn.layers.experts import Router, SparseMLP
+from outrider.shared.nn.layers.latent_attention import load_latent_attention
+
+
+def load_layer(
+    source: TensorSource, config: ModelConfig, prefix: str, layer: int, *, like: int | None = None
+) -> DecoderLayer:
+    """Load one decoder layer.
+
+    Args:
+        source: Where tensors come from.
+        config: Of the model.
+        prefix: What the layer's tensors start with.
+        layer: Its index in the pool.
+        like: The layer of the model whose window and MLP it has; `layer` unless given.
+    """
+    kind = layer if like is None else like
+    latent = config.latent
+    attention = f"{prefix}self_attn."
+    return DecoderLayer(
+        input_norm=RMSNorm(
+            source.take(f"{prefix}input_layernorm.weight", (config.hidden_size,)), config.rms_norm_eps
+        ),
+        attention=load_latent_attention(source, config, latent, attention, layer)
+        if latent
+        else load_attention(source, config, attention, layer, window=config.windows[kind]),
+        post_attention_norm=RMSNorm(
+            source.take(f"{prefix}post_attention_layernorm.weight", (config.hidden_size,)),
+            config.rms_norm_eps,
+        ),
+        mlp=load_experts(source, config, config.experts, prefix)
+        if config.experts and config.sparse[kind]
+        else load_mlp(source, config, f"{prefix}mlp."),
+    )
+
+
+def load_attention(
+    source: TensorSource,
+    config: ModelConfig,
+    prefix: str,
+    layer: int,
+    input_size: int | None = None,
+    *,
+    window: int = 0,
+) -> Attention:
+    """Load ``q_proj, k_proj, v_proj, o_proj`` behind `prefix`; `input_size` is the projections' input width (hidden_size unless given)."""
+    width = input_size or config.hidden_size
+    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    rows = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
+    qkv = Linear(
+        source.take_rows([(f"{prefix}{name}.weight", (count, width)) for name, count in rows.items()]),
+        source.take_rows([(f"{prefix}{name}.bias", (count,)) for name, count in rows.items()])
+        if config.qkv_bias
+        else None,
+    )
+    o = Linear(
+        source.take(f"{prefix}o_proj.weight", (config.hidden_size, q_rows)),
+        source.take(f"{prefix}o_proj.bias", (config.hidden_size,)) if config.o_bias else None,
+    )
+    return Attention(
+        qkv,
+        o,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        layer,
+        head_norm=_load_head_norm(source, config, prefix) if config.head_norm else None,
+        window=window,
+        sinks=source.take(f"{prefix}sinks", (config.num_heads,), to=torch.float32) if config.sinks else None,
+    )
+
+
+def load_mlp(
+    source: TensorSource, config: ModelConfig, prefix: str, intermediate_size: int | None = None
+) -> GatedMLP:
+    """Load ``gate_proj, up_proj, down_proj`` behind `prefix`, of the configuration's intermediate_size unless another is given."""
+    hidden, intermediate = config.hidden_size, intermediate_size or config.intermediate_size
+    names = (f"{prefix}gate_proj", f"{prefix}up_proj")
+    gate_up = Linear(
+        source.take_rows([(f"{name}.weight", (intermediate, hidden)) for name in names]),
+        source.take_rows([(f"{name}.bias", (intermediate,)) for name in names]) if config.mlp_bias else None,
+    )
+    down = Linear(
+        source.take(f"{prefix}down_proj.weight", (hidden, intermediate)),
+        source.take(f"{prefix}down_proj.bias", (hidden,)) if config.mlp_bias else None,
+    )
+    return GatedMLP(gate_up, down, config.activation)
+
+
+def load_experts(source: TensorSource, config: ModelConfig, experts: ExpertsConfig, prefix: str) -> SparseMLP:
+    """Load router, routed experts and shared expert of the layer whose tensors start with `prefix`; the router stays in fp32."""
+    router, routing = f"{prefix}{experts.files.router}", experts.routing
+    size = (experts.num_experts,)
+    return SparseMLP(
+        Router(
+            source.take(f"{router}.weight", (experts.num_experts, config.hidden_size), to=torch.float32),
+            source.take(f"{router}.bias", size, to=torch.float32) if routing.bias else None,
+            source.take(f"{router}.e_score_correction_bias", size, to=torch.float32)
+            if routing.choice_bias
+            else None,
+            routing,
+        ),
+        experts.files.load(source, prefix, experts, config.hidden_size),
+        load_mlp(source, config, f"{prefix}mlp.shared_experts.", experts.shared_size)
+        if experts.shared_size
+        else None,
+        experts,
+    )
+
+
+def _load_head_norm(source: TensorSource, config: ModelConfig, prefix: str) -> HeadNorm:
+    q_weight, k_weight = (
+        source.take(f"{prefix}{name}.weight", (config.head_dim,)) for name in ("q_norm", "k_norm")
+    )
+    return HeadNorm(q_weight, k_weight, config.num_heads, config.num_kv_heads, config.rms_norm_eps)

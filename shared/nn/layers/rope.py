@@ -1,0 +1,95 @@
+"""Rotary position embedding in the Hugging Face layout (a head's first half rotates with its second)."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from outrider.kernels.rope_store import rope_angles
+from outrider.shared.nn.config.rope_config import RopeConfig, RopeKind
+
+
+class Rotation(NamedTuple):
+    """Angles of one step's rows: ``cos`` and ``sin`` ``[rows, 1, head_dim]``; the first half of `sin` is negated."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class RotaryEmbedding:
+    """Turns positions into rotations. There is no table: angles are computed for the rows of a step, so any position works.
+
+    Args:
+        config: Base and scaling.
+        head_dim: Width of a head.
+        device: Where positions live.
+        dtype: Of cos and sin; angles are computed in fp32.
+    """
+
+    def __init__(
+        self, config: RopeConfig, head_dim: int, device: torch.device | str, dtype: torch.dtype
+    ) -> None:
+        frequencies = inverse_frequencies(config, head_dim)
+        self._frequencies = torch.cat([frequencies, frequencies]).to(device)  # [head_dim]
+        sign = torch.ones(head_dim)
+        sign[: head_dim // 2] = -1
+        self._sign = sign.to(device)
+        self._factor = config.attention_factor
+        self._dtype = dtype
+
+    def __call__(self, positions: torch.Tensor) -> Rotation:
+        """Return the rotation of ``positions [rows]`` (any integer type)."""
+        if self._frequencies.is_cuda:
+            return Rotation(*rope_angles(positions, self._frequencies, self._factor, self._dtype))
+        angles = (positions.to(torch.float32)[:, None] * self._frequencies)[:, None, :]  # [rows, 1, head_dim]
+        cos, sin = angles.cos(), angles.sin() * self._sign
+        if self._factor != 1.0:
+            cos, sin = cos * self._factor, sin * self._factor
+        return Rotation(cos.to(self._dtype), sin.to(self._dtype))
+
+
+def rotate(heads: torch.Tensor, rotation: Rotation) -> None:
+    """Rotate ``heads [rows, n, head_dim]`` in place."""
+    swapped = heads.roll(heads.shape[-1] // 2, -1)
+    heads.mul_(rotation.cos).addcmul_(swapped, rotation.sin)
+
+
+def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
+    """Return ``[head_dim / 2] fp32`` radians per position, scaled as the configuration says.
+
+    Source of the llama3 rule: Llama 3.1's release; the three bands are those of `RopeConfig`. Of yarn: arXiv 2309.00071, section 3.2.
+    """
+    frequencies = 1.0 / (config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+    if config.kind is RopeKind.DEFAULT:
+        return frequencies
+    if config.kind is RopeKind.LINEAR:
+        return frequencies / config.factor
+    if config.kind is RopeKind.YARN:
+        kept = 1 - _yarn_ramp(config, head_dim)
+        return kept * frequencies + (1 - kept) * frequencies / config.factor
+    wavelengths = 2 * math.pi / frequencies
+    smooth = (config.original_max_position / wavelengths - config.low_freq_factor) / (
+        config.high_freq_factor - config.low_freq_factor
+    )
+    kept = smooth.clamp(0, 1)  # 1: high frequency, unscaled; 0: low frequency, scaled in full
+    return kept * frequencies + (1 - kept) * frequencies / config.factor
+
+
+def _yarn_ramp(config: RopeConfig, head_dim: int) -> torch.Tensor:
+    """Return ``[head_dim / 2]``: 0 where a frequency is kept, 1 where it is scaled in full."""
+
+    def dimension(turns: float) -> float:
+        """Return the (fractional) dimension that turns so often within the original context."""
+        return (
+            head_dim
+            * math.log(config.original_max_position / (turns * 2 * math.pi))
+            / (2 * math.log(config.theta))
+        )
+
+    low, high = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    return ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)

@@ -1,0 +1,1 @@
+"""Helpers for tests: toy models, harnesses, rigs and processes."""

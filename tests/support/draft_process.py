@@ -1,0 +1,102 @@
+"""A draft in a process of its own for tests that drive the target's engine by hand; it can be told to hand over nonsense."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from support.compute_device import DEVICE
+
+SCRIPT = """
+import functools, json, random, sys
+import torch
+from outrider.services.draft import app
+from outrider.services.draft.settings import DraftSettings
+from outrider.shared.rpc.ipc.cuda_round_mailbox import StreamMailbox
+from outrider.shared.rpc.ipc.round_mailbox import HostMailbox
+from outrider.shared.rpc.staging import Staging
+
+values, spoils = json.loads(sys.argv[1]), sys.argv[2] == "spoil"
+rng = random.Random(7)
+
+def spoilt(owner, name):
+    true_send = getattr(owner, name)
+    def send(self, *arguments):
+        at = [isinstance(argument, torch.Tensor) for argument in arguments].index(True)
+        before, blob, after = arguments[:at], arguments[at], arguments[at + 1 :]
+        kind = rng.choice(["noise", "near", "stale", "true"])
+        last.setdefault("blob", blob.clone())
+        if kind == "noise":  # any bytes
+            blob[256:].view(torch.int32).random_(-(1 << 31), (1 << 31) - 1)
+        elif kind == "near":  # small numbers: some pass as trees
+            blob[256:].view(torch.int32).random_(-1, 12)
+        elif kind == "stale":  # the trees of another round, as if they were of this one
+            blob = last["blob"]
+        return true_send(self, *before, blob, *after)
+    last = {}
+    setattr(owner, name, send)
+
+if spoils:
+    # Kernels are loaded when they are first launched, which waits for the device: not while it awaits a state.
+    blob = torch.zeros(64, dtype=torch.uint8, device=values["device"]).clone()
+    blob.view(torch.int32).random_(-(1 << 31), (1 << 31) - 1)
+    blob.view(torch.int32).random_(-1, 12)
+    spoilt(HostMailbox, "send")
+    spoilt(StreamMailbox, "send")
+    spoilt(Staging, "fetch")
+# The threads that bring messages do on a CPU too what they do on a GPU.
+app.DraftProtocol = functools.partial(app.DraftProtocol, only_enqueues=True)
+app.run(DraftSettings.load(values))
+"""
+
+
+class DraftProcess:
+    """A draft service on a unix socket.
+
+    Args:
+        folder: Where its sockets are.
+        scheme: Of its address: ``ipc://`` or ``unix:``, which is gRPC.
+        target, head: Checkpoints.
+        spoils: Now and then it hands over nonsense in place of the trees of rounds on the device.
+    """
+
+    def __init__(self, folder: Path, scheme: str, target: Path, head: Path, *, spoils: bool = False) -> None:
+        self.address = f"{scheme}{folder}/draft.sock"
+        values = {
+            "draft": str(head),
+            "target_weights": str(target),
+            "listen": self.address,
+            "device": str(DEVICE),
+            "dtype": "float32",
+            "threads": 1,
+            "kv_tokens": 8192,
+        }
+        self._log = (folder / "draft.log").open("a+")
+        command = [sys.executable, "-c", SCRIPT, json.dumps(values), "spoil" if spoils else ""]
+        self.popen = subprocess.Popen(
+            command, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to it."""
+        os.kill(self.popen.pid, number)
+
+    def output(self) -> str:
+        """Return what it has said."""
+        self._log.seek(0)
+        return self._log.read()
+
+    def stop(self) -> int:
+        """End it, by force if need be; returns its exit code."""
+        self.popen.terminate()
+        try:
+            return self.popen.wait(20)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            return self.popen.wait()
+        finally:
+            self._log.close()

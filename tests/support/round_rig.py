@@ -1,0 +1,254 @@
+"""A made-up target that drives an in-process drafter both ways: by the host, and by rounds that stay on the device."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from outrider.services.draft.inproc import InprocDrafter
+from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.spec.drafter import Commit, ProposalRequest, ProposalRow, RoundResult, SequenceOpen
+from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
+from outrider.shared.spec.resident import DeviceRounds, RoundState
+from outrider.shared.spec.tree import DraftBatch, DraftShape
+
+
+@dataclass
+class Stream:
+    """One made-up sequence: its text and features are functions of its number, its choices are the caller's."""
+
+    session_id: int
+    tokens: list[int]
+    temperature: float
+    seed: int
+    told: int = 0
+    """Committed tokens that the drafter knows of, by either way."""
+    ended: bool = False
+
+    def fence(self, length: int | None = None) -> Fence:
+        known = self.tokens[:length]
+        return Fence(self.session_id, 1, len(known), extend_prefix_hash(FNV_OFFSET, known))
+
+
+@dataclass
+class Rig:
+    """A drafter and the sequences that it follows.
+
+    Args:
+        drafter: The drafter.
+        feature_size: Width of the made-up features; 0: none.
+        device: Of the features.
+        vocab_size: Tokens are below.
+        graphs: Records the rounds on the device.
+    """
+
+    drafter: InprocDrafter
+    feature_size: int
+    device: torch.device
+    vocab_size: int
+    graphs: GraphCache
+    streams: list[Stream] = field(default_factory=list)
+    _round: int = 0
+    _states: dict[tuple[int, int], RoundState] = field(default_factory=dict)
+
+    def feature_rows(self, stream: Stream, begin: int, end: int) -> torch.Tensor | None:
+        if not self.feature_size:
+            return None
+        rows = [
+            torch.randn(
+                self.feature_size,
+                generator=torch.Generator().manual_seed(stream.session_id * 10_000 + position),
+            )
+            for position in range(begin, end)
+        ]
+        return torch.stack(rows).to(self.device)
+
+    def open(self, session_id: int, prompt: Sequence[int], temperature: float) -> Stream:
+        """Follow a sequence from its prompt and the first token after it."""
+        stream = Stream(session_id, list(prompt), temperature, seed=session_id * 77 + 5)
+        self.drafter.open(
+            [SequenceOpen(stream.fence(len(prompt) - 1), stream.tokens[:-1], stream.seed, temperature)]
+        )
+        rows = self.feature_rows(stream, 0, len(prompt) - 1)
+        if rows is not None:
+            self.drafter.features(session_id, 0, rows)
+        self.streams.append(stream)
+        stream.told = len(prompt) - 1
+        self.commit(stream, [])
+        return stream
+
+    def commit(self, stream: Stream, tokens: Sequence[int]) -> None:
+        """Tell the drafter what was chosen since it was told last, the host's way."""
+        stream.tokens.extend(tokens)
+        base = stream.told
+        rows = self.feature_rows(stream, base - 1, len(stream.tokens) - 1)
+        self.drafter.commit(
+            RoundResult(self._round, [Commit(stream.fence(), base, stream.tokens[base:], rows)])
+        )
+        stream.told = len(stream.tokens)
+
+    def propose(self, streams: Sequence[Stream], shape: DraftShape) -> DraftBatch:
+        self._round += 1
+        rows = [ProposalRow(stream.fence(), stream.tokens[-1], shape) for stream in streams]
+        return self.drafter.propose(ProposalRequest(self._round, rows, None))
+
+    def state(self, streams: Sequence[Stream], bs: int, columns: int) -> RoundState:
+        """Return what the engine fills before it enters: a state that never moves, all rows idle."""
+        if (bs, columns) not in self._states:
+            self._states[bs, columns] = RoundState.idle(
+                bs, columns, self.feature_size, torch.float32, self.device
+            )
+        state = self._states[bs, columns]
+        state.counts.zero_()
+        state.tokens.zero_()
+        state.features.fill_(torch.nan)  # nobody may read what no row holds
+        for row, stream in enumerate(streams):
+            state.committed_lens[row] = len(stream.tokens)
+            state.temperature[row] = stream.temperature
+            state.seeds[row] = stream.seed
+        return state
+
+    def enter(self, streams: Sequence[Stream], shape: DraftShape, state: RoundState) -> DeviceRounds:
+        """Start rounds, which must be possible, as the engine does: recorded while all rows are idle."""
+        self.record(self.drafter.rounds_for_capture(shape, state), shape, state)
+        rounds = self.drafter.enter([stream.session_id for stream in streams], shape, state)
+        assert rounds is not None
+        return rounds
+
+    def record(self, rounds: DeviceRounds, shape: DraftShape, state: RoundState) -> DraftBatch:
+        """Enqueue one round of drafting."""
+        return self.graphs.run((rounds.key, shape, state.bs, state.columns), lambda: rounds.draft(state))
+
+    def advance(self, state: RoundState, row: int, stream: Stream, tokens: Sequence[int]) -> None:
+        """Leave in the state what a round of the engine leaves: `tokens` were chosen."""
+        stream.tokens.extend(tokens)
+        count, length = len(tokens), len(stream.tokens)
+        state.tokens[row] = 0
+        state.tokens[row, :count] = torch.tensor(tokens, dtype=torch.int32)
+        state.counts[row] = count
+        state.committed_lens[row] = length
+        state.features[row] = torch.nan
+        rows = self.feature_rows(stream, length - 1 - count, length - 1)
+        if rows is not None:
+            state.features[row, :count] = rows
+
+    def end(self, state: RoundState, rounds: DeviceRounds, row: int, stream: Stream) -> None:
+        """End a sequence within rounds."""
+        state.counts[row] = 0
+        stream.ended = True
+        rounds.retire([row])
+        self.drafter.close([stream.session_id])
+
+
+def accepted(trees: DraftBatch, row: int, wanted: int, bonus: int) -> list[int]:
+    """Return what a target may choose: down the first path of the tree for at most `wanted` nodes, then another token."""
+    tokens, parents = trees.tokens[row].tolist(), trees.parents[row].tolist()
+    at, chosen = 0, []
+    for node in range(1, int(trees.num_nodes[row])):
+        if len(chosen) < wanted and parents[node] == at:
+            chosen.append(tokens[node])
+            at = node
+    return [*chosen, bonus]
+
+
+def assert_same_trees(have: DraftBatch, row: int, want: DraftBatch, wanted_row: int) -> None:
+    nodes = int(want.num_nodes[wanted_row])
+    assert int(have.num_nodes[row]) == nodes
+    for name in ("tokens", "parents", "depths"):
+        assert (
+            getattr(have, name)[row, :nodes].tolist() == getattr(want, name)[wanted_row, :nodes].tolist()
+        ), name
+    words = min(have.ancestors.shape[2], want.ancestors.shape[2])
+    assert have.ancestors[row, :nodes, :words].tolist() == want.ancestors[wanted_row, :nodes, :words].tolist()
+    assert have.logprobs is not None
+    assert want.logprobs is not None
+    torch.testing.assert_close(
+        have.logprobs[row, :nodes].cpu(), want.logprobs[wanted_row, :nodes].cpu(), atol=1e-3, rtol=1e-3
+    )
+
+
+def open_streams(*rigs: Rig) -> list[list[Stream]]:
+    """Open the same sequences in all rigs: greedy and sampled, shorter and longer than a round's rows."""
+    lengths, temperatures = (2, 9, 30, 4), (0.0, 0.8, 0.0, 1.3)
+    for rig in rigs:
+        for session_id, (length, temperature) in enumerate(zip(lengths, temperatures, strict=True), 1):
+            rig.open(
+                session_id,
+                [(session_id * 7 + 3 * index) % rig.vocab_size for index in range(length)],
+                temperature,
+            )
+    return [list(rig.streams) for rig in rigs]
+
+
+def host_round(
+    plain: Rig,
+    streams: list[Stream],
+    mixed: Rig,
+    twins: list[Stream],
+    shape: DraftShape,
+    source: random.Random,
+) -> None:
+    """Draft once in both rigs the host's way, and commit the same choices."""
+    want, have = plain.propose(streams, shape), mixed.propose(twins, shape)
+    for row, (stream, twin) in enumerate(zip(streams, twins, strict=True)):
+        assert_same_trees(have, row, want, row)
+        tokens = accepted(want, row, source.randrange(shape.depth + 1), source.randrange(plain.vocab_size))
+        plain.commit(stream, tokens)
+        mixed.commit(twin, tokens)
+
+
+def device_rounds(
+    plain: Rig,
+    streams: list[Stream],
+    mixed: Rig,
+    twins: list[Stream],
+    shape: DraftShape,
+    source: random.Random,
+    *,
+    columns: int,
+    count: int,
+) -> None:
+    """Draft `count` times on the device, telling each round to the host one round late; the other rig goes the host's way."""
+    state = mixed.state(twins, len(twins) + 2, columns)  # two idle rows
+    rounds = mixed.enter(twins, shape, state)
+    untold: list[list[int]] | None = None
+    for _ in range(count):
+        assert rounds.reserve([len(twin.tokens) for twin in twins])
+        have = mixed.record(rounds, shape, state)
+        if untold is not None:
+            rounds.committed(untold)
+        want = plain.propose(streams, shape)
+        assert have.tokens.shape == (state.bs, shape.max_nodes)
+        assert have.num_nodes.tolist()[len(twins) :] == [1, 1]
+        untold = []
+        for row, (stream, twin) in enumerate(zip(streams, twins, strict=True)):
+            assert_same_trees(have, row, want, row)
+            tokens = accepted(
+                want, row, source.randrange(shape.depth + 1), source.randrange(plain.vocab_size)
+            )
+            plain.commit(stream, tokens)
+            mixed.advance(state, row, twin, tokens)
+            untold.append(tokens)
+    if untold is not None:
+        rounds.committed(untold)
+    rounds.leave()
+    state.features.fill_(torch.nan)  # the engine may use it again at once
+    for twin in twins:
+        twin.told = len(twin.tokens)
+
+
+def check_mixture(plain: Rig, mixed: Rig, shape: DraftShape) -> None:
+    """Spells of rounds on the device between rounds of the host draft what the host's way alone drafts."""
+    streams, twins = open_streams(plain, mixed)
+    source = random.Random(shape.depth * 100 + shape.topk)
+    for spell in range(4):
+        for _ in range(source.randrange(3)):
+            host_round(plain, streams, mixed, twins, shape, source)
+        columns = shape.depth + 1 + spell % 2
+        device_rounds(plain, streams, mixed, twins, shape, source, columns=columns, count=source.randrange(4))
+    host_round(plain, streams, mixed, twins, shape, source)
+    for rig in (plain, mixed):
+        rig.drafter.shutdown()

@@ -1,0 +1,408 @@
+"""Starts the services as the real processes that users run, and talks to them through the public gRPC API."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from outrider.common.v1 import common_pb2
+from outrider.gateway.v1 import gateway_pb2, gateway_pb2_grpc
+from outrider.services.stack.launch import free_port
+from outrider.shared.rpc import address as addresses
+from outrider.target.v1 import target_pb2, target_pb2_grpc
+
+ROOT = Path(__file__).parents[2]
+DEMO_TARGET = ROOT / "models" / "demo" / "target"
+DEMO_HEAD = ROOT / "models" / "demo" / "eagle3"
+START_TIMEOUT_S = 90
+OUTRIDER = (sys.executable, "-m", "outrider.services.cli")
+
+PROMPTS = (
+    "List 3 countries and their capitals.",
+    "What is the capital of France?",
+    "Explain why the sky is blue.",
+    "What is 17 plus 25?",
+    "Write a Python function that adds two numbers.",
+    "How many centimetres are in 3 metres?",
+)
+
+
+def health_changes(address: str, service: str = "") -> Iterator[int]:
+    """Yield the serving statuses that a health Watch reports, reconnecting for ever."""
+    while True:
+        with grpc.insecure_channel(
+            address,
+            options=[("grpc.max_reconnect_backoff_ms", 50), ("grpc.initial_reconnect_backoff_ms", 50)],
+        ) as channel:
+            try:
+                for reply in health_pb2_grpc.HealthStub(channel).Watch(
+                    health_pb2.HealthCheckRequest(service=service), wait_for_ready=True
+                ):
+                    yield reply.status
+            except grpc.RpcError:
+                yield health_pb2.HealthCheckResponse.UNKNOWN
+
+
+class Process:
+    """One command with its output in a file; `stop` and `__exit__` leave nothing behind."""
+
+    def __init__(
+        self,
+        *arguments: str,
+        log: Path,
+        environment: dict[str, str] | None = None,
+        command: Sequence[str] = OUTRIDER,
+    ) -> None:
+        self.arguments = arguments
+        self._log = log
+        self._output = log.open("ab")
+        self.popen = subprocess.Popen(
+            [*command, *arguments],
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=os.environ | (environment or {}),
+        )
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def wait_serving(self, address: str, service: str = "") -> None:
+        """Block until health says SERVING; fail at once if the process died."""
+        deadline = threading.Timer(START_TIMEOUT_S, self.popen.kill)
+        deadline.start()
+        watcher = threading.Thread(target=lambda: (self.popen.wait(), deadline.cancel()), daemon=True)
+        watcher.start()
+        try:
+            with grpc.insecure_channel(address) as channel:
+                stub = health_pb2_grpc.HealthStub(channel)
+                while self.popen.poll() is None:
+                    with contextlib.suppress(grpc.RpcError):
+                        for reply in stub.Watch(
+                            health_pb2.HealthCheckRequest(service=service), wait_for_ready=True, timeout=5
+                        ):
+                            if reply.status == health_pb2.HealthCheckResponse.SERVING:
+                                return
+        finally:
+            deadline.cancel()
+        raise AssertionError(
+            f"outrider {' '.join(self.arguments)} ended with {self.popen.returncode}:\n{self.output[-4000:]}"
+        )
+
+    def stop(self, timeout_s: float = 30) -> int:
+        """SIGTERM, then wait for the exit code."""
+        if self.popen.poll() is None:
+            self.popen.terminate()
+        try:
+            return self.popen.wait(timeout_s)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.popen.pid, signal.SIGKILL)
+            self.popen.wait()
+            self._output.close()
+
+
+@dataclass(slots=True)
+class Result:
+    """What one stream received."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    rounds: list[common_pb2.RoundTrace] = field(default_factory=list)
+    finished: gateway_pb2.Finished | None = None
+
+
+class Client:
+    """The public gRPC API of a gateway."""
+
+    def __init__(self, address: str) -> None:
+        self.channel = grpc.insecure_channel(address)
+        self.stub = gateway_pb2_grpc.InferenceStub(self.channel)
+
+    def chat(
+        self,
+        prompt: str,
+        *,
+        mode: int = common_pb2.SPECULATION_MODE_AUTO,
+        max_tokens: int = 96,
+        temperature: float = 0.0,
+        seed: int = 0,
+        trace: bool = False,
+        on_tokens: Callable[[int], None] = lambda count: None,
+    ) -> Result:
+        """Run one chat to its end; `on_tokens` hears of every chunk as it arrives."""
+        request = gateway_pb2.ChatRequest(
+            messages=[gateway_pb2.Message(role="user", content=prompt)],
+            options=gateway_pb2.GenerationOptions(
+                max_tokens=max_tokens,
+                sampling=common_pb2.SamplingOptions(temperature=temperature, seed=seed),
+                speculation=common_pb2.SpeculationOptions(mode=mode, trace=trace),
+                ignore_eos=True,
+            ),
+        )
+        return self._collect(self.stub.Chat(request, timeout=100), on_tokens)
+
+    def complete(
+        self, tokens: Sequence[int], *, mode: int = common_pb2.SPECULATION_MODE_AUTO, max_tokens: int = 96
+    ) -> Result:
+        """Continue token ids, with traces."""
+        request = gateway_pb2.CompleteRequest(
+            token_ids=gateway_pb2.TokenIds(ids=tokens),
+            options=gateway_pb2.GenerationOptions(
+                max_tokens=max_tokens,
+                sampling=common_pb2.SamplingOptions(temperature=0.0),
+                speculation=common_pb2.SpeculationOptions(mode=mode, trace=True),
+                ignore_eos=True,
+            ),
+        )
+        return self._collect(self.stub.Complete(request, timeout=100))
+
+    def _collect(
+        self, replies: Iterable[Any], on_tokens: Callable[[int], None] = lambda count: None
+    ) -> Result:
+        result = Result()
+        for reply in replies:
+            if reply.HasField("finished"):
+                result.finished = reply.finished
+            else:
+                result.token_ids.extend(reply.chunk.token_ids)
+                result.text += reply.chunk.text
+                result.rounds.extend(reply.chunk.rounds)
+                on_tokens(len(reply.chunk.token_ids))
+        return result
+
+
+class Stack:
+    """A running gateway, target and draft; `draft_address` is where the draft takes gRPC calls."""
+
+    def __init__(
+        self,
+        processes: Sequence[Process],
+        *,
+        grpc_address: str,
+        target_address: str,
+        draft_address: str,
+        http_port: int,
+    ) -> None:
+        self.processes = processes
+        self.grpc_address = grpc_address
+        self.target_address = target_address
+        self.draft_address = draft_address
+        self.base_url = f"http://127.0.0.1:{http_port}"
+        self.client = Client(grpc_address)
+        self._target_channel = grpc.insecure_channel(target_address)
+        self.target = target_pb2_grpc.TargetStub(self._target_channel)
+
+    def stats(self) -> target_pb2.GetStatsReply:
+        reply: target_pb2.GetStatsReply = self.target.GetStats(target_pb2.GetStatsRequest(), timeout=10)
+        return reply
+
+    def wait_drafting(self, timeout_s: float) -> float:
+        """Return how long it took until a request was drafted for; fail after `timeout_s`."""
+        started = time.monotonic()
+        while (elapsed := time.monotonic() - started) < timeout_s:
+            result = self.client.chat(
+                PROMPTS[0], mode=common_pb2.SPECULATION_MODE_ON, max_tokens=8, trace=True
+            )
+            if any(len(one.nodes) > 1 for one in result.rounds):
+                return time.monotonic() - started
+        raise AssertionError(f"not drafting after {elapsed:.2f} s; draft state {self.stats().draft_state}")
+
+    def assert_no_page_held(self, timeout_s: float = 5) -> None:
+        """Pages are free within two steps or 250 ms of a request's end; poll, since the last answer travels before they are freed."""
+        deadline = time.monotonic() + timeout_s
+        stats = self.stats()
+        while stats.pages_held and time.monotonic() < deadline:
+            stats = self.stats()
+        assert stats.pages_held == 0
+        assert stats.pages_free == stats.pages_total
+
+    def close(self) -> None:
+        self.client.channel.close()
+        self._target_channel.close()
+        for process in self.processes:
+            process.stop()
+
+
+@contextlib.contextmanager
+def supervised(
+    *arguments: str, device: str = "cpu", until: Callable[[Stack], object] | None = None
+) -> Iterator[Stack]:
+    """`outrider up`, on the embedded pair unless `arguments` say otherwise, until it drafts for a chat (or `until` returns)."""
+    folder = Path(tempfile.mkdtemp(prefix="outrider-"))
+    port = free_port()
+    up = Process("up", "--device", device, "--port", str(port), *arguments, log=folder / "up.log")
+    try:
+        grpc_address = f"127.0.0.1:{port + 1}"
+        up.wait_serving(grpc_address)
+        target_address = child_argument(child_pid(up.popen.pid, "target"), "--listen")
+        draft_address = ""
+        with contextlib.suppress(ProcessLookupError):  # in process
+            draft_address = addresses.grpc_address(
+                child_argument(child_pid(up.popen.pid, "draft"), "--listen"), "--listen"
+            )
+        stack = Stack(
+            [up],
+            grpc_address=grpc_address,
+            target_address=target_address,
+            draft_address=draft_address,
+            http_port=port,
+        )
+        if until is not None:
+            until(stack)
+        else:
+            stack.wait_drafting(START_TIMEOUT_S)
+        yield stack
+    except BaseException:
+        print(up.output[-8000:])
+        raise
+    finally:
+        up.stop()
+
+
+@contextlib.contextmanager
+def separate(
+    *,
+    head: Path = DEMO_HEAD,
+    scheme: str = "unix:",
+    reach_draft: Callable[[str, str], contextlib.AbstractContextManager[object]] | None = None,
+) -> Iterator[Stack]:
+    """The three services one by one, unsupervised.
+
+    Args:
+        head: The draft's folder.
+        scheme: ``unix:`` (gRPC) or ``ipc://`` of the address where the target reaches the draft.
+        reach_draft: Given (address to listen on, the draft's own address), puts something between target and draft.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="outrider-"))
+    draft_address, target_address = f"unix:{folder}/draft.sock", f"unix:{folder}/target.sock"
+    port = free_port()
+    device = ("--device", "cpu")
+    with contextlib.ExitStack() as cleanup:
+
+        def start(service: str, address: str, *arguments: str) -> Process:
+            process = Process("serve", service, *arguments, log=folder / f"{service}.log")
+            cleanup.callback(process.stop)
+            process.wait_serving(address)
+            return process
+
+        reached = f"{scheme}{folder}/draft.sock"
+        weights = ("--draft", str(head), "--target-weights", str(DEMO_TARGET))
+        draft = start("draft", draft_address, "--listen", reached, *weights, *device)
+        if reach_draft is not None:
+            reached = f"{scheme}{folder}/between.sock"
+            cleanup.enter_context(reach_draft(reached, draft_address))
+        target = start(
+            "target",
+            target_address,
+            "--listen",
+            target_address,
+            "--model",
+            str(DEMO_TARGET),
+            "--draft",
+            reached,
+            *device,
+        )
+        ports = ("--port", str(port), "--grpc-port", str(port + 1))
+        gateway = start(
+            "gateway",
+            f"127.0.0.1:{port + 1}",
+            *ports,
+            "--target",
+            target_address,
+            "--tokenizer",
+            str(DEMO_TARGET),
+        )
+        yield Stack(
+            [gateway, target, draft],
+            grpc_address=f"127.0.0.1:{port + 1}",
+            target_address=target_address,
+            draft_address=draft_address,
+            http_port=port,
+        )
+
+
+def child_pid(parent: int, service: str) -> int:
+    """Return the pid of `outrider serve SERVICE` under `parent`."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                command = (entry / "cmdline").read_bytes().decode().split("\0")
+                status = (entry / "stat").read_text().rpartition(")")[2].split()
+                if (
+                    "serve" in command
+                    and service in command
+                    and int(status[1]) == parent
+                    and status[0] != "Z"
+                ):
+                    return int(entry.name)
+    raise ProcessLookupError(service)
+
+
+def child_pids(parent: int, word: str) -> list[int]:
+    """Return the living children of `parent` with `word` in their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                status = (entry / "stat").read_text().rpartition(")")[2].split()
+                if int(status[1]) == parent and status[0] != "Z" and word in (entry / "cmdline").read_text():
+                    found.append(int(entry.name))
+    return found
+
+
+def child_argument(pid: int, flag: str) -> str:
+    """Return the value of a flag on a process's command line."""
+    command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    return command[command.index(flag) + 1]
+
+
+class TokenCounter:
+    """Counts tokens over all streams and acts once when a threshold is passed."""
+
+    def __init__(self, threshold: int, action: Callable[[], None]) -> None:
+        self._threshold = threshold
+        self._action = action
+        self._count = 0
+        self._lock = threading.Lock()
+        self.acted = False
+
+    def __call__(self, tokens: int) -> None:
+        with self._lock:
+            self._count += tokens
+            if self._count < self._threshold or self.acted:
+                return
+            self.acted = True
+        self._action()
+
+
+def assert_ranks_serve(first: Process, second: Process, address: str, num_tokens: int) -> None:
+    """Two processes of one target answer together, and both end with 0 when the first is told to."""
+    try:
+        first.wait_serving(address, "outrider.target.v1.Target")
+        with grpc.insecure_channel(address) as channel:
+            request = target_pb2.GenerateRequest(
+                request_id="a", prompt_ids=[1, 2, 3], max_new_tokens=num_tokens, ignore_eos=True
+            )
+            replies = list(target_pb2_grpc.TargetStub(channel).Generate(request, timeout=60))
+        assert sum(len(reply.delta.token_ids) for reply in replies) == num_tokens
+        first.popen.terminate()
+        assert first.popen.wait(30) == 0
+        assert second.popen.wait(30) == 0
+    finally:
+        first.stop()
+        second.stop()

@@ -1,0 +1,368 @@
+"""A target engine on a toy model, driven step by step in the test's own thread, and drafters that propose whatever a test wants."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from outrider.kernels.philox import gumbel_noise
+from outrider.kernels.verify.filters import filter_logits
+from outrider.services.target.engine.device_loop import OverlapPlan
+from outrider.services.target.engine.engine import TargetEngine
+from outrider.services.target.model.bucketed_verify import Buckets
+from outrider.services.target.model.model_runner import ModelRunner
+from outrider.services.target.request import (
+    Event,
+    FailedEvent,
+    FinishedEvent,
+    GenerationRequest,
+    RoundTrace,
+    SamplingParams,
+    SpeculationLimits,
+    SpeculationMode,
+    TokensEvent,
+)
+from outrider.services.target.scheduling.limits import EngineLimits
+from outrider.services.target.scheduling.scheduler import Scheduler, SchedulerLimits
+from outrider.shared.attn.base import AttentionBackend, build_batch
+from outrider.shared.attn.create import create_backend
+from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.open import load_decoder
+from outrider.shared.spec.drafter import (
+    Drafter,
+    DrafterState,
+    FeatureSpec,
+    ProposalRequest,
+    ProposalRow,
+    RoundResult,
+    SequenceOpen,
+)
+from outrider.shared.spec.tree import DraftBatch, mask_words
+from support.compute_device import DEVICE
+
+Node = tuple[int, int]
+"""Token and parent index of a draft node; the root is node 0 and not listed."""
+
+
+@dataclass
+class Collector:
+    """An `EventSink` that keeps what each request was told."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    finished: dict[str, FinishedEvent] = field(default_factory=dict)
+    failed: dict[str, FailedEvent] = field(default_factory=dict)
+    rounds: dict[str, list[RoundTrace]] = field(default_factory=dict)
+    deliveries: int = 0
+
+    def deliver(self, events: Sequence[Event]) -> None:
+        self.deliveries += 1
+        for event in events:
+            assert event.request_id not in self.finished, "an event after the end"
+            assert event.request_id not in self.failed, "an event after the end"
+            if isinstance(event, TokensEvent):
+                self.tokens.setdefault(event.request_id, []).extend(event.token_ids)
+                self.rounds.setdefault(event.request_id, []).extend(event.rounds)
+            elif isinstance(event, FinishedEvent):
+                self.finished[event.request_id] = event
+            else:
+                self.failed[event.request_id] = event
+
+
+class FakeDrafter:
+    """Follows sequences like a real drafter, checks what it is told, and proposes what `plan` returns for (tokens so far, row)."""
+
+    device_resident = False
+
+    def __init__(
+        self, plan: Callable[[list[int], ProposalRow], list[Node]], spec: FeatureSpec | None = None
+    ) -> None:
+        self.plan = plan
+        self.spec = spec or FeatureSpec()
+        self.sequences: dict[int, list[int]] = {}
+        self.rows: dict[int, list[torch.Tensor]] = {}
+        self.lost: list[int] = []
+        self.current_state = DrafterState.ON
+        self.opens = 0
+        self.nodes_proposed = 0
+
+    def feature_spec(self) -> FeatureSpec | None:
+        return self.spec
+
+    def state(self) -> DrafterState:
+        return self.current_state
+
+    def open(self, sequences: Sequence[SequenceOpen]) -> None:
+        for sequence in sequences:
+            self.opens += 1
+            assert sequence.fence.committed_len == len(sequence.token_ids)
+            self.sequences[sequence.fence.session_id] = list(sequence.token_ids)
+            self.rows[sequence.fence.session_id] = []
+
+    def features(self, session_id: int, base: int, rows: torch.Tensor) -> None:
+        assert base == len(self.rows[session_id]), "rows arrive in order"
+        self.rows[session_id].extend(rows)
+
+    def commit(self, result: RoundResult) -> None:
+        for commit in result.commits:
+            tokens = self.sequences[commit.fence.session_id]
+            assert commit.base_len == len(tokens), "commits are gapless"
+            tokens.extend(commit.token_ids)
+            assert commit.fence.committed_len == len(tokens)
+            if commit.features is not None:
+                rows = self.rows[commit.fence.session_id]
+                assert len(rows) == commit.base_len - 1
+                assert len(commit.features) == len(commit.token_ids)
+                rows.extend(commit.features)
+
+    def announce(self, request: ProposalRequest) -> None:
+        pass
+
+    def propose(self, request: ProposalRequest) -> DraftBatch:
+        trees = []
+        for row in request.rows:
+            tokens = self.sequences[row.fence.session_id]
+            assert row.fence.committed_len == len(tokens)
+            assert row.root_token == tokens[-1]
+            nodes = self.plan(tokens, row)
+            assert len(nodes) < row.shape.max_nodes
+            self.nodes_proposed += len(nodes)
+            trees.append((row.root_token, nodes))
+        return trees_to_batch(trees)
+
+    def wants_reopen(self) -> Sequence[int]:
+        lost, self.lost = self.lost, []
+        return lost
+
+    def fallback_reason(self, session_id: int) -> str:
+        return "fake"
+
+    def close(self, session_ids: Sequence[int]) -> None:
+        for session_id in session_ids:
+            del self.sequences[session_id]
+            del self.rows[session_id]
+
+    def shutdown(self) -> None:
+        pass
+
+
+def trees_to_batch(trees: Sequence[tuple[int, list[Node]]]) -> DraftBatch:
+    """Return (root token, draft nodes) per row as padded tensors."""
+    width = 1 + max(len(nodes) for _, nodes in trees)
+    bs, words = len(trees), mask_words(width)
+    tokens = torch.zeros(bs, width, dtype=torch.int32)
+    parents = torch.full((bs, width), -1, dtype=torch.int32)
+    depths = torch.zeros(bs, width, dtype=torch.int32)
+    masks = [[[0] * words for _ in range(width)] for _ in range(bs)]
+    for b, (root, nodes) in enumerate(trees):
+        tokens[b, 0] = root
+        bits = [1]
+        for index, (token, parent) in enumerate(nodes, 1):
+            tokens[b, index], parents[b, index], depths[b, index] = token, parent, depths[b, parent] + 1
+            bits.append(bits[parent] | 1 << index)
+        for index, mask in enumerate(bits):
+            for word in range(words):
+                value = mask >> 32 * word & 0xFFFFFFFF
+                masks[b][index][word] = value - (1 << 32) if value >= 1 << 31 else value
+    num_nodes = torch.tensor([1 + len(nodes) for _, nodes in trees], dtype=torch.int32)
+    return DraftBatch(tokens, parents, depths, num_nodes, torch.tensor(masks, dtype=torch.int32))
+
+
+def oracle_plan(
+    answers: Sequence[Sequence[int]], vocab_size: int, accuracy: float = 1.0, seed: int = 0
+) -> Callable[[list[int], ProposalRow], list[Node]]:
+    """Propose the true continuation (with probability `accuracy` per level) among `topk` siblings, as a tree of the asked shape."""
+    rng = random.Random(seed)
+
+    def plan(tokens: list[int], row: ProposalRow) -> list[Node]:
+        truth: Sequence[int] = next(
+            (answer[len(tokens) :] for answer in answers if list(answer[: len(tokens)]) == tokens), ()
+        )
+        nodes: list[Node] = []
+        parent = 0
+        for depth in range(row.shape.depth):
+            level_start = len(nodes)
+            siblings = rng.sample(range(vocab_size), min(row.shape.topk, vocab_size))
+            if depth < len(truth) and rng.random() < accuracy:
+                siblings[rng.randrange(len(siblings))] = truth[depth]
+            for token in siblings:
+                if len(nodes) + 1 < row.shape.max_nodes:
+                    nodes.append((token, parent))
+            if len(nodes) == level_start:
+                break
+            wanted = [
+                index
+                for index in range(level_start, len(nodes))
+                if depth < len(truth) and nodes[index][0] == truth[depth]
+            ]
+            parent = 1 + (wanted[0] if wanted else rng.randrange(level_start, len(nodes)))
+        return nodes
+
+    return plan
+
+
+def random_plan(vocab_size: int, seed: int = 0) -> Callable[[list[int], ProposalRow], list[Node]]:
+    """Propose trees of random size and form with random tokens, equal siblings included."""
+    rng = random.Random(seed)
+
+    def plan(tokens: list[int], row: ProposalRow) -> list[Node]:
+        count = rng.randrange(row.shape.max_nodes)
+        return [(rng.randrange(vocab_size), rng.randrange(index + 1)) for index in range(count)]
+
+    return plan
+
+
+@dataclass
+class Harness:
+    """An engine over a loaded toy; `run` steps it until idle."""
+
+    engine: TargetEngine
+    scheduler: Scheduler
+    runner: ModelRunner
+    sink: Collector
+    limits: SpeculationLimits = field(default_factory=SpeculationLimits)
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int = 16,
+        *,
+        request_id: str | None = None,
+        sampling: SamplingParams | None = None,
+        mode: SpeculationMode = SpeculationMode.ON,
+        shape: tuple[int, int, int] | None = None,
+        trace: bool = False,
+        stop: Sequence[int] = (),
+        ignore_eos: bool = False,
+        deadline: float | None = None,
+        priority: int = 0,
+    ) -> int:
+        depth, topk, max_nodes = shape or (None, None, None)
+        request = GenerationRequest(
+            request_id=request_id or f"r{len(self.sink.tokens) + self.engine.num_live}",
+            prompt_ids=tuple(prompt),
+            max_new_tokens=max_new_tokens,
+            sampling=sampling or SamplingParams(temperature=0.0),
+            speculation=self.limits.resolve(mode, depth=depth, topk=topk, max_nodes=max_nodes, trace=trace),
+            stop_token_ids=frozenset(stop),
+            ignore_eos=ignore_eos,
+            deadline=deadline,
+            priority=priority,
+        )
+        return self.engine.submit(request, self.sink)
+
+    def step(self) -> None:
+        self.engine.step()
+        self.scheduler.check()
+
+    def check_idle(self) -> None:
+        """Assert that nothing leaked: every page is free when no request is live."""
+        self.scheduler.check()
+        assert self.engine.num_live or self.scheduler.allocator.held_pages == 0
+
+    def run(self, max_steps: int = 100_000) -> None:
+        for _ in range(max_steps):
+            if not self.engine.has_work():
+                self.check_idle()
+                return
+            self.step()
+        raise AssertionError("the engine did not become idle")
+
+
+def make_harness(
+    decoder: Decoder,
+    drafter: Drafter,
+    *,
+    num_pages: int = 512,
+    page_size: int = 16,
+    max_model_len: int = 4096,
+    eos: Sequence[int] = (),
+    overlap: OverlapPlan | None = None,
+    buckets: Buckets | None = None,
+    graphs: GraphCache | None = None,
+    attention: AttentionBackend | None = None,
+    **limits: int,
+) -> Harness:
+    """Build an engine without a thread; with `overlap` its rounds stay on the device, with `buckets` verify passes are padded."""
+    pool = decoder.make_pool(num_pages, page_size)
+    runner = ModelRunner(
+        decoder, pool, attention or create_backend("auto", decoder.device), buckets=buckets, graphs=graphs
+    )
+    scheduler = Scheduler(pool.allocator, page_size, SchedulerLimits(**limits))
+    engine_limits = EngineLimits(decoder.config.vocab_size, max_model_len, frozenset(eos))
+    engine = TargetEngine(runner, scheduler, drafter, engine_limits, overlap=overlap)
+    return Harness(engine, scheduler, runner, Collector())
+
+
+def generate_plain(
+    decoder: Decoder, drafter: Drafter, prompt: Sequence[int], max_new_tokens: int, **options: object
+) -> list[int]:
+    """Return what plain decoding emits for one prompt alone."""
+    harness = make_harness(decoder, drafter)
+    harness.submit(prompt, max_new_tokens, request_id="plain", mode=SpeculationMode.OFF, **options)  # type: ignore[arg-type]
+    harness.run()
+    return harness.sink.tokens["plain"]
+
+
+def load_toy(path: Path) -> Decoder:
+    """Load a toy target in fp32 where tests compute."""
+    return load_decoder(path, DEVICE, torch.float32)
+
+
+def next_scores(decoder: Decoder, tokens: Sequence[int], sampling: SamplingParams) -> torch.Tensor:
+    """Return ``[V]``, what the token after `tokens` is the argmax of, after filters and noise, from one pass over all of `tokens`."""
+    pool = decoder.make_pool(-(-len(tokens) // 16), 16)
+    lease = pool.lease(len(tokens))
+    assert lease is not None
+    attention = create_backend("auto", decoder.device)
+    attention.plan(build_batch(pool, [lease], [0], [len(tokens)]))
+    ids, positions = (
+        torch.tensor(tokens, device=decoder.device),
+        torch.arange(len(tokens), device=decoder.device),
+    )
+    with torch.inference_mode():
+        scores = decoder.logits(decoder.forward(ids, positions, attention, pool).hidden[-1:]).float().cpu()
+    if sampling.temperature > 0:
+        row = {"top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32}
+        filters = [torch.tensor([getattr(sampling, name)], dtype=dtype) for name, dtype in row.items()]
+        scores = filter_logits(scores / sampling.temperature, *filters)
+        seed = torch.tensor([sampling.seed - (1 << 64) if sampling.seed >> 63 else sampling.seed])
+        choice = torch.tensor([sampling.choice_index], dtype=torch.int32)
+        scores = scores + gumbel_noise(seed, torch.tensor([len(tokens)]), choice, scores.shape[1])
+    return scores[0]
+
+
+def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
+    """Return the index of the first token that differs, None for equal outputs."""
+    at = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), None)
+    assert at is not None or len(expected) == len(found), (
+        f"one output is a prefix of the other: {len(expected)} and {len(found)} tokens"
+    )
+    return at
+
+
+def assert_same_tokens(
+    decoder: Decoder,
+    prompt: Sequence[int],
+    expected: Sequence[int],
+    found: Sequence[int],
+    sampling: SamplingParams | None = None,
+) -> None:
+    """Token equality as the project defines it: the first difference is allowed where the plain run's top-two gap is under 1e-4."""
+    at = first_difference(expected, found)
+    if at is None:
+        return
+    best = (
+        next_scores(decoder, [*prompt, *expected[:at]], sampling or SamplingParams(temperature=0.0))
+        .topk(2)
+        .values
+    )
+    gap = float(best[0] - best[1])
+    print(f"near-tie at token {at}: {expected[at]} or {found[at]}, top-two gap {gap:.2e}")
+    assert gap < 1e-4, (
+        f"token {at} is {found[at]}, plain decoding says {expected[at]}; the top-two gap is {gap:.2e}"
+    )

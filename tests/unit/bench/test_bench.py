@@ -1,0 +1,129 @@
+"""The arithmetic and the input of `outrider bench`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.bench.measure.near_tie import NEAR_TIE, Judge
+from outrider.bench.measure.speculation import (
+    HELDOUT_PROMPTS,
+    TEMPERATURES,
+    Kind,
+    Run,
+    Runs,
+    first_differences,
+    load_prompts,
+    summarise,
+)
+from outrider.bench.report.machine import describe_machine
+from outrider.services.gateway.tokenizer import TextCodec
+from outrider.services.stack.options import DEMO_TARGET
+from outrider.shared.base.errors import ConfigurationError
+
+
+def runs_of(speeds: dict[Kind, list[float]]) -> Runs:
+    """Runs of 100 tokens at the given speeds, alike at both temperatures."""
+    return {
+        (index, temperature, kind): Run(
+            index, temperature, kind, 100, 100 / speed, 0.01, 3.0 + index, 30, [index]
+        )
+        for kind, values in speeds.items()
+        for index, speed in enumerate(values)
+        for temperature in TEMPERATURES
+    }
+
+
+def test_ratios_are_paired_by_prompt() -> None:
+    # The machine is half as fast for the second and third prompt: medians of speeds would mislead, pairs do not.
+    runs = runs_of(
+        {
+            Kind.ON: [200, 100, 130],
+            Kind.AUTO: [150, 50, 50],
+            Kind.OFF: [100, 50, 50],
+            Kind.NO_DRAFT: [100, 50, 40],
+        }
+    )
+    row = summarise(runs, 3)[0]
+    assert row["temperature"] == 0.0
+    assert row["on_over_off"] == {"median": 2.0, "p25": 2.0, "p75": 2.3, "floor": 4.0, "ratio": 2.0}, (
+        "at most the accept length"
+    )
+    assert row["auto_over_off"]["median"] == 1.0
+    assert row["off_over_no_draft"]["median"] == 1.0
+    assert row["off_over_no_draft"]["floor"] == 1.0
+    assert row["tokens_per_s"] == {"on": 130.0, "auto": 50.0, "off": 50.0, "no_draft": 50.0}
+    assert row["accept_length"] == {"on": 4.0, "auto": 4.0}
+    assert row["same_text"] == {"on": 3, "auto": 3}
+
+
+def test_different_texts_are_counted() -> None:
+    runs = runs_of({kind: [10.0, 10.0] for kind in Kind})
+    runs[1, 1.0, Kind.OFF] = Run(1, 1.0, Kind.OFF, 100, 10.0, 0.01, 0.0, 100, [9])
+    assert [row["same_text"]["on"] for row in summarise(runs, 2)] == [2, 1]
+
+
+def test_where_greedy_answers_part_the_logits_are_told() -> None:
+    prompts = load_prompts(HELDOUT_PROMPTS, 2)
+    runs = runs_of({kind: [10.0, 10.0] for kind in Kind})
+    assert first_differences(runs, prompts, DEMO_TARGET) == []
+    ids = TextCodec.load(DEMO_TARGET).encode_chat(prompts[1], {})
+    best, second, *_, worst = (
+        int(token) for token in Judge(DEMO_TARGET).next_logits(ids).argsort(descending=True)
+    )
+    for kind, tokens in ((Kind.OFF, [best, 7]), (Kind.ON, [second, 9]), (Kind.AUTO, [worst, 7])):
+        runs[1, 0.0, kind] = replace(runs[1, 0.0, kind], token_ids=tokens)
+    runs[0, 1.0, Kind.ON] = replace(runs[0, 1.0, Kind.ON], token_ids=[1])
+    on, auto, sampled = sorted(
+        first_differences(runs, prompts, DEMO_TARGET),
+        key=lambda one: (one["temperature"], one["kind"] == "auto"),
+    )
+    assert (on["prompt"], on["token"], on["choices"]) == (1, 0, [best, second])
+    assert [token for token, _logit in on["best_in_fp32"]] == [best, second]
+    assert on["gap"] == pytest.approx(on["best_in_fp32"][0][1] - on["best_in_fp32"][1][1], abs=1e-3)
+    assert on["near_tie"] == (on["gap"] <= on["allowed"])
+    assert auto["gap"] > on["gap"]
+    assert not auto["near_tie"]
+    assert sampled == {"prompt": 0, "temperature": 1.0, "kind": "on"}, "noise decides there too"
+
+
+def test_two_unit_roundoffs_of_bf16_are_a_near_tie_and_more_is_none() -> None:
+    assert torch.finfo(torch.bfloat16).eps == NEAR_TIE
+
+    class Rigged(Judge):
+        def __init__(self) -> None:
+            self._codec = TextCodec.load(DEMO_TARGET)
+
+        def next_logits(self, tokens: Sequence[int]) -> torch.Tensor:
+            return torch.tensor([16.0, 16 * (1 - 2.0**-7), 16 * (1 - 2.0**-6)])
+
+    partings = [Rigged().parting([{"role": "user", "content": "hi"}], [0], [other]) for other in (1, 2)]
+    assert [parting.is_near_tie for parting in partings] == [True, False]
+
+
+def test_prompts_are_messages_or_text(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    records = [
+        {"prompt": "hi"},
+        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]},
+    ]
+    path.write_text("\n".join(json.dumps(record) for record in records) + "\n\n")
+    assert load_prompts(path, 2) == [[{"role": "user", "content": "hi"}], records[1]["messages"]]
+    with pytest.raises(ConfigurationError, match="holds 2 prompts, fewer than --num-prompts 3"):
+        load_prompts(path, 3)
+    path.write_text('{"question": "?"}\n')
+    with pytest.raises(ConfigurationError, match=r"prompts.jsonl:1 has neither"):
+        load_prompts(path, 1)
+    with pytest.raises(ConfigurationError, match="Cannot read the prompts"):
+        load_prompts(tmp_path / "none.jsonl", 1)
+
+
+def test_the_machine_is_described() -> None:
+    machine = describe_machine()
+    assert machine["cores"] >= 1
+    assert machine["packages"]["torch"]

@@ -1,0 +1,93 @@
+"""How long starts take, and models that `transformers` computes: what `outrider bench` tells of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from outrider.bench.load import serve
+from outrider.bench.load.open_loop import Experience, summarise_load
+from outrider.bench.stacks.random_target import random_target
+from outrider.bench.stacks.shapes import named_shape
+from outrider.services.cli.commands import app
+from outrider.shared.nn.generic.model import GenericDecoder
+
+RUNNER = CliRunner()
+
+
+def test_a_shape_can_be_one_that_transformers_computes(tmp_path: Path) -> None:
+    shape = named_shape("granite-tiny")
+    decoder = random_target(shape, torch.device("cpu"), torch.float32)
+    assert isinstance(decoder, GenericDecoder)
+    assert decoder.config.num_layers == 8
+    assert decoder.embedding.std() > 0
+    assert not isinstance(
+        random_target(named_shape("tiny"), torch.device("cpu"), torch.float32), GenericDecoder
+    )
+    flags = (
+        "--shape",
+        shape.name,
+        "--device",
+        "cpu",
+        "--prompt",
+        "8",
+        "--new-tokens",
+        "6",
+        "--repeats",
+        "1",
+        "--prefill",
+        "none",
+    )
+    ran = RUNNER.invoke(
+        app,
+        [
+            "bench",
+            "latency",
+            *flags,
+            "--rounds",
+            "plain",
+            "--batch",
+            "1",
+            "--output",
+            str(tmp_path / "l.json"),
+        ],
+    )
+    assert ran.exit_code == 0, ran.output
+    assert json.loads((tmp_path / "l.json").read_text())["rows"][0]["rounds"] == 5
+
+
+def test_a_stack_that_is_started_tells_how_long_that_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = tmp_path / "cache"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(kernels))
+    (kernels / "old").mkdir(parents=True)
+    (kernels / "old" / "a.cubin").touch()
+
+    @contextmanager
+    def stack(*_: Any) -> Iterator[None]:
+        (kernels / "new").mkdir()
+        for name in ("b", "c"):
+            (kernels / "new" / f"{name}.cubin").touch()
+        yield
+
+    async def measured(*_: Any) -> Any:
+        summary = summarise_load([Experience(sent=0.0, chunks=[0.1, 0.2], ended=0.2, tokens=2)], None, None)
+        return summary, summary
+
+    monkeypatch.setattr(serve, "running_stack", stack)
+    monkeypatch.setattr(serve, "_measure", measured)
+    for name, flags, expected in (("own", (), (1, 2)), ("other", ("--url", "http://127.0.0.1:9"), None)):
+        output = tmp_path / f"{name}.json"
+        ran = RUNNER.invoke(app, ["bench", "serve", "--device", "cpu", "--output", str(output), *flags])
+        assert ran.exit_code == 0, ran.output
+        start = json.loads(output.read_text())["start"]
+        assert (start and (start["kernels_cached"], start["kernels_compiled"])) == expected
+        assert start is None or start["seconds"] >= 0

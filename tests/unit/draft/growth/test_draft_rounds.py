@@ -1,0 +1,261 @@
+"""Rounds that stay on the device draft what the host's way drafts, in any mixture of the two, for heads and for draft models."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.played_graphs import PlayedGraphs
+from support.round_rig import Rig, accepted, assert_same_trees, check_mixture, host_round, open_streams
+from support.toy_heads import HIDDEN, VOCAB, base_config, eagle_tensors, write_head
+from support.toys import make_toy_eagle3, make_toy_target
+
+from outrider.services.draft.build import build_engine
+from outrider.services.draft.growth.draft_graph import DraftRounds, HostRounds
+from outrider.services.draft.growth.extend_graph import RecordedExtend
+from outrider.services.draft.growth.page_tables import PageTable
+from outrider.services.draft.inproc import HOST_PEER, InprocDrafter
+from outrider.services.draft.settings import DraftSettings
+from outrider.services.draft.strategies.head import PagedStrategy
+from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.kv.pages import PageAllocator
+from outrider.shared.spec.resident import RoundState
+from outrider.shared.spec.tree import DraftShape
+
+CPU = torch.device("cpu")
+SHAPES = [
+    DraftShape(5, 8, 32),
+    DraftShape(3, 1, 4),
+    DraftShape(1, 4, 3),
+    DraftShape(4, 3, 9),
+    DraftShape(2, 2, 40),
+]
+
+MakeRig = Callable[[], Rig]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("drafts")
+    target = make_toy_target(folder / "target", vocab_size=VOCAB, hidden_size=HIDDEN)
+    config = base_config() | {"bias": True}
+    return {
+        "target": target,
+        "EAGLE3": make_toy_eagle3(folder / "eagle3", target, draft_vocab_size=24),
+        "EAGLE": write_head(folder / "eagle", config, eagle_tensors()),
+        "STANDALONE": make_toy_target(
+            folder / "small", vocab_size=VOCAB, hidden_size=24, num_layers=2, head_dim=8, seed=4
+        ),
+    }
+
+
+@pytest.fixture(params=["EAGLE3", "EAGLE", "STANDALONE"])
+def make_rig(request: pytest.FixtureRequest, folders: dict[str, Path]) -> MakeRig:
+    def make() -> Rig:
+        settings = DraftSettings.load(
+            {
+                "draft": folders[request.param],
+                "target_weights": folders["target"],
+                "speculative_algorithm": request.param,
+                "device": "cpu",
+                "kv_tokens": 4096,
+                "page_size": 4,
+            }
+        )
+        engine = build_engine(settings, CPU, torch.float32)
+        spec = engine.strategy.feature_spec(None)
+        drafter = InprocDrafter(engine, spec, CPU)
+        assert drafter.device_resident
+        return Rig(drafter, spec.feature_size, CPU, VOCAB, GraphCache(CPU))
+
+    return make
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_any_mixture_of_rounds_drafts_the_same(make_rig: MakeRig, shape: DraftShape) -> None:
+    check_mixture(make_rig(), make_rig(), shape)
+
+
+def test_ended_sequences_leave_the_others_alone(make_rig: MakeRig) -> None:
+    shape = DraftShape(3, 4, 12)
+    plain, mixed = make_rig(), make_rig()
+    streams, twins = open_streams(plain, mixed)
+    state = mixed.state(twins, 4, 4)
+    rounds = mixed.enter(twins, shape, state)
+    for ending in (1, 3, None):
+        assert rounds.reserve([0 if twin.ended else len(twin.tokens) for twin in twins])
+        have = rounds.draft(state)
+        live = [row for row, twin in enumerate(twins) if not twin.ended]
+        want = plain.propose([streams[row] for row in live], shape)
+        told: list[list[int]] = [[] for _ in twins]
+        for place, row in enumerate(live):
+            assert_same_trees(have, row, want, place)
+            told[row] = accepted(want, place, 2, 5 + row)
+            plain.commit(streams[row], told[row])
+            mixed.advance(state, row, twins[row], told[row])
+        assert [have.num_nodes[row] for row in range(4) if row not in live] == [1] * (4 - len(live))
+        rounds.committed(told)
+        if ending is not None:
+            mixed.end(state, rounds, ending, twins[ending])
+    rounds.leave()
+    live = [row for row, twin in enumerate(twins) if not twin.ended]
+    assert live == [0, 2]
+    have, want = (
+        mixed.propose([twins[row] for row in live], shape),
+        plain.propose([streams[row] for row in live], shape),
+    )
+    for place in range(len(live)):
+        assert_same_trees(have, place, want, place)
+    for stream in streams:
+        plain.drafter.close([stream.session_id])
+    mixed.drafter.close([twins[row].session_id for row in live])
+    for rig in (plain, mixed):
+        rig.drafter.shutdown()
+
+
+def test_rounds_are_refused_where_the_host_must_go_first(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    streams = open_streams(rig)[0]
+    shape = DraftShape(3, 2, 6)
+    ids = [stream.session_id for stream in streams]
+    state = rig.state(streams, 4, 4)
+    enter = rig.drafter.enter
+    assert enter([*ids[:3], 99], shape, state) is None  # unknown
+    assert enter(ids, DraftShape(0, 1, 1), state) is None  # nothing to draft
+    assert enter(ids, DraftShape(40, 1, 4), state) is None  # above the limits
+    rig.propose(streams, shape)
+    assert enter(ids, shape, state) is None  # no row is fresh
+    assert state.counts.tolist() == [0] * 4
+    for stream in streams:
+        rig.commit(stream, [3])
+    rounds = enter(ids, shape, state)
+    assert rounds is not None
+    assert state.counts.tolist() == [1] * 4
+    assert not rounds.reserve([5000] * 4)  # the pool holds 4096 tokens
+    rounds.leave()
+    assert rig.propose(streams, shape).num_nodes.tolist() == [6] * 4
+    rig.drafter.shutdown()
+
+
+def test_sessions_within_rounds_are_not_evicted(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    streams = open_streams(rig)[0]
+    shape = DraftShape(3, 2, 6)
+    rounds = rig.enter(streams[:2], shape, rig.state(streams[:2], 2, 4))
+    table = rig.drafter._engine.sessions
+    for _ in range(4):
+        table.evict_idle(1e12)
+    assert sorted(session.session_id for session in table) == [1, 2]
+    rounds.leave()
+    assert table.evict_idle(1e12)
+    assert table.get(HOST_PEER, 1) is None
+    rig.drafter.shutdown()
+
+
+def test_graphs_are_recorded_with_idle_rows_that_touch_no_memory(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    streams = open_streams(rig)[0]
+    shape = DraftShape(4, 3, 16)
+    pool = rig.drafter._engine.strategy._pool  # type: ignore[attr-defined]
+    before = [plane.clone() for plane in pool.planes()]
+    state = RoundState.idle(4, 5, rig.feature_size, torch.float32, CPU)
+    state.features.fill_(torch.nan)
+    idle = rig.drafter.rounds_for_capture(shape, state)
+    trees = idle.draft(state)
+    assert trees.num_nodes.tolist() == [1] * 4
+    assert trees.tokens[:, 0].tolist() == [0] * 4
+    assert all(torch.equal(plane, was) for plane, was in zip(pool.planes(), before, strict=True))
+    rounds = rig.drafter.enter([stream.session_id for stream in streams], shape, rig.state(streams, 4, 5))
+    assert rounds is not None
+    assert rounds.key == idle.key
+    rounds.leave()
+    rig.drafter.shutdown()
+
+
+def test_rounds_that_the_host_starts_draft_the_same(make_rig: MakeRig) -> None:
+    """In one go as on a GPU, beside extending and growing one after the other; with prompts longer than a round takes in."""
+    plain, rig = make_rig(), make_rig()
+    strategy = rig.drafter._engine.strategy
+    assert strategy.rounds is not None
+    assert strategy.rounds.host is None
+    host = HostRounds(strategy.rounds.memory, GraphCache(CPU), rig.feature_size, torch.float32)
+    strategy.rounds = DraftRounds(strategy.rounds.memory, host)
+    streams, twins = open_streams(plain, rig)
+    source = random.Random(2)
+    states = [RoundState.idle(bs, 6, rig.feature_size, torch.float32, CPU) for bs in (1, 2, 4, 8)]
+    recorded = [rig.drafter.rounds_for_capture(SHAPES[0], state).key for state in states]
+    for shape in (*SHAPES, DraftShape(3, 2, 2), SHAPES[0]):
+        for _ in range(2):
+            host_round(plain, streams, rig, twins, shape, source)
+    want, have = plain.propose(streams, SHAPES[3]), rig.propose(twins, SHAPES[3])
+    again = rig.propose(twins, SHAPES[3])  # nothing is fresh: it grows from the states that the round kept
+    for row in range(len(streams)):
+        assert_same_trees(have, row, want, row)
+        assert_same_trees(again, row, want, row)
+    assert [rig.drafter.rounds_for_capture(SHAPES[0], state).key for state in states] == recorded, (
+        "what was recorded holds"
+    )
+    for drafter in (plain.drafter, rig.drafter):
+        drafter.shutdown()
+
+
+def test_prompts_are_taken_in_alike_by_what_was_recorded(make_rig: MakeRig) -> None:
+    plain, rig = make_rig(), make_rig()
+    strategy = rig.drafter._engine.strategy
+    assert isinstance(strategy, PagedStrategy)
+    assert strategy.rounds is not None
+    memory, graphs = strategy.rounds.memory, PlayedGraphs()
+    model, size = memory.drafter._model, rig.feature_size
+    extension = RecordedExtend(model, strategy._attention, memory.pool, size, torch.float32, graphs, (4, 16))
+    strategy.rounds = DraftRounds(memory, None, extension)
+    before = [plane.clone() for plane in memory.pool.planes()]
+    extension.record()
+    assert graphs.captured == [16, 4]
+    assert all(torch.equal(plane, was) for plane, was in zip(memory.pool.planes(), before, strict=True))
+    for index, length in enumerate((2, 5, 9, 16, 30), 1):
+        prompt = [(index * 7 + 3 * place) % VOCAB for place in range(length)]
+        streams = [(each, each.open(index, prompt, 0.0)) for each in (plain, rig)]
+        for tokens in ([4], [9, 8, 7, 6, 5, 4], [1]):
+            for each, stream in streams:
+                each.propose([stream], SHAPES[1])
+            (want, want_state), (have, have_state) = (kept(each, index) for each, _ in streams)
+            torch.testing.assert_close(have, want)
+            torch.testing.assert_close(have_state, want_state, atol=1e-5, rtol=1e-5)
+            for each, stream in streams:
+                each.commit(stream, tokens)
+    assert set(graphs.runs) == {4, 16}
+    for each in (plain, rig):
+        each.drafter.shutdown()
+
+
+def kept(rig: Rig, session_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a session has in the KV ``[planes, rows, ...]``, and its last state."""
+    engine = rig.drafter._engine
+    session, strategy = engine.sessions.get(HOST_PEER, session_id), engine.strategy
+    assert isinstance(strategy, PagedStrategy)
+    assert session is not None
+    assert session.lease is not None
+    assert session.last_state is not None
+    slots = strategy._pool.token_slots(session.lease, 0, session.cached_rows)
+    return torch.stack([plane.flatten(0, 1)[slots] for plane in strategy._pool.planes()]), session.last_state
+
+
+def test_pages_that_are_to_be_seen_later_are_seen_when_it_is_time() -> None:
+    lease = PageAllocator(8).allocate(2)
+    assert lease is not None
+    table = PageTable(2, 4, CPU)
+    table.update([lease, None])
+    first = table.tensor.tolist()
+    assert first == [[*lease.pages, 0, 0], [0] * 4]
+    assert lease.extend(1)
+    table.update([lease, None], later=True)
+    assert table.tensor.tolist() == first
+    table.flush()
+    assert table.tensor.tolist() == [[*lease.pages, 0], [0] * 4]
+    assert lease.extend(1)
+    table.update([lease, None], later=True)
+    table.update([lease, None])  # of whoever comes next: nothing that was left is lost
+    assert table.tensor.tolist() == [lease.pages, [0] * 4]

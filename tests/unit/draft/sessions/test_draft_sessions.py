@@ -1,0 +1,420 @@
+"""The session state machine: whatever is dropped, repeated, reordered or forged, it neither crashes nor drafts from a wrong state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+
+from outrider.services.draft.sessions.feature_queue import (
+    EARLY_LIFE_S,
+    MAX_EARLY_ROWS,
+    MAX_ROWS_AHEAD,
+    FeatureQueue,
+)
+from outrider.services.draft.sessions.session import Answer, Ask, PeerId, Reason, RowSource, Session, Verdict
+from outrider.services.draft.sessions.session_table import SessionLimits, SessionTable
+from outrider.shared.kv.pages import PageAllocator
+from outrider.shared.spec.drafter import Commit, SequenceOpen
+from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
+from outrider.shared.spec.tree import DraftShape
+
+WIDTH, VOCAB = 2, 50
+PEER, OTHER = PeerId(1), PeerId(2)
+SHAPE = DraftShape(3, 2, 5)
+LIMITS = SessionLimits(
+    max_sessions=3,
+    max_len=60,
+    vocab_size=VOCAB,
+    feature_size=WIDTH,
+    max_shape=DraftShape(8, 8, 64),
+    lease_s=10.0,
+    evict_idle_s=1.0,
+)
+
+
+def feature_of(tokens: Sequence[int], position: int) -> list[float]:
+    """Return a row that identifies the prefix that it was made of."""
+    digest = extend_prefix_hash(FNV_OFFSET, tokens[: position + 1])
+    return [float(position), float(digest % 100003)]
+
+
+def rows_of(tokens: Sequence[int], start: int, stop: int) -> torch.Tensor:
+    return torch.tensor([feature_of(tokens, position) for position in range(start, stop)]).view(-1, WIDTH)
+
+
+def fence_of(tokens: Sequence[int], session_id: int = 1, epoch: int = 1) -> Fence:
+    return Fence(session_id, epoch, len(tokens), extend_prefix_hash(FNV_OFFSET, tokens))
+
+
+def opening(tokens: Sequence[int], session_id: int = 1, epoch: int = 1) -> SequenceOpen:
+    return SequenceOpen(fence_of(tokens, session_id, epoch), tokens, seed=0, temperature=0.0)
+
+
+def commit_of(
+    tokens: Sequence[int], base_len: int, session_id: int = 1, epoch: int = 1, features: bool = True
+) -> Commit:
+    rows = rows_of(tokens, base_len - 1, len(tokens) - 1) if features else None
+    return Commit(fence_of(tokens, session_id, epoch), base_len, tokens[base_len:], rows)
+
+
+class Table(SessionTable):
+    """A table whose sessions hold pages, as the runner makes them."""
+
+    def __init__(self, limits: SessionLimits = LIMITS) -> None:
+        self.pages = PageAllocator(64)
+        super().__init__(limits, self._free)
+
+    @staticmethod
+    def _free(session: Session) -> None:
+        if session.lease is not None:
+            session.lease.release()
+
+    def extend_all(self) -> None:
+        """Consume every available row and check that it is the true one."""
+        for session in list(self):
+            count = session.extendable_rows
+            if count > 0:
+                session.lease = session.lease or self.pages.allocate(1)
+                rows = session.features.take(count)
+                stop = session.cached_rows + count
+                assert torch.equal(rows, rows_of(session.tokens, session.cached_rows, stop))
+                session.cached_rows = stop
+
+    def check(self) -> None:
+        super().check()
+        self.pages.check()
+        assert self.pages.held_pages == sum(
+            len(session.lease.pages) for session in self if session.lease is not None
+        )
+
+
+@pytest.fixture
+def table() -> Table:
+    return Table()
+
+
+def ask(round_number: int = 1, shape: DraftShape = SHAPE) -> Ask:
+    return Ask(round_number, shape, asked_s=0.0)
+
+
+def expect(answer: Answer, verdict: Verdict, reason: Reason = Reason.NONE) -> None:
+    assert (answer.verdict, answer.reason) == (verdict, reason)
+
+
+def started(table: Table, tokens: Sequence[int], session_id: int = 1) -> Session:
+    expect(table.open(PEER, opening(tokens, session_id), 0.0), Verdict.ACCEPTED)
+    expect(table.add_features(PEER, session_id, 1, 0, rows_of(tokens, 0, len(tokens)), 0.0), Verdict.ACCEPTED)
+    session = table.get(PEER, session_id)
+    assert session is not None
+    return session
+
+
+def test_a_session_is_ready_when_its_features_reach_the_root(table: Table) -> None:
+    tokens = [1, 2, 3, 4]
+    table.open(PEER, opening(tokens[:3]), 0.0)
+    expect(table.commit(PEER, commit_of(tokens, 3), ask(), 0.0), Verdict.ACCEPTED)
+    assert table.ready() == []
+    table.add_features(PEER, 1, 1, 0, rows_of(tokens, 0, 2), 0.0)
+    assert [session.session_id for session in table.ready()] == [1]
+    table.extend_all()
+    assert table.ready()[0].cached_rows == 3
+
+
+def test_the_latest_commit_wins_and_repeats_are_idempotent(table: Table) -> None:
+    tokens = [1, 2, 3, 4, 5, 6]
+    session = started(table, tokens[:3])
+    for _ in range(2):
+        expect(table.commit(PEER, commit_of(tokens[:4], 3), ask(1), 0.0), Verdict.ACCEPTED)
+    expect(table.commit(PEER, commit_of(tokens, 3), ask(2), 0.0), Verdict.ACCEPTED)
+    expect(table.commit(PEER, commit_of(tokens[:4], 3), ask(1), 0.0), Verdict.DROPPED, Reason.LATE)
+    assert session.tokens == tokens
+    assert session.ask is not None
+    assert session.ask.round == 2
+    table.extend_all()
+    table.check()
+
+
+@pytest.mark.parametrize(
+    ("commit", "reason"),
+    [
+        (commit_of([1, 2, 3, 4, 5], 4), Reason.GAP),
+        (commit_of([1, 2, 9, 4], 3), Reason.PREFIX_MISMATCH),
+        (commit_of([1, 2, 3, VOCAB], 3), Reason.MALFORMED),
+        (Commit(fence_of([1, 2, 3, 4]), 3, [4, 5], None), Reason.MALFORMED),
+        (Commit(fence_of([1, 2, 3, 4]), 0, [1, 2, 3, 4], None), Reason.MALFORMED),
+        (Commit(fence_of([1, 2, 3, 4]), 3, [4], torch.zeros(1, WIDTH + 1)), Reason.MALFORMED),
+        (Commit(fence_of([1, 2, 3, 4]), 3, [4], torch.zeros(2, WIDTH)), Reason.MALFORMED),
+        (commit_of([1] * 61, 3, features=False), Reason.TOO_LONG),
+        (commit_of([1, 2, 3, 4], 3, epoch=2), Reason.UNKNOWN_EPOCH),
+        (commit_of([1, 2, 3, 4], 3, session_id=9), Reason.UNKNOWN_SESSION),
+    ],
+)
+def test_what_does_not_fit_asks_for_a_resync_and_frees_that_session_only(
+    table: Table, commit: Commit, reason: Reason
+) -> None:
+    started(table, [1, 2, 3])
+    started(table, [4, 5], session_id=2)
+    table.extend_all()
+    expect(table.commit(PEER, commit, ask(), 0.0), Verdict.RESYNC, reason)
+    assert (table.get(PEER, 1) is None) == (commit.fence.session_id == 1)
+    assert table.get(PEER, 2) is not None
+    table.check()
+
+
+def test_older_epochs_are_dropped_everywhere(table: Table) -> None:
+    started(table, [1, 2, 3])
+    table.open(PEER, opening([1, 2, 3], epoch=5), 0.0)
+    expect(table.open(PEER, opening([1, 2, 3], epoch=4), 0.0), Verdict.DROPPED, Reason.STALE_EPOCH)
+    expect(
+        table.commit(PEER, commit_of([1, 2, 3, 4], 3, epoch=4), ask(), 0.0),
+        Verdict.DROPPED,
+        Reason.STALE_EPOCH,
+    )
+    expect(
+        table.add_features(PEER, 1, 4, 0, rows_of([1, 2, 3], 0, 3), 0.0), Verdict.DROPPED, Reason.STALE_EPOCH
+    )
+    session = table.get(PEER, 1)
+    assert session is not None
+    assert session.features.contiguous == 0
+
+
+def test_reopening_keeps_the_rows_of_the_common_prefix_but_the_last(table: Table) -> None:
+    tokens = list(range(10))
+    started(table, tokens)
+    table.extend_all()
+    held = table.pages.held_pages
+    branched = [*tokens[:6], 40, 41, 42]
+    answer = table.open(PEER, opening(branched, epoch=2), 0.0)
+    assert answer.have_len == 5
+    assert table.pages.held_pages == held
+    table.add_features(PEER, 1, 2, 5, rows_of(branched, 5, 9), 0.0)
+    table.extend_all()
+    table.check()
+    assert table.open(PEER, opening(branched, epoch=3), 0.0).have_len == len(branched) - 2
+
+
+def test_features_may_overtake_their_open(table: Table) -> None:
+    tokens = [1, 2, 3, 4]
+    expect(table.add_features(PEER, 1, 1, 0, rows_of(tokens, 0, 2), 0.0), Verdict.DROPPED, Reason.EARLY)
+    expect(table.add_features(PEER, 1, 1, 2, rows_of(tokens, 2, 4), 0.0), Verdict.DROPPED, Reason.EARLY)
+    table.open(PEER, opening(tokens), 0.1)
+    table.extend_all()
+    session = table.get(PEER, 1)
+    assert session is not None
+    assert session.cached_rows == 3
+
+
+def test_early_features_are_bounded_in_number_and_time(table: Table) -> None:
+    chunk = torch.zeros(MAX_EARLY_ROWS // 4, WIDTH)
+    for session_id in range(9):
+        table.add_features(PEER, session_id, 1, 0, chunk, float(session_id))
+        assert len(table._early) <= MAX_EARLY_ROWS
+    table.expire(EARLY_LIFE_S + 6)
+    assert len(table._early) == chunk.shape[0] * 2
+    table.drop_peer(PEER)
+    assert len(table._early) == 0
+
+
+def test_a_gap_in_the_bulk_stream_asks_for_a_resync(table: Table) -> None:
+    table.open(PEER, opening([1, 2, 3, 4]), 0.0)
+    expect(
+        table.add_features(PEER, 1, 1, 1, rows_of([1, 2, 3, 4], 1, 3), 0.0),
+        Verdict.RESYNC,
+        Reason.FEATURE_GAP,
+    )
+
+
+def test_a_full_table_evicts_the_least_recently_used_idle_session_or_rejects(table: Table) -> None:
+    for session_id in (1, 2, 3):
+        started(table, [1, 2], session_id)
+    table.extend_all()
+    answer = table.open(PEER, opening([1], 4), 0.5)
+    expect(answer, Verdict.REJECTED, Reason.FULL)
+    assert answer.retry_after_ms > 0
+    table.commit(PEER, commit_of([1, 2, 3], 2, 1), None, 0.9)
+    expect(table.open(PEER, opening([1], 4), 1.2), Verdict.ACCEPTED)
+    assert {session.session_id for session in table} == {1, 3, 4}
+    table.check()
+
+
+def test_sessions_of_a_silent_peer_expire_and_others_stay(table: Table) -> None:
+    started(table, [1, 2], 1)
+    table.open(OTHER, opening([1, 2], 1), 0.0)
+    table.extend_all()
+    table.touch(PEER, 0.0)
+    table.touch(OTHER, 9.0)
+    assert [session.peer for session in table.expire(11.0)] == [PEER]
+    assert table.drop_peer(OTHER) == 1
+    assert table.pages.held_pages == 0
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        DraftShape(9, 1, 2),
+        DraftShape(1, 9, 2),
+        DraftShape(1, 1, 65),
+        DraftShape(1, 0, 2),
+        DraftShape(1, 1, 0),
+    ],
+)
+def test_shapes_above_the_limits_are_rejected_and_the_session_lives(table: Table, shape: DraftShape) -> None:
+    started(table, [1, 2])
+    expect(table.commit(PEER, commit_of([1, 2, 3], 2), ask(shape=shape), 0.0), Verdict.REJECTED, Reason.SHAPE)
+    expect(table.commit(PEER, commit_of([1, 2, 3, 4], 3), ask(), 0.0), Verdict.ACCEPTED)
+    assert len(table.ready()) == 1
+
+
+def test_cancel_forgets_the_asks_of_that_round(table: Table) -> None:
+    started(table, [1, 2], 1)
+    started(table, [1, 2], 2)
+    table.commit(PEER, commit_of([1, 2, 3], 2, 1), ask(1), 0.0)
+    table.commit(PEER, commit_of([1, 2, 3], 2, 2), ask(2), 0.0)
+    assert table.cancel(PEER, 1) == 1
+    assert [session.session_id for session in table.ready()] == [2]
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (SequenceOpen(fence_of([1, 2]), [1, 3], 0, 0.0), Reason.PREFIX_MISMATCH),
+        (SequenceOpen(fence_of([1, 2]), [1, 2, 3], 0, 0.0), Reason.MALFORMED),
+        (SequenceOpen(fence_of([]), [], 0, 0.0), Reason.MALFORMED),
+        (opening([VOCAB]), Reason.MALFORMED),
+        (opening([1] * 61), Reason.TOO_LONG),
+    ],
+)
+def test_bad_openings_are_rejected(table: Table, bad: SequenceOpen, reason: Reason) -> None:
+    expect(table.open(PEER, bad, 0.0), Verdict.REJECTED, reason)
+    assert len(table) == 0
+
+
+def test_a_drafter_without_features_is_ready_at_once() -> None:
+    table = Table(SessionLimits(3, 60, VOCAB, 0, DraftShape(8, 8, 64), row_source=RowSource.NONE))
+    table.open(PEER, opening([1, 2]), 0.0)
+    table.commit(PEER, commit_of([1, 2, 3], 2, features=False), ask(), 0.0)
+    assert len(table.ready()) == 1
+    assert table.extendable() == []
+
+
+def test_rows_behind_a_gap_are_bounded() -> None:
+    features = FeatureQueue()
+    assert features.add(10, torch.zeros(MAX_ROWS_AHEAD, WIDTH))
+    assert not features.add(10 + MAX_ROWS_AHEAD, torch.zeros(1, WIDTH))
+
+
+class Sessions(RuleBasedStateMachine):
+    """Random traffic of one target whose messages are lost, repeated and reordered; the target's own view is the truth."""
+
+    truths: Bundle[int] = Bundle("truths")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Table()
+        self.truth: dict[int, list[int]] = {}
+        self.epoch: dict[int, int] = {}
+        self.sent: list[tuple[str, object]] = []
+        self.now = 0.0
+
+    @initialize()
+    def begin(self) -> None:
+        self.table.touch(PEER, self.now)
+
+    def deliver(self, kind: str, message: object) -> None:
+        self.now += 0.01
+        self.table.touch(PEER, self.now)
+        if kind == "open":
+            assert isinstance(message, SequenceOpen)
+            self.table.open(PEER, message, self.now)
+        elif kind == "commit":
+            assert isinstance(message, Commit)
+            answer = self.table.commit(PEER, message, ask(), self.now)
+            if answer.verdict is Verdict.RESYNC:
+                assert self.table.get(PEER, message.fence.session_id) is None
+        else:
+            session_id, epoch, base, rows = message  # type: ignore[misc]
+            self.table.add_features(PEER, session_id, epoch, base, rows, self.now)
+
+    def send(self, kind: str, message: object, fate: str) -> None:
+        self.sent.append((kind, message))
+        if fate != "lost":
+            self.deliver(kind, message)
+        if fate == "twice":
+            self.deliver(kind, message)
+
+    fates = st.sampled_from(["once", "once", "once", "twice", "lost"])
+
+    @rule(
+        target=truths,
+        session_id=st.integers(0, 4),
+        tokens=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6),
+        fate=fates,
+    )
+    def open(self, session_id: int, tokens: list[int], fate: str) -> int:
+        self.truth[session_id] = list(tokens)
+        self.epoch[session_id] = self.epoch.get(session_id, 0) + 1
+        self.send("open", opening(tokens, session_id, self.epoch[session_id]), fate)
+        return session_id
+
+    @rule(session_id=truths, parts=st.integers(1, 3), fate=fates)
+    def send_features(self, session_id: int, parts: int, fate: str) -> None:
+        tokens = self.truth[session_id]
+        size = -(-len(tokens) // parts)
+        for base in range(0, len(tokens), size):
+            rows = rows_of(tokens, base, min(len(tokens), base + size))
+            self.send("features", (session_id, self.epoch[session_id], base, rows), fate)
+
+    @rule(
+        session_id=truths,
+        fresh=st.lists(st.integers(0, VOCAB - 1), min_size=0, max_size=4),
+        overlap=st.integers(0, 3),
+        fate=fates,
+    )
+    def commit(self, session_id: int, fresh: list[int], overlap: int, fate: str) -> None:
+        tokens = self.truth[session_id]
+        base_len = max(1, len(tokens) - overlap)
+        tokens.extend(fresh)
+        self.send("commit", commit_of(list(tokens), base_len, session_id, self.epoch[session_id]), fate)
+
+    @rule(which=st.integers(0, 10**6))
+    def replay_something_old(self, which: int) -> None:
+        if self.sent:
+            self.deliver(*self.sent[which % len(self.sent)])
+
+    @rule(session_id=st.integers(0, 4))
+    def close(self, session_id: int) -> None:
+        self.table.close(PEER, session_id)
+
+    @rule()
+    def draft(self) -> None:
+        ready = self.table.ready()
+        self.table.extend_all()
+        for session in ready:
+            assert session.cached_rows == session.committed_len - 1
+            session.ask = None
+
+    @rule(silence_s=st.sampled_from([0.5, 2.0, 11.0]))
+    def wait(self, silence_s: float) -> None:
+        self.now += silence_s
+        self.table.expire(self.now)
+
+    @invariant()
+    def sessions_hold_true_prefixes_and_pages_add_up(self) -> None:
+        self.table.check()
+        for session in self.table:
+            if session.epoch == self.epoch[session.session_id]:
+                assert session.tokens == self.truth[session.session_id][: session.committed_len]
+
+    def teardown(self) -> None:
+        self.table.drop_peer(PEER)
+        self.table.check()
+        assert self.table.pages.held_pages == 0
+
+
+TestSessions = Sessions.TestCase
+TestSessions.settings = hypothesis_settings(max_examples=60, stateful_step_count=40, deadline=None)

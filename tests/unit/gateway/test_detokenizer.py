@@ -1,0 +1,148 @@
+"""Incremental decoding: nothing inside a code point, nothing taken back, ids and text in step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.toy_text import make_tokenizer
+from tokenizers import Tokenizer, decoders, models
+
+from outrider.services.gateway.detokenizer import IncrementalDecoder, TextAssembler
+from outrider.services.gateway.request import StopRules
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder: Path = make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def byte_fallback() -> Tokenizer:
+    """SentencePiece's kind: a space at the beginning is swallowed, unknown characters are byte tokens."""
+    words = ["<unk>", "<s>", "▁the", "▁cat", "s", "▁", "a"]
+    vocab = {word: at for at, word in enumerate(words)} | {
+        f"<0x{byte:02X}>": len(words) + byte for byte in range(256)
+    }
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+def pieces_of(tokenizer: Tokenizer, ids: list[int], skip: bool = True) -> list[str]:
+    decoder = IncrementalDecoder(tokenizer, skip)
+    return [decoder.push(one) for one in ids] + [decoder.flush()]
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(max_size=40))
+def test_the_pieces_make_the_text_and_none_breaks_a_character(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    pieces = pieces_of(tokenizer, ids)
+    assert "".join(pieces) == text
+    assert pieces[-1] == "" or text.endswith("�")
+    if "�" not in text:
+        assert not any("�" in piece for piece in pieces)
+
+
+@settings(max_examples=150, deadline=None)
+@given(ids=st.lists(st.integers(0, 260), max_size=40))
+def test_any_ids_at_all_are_decoded_and_valid_text_comes_through(
+    tokenizer: Tokenizer, byte_fallback: Tokenizer, ids: list[int]
+) -> None:
+    decoded = "".join(pieces_of(tokenizer, ids))
+    # Broken bytes may be rendered in other places; everything else must be there, in order.
+    assert decoded.replace("�", "") == tokenizer.decode(ids).replace("�", "")
+    # A byte-fallback decoder drops a whole run of bytes when one of them is broken; a stream has shown the good ones by then.
+    words = [token for token in ids if token < 7]
+    assert "".join(pieces_of(byte_fallback, words)) == byte_fallback.decode(words)
+    pieces_of(byte_fallback, ids)
+
+
+def test_a_sentencepiece_text_keeps_its_inner_spaces(byte_fallback: Tokenizer) -> None:
+    fox = [7 + byte for byte in "🦊".encode()]
+    assert pieces_of(byte_fallback, [2, 3, 4, 5, *fox, 2]) == [
+        "the",
+        " cat",
+        "s",
+        " ",
+        "",
+        "",
+        "",
+        "🦊",
+        " the",
+        "",
+    ]
+
+
+def test_bytes_that_are_no_text_are_let_go_in_the_end(byte_fallback: Tokenizer) -> None:
+    lone = 7 + 0x80
+    pieces = pieces_of(byte_fallback, [3] + [lone] * 30 + [3])
+    assert "�" in "".join(pieces[:12])
+    assert "".join(pieces).endswith(" cat")
+    assert pieces_of(byte_fallback, [3, lone])[-1] == "�"
+
+
+def test_special_tokens_are_hidden_or_shown_and_do_not_break_characters(tokenizer: Tokenizer) -> None:
+    fox = tokenizer.encode("🦊", add_special_tokens=False).ids
+    assert "".join(pieces_of(tokenizer, [0] * 20 + fox)) == "🦊"
+    assert "".join(pieces_of(tokenizer, [0, *fox, 2], skip=False)) == "<|bos|>🦊<|user|>"
+
+
+def assemble(
+    tokenizer: Tokenizer | None,
+    ids: list[int],
+    rules: StopRules,
+    silent: frozenset[int] = frozenset(),
+    step: int = 1,
+):
+    assembler = TextAssembler(tokenizer, rules, silent)
+    chunks = [assembler.push(ids[at : at + step]) for at in range(0, len(ids), step)]
+    return assembler, [*chunks, assembler.finish()]
+
+
+@pytest.mark.parametrize("step", [1, 2, 50])
+def test_ids_are_released_with_the_last_of_their_text(tokenizer: Tokenizer, step: int) -> None:
+    ids = tokenizer.encode("the dog EN and 🦊 E", add_special_tokens=False).ids
+    _, chunks = assemble(tokenizer, ids, StopRules(strings=("END",)), step=step)
+    text, released = "", []
+    for chunk in chunks:
+        text += chunk.text
+        released += chunk.token_ids
+        # Whatever ids were shown, their whole text was shown too, and no more than one held character beyond it.
+        assert text.startswith(tokenizer.decode(released).rstrip("�"))
+    assert (text, released) == ("the dog EN and 🦊 E", ids)
+
+
+@pytest.mark.parametrize("step", [1, 3, 50])
+def test_tokens_after_a_stop_string_are_dropped(tokenizer: Tokenizer, step: int) -> None:
+    ids = tokenizer.encode("one END two", add_special_tokens=False).ids
+    assembler, chunks = assemble(tokenizer, ids, StopRules(strings=("END",)), step=step)
+    assert "".join(chunk.text for chunk in chunks) == "one "
+    released = [token for chunk in chunks for token in chunk.token_ids]
+    assert released == ids[: assembler.num_tokens]
+    assert "END" in tokenizer.decode(released)
+    assert "END" not in tokenizer.decode(released[:-1])
+
+
+def test_a_silent_token_has_no_text_but_is_told(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a b", add_special_tokens=False).ids
+    _, chunks = assemble(tokenizer, ids, StopRules(skip_special_tokens=False), silent=frozenset([ids[-1]]))
+    assert "".join(chunk.text for chunk in chunks) == tokenizer.decode(ids[:-1])
+    assert [token for chunk in chunks for token in chunk.token_ids] == ids
+
+
+def test_without_a_tokenizer_ids_pass_through() -> None:
+    _, chunks = assemble(None, [5, 6, 7], StopRules())
+    assert [(chunk.text, chunk.token_ids) for chunk in chunks] == [
+        ("", (5,)),
+        ("", (6,)),
+        ("", (7,)),
+        ("", ()),
+    ]

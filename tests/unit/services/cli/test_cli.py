@@ -1,0 +1,302 @@
+"""The command line: options made from settings, errors with exit codes, and the client commands against a canned gateway."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from pydantic import Field
+from typer.testing import CliRunner
+
+from outrider.services.cli import commands as cli
+from outrider.services.cli.settings_options import settings_command
+from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.base.settings import ServiceSettings, settings_config
+
+RUNNER = CliRunner()
+
+
+class ToySettings(ServiceSettings):
+    model_config = settings_config("toy")
+
+    model: Path = Field(description="Model folder.")
+    num_steps: int = Field(5, ge=0, description="Depth of drafting.")
+    names: tuple[str, ...] = Field((), description="Names.")
+    any_model: bool = Field(False, description="Lenient.")
+    threads: int | None = Field(None, description="Threads.")
+
+
+def run_toy(*arguments: str) -> tuple[int, list[ToySettings], Any]:
+    seen: list[ToySettings] = []
+    app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command()(settings_command(ToySettings, lambda settings: seen.append(settings) or 7, "Run a toy."))  # type: ignore[func-returns-value,arg-type]
+    result = RUNNER.invoke(app, list(arguments))
+    return result.exit_code, seen, result
+
+
+def test_flags_reach_the_settings_and_the_return_value_is_the_exit_code() -> None:
+    code, seen, _ = run_toy(
+        "--model",
+        "/m",
+        "--speculative-num-steps",
+        "3",
+        "--names",
+        "a",
+        "--names",
+        "b",
+        "--any-model",
+        "--threads",
+        "2",
+    )
+    assert code == 7
+    assert seen[0].model_dump() == {
+        "model": Path("/m"),
+        "num_steps": 3,
+        "names": ("a", "b"),
+        "any_model": True,
+        "threads": 2,
+    }
+
+
+def test_flag_beats_environment_beats_file_beats_default(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "toy.toml"
+    file.write_text('model = "/from-file"\nnum_steps = 1\nthreads = 1\n')
+    monkeypatch.setenv("OUTRIDER_TOY_NUM_STEPS", "2")
+    monkeypatch.setenv("OUTRIDER_TOY_THREADS", "2")
+    _, seen, _ = run_toy("--config", str(file), "--threads", "3")
+    assert (seen[0].model, seen[0].num_steps, seen[0].threads, seen[0].any_model) == (
+        Path("/from-file"),
+        2,
+        3,
+        False,
+    )
+
+
+def test_help_shows_flag_alias_default_and_environment() -> None:
+    text = re.sub(r"\s+", " ", run_toy("--help")[2].output)
+    for part in (
+        "--num-steps",
+        "--speculative-num-steps",
+        "Depth of drafting.",
+        "OUTRIDER_TOY_NUM_STEPS",
+        "5",
+        "--no-any-model",
+        "--config",
+    ):
+        assert part in text
+
+
+def test_a_wrong_value_names_field_flag_and_environment() -> None:
+    _, _, result = run_toy("--model", "/m", "--num-steps", "-1")
+    assert isinstance(result.exception, ConfigurationError)
+    assert "--num-steps" in str(result.exception)
+    assert "OUTRIDER_TOY_NUM_STEPS" in str(result.exception)
+
+
+def test_main_prints_an_error_and_exits_with_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["outrider", "up", "--target", "/nonexistent/model"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 2
+    assert "error: --target /nonexistent/model: there is no such folder." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("service", ["gateway", "target", "draft"])
+def test_serve_help_lists_the_settings_of_the_service(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    result = RUNNER.invoke(cli.app, ["serve", service, "--help"])
+    assert result.exit_code == 0
+    assert f"OUTRIDER_{service.upper()}_" in re.sub(r"\s+", "", result.output)
+
+
+@pytest.mark.parametrize("service", ["target", "draft"])
+def test_serve_takes_sglangs_name_of_the_draft(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(cli.entrypoints, f"serve_{service}", lambda settings: seen.append(settings) or 0)
+    required = ["--model", "/m"] if service == "target" else []
+    result = RUNNER.invoke(
+        cli.app, ["serve", service, *required, "--speculative-draft-model-path", "unix:/d.sock"]
+    )
+    assert result.exit_code == 0, result.output
+    assert str(seen[0].draft) == "unix:/d.sock"
+    assert "--speculative-draft-model-path" in RUNNER.invoke(cli.app, ["serve", service, "--help"]).output
+
+
+def test_up_hands_its_capacity_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[cli.StackOptions] = []
+
+    def start(options: cli.StackOptions, *_: object) -> None:
+        seen.append(options)
+        raise ConfigurationError("enough seen")
+
+    monkeypatch.setattr(cli.launch, "running_stack", start)
+    RUNNER.invoke(
+        cli.app, ["up", "--max-running-requests", "3", "--mem-fraction-static", "0.4", "--kv-tokens", "4096"]
+    )
+    assert (seen[0].max_running_requests, seen[0].mem_fraction_static, seen[0].kv_tokens) == (3, 0.4, 4096)
+    monkeypatch.setenv("COLUMNS", "200")
+    text = RUNNER.invoke(cli.app, ["up", "--help"]).output
+    assert all(flag in text for flag in ("--max-running-requests", "--mem-fraction-static", "--kv-tokens"))
+
+
+def test_importing_the_command_line_stays_light() -> None:
+    code = "import sys, outrider.services.cli.commands; print(sorted({'torch', 'fastapi', 'grpc', 'httpx'} & set(sys.modules)))"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        == "[]\n"
+    )
+
+
+class CannedGateway(BaseHTTPRequestHandler):
+    """Answers as the gateway does; keeps the bodies it was sent."""
+
+    bodies: list[dict[str, Any]]
+    ready = True
+
+    def do_GET(self) -> None:
+        if self.path == "/v1/models":
+            self._json(200, {"data": [{"id": "toy"}]})
+        else:
+            self._json(200 if type(self).ready else 503, {"status": "ok"})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        type(self).bodies.append(body)
+        if body["max_tokens"] == 0:
+            self._json(
+                400,
+                {
+                    "error": {
+                        "message": "max_tokens: must be at least 1.",
+                        "type": "invalid_request_error",
+                        "param": "max_tokens",
+                    }
+                },
+            )
+            return
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.end_headers()
+        chat = self.path.endswith("chat/completions")
+        for piece in ("Paris ", "and ", "Rome."):
+            self._event(
+                {"choices": [{"delta": {"content": piece}} if chat else {"text": piece}], "usage": None}
+            )
+        end = {"delta": {}, "text": "", "finish_reason": "stop"}
+        self._event(
+            {
+                "choices": [end],
+                "speculation": {"accept_length": 3.5, "rounds": 2, "draft_tokens": 30},
+                "usage": None,
+            }
+        )
+        self._event({"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 7}})
+        self.wfile.write(b": keep-alive\n\ndata: [DONE]\n\n")
+
+    def log_message(self, *_: Any) -> None:
+        """Stay quiet."""
+
+    def _event(self, event: dict[str, Any]) -> None:
+        self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+
+    def _json(self, status: int, body: dict[str, Any]) -> None:
+        payload = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(payload)))
+        self.end_headers()
+        self.wfile.write(payload)
+
+
+@pytest.fixture
+def gateway() -> Iterator[str]:
+    CannedGateway.bodies, CannedGateway.ready = [], True
+    with ThreadingHTTPServer(("127.0.0.1", 0), CannedGateway) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_generate_streams_the_text_and_sums_up(gateway: str) -> None:
+    result = RUNNER.invoke(
+        cli.app,
+        ["generate", "hi", "--url", gateway, "--seed", "7", "--speculation", "on", "--max-tokens", "9"],
+    )
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "Paris and Rome.\n"
+    assert "7 tokens" in result.stderr
+    assert "accept length 3.50 over 2 rounds" in result.stderr
+    (body,) = CannedGateway.bodies
+    assert body["messages"] == [{"role": "user", "content": "hi"}]
+    assert {
+        "model": "toy",
+        "seed": 7,
+        "max_tokens": 9,
+        "stream": True,
+        "speculation": {"mode": "on"},
+    }.items() <= body.items()
+
+
+def test_generate_raw_completes_the_text_from_standard_input(gateway: str) -> None:
+    result = RUNNER.invoke(cli.app, ["generate", "-", "--raw", "--url", gateway], input="Once upon")
+    assert result.stdout == "Paris and Rome.\n"
+    assert CannedGateway.bodies[0]["prompt"] == "Once upon"
+
+
+def test_chat_remembers_the_turns_and_ends_on_an_empty_line(gateway: str) -> None:
+    result = RUNNER.invoke(cli.app, ["chat", "--url", gateway], input="first\nsecond\n\n")
+    assert result.exit_code == 0
+    roles = [(message["role"], message["content"]) for message in CannedGateway.bodies[1]["messages"]]
+    assert roles == [("user", "first"), ("assistant", "Paris and Rome."), ("user", "second")]
+
+
+def test_a_refused_request_shows_the_servers_message(gateway: str) -> None:
+    result = RUNNER.invoke(cli.app, ["generate", "hi", "--url", gateway, "--max-tokens", "0"])
+    assert "max_tokens: must be at least 1." in str(result.exception)
+
+
+def test_nobody_listening_says_how_to_start() -> None:
+    result = RUNNER.invoke(cli.app, ["generate", "hi", "--url", "http://127.0.0.1:9"])
+    assert "Start the services with `outrider up`" in str(result.exception)
+
+
+@pytest.mark.parametrize(("ready", "code"), [(True, 0), (False, 1)])
+def test_health_follows_readiness(gateway: str, ready: bool, code: int) -> None:
+    CannedGateway.ready = ready
+    assert RUNNER.invoke(cli.app, ["health", "--url", gateway]).exit_code == code
+
+
+def test_health_of_a_dead_grpc_address_is_1(tmp_path: Path) -> None:
+    result = RUNNER.invoke(cli.app, ["health", "--grpc", f"unix:{tmp_path}/none.sock"])
+    assert result.exit_code == 1
+    assert "UNAVAILABLE" in result.output
+
+
+class ClosedPipe(io.StringIO):
+    """An output whose reader has gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_closed_status_output_goes_quiet() -> None:
+    """`outrider up | head` must not lose the threads that look after the children."""
+    console = cli.StatusConsole(file=ClosedPipe())
+    console.print("nobody reads this")
+    assert console.quiet
+    console.print("nor this")

@@ -1,0 +1,210 @@
+"""`outrider up --mps`, with a stand-in for NVIDIA's program that writes down what it is told."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.services.stack import launch
+from outrider.services.stack.launch import plan_stack, running_stack, wants_inproc
+from outrider.services.stack.mps import PROGRAM, shared_gpu
+from outrider.services.stack.option_checks import check_values
+from outrider.services.stack.options import StackOptions, Transport
+from outrider.services.stack.supervisor import ChildSpec, Supervisor, Surroundings
+from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.spec.algorithm import Algorithm
+
+STAND_IN = """#!{python}
+import json, os, pathlib, sys
+pipe, log = (pathlib.Path(os.environ["CUDA_MPS_" + name + "_DIRECTORY"]) for name in ("PIPE", "LOG"))
+assert pipe.is_dir() and log.is_dir()
+said = "" if sys.argv[1:] else sys.stdin.read()
+call = [sys.argv[1:], said, str(pipe), os.environ.get("CUDA_VISIBLE_DEVICES")]
+with open({record!r}, "a") as record:
+    record.write(json.dumps(call) + "\\n")
+if said == "get_server_list\\n":
+    print("4242\\nnone of ours")
+if {fails!r} in (sys.argv[1:] or [said.strip()]):
+    print("An instance of this daemon is already running", file=sys.stderr)
+    sys.exit(1)
+"""
+
+
+STUBBORN = """
+import os, signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(os.environ["WHERE"], flush=True)
+while True:
+    signal.pause()
+"""
+
+
+class StandIn:
+    """The program on PATH."""
+
+    def __init__(self, folder: Path) -> None:
+        self._record = folder / "record"
+        self._program = folder / PROGRAM
+
+    def install(self, fails: str = "-") -> None:
+        self._program.write_text(
+            STAND_IN.format(python=sys.executable, record=str(self._record), fails=fails)
+        )
+        self._program.chmod(0o700)
+
+    @property
+    def calls(self) -> list[list[Any]]:
+        return (
+            [json.loads(line) for line in self._record.read_text().splitlines()]
+            if self._record.exists()
+            else []
+        )
+
+    @property
+    def commands(self) -> list[str]:
+        return [" ".join(arguments) or said.strip() for arguments, said, *_ in self.calls]
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    return StandIn(folder)
+
+
+@pytest.fixture
+def gpus(tmp_path: Path) -> Path:
+    folder = tmp_path / "dev"
+    folder.mkdir()
+    (folder / "nvidia0").touch()
+    return folder
+
+
+class Lines:
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str]] = []
+        self.first = threading.Event()
+
+    def __call__(self, name: str, line: str) -> None:
+        self.seen.append((name, line))
+        self.first.set()
+
+
+def test_the_service_runs_with_pipes_of_its_own_until_the_end(
+    tmp_path: Path, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in.install()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    lines = Lines()
+    with shared_gpu(tmp_path / "mps", lines) as around:
+        assert stand_in.commands == ["-d"]
+        pipe, log = tmp_path / "mps" / "pipe", tmp_path / "mps" / "log"
+        assert around.variables == {"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(log)}
+        around.before_kill(77)
+        assert stand_in.commands[1:] == ["get_server_list", "terminate_client 4242 77"]
+    assert stand_in.commands[-1] == "quit"
+    assert {(where, visible) for *_, where, visible in stand_in.calls} == {(str(pipe), None)}
+    assert lines.seen == []
+
+
+def test_what_the_service_says_when_it_does_not_start_is_passed_on(tmp_path: Path, stand_in: StandIn) -> None:
+    stand_in.install(fails="-d")
+    message = "--mps: nvidia-cuda-mps-control does not start: An instance of this daemon is already running. Leave --mps out"
+    with pytest.raises(ConfigurationError, match=message) as caught, shared_gpu(tmp_path / "mps", Lines()):
+        pass
+    assert caught.value.field == "--mps"
+    assert stand_in.commands == ["-d"]
+
+
+def test_a_service_that_does_not_quit_is_told_of(tmp_path: Path, stand_in: StandIn) -> None:
+    stand_in.install(fails="quit")
+    lines = Lines()
+    with shared_gpu(tmp_path / "mps", lines):
+        pass
+    assert lines.seen == [
+        ("mps", "nvidia-cuda-mps-control did not quit: An instance of this daemon is already running")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "cpu"}, "--mps shares a GPU, and --device cpu uses none; leave it out"),
+        ({"draft": None}, "here only the target is"),
+        ({"algorithm": Algorithm.NGRAM, "draft": None}, "here only the target is"),
+        ({"transport": Transport.INPROC}, "here only the target is"),
+        ({}, "--mps: nvidia-cuda-mps-control, which comes with NVIDIA's driver, is not on PATH; install it"),
+    ],
+)
+def test_it_is_refused_where_it_can_do_nothing(
+    options: dict[str, Any], message: str, gpus: Path, stand_in: StandIn
+) -> None:
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        check_values(StackOptions(mps=True, **options), gpus)
+    assert caught.value.field == "--mps"
+    assert stand_in.calls == []
+
+
+def test_it_is_refused_without_an_nvidia_gpu(tmp_path: Path, gpus: Path, stand_in: StandIn) -> None:
+    stand_in.install()
+    check_values(StackOptions(mps=True), gpus)
+    with pytest.raises(ConfigurationError, match="this machine shows none") as caught:
+        check_values(StackOptions(mps=True), tmp_path)
+    assert caught.value.field == "--mps"
+
+
+def test_the_draft_has_a_process_of_its_own_and_is_reached_by_ipc() -> None:
+    assert not wants_inproc(StackOptions(mps=True, tp=2))
+    assert (
+        plan_stack(StackOptions(mps=True), Path("/run/x"), inproc=False).draft_address
+        == "ipc:///run/x/draft.sock"
+    )
+    by_grpc = StackOptions(mps=True, transport=Transport.GRPC)
+    assert plan_stack(by_grpc, Path("/run/x"), inproc=False).draft_address == "unix:/run/x/draft.sock"
+
+
+def test_a_stack_lives_inside_the_service(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in.install()
+    found: list[Surroundings] = []
+
+    class Fake:
+        def settle(self) -> None:
+            found.append(Surroundings())
+
+    @contextmanager
+    def supervisor(_children: object, _echo: object, around: Surroundings) -> Iterator[Fake]:
+        found.append(around)
+        before = stand_in.commands
+        yield Fake()
+        assert stand_in.commands == before, "it runs for as long as the children do"
+
+    monkeypatch.setattr(launch, "check_options", lambda _options: None)
+    monkeypatch.setattr(launch, "_wait_until_ready", lambda *_: None)
+    monkeypatch.setattr(launch, "Supervisor", supervisor)
+    with running_stack(StackOptions(mps=True), Lines(), lambda _line: None):
+        assert found[0].variables["CUDA_MPS_PIPE_DIRECTORY"] == stand_in.calls[0][2]
+    assert stand_in.commands == ["-d", "quit"]
+    with running_stack(StackOptions(), Lines(), lambda _line: None):
+        assert found[2].variables == {}
+    assert stand_in.commands == ["-d", "quit"], "only on request"
+
+
+def test_children_get_the_variables_and_are_taken_off_the_gpu_before_they_are_killed() -> None:
+    code = STUBBORN
+    let_go: list[int] = []
+    lines = Lines()
+    around = Surroundings({"WHERE": "here"}, let_go.append)
+    with Supervisor([ChildSpec("target", (sys.executable, "-c", code), 0.2)], lines, around) as supervisor:
+        (child,) = supervisor.children
+        assert lines.first.wait(20)
+        process_id = child.process_id
+    assert lines.seen[0] == ("target", "here")
+    assert let_go == [process_id]

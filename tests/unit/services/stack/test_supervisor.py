@@ -1,0 +1,169 @@
+"""The supervisor, with small Python processes as children."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from outrider.services.stack.supervisor import Child, ChildSpec, Supervisor, next_backoff
+
+# Says its process id, then waits for the end.
+WAITING = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
+STUBBORN = "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(), flush=True)\nwhile True: signal.pause()"
+SAYS_BYE = """
+import signal, sys
+signal.signal(signal.SIGTERM, lambda *_: (print("bye", flush=True), sys.exit(0)))
+print("up", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+class Lines:
+    """Collects what children print; `next_of` waits for a child's next line."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, queue.Queue[str]] = {}
+
+    def __call__(self, name: str, line: str) -> None:
+        self._lines.setdefault(name, queue.Queue()).put(line)
+
+    def next_of(self, name: str) -> str:
+        return self._lines.setdefault(name, queue.Queue()).get(timeout=20)
+
+
+def python(name: str, code: str, drain_s: float = 10.0) -> ChildSpec:
+    return ChildSpec(name, (sys.executable, "-c", code), drain_s)
+
+
+def is_running(process_id: int) -> bool:
+    """Whether the process lives; one that nobody has reaped yet does not."""
+    try:
+        status = Path(f"/proc/{process_id}/status").read_text(encoding="utf-8")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return "\nState:\tZ" not in status
+
+
+def test_backoff_doubles_from_a_fifth_of_a_second_to_five_and_restarts_after_a_stable_life() -> None:
+    waits = [0.0]
+    for _ in range(7):
+        waits.append(next_backoff(waits[-1], lived_s=0.1))
+    assert waits[1:] == [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+    assert next_backoff(5.0, lived_s=60.0) == 0.2
+
+
+def test_a_killed_child_is_restarted_once_settled() -> None:
+    lines = Lines()
+    with Supervisor([python("draft", WAITING)], lines) as supervisor:
+        first = int(lines.next_of("draft"))
+        supervisor.settle()
+        os.kill(first, signal.SIGKILL)
+        assert lines.next_of("draft") == "exited with signal SIGKILL; restarting in 0.2 s"
+        second = int(lines.next_of("draft"))
+        assert second != first
+        assert supervisor.child("draft").starts == 2
+        assert supervisor.child("draft").process_id == second
+    assert not is_running(second)
+
+
+def test_a_death_while_starting_is_reported_and_not_repeated() -> None:
+    lines = Lines()
+    with Supervisor(
+        [python("target", "import sys; print('no such model'); sys.exit(2)")], lines
+    ) as supervisor:
+        assert lines.next_of("target") == "no such model"
+        failed = wait_until(supervisor.failed)
+        assert failed.spec.name == "target"
+        assert failed.exit_code == 2
+        assert list(failed.last_lines) == ["no such model"]
+        assert failed.starts == 1
+
+
+def test_a_missing_program_counts_as_a_failed_start() -> None:
+    lines = Lines()
+    with Supervisor([ChildSpec("draft", ("/nonexistent/outrider",))], lines) as supervisor:
+        assert "cannot start /nonexistent/outrider" in lines.next_of("draft")
+        assert wait_until(supervisor.failed).exit_code == 127
+
+
+def test_children_drain_in_the_given_order() -> None:
+    code = SAYS_BYE
+    order: list[tuple[str, str]] = []
+    lines = Lines()
+
+    def record(name: str, line: str) -> None:
+        order.append((name, line))
+        lines(name, line)
+
+    with Supervisor(
+        [python("gateway", code), python("target", code), python("draft", code)], record
+    ) as supervisor:
+        for name in ("gateway", "target", "draft"):
+            assert lines.next_of(name) == "up"
+        supervisor.settle()
+    assert [name for name, line in order if line == "bye"] == ["gateway", "target", "draft"]
+    assert [child.exit_code for child in supervisor.children] == [0, 0, 0]
+
+
+def test_a_child_that_ignores_the_signal_is_killed_after_its_drain_time() -> None:
+    lines = Lines()
+    with Supervisor([python("target", STUBBORN, drain_s=0.3)], lines) as supervisor:
+        process_id = int(lines.next_of("target"))
+        supervisor.settle()
+    assert lines.next_of("target") == "did not stop within 0.3 s; killed"
+    assert not is_running(process_id)
+    assert supervisor.child("target").exit_code == -signal.SIGKILL
+
+
+def test_a_stopped_child_can_be_drained() -> None:
+    lines = Lines()
+    with Supervisor([python("draft", WAITING)], lines) as supervisor:
+        process_id = int(lines.next_of("draft"))
+        supervisor.settle()
+        os.kill(process_id, signal.SIGSTOP)
+    assert not is_running(process_id)
+    assert supervisor.child("draft").exit_code == -signal.SIGTERM
+
+
+def test_children_die_with_a_killed_supervisor() -> None:
+    program = f"""
+import signal, sys
+from outrider.services.stack.supervisor import ChildSpec, Supervisor
+with Supervisor([ChildSpec("draft", (sys.executable, "-c", {WAITING!r}))], lambda name, line: print(line, flush=True)):
+    signal.pause()
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    assert is_running(child)
+    parent.kill()
+    parent.wait()
+    # The pipe that the child was given ends when the last process that holds it is gone.
+    assert parent.stdout.read() == ""
+    parent.stdout.close()
+    wait_until(lambda: None if is_running(child) else True)
+
+
+T = TypeVar("T")
+
+
+def wait_until(probe: Callable[[], T | None]) -> T:
+    """Ask until there is an answer; the test's own timeout ends a wait for what never comes."""
+    while True:
+        if (answer := probe()) is not None:
+            return answer
+        threading.Event().wait(0.01)
+
+
+def test_children_are_found_by_name() -> None:
+    supervisor = Supervisor([python("gateway", WAITING), python("draft", WAITING)], Lines())
+    assert isinstance(supervisor.child("draft"), Child)
+    assert supervisor.child("draft").process_id is None

@@ -1,0 +1,106 @@
+"""Without CUDA a graph cache runs what it is given, every time; with it, it keeps what was recorded at the start and so many others."""
+
+from __future__ import annotations
+
+import torch
+from support.played_graphs import BoundedGraphs
+
+from outrider.shared.engine.graphs import RECORD_AFTER, GraphCache
+from outrider.shared.spec.resident import RoundState
+
+
+def test_without_cuda_functions_run_each_time() -> None:
+    cache = GraphCache("cpu")
+    numbers = torch.zeros(2)
+
+    def record() -> torch.Tensor:
+        numbers.add_(1)
+        return numbers.clone()
+
+    cache.capture("key", record)
+    assert numbers.tolist() == [0, 0], "there is nothing to record"
+    assert cache.run("key", record).tolist() == [1, 1]
+    assert cache.run("key", record).tolist() == [2, 2]
+    assert cache.holds("key")
+    assert cache.holds("another")
+    assert (cache.keys, cache.memory_bytes, cache.enabled) == ((), 0, False)
+    cache.clear()
+
+
+def test_an_idle_state_has_roots_of_zero() -> None:
+    state = RoundState.idle(3, 4, 8, torch.float32, "cpu")
+    assert (state.bs, state.columns) == (3, 4)
+    assert state.roots().tolist() == [0, 0, 0]
+    state.tokens[1] = torch.tensor([7, 8, 9, 0])
+    state.counts[1] = 3
+    assert state.roots().tolist() == [0, 9, 0]
+    assert state.features.shape == (3, 4, 8)
+
+
+def test_only_so_many_graphs_are_kept_beside_those_of_the_start() -> None:
+    graphs = BoundedGraphs(most_late=2)
+    with graphs.keeping():
+        for key in ("first", "second", "third"):
+            graphs.capture(key, list)
+    for key in "abab":
+        graphs.run(key, list)
+    assert graphs.observer.gone == []
+    graphs.run("a", list)
+    graphs.run("c", list)
+    assert graphs.keys == ("first", "second", "third", "a", "c"), "b was used longest ago"
+    assert graphs.observer.gone == [5]
+    assert [graphs.replays(key) for key in "abc"] == [True, False, True]
+    for number in range(1000):
+        graphs.run(number, list)
+    assert len(graphs.keys) == 5
+    assert graphs.keys[-2:] == (998, 999)
+
+
+def test_nothing_is_dropped_while_there_is_room() -> None:
+    graphs = BoundedGraphs(most_late=6)
+    with graphs.keeping():
+        pass
+    for key in range(6):
+        graphs.run(key, list)
+    assert graphs.keys == tuple(range(6))
+    assert graphs.observer.gone == []
+    graphs.run(6, list)
+    assert graphs.keys == tuple(range(1, 7))
+
+
+def test_nothing_is_dropped_before_a_start_is_over() -> None:
+    graphs = BoundedGraphs(most_late=2)
+    for key in range(10):
+        graphs.run(key, list)
+    assert len(graphs.keys) == 10
+
+
+def test_what_is_met_late_runs_eagerly_until_a_recording_pays() -> None:
+    graphs = BoundedGraphs(most_late=2)
+    assert graphs.due("early"), "before a start all is recorded"
+    with graphs.keeping():
+        graphs.capture("start", list)
+    assert graphs.due("start")
+    assert [graphs.due("late") for _ in range(RECORD_AFTER + 2)] == [False] * RECORD_AFTER + [True, True]
+    graphs.capture("late", list)
+    assert graphs.due("late")
+    disabled = GraphCache("cpu", enabled=False)
+    with disabled.keeping():
+        pass
+    assert disabled.due("anything")
+
+
+def test_what_is_dropped_is_recorded_again_when_it_comes_up() -> None:
+    graphs = BoundedGraphs(most_late=9)
+    with graphs.keeping():
+        graphs.capture("a", list)
+        graphs.capture("b", list)
+    pool = graphs.pool
+    graphs.drop(["a", "unknown"])
+    assert graphs.keys == ("b",)
+    assert graphs.pool is pool
+    with graphs.keeping():
+        graphs.capture("a", list)
+    assert graphs.captured == ["a", "b", "a"]
+    graphs.drop(["a", "b"])
+    assert graphs.pool is None, "torch takes no graph into a pool that had its last one"

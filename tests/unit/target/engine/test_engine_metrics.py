@@ -1,0 +1,60 @@
+"""What the engine's metrics say after a request, against its report."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.target_harness import (
+    FakeDrafter,
+    generate_plain,
+    load_toy,
+    make_harness,
+    oracle_plan,
+    random_plan,
+)
+from support.toys import make_toy_target
+
+from outrider.services.target.drafting.no_drafter import NoDrafter
+from outrider.shared.nn.decoder import Decoder
+
+torch.set_num_threads(1)
+VOCAB = 64
+PROMPT = [5, 9, 2, 33, 7]
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return load_toy(make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=3))
+
+
+def test_metrics_count_what_happened(decoder: Decoder) -> None:
+    harness = make_harness(decoder, FakeDrafter(random_plan(VOCAB)))
+    harness.submit(PROMPT, 20, request_id="a")
+    harness.run()
+    text = harness.engine.prometheus_text()
+    assert "outrider_generation_tokens_total 20.0" in text
+    assert 'outrider_request_success_total{finished_reason="length"} 1.0' in text
+    assert 'outrider_kv_cache_tokens{kind="leaked"} 0.0' in text
+    assert 'outrider_speculation_state{reason="on"} 1.0' in text
+    report = harness.sink.finished["a"].speculation
+    assert f"outrider_spec_decode_num_draft_tokens_total {float(report.draft_tokens)}" in text
+
+
+def test_metrics_tell_depths_fallbacks_and_round_trips(decoder: Decoder) -> None:
+    plain = generate_plain(decoder, NoDrafter(), PROMPT, 60)
+    harness = make_harness(decoder, FakeDrafter(oracle_plan([PROMPT + plain], VOCAB, 0.7)))
+    assert 'outrider_draft_fallback_total{reason="draft_down"} 0.0' in harness.engine.prometheus_text()
+    harness.submit(PROMPT, 40, request_id="a")
+    harness.run()
+    text = harness.engine.prometheus_text()
+    report = harness.sink.finished["a"].speculation
+    assert report.accepted_tokens > 0
+    by_depth = [sum(report.accepted_histogram[depth:]) for depth in range(1, len(report.accepted_histogram))]
+    for depth, count in enumerate(by_depth, 1):
+        assert f'outrider_accepted_tokens_total{{depth="{depth}"}} {float(count)}' in text
+        assert (
+            f'outrider_spec_decode_num_accepted_tokens_per_pos_total{{position="{depth - 1}"}} {float(count)}'
+            in text
+        )
+    assert f"outrider_draft_rpc_seconds_count {float(report.rounds)}" in text
+    assert 'outrider_draft_fallback_total{reason="late"} 0.0' in text

@@ -1,0 +1,32 @@
+"""Graphs of a spread model are dropped before its ranks part, unless the group is broken: a device may never be done then."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from outrider.services.target.parallel.watchdog import forget_graphs
+from outrider.shared.base.errors import UnavailableError
+from outrider.shared.nn.decoder import Decoder
+from outrider.shared.parallel.lead import LeadDecoder
+
+
+def spread(failure: UnavailableError | None) -> LeadDecoder:
+    decoder = LeadDecoder.__new__(LeadDecoder)
+    lead: Any = SimpleNamespace(failure=failure)
+    decoder.connect(lead, read_head=lambda: pytest.fail("nobody asked"))
+    return decoder
+
+
+@pytest.mark.parametrize(
+    ("decoder", "dropped"),
+    [(spread(None), 1), (spread(UnavailableError("a rank is lost")), 0), (Decoder.__new__(Decoder), 0)],
+    ids=["spread", "broken", "whole"],
+)
+def test_graphs_are_dropped_where_nccl_would_wait_for_them(decoder: Decoder, dropped: int) -> None:
+    cleared: list[None] = []
+    graphs: Any = SimpleNamespace(clear=lambda: cleared.append(None))
+    forget_graphs(graphs, decoder)
+    assert len(cleared) == dropped

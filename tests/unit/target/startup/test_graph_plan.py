@@ -1,0 +1,236 @@
+"""What a target records and which rounds it keeps on the device, decided from its settings alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from outrider.services.target.engine.engine import TargetEngine
+from outrider.services.target.engine.rerecording import Recordings
+from outrider.services.target.model.bucketed_verify import Buckets, batch_buckets
+from outrider.services.target.policy.offered_shapes import offered_shapes
+from outrider.services.target.request import SpeculationMode
+from outrider.services.target.settings import TargetSettings
+from outrider.services.target.startup import graph_plan
+from outrider.services.target.startup.graph_plan import (
+    FP8_PREFILL_SIZES,
+    PREFILL_SIZES,
+    compile_kernels,
+    plan_graphs,
+    record_graphs,
+)
+from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.spec.tree import NO_DRAFT, DraftShape
+
+
+def settings(**values: Any) -> TargetSettings:
+    return TargetSettings.load({"model": Path("model"), "device": "cpu", **values})
+
+
+def test_a_cpu_records_nothing_and_goes_the_hosts_way() -> None:
+    plan = plan_graphs(settings(), cuda=False, waits=True)
+    assert (plan.graphs, plan.overlap, plan.buckets) == (False, None, None)
+
+
+def test_the_device_loop_can_be_asked_for_on_a_cpu() -> None:
+    plan = plan_graphs(settings(overlap_schedule="on"), cuda=False, waits=True)
+    assert plan.overlap is not None
+    assert (plan.graphs, plan.buckets) == (False, None)
+
+
+def test_a_gpu_records_the_usual_shapes() -> None:
+    given = settings(max_running_requests=48, num_steps=5, topk=8, num_draft_tokens=32)
+    plan = plan_graphs(given, cuda=True, waits=False, offers=False)
+    assert plan.graphs
+    assert plan.overlap is not None
+    assert plan.overlap.batch_sizes == plan.batch_sizes == (1, 2, 4, 8, 16, 24, 32, 48)
+    assert plan.overlap.columns == 6
+    assert plan.buckets is not None
+    assert plan.buckets.nodes == (1, 2, 4, 6, 8, 16, 32, 64, 128)
+    assert plan.shapes == (NO_DRAFT, DraftShape(5, 8, 32), DraftShape(5, 1, 6))
+    assert plan.shapes_at(16) == plan.shapes
+    assert plan.shapes_at(48) == (NO_DRAFT, DraftShape(5, 1, 6)), (
+        "1536 rows are recorded when they are first met"
+    )
+
+
+def test_auto_is_offered_a_tree_and_chains_no_larger_than_pays() -> None:
+    forms = settings(max_running_requests=64).limits().resolve(SpeculationMode.AUTO).forms
+    tree, chains = DraftShape(5, 4, 16), [DraftShape(depth, 1, depth + 1) for depth in (1, 3, 5, 10)]
+    assert forms == (tree, chains[-1])
+    assert set(offered_shapes(forms, 1)) == {tree, *chains}
+    assert set(offered_shapes(forms, 32)) == {tree, *chains}
+    assert set(offered_shapes(forms, 64)) == set(chains[:-1]), "704 rows cost more than they yield"
+    assert offered_shapes(forms[1:], 400) == (chains[0],), "the smallest is always there"
+
+
+def test_what_auto_may_choose_is_recorded_before_anybody_is_served() -> None:
+    asked: list[tuple[int, DraftShape]] = []
+
+    class Engine:
+        again = Recordings(GraphCache("cpu"))
+
+        def recordings(self, bs: int, shape: DraftShape) -> list[Callable[[], None]]:
+            return [lambda: asked.append((bs, shape))]
+
+        def prefill_recording(self, size: int) -> Callable[[], None]:
+            return lambda: None
+
+    plan = plan_graphs(settings(max_running_requests=64), cuda=True, waits=False)
+    graphs = GraphCache("cpu")
+    graphs.enabled = True
+    record_graphs(cast(TargetEngine, Engine()), graphs, plan, to_console=False)
+    chains = {depth: DraftShape(depth, 1, depth + 1) for depth in (1, 3, 5, 10)}
+    assert {shape for bs, shape in asked if bs == 32} == {NO_DRAFT, DraftShape(5, 4, 16), *chains.values()}
+    assert {shape for bs, shape in asked if bs == 64} == {NO_DRAFT, *(chains[depth] for depth in (1, 3, 5))}
+    assert len(asked) == len(set(asked)), "each once"
+    assert Engine.again.planned, "a draft that comes later has its own recorded"
+
+
+@pytest.mark.parametrize(
+    ("given", "longest"),
+    [
+        ({}, 10),
+        ({"num_steps": 5}, 5),
+        ({"num_steps": 12}, 12),
+        ({"num_draft_tokens": 7}, 6),
+        ({"topk": 1}, 10),
+        ({"topk": 1, "num_steps": 3}, 3),
+        ({"max_steps": 6}, 6),
+    ],
+)
+def test_chains_stay_within_the_bounds_that_somebody_gave(given: dict[str, Any], longest: int) -> None:
+    limits = settings(**given).limits()
+    assert limits.resolve(SpeculationMode.AUTO).forms[-1] == DraftShape(longest, 1, longest + 1)
+    assert limits.resolve(SpeculationMode.AUTO, depth=4, max_nodes=4).most_nodes == 4
+    assert limits.resolve(SpeculationMode.ON).forms == (limits.default.bounded(),)
+
+
+@pytest.mark.parametrize(
+    ("values", "graphs", "overlaps"),
+    [
+        ({"disable_cuda_graph": True}, False, True),
+        ({"disable_overlap_schedule": True}, True, False),
+        ({"overlap_schedule": "off"}, True, False),
+        ({"overlap_schedule": "on", "disable_overlap_schedule": True}, True, False),
+    ],
+)
+def test_each_can_be_turned_off(values: dict[str, Any], graphs: bool, overlaps: bool) -> None:
+    plan = plan_graphs(settings(**values), cuda=True, waits=False)
+    assert (plan.graphs, plan.overlap is not None) == (graphs, overlaps)
+
+
+@pytest.mark.parametrize(
+    "values", [{"deterministic": True}, {"tp": 2}, {"disable_cuda_graph": True}], ids=str
+)
+def test_short_prompts_are_recorded_where_that_changes_nothing(values: dict[str, Any]) -> None:
+    assert plan_graphs(settings(), cuda=True, waits=False).prefills == PREFILL_SIZES
+    assert plan_graphs(settings(quantization="fp8"), cuda=True, waits=False).prefills == FP8_PREFILL_SIZES
+    assert plan_graphs(settings(), cuda=False, waits=True).prefills == ()
+    assert plan_graphs(settings(**values), cuda=True, waits=False).prefills == ()
+
+
+def test_a_backend_that_waits_for_the_device_is_not_recorded() -> None:
+    plan = plan_graphs(settings(), cuda=True, waits=True)
+    assert (plan.graphs, plan.overlap) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("values", "waits", "observed", "rounds"),
+    [
+        ({}, False, False, True),
+        ({"disable_cuda_graph": True}, False, False, True),
+        ({"disable_cuda_graph": True, "disable_overlap_schedule": True}, False, False, False),
+        ({"tp": 2}, False, True, None),
+        ({"attention_backend": "flashinfer"}, True, False, None),
+    ],
+    ids=["graphs", "overlap alone", "prompts alone", "tp", "flashinfer"],
+)
+def test_kernels_are_compiled_ahead_or_the_log_says_why_not(
+    values: dict[str, Any], waits: bool, observed: bool, rounds: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rehearsed: list[int] = []
+    said: list[str] = []
+
+    class Engine:
+        def recordings(self, bs: int, shape: DraftShape) -> list[Callable[[], None]]:
+            return [lambda: None]
+
+        def prefill_recording(self, size: int) -> Callable[[], None]:
+            return lambda: None
+
+    monkeypatch.setattr(
+        graph_plan, "compile_ahead", lambda device, pieces, tell: rehearsed.append(len(pieces)) or 0
+    )
+    monkeypatch.setattr(
+        graph_plan, "_log", SimpleNamespace(info=lambda text, **more: said.append(more["why"]))
+    )
+    plan = plan_graphs(settings(**values), cuda=True, waits=waits, offers=False)
+    graphs: Any = SimpleNamespace(device=torch.device("cuda"), observed=observed, enabled=plan.graphs)
+    compile_kernels(cast(TargetEngine, Engine()), graphs, plan, [lambda: None], to_console=False)
+    if rounds is None:
+        assert not rehearsed
+        assert len(said) == 1
+    else:
+        pieces = len(plan.prefills) + sum(len(plan.shapes_at(bs)) for bs in plan.batch_sizes)
+        assert rehearsed == [1 + pieces]
+        assert (pieces > 0) == rounds
+        assert not said
+
+
+def test_what_a_draft_that_has_come_adds_is_rehearsed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Engine:
+        def recordings(self, bs: int, shape: DraftShape) -> list[Any]:
+            return [(bs, shape)]
+
+        def prefill_recording(self, size: int) -> Any:
+            return size
+
+    rehearsed: list[Any] = []
+    monkeypatch.setattr(
+        graph_plan, "compile_ahead", lambda device, pieces, tell: rehearsed.extend(pieces) or 0
+    )
+    plan = plan_graphs(settings(), cuda=True, waits=False)
+    graphs: Any = SimpleNamespace(device=torch.device("cuda"), observed=False, enabled=True)
+    compile_kernels(cast(TargetEngine, Engine()), graphs, plan, to_console=False)
+    assert rehearsed[0][0] == 1
+    assert rehearsed[0][1].drafts, "if the first few miss nothing, the rest is left out"
+    assert rehearsed[-1] == PREFILL_SIZES[-1]
+
+
+def test_a_default_tree_that_is_a_chain_is_listed_once() -> None:
+    plan = plan_graphs(settings(num_steps=3, topk=1, num_draft_tokens=4), cuda=True, waits=False)
+    assert plan.shapes == (NO_DRAFT, DraftShape(3, 1, 4))
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_what_is_recorded_does_not_bound_which_rounds_stay_on_the_device(disabled: bool) -> None:
+    given = settings(max_running_requests=48, cuda_graph_max_bs=4, disable_cuda_graph=disabled)
+    plan = plan_graphs(given, cuda=True, waits=False)
+    assert plan.overlap is not None
+    assert plan.overlap.batch_sizes == (1, 2, 4, 8, 16, 24, 32, 48)
+    assert plan.overlap.recorded == 4
+    assert plan.batch_sizes == (plan.overlap.batch_sizes if disabled else (1, 2, 4))
+
+
+def test_sizes_are_rounded_up_to_buckets() -> None:
+    buckets = Buckets.make(20, 128, [6, 32])
+    assert buckets.batch_sizes == (1, 2, 4, 8, 16, 20)
+    assert batch_buckets(100) == (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100)
+    assert [batch_buckets(limit) for limit in (1, 8, 24, 64)] == [
+        (1,),
+        (1, 2, 4, 8),
+        (1, 2, 4, 8, 16, 24),
+        batch_buckets(100)[:9],
+    ]
+    large = Buckets.make(64, 128, [32])
+    assert large.batch_size(17) == 24, "768 rows of 17 trees of 32, not 1024"
+    assert large.batch_size(33) == 48, "1536, not 2048"
+    assert [buckets.batch_size(count) for count in (1, 3, 17, 20, 21)] == [1, 4, 20, 20, None]
+    assert [buckets.num_nodes(count) for count in (1, 5, 6, 7, 33, 129)] == [1, 6, 6, 8, 64, None]
+    assert Buckets.make(1, 1).batch_sizes == (1,)

@@ -1,0 +1,84 @@
+"""What a target does before it serves: the parity check, and prompts that are rehearsed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from support.target_harness import FakeDrafter, Harness, load_toy, make_harness, random_plan
+from support.toys import make_toy_target
+
+from outrider.services.target.drafting.no_drafter import NoDrafter
+from outrider.services.target.scheduling.scheduler import PrefillChunk
+from outrider.services.target.startup.warmup import check_parity, prompt_rehearsals
+from outrider.shared.base.errors import OutriderError, UnavailableError
+from outrider.shared.nn.decoder import Decoder
+
+torch.set_num_threads(1)
+VOCAB = 64
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return load_toy(make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=3))
+
+
+@pytest.fixture
+def harness(decoder: Decoder) -> Harness:
+    return make_harness(decoder, FakeDrafter(random_plan(VOCAB)), max_running=4, max_queued=6)
+
+
+def test_the_parity_check_passes_and_can_fail(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_parity(harness.runner, harness.engine.controller)
+    assert harness.engine.controller.costs.plain_step(1) is not None
+    assert harness.scheduler.allocator.held_pages == 0
+    attention = harness.runner.attention
+    plan = attention.plan
+
+    def causal_only(batch: object) -> None:
+        from dataclasses import replace
+
+        plan(replace(batch, ancestors=None))  # type: ignore[type-var]
+
+    monkeypatch.setattr(attention, "plan", causal_only)
+    with pytest.raises(UnavailableError) as failed:
+        check_parity(harness.runner, harness.engine.controller)
+    assert failed.value.reason == "parity_check_failed"
+    assert harness.scheduler.allocator.held_pages == 0
+
+
+def test_rehearsed_prompts_go_through_the_model_and_leave_nothing(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = make_harness(decoder, NoDrafter())
+    passes: list[list[int]] = []
+    prefill = harness.runner.prefill
+
+    def noted(chunks: Sequence[PrefillChunk]) -> list[int]:
+        passes.append([chunk.stop for chunk in chunks])
+        return prefill(chunks)
+
+    monkeypatch.setattr(harness.runner, "prefill", noted)
+    monkeypatch.setattr("outrider.services.target.startup.warmup.REHEARSED_PROMPTS", ((7,), (9, 12)))
+    for rehearse in prompt_rehearsals(harness.runner):
+        rehearse()
+    assert passes == [[7], [9, 12]]
+    monkeypatch.setattr("outrider.services.target.startup.warmup.REHEARSED_PROMPTS", ((9, 8000),))
+    (rehearse,) = prompt_rehearsals(harness.runner)
+    held = harness.runner.pool.lease(1000)
+    assert held is not None
+    with pytest.raises(OutriderError, match="too small"):
+        rehearse()
+    held.release()
+    assert harness.scheduler.allocator.held_pages == 0
+
+
+def test_a_small_pool_rehearses_what_it_has_room_for(decoder: Decoder) -> None:
+    rehearsals = prompt_rehearsals(make_harness(decoder, NoDrafter(), num_pages=36).runner)
+    assert [one.args[1] for one in rehearsals] == [(300,), (40, 50)], (
+        "576 tokens hold neither 2000 nor 300 and 400"
+    )  # type: ignore[attr-defined]
+    for rehearse in rehearsals:
+        rehearse()
+    assert len(prompt_rehearsals(make_harness(decoder, NoDrafter()).runner)) == 4

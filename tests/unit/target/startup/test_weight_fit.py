@@ -1,0 +1,191 @@
+"""A model that does not fit is refused before anything is loaded: what it needs, what is free, and what would fit."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import family_models, generic_models
+from support.generic_models import VOCAB
+from support.toys import make_toy_target
+
+from outrider.services.target.settings import TargetSettings
+from outrider.services.target.startup import numerics, weight_fit
+from outrider.services.target.startup.weight_fit import WeightSizes, check_weights_fit
+from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.open import load_decoder
+from outrider.shared.nn.quantized import fp8_rounding, quantize_fp8
+
+BF16 = torch.bfloat16
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=128, tie_word_embeddings=False)
+
+
+def refusal(monkeypatch: pytest.MonkeyPatch, folder: Path, free: int, **values: object) -> str:
+    """What a start on a GPU says that has so many bytes free."""
+    monkeypatch.setattr(weight_fit, "gpu_memory", lambda device: (free, 2 * free))
+    with pytest.raises(ConfigurationError) as refused:
+        check_weights_fit(TargetSettings.load({"model": folder, "device": "cuda:0", **values}))
+    assert refused.value.field == "device"
+    return refused.value.message
+
+
+def mib(told: str, pattern: str) -> float:
+    return float(re.search(pattern + r" ?\(?([0-9.]+) MiB", told)[1])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_sizes_from_headers_are_those_of_the_loaded_model(model: Path, rounded: bool) -> None:
+    decoder = load_decoder(model, CPU, BF16)
+    if rounded:
+        decoder.quantize_fp8()
+    told = WeightSizes(model, BF16).of_rank(rounded=rounded)
+    assert told == pytest.approx(decoder.weight_bytes, rel=0.01), "norms, and scales of the head, are little"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_layer_that_is_wide_until_it_is_rounded_is_counted(
+    model: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = load_decoder(model, CPU, BF16).layers[0]
+    wide = layer.attention.nbytes + layer.mlp.nbytes
+    sizes = WeightSizes(model, BF16)
+    held, needed = sizes.of_rank(ranks, rounded=True), sizes.while_loading(ranks, rounded=True)
+    assert needed - held == pytest.approx(wide / ranks, rel=0.01)
+    assert sizes.while_loading(ranks) == sizes.of_rank(ranks)
+    told = refusal(monkeypatch, model, needed - 1, quantization="fp8", **({"tp": 2} if ranks == 2 else {}))
+    assert "as FP8" in told
+    assert mib(told, "its weights need") == pytest.approx(needed / 2**20, abs=0.06)
+
+
+def test_a_rank_is_told_to_hold_its_share(model: Path) -> None:
+    sizes = WeightSizes(model, BF16)
+    whole, half = sizes.of_rank(), sizes.of_rank(2)
+    table = 2 * 128 * sizes.config.hidden_size
+    assert half == pytest.approx((whole - table) / 2 + table, rel=0.01), "every rank has the embedding"
+    assert not sizes.can_split(3)
+
+
+def test_numbers_and_ways_out_are_told_before_anything_is_loaded(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numerics.Decoder, "load", lambda *_: pytest.fail("was loaded"))
+    sizes = WeightSizes(model, BF16)
+    needed = sizes.of_rank()
+    monkeypatch.setattr(weight_fit, "gpu_memory", lambda device: (needed - 1, needed))
+    with pytest.raises(ConfigurationError):
+        numerics.load_target_model(TargetSettings.load({"model": model, "device": "cuda:0"}))
+    told = refusal(monkeypatch, model, needed - 1)
+    assert mib(told, "its weights need") == pytest.approx(needed / 2**20, abs=0.06)
+    assert "as bfloat16, and cuda:0 has" in told
+    assert mib(told, "cuda:0 has") == pytest.approx((needed - 1) / 2**20, abs=0.06)
+    assert mib(told, "--tp 2") == pytest.approx(sizes.of_rank(2) / 2**20, abs=0.06)
+    assert mib(told, "--quantization fp8") == pytest.approx(
+        sizes.while_loading(rounded=True) / 2**20, abs=0.06
+    )
+    assert "--dtype" not in told
+    assert "--dtype bfloat16" in refusal(monkeypatch, model, needed, dtype="float32")
+
+
+def test_only_what_would_fit_is_advised(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = WeightSizes(model, BF16)
+    least = min(sizes.of_rank(ranks) for ranks in (2, 4, 8) if sizes.can_split(ranks))
+    free = min(least, sizes.while_loading(rounded=True)) - 1
+    both = next(ranks for ranks in (2, 4, 8) if sizes.while_loading(ranks, rounded=True) <= free)
+    assert f"--tp {both} with --quantization fp8" in refusal(monkeypatch, model, free)
+    told = refusal(monkeypatch, model, 1000)
+    assert "What helps: another device, or an end of what else uses this one." in told
+
+
+def test_models_without_fp8_products_are_not_told_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = family_models.save("mixtral", tmp_path)
+    told = refusal(monkeypatch, folder, WeightSizes(folder, BF16).of_rank() - 1)
+    assert "--tp 2" in told
+    assert "--quantization" not in told
+
+
+def test_a_model_that_runs_out_of_memory_while_it_loads_says_what_it_needs(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Decoder, "_load", full)
+    with pytest.raises(ConfigurationError, match=r"its weights need [0-9.]+ MiB as bfloat16") as caught:
+        load_decoder(model, CPU, BF16)
+    assert caught.value.field == "device"
+    with pytest.raises(
+        ConfigurationError, match=r"though its layers are rounded as they are loaded"
+    ) as caught:
+        load_decoder(model, CPU, BF16, on_layer=lambda layer: None)
+    assert "smaller dtype" not in caught.value.message
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_rounding_while_loading_is_rounding_afterwards_bit_for_bit(model: Path, dtype: torch.dtype) -> None:
+    after = load_decoder(model, CPU, dtype)
+    quantize_fp8(after)
+    wide: list[int] = []
+    round_layer = fp8_rounding(after.config, CPU, dtype)
+
+    def on_layer(layer: object) -> None:
+        wide.append(layer.attention.qkv.nbytes + layer.mlp.down.nbytes)  # type: ignore[attr-defined]
+        round_layer(layer)  # type: ignore[arg-type]
+        wide.append(layer.attention.qkv.nbytes + layer.mlp.down.nbytes)  # type: ignore[attr-defined]
+
+    during = load_decoder(model, CPU, dtype, on_layer=on_layer)
+    assert len(wide) == 2 * len(during.layers)
+    assert all(narrow < 0.6 * before for before, narrow in zip(wide[::2], wide[1::2], strict=True))
+    quantize_fp8(during)
+    assert during.fingerprint == after.fingerprint
+    assert during.weight_bytes == after.weight_bytes
+    rows = torch.randn(5, during.config.hidden_size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for one, other in zip(during.layers, after.layers, strict=True):
+        assert torch.equal(one.attention.qkv(rows), other.attention.qkv(rows))
+        assert torch.equal(one.mlp(rows, rows), other.mlp(rows, rows))
+    assert torch.equal(during.logits(rows), after.logits(rows))
+
+
+def test_no_layer_is_loaded_while_another_is_wide(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = TargetSettings.load({"model": model, "device": "cpu", "quantization": "fp8"})
+    loaded = []
+    load_layer = numerics.Decoder.load.__globals__["load_layer"]
+
+    def noted(source: object, *rest: object) -> object:
+        assert all(layer.attention.qkv.rounded and layer.mlp.down.rounded for layer in loaded)
+        layer = load_layer(source, *rest)
+        if layer.attention.qkv._weight.device.type != "meta":  # headers are checked on it before
+            loaded.append(layer)
+        return layer
+
+    monkeypatch.setitem(numerics.Decoder.load.__globals__, "load_layer", noted)
+    decoder = numerics.prepare_decoder(settings, numerics.load_target_model(settings))
+    assert len(loaded) == decoder.config.num_layers > 1
+
+
+def test_what_stays_in_the_file_of_a_model_of_transformers_is_not_counted(tmp_path: Path) -> None:
+    folder = generic_models.save("starcoder2", tmp_path)
+    plain = WeightSizes(folder, BF16).of_rank()
+    (file,) = folder.glob("*.safetensors")
+    stored = load_file(file)
+    left = {"lm_head.weight": torch.zeros(VOCAB, 64), "mask": torch.zeros(4096, 4096)}
+    save_file({**left, **stored}, file, {"format": "pt"})
+    assert WeightSizes(folder, BF16).of_rank() - plain <= 2 * left["lm_head.weight"].numel()
+    save_file(
+        {**left, **{name.removeprefix("model."): tensor for name, tensor in stored.items()}},
+        file,
+        {"format": "pt"},
+    )
+    assert WeightSizes(folder, BF16).of_rank() >= plain + 2 * left["mask"].numel(), (
+        "names that nobody knows count"
+    )
