@@ -323,7 +323,7 @@ def kernels(
     where, how = _placement(device, dtype)
     options = KernelOptions(named_shape(shape), where, how, only, output)
     if tune:
-        from outrider.bench.measure.tune import run_tune
+        from outrider.bench.kernels.tune import run_tune
 
         raise typer.Exit(run_tune(options))
     raise typer.Exit(run_kernels(options))

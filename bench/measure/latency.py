@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from outrider.bench.measure.answers import Answer
 from outrider.bench.measure.clock import percentile, summarise
 from outrider.bench.measure.floors import Narrow, Work, forward_pass, prefill, speculative_round
 from outrider.bench.measure.idle import Profile, profiled
@@ -31,6 +30,7 @@ from outrider.bench.report.surroundings import (
     process_age_s,
     under_mps,
 )
+from outrider.bench.stacks.answers import Answer
 from outrider.bench.stacks.engine_stack import (
     BenchEngine,
     EngineOptions,

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from outrider.bench.measure.answers import Answer, AnswerSink
+from outrider.bench.stacks.answers import Answer, AnswerSink
 from outrider.bench.stacks.random_head import memory_folder, write_random_head
 from outrider.bench.stacks.random_target import random_target
 from outrider.bench.stacks.remote_draft import RemoteDraft, Transport

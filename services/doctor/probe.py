@@ -30,8 +30,8 @@ from outrider.services.target.request import (
     SpeculationLimits,
     SpeculationMode,
 )
-from outrider.services.target.scheduling.limits import EngineLimits
-from outrider.services.target.scheduling.scheduler import Scheduler, SchedulerLimits
+from outrider.services.target.scheduling.limits import EngineLimits, SchedulerLimits
+from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.shared.attn.create import create_backend
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.open import load_decoder

@@ -21,8 +21,8 @@ from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.synthetic_acceptance import SyntheticAcceptance
 from outrider.services.target.parallel.group import Order, RankGroup, end_soon, run_rank, start_group
 from outrider.services.target.parallel.watchdog import forget_graphs, watched, watched_engine
-from outrider.services.target.scheduling.limits import EngineLimits, longest_text
-from outrider.services.target.scheduling.scheduler import Scheduler, SchedulerLimits
+from outrider.services.target.scheduling.limits import EngineLimits, SchedulerLimits, longest_text
+from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.services.target.settings import TargetSettings
 from outrider.services.target.startup.graph_plan import (
     GraphPlan,
@@ -33,7 +33,8 @@ from outrider.services.target.startup.graph_plan import (
 )
 from outrider.services.target.startup.memory_plan import CachePlanner
 from outrider.services.target.startup.numerics import load_target_model, prepare_attention, prepare_decoder
-from outrider.services.target.startup.warmup import check_parity, prompt_rehearsals, run_through
+from outrider.services.target.startup.parity_check import check_parity
+from outrider.services.target.startup.warmup import prompt_rehearsals, run_through
 from outrider.shared.attn.create import waits_for_device
 from outrider.shared.base.errors import OutriderError
 from outrider.shared.base.lifecycle import watch_stop_signals

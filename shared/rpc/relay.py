@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.envelopes import Blob
+from outrider.shared.rpc.ipc.blob_mailbox import SLOTS, RoundsLayout
 from outrider.shared.rpc.ipc.cuda import CudaError
-from outrider.shared.rpc.ipc.cuda_round_mailbox import StreamMailbox
-from outrider.shared.rpc.ipc.round_mailbox import SLOTS, RoundsLayout
-from outrider.shared.rpc.ipc.round_words import RoundWords, Side
+from outrider.shared.rpc.ipc.cuda_blob_mailbox import StreamMailbox
+from outrider.shared.rpc.ipc.doorbells import RoundWords, Side
 from outrider.shared.rpc.ipc.slots import SharedMemory
 
 STATE_BYTES = 512 * 1024

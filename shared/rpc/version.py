@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outrider.shared.base.errors import ProtocolError
-from outrider.shared.rpc.ipc.round_words import Side
+from outrider.shared.rpc.ipc.doorbells import Side
 
 PROTOCOL_VERSION = 2
 """Raised by whatever one release says that the release before would take for an error or for something else: a new message on a stream,

@@ -7,6 +7,14 @@ that CUDA graphs may hold them. The host learns of every round one round late.
 A composition of rows and a shape last from `DeviceDrafter.enter` to `DeviceRounds.leave`. In between, for every round, in this order:
 `reserve` (host), then `draft` (enqueued, or part of a graph that is replayed). `committed` follows when that round was read back, usually
 after the next `reserve` and `draft`.
+
+Two blobs travel when target and draft are different processes:
+
+    state     `RoundState.packed`: header, committed_lens, counts, tokens, features
+    trees     header, then int32: num_nodes [bs], tokens [bs, N], parents [bs, N]; node 0 is the root, whose token and parent are ignored
+    header    int32[64]; the first is the number of the round
+
+Depths, masks and roots are not sent: the target's device makes them while it checks the trees (`kernels.tree_check`).
 """
 
 from __future__ import annotations
@@ -271,3 +279,35 @@ class DeviceDrafter(Protocol):
     def rounds_for_capture(self, shape: DraftShape, state: RoundState) -> DeviceRounds:
         """Return rounds without sessions: all rows are idle, to record the graphs of this shape and batch before anybody is served."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class TreesBlob:
+    """Trees with their header, in memory that never moves.
+
+    Attributes:
+        blob: ``[n] uint8``, all of it.
+        number: ``[1] int32``, view.
+        num_nodes: ``[bs] int32``, view.
+        tokens, parents: ``[bs, N] int32``, views.
+    """
+
+    blob: torch.Tensor
+    number: torch.Tensor
+    num_nodes: torch.Tensor
+    tokens: torch.Tensor
+    parents: torch.Tensor
+
+    @classmethod
+    def make(cls, bs: int, nodes: int, device: torch.device) -> TreesBlob:
+        """Make one of zeros."""
+        with torch.inference_mode(False):
+            blob = torch.zeros(trees_bytes(bs, nodes), dtype=torch.uint8, device=device)
+            number, rest = blob[:4].view(torch.int32), blob[HEADER_BYTES:].view(torch.int32)
+            num_nodes, tokens, parents = rest.split_with_sizes([bs, bs * nodes, bs * nodes])
+            return cls(blob, number, num_nodes, tokens.view(bs, nodes), parents.view(bs, nodes))
+
+
+def trees_bytes(bs: int, nodes: int) -> int:
+    """Return the bytes of a `TreesBlob`."""
+    return HEADER_BYTES + 4 * bs * (1 + 2 * nodes)

@@ -20,7 +20,7 @@ from outrider.common.v1 import common_pb2
 from outrider.draft.v1 import draft_pb2
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.rpc.ipc.cuda import CudaError, DeviceMemory, PeerMemory
-from outrider.shared.rpc.ipc.disposal import DISPOSAL
+from outrider.shared.rpc.ipc.deferred_release import DISPOSAL
 from outrider.shared.rpc.ipc.frames import EndOfStream, FrameKind, FrameSocket
 from outrider.shared.rpc.ipc.handshake import Mapped, acknowledge
 

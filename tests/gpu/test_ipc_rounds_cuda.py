@@ -20,9 +20,9 @@ from guards import Guards
 from trade_cases import check_admit_counts, check_blobs, check_pack_trees
 
 from outrider.draft.v1 import draft_pb2
+from outrider.shared.rpc.ipc.blob_mailbox import RoundMailbox
 from outrider.shared.rpc.ipc.frames import EndOfStream, FrameKind, FrameSocket
 from outrider.shared.rpc.ipc.handshake import offers
-from outrider.shared.rpc.ipc.round_mailbox import RoundMailbox
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

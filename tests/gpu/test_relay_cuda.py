@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from outrider.shared.base.errors import ProtocolError
-from outrider.shared.rpc.ipc.disposal import DISPOSAL
-from outrider.shared.rpc.ipc.round_words import Side
+from outrider.shared.rpc.ipc.deferred_release import DISPOSAL
+from outrider.shared.rpc.ipc.doorbells import Side
 from outrider.shared.rpc.relay import LAYOUT, LEAST_STATE_BYTES, StreamRelay
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]

@@ -10,7 +10,7 @@ from draft_client import commit_request, fence, open_request
 from outrider.common.v1 import common_pb2
 from outrider.draft.v1 import draft_pb2
 from outrider.services.draft.app import DraftService
-from outrider.services.target.draft_client.connection import ConnectionLost
+from outrider.services.target.draft_client.transport.carrier import ConnectionLost
 from outrider.services.target.draft_client.transport.ipc_carrier import IpcCarrier
 from outrider.shared.rpc.address import IpcAddress
 from outrider.shared.rpc.version import PROTOCOL_VERSION

@@ -19,7 +19,7 @@ from outrider.common.v1 import common_pb2
 from outrider.draft.v1 import draft_pb2
 from outrider.services.draft.app import DraftService
 from outrider.services.draft.settings import DraftSettings
-from outrider.services.target.draft_client.connection import ConnectionLost
+from outrider.services.target.draft_client.transport.carrier import ConnectionLost
 from outrider.shared.base.errors import OutriderError
 from outrider.shared.rpc.ipc.frames import HEADER, EndOfStream, FrameKind, FrameSocket
 from outrider.shared.rpc.ipc.sockets import connect

@@ -16,9 +16,9 @@ import functools, json, random, sys
 import torch
 from outrider.services.draft import app
 from outrider.services.draft.settings import DraftSettings
-from outrider.shared.rpc.ipc.cuda_round_mailbox import StreamMailbox
-from outrider.shared.rpc.ipc.round_mailbox import HostMailbox
-from outrider.shared.rpc.staging import Staging
+from outrider.shared.rpc.ipc.cuda_blob_mailbox import StreamMailbox
+from outrider.shared.rpc.ipc.blob_mailbox import HostMailbox
+from outrider.shared.rpc.blob_staging import Staging
 
 values, spoils = json.loads(sys.argv[1]), sys.argv[2] == "spoil"
 rng = random.Random(7)

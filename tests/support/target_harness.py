@@ -26,8 +26,8 @@ from outrider.services.target.request import (
     SpeculationMode,
     TokensEvent,
 )
-from outrider.services.target.scheduling.limits import EngineLimits
-from outrider.services.target.scheduling.scheduler import Scheduler, SchedulerLimits
+from outrider.services.target.scheduling.limits import EngineLimits, SchedulerLimits
+from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.shared.attn.base import AttentionBackend, build_batch
 from outrider.shared.attn.create import create_backend
 from outrider.shared.engine.graphs import GraphCache

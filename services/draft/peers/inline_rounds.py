@@ -11,15 +11,15 @@ from dataclasses import dataclass
 import torch
 
 from outrider.draft.v1 import draft_pb2
+from outrider.services.draft.peers.peer import Peer
 from outrider.services.draft.peers.replies import RoundTaken, RoundTrees
-from outrider.services.draft.serving.loop import Peer
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
+from outrider.shared.rpc.blob_staging import Staging
 from outrider.shared.rpc.envelopes import Blob, RoundEnvelopes
 from outrider.shared.rpc.ipc.cuda import CudaError
 from outrider.shared.rpc.options import INTERNAL_MESSAGE_LIMIT
 from outrider.shared.rpc.relay import LEAST_STATE_BYTES, StreamRelay
-from outrider.shared.rpc.staging import Staging
 
 OTHER_FIELDS_BYTES = 1024 * 1024
 MAX_NUMBER = (1 << 31) - 1

@@ -28,8 +28,7 @@ from outrider.services.draft.sessions.session import PeerId, Session
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.rpc.tensors import wire_dtype
 from outrider.shared.spec.fence import extend_prefix_hash
-from outrider.shared.spec.resident import RoundState, packed_bytes
-from outrider.shared.spec.rounds import TreesBlob
+from outrider.shared.spec.resident import RoundState, TreesBlob, packed_bytes
 from outrider.shared.spec.tree import DraftShape
 
 MAX_STATE_BYTES = 16 * 1024 * 1024

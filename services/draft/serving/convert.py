@@ -24,7 +24,7 @@ from outrider.services.draft.sessions.session import Ask
 from outrider.services.draft.strategies.base import StrategyInfo
 from outrider.services.draft.target_info import TargetInfo
 from outrider.shared.base.errors import ProtocolError
-from outrider.shared.rpc.ipc.round_words import Side
+from outrider.shared.rpc.ipc.doorbells import Side
 from outrider.shared.rpc.tensors import TensorReader, wire_dtype
 from outrider.shared.rpc.version import PROTOCOL_VERSION, check_version
 from outrider.shared.spec.drafter import Commit, FeatureSpec, SequenceOpen

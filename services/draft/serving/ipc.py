@@ -11,17 +11,17 @@ import torch
 from google.protobuf.message import DecodeError
 
 from outrider.draft.v1 import draft_pb2
+from outrider.services.draft.peers.peer import Peer
 from outrider.services.draft.peers.replies import Pong, Reply
 from outrider.services.draft.serving.convert import reply_to
-from outrider.services.draft.serving.loop import Peer
 from outrider.services.draft.serving.protocol import DraftProtocol
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.convert import error_to_proto
 from outrider.shared.rpc.interceptors import as_outrider_error
+from outrider.shared.rpc.ipc.blob_mailbox import RoundMailbox
 from outrider.shared.rpc.ipc.frames import EndOfStream, FrameKind, FrameSocket
 from outrider.shared.rpc.ipc.handshake import Mapped, acknowledge
-from outrider.shared.rpc.ipc.round_mailbox import RoundMailbox
 from outrider.shared.rpc.ipc.sockets import Listener
 from outrider.shared.rpc.tensors import InlineTensors
 

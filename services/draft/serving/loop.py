@@ -13,9 +13,10 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import count
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from outrider.services.draft.engine import DraftEngine
+from outrider.services.draft.peers.peer import Outlet, Peer
 from outrider.services.draft.peers.replies import Rejected, Reply, frames_of
 from outrider.services.draft.serving.wakeup import Source, SourceWakeUp
 from outrider.services.draft.sessions.session import PeerId
@@ -28,28 +29,6 @@ log = get_logger("outrider.draft")
 T = TypeVar("T")
 
 EXPIRY_PERIOD_S = 0.5
-
-
-class Outlet(Protocol):
-    """Where the replies to one target go. Called on the engine thread; never waits."""
-
-    def send(self, reply: Reply) -> None:
-        """Send a reply; a target that does not read is hung up on."""
-        ...
-
-    def end(self) -> None:
-        """End the stream."""
-        ...
-
-
-class Peer:
-    """One session stream: who is on the other end, and where its replies go."""
-
-    def __init__(self, peer_id: PeerId, target_id: str, outlet: Outlet) -> None:
-        self.id = peer_id
-        self.target_id = target_id
-        self.send = outlet.send
-        self.end = outlet.end
 
 
 class DraftLoop:

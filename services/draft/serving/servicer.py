@@ -13,14 +13,14 @@ from google.protobuf.message import DecodeError
 
 from outrider.draft.v1 import draft_pb2, draft_pb2_grpc
 from outrider.services.draft.peers.inline_rounds import InlineRounds
+from outrider.services.draft.peers.peer import Peer
 from outrider.services.draft.peers.replies import Reply, RoundTaken, RoundTrees
 from outrider.services.draft.serving.convert import reply_to
-from outrider.services.draft.serving.loop import Peer
 from outrider.services.draft.serving.protocol import DraftProtocol
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.direct_server import ServerStream
-from outrider.shared.rpc.ipc.round_words import Side
+from outrider.shared.rpc.ipc.doorbells import Side
 from outrider.shared.rpc.polling import Vigil
 from outrider.shared.rpc.relay import StreamRelay
 from outrider.shared.rpc.tensors import InlineTensors, join_tensors, split_tensor

@@ -21,8 +21,8 @@ from outrider.services.draft.growth.growing_model import LevelPass, Stage, split
 from outrider.services.draft.sessions.chunks import RowChunk, leases_of, take_chunks, take_features
 from outrider.services.draft.sessions.session import Session
 from outrider.services.draft.strategies.base import StrategyInfo
-from outrider.services.draft.strategies.head import PagedStrategy, longest_session
 from outrider.services.draft.strategies.mtp_layers import MtpWeights
+from outrider.services.draft.strategies.paged import PagedStrategy, longest_session
 from outrider.services.draft.target_info import TargetInfo
 from outrider.services.draft.vocab import DraftVocabulary
 from outrider.shared.attn.base import AttentionBackend, build_batch

@@ -15,7 +15,7 @@ from outrider.services.draft.growth.round_model import DecoderRounds
 from outrider.services.draft.sessions.chunks import finish_chunks, last_states, leases_of, take_chunks
 from outrider.services.draft.sessions.session import RowSource, Session
 from outrider.services.draft.strategies.base import StrategyInfo
-from outrider.services.draft.strategies.head import PagedStrategy, longest_session
+from outrider.services.draft.strategies.paged import PagedStrategy, longest_session
 from outrider.services.draft.target_info import TargetInfo
 from outrider.services.draft.vocab import DraftVocabulary
 from outrider.shared.attn.base import AttentionBackend, build_batch

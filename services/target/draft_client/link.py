@@ -17,11 +17,12 @@ import torch
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client.breaker import Breaker
-from outrider.services.target.draft_client.connection import Carrier, Connection, ConnectionLost
+from outrider.services.target.draft_client.connection import Connection
+from outrider.services.target.draft_client.transport.carrier import Carrier, ConnectionLost
 from outrider.shared.base.errors import ConfigurationError, OutriderError, ProtocolError
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.feature_projector import FeatureProjector
-from outrider.shared.rpc.ipc.round_words import Side
+from outrider.shared.rpc.ipc.doorbells import Side
 from outrider.shared.rpc.tensors import join_tensors, split_tensor, wire_dtype
 from outrider.shared.rpc.version import PROTOCOL_VERSION, check_version
 from outrider.shared.spec.algorithm import FIELD, Algorithm

@@ -20,8 +20,7 @@ from outrider.services.target.draft_client.session import DraftSession
 from outrider.services.target.draft_client.transport.rounds_channel import RoundsChannel
 from outrider.shared.rpc.tensors import wire_dtype
 from outrider.shared.spec.fence import Fence, extend_prefix_hash
-from outrider.shared.spec.resident import RoundState
-from outrider.shared.spec.rounds import TreesBlob
+from outrider.shared.spec.resident import RoundState, TreesBlob
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 

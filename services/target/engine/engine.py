@@ -23,7 +23,7 @@ from outrider.services.target.engine.inbox import Cancel, Pause, Submit
 from outrider.services.target.engine.output_processor import Delivery
 from outrider.services.target.engine.prefill import Prompts
 from outrider.services.target.engine.rerecording import Recordings
-from outrider.services.target.engine.rounds import RoundCounter, RoundTimes
+from outrider.services.target.engine.rounds import RoundCounter
 from outrider.services.target.metrics import TargetMetrics
 from outrider.services.target.model.input_batch import SamplingMode
 from outrider.services.target.model.model_runner import ModelRunner
@@ -34,6 +34,7 @@ from outrider.services.target.request import EventSink, GenerationRequest, Specu
 from outrider.services.target.scheduling.limits import EngineLimits
 from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.services.target.scheduling.sequence import Sequence, SequenceStatus
+from outrider.services.target.step_times import RoundTimes
 from outrider.shared.base.errors import (
     DeadlineExceededError,
     ErrorCode,

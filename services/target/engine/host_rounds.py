@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 from outrider.services.target.drafting.proposals import Proposal
 from outrider.services.target.engine.engine_parts import EngineParts
-from outrider.services.target.engine.rounds import Advance, RoundTimes, advance, executed_step, round_trace
+from outrider.services.target.engine.rounds import Advance, advance, executed_step, round_trace
 from outrider.services.target.model.model_runner import FAILED_TOKEN, ModelRunner
 from outrider.services.target.scheduling.sequence import Sequence
+from outrider.services.target.step_times import RoundTimes
 from outrider.shared.spec.drafter import Commit, DrafterState, RoundResult
 
 

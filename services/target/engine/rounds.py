@@ -10,6 +10,7 @@ from outrider.services.target.model.model_runner import RoundOutcome
 from outrider.services.target.policy.controller import ExecutedRow, ExecutedStep
 from outrider.services.target.request import FinishReason, RoundTrace, TraceNode
 from outrider.services.target.scheduling.sequence import Sequence
+from outrider.services.target.step_times import RoundTimes
 from outrider.shared.spec.tree import DraftBatch
 
 
@@ -18,33 +19,6 @@ class RoundCounter:
     """Decode steps so far."""
 
     value: int = 0
-
-
-@dataclass(slots=True)
-class RoundTimes:
-    """`time.monotonic()` at the seams of one step."""
-
-    started: float
-    announced: float = 0.0
-    prefilled: float = 0.0
-    proposed: float = 0.0
-    verified: float = 0.0
-    committed: float = 0.0
-
-    @property
-    def draft_wait_s(self) -> float:
-        """How long the step stood still for the proposal."""
-        return self.proposed - self.prefilled
-
-    @property
-    def verify_s(self) -> float:
-        """Verifying, compaction and reading the outcome back included."""
-        return self.verified - self.proposed
-
-    @property
-    def overhead_s(self) -> float:
-        """Scheduling, announcing, delivering and committing."""
-        return (self.announced - self.started) + (self.committed - self.verified)
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,3 +63,13 @@ class EngineLimits:
             )
             field = "prompt_ids" if sequence.prompt_len >= context else "max_new_tokens"
             raise InvalidRequestError(message, field=field, reason="context_length_exceeded")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Bounds of the work in hand. The queue's bounds cover requests that are not admitted yet."""
+
+    max_running: int = 16
+    max_queued: int = 512
+    max_queued_tokens: int = 1 << 20
+    prefill_chunk: int = 512

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from outrider.shared.base.errors import UnavailableError
-from outrider.shared.rpc.ipc.disposal import DISPOSAL
+from outrider.shared.rpc.ipc.deferred_release import DISPOSAL
 
 HANDLE_BYTES = 64
 LAZY_PEER_ACCESS = 1

@@ -13,12 +13,12 @@ import torch
 from outrider.draft.v1 import draft_pb2
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
+from outrider.shared.rpc.ipc.blob_mailbox import HostMailbox, RoundMailbox, RoundsLayout
 from outrider.shared.rpc.ipc.cuda import HANDLE_BYTES, CudaError, DeviceMemory, PeerMemory
+from outrider.shared.rpc.ipc.cuda_blob_mailbox import StreamMailbox
 from outrider.shared.rpc.ipc.cuda_mailbox import CudaTensorReader, CudaTensorWriter
-from outrider.shared.rpc.ipc.cuda_round_mailbox import StreamMailbox
+from outrider.shared.rpc.ipc.doorbells import Side
 from outrider.shared.rpc.ipc.mailbox import SharedTensorReader, SharedTensorWriter, SlotTensorWriter
-from outrider.shared.rpc.ipc.round_mailbox import HostMailbox, RoundMailbox, RoundsLayout
-from outrider.shared.rpc.ipc.round_words import Side
 from outrider.shared.rpc.ipc.slots import Layout, SharedMemory
 from outrider.shared.rpc.tensors import MAX_CHUNK_BYTES, TensorReader, TensorWriter
 

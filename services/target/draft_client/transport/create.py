@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from outrider.services.target.draft_client.connection import Carrier
+from outrider.services.target.draft_client.transport.carrier import Carrier
 from outrider.services.target.draft_client.transport.grpc_carrier import GrpcCarrier
 from outrider.services.target.draft_client.transport.ipc_carrier import IpcCarrier
 from outrider.shared.rpc.address import IpcAddress

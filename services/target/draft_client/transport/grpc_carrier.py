@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from outrider.common.v1 import common_pb2
 from outrider.draft.v1 import draft_pb2, draft_pb2_grpc
-from outrider.services.target.draft_client.connection import (
+from outrider.services.target.draft_client.transport.carrier import (
     CONNECT_TIMEOUT_S,
     HANDSHAKE_TIMEOUT_S,
     LEND_TIMEOUT_S,
@@ -29,7 +29,7 @@ from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.client import connect
 from outrider.shared.rpc.direct import ClientStream
 from outrider.shared.rpc.interceptors import error_from_rpc
-from outrider.shared.rpc.ipc.round_words import Side
+from outrider.shared.rpc.ipc.doorbells import Side
 from outrider.shared.rpc.polling import Vigil
 from outrider.shared.rpc.relay import StreamRelay
 from outrider.shared.rpc.tensors import MAX_CHUNK_BYTES, InlineTensors, TensorWriter, fill_tensor, on_host

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 
 from outrider.common.v1 import common_pb2
 from outrider.draft.v1 import draft_pb2
-from outrider.services.target.draft_client.connection import (
+from outrider.services.target.draft_client.transport.carrier import (
     CONNECT_TIMEOUT_S,
     HANDSHAKE_TIMEOUT_S,
     ConnectionLost,
@@ -29,10 +29,10 @@ from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.address import IpcAddress
 from outrider.shared.rpc.client import connect as connect_grpc
 from outrider.shared.rpc.convert import error_from_proto
+from outrider.shared.rpc.ipc.blob_mailbox import RoundMailbox
 from outrider.shared.rpc.ipc.cuda import CudaError
 from outrider.shared.rpc.ipc.frames import SPIN_S, EndOfStream, FrameKind, FrameSocket
 from outrider.shared.rpc.ipc.handshake import Offered, offers
-from outrider.shared.rpc.ipc.round_mailbox import RoundMailbox
 from outrider.shared.rpc.ipc.sockets import connect
 from outrider.shared.rpc.tensors import InlineTensors, TensorWriter
 from outrider.shared.spec.resident import RoundState

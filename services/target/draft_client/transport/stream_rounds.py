@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 from outrider.draft.v1 import draft_pb2
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
+from outrider.shared.rpc.blob_staging import Staging
 from outrider.shared.rpc.direct import ClientStream
 from outrider.shared.rpc.envelopes import RoundEnvelopes
 from outrider.shared.rpc.ipc.cuda import CudaError
 from outrider.shared.rpc.polling import Vigil, give_way
 from outrider.shared.rpc.relay import STATE_BYTES, StreamRelay
-from outrider.shared.rpc.staging import Staging
 from outrider.shared.spec.resident import PackedExtent, RoundState
 
 LOOK_S = 0.001

@@ -19,7 +19,7 @@ from outrider.services.draft.growth.extend_graph import RecordedExtend
 from outrider.services.draft.growth.page_tables import PageTable
 from outrider.services.draft.inproc import HOST_PEER, InprocDrafter
 from outrider.services.draft.settings import DraftSettings
-from outrider.services.draft.strategies.head import PagedStrategy
+from outrider.services.draft.strategies.paged import PagedStrategy
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.kv.pages import PageAllocator
 from outrider.shared.spec.resident import RoundState

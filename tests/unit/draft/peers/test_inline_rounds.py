@@ -13,9 +13,10 @@ from support.toys import make_toy_eagle3, make_toy_target
 from outrider.draft.v1 import draft_pb2
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.peers.inline_rounds import InlineRounds
+from outrider.services.draft.peers.peer import Peer
 from outrider.services.draft.peers.replies import Reply, RoundTaken, RoundTrees
 from outrider.services.draft.serving.convert import reply_to
-from outrider.services.draft.serving.loop import DraftLoop, Peer
+from outrider.services.draft.serving.loop import DraftLoop
 from outrider.services.draft.serving.protocol import DraftProtocol
 from outrider.services.draft.serving.servicer import StreamOutlet
 from outrider.services.draft.sessions.session import PeerId

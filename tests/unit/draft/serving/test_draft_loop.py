@@ -13,9 +13,10 @@ from support.toys import make_toy_eagle3, make_toy_target
 from outrider.draft.v1 import draft_pb2
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import DraftEngine
+from outrider.services.draft.peers.peer import Peer
 from outrider.services.draft.peers.replies import Reply
 from outrider.services.draft.serving import loop as draft_loop
-from outrider.services.draft.serving.loop import DraftLoop, Peer
+from outrider.services.draft.serving.loop import DraftLoop
 from outrider.services.draft.serving.protocol import DraftProtocol
 from outrider.services.draft.sessions.session import Ask, PeerId, Session
 from outrider.services.draft.settings import DraftSettings

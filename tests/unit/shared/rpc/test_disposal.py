@@ -12,13 +12,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from outrider.shared.rpc.ipc import cuda_round_mailbox
-from outrider.shared.rpc.ipc import disposal as module
+from outrider.shared.rpc.ipc import cuda_blob_mailbox as cuda_round_mailbox
+from outrider.shared.rpc.ipc import deferred_release as module
+from outrider.shared.rpc.ipc.blob_mailbox import RoundsLayout
 from outrider.shared.rpc.ipc.cuda import CudaError, PeerMemory
-from outrider.shared.rpc.ipc.cuda_round_mailbox import RELEASED, StreamMailbox
-from outrider.shared.rpc.ipc.disposal import Disposal
-from outrider.shared.rpc.ipc.round_mailbox import RoundsLayout
-from outrider.shared.rpc.ipc.round_words import RoundWatch, RoundWords, Side
+from outrider.shared.rpc.ipc.cuda_blob_mailbox import RELEASED, StreamMailbox
+from outrider.shared.rpc.ipc.deferred_release import Disposal
+from outrider.shared.rpc.ipc.doorbells import RoundWatch, RoundWords, Side
 from outrider.shared.rpc.ipc.slots import SharedMemory
 
 TIMEOUT_S = 20.0

@@ -11,12 +11,11 @@ from google.protobuf import descriptor_pb2
 from outrider.common.v1 import common_pb2
 from outrider.draft.v1 import draft_pb2
 from outrider.shared.base.errors import ProtocolError
+from outrider.shared.rpc.ipc.blob_mailbox import RoundsLayout
+from outrider.shared.rpc.ipc.doorbells import Side, Word
 from outrider.shared.rpc.ipc.frames import HEADER, FrameKind
-from outrider.shared.rpc.ipc.round_mailbox import RoundsLayout
-from outrider.shared.rpc.ipc.round_words import Side, Word
 from outrider.shared.rpc.version import PROTOCOL_VERSION, check_version
-from outrider.shared.spec.resident import RoundState
-from outrider.shared.spec.rounds import TreesBlob
+from outrider.shared.spec.resident import RoundState, TreesBlob
 
 WIRE = (2, "74bbfb57545c3cdd")
 """The protocol's version, and the digest of what it consisted of then. If a change that the release before cannot follow fails here, raise

@@ -9,7 +9,7 @@ import torch
 
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.rpc import relay
-from outrider.shared.rpc.ipc.round_words import RoundWords, Side
+from outrider.shared.rpc.ipc.doorbells import RoundWords, Side
 from outrider.shared.rpc.relay import LAYOUT, LEAST_STATE_BYTES, StreamRelay
 from outrider.shared.spec.resident import HEADER_BYTES
 

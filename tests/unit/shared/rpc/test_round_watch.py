@@ -8,9 +8,9 @@ import threading
 
 import pytest
 
-from outrider.shared.rpc.ipc import round_words
-from outrider.shared.rpc.ipc.round_mailbox import RoundsLayout
-from outrider.shared.rpc.ipc.round_words import RoundWatch, RoundWords, Side
+from outrider.shared.rpc.ipc import doorbells as round_words
+from outrider.shared.rpc.ipc.blob_mailbox import RoundsLayout
+from outrider.shared.rpc.ipc.doorbells import RoundWatch, RoundWords, Side
 from outrider.shared.rpc.ipc.slots import SharedMemory
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider.shared.base.errors import ProtocolError
-from outrider.shared.rpc.staging import Staging
+from outrider.shared.rpc.blob_staging import Staging
 
 
 def test_a_blob_comes_back_as_it_was_with_the_number_of_its_round() -> None:

@@ -13,10 +13,10 @@ import torch
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client import remote_drafter as remote
 from outrider.services.target.draft_client.breaker import Breaker, BreakerState
-from outrider.services.target.draft_client.connection import Carrier
 from outrider.services.target.draft_client.fences import fence_to_proto
 from outrider.services.target.draft_client.link import TargetIdentity, Weight
 from outrider.services.target.draft_client.remote_drafter import FAULTS_TO_RECONNECT, RemoteDrafter
+from outrider.services.target.draft_client.transport.carrier import Carrier
 from outrider.services.target.drafting.proposals import Proposal, Proposals
 from outrider.shared.spec.drafter import Commit, ProposalRequest, ProposalRow, RoundResult, SequenceOpen
 from outrider.shared.spec.fence import Fence

@@ -16,13 +16,9 @@ from outrider.services.target.request import (
     SpeculationMode,
     SpeculationParams,
 )
-from outrider.services.target.scheduling.scheduler import (
-    SPARE_TOKENS,
-    QueueGate,
-    Scheduler,
-    SchedulerLimits,
-    StepPlan,
-)
+from outrider.services.target.scheduling.limits import SchedulerLimits
+from outrider.services.target.scheduling.queue_gate import QueueGate
+from outrider.services.target.scheduling.scheduler import SPARE_TOKENS, Scheduler, StepPlan
 from outrider.services.target.scheduling.sequence import Sequence, SequenceStatus
 from outrider.shared.base.errors import OverloadedError
 from outrider.shared.kv.pages import PageAllocator

@@ -11,7 +11,8 @@ from support.toys import make_toy_target
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.scheduling.scheduler import PrefillChunk
-from outrider.services.target.startup.warmup import check_parity, prompt_rehearsals
+from outrider.services.target.startup.parity_check import check_parity
+from outrider.services.target.startup.warmup import prompt_rehearsals
 from outrider.shared.base.errors import OutriderError, UnavailableError
 from outrider.shared.nn.decoder import Decoder
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from outrider.shared.base.errors import ProtocolError
-from outrider.shared.rpc.ipc.round_words import RoundWords, Side
+from outrider.shared.rpc.ipc.doorbells import RoundWords, Side
 from outrider.shared.rpc.ipc.slots import MAX_SLOT_BYTES, Layout, SharedMemory
 
 SLOTS = 2

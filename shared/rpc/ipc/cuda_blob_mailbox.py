@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import torch
 
 from outrider.kernels.round_trade import WORD_BYTES, fetch_blob, post_blob
+from outrider.shared.rpc.ipc.blob_mailbox import RoundsLayout
 from outrider.shared.rpc.ipc.cuda import CudaError, PeerMemory, copy_async, runtime_call
-from outrider.shared.rpc.ipc.disposal import DISPOSAL
-from outrider.shared.rpc.ipc.round_mailbox import RoundsLayout
-from outrider.shared.rpc.ipc.round_words import RoundWatch, RoundWords, Side
+from outrider.shared.rpc.ipc.deferred_release import DISPOSAL
+from outrider.shared.rpc.ipc.doorbells import RoundWatch, RoundWords, Side
 from outrider.shared.rpc.ipc.slots import PAGE_BYTES, SharedMemory
 
 REGISTER_PORTABLE_AND_MAPPED = 3

@@ -1,0 +1,51 @@
+"""Sequences of made-up tokens, for passes over the model before anybody is served."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from outrider.services.target.model.model_runner import ModelRunner
+from outrider.services.target.request import (
+    Event,
+    GenerationRequest,
+    SamplingParams,
+    SpeculationMode,
+    SpeculationParams,
+)
+from outrider.services.target.scheduling.sequence import Sequence
+from outrider.shared.base.errors import OutriderError
+from outrider.shared.spec.tree import NO_DRAFT
+
+PROMPT_LEN = 9
+WARM_UP_ROOM = 18
+"""Tokens that a trial sequence may have behind its prompt."""
+
+
+class _NoSink:
+    def deliver(self, events: Seq[Event]) -> None:
+        """Nobody listens to the parity check."""
+
+
+def trial_sequence(runner: ModelRunner, attempt: int, length: int = PROMPT_LEN) -> Sequence:
+    vocab_size = runner.decoder.config.vocab_size
+    request = GenerationRequest(
+        request_id="warm-up",
+        prompt_ids=[(7 + 13 * index + 31 * attempt) % vocab_size for index in range(length)],
+        max_new_tokens=1 << 16,
+        sampling=SamplingParams(temperature=0.0),
+        speculation=SpeculationParams(SpeculationMode.OFF, NO_DRAFT),
+        ignore_eos=True,
+    )
+    sequence = Sequence(request, _NoSink(), session_id=0, page_size=runner.pool.page_size)
+    sequence.lease = runner.pool.lease(length + WARM_UP_ROOM)
+    if sequence.lease is None:
+        raise OutriderError(
+            "The KV cache is too small for the warm-up; raise --kv-tokens.", field="kv_tokens"
+        )
+    return sequence
+
+
+def release(sequence: Sequence) -> None:
+    if sequence.lease is not None:
+        sequence.lease.release()
+        sequence.lease = None
