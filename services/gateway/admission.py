@@ -13,7 +13,7 @@ from outrider.shared.base.errors import OverloadedError
 
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
-# Weight of the newest interval between two departures from the queue, in a moving average.
+# Weight of the newest sample in the moving average of the interval between two departures from the queue.
 DRAIN_ALPHA = 0.2
 
 
@@ -82,7 +82,7 @@ class Admission:
 
 
 class Slot:
-    """Room reserved for one request of one or more sequences. Leaving the context releases the rest of it."""
+    """Room reserved for one request of one or more sequences. Leaving the context releases what remains."""
 
     def __init__(self, admission: Admission, sequences: int) -> None:
         self._admission = admission

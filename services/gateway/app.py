@@ -28,7 +28,8 @@ HEADER_LIMIT_BYTES = 64 * 1024
 BACKLOG = 2048
 # Time to flush the last bytes of replies, after the grace period.
 HTTP_STOP_S = 2
-# gRPC has one size limit for requests and replies. A reply after a pause may contain many traced rounds.
+# Size limit of gRPC messages, as a multiple of the body limit. The limit also applies to replies, and a reply
+# after a pause may contain many traced rounds.
 GRPC_SLACK = 4
 _log = get_logger("outrider.gateway")
 

@@ -37,7 +37,7 @@ _deadline: ContextVar[float] = ContextVar("render_deadline")
 
 
 class TemplateRefusal(TemplateError):
-    """The template called raise_exception: it does not accept these messages."""
+    """Raised when a template calls raise_exception because it does not accept the messages."""
 
 
 class GenerationBlock(Extension):

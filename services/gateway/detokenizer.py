@@ -45,7 +45,7 @@ class IncrementalDecoder:
             # The stream raises a bare Exception if a token changes the text of earlier tokens.
             return self.flush()
         if piece is None:
-            # Skipped special tokens have no text and are held until text follows. Count the others only.
+            # Skipped special tokens have no text and are held until text follows. Count only the others.
             self._num_undecodable += bool(self._decode([token_id]))
             return self.flush() if self._num_undecodable > MAX_HELD_TOKENS else ""
         self._settle()

@@ -29,7 +29,7 @@ from outrider.services.gateway.target_client.client import TargetClient
 from outrider.services.gateway.target_client.stream import TargetStream
 from outrider.shared.base.errors import DeadlineExceededError, OutriderError
 
-# After a stop string, the target still sends its statistics. That takes it two rounds at most.
+# Time to wait for the target's statistics after a stop string. The target sends them within two rounds.
 FINISH_WAIT_S = 2.0
 
 

@@ -95,8 +95,8 @@ class GenerationRequest:
         speculation: Speculation options.
         stop: Conditions that end the sequence, and options for its text.
         deadline: Time on the event loop's clock after which the sequence is aborted.
-        priority: Priority in the target's queue.
-        cache_salt: Requests share cached prefixes only with requests that have the same salt.
+        priority: Requests with a higher priority leave the target's queue first.
+        cache_salt: Separates the prefix caches of different clients.
     """
 
     request_id: str

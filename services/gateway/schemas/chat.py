@@ -131,7 +131,7 @@ class ChatRequest(OpenAIRequest):
     web_search_options: Neutral = None
 
     def token_limit(self) -> int | None:
-        """Return the limit of new tokens, or None. The field has an older and a newer name.
+        """Return the client's limit of new tokens, or None. The client may use either name of the field.
 
         Raises:
             InvalidRequestError: If both names are set to different values.
