@@ -1,12 +1,12 @@
 # Two images from one file: `gateway` (no torch) and `engine` (target and draft).
 #   docker build --target gateway -t outrider-gateway .
 #   docker build --target engine  -t outrider-engine .
-# No BuildKit-only syntax: Docker 20.10's classic builder makes it too.
+# Uses no BuildKit syntax, so Docker 20.10's classic builder works too.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
 FROM ${BASE_IMAGE} AS base
 ENV PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-# One user in all containers: they share sockets (and CUDA memory) with each other and with nobody else.
+# All containers use the same user, so that only they can access the shared sockets and CUDA memory.
 RUN groupadd --gid 10001 outrider && useradd --uid 10001 --gid outrider --no-create-home --home-dir /tmp outrider \
     && mkdir -p /run/outrider && chown outrider:outrider /run/outrider && chmod 700 /run/outrider
 WORKDIR /opt/outrider
@@ -33,7 +33,7 @@ CMD ["gateway"]
 FROM base AS engine
 ARG INDEX_URL=
 ARG EXTRA_INDEX_URL=
-# Triton compiles its launcher with the system's compiler against Python's headers, when a kernel first runs.
+# When a kernel first runs, Triton compiles its launcher with the system's compiler and Python's headers.
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev \
     && { python -c 'import pathlib, sysconfig, sys; sys.exit(not (pathlib.Path(sysconfig.get_path("include")) / "Python.h").exists())' \
          || apt-get install -y --no-install-recommends python3-dev; } \
@@ -43,7 +43,7 @@ RUN python -m pip install -c constraints.txt \
 COPY --from=wheel /opt/outrider/dist dist
 RUN wheel=$(echo dist/*.whl) && python -m pip install -c constraints.txt \
       ${INDEX_URL:+--index-url "$INDEX_URL"} ${EXTRA_INDEX_URL:+--extra-index-url "$EXTRA_INDEX_URL"} "$wheel[engine]"
-# Compiled kernels and the tiles chosen for a GPU outlive the container in a volume, which takes its owner from this folder.
+# The volume for compiled kernels and the tiles chosen for a GPU takes its owner from this folder.
 RUN mkdir -p /var/cache/outrider && chown outrider:outrider /var/cache/outrider && chmod 700 /var/cache/outrider
 ENV TRITON_CACHE_DIR=/var/cache/outrider
 USER outrider

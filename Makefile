@@ -1,11 +1,11 @@
-# Outrider needs Python >= 3.11 and make; every target makes its own .venv first. See README.md.
+# Outrider needs Python >= 3.11 and make. Every target creates its own .venv first. See README.md.
 #   make demo                      answer a prompt through all three services
-#   make test                      the tests that need no root and no GPU
-# Another package index, e.g. for the CPU build of torch:
+#   make test                      run the tests that need neither root nor a GPU
+# Another package index, for example for the CPU build of torch:
 #   make demo EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 #   make demo INDEX_URL=https://my.mirror/simple
 
-# The first interpreter that is new enough.
+# The first interpreter that is recent enough.
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
   $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 VENV ?= .venv
@@ -16,7 +16,7 @@ endif
 ifdef EXTRA_INDEX_URL
 export PIP_EXTRA_INDEX_URL := $(EXTRA_INDEX_URL)
 endif
-# What the installed versions depend on: a change of it makes the stamps stale.
+# The installed versions depend on these files. If one changes, the stamps become stale.
 PINS := $(shell cat constraints.txt pyproject.toml setup.py | cksum | tr ' ' -)
 SERVE_STAMP := $(VENV)/.serve-$(PINS)
 DEV_STAMP := $(VENV)/.dev-$(PINS)
@@ -33,9 +33,9 @@ STUBS := $(BIN)/python scripts/stubs.py
 demo: $(SERVE_STAMP)
 	$(BIN)/outrider demo
 
-# Two groups at a time, a core each; then those that start processes and look at the clock.
+# Two groups at a time, one core each. Then the groups that start processes and measure time.
 test: $(DEV_STAMP)
-	@echo 'law, unit and kernels, two at a time: each shows its output when it ends'
+	@echo 'law, unit and kernels, two at a time; each prints its output when it ends'
 	@$(MAKE) --no-print-directory -k -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync) test-law test-unit test-kernels
 	$(PYTEST) tests/rpc tests/contract tests/integration
 
@@ -48,7 +48,7 @@ test-unit: $(DEV_STAMP)
 test-kernels: $(DEV_STAMP)
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
 
-# On a GPU host: the laws on the GPU, in fp32; kernels compiled, the embedded pair served with CUDA.
+# On a GPU host: the laws on the GPU in fp32, compiled kernels, and the embedded pair served with CUDA.
 # With pytest-xdist installed: make test-gpu PYTEST_ARGS="-n 8 --dist loadgroup".
 test-gpu: test-law-gpu
 	$(PYTEST) $(PYTEST_ARGS) -m "gpu and not flashinfer" tests/gpu
@@ -56,12 +56,12 @@ test-gpu: test-law-gpu
 test-law-gpu: $(DEV_STAMP)
 	OUTRIDER_TEST_DEVICE=cuda $(PYTEST) $(PYTEST_ARGS) tests/law
 
-# The same host, with the second attention backend, which is compiled as it is used.
+# The same host with the second attention backend, which is compiled on first use.
 test-flashinfer: $(DEV_STAMP)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,flashinfer]'
 	$(PYTEST) -m flashinfer tests/gpu
 
-# On a host with two GPUs or more.
+# On a host with at least two GPUs.
 test-multi-gpu: $(DEV_STAMP)
 	$(PYTEST) -m multi_gpu tests/gpu
 
@@ -74,7 +74,7 @@ lint: $(DEV_STAMP)
 	$(BIN)/buf lint
 
 typecheck: $(DEV_STAMP) links
-	# Not incremental: from a warm cache mypy 2.4 misses submodules that are imported inside functions.
+	# Not incremental: with a warm cache, mypy 2.4 misses submodules that are imported inside functions.
 	$(BIN)/mypy --no-incremental -p outrider
 
 imports: $(DEV_STAMP) links
@@ -86,11 +86,11 @@ stubs: $(DEV_STAMP)
 stubs-check: $(DEV_STAMP)
 	$(STUBS) check
 
-# Builds sdist and wheel, compares them, installs the wheel alone in a venv of its own and serves one request from it.
+# Builds sdist and wheel, compares them, installs only the wheel in a new venv and serves a request from it.
 package-test: $(DEV_STAMP)
 	$(PYTEST) --timeout 900 tests/packaging
 
-# Needs a Docker engine: DOCKER_HOST, or LOCAL_DOCKER=path of a helper that starts one (tests/compose says what it must do).
+# Needs a Docker engine: DOCKER_HOST, or LOCAL_DOCKER=path of a helper that starts one (see tests/compose).
 LOCAL_DOCKER ?= $(wildcard ../shared/tools/local-docker)
 test-compose: $(DEV_STAMP)
 	LOCAL_DOCKER=$(LOCAL_DOCKER) $(PYTEST) -v --timeout 1800 tests/compose
@@ -100,8 +100,8 @@ dev: $(DEV_STAMP)
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-	  || { echo "Outrider needs Python >= 3.11; say which: make PYTHON=/path/to/python3.11" >&2; exit 1; }
-	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "python3 -m venv failed: install your system's python3-venv package" >&2; exit 1; }
+	  || { echo "Outrider needs Python >= 3.11. Name an interpreter: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "python3 -m venv failed. Install your system's python3-venv package." >&2; exit 1; }
 
 $(SERVE_STAMP): | $(BIN)/python
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[engine]'
@@ -111,7 +111,7 @@ $(DEV_STAMP): | $(BIN)/python
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	@rm -f $(VENV)/.serve-* $(VENV)/.dev-* && touch $@ $(SERVE_STAMP)
 
-# Type checkers do not see setup.py's mapping of folders to import names; a farm of links shows it to them.
+# Type checkers do not see how setup.py maps folders to import names. These links give them the same layout.
 links:
 	@mkdir -p .typecheck/outrider
 	@for folder in kernels shared services train bench; do ln -sfn ../../$$folder .typecheck/outrider/$$folder; done

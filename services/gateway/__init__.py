@@ -1,1 +1,4 @@
-"""The front door: REST (OpenAI's and SGLang's shapes) and gRPC over one core; owns text. Imports no torch."""
+"""The front door: OpenAI- and SGLang-compatible REST routes and a gRPC API over one shared core.
+
+All text handling is here: tokenization, chat templates, detokenization and stop strings. Imports no torch.
+"""

@@ -1,4 +1,7 @@
-"""Bounded queues: what may wait for the target, in sequences and in prompt tokens. Beyond that the answer is an immediate 429."""
+"""Admission control: limits the sequences and prompt tokens that wait for the target.
+
+Requests above the limits are refused immediately with status 429.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,15 @@ from outrider.shared.base.errors import OverloadedError
 
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
-# Weight of the newest interval between two requests that left the queue.
+# Weight of the newest sample in the moving average of the interval between two departures from the queue.
 DRAIN_ALPHA = 0.2
 
 
 class Admission:
-    """Counts waiting sequences. A sequence waits from admission to its first token. Used on the event loop only."""
+    """Counts waiting sequences. A sequence waits from its admission until its first token.
+
+    Use it on the event loop only.
+    """
 
     def __init__(self, max_requests: int, max_prompt_tokens: int, clock: Callable[[], float]) -> None:
         self._max_requests = max_requests
@@ -28,13 +34,17 @@ class Admission:
         self.active = 0
 
     def admit(self, sequences: int) -> Slot:
-        """Reserve room for `sequences`; use the slot as a context manager around the whole request.
+        """Reserve room for this many sequences.
+
+        Use the returned slot as a context manager around the whole request.
 
         Raises:
-            OverloadedError: the queue is full.
+            OverloadedError: If the queue is full.
         """
         if self.waiting and self.waiting + sequences > self._max_requests:
-            raise self._overloaded(f"{self.waiting} sequences wait already (limit {self._max_requests})")
+            raise self._overloaded(
+                f"{self.waiting} sequences are already waiting (limit {self._max_requests})"
+            )
         return Slot(self, sequences)
 
     def _overloaded(self, why: str) -> OverloadedError:
@@ -43,15 +53,15 @@ class Admission:
         )
 
     def retry_after_s(self) -> float:
-        """Return when to come back: the time in which half of the queue drains at the measured rate, in whole seconds."""
+        """Return a retry delay in whole seconds: the time to drain half of the queue at the measured rate."""
         expected = (self._drain_interval_s or MIN_RETRY_S) * max(1, self.waiting) / 2
         return float(min(MAX_RETRY_S, max(MIN_RETRY_S, math.ceil(expected))))
 
     def _enter_tokens(self, tokens: int) -> None:
-        # One prompt that alone exceeds the limit is let in when nothing else waits: it could never run otherwise.
+        # Admit a prompt above the limit if no other prompt waits. Otherwise it could never run.
         if self.waiting_tokens and self.waiting_tokens + tokens > self._max_prompt_tokens:
             raise self._overloaded(
-                f"{self.waiting_tokens} prompt tokens wait already (limit {self._max_prompt_tokens})"
+                f"{self.waiting_tokens} prompt tokens are already waiting (limit {self._max_prompt_tokens})"
             )
         self.waiting_tokens += tokens
 
@@ -67,12 +77,12 @@ class Admission:
             self._drain_interval_s = (
                 interval if previous is None else previous + DRAIN_ALPHA * (interval - previous)
             )
-        # Only intervals between departures from one queue tell how fast it drains.
+        # Intervals that include an empty queue would not measure how fast the queue drains.
         self._last_departure = now if self.waiting else None
 
 
 class Slot:
-    """The room of one request with one or more sequences; leaving the context gives back whatever is still held."""
+    """Room reserved for one request of one or more sequences. Leaving the context releases what remains."""
 
     def __init__(self, admission: Admission, sequences: int) -> None:
         self._admission = admission
@@ -83,16 +93,16 @@ class Slot:
         admission.active += sequences
 
     def add_prompts(self, lengths: list[int]) -> None:
-        """Count the prompts, one length per sequence, once they are known.
+        """Count the prompt tokens. Call this once the prompts are tokenized, with one length per sequence.
 
         Raises:
-            OverloadedError: too many prompt tokens wait.
+            OverloadedError: If too many prompt tokens are waiting.
         """
         self._admission._enter_tokens(sum(lengths))
         self._tokens = dict(enumerate(lengths))
 
     def started(self, index: int) -> None:
-        """Sequence `index` has left the queue: its first token came, or it ended."""
+        """Record that sequence `index` has left the queue: its first token arrived, or it ended."""
         tokens = self._tokens.pop(index, None)
         if tokens is not None:
             self._waiting -= 1

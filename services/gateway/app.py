@@ -1,4 +1,4 @@
-"""Puts the gateway together and runs it: both surfaces on one event loop, drained on SIGTERM."""
+"""Assembles and runs the gateway: REST and gRPC on one event loop, with a graceful drain on SIGTERM."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from outrider.shared.rpc.server import AioServer, aio_server
 PUBLIC_PATHS = frozenset(["/health", "/ready"])
 HEADER_LIMIT_BYTES = 64 * 1024
 BACKLOG = 2048
-# After the grace period, for the last bytes of replies.
+# Time to flush the last bytes of replies, after the grace period.
 HTTP_STOP_S = 2
-# gRPC replies share the limit of requests, and one after a pause may hold many traced rounds.
+# Size limit of gRPC messages, as a multiple of the body limit. The limit also applies to replies, and a reply
+# after a pause may contain many traced rounds.
 GRPC_SLACK = 4
 _log = get_logger("outrider.gateway")
 
@@ -47,7 +48,7 @@ def create_app(core: GatewayCore) -> FastAPI:
     install_handlers(app)
     settings = core.settings
     public_paths = PUBLIC_PATHS | ({"/metrics"} if settings.public_metrics else frozenset())
-    # Added last runs first: context, then key, then body.
+    # Middleware added last runs first: context, then authentication, then the body.
     app.add_middleware(BodyGuard, max_bytes=settings.max_body_bytes)
     app.add_middleware(Authentication, checker=KeyChecker(settings.api_key), public_paths=public_paths)
     app.add_middleware(RequestContext, metrics=core.metrics)
@@ -56,7 +57,13 @@ def create_app(core: GatewayCore) -> FastAPI:
 
 
 class GatewayServer:
-    """A running gateway. `start`, then `drain`; `port` and `grpc_port` are the bound ones."""
+    """A running gateway: call `start`, then `drain`.
+
+    Attributes:
+        core: The core shared by both APIs.
+        port: Bound port of the REST API.
+        grpc_port: Bound port of the gRPC API; 0 before `start` or if gRPC is disabled.
+    """
 
     def __init__(self, settings: GatewaySettings) -> None:
         settings.check()
@@ -71,7 +78,7 @@ class GatewayServer:
         self._readiness: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Begin serving both surfaces; readiness follows the target."""
+        """Start both servers. The gateway becomes ready when the target does."""
         settings = self._settings
         await self.core.client.start()
         if settings.grpc_port:
@@ -99,7 +106,13 @@ class GatewayServer:
         self._readiness = asyncio.create_task(self._follow_target(), name="readiness")
 
     async def drain(self) -> None:
-        """NOT_SERVING → notice period → refuse new requests → let running ones finish → stop both servers."""
+        """Shut down gracefully.
+
+        1. Report not ready.
+        2. Accept requests for another `drain_notice_s`, until load balancers have noticed.
+        3. Refuse new requests. Let running ones finish for up to `drain_grace_s`.
+        4. Stop both servers.
+        """
         settings, core = self._settings, self.core
         core.draining = True
         if self._readiness:
@@ -120,12 +133,12 @@ class GatewayServer:
         self._socket.close()
 
     async def failed(self) -> None:
-        """Return when the HTTP server ends by itself."""
+        """Return when the HTTP server ends on its own."""
         assert self._http_task is not None
         await asyncio.wait({self._http_task})
 
     async def _follow_target(self) -> None:
-        """Say `ready` once, and keep gRPC health in step with the target."""
+        """Log `ready` once, and mirror the target's readiness in gRPC health."""
         announced = False
         while True:
             await self.core.client.readiness.wait_for(True)
@@ -142,7 +155,13 @@ class GatewayServer:
 
 
 def run(settings: GatewaySettings) -> int:
-    """Serve until SIGTERM or SIGINT, drain, and return the exit code. Errors of the settings are logged with their fix."""
+    """Serve until SIGTERM or SIGINT, then drain.
+
+    Configuration errors are logged together with their fix.
+
+    Returns:
+        The exit code of the process.
+    """
     configure_logging("gateway", settings.log_level, settings.log_json)
     try:
         return asyncio.run(_serve(settings))
@@ -163,7 +182,7 @@ async def _serve(settings: GatewaySettings) -> int:
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
-        # A second signal ends the process at once.
+        # From here on, a second signal kills the process immediately.
         restore()
         _log.info("draining")
         await server.drain()
@@ -174,7 +193,10 @@ async def _serve(settings: GatewaySettings) -> int:
 
 
 class _QuietServer(uvicorn.Server):
-    """Leaves signals to us: uvicorn's own handler would stop listening before readiness has fallen."""
+    """A uvicorn server that leaves signals to the gateway.
+
+    uvicorn's own handler would stop listening before the gateway has reported that it is not ready.
+    """
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -183,7 +205,7 @@ class _QuietServer(uvicorn.Server):
 
 def _bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio switches Nagle's algorithm off only for sockets that name their protocol; with it every reply is 40 ms late.
+    # asyncio sets TCP_NODELAY only on sockets with an explicit protocol. Without it, replies are 40 ms late.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -198,7 +220,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _describe_validation(app: FastAPI) -> None:
-    """Take 422 out of the OpenAPI document: our handler answers 400 instead."""
+    """Remove 422 from the OpenAPI document: invalid requests are answered with 400."""
     make = app.openapi
 
     def openapi() -> dict[str, Any]:

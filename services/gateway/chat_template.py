@@ -1,6 +1,7 @@
-"""Chat templates: Jinja in a sandbox of our own, with the names that model authors rely on and limits on size and time.
+"""Chat templates, rendered by Jinja in a restricted sandbox.
 
-Templates come from the model's folder, never from a client; they are still code by strangers.
+The sandbox provides the functions that published templates use, and limits their time and output size.
+Templates come from the model's folder, never from a client. They are still untrusted code.
 """
 
 from __future__ import annotations
@@ -29,18 +30,21 @@ MAX_EXPONENT = 64
 MAX_FIELD_CHARS = 9_999
 MAX_INDENT = 16
 _WIDE_FIELD = re.compile(r"\d{5,}|\*")
-# Filters that make text of any length from a number, and that no chat template needs.
+# Filters that can produce text of any length from a number. Chat templates do not need them.
 UNBOUNDED_FILTERS = ("center", "format", "wordwrap", "urlize", "xmlattr")
 
 _deadline: ContextVar[float] = ContextVar("render_deadline")
 
 
 class TemplateRefusal(TemplateError):
-    """The template called raise_exception: it does not take these messages."""
+    """Raised when a template calls raise_exception because it does not accept the messages."""
 
 
 class GenerationBlock(Extension):
-    """``{% generation %} … {% endgeneration %}`` marks the assistant's tokens for training; for serving it is its content."""
+    """Supports ``{% generation %} … {% endgeneration %}``, which marks the assistant's tokens for training.
+
+    For serving, the block renders its content unchanged.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - declared by Jinja as a plain set
 
@@ -50,7 +54,7 @@ class GenerationBlock(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Checks the clock at every call, look-up and arithmetic operation, and sizes before anything large is made."""
+    """Checks the time limit at every call, lookup and arithmetic operation, and sizes before allocation."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%", "//", "/", "-"])
 
@@ -59,27 +63,27 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if operator == "**" and not (isinstance(right, int) and abs(right) <= MAX_EXPONENT):
             raise SecurityError(f"exponents above {MAX_EXPONENT} are not allowed")
         if operator == "%" and isinstance(left, str) and _WIDE_FIELD.search(left):
-            raise SecurityError("a format is too wide")
+            raise SecurityError("a format width is too large")
         if operator == "*" and any(isinstance(side, (str, list, tuple)) for side in (left, right)):
             length = max(len(side) for side in (left, right) if isinstance(side, (str, list, tuple)))
             count = max((side for side in (left, right) if isinstance(side, int)), default=0)
             if length * count > MAX_OUTPUT_CHARS:
-                raise SecurityError("a repetition is too long")
+                raise SecurityError("a repeated string or list is too long")
         return _check_size(super().call_binop(context, operator, left, right))
 
     def call(self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         _check_time()
-        # Padding and formatting methods of strings make as much text as a number tells them.
-        # (Jinja hands out str.format wrapped.)
+        # Padding and formatting methods of strings can produce arbitrarily long text from one number.
+        # Jinja wraps str.format; `__wrapped__` is the method itself.
         method = getattr(__obj, "__wrapped__", __obj)
         if isinstance(text := getattr(method, "__self__", None), str):
             if any(
                 isinstance(argument, int) and argument > MAX_FIELD_CHARS
                 for argument in (*args, *kwargs.values())
             ):
-                raise SecurityError("a text is padded too far")
+                raise SecurityError("a string is padded too far")
             if method.__name__ in ("format", "format_map") and _WIDE_FIELD.search(text):
-                raise SecurityError("a format is too wide")
+                raise SecurityError("a format width is too large")
         return _check_size(super().call(__context, __obj, *args, **kwargs))
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -92,15 +96,20 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class ChatTemplate:
-    """A compiled template. Rendering is synchronous; call it on a worker thread."""
+    """A compiled chat template. Rendering is synchronous; render long chats on a worker thread."""
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime] = datetime.now
     ) -> None:
-        """Compile `source`.
+        """Compile a template.
+
+        Args:
+            source: The template's Jinja source.
+            special_tokens: Text of special tokens by name, such as ``bos_token``; available to the template.
+            now: Clock for the template's ``strftime_now``.
 
         Raises:
-            CheckpointError: it is too long or not valid Jinja.
+            CheckpointError: If the template is too long or not valid Jinja.
         """
         if len(source) > MAX_TEMPLATE_CHARS:
             raise CheckpointError(
@@ -119,7 +128,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise CheckpointError(
-                f"The chat template is not valid: {error}.", field="chat_template"
+                f"The chat template is not valid Jinja: {error}.", field="chat_template"
             ) from None
         self._special_tokens = dict(special_tokens)
 
@@ -129,15 +138,15 @@ class ChatTemplate:
         options: Mapping[str, Any],
         add_generation_prompt: bool = True,
     ) -> str:
-        """Return the prompt's text.
+        """Return the text of the prompt.
 
         Args:
-            messages: ``{"role", "content", …}`` in order.
-            options: Further names that the template may read.
-            add_generation_prompt: End with the opening of the assistant's answer.
+            messages: Messages in order, each with ``role`` and ``content``.
+            options: Additional variables for the template.
+            add_generation_prompt: Whether to end with the header of the assistant's answer.
 
         Raises:
-            InvalidRequestError: the template refuses the messages or fails on them, or exceeds its limits.
+            InvalidRequestError: If the template rejects the messages, fails on them or exceeds its limits.
         """
         variables = {**self._special_tokens, "tools": None, "documents": None, **options}
         token = _deadline.set(time.monotonic() + MAX_RENDER_S)
@@ -153,7 +162,7 @@ class ChatTemplate:
                 pieces.append(piece)
         except TemplateRefusal as error:
             raise InvalidRequestError(
-                f"The model's chat template refuses these messages: {error}.", field="messages"
+                f"The model's chat template rejects these messages: {error}.", field="messages"
             ) from None
         except (
             TemplateError,
@@ -173,7 +182,7 @@ class ChatTemplate:
 
 
 def _check_time() -> None:
-    # Constant folding calls the sandbox while a template is compiled, when there is no deadline yet.
+    # Constant folding calls the sandbox while a template is compiled. No deadline is set at that time.
     deadline = _deadline.get(None)
     if deadline is not None and time.monotonic() > deadline:
         raise SecurityError(f"it took longer than {MAX_RENDER_S:g} s")
@@ -181,14 +190,14 @@ def _check_time() -> None:
 
 def _check_size(value: Any) -> Any:
     if isinstance(value, str) and len(value) > MAX_OUTPUT_CHARS:
-        raise SecurityError("a text is too long")
+        raise SecurityError("a string is too long")
     return value
 
 
 def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    """Jinja's own filter, with a bound."""
+    """Indent like Jinja's own filter, with a limit on the size of the result."""
     if (width if isinstance(width, int) else len(width)) * (text.count("\n") + 1) > MAX_OUTPUT_CHARS:
-        raise SecurityError("a text is indented too far")
+        raise SecurityError("a string is indented too far")
     return do_indent(text, width, first, blank)
 
 
@@ -199,9 +208,9 @@ def _to_json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own tojson escapes for HTML, which changes prompts.
+    # Jinja's own tojson escapes for HTML, which would change prompts.
     if isinstance(indent, int) and indent > MAX_INDENT:
-        raise SecurityError("a text is indented too far")
+        raise SecurityError("a string is indented too far")
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

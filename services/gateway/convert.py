@@ -1,4 +1,7 @@
-"""Protobuf ↔ our data, for the target's protocol. Protobuf goes no further than this file, the target client and the servicer."""
+"""Conversions between protobuf messages and the gateway's data, for the target's protocol.
+
+Protobuf messages are used only here, in the target client and in the gRPC servicer.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,12 @@ REASON_FROM_PROTO = {value: reason for reason, value in REASON_TO_PROTO.items()}
 
 
 def request_to_proto(request: GenerationRequest, timeout_s: float) -> target_pb2.GenerateRequest:
-    """Return the message that submits `request`; `timeout_s` is what remains of its deadline."""
+    """Return the message that submits `request`.
+
+    Args:
+        request: The sequence to generate.
+        timeout_s: Time left until the request's deadline.
+    """
     sampling, speculation = request.sampling, request.speculation
     return target_pb2.GenerateRequest(
         request_id=request.request_id,
@@ -64,12 +72,12 @@ def request_to_proto(request: GenerationRequest, timeout_s: float) -> target_pb2
 
 
 def delta_from_proto(delta: target_pb2.TokenDelta) -> TargetDelta:
-    """Return the tokens of one message."""
+    """Convert the tokens of one message."""
     return TargetDelta(tuple(delta.token_ids), tuple(round_from_proto(one) for one in delta.rounds))
 
 
 def finish_from_proto(finish: target_pb2.Finish) -> TargetFinish:
-    """Return the end of a sequence; an unknown reason of a newer target counts as stop."""
+    """Convert the end of a sequence. An unknown reason, sent by a newer target, becomes `STOP`."""
     return TargetFinish(
         reason=REASON_FROM_PROTO.get(finish.reason, FinishReason.STOP),
         matched_token=finish.matched_token if finish.HasField("matched_token") else None,
@@ -82,7 +90,7 @@ def finish_from_proto(finish: target_pb2.Finish) -> TargetFinish:
 
 
 def info_from_proto(reply: target_pb2.GetInfoReply) -> TargetInfo:
-    """Read the reply of GetInfo."""
+    """Convert the reply of GetInfo."""
     speculation = reply.speculation
     return TargetInfo(
         model_id=reply.model_id,
@@ -108,7 +116,7 @@ def info_from_proto(reply: target_pb2.GetInfoReply) -> TargetInfo:
 
 
 def target_stats_from_proto(reply: target_pb2.GetStatsReply) -> TargetStats:
-    """Read the reply of GetStats."""
+    """Convert the reply of GetStats."""
     return TargetStats(
         running=reply.running,
         waiting=reply.waiting,
@@ -122,7 +130,7 @@ def target_stats_from_proto(reply: target_pb2.GetStatsReply) -> TargetStats:
 
 
 def stats_from_proto(stats: common_pb2.SpeculationStats) -> SpeculationStats:
-    """Return a sequence's speculation statistics."""
+    """Convert the speculation statistics of a sequence from protobuf."""
     return SpeculationStats(
         accept_length=stats.accept_length,
         rounds=stats.rounds,
@@ -135,7 +143,7 @@ def stats_from_proto(stats: common_pb2.SpeculationStats) -> SpeculationStats:
 
 
 def stats_to_proto(stats: SpeculationStats) -> common_pb2.SpeculationStats:
-    """The inverse of `stats_from_proto`."""
+    """Convert the speculation statistics of a sequence to protobuf."""
     return common_pb2.SpeculationStats(
         accept_length=stats.accept_length,
         rounds=stats.rounds,
@@ -148,7 +156,7 @@ def stats_to_proto(stats: SpeculationStats) -> common_pb2.SpeculationStats:
 
 
 def round_from_proto(one: common_pb2.RoundTrace) -> RoundTrace:
-    """Return one traced round."""
+    """Convert one traced round from protobuf."""
     return RoundTrace(
         round=one.round,
         base_len=one.base_len,
@@ -161,7 +169,7 @@ def round_from_proto(one: common_pb2.RoundTrace) -> RoundTrace:
 
 
 def round_to_proto(one: RoundTrace) -> common_pb2.RoundTrace:
-    """The inverse of `round_from_proto`."""
+    """Convert one traced round to protobuf."""
     return common_pb2.RoundTrace(
         round=one.round,
         base_len=one.base_len,

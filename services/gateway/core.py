@@ -1,4 +1,4 @@
-"""Everything that the surfaces share: settings, text codec, target, admission, metrics, and whether new requests are taken."""
+"""The state that REST and gRPC share: settings, text codec, target client, admission and metrics."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ Prompts = Callable[[], Awaitable[Sequence[tuple[int, ...]]]]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request as a surface hands it over: checked as far as that goes without tokens.
+    """A request from either API, after all checks that need no tokens.
 
     Attributes:
-        prompts: Makes the token ids of every prompt; called after admission.
-        sequences: Prompts times n.
-        timeout_s: What remains of the caller's deadline; None takes the server's.
+        prompts: Returns the token ids of every prompt. Called after admission.
+        sequences: Number of sequences: prompts times `n`.
+        parameters: Sampling, stopping and speculation parameters.
+        surface: Field names and defaults of the API that received the request.
+        timeout_s: Time left until the caller's deadline, or None. The server's own limit always applies.
     """
 
     prompts: Prompts
@@ -43,7 +45,13 @@ class Job:
 
 
 class GatewayCore:
-    """One per process. `ready` says what /ready and health say; `admitting` whether new requests are taken."""
+    """The shared core of the gateway; one per process.
+
+    Attributes:
+        draining: True once shutdown has begun. The gateway then reports not ready.
+        admitting: Whether new requests are accepted.
+        idle: Set while no request is running.
+    """
 
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
@@ -66,11 +74,11 @@ class GatewayCore:
 
     @property
     def ready(self) -> bool:
-        """Whether a request sent now would be taken."""
+        """Whether a request sent now would be accepted."""
         return self.client.ready and not self.draining
 
     def check_ready(self) -> None:
-        """Raise UnavailableError, with the reason, unless `ready`."""
+        """Raise UnavailableError, with the reason, unless the gateway is ready."""
         if self.draining:
             raise self._draining()
         if not self.client.ready:
@@ -80,20 +88,27 @@ class GatewayCore:
     def need_codec(self, field: str) -> TextCodec:
         """Return the text codec.
 
+        Args:
+            field: Field of the request that needs the codec, for the error.
+
         Raises:
-            InvalidRequestError: this server runs on token ids only; says what to send instead.
+            InvalidRequestError: If this server runs without a tokenizer.
         """
         if self.codec is None:
-            message = f"{field} needs text, and this server runs without a tokenizer: send token ids, or start the gateway with --tokenizer DIR."
+            message = (
+                f"{field} requires a tokenizer, and this server runs without one. "
+                "Send token ids, or start the gateway with --tokenizer DIR."
+            )
             raise InvalidRequestError(message, field=field, reason="no_tokenizer")
         return self.codec
 
     async def generate(self, job: Job) -> AsyncGenerator[ChoiceEvent, None]:
-        """Admit, tokenise, run. Closing the generator cancels everything.
+        """Admit a request, tokenize its prompts and run its sequences. Closing the generator cancels them.
 
         Raises:
-            OutriderError: 429 before any work, 400 for what only the tokens show, 503 while draining or without target, and what the
-                target says.
+            OutriderError: 429 if the server is overloaded, 400 if the tokens break a limit, 503 if the server
+                drains or has no target, or an error reported by the target. A 429 for too many sequences is
+                raised before any work is done.
         """
         if not self.admitting:
             raise self._draining()
@@ -119,7 +134,7 @@ class GatewayCore:
         return limit if job.timeout_s is None else min(job.timeout_s, limit)
 
     async def render_metrics(self) -> str:
-        """Return our metrics and, if it answers, the target's."""
+        """Return the gateway's metrics, followed by the target's if it answers."""
         metrics = self.metrics
         metrics.active.set(self.admission.active)
         metrics.waiting.set(self.admission.waiting)
@@ -134,7 +149,7 @@ class GatewayCore:
     @staticmethod
     def _draining() -> UnavailableError:
         return UnavailableError(
-            "The server is shutting down; send the request elsewhere or retry.",
+            "The server is shutting down. Send the request to another server, or retry later.",
             reason="draining",
             retry_after_s=DRAIN_RETRY_S,
         )

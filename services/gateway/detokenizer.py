@@ -1,4 +1,7 @@
-"""Token ids → text, piece by piece: no piece ends inside a code point, none is ever taken back, and text stays aligned with its tokens."""
+"""Incremental detokenization: converts token ids to text, piece by piece.
+
+No piece ends inside a code point, and no piece is ever retracted. Text stays aligned with its tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,17 @@ from tokenizers.decoders import DecodeStream
 from outrider.services.gateway.request import Chunk, StopRules
 from outrider.services.gateway.stop import StopMatcher
 
-# A code point has at most four bytes, so at most four byte tokens. Tokens that stay undecodable for longer are not UTF-8 at all.
+# A code point has at most four bytes, so at most four byte tokens. A longer undecodable run is not UTF-8.
 MAX_HELD_TOKENS = 8
+# Preceding tokens to decode together with held ones: a token's text can depend on its neighbors.
 CONTEXT_TOKENS = 8
 
 
 class IncrementalDecoder:
-    """Decodes one sequence. The pieces put together equal the tokenizer's decoding of the whole sequence.
+    """Decodes one sequence. The joined pieces equal the tokenizer's decoding of the whole sequence.
 
-    The exception are bytes that never become valid UTF-8: they are let go as U+FFFD after `MAX_HELD_TOKENS` tokens or at the end.
+    Bytes that never become valid UTF-8 are an exception. They are released as U+FFFD after `MAX_HELD_TOKENS`
+    tokens or at the end of the sequence.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
@@ -32,22 +37,22 @@ class IncrementalDecoder:
         self._num_undecodable = 0
 
     def push(self, token_id: int) -> str:
-        """Return the text that `token_id` completes, possibly none."""
+        """Return the text that `token_id` completes; empty if there is none."""
         self._held.append(token_id)
         try:
             piece = self._stream.step(self._tokenizer, token_id)
         except Exception:
-            # The stream refuses sequences whose earlier text changes under it (it raises a bare Exception).
+            # The stream raises a bare Exception if a token changes the text of earlier tokens.
             return self.flush()
         if piece is None:
-            # Tokens without text (skipped special tokens) wait for the next text; only undecodable ones are counted.
+            # Skipped special tokens have no text and are held until text follows. Count only the others.
             self._num_undecodable += bool(self._decode([token_id]))
             return self.flush() if self._num_undecodable > MAX_HELD_TOKENS else ""
         self._settle()
         return str(piece)
 
     def flush(self) -> str:
-        """Return the text of the tokens held back, broken code points as U+FFFD, and start afresh after them."""
+        """Return the text of the held tokens and restart decoding. Broken code points become U+FFFD."""
         if not self._held:
             return ""
         context = list(self._context)
@@ -69,22 +74,35 @@ class IncrementalDecoder:
 
 @dataclass(slots=True)
 class _Pending:
-    """Tokens whose text ends at `end` of the unreleased buffer."""
+    """Tokens whose text ends at offset `end` of the unreleased text."""
 
     token_ids: list[int]
     end: int
 
 
 class TextAssembler:
-    """Turns a sequence's tokens into chunks: decodes, holds back what may become a stop string, and cuts at one.
+    """Converts the tokens of one sequence to chunks of final text.
 
-    A token is released with the last of its text, never before. Without a tokenizer the chunks carry ids and no text.
+    Text that may become a stop string is held back. After a match, the text is cut.
+    A token is released together with the last of its text, never earlier.
+    Without a tokenizer, chunks contain token ids and no text.
+
+    Attributes:
+        num_tokens: Tokens added so far, up to and including the one that completed a stop string.
+        matched_stop: The stop string that matched, or None.
     """
 
     def __init__(
         self, tokenizer: Tokenizer | None, rules: StopRules, silent_token_ids: frozenset[int]
     ) -> None:
-        """`silent_token_ids` end the sequence and have no text (EOS, stop tokens), whatever the tokenizer says of them."""
+        """Create an assembler.
+
+        Args:
+            tokenizer: Decodes the tokens; None to release token ids only.
+            rules: Stop strings and text options of the request.
+            silent_token_ids: Tokens that end the sequence (EOS and stop tokens). They produce no text, even
+                if the tokenizer has text for them.
+        """
         self._decoder = IncrementalDecoder(tokenizer, rules.skip_special_tokens) if tokenizer else None
         self._matcher = StopMatcher(rules.strings, rules.include_stop_string)
         self._silent = silent_token_ids
@@ -95,7 +113,7 @@ class TextAssembler:
         self.matched_stop: str | None = None
 
     def push(self, token_ids: Iterable[int]) -> Chunk:
-        """Take emitted tokens and return what may be shown now. After a match, further tokens are dropped."""
+        """Add emitted tokens and return the chunk that is now final. Tokens after a match are dropped."""
         text = ""
         released: list[int] = []
         for token_id in token_ids:
@@ -113,7 +131,7 @@ class TextAssembler:
         return Chunk(text, tuple(released))
 
     def finish(self) -> Chunk:
-        """Return everything still held back; the sequence has ended."""
+        """Return everything still held back, once the sequence has ended."""
         text = ""
         released: list[int] = []
         if self._decoder is not None and self.matched_stop is None:

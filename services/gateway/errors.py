@@ -1,4 +1,4 @@
-"""Errors → HTTP, in OpenAI's shape. The one place that does it, for routes, middleware and streams."""
+"""Error replies over HTTP, in OpenAI's format. Routes, middleware and streams all use this module."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ TYPE_OF_CODE = {
     ErrorCode.UNIMPLEMENTED: "not_implemented_error",
     ErrorCode.UNAVAILABLE: "service_unavailable_error",
 }
-# Branches of a union that pydantic puts into an error's location.
+# Names of union branches that pydantic includes in the location of an error.
 PLAIN_TAGS = frozenset(["str", "int", "float", "bool"])
 TAG_PREFIXES = ("list[", "dict[", "tuple[", "function-", "constrained-", "literal[")
 
 
 class JsonResponse(Response):
-    """JSON with ASCII escapes: any text that a client sent can be quoted back, lone surrogates included."""
+    """JSON with ASCII escapes, so that a reply can quote any text of a client, even lone surrogates."""
 
     media_type = "application/json"
 
@@ -55,7 +55,7 @@ def error_body(error: OutriderError) -> dict[str, Any]:
 
 
 def error_response(error: OutriderError) -> JsonResponse:
-    """Return the whole reply, Retry-After included."""
+    """Return the complete error reply, with Retry-After where it applies."""
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -65,14 +65,17 @@ def error_response(error: OutriderError) -> JsonResponse:
 
 
 def error_event(error: OutriderError) -> dict[str, Any]:
-    """Return the event that ends a stream which has begun; it carries the status that the reply no longer can."""
+    """Return the event that ends a stream after an error.
+
+    The HTTP status of the reply has already been sent by then, so the event contains the status of the error.
+    """
     body = error_body(error)
     body["error"]["status"] = error.code.value
     return body
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Map every exception that a route can raise."""
+    """Register a handler for every exception that a route can raise."""
 
     async def ours(_request: Request, error: Exception) -> Response:
         return error_response(as_outrider_error(error))
@@ -91,7 +94,7 @@ def install_handlers(app: FastAPI) -> None:
 
 
 def explain_validation(problems: Sequence[Mapping[str, Any]]) -> InvalidRequestError:
-    """Return one error that names the first field at fault and all that may be wrong with it."""
+    """Return one error that names the first invalid field and lists all problems of that field."""
     first = problems[0]
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "syntax error")
@@ -121,10 +124,10 @@ def _field_of(problem: Mapping[str, Any]) -> str:
 
 
 def _http_error(error: HTTPException) -> Response:
-    """Routing errors of the framework: unknown path, wrong method, a body that is not text."""
+    """Convert a routing error of the framework: unknown path, wrong method, or a body that is not text."""
     if error.status_code == 404:
         return error_response(
-            OutriderError("There is no such path.", code=ErrorCode.NOT_FOUND, reason="not_found")
+            OutriderError("This path does not exist.", code=ErrorCode.NOT_FOUND, reason="not_found")
         )
     if error.status_code == 400:
         return error_response(

@@ -1,4 +1,4 @@
-"""The core that both surfaces stand on: valid requests in, pieces of text out."""
+"""Generation: runs valid requests on the target and yields pieces of text. Used by REST and gRPC."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from outrider.services.gateway.target_client.client import TargetClient
 from outrider.services.gateway.target_client.stream import TargetStream
 from outrider.shared.base.errors import DeadlineExceededError, OutriderError
 
-# After a stop string the target still owes its statistics; it needs two rounds at most.
+# Time to wait for the target's statistics after a stop string. The target sends them within two rounds.
 FINISH_WAIT_S = 2.0
 
 
 class Generator:
-    """Runs sequences on the target and turns their tokens into text."""
+    """Runs sequences on the target and converts their tokens to text."""
 
     def __init__(self, client: TargetClient, tokenizer: Tokenizer | None, metrics: GatewayMetrics) -> None:
         self._client = client
@@ -44,12 +44,13 @@ class Generator:
     async def run(
         self, requests: Sequence[GenerationRequest], slot: Slot
     ) -> AsyncGenerator[ChoiceEvent, None]:
-        """Run all sequences of one request at once and yield their events as they come, each sequence's own in order.
+        """Run all sequences of a request concurrently and yield their events as they arrive.
 
-        Closing the generator cancels what still runs. A sequence that fails ends the whole request.
+        The events of each sequence are in order. Closing the generator cancels the running sequences.
+        If one sequence fails, the whole request fails.
 
         Raises:
-            OutriderError: as the target reported it, or the deadline passed.
+            OutriderError: As reported by the target, or if the deadline passes.
         """
         sequences = [self._sequence(index, request, slot) for index, request in enumerate(requests)]
         async with aclosing(sequences[0] if len(sequences) == 1 else _merge(sequences)) as events:
@@ -68,6 +69,7 @@ class Generator:
             while True:
                 event = await _next(stream, request.deadline)
                 now = loop.time()
+                # 1. The first event of any kind ends the wait in the queue.
                 if not started:
                     started = True
                     slot.started(index)
@@ -76,6 +78,7 @@ class Generator:
                 elif isinstance(event, TargetDelta) and event.token_ids:
                     self._metrics.inter_token_latency.observe((now - last) / len(event.token_ids))
                 last = now
+                # 2. The target ended the sequence: release the remaining text.
                 if isinstance(event, TargetFinish):
                     if (rest := assembler.finish()).token_ids:
                         yield ChoiceEvent(index, rest)
@@ -83,12 +86,14 @@ class Generator:
                     self._metrics.finished(finished, event.queue_s)
                     yield ChoiceEvent(index, finished)
                     return
+                # 3. Decode the new tokens, round by round, up to a stop string.
                 for token_ids, rounds in _by_round(event):
                     piece = assembler.push(token_ids)
                     if piece.text or piece.token_ids or rounds:
                         yield ChoiceEvent(index, Chunk(piece.text, piece.token_ids, rounds))
                     if assembler.matched_stop is not None:
                         break
+                # 4. A stop string matched: cancel the sequence on the target, but report its statistics.
                 if assembler.matched_stop is not None:
                     stream.cancel(keep_tokens=assembler.num_tokens)
                     end = await _last_word(stream, request)
@@ -109,7 +114,7 @@ class Generator:
 
 
 async def collect(events: AsyncIterator[ChoiceEvent], sequences: int) -> list[Completion]:
-    """Read all events and return the finished sequences in order."""
+    """Consume all events and return the finished sequences in order."""
     chunks: list[list[Chunk]] = [[] for _ in range(sequences)]
     seeds = [0] * sequences
     ends: dict[int, Finished] = {}
@@ -125,7 +130,7 @@ async def collect(events: AsyncIterator[ChoiceEvent], sequences: int) -> list[Co
 
 
 async def _merge(sequences: Sequence[AsyncGenerator[ChoiceEvent, None]]) -> AsyncGenerator[ChoiceEvent, None]:
-    # One place in the queue: a reader that stops reading must be felt by the target's streams, which pause.
+    # A queue of one event keeps back-pressure: if the reader stops, the target's streams fill up and pause.
     queue: asyncio.Queue[ChoiceEvent | Exception | None] = asyncio.Queue(maxsize=1)
 
     async def pump(sequence: AsyncGenerator[ChoiceEvent, None]) -> None:
@@ -163,7 +168,7 @@ async def _next(stream: TargetStream, deadline: float) -> TargetDelta | TargetFi
 
 
 async def _last_word(stream: TargetStream, request: GenerationRequest) -> TargetFinish:
-    """Return the target's statistics after a cancel; empty ones if it keeps silent."""
+    """Return the target's statistics after a cancel, or empty ones if none arrive in time."""
     try:
         async with asyncio.timeout(FINISH_WAIT_S):
             while not isinstance(event := await stream.next(), TargetFinish):
@@ -177,7 +182,7 @@ def _finished(
     request: GenerationRequest, end: TargetFinish, assembler: TextAssembler, e2e_s: float
 ) -> Finished:
     stop_string = assembler.matched_stop
-    # What came after a stop string is neither shown nor billed, whatever the target counted.
+    # Tokens after a stop string are neither shown nor billed, even if the target counted them.
     completion_tokens = end.usage.completion_tokens if stop_string is None else assembler.num_tokens
     usage = Usage(len(request.prompt_ids), completion_tokens, end.usage.cached_tokens)
     if stop_string is None:
@@ -186,7 +191,7 @@ def _finished(
 
 
 def _by_round(delta: TargetDelta) -> Iterator[tuple[tuple[int, ...], tuple[RoundTrace, ...]]]:
-    """Split a delta so that each traced round comes with the tokens that it emitted; tokens of a prefill come first."""
+    """Split a delta so that each traced round comes with its tokens. Prefill tokens come first, alone."""
     if not delta.rounds:
         yield delta.token_ids, ()
         return

@@ -1,4 +1,4 @@
-"""What happens to every HTTP request before a route sees it: request id and log line, authentication, body limit and content type."""
+"""HTTP middleware: request ids and log lines, authentication, and checks of the request body."""
 
 from __future__ import annotations
 
@@ -34,7 +34,11 @@ def request_id_of(given: str | None) -> str:
 
 
 class RequestContext:
-    """Outermost: request id on every reply, one log line and one count per request, no exception past this point."""
+    """Outermost middleware: request ids, logging and counting.
+
+    Every reply has a request id, and every request is logged and counted once. An exception becomes an error
+    reply, unless the reply has already begun.
+    """
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
         self._app = app
@@ -65,11 +69,11 @@ class RequestContext:
                     raise
                 await error_response(failure)(scope, receive, tagged)
             finally:
-                # Unknown paths share one label, or clients could make as many as they like.
+                # Unknown paths share one label. Otherwise clients could create any number of labels.
                 route = getattr(scope.get("route"), "path", "other")
                 self._metrics.http_requests.labels(route, str(status or ErrorCode.CANCELLED.value)).inc()
                 elapsed_ms = round((time.perf_counter() - started) * 1e3, 1)
-                # Probes come every second; they are no news.
+                # Probes arrive every second and would flood the log.
                 log = _log.debug if route in QUIET_ROUTES else _log.info
                 log(
                     "request",
@@ -81,26 +85,30 @@ class RequestContext:
 
 
 class KeyChecker:
-    """Compares bearer tokens in constant time, by their hashes. Without keys everything is allowed."""
+    """Compares the hashes of bearer tokens in constant time. Without keys, every request is allowed."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     def check(self, authorization: str | None) -> None:
-        """Raise an UNAUTHENTICATED error unless the header holds one of the keys."""
+        """Check an Authorization header.
+
+        Raises:
+            OutriderError: UNAUTHENTICATED, unless the header contains one of the keys.
+        """
         if not self._digests:
             return
         scheme, _, token = (authorization or "").partition(" ")
         digest = hashlib.sha256(token.strip().encode("utf-8", "surrogateescape")).digest()
-        # Every key is compared, whether or not an earlier one matched.
+        # Compare with every key, even after a match: the time taken must not depend on the key.
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         if scheme.lower() != "bearer" or not any(matches):
-            message = "A valid API key is needed: Authorization: Bearer KEY."
+            message = "A valid API key is required. Send it as: Authorization: Bearer KEY."
             raise OutriderError(message, code=ErrorCode.UNAUTHENTICATED, reason="invalid_api_key")
 
 
 class Authentication:
-    """Denies by default: every path needs a key but the few listed."""
+    """Requires an API key for all paths except the public ones."""
 
     def __init__(self, app: ASGIApp, checker: KeyChecker, public_paths: frozenset[str]) -> None:
         self._app = app
@@ -118,7 +126,10 @@ class Authentication:
 
 
 class BodyGuard:
-    """Reads the whole body before a route runs: at most `max_bytes`, JSON only, within `BODY_TIMEOUT_S`."""
+    """Reads and checks the whole body before a route runs.
+
+    The body must be JSON of at most `max_bytes` bytes and arrive within `BODY_TIMEOUT_S` seconds.
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
@@ -160,7 +171,7 @@ class BodyGuard:
         await self._app(scope, replay, send)
 
     async def _read(self, receive: Receive) -> bytes | None:
-        """Return the body, or None if the client went away while sending it."""
+        """Return the body, or None if the client disconnected while sending it."""
         parts: list[bytes] = []
         size = 0
         try:
@@ -191,7 +202,11 @@ class BodyGuard:
 
 
 def _check_json(body: bytes) -> None:
-    """Refuse what Python's parser takes and JSON does not (NaN, Infinity), and what it cannot take (deep nesting, huge numbers)."""
+    """Raise InvalidRequestError unless `body` is valid JSON that Python can parse.
+
+    Python's parser accepts NaN and Infinity, which JSON does not allow. It fails on deep nesting and on
+    numbers with too many digits.
+    """
     try:
         json.loads(body, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:

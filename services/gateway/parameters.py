@@ -1,6 +1,6 @@
-"""From what a client said to requests that are valid: every range check of both surfaces, in one place.
+"""Checks request parameters and builds valid requests. All range checks of both APIs are here.
 
-Names of fields in errors are those of the surface: `Surface` says how the same parameter is called there.
+Errors use the field names of the client's API, which `Surface` provides.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_TEMPERATURE = 2.0
 MAX_TOP_K = (1 << 31) - 1
-# Below this a temperature is greedy (as SGLang has it): dividing by it says nothing else.
+# Lower temperatures are treated as greedy, as in SGLang: sampling with them always picks the largest logit.
 GREEDY_TEMPERATURE = 1e-6
 MAX_SALT_CHARS = 256
-# Drawn seeds survive clients that read JSON numbers as doubles.
+# Drawn seeds have few enough bits to survive clients that read JSON numbers as doubles.
 DRAWN_SEED_BITS = 53
 DEFAULT_MAX_STEPS, DEFAULT_MAX_TOPK, DEFAULT_MAX_NODES = 16, 16, 128
 
 
 @dataclass(frozen=True, slots=True)
 class Surface:
-    """How one API names things, and its defaults.
+    """Field names and defaults of one API.
 
     Attributes:
-        prompt: The field that holds the prompt.
-        max_tokens: The field that limits new tokens.
-        prefix: Before the names of sampling parameters.
-        default_max_tokens: New tokens when the client gives no limit; None: as many as fit.
-        speculation: The field that holds the options of speculation.
+        prompt: Field that contains the prompt.
+        max_tokens: Field that limits new tokens.
+        prefix: Prefix of the names of sampling parameters.
+        default_max_tokens: Limit of new tokens if the client sets none; None for all that fit.
+        speculation: Field that contains the speculation options.
     """
 
     prompt: str
@@ -63,7 +63,10 @@ GRPC_COMPLETE = replace(GRPC_CHAT, prompt="prompt", default_max_tokens=16)
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """What a client said, unchecked; None is absent. `stop` and the like are already lists."""
+    """Unchecked parameters of a client's request. None means absent.
+
+    Fields that accept one value or several, such as `stop`, are tuples here.
+    """
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -83,17 +86,17 @@ class Parameters:
 
 
 class RequestBuilder:
-    """Checks parameters against the settings and the target, and builds requests."""
+    """Checks parameters against the settings and the target's limits, and builds requests."""
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
         self._names = frozenset(settings.served_model_name)
 
     def check_model(self, model: str | None, info: TargetInfo) -> str:
-        """Return the name to answer with.
+        """Return the model name for the reply.
 
         Raises:
-            ModelNotFoundError: the name is unknown; says which are served.
+            ModelNotFoundError: If the name is unknown. The message lists the served names.
         """
         names = self._settings.served_model_name or (info.model_id,)
         if model is None or (not model and self._settings.any_model):
@@ -101,18 +104,18 @@ class RequestBuilder:
         if model not in names and not self._settings.any_model:
             known = ", ".join(repr(name) for name in names)
             raise ModelNotFoundError(
-                f"The model {model[:128]!r} does not exist; served here: {known}.", field="model"
+                f"The model {model[:128]!r} does not exist. Models served here: {known}.", field="model"
             )
         return model
 
     def check(self, parameters: Parameters, surface: Surface, num_prompts: int) -> int:
-        """Check what needs neither tokenizer nor target, before any work is done.
+        """Run all checks that need neither the tokenizer nor the target, before any work is done.
 
         Returns:
-            The number of sequences that the request makes.
+            The number of sequences in the request.
 
         Raises:
-            InvalidRequestError: names the field, the value and the range.
+            InvalidRequestError: If a value is invalid. Names the field, the value and the valid range.
         """
         name = surface.prefix
         p = parameters
@@ -122,7 +125,7 @@ class RequestBuilder:
         )
         if not 1 <= num_prompts <= self._settings.max_batch:
             raise InvalidRequestError(
-                f"{surface.prompt} must hold 1 to {self._settings.max_batch} prompts, not {num_prompts}.",
+                f"{surface.prompt} must contain 1 to {self._settings.max_batch} prompts, not {num_prompts}.",
                 field=surface.prompt,
             )
         if p.max_tokens is not None:
@@ -138,7 +141,7 @@ class RequestBuilder:
             _check(
                 -1 <= p.top_k <= MAX_TOP_K,
                 f"{name}top_k",
-                f"between 1 and {MAX_TOP_K}, or -1 or 0 for off",
+                f"between 1 and {MAX_TOP_K}, or -1 or 0 to disable it",
                 p.top_k,
             )
         if p.top_p is not None:
@@ -159,7 +162,7 @@ class RequestBuilder:
     def _check_stops(self, p: Parameters, name: str) -> None:
         if len(p.stop) > MAX_STOPS:
             raise InvalidRequestError(
-                f"{name}stop takes at most {MAX_STOPS} strings, not {len(p.stop)}.", field=f"{name}stop"
+                f"{name}stop accepts at most {MAX_STOPS} strings, not {len(p.stop)}.", field=f"{name}stop"
             )
         for stop in p.stop:
             _check_text(stop, f"{name}stop")
@@ -170,11 +173,12 @@ class RequestBuilder:
                 )
         if len(p.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequestError(
-                f"{name}stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids.", field=f"{name}stop_token_ids"
+                f"{name}stop_token_ids accepts at most {MAX_STOP_TOKEN_IDS} ids.",
+                field=f"{name}stop_token_ids",
             )
         if p.stop and self._settings.tokenizer is None:
             raise InvalidRequestError(
-                f"{name}stop needs text, and this server runs without a tokenizer; use stop_token_ids.",
+                f"{name}stop requires a tokenizer, and this server runs without one. Use stop_token_ids.",
                 field=f"{name}stop",
                 reason="no_tokenizer",
             )
@@ -187,10 +191,18 @@ class RequestBuilder:
         info: TargetInfo,
         deadline: float,
     ) -> list[GenerationRequest]:
-        """Return n requests per prompt, prompt by prompt; all choices share one seed.
+        """Return `n` requests for each prompt, grouped by prompt. All choices share one seed.
+
+        Args:
+            prompts: Token ids of every prompt.
+            parameters: Parameters that `check` has accepted.
+            surface: Field names and defaults of the client's API.
+            info: The target's limits.
+            deadline: Deadline on the event loop's clock.
 
         Raises:
-            InvalidRequestError: a prompt is empty or too long, an id is outside the vocabulary, a cap of the target is exceeded.
+            InvalidRequestError: If a prompt is empty or too long, a token id is outside the vocabulary, or a
+                speculation option exceeds the target's limit.
         """
         self._check_speculation(parameters.speculation, surface, info)
         for token_id in parameters.stop_token_ids:
@@ -248,7 +260,7 @@ class RequestBuilder:
 
 
 def check_prompt_text(text: str, field: str) -> None:
-    """Refuse text that has no UTF-8 form (lone surrogates, which JSON can spell)."""
+    """Reject text that cannot be encoded in UTF-8: JSON escapes can contain lone surrogates."""
     _check_text(text, field)
 
 
@@ -262,7 +274,7 @@ def _check_text(text: str, field: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError:
         raise InvalidRequestError(
-            f"{field} holds a lone surrogate, which is not text.", field=field
+            f"{field} contains a lone surrogate, which is not valid text.", field=field
         ) from None
 
 
@@ -281,23 +293,29 @@ def _sampling(parameters: Parameters, seed: int, choice: int) -> SamplingParams:
 def _check_lengths(
     prompt_ids: tuple[int, ...], max_tokens: int | None, surface: Surface, info: TargetInfo
 ) -> int:
-    """Return the number of new tokens; the checks of one prompt."""
+    """Check the tokens of one prompt and return its limit of new tokens."""
     length, limit = len(prompt_ids), info.max_model_len
     if not length:
-        raise InvalidRequestError(f"{surface.prompt} must hold at least one token.", field=surface.prompt)
+        raise InvalidRequestError(f"{surface.prompt} must contain at least one token.", field=surface.prompt)
     if length >= limit:
         raise _too_long(
             surface.prompt,
-            f"The prompt has {length} tokens, and the model's context of {limit} must hold it and the answer.",
+            f"The prompt has {length} tokens. It must be shorter than the model's context of {limit} tokens.",
         )
     for token_id in (min(prompt_ids), max(prompt_ids)):
         if not 0 <= token_id < info.vocab_size:
-            message = f"{surface.prompt} holds the token id {token_id}; the vocabulary has {info.vocab_size} entries."
+            message = (
+                f"{surface.prompt} contains the token id {token_id}, "
+                f"but the vocabulary has {info.vocab_size} entries."
+            )
             raise InvalidRequestError(message, field=surface.prompt)
     if max_tokens is None:
         return min(limit - length, surface.default_max_tokens or limit)
     if length + max_tokens > limit:
-        message = f"The prompt's {length} tokens and {surface.max_tokens}={max_tokens} exceed the model's context of {limit} tokens."
+        message = (
+            f"The prompt's {length} tokens and {surface.max_tokens}={max_tokens} exceed the model's context "
+            f"of {limit} tokens."
+        )
         raise _too_long(surface.max_tokens, f"{message} At most {limit - length} new tokens fit.")
     return max_tokens
 

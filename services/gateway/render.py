@@ -1,4 +1,4 @@
-"""Objects that replies of several routes hold: usage, speculation, metadata."""
+"""JSON objects shared by the replies of several routes: usage, speculation and metadata."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outrider.services.gateway.target_info import TargetInfo
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
-    """OpenAI's `usage`."""
+    """Return OpenAI's `usage` object."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -28,7 +28,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def trace_object(one: RoundTrace) -> dict[str, Any]:
-    """One round of `speculation.trace`."""
+    """Return one round of `speculation.trace`."""
     return {
         "round": one.round,
         "base_len": one.base_len,
@@ -49,7 +49,7 @@ def trace_object(one: RoundTrace) -> dict[str, Any]:
 
 
 def speculation_object(stats: SpeculationStats, trace: Sequence[RoundTrace] | None = None) -> dict[str, Any]:
-    """Our `speculation`; `trace` only where the request asked for it."""
+    """Return the `speculation` object. It includes a trace only if the request asked for one."""
     body: dict[str, Any] = {
         "accept_length": _finite(stats.accept_length),
         "rounds": stats.rounds,
@@ -65,13 +65,16 @@ def speculation_object(stats: SpeculationStats, trace: Sequence[RoundTrace] | No
 
 
 def reply_speculation(completions: Sequence[Completion], trace: bool) -> dict[str, Any]:
-    """`speculation` of a whole reply: summed; a trace only of a single sequence (the others carry their own)."""
+    """Return the `speculation` object of a whole reply, summed over its sequences.
+
+    It includes the trace of a single sequence. With several sequences, each choice has its own trace.
+    """
     merged = merge_speculation([one.finished.speculation for one in completions])
     return speculation_object(merged, completions[0].rounds if trace and len(completions) == 1 else None)
 
 
 def choice_extras(one: Completion, alone: bool, trace: bool, with_ids: bool) -> dict[str, Any]:
-    """What a choice carries beyond OpenAI's fields."""
+    """Return the fields of a choice that are not part of OpenAI's API."""
     extras: dict[str, Any] = {"matched_stop": one.finished.matched_stop}
     if with_ids:
         extras["token_ids"] = one.token_ids
@@ -81,12 +84,12 @@ def choice_extras(one: Completion, alone: bool, trace: bool, with_ids: bool) -> 
 
 
 def metadata_object(info: TargetInfo, seed: int) -> dict[str, Any]:
-    """`metadata`: what one needs to get the same answer again."""
+    """Return the `metadata` object: the values needed to reproduce the answer."""
     return {"weight_version": info.weight_version, "seed": seed}
 
 
 def finish_extras(end: Finished, info: TargetInfo, seed: int) -> dict[str, Any]:
-    """What the finish chunk of a stream carries at its top level."""
+    """Return the additional top-level fields of a stream's finish chunk."""
     return {"speculation": speculation_object(end.speculation), "metadata": metadata_object(info, seed)}
 
 

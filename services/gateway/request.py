@@ -1,4 +1,4 @@
-"""Requests that are known to be valid, and what comes of them: frozen data between the surfaces, the core and the target client."""
+"""Valid requests and their results: frozen data shared by both APIs, the core and the target client."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ MAX_STOPS = 4
 
 
 class SpeculationMode(Enum):
-    """`ON`: exactly the given shape every round. `AUTO`: the target's controller decides. `OFF`: plain decoding."""
+    """How a request uses speculation.
+
+    Attributes:
+        AUTO: The target's controller chooses the tree shape of each round.
+        ON: Every round uses exactly the given shape.
+        OFF: Plain decoding.
+    """
 
     AUTO = "auto"
     ON = "on"
@@ -19,7 +25,7 @@ class SpeculationMode(Enum):
 
 
 class FinishReason(Enum):
-    """Why a sequence ended; the values are OpenAI's where OpenAI has one."""
+    """Why a sequence ended. The values are OpenAI's, except for `abort`, which OpenAI does not define."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -28,7 +34,16 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. `temperature` 0 is greedy; `top_k` 0 is off; `seed` is the request's 64-bit seed."""
+    """How tokens are sampled.
+
+    Attributes:
+        temperature: 0 selects greedy decoding.
+        top_k: 0 disables the filter.
+        top_p: 1 disables the filter.
+        min_p: 0 disables the filter.
+        seed: The 64-bit seed of the request.
+        choice_index: Index of this choice among the `n` choices of its prompt.
+    """
 
     temperature: float
     top_k: int
@@ -40,7 +55,15 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationParams:
-    """What a request says of speculation; None takes the target's default. `max_nodes` includes the root."""
+    """Speculation options of a request. None selects the target's default.
+
+    Attributes:
+        mode: How the request uses speculation.
+        depth: Depth of the draft tree.
+        topk: Branching of the draft tree.
+        max_nodes: Nodes verified per round, including the root.
+        trace: Whether the reply includes a trace of every round.
+    """
 
     mode: SpeculationMode = SpeculationMode.AUTO
     depth: int | None = None
@@ -51,7 +74,7 @@ class SpeculationParams:
 
 @dataclass(frozen=True, slots=True)
 class StopRules:
-    """What ends a sequence beside its length, and how its text is rendered."""
+    """Conditions other than the length that end a sequence, and options for its text."""
 
     strings: tuple[str, ...] = ()
     token_ids: frozenset[int] = frozenset()
@@ -62,14 +85,18 @@ class StopRules:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One sequence to generate.
+    """A valid request for one sequence.
 
     Attributes:
         request_id: Unique among the running sequences of this gateway.
         prompt_ids: At least one token id, each within the target's vocabulary.
-        max_new_tokens: At least 1; prompt and new tokens fit in the target's context.
-        deadline: Time of the event loop's clock after which the sequence is given up.
-        cache_salt: Separates prefix caches of different clients.
+        max_new_tokens: At least 1. The prompt and the new tokens fit in the target's context.
+        sampling: How tokens are sampled.
+        speculation: Speculation options.
+        stop: Conditions that end the sequence, and options for its text.
+        deadline: Time on the event loop's clock after which the sequence is aborted.
+        priority: Requests with a higher priority leave the target's queue first.
+        cache_salt: Separates the prefix caches of different clients.
     """
 
     request_id: str
@@ -85,7 +112,14 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class TraceNode:
-    """One node of a verified tree; `logprob` is the draft's."""
+    """One node of a verified tree.
+
+    Attributes:
+        token: Token id.
+        parent: Index of the parent node; -1 for the root.
+        depth: Distance from the root.
+        logprob: Log-probability under the draft.
+    """
 
     token: int
     parent: int
@@ -95,7 +129,17 @@ class TraceNode:
 
 @dataclass(frozen=True, slots=True)
 class RoundTrace:
-    """One round. `base_len` is committed_len before it; `accepted` are node indices in path order, the root excluded."""
+    """Trace of one speculation round.
+
+    Attributes:
+        round: Number of the round within its sequence.
+        base_len: Committed length before the round. The root is the token at `base_len - 1`.
+        nodes: The verified tree. Node 0 is the root, and parents precede their children.
+        accepted: Indices of the accepted nodes in path order, without the root.
+        emitted: Tokens that the round added to the sequence.
+        draft_ms: Time spent on drafting, in milliseconds.
+        verify_ms: Time spent on verification, in milliseconds.
+    """
 
     round: int
     base_len: int
@@ -108,7 +152,17 @@ class RoundTrace:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """Speculation over one sequence. `accept_length` covers the rounds that verified at least one draft node, `rounds` all."""
+    """Speculation statistics of one sequence.
+
+    Attributes:
+        accept_length: Mean tokens emitted per round, over rounds that verified at least one draft node.
+        rounds: Number of all rounds, including those without draft nodes.
+        draft_tokens: Number of draft tokens that were verified.
+        accepted_tokens: Number of draft tokens that were accepted.
+        accepted_histogram: Element k is the number of rounds in which k draft tokens were accepted.
+        fallback_reason: Why some rounds had no draft nodes; empty if all had some.
+        speedup_estimate: Estimated speedup over plain decoding, if there is an estimate.
+    """
 
     accept_length: float = 0.0
     rounds: int = 0
@@ -121,7 +175,7 @@ class SpeculationStats:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one sequence."""
+    """Token counts of one sequence."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -130,7 +184,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TargetDelta:
-    """Tokens that the target emitted at one moment, with their rounds if the request asked for a trace."""
+    """Tokens that the target emitted together, with their rounds if the request asked for a trace."""
 
     token_ids: tuple[int, ...]
     rounds: tuple[RoundTrace, ...] = ()
@@ -138,7 +192,17 @@ class TargetDelta:
 
 @dataclass(frozen=True, slots=True)
 class TargetFinish:
-    """The target's last word on a sequence. `matched_token` is the stop or EOS token that ended it; times in seconds."""
+    """The target's final report on a sequence.
+
+    Attributes:
+        reason: Why the sequence ended.
+        matched_token: The stop or EOS token that ended the sequence, if any.
+        usage: Token counts as reported by the target.
+        speculation: Speculation statistics of the sequence.
+        queue_s: Time in the queue, in seconds.
+        prefill_s: Time in prefill, in seconds.
+        decode_s: Time in decoding, in seconds.
+    """
 
     reason: FinishReason
     matched_token: int | None
@@ -151,7 +215,7 @@ class TargetFinish:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The first word of the target on one sequence has come."""
+    """The target's first event for a sequence has arrived."""
 
     prompt_tokens: int
     seed: int
@@ -159,7 +223,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of one sequence: text that is final, the tokens it came from, and with trace at most one round."""
+    """A piece of one sequence: final text, its tokens, and at most one round if the request is traced."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -168,7 +232,15 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of one sequence. `matched_stop` is the stop string or the stop token that ended it."""
+    """The end of one sequence.
+
+    Attributes:
+        reason: Why the sequence ended.
+        matched_stop: The stop string or stop token that ended the sequence, if any.
+        usage: Token counts for the reply.
+        speculation: Speculation statistics of the sequence.
+        e2e_s: Time from submission to the end, in seconds.
+    """
 
     reason: FinishReason
     matched_stop: str | int | None
@@ -179,7 +251,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceEvent:
-    """What happened to one sequence of a request; `index` counts the sequences in order."""
+    """An event of one sequence. `index` is the position of the sequence in its request."""
 
     index: int
     event: Started | Chunk | Finished
@@ -195,12 +267,12 @@ class Completion:
 
     @property
     def text(self) -> str:
-        """The whole text."""
+        """The complete text."""
         return "".join(chunk.text for chunk in self.chunks)
 
     @property
     def token_ids(self) -> list[int]:
-        """All emitted tokens, a stop token included."""
+        """All emitted tokens, including a stop token."""
         return [token for chunk in self.chunks for token in chunk.token_ids]
 
     @property
@@ -210,7 +282,7 @@ class Completion:
 
 
 def merge_usage(finished: Sequence[Finished], choices_per_prompt: int) -> Usage:
-    """Sum over sequences; a prompt that several choices share counts once."""
+    """Return the sum over all sequences. A prompt shared by several choices counts once."""
     first_choices = finished[::choices_per_prompt]
     return Usage(
         prompt_tokens=sum(one.usage.prompt_tokens for one in first_choices),
@@ -220,7 +292,10 @@ def merge_usage(finished: Sequence[Finished], choices_per_prompt: int) -> Usage:
 
 
 def merge_speculation(stats: Sequence[SpeculationStats]) -> SpeculationStats:
-    """Sum over sequences. Accept lengths are weighted by the rounds that drafted, as far as these can be told from the sums."""
+    """Return the sum over all sequences.
+
+    Accept lengths are weighted by the number of rounds with draft nodes, which is estimated from the totals.
+    """
     if len(stats) == 1:
         return stats[0]
     drafted_rounds = [_drafted_rounds(one) for one in stats]
@@ -249,7 +324,7 @@ def merge_speculation(stats: Sequence[SpeculationStats]) -> SpeculationStats:
 
 
 def _drafted_rounds(stats: SpeculationStats) -> float:
-    # accept_length = 1 + accepted / drafted rounds; with nothing accepted only an upper bound is known.
+    # accept_length = 1 + accepted / rounds with draft nodes. If nothing was accepted, use the upper bound.
     if stats.accepted_tokens and stats.accept_length > 1:
         return stats.accepted_tokens / (stats.accept_length - 1)
     return float(stats.rounds) if stats.draft_tokens else 0.0

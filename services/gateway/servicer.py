@@ -1,4 +1,4 @@
-"""The public gRPC API: the same requests, checks and core as REST."""
+"""The public gRPC API. It uses the same requests, checks and core as the REST API."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ Reply = TypeVar("Reply", gateway_pb2.ChatReply, gateway_pb2.CompleteReply)
 
 
 def register(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
-    """Have `server` answer with `servicer`."""
+    """Register `servicer` with `server`."""
     gateway_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
 
 
 class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
-    """Chat, Complete, ListModels. Cancelling a call cancels the request; the call's deadline is the request's."""
+    """Implements Chat, Complete and ListModels.
+
+    Cancelling a call cancels its request. The deadline of a call applies to its request.
+    """
 
     def __init__(self, core: GatewayCore) -> None:
         self._core = core
@@ -41,14 +44,14 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     async def Chat(
         self, request: gateway_pb2.ChatRequest, context: Context
     ) -> AsyncGenerator[gateway_pb2.ChatReply, None]:
-        """Answer a chat."""
+        """Answer a chat with a stream of chunks."""
         await _tell_request_id(context)
         core = self._core
         core.builder.check_model(request.model or None, core.client.info)
         codec = core.need_codec("messages")
         if not 1 <= len(request.messages) <= core.settings.max_messages:
             raise InvalidRequestError(
-                f"messages must hold 1 to {core.settings.max_messages} messages.", field="messages"
+                f"messages must contain 1 to {core.settings.max_messages} messages.", field="messages"
             )
         messages = [_message(message, number) for number, message in enumerate(request.messages)]
         parameters = _parameters(request.options)
@@ -65,13 +68,13 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     async def Complete(
         self, request: gateway_pb2.CompleteRequest, context: Context
     ) -> AsyncGenerator[gateway_pb2.CompleteReply, None]:
-        """Continue text or token ids."""
+        """Continue text or token ids with a stream of chunks."""
         await _tell_request_id(context)
         core = self._core
         core.builder.check_model(request.model or None, core.client.info)
         kind = request.WhichOneof("prompt")
         if kind is None:
-            raise InvalidRequestError("Give text or token_ids.", field="prompt")
+            raise InvalidRequestError("Set either text or token_ids.", field="prompt")
         parameters = _parameters(request.options)
         sequences = core.builder.check(parameters, GRPC_COMPLETE, 1)
         if kind == "text":
@@ -90,7 +93,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     async def ListModels(
         self, request: gateway_pb2.ListModelsRequest, context: Context
     ) -> gateway_pb2.ListModelsReply:
-        """List the names that requests may use."""
+        """List the model names that requests may use."""
         await _tell_request_id(context)
         info = self._core.client.info
         names = self._core.settings.served_model_name or (info.model_id,)
@@ -115,7 +118,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Asks every call but health checks for a key."""
+    """Requires an API key for all calls except health checks."""
 
     def __init__(self, checker: KeyChecker) -> None:
         self._checker = checker
@@ -132,7 +135,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
 
 async def _tell_request_id(context: Context) -> None:
-    """Echo the caller's x-request-id, or make one."""
+    """Send the caller's x-request-id back, or a new one."""
     given = dict(context.invocation_metadata() or ()).get(REQUEST_ID_KEY)
     await context.send_initial_metadata(
         ((REQUEST_ID_KEY, request_id_of(given if isinstance(given, str) else None)),)
@@ -153,11 +156,14 @@ def _parameters(options: gateway_pb2.GenerationOptions) -> Parameters:
     sampling, speculation = options.sampling, options.speculation
     if sampling.choice_index:
         raise InvalidRequestError(
-            "options.sampling.choice_index is the server's to choose.", field="options.sampling.choice_index"
+            "options.sampling.choice_index is set by the server. Leave it out.",
+            field="options.sampling.choice_index",
         )
     mode = MODE_FROM_PROTO.get(speculation.mode)
     if mode is None:
-        raise InvalidRequestError("options.speculation.mode is unknown.", field="options.speculation.mode")
+        raise InvalidRequestError(
+            "options.speculation.mode is not a known mode.", field="options.speculation.mode"
+        )
     return Parameters(
         max_tokens=options.max_tokens if options.HasField("max_tokens") else None,
         temperature=sampling.temperature if sampling.HasField("temperature") else None,

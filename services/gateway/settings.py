@@ -1,4 +1,4 @@
-"""What the gateway can be told."""
+"""Settings of the gateway service."""
 
 from __future__ import annotations
 
@@ -18,71 +18,76 @@ class GatewaySettings(ServiceSettings):
 
     model_config = settings_config("gateway")
 
-    host: str = Field("127.0.0.1", description="Address to listen on, REST and gRPC.")
+    host: str = Field("127.0.0.1", description="Address to listen on, for REST and gRPC.")
     published_on: str = Field(
         "",
-        description="Address under which a container's host publishes the ports; who reaches them decides, not --host.",
+        description="Host address on which a container's ports are published. "
+        "If set, it decides instead of --host whether an API key is required.",
     )
-    port: int = Field(8000, ge=0, le=65535, description="Port of the REST API; 0 picks one.")
-    grpc_port: int = Field(0, ge=0, le=65535, description="Port of the gRPC API; 0: none.")
-    target: str = Field("127.0.0.1:7001", description="The target service: host:port or unix:/path.")
+    port: int = Field(8000, ge=0, le=65535, description="Port of the REST API; 0 picks a free port.")
+    grpc_port: int = Field(0, ge=0, le=65535, description="Port of the gRPC API; 0 disables it.")
+    target: str = Field("127.0.0.1:7001", description="Address of the target: host:port or unix:/path.")
     tokenizer: Path | None = Field(
-        None, description="Folder with tokenizer.json (or the file itself). Without: token ids only."
+        None,
+        description="Folder with tokenizer.json, or the file itself. Without it, prompts must be token ids.",
     )
     served_model_name: tuple[str, ...] = Field(
-        (), description="Names that requests may use; by default the target's own."
+        (), description="Model names that requests may use. Defaults to the target's model id."
     )
-    any_model: bool = Field(False, description="Serve requests whatever model they name.")
+    any_model: bool = Field(False, description="Accept any model name in requests.")
     api_key: tuple[str, ...] = Field(
-        (), description="Accepted bearer tokens; without any, requests are not authenticated."
+        (), description="Accepted API keys (bearer tokens). Without any, requests are not authenticated."
     )
     allow_unauthenticated: bool = Field(
-        False, description="Let other hosts reach the gateway without an API key."
+        False, description="Allow access from other hosts without an API key."
     )
     public_metrics: bool = Field(False, description="Serve /metrics without an API key.")
     max_queued_requests: int = Field(
-        512, ge=1, description="Sequences that may wait for their first token; more get 429."
+        512, ge=1, description="Maximum number of sequences waiting for their first token; more get 429."
     )
     max_queued_prompt_tokens: int = Field(
-        1_000_000, ge=1, description="Prompt tokens of waiting sequences; more get 429."
+        1_000_000, ge=1, description="Maximum number of prompt tokens of waiting sequences; more get 429."
     )
-    max_body_bytes: int = Field(MIB, ge=1024, description="Largest request body.")
-    max_choices: int = Field(16, ge=1, le=1024, description="Largest n.")
-    max_batch: int = Field(64, ge=1, le=4096, description="Most prompts of one request.")
-    max_messages: int = Field(1024, ge=1, description="Most messages of one chat.")
-    request_timeout_s: float = Field(600.0, gt=0, description="Deadline of requests that bring none.")
-    keep_alive_s: float = Field(10.0, gt=0, description="Silence after which a stream gets a comment line.")
+    max_body_bytes: int = Field(MIB, ge=1024, description="Maximum size of a request body.")
+    max_choices: int = Field(16, ge=1, le=1024, description="Maximum n of a request.")
+    max_batch: int = Field(64, ge=1, le=4096, description="Maximum number of prompts in a request.")
+    max_messages: int = Field(1024, ge=1, description="Maximum number of messages in a chat.")
+    request_timeout_s: float = Field(
+        600.0, gt=0, description="Maximum duration of a request. Clients can set a shorter deadline."
+    )
+    keep_alive_s: float = Field(10.0, gt=0, description="Send a comment on a stream after this much silence.")
     slow_reader_timeout_s: float = Field(
-        30.0, gt=0, description="A stream that nobody reads for this long is aborted."
+        30.0, gt=0, description="Abort a stream that its client does not read for this long."
     )
     slow_reader_bytes: int = Field(
-        64 * 1024, ge=1024, description="Unread bytes of a stream after which the target skips it."
+        64 * 1024, ge=1024, description="Pause a sequence when its stream has this many unread bytes."
     )
     drain_notice_s: float = Field(
-        0.0, ge=0, description="On SIGTERM: time between not ready and refusing new requests."
+        0.0, ge=0, description="On SIGTERM: delay between reporting not ready and refusing new requests."
     )
-    drain_grace_s: float = Field(
-        30.0, ge=0, description="On SIGTERM: time that running requests get to finish."
-    )
+    drain_grace_s: float = Field(30.0, ge=0, description="On SIGTERM: time for running requests to finish.")
     log_level: str = Field(
-        "info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error."
+        "info",
+        pattern="^(debug|info|warning|error)$",
+        description="Log level: debug, info, warning or error.",
     )
-    log_json: bool = Field(False, description="One JSON object per log line.")
+    log_json: bool = Field(False, description="Write each log line as a JSON object.")
 
     def check(self) -> None:
-        """Check what concerns several fields.
+        """Check constraints that involve several fields.
 
         Raises:
-            ConfigurationError: an address is malformed, or the gateway would be open to other hosts without a key.
+            ConfigurationError: If an address is malformed, or other hosts could connect without a key.
         """
         check_address(self.target, "target")
         field, address = ("published_on", self.published_on) if self.published_on else ("host", self.host)
         if not is_local(address) and not self.api_key and not self.allow_unauthenticated:
-            fix = "publish on 127.0.0.1 (under compose: set OUTRIDER_API_KEY, or leave OUTRIDER_BIND alone)"
+            fix = "publish on 127.0.0.1 (under compose: set OUTRIDER_API_KEY, or unset OUTRIDER_BIND)"
             raise ConfigurationError(
-                f"{field}: {address} is reachable from other hosts and no --api-key is set. "
-                f"Set one, {fix if self.published_on else 'listen on 127.0.0.1'}, or pass --allow-unauthenticated.",
+                f"{field}: {address} is reachable from other hosts, but no --api-key is set. "
+                f"Set one, {fix if self.published_on else 'listen on 127.0.0.1'}, "
+                "or pass --allow-unauthenticated.",
                 field=field,
             )
         if any(not key.isascii() or not key.strip() for key in self.api_key):
-            raise ConfigurationError("api_key: keys are non-empty ASCII text.", field="api_key")
+            raise ConfigurationError("api_key: Keys must be non-empty ASCII text.", field="api_key")

@@ -1,4 +1,4 @@
-"""Server-sent events, and what to do when the client goes away."""
+"""Server-sent events, and cancellation when the client disconnects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def encode_event(event: dict[str, Any]) -> bytes:
-    """Return one event. JSON escapes line breaks, so an event is always one data line."""
+    """Encode one event. JSON escapes line breaks, so an event is always one data line."""
     return (
         b"data: "
         + json.dumps(event, allow_nan=False, separators=(",", ":"), ensure_ascii=False).encode(
@@ -36,8 +36,9 @@ def encode_event(event: dict[str, Any]) -> bytes:
 class EventStream(Response):
     """Sends events until the generator ends, then [DONE].
 
-    An error before the first event is a plain error reply with its status; later it is an event. During silence comments keep the
-    connection alive. The generator is closed when the client goes away, which cancels the work behind it.
+    An error before the first event becomes an error reply with its status. A later error becomes an event.
+    Comments keep a silent connection alive. When the client disconnects, the generator is closed, which
+    cancels the work behind it.
     """
 
     media_type = "text/event-stream"
@@ -86,10 +87,10 @@ class EventStream(Response):
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work`; cancel it when the client goes away.
+    """Run `work`, but cancel it when the client disconnects.
 
     Raises:
-        CancelledError: ours, with status 499: the client is gone.
+        CancelledError: Outrider's own error, with status 499, if the client disconnects.
     """
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(_disconnected(receive))

@@ -1,4 +1,4 @@
-"""Stop strings: found as soon as they are complete, and never shown in part."""
+"""Stop strings: each is found as soon as it is complete, and never released in part."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What may be done with a buffer of text.
+    """Result of scanning a buffer of text.
 
     Attributes:
-        release: Characters from its start that are final.
-        matched: The stop string that ended the text, if one did; the rest of the buffer is then dropped.
+        release: Number of characters at the start of the buffer that are final.
+        matched: The stop string that ends the text, or None. After a match, drop the rest of the buffer.
     """
 
     release: int
@@ -20,16 +20,17 @@ class Scan:
 
 
 class StopMatcher:
-    """Looks for stop strings in text that has not been released yet. Released text can be part of no match, by construction."""
+    """Finds stop strings in text that has not been released. Text that may begin a match is not released."""
 
     def __init__(self, stops: Sequence[str], include_match: bool = False) -> None:
         self._stops = tuple(stops)
         self._include_match = include_match
 
     def scan(self, buffer: str) -> Scan:
-        """Return how much of `buffer` (all unreleased text) is final, and whether a stop string ends it there.
+        """Return how much of `buffer` is final, and the stop string that ends it there, if any.
 
-        Of several matches the one that starts first counts, of those at one place the shortest: it was complete first.
+        `buffer` contains all unreleased text. The match that starts first wins. If several start at the same
+        place, the shortest wins, because it was complete first.
         """
         found = [(start, len(stop), stop) for stop in self._stops if (start := buffer.find(stop)) >= 0]
         if found:
@@ -39,7 +40,7 @@ class StopMatcher:
 
 
 def _overlap(buffer: str, stop: str) -> int:
-    """Return the length of the longest proper prefix of `stop` that ends `buffer`."""
+    """Return the length of the longest proper prefix of `stop` at the end of `buffer`."""
     for length in range(min(len(stop) - 1, len(buffer)), 0, -1):
         if buffer.endswith(stop[:length]):
             return length

@@ -1,4 +1,4 @@
-"""What the target says of itself, for checks and for those who ask what is served."""
+"""Information and statistics reported by the target."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TargetInfo:
-    """What the target says of itself. Caps and defaults concern `speculation` of requests."""
+    """Information about the target: its model, its limits and its speculation.
+
+    `num_steps`, `topk` and `num_draft_tokens` are the default tree shape. `max_steps`, `max_topk` and
+    `max_nodes` limit the speculation options of requests.
+    """
 
     model_id: str
     architecture: str
@@ -32,7 +36,7 @@ class TargetInfo:
 
 @dataclass(frozen=True, slots=True)
 class TargetStats:
-    """What the target does now, and its metrics as Prometheus text."""
+    """The target's current load, and its metrics as Prometheus text."""
 
     running: int
     waiting: int

@@ -1,4 +1,7 @@
-"""The tokenizer's folder: tokenizer.json, special tokens, chat template. Uses `tokenizers` only (transformers would import torch)."""
+"""Loads the tokenizer, special tokens and chat template from a model's folder.
+
+Uses the `tokenizers` library only: transformers would import torch.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,16 @@ CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 SHORT_TEXT = 4096
-"""Characters that are encoded at once: up to here a worker thread takes longer to wake than the text to encode."""
+"""Longest text, in characters, to encode on the event loop. Waking a worker thread would take longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextCodec:
-    """Text ↔ token ids of one model.
+    """Converts between text and token ids of one model.
 
     Attributes:
         tokenizer: The tokenizer itself, for decoding streams.
-        template: The model's chat template; None if it has none.
+        template: The model's chat template, or None.
     """
 
     tokenizer: Tokenizer
@@ -36,25 +39,25 @@ class TextCodec:
 
     @classmethod
     def load(cls, path: Path) -> TextCodec:
-        """Read a model folder (or a tokenizer.json).
+        """Load a model folder, or a tokenizer.json.
 
         Raises:
-            CheckpointError: a file is missing or broken; names it and the fix.
+            CheckpointError: If a file is missing or broken. Names the file and the fix.
         """
         folder = path.parent if path.is_file() else path
         file = path if path.is_file() else path / TOKENIZER_FILE
         if not file.exists():
             raise CheckpointError(
-                f"{folder} has no {TOKENIZER_FILE}. Make one with `outrider convert tokenizer {folder}`, "
-                "or serve token ids only (outrider up --skip-tokenizer; gateway: leave out --tokenizer).",
+                f"{folder} has no {TOKENIZER_FILE}. Create it with `outrider convert tokenizer {folder}`, "
+                "or serve token ids only (outrider up --skip-tokenizer; gateway: omit --tokenizer).",
                 field=str(file),
             )
         try:
             tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:
-            # The Rust side raises a bare Exception for every kind of broken file.
+            # The Rust library raises a bare Exception for every kind of broken file.
             raise CheckpointError(
-                f"{file} is not a tokenizer of the `tokenizers` library: {error}.", field=str(file)
+                f"{file} cannot be loaded by the `tokenizers` library: {error}.", field=str(file)
             ) from None
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -64,27 +67,28 @@ class TextCodec:
         return cls(tokenizer, ChatTemplate(source, special) if source else None)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Return the ids of `text`."""
+        """Return the token ids of `text`."""
         return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
     ) -> tuple[int, ...]:
-        """Render a chat and return its ids; the template writes special tokens itself.
+        """Render a chat and return its token ids. The template itself writes the special tokens.
 
         Raises:
-            InvalidRequestError: the model has no chat template, or the template refuses these messages.
+            InvalidRequestError: If the model has no chat template, or the template rejects these messages.
         """
         if self.template is None:
             raise InvalidRequestError(
-                "This model has no chat template; use /v1/completions, or add chat_template.jinja to the tokenizer's folder.",
+                "This model has no chat template. Use /v1/completions, or add chat_template.jinja to the "
+                "tokenizer's folder.",
                 field="messages",
                 reason="no_chat_template",
             )
         return self.encode(self.template.render(messages, options), add_special_tokens=False)
 
     async def encode_aside(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """`encode` that keeps no other request waiting: a long text goes to a worker thread."""
+        """Encode without blocking the event loop: a long text is encoded on a worker thread."""
         if len(text) <= SHORT_TEXT:
             return self.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
@@ -92,10 +96,10 @@ class TextCodec:
     async def encode_chat_aside(
         self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
     ) -> tuple[int, ...]:
-        """`encode_chat` that keeps no other request waiting: a long chat goes to a worker thread.
+        """Encode a chat without blocking the event loop: a long chat is encoded on a worker thread.
 
         Raises:
-            InvalidRequestError: As `encode_chat`.
+            InvalidRequestError: As for `encode_chat`.
         """
         if len(messages) <= SHORT_TEXT and sum(len(str(message)) for message in messages) <= SHORT_TEXT:
             return self.encode_chat(messages, options)
@@ -114,12 +118,12 @@ def _read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} is not valid JSON: {error}.", field=str(file)) from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file} must hold a JSON object.", field=str(file))
+        raise CheckpointError(f"{file} must contain a JSON object.", field=str(file))
     return content
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return ``bos_token`` and the like; each is written as text or as an object with its ``content``."""
+    """Return special tokens such as ``bos_token`` by name. A value is text or an object with ``content``."""
     tokens = {}
     for name, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value
@@ -134,7 +138,7 @@ def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
         return plain.read_text(encoding="utf-8")
     value = _read_json(wrapped).get("chat_template") or config.get("chat_template")
     if isinstance(value, list):
-        # Several named templates: tools and RAG have their own, the plain one is called default.
+        # Several named templates: those for tools and RAG have their own names, the plain one is "default".
         value = next(
             (one.get("template") for one in value if isinstance(one, dict) and one.get("name") == "default"),
             None,

@@ -1,7 +1,11 @@
-"""The compose file on a real Docker engine: built, started, used, broken, repaired, taken down.
+"""The compose file on a real Docker engine: built, started, used, broken, repaired and taken down.
 
-Needs root's kind of access to an engine: DOCKER_HOST, or LOCAL_DOCKER, a helper program with three verbs: `up` prints an
-``export DOCKER_HOST=…`` line, `base IMAGE` makes a stand-in for the base image, `down` stops the engine.
+Requires root-level access to a Docker engine, through DOCKER_HOST or LOCAL_DOCKER. LOCAL_DOCKER is the path
+of a helper program with three commands:
+
+- `up` starts an engine and prints an ``export DOCKER_HOST=…`` line.
+- `base IMAGE` builds a substitute for the base image.
+- `down` stops the engine.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ PROMPT = [{"role": "user", "content": "List 3 countries and their capitals."}]
 
 
 class Compose:
-    """docker-compose on this repository's file, with one environment."""
+    """Runs docker compose on this repository's file, in one environment."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._environment = environment
@@ -51,18 +55,18 @@ class Compose:
         return done.stdout
 
     def container(self, service: str) -> str:
-        """Return the id of a service's container, running or not."""
+        """Return the id of a service's container, whether it is running or not."""
         return self("--profile", "cpu", "ps", "-a", "-q", service).split()[-1]
 
     def docker(self, *arguments: str) -> str:
-        """Run the docker client against the same engine."""
+        """Run the docker client against the same engine and return its output."""
         client = "/usr/bin/docker" if Path("/usr/bin/docker").exists() else "docker"
         return subprocess.run(
             [client, *arguments], env=self._environment, capture_output=True, text=True, check=True
         ).stdout
 
     def healthy(self, service: str) -> bool:
-        """Whether the container's own health check passes."""
+        """Return whether the container's own health check passes."""
         return (
             self.docker("inspect", "-f", "{{.State.Health.Status}}", self.container(service)).strip()
             == "healthy"
@@ -79,7 +83,7 @@ def compose() -> Iterator[Compose]:
         "COMPOSE_DOCKER_CLI_BUILD": "0",
     }
     if "DOCKER_HOST" not in environment:
-        assert helper, "no Docker engine: set DOCKER_HOST, or LOCAL_DOCKER to a helper that starts one"
+        assert helper, "no Docker engine: set DOCKER_HOST, or set LOCAL_DOCKER to a helper that starts one"
         started = subprocess.run([helper, "up"], stdout=subprocess.PIPE, text=True, check=True).stdout
         environment["DOCKER_HOST"] = started.strip().partition("DOCKER_HOST=")[2]
     if helper:
@@ -115,6 +119,7 @@ def test_gpu_services_reserve_devices_and_share_memory(compose: Compose) -> None
 
 
 def test_cpu_profile_serves_through_the_death_of_its_draft(compose: Compose) -> None:
+    # 1. Build and start the services.
     compose("--profile", "cpu", "build", timeout_s=1200)
     compose("--profile", "cpu", "up", "-d", timeout_s=300)
     services = ("gateway-cpu", "target-cpu", "draft-cpu")
@@ -124,10 +129,12 @@ def test_cpu_profile_serves_through_the_death_of_its_draft(compose: Compose) -> 
         lambda: compose("--profile", "cpu", "logs", "--tail", "60"),
     )
 
+    # 2. Answer a chat with speculation.
     whole = _stream(speculation="on")
     assert whole.text.strip()
     assert whole.speculation["accept_length"] > 1.0
 
+    # 3. Kill the draft in the middle of a stream. The stream completes.
     draft = compose.container("draft-cpu")
     first_words = threading.Event()
     killed: list[str] = []
@@ -145,6 +152,7 @@ def test_cpu_profile_serves_through_the_death_of_its_draft(compose: Compose) -> 
     assert survived.finish_reason == "length"
     assert survived.completion_tokens == 1500
 
+    # 4. Start the draft again. Speculation resumes.
     compose("--profile", "cpu", "up", "-d", timeout_s=120)
     _wait_for(
         lambda: compose.healthy("draft-cpu"),
@@ -155,6 +163,7 @@ def test_cpu_profile_serves_through_the_death_of_its_draft(compose: Compose) -> 
     assert again.text == whole.text
     assert again.speculation["accept_length"] > 1.0
 
+    # 5. The gateway runs unprivileged, from an image without torch.
     gateway = compose.container("gateway-cpu")
     no_torch = [
         "exec",
@@ -166,12 +175,13 @@ def test_cpu_profile_serves_through_the_death_of_its_draft(compose: Compose) -> 
     compose.docker(*no_torch)
     assert compose.docker("exec", gateway, "id", "-u").strip() == "10001"
 
+    # 6. Taking the project down leaves no container.
     compose("--profile", "cpu", "down", "--timeout", "45", timeout_s=180)
     assert compose.docker("ps", "-q", "--filter", f"label=com.docker.compose.project={PROJECT}").strip() == ""
 
 
 class Answer:
-    """What one streamed chat gave."""
+    """The content of one streamed chat."""
 
     def __init__(self) -> None:
         self.text = ""

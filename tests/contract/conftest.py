@@ -1,4 +1,7 @@
-"""The gateway as clients meet it. Tests that take `stack` alone know nothing of what is behind it and hold for a real stack too."""
+"""Fixtures for tests of the gateway from a client's view.
+
+Tests that use `stack` alone make no assumptions about the target, so they also run against a real stack.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ def shared_gateway(shared_fake: FakeTarget, tokenizer_dir: Path) -> Iterator[Gat
 
 @pytest.fixture
 def fake(shared_fake: FakeTarget) -> Iterator[FakeTarget]:
-    """The target behind `gateway`, to be scripted; back to its default afterwards."""
+    """The target behind `gateway`, for tests that script it. Afterwards its default script is restored."""
     shared_fake.seen.clear()
     for events in (shared_fake.cancels, shared_fake.pauses, shared_fake.resumes):
         events.queue.clear()
@@ -61,7 +64,7 @@ def stack(shared_gateway: GatewayThread) -> Stack:
 
 @pytest.fixture
 def make_gateway(shared_fake: FakeTarget, tokenizer_dir: Path) -> Iterator[Callable[..., GatewayThread]]:
-    """Starts further gateways with other settings; closes them in the end."""
+    """Return a function that starts another gateway with other settings. All are closed after the test."""
     started: list[GatewayThread] = []
 
     def make(*, ready: bool = True, **settings: Any) -> GatewayThread:

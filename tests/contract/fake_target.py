@@ -1,4 +1,4 @@
-"""A target that says what a test tells it to: a real gRPC server with scripted tokens."""
+"""A scripted target: a real gRPC server whose tokens the test chooses."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ WAIT_S = 20
 
 @dataclass(slots=True)
 class Script:
-    """What to answer to one request.
+    """The answer to one request.
 
     Attributes:
-        steps: The tokens of each step; the request's own limit cuts them.
-        error: Fail with it after the steps.
-        gate: If set, one permit is taken before each step after the first.
-        finish: Whether to finish at all; without, the sequence runs until cancelled.
+        steps: The tokens of each step, cut at the request's limit of new tokens.
+        error: If set, the request fails with this error after the steps.
+        gate: If set, each step after the first acquires this semaphore.
+        finish: Whether to finish the sequence. If False, it runs until it is cancelled.
     """
 
     steps: Sequence[Sequence[int]]
@@ -45,7 +45,7 @@ class _Running:
 
 
 def chain_tokens(request: target_pb2.GenerateRequest, count: int) -> list[int]:
-    """Tokens that follow from prompt, seed and choice alone: plain ASCII ids of the toy vocabulary."""
+    """Return plain ASCII ids of the toy vocabulary, determined by prompt, seed and choice index."""
     noise = (
         request.sampling.seed * 17 + request.sampling.choice_index * 7 if request.sampling.temperature else 0
     )
@@ -58,7 +58,10 @@ def chain_tokens(request: target_pb2.GenerateRequest, count: int) -> list[int]:
 
 
 class FakeTarget(target_pb2_grpc.TargetServicer):
-    """Serves the target's protocol. `script` maps a request to its answer; `seen`, `cancels`, `pauses` record what came in."""
+    """Serves the target's protocol.
+
+    `script` maps a request to its answer. `seen`, `cancels`, `pauses` and `resumes` record incoming messages.
+    """
 
     def __init__(
         self,
@@ -100,7 +103,7 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
         if self._server:
             self._server.stop(0)
             self._server = None
-        # Nobody listens any more; the threads may end.
+        # No client is connected any more, so the threads can end.
         for running in list(self._running.values()):
             running.cancelled.set()
             running.active.set()
@@ -110,7 +113,7 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
         return len(self._running)
 
     def Session(self, request_iterator, context) -> Iterator[target_pb2.SessionReply]:
-        # Bounded, as an engine's steps are: a pause takes effect before the whole script has been sent.
+        # Bounded, like an engine's steps, so that a pause takes effect before the whole script is sent.
         replies: queue.Queue[target_pb2.GenerateReply | None] = queue.Queue(maxsize=4)
 
         def read() -> None:
@@ -249,7 +252,10 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
 def trace_round(
     number: int, base_len: int, emitted: Sequence[int], rejected: int = 0
 ) -> common_pb2.RoundTrace:
-    """A round whose tree is one chain, every emitted token but the last was drafted, and `rejected` children of the root."""
+    """Return a round whose tree is one chain of accepted nodes plus `rejected` children of the root.
+
+    The chain contains every emitted token except the last.
+    """
     nodes = [common_pb2.TraceNode(token=9, parent=-1, depth=0)]
     nodes += [
         common_pb2.TraceNode(token=token, parent=at, depth=at + 1, logprob=-0.5)

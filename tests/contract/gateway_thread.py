@@ -1,4 +1,4 @@
-"""A gateway for tests, on a thread of its own."""
+"""A gateway for tests that runs on its own thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ START_S = 20
 
 @dataclass(slots=True)
 class Stack:
-    """Where a gateway listens and what it serves."""
+    """The addresses of a gateway and the model that it serves."""
 
     base_url: str
     grpc_address: str
@@ -25,7 +25,7 @@ class Stack:
 
 
 class GatewayThread:
-    """A gateway on an event loop of its own thread, so that synchronous clients can be used beside it."""
+    """A gateway on an event loop in its own thread, so that tests can use synchronous clients."""
 
     def __init__(self, **settings: Any) -> None:
         settings.setdefault("port", 0)

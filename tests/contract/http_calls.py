@@ -1,4 +1,4 @@
-"""How the tests of the HTTP surface call it and read its errors."""
+"""Helpers for tests of the REST API: calls, and checks of error replies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Requests made from our own OpenAPI document, valid and broken: never a 500, never a hang, always our error shape."""
+"""Valid and broken requests generated from the OpenAPI document.
+
+No request may hang or cause a 500, and every error must have the documented format.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "/v1/completions": ("CompletionRequest", {"prompt": "x", "max_tokens": 2}),
     "/generate": ("NativeRequest", {"text": "x", "sampling_params": {"max_new_tokens": 2}}),
 }
-# Lone surrogates included: JSON can spell them.
+# Includes lone surrogates, which JSON can express.
 TEXT = st.text(st.characters(exclude_categories=()), max_size=8)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
@@ -45,7 +48,7 @@ def check(response: httpx.Response) -> None:
 
 
 def send_case(http: httpx.Client, case: Any) -> None:
-    """Send what schemathesis made; its own transports are for other clients."""
+    """Send a request that schemathesis generated. Its own transports do not support this client."""
     made = case.as_transport_kwargs(base_url=str(http.base_url))
     content = made.get("data")
     if made.get("json") is not None:

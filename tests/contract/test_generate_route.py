@@ -1,4 +1,4 @@
-"""``/generate`` as SGLang's users script against it."""
+"""``/generate`` as scripts written for SGLang use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plain gRPC client against the gateway's public API. Knows nothing of what is behind the gateway."""
+"""A plain gRPC client against the gateway's public API. These tests make no assumptions about the target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What HTTP clients see of the gateway's state: overload, readiness, metrics, a lost target, draining."""
+"""The gateway's availability over HTTP: overload, readiness, metrics, a lost target, draining."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_queue_is_bounded_in_prompt_tokens_too(make_gateway: MakeGateway, fa
 
     fake.script = script
     with client_of(make_gateway(max_queued_prompt_tokens=100)) as http, ThreadPoolExecutor(1) as pool:
-        # One that alone is larger than the limit may still run when nothing else waits.
+        # A prompt that alone exceeds the limit may still run if nothing else waits.
         first = pool.submit(http.post, "/v1/completions", json={"prompt": [9] * 150, "max_tokens": 1})
         assert arrived.wait(TIMEOUT_S)
         assert http.post("/v1/completions", json={"prompt": [9] * 10, "max_tokens": 1}).status_code == 429
@@ -70,8 +70,12 @@ def test_metrics_hold_ours_and_the_targets_each_family_once(
     make_gateway: MakeGateway, tokenizer: Tokenizer
 ) -> None:
     text = (
-        "# HELP outrider_prompt_tokens_total theirs\n# TYPE outrider_prompt_tokens_total counter\noutrider_prompt_tokens_total 77\n"
-        "# HELP outrider_num_requests_running Running.\n# TYPE outrider_num_requests_running gauge\noutrider_num_requests_running 3\n"
+        "# HELP outrider_prompt_tokens_total theirs\n"
+        "# TYPE outrider_prompt_tokens_total counter\n"
+        "outrider_prompt_tokens_total 77\n"
+        "# HELP outrider_num_requests_running Running.\n"
+        "# TYPE outrider_num_requests_running gauge\n"
+        "outrider_num_requests_running 3\n"
     )
     target = FakeTarget(tokenizer.get_vocab_size(), prometheus_text=text)
     try:
@@ -113,7 +117,7 @@ def test_a_gateway_without_its_target_is_alive_and_not_ready(
         gateway.wait_ready()
         assert http.get("/ready").status_code == 200
         assert http.post("/v1/completions", json=body).status_code == 200
-        # The target says that it drains: no new requests, by its own word.
+        # The target reports that it drains, so the gateway accepts no new requests.
         target.set_serving(False)
         gateway.wait_ready(False)
         assert http.post("/v1/completions", json=body).status_code == 503

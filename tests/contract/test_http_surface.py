@@ -1,4 +1,4 @@
-"""The HTTP surface beside generation: errors of transport, fields, authentication, ids, names, models without text."""
+"""The REST API apart from generation: transport errors, fields, authentication, request ids, model names."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_unknown_paths_and_methods_are_errors_of_the_same_shape(http: httpx.Clie
     assert (missing.status_code, error_of(missing)["code"]) == (404, "not_found")
     wrong = http.get(CHAT)
     assert (wrong.status_code, error_of(wrong)["code"]) == (405, "method_not_allowed")
-    # No cross-origin access: a browser's preflight is refused like any other method.
+    # Cross-origin access is not supported: a browser's preflight is refused like any other method.
     preflight = http.options(
         CHAT, headers={"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
     )
@@ -82,7 +82,7 @@ def test_the_request_id_is_echoed_or_made(http: httpx.Client) -> None:
     assert http.get("/nope", headers={"X-Request-Id": "mine-2"}).headers["X-Request-Id"] == "mine-2"
     made = [http.get("/health").headers["X-Request-Id"] for _ in range(2)]
     assert made[0] != made[1]
-    # What could break a log line or a header is replaced.
+    # An id that could break a log line or a header is replaced.
     assert http.get("/health", headers={"X-Request-Id": "a" * 500}).headers["X-Request-Id"] != "a" * 500
 
 
@@ -218,7 +218,10 @@ def test_neutral_and_irrelevant_fields_pass(http: httpx.Client, fields: dict[str
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"top_k": 1 << 31}, "top_k must be between 1 and 2147483647, or -1 or 0 for off, not 2147483648."),
+        (
+            {"top_k": 1 << 31},
+            "top_k must be between 1 and 2147483647, or -1 or 0 to disable it, not 2147483648.",
+        ),
         ({"stop": 5}, "stop: must be a string or a list of up to 4 strings."),
         ({"stop": ["a", 5]}, "stop: must be a string or a list of up to 4 strings."),
         (
@@ -384,7 +387,7 @@ def test_a_model_without_chat_template_says_so(make_gateway: MakeGateway, tmp_pa
 
 
 def test_small_replies_are_not_held_back_by_the_socket(http: httpx.Client) -> None:
-    # With Nagle's algorithm on, every reply waits 40 ms for the client's delayed acknowledgement.
+    # With Nagle's algorithm, every reply waits 40 ms for the client's delayed acknowledgement.
     times = []
     for _ in range(25):
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""`outrider bench serve` against a running gateway: both APIs, what it counts, and what it does when requests fail."""
+"""`outrider bench serve` against a running gateway: both APIs, its counts, and failing requests."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def test_every_request_is_answered_and_measured(
     assert written["failed"] == 0
     rows = {row["case"]: row for row in written["rows"]}
     assert rows["tokens"]["value"] == pytest.approx(6 * rows["requests"]["value"]), (
-        "the server counts six tokens an answer"
+        "the server counts six tokens per answer"
     )
-    assert rows["requests"]["floor"] == pytest.approx(written["requests"] / 0.4), "what was offered"
+    assert rows["requests"]["floor"] == pytest.approx(written["requests"] / 0.4), "the offered load"
     assert rows["tokens"]["floor"] == pytest.approx(6 * rows["requests"]["floor"])
     for case in (
         "time to first token, p50",
@@ -48,7 +48,7 @@ def test_every_request_is_answered_and_measured(
         assert rows[case]["floor"] > 0
         assert rows[case]["ratio"] > 0
     assert rows["time to first token, p50"]["value"] <= rows["whole request (e2e), p50"]["value"]
-    assert written["requests"] + 6 == len(fake.seen), "six alone, then the load"
+    assert written["requests"] + 6 == len(fake.seen), "six requests alone, then the load"
     assert {seen.max_new_tokens for seen in fake.seen} == {6}
     assert all(len(seen.prompt_ids) == 12 for seen in fake.seen)
 

@@ -1,4 +1,7 @@
-"""The real `openai` client against the gateway: what it parses, what it raises. Knows nothing of what is behind the gateway."""
+"""The real `openai` client against the gateway: it parses every reply and raises the right errors.
+
+These tests make no assumptions about the target.
+"""
 
 from __future__ import annotations
 
@@ -78,12 +81,12 @@ def test_a_streamed_chat_says_the_same_in_the_form_that_clients_rely_on(
     assert "".join(chunk.choices[0].delta.content or "" for chunk in body) == whole.choices[0].message.content
     reasons = [chunk.choices[0].finish_reason for chunk in body]
     assert reasons == [None] * (len(body) - 1) + [whole.choices[0].finish_reason]
-    # Usage is on one chunk of its own, after the finish, and null on all others.
+    # Usage is in a separate chunk after the finish, and null in all others.
     assert last.choices == []
     assert last.usage == whole.usage
     assert all(chunk.usage is None for chunk in body)
     assert all("usage" in chunk.model_fields_set for chunk in body)
-    # How many rounds it takes may differ from run to run; the text may not.
+    # The number of rounds may differ between runs. The text may not.
     assert speculation_of(body[-1]).keys() == speculation_of(whole).keys()
     assert speculation_of(body[-1])["rounds"] >= 1
 
@@ -134,7 +137,7 @@ def test_choices_share_the_seed_and_differ(client: openai.OpenAI, stack: Stack) 
     assert [choice.index for choice in three.choices] == [0, 1, 2]
     assert three.choices[0].message.content == alone.choices[0].message.content
     assert len({choice.message.content for choice in three.choices}) == 3
-    # The prompt is billed once, every answer once.
+    # The prompt is billed once, and each answer once.
     assert three.usage.prompt_tokens == alone.usage.prompt_tokens
     assert three.usage.completion_tokens > alone.usage.completion_tokens
 
@@ -196,8 +199,8 @@ def test_a_trace_says_every_round(client: openai.OpenAI, stack: Stack) -> None:
     ]
     assert all(len(rounds) == 1 for rounds in streamed)
     assert [one[0]["round"] for one in streamed] == sorted({one[0]["round"] for one in streamed})
-    # A late draft may cost a round; the tokens that all rounds emit are the same.
-    # The first token is the prefill's; of the last round, tokens beyond the limit are cut.
+    # A late draft may cost a round, but the tokens emitted by all rounds are the same.
+    # The first token comes from the prefill. The last round may emit tokens beyond the limit, which are cut.
     drafted = whole.usage.completion_tokens - 1
     assert [token for one in streamed for token in one[0]["emitted"]][:drafted] == [
         token for one in trace for token in one["emitted"]

@@ -1,4 +1,4 @@
-"""The gateway as a process: what it imports, how it starts, how it fails to start, how it stops."""
+"""The gateway as a process: its imports, its start-up, its start-up errors, its shutdown."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_it_says_ready_serves_drains_on_sigterm_and_needs_no_torch(
             assert [line for line in lines if line][-1] == "data: [DONE]"
         output, _ = child.communicate(timeout=TIMEOUT_S)
     assert child.returncode == 0, output
-    # Neither torch nor transformers, after everything was used.
+    # Neither torch nor transformers has been imported, although every part of the gateway was used.
     assert output.splitlines()[-1] == "False False"
 
 

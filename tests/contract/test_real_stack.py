@@ -1,4 +1,4 @@
-"""The same contracts against the three services as real processes, serving the embedded pair."""
+"""Runs the client tests against the three real services, as processes that serve the embedded pair."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from gateway_thread import Stack
-from test_generate_route import *  # noqa: F403 - the tests themselves
+from test_generate_route import *  # noqa: F403 - imports the tests themselves
 from test_grpc_client import *  # noqa: F403
 from test_openai_client import *  # noqa: F403
 

@@ -1,4 +1,4 @@
-"""What happens to streams: stop strings, broken characters, clients that go away or do not read, targets that fail, deadlines."""
+"""Streams: stop strings, split characters, disconnected and slow clients, failing targets, deadlines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def post(gateway: GatewayThread) -> Iterator[Post]:
 def spell(
     fake: FakeTarget, tokenizer: Tokenizer, text: str, step: int = 1, eos: bool = False, **script: Any
 ) -> list[int]:
-    """Let the target say `text`, `step` tokens at a time."""
+    """Make the target generate `text`, with `step` tokens at a time."""
     ids = tokenizer.encode(text, add_special_tokens=False).ids + ([EOS_ID] if eos else [])
     fake.script = lambda request: Script([ids[at : at + step] for at in range(0, len(ids), step)], **script)
     return ids
@@ -82,7 +82,7 @@ def test_a_stop_string_cuts_the_text_and_is_never_shown_in_part(
         assert response.json()["usage"]["completion_tokens"] == len(ids)
     assert text == "one two "
     assert (choice["finish_reason"], choice["matched_stop"]) == ("stop", "END")
-    # Tokens up to the one that completed the stop string, no more; that many are kept by the target.
+    # Only tokens up to the one that completed the stop string are shown. The target bills the same number.
     assert tokenizer.decode(ids).startswith("one two END")
     assert not tokenizer.decode(ids[:-1]).startswith("one two END")
     cancel = fake.cancels.get(timeout=TIMEOUT_S)
@@ -166,7 +166,10 @@ def open_stream(
     connection.settimeout(TIMEOUT_S)
     connection.connect(("127.0.0.1", gateway.server.port))
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(data)}\r\n\r\n"
+    )
     connection.sendall(head.encode() + data)
     return connection
 
@@ -268,7 +271,7 @@ def test_the_deadline_of_the_client_ends_the_request(gateway: GatewayThread, fak
     )
     assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
     assert fake.cancels.get(timeout=TIMEOUT_S)
-    # What remained of the deadline travelled along.
+    # The target receives the time left until the deadline.
     assert 1 <= fake.seen[-1].timeout_ms <= 200
 
 
@@ -288,7 +291,7 @@ def test_the_deadline_of_a_grpc_call_travels_too(gateway: GatewayThread, fake: F
 
 @pytest.fixture
 def flooding(tokenizer: Tokenizer) -> Iterator[FakeTarget]:
-    """A target whose streams are longer than all buffers between it and a client that does not read."""
+    """A target whose streams exceed all buffers between it and a client that does not read."""
     target = FakeTarget(tokenizer.get_vocab_size(), max_model_len=1_000_000, trace_nodes=100)
     target.address = target.start()
     yield target
@@ -321,7 +324,7 @@ def test_a_slow_reader_is_paused_and_resumed_while_others_go_on(
         assert flooding.resumes.get(timeout=TIMEOUT_S) == paused
     finally:
         connection.close()
-    # Closing the connection ends it at the target too.
+    # Closing the connection also cancels the sequence on the target.
     assert flooding.cancels.get(timeout=TIMEOUT_S).request_id == paused
 
 
@@ -334,7 +337,7 @@ def test_a_reader_that_never_reads_is_aborted(
     try:
         paused = flooding.pauses.get(timeout=TIMEOUT_S)
         assert flooding.cancels.get(timeout=TIMEOUT_S).request_id == paused
-        # What was sent before still arrives; then the error, and the end.
+        # Data sent before still arrives, followed by the error and the end.
         assert b'"code":"slow_reader"' in read_until(connection, b"[DONE]")[-2000:]
     finally:
         connection.close()

@@ -1,4 +1,4 @@
-"""The commands of the README, run as users run them, on the embedded pair."""
+"""The commands of the README, run on the embedded pair as users run them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OUTRIDER = str(Path(sys.executable).parent / "outrider")
 
 
 def outrider_processes(marker: str = "") -> set[str]:
-    """Return process id and command line of the running services that mention `marker`."""
+    """Return process id and command line of each running service whose command line contains `marker`."""
     lines = subprocess.run(
         ["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True, check=True
     ).stdout.splitlines()
@@ -29,7 +29,7 @@ def outrider_processes(marker: str = "") -> set[str]:
 
 @contextmanager
 def stack(*flags: str) -> Iterator[str]:
-    """Run `outrider up` and yield its URL; asserts that it drains with exit code 0 and leaves no process."""
+    """Run `outrider up` and yield its URL. Asserts that it drains with exit code 0 and leaves no process."""
     port = free_port()
     process = subprocess.Popen(
         [OUTRIDER, "up", "--port", str(port), *flags], stderr=subprocess.PIPE, text=True

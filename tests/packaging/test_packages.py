@@ -1,6 +1,6 @@
-"""The package as users get it: same files by every road, and the wheel alone serves a request.
+"""The package as users get it: every build contains the same files, and the wheel alone serves a request.
 
-Slow (it fills two environments); run by `make package-test`.
+Slow, because it fills two environments. Run it with `make package-test`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# Folder in the repository → package, as setup.py maps them.
+# Folders of the repository and their place in the package, as mapped by setup.py.
 ROOTS = {
     "kernels": "outrider/kernels",
     "shared": "outrider/shared",
@@ -34,7 +34,7 @@ NOT_PACKAGED = ("bench/results/",)
 
 
 def run(*command: str | Path, cwd: Path, timeout_s: float = 600) -> str:
-    """Run a program without this environment's import paths; returns its output."""
+    """Run a program without this environment's import paths and return its output."""
     environment = {
         name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")
     }
@@ -53,7 +53,7 @@ def run(*command: str | Path, cwd: Path, timeout_s: float = 600) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Distributions:
-    """What was built: the wheel from the tree, the sdist, the wheel from the sdist."""
+    """The built distributions: the wheel from the tree, the sdist, and the wheel from the sdist."""
 
     wheel: Path
     sdist: Path
@@ -61,13 +61,13 @@ class Distributions:
 
 
 def package_files(wheel: Path) -> set[str]:
-    """Return the files of a wheel, its metadata aside."""
+    """Return the files of a wheel without its metadata."""
     with zipfile.ZipFile(wheel) as archive:
         return {name for name in archive.namelist() if ".dist-info/" not in name and not name.endswith("/")}
 
 
 def source_files() -> dict[str, Path]:
-    """Return the committed files that belong into the package, by their name in it."""
+    """Return the repository's files that belong in the package, by their name in the package."""
     listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
     files = {}
     for name in listed:
@@ -79,7 +79,7 @@ def source_files() -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
-    """Build from a copy, so that the repository stays clean."""
+    """Build from a copy of the repository, so that the repository stays clean."""
     folder = tmp_path_factory.mktemp("build")
     tree = folder / "tree"
     for name in run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines():
@@ -87,7 +87,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             (tree / name).write_bytes((ROOT / name).read_bytes())
     run(sys.executable, "-m", "build", "--wheel", "--outdir", folder / "direct", tree, cwd=folder)
-    # Without a choice `build` makes the sdist, and the wheel from the sdist alone.
+    # Without a choice, `build` makes the sdist, and then the wheel from the sdist alone.
     run(sys.executable, "-m", "build", "--outdir", folder / "chain", tree, cwd=folder)
     (wheel,), (sdist,), (wheel_of_sdist,) = (
         list(folder.glob(pattern)) for pattern in ("direct/*.whl", "chain/*.tar.gz", "chain/*.whl")
@@ -116,7 +116,7 @@ def test_wheel_carries_the_licence_and_no_generic_top_level_package(distribution
 
 
 def test_editable_install_imports_the_same_modules(distributions: Distributions) -> None:
-    """Every module of the wheel is found by this environment's editable install, in the repository's own file."""
+    """This environment's editable install resolves every module of the wheel to the repository's own file."""
     files = source_files()
     modules = {
         name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): str(path)
@@ -138,7 +138,7 @@ def test_editable_install_imports_the_same_modules(distributions: Distributions)
 
 @pytest.fixture(scope="module")
 def fresh(distributions: Distributions, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment of its own with the wheel and what the gateway needs, nothing else. Returns its bin folder."""
+    """A new environment with only the wheel and the gateway's dependencies. Returns its bin folder."""
     folder = tmp_path_factory.mktemp("fresh")
     run(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
     run(

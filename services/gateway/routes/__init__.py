@@ -1,1 +1,1 @@
-"""The REST routes, one file per family. They translate; what happens is in the core."""
+"""The REST routes, one module per family. They only translate requests and replies for the core."""

@@ -24,7 +24,7 @@ router = APIRouter()
 
 @router.post("/v1/chat/completions", responses=ERROR_RESPONSES)
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
-    """Answer a chat, as one reply or as a stream of chunks."""
+    """Answer a chat with one reply or a stream of chunks."""
     core = core_of(request)
     model = core.builder.check_model(body.model, core.client.info)
     parameters = body.parameters()

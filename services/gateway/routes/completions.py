@@ -24,7 +24,7 @@ router = APIRouter()
 
 @router.post("/v1/completions", responses=ERROR_RESPONSES)
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
-    """Continue one prompt or a batch, as one reply or as a stream of chunks. Choices are numbered prompt by prompt."""
+    """Complete one prompt or a batch, with one reply or a stream of chunks. Choices are ordered by prompt."""
     core = core_of(request)
     model = core.builder.check_model(body.model, core.client.info)
     parameters = body.parameters()
@@ -54,7 +54,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
 
 
 def check_texts(core: GatewayCore, batch: Sequence[str | list[int]], field: str) -> None:
-    """Refuse text where there is no tokenizer, and text that is none."""
+    """Reject text if there is no tokenizer, and text that cannot be encoded in UTF-8."""
     for prompt in batch:
         if isinstance(prompt, str):
             core.need_codec(field)
@@ -64,7 +64,7 @@ def check_texts(core: GatewayCore, batch: Sequence[str | list[int]], field: str)
 async def encode_batch(
     core: GatewayCore, batch: Sequence[str | list[int]], field: str
 ) -> list[tuple[int, ...]]:
-    """Return the ids of every prompt; long texts are encoded on a worker thread."""
+    """Return the token ids of every prompt. Long texts are encoded on a worker thread."""
     encoded = []
     for prompt in batch:
         ids = await core.need_codec(field).encode_aside(prompt) if isinstance(prompt, str) else tuple(prompt)
@@ -75,7 +75,7 @@ async def encode_batch(
 def _echo(core: GatewayCore, prompt: str | list[int]) -> str:
     if isinstance(prompt, str):
         return prompt
-    # Ids are checked against the vocabulary later; the tokenizer takes unsigned 32-bit numbers only.
+    # Ids are checked against the vocabulary later. The tokenizer accepts unsigned 32-bit integers only.
     return core.codec.decode([token for token in prompt if 0 <= token < 1 << 32]) if core.codec else ""
 
 

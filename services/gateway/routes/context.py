@@ -1,4 +1,4 @@
-"""What routes find in the request: the core, deadlines, ids."""
+"""Helpers shared by the routes: the core, the client's deadline, and the head of a reply."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from outrider.shared.base.errors import InvalidRequestError
 DEADLINE_HEADER = "X-Request-Deadline-Ms"
 
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
-    400: {"description": "A field is wrong; the error names it."},
-    401: {"description": "No valid API key."},
+    400: {"description": "A field is invalid; the error names it."},
+    401: {"description": "The API key is missing or invalid."},
     404: {"description": "Unknown model."},
     413: {"description": "The body is too large."},
     415: {"description": "The body is not JSON."},
-    429: {"description": "Overloaded; Retry-After says when to come back."},
-    500: {"description": "Our fault."},
-    503: {"description": "Not ready or shutting down."},
+    429: {"description": "The server is overloaded; retry after the time in Retry-After."},
+    500: {"description": "Internal error."},
+    503: {"description": "The server is not ready or is shutting down."},
     504: {"description": "The deadline passed."},
 }
 
@@ -33,7 +33,11 @@ def core_of(request: Request) -> GatewayCore:
 
 
 def timeout_of(request: Request) -> float | None:
-    """Return the client's deadline in seconds, if its header gives one."""
+    """Return the client's deadline in seconds, or None if there is no such header.
+
+    Raises:
+        InvalidRequestError: If the header is not a positive number of milliseconds.
+    """
     value = request.headers.get(DEADLINE_HEADER)
     if value is None:
         return None
@@ -46,7 +50,7 @@ def timeout_of(request: Request) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class ReplyHead:
-    """What all chunks of one reply share."""
+    """The fields that all chunks of one reply share."""
 
     id: str
     object: str
@@ -55,9 +59,9 @@ class ReplyHead:
 
     @classmethod
     def new(cls, prefix: str, kind: str, model: str, rid: str | None) -> ReplyHead:
-        """Make the head of a reply that begins now; a client's own id is kept."""
+        """Create the head of a reply that begins now. `rid` is the client's own id, if it sent one."""
         return cls(rid or f"{prefix}-{uuid.uuid4().hex}", kind, int(time.time()), model)
 
     def object_of(self, **fields: Any) -> dict[str, Any]:
-        """Return a reply or chunk."""
+        """Return a reply or chunk with these additional fields."""
         return {"id": self.id, "object": self.object, "created": self.created, "model": self.model, **fields}

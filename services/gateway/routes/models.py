@@ -1,4 +1,4 @@
-"""``GET /v1/models``, and text ↔ token ids."""
+"""``GET /v1/models``, ``POST /tokenize`` and ``POST /detokenize``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ router = APIRouter()
 
 @router.get("/v1/models", responses=ERROR_RESPONSES)
 async def list_models(request: Request) -> Response:
-    """List the names that requests may use."""
+    """List the model names that requests may use."""
     core = core_of(request)
     return JsonResponse({"object": "list", "data": [_model(core, name) for name in _names(core)]})
 
@@ -36,7 +36,7 @@ async def retrieve_model(model: str, request: Request) -> Response:
 
 @router.post("/tokenize", responses=ERROR_RESPONSES)
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-    """Return the ids of a text."""
+    """Return the token ids of a text."""
     core = core_of(request)
     core.builder.check_model(body.model, core.client.info)
     check_prompt_text(body.prompt, "prompt")
@@ -56,7 +56,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     core.builder.check_model(body.model, info)
     codec = core.need_codec("tokens")
     if any(not 0 <= token < info.vocab_size for token in body.tokens):
-        raise InvalidRequestError(f"tokens must lie between 0 and {info.vocab_size - 1}.", field="tokens")
+        raise InvalidRequestError(f"tokens must be between 0 and {info.vocab_size - 1}.", field="tokens")
     return JsonResponse(
         {
             "prompt": await asyncio.to_thread(

@@ -1,4 +1,4 @@
-"""``POST /generate`` in SGLang's shape, and the information that its clients ask for."""
+"""``POST /generate`` in SGLang's format, and the information routes of SGLang clients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ router = APIRouter()
 
 @router.post("/generate", responses=ERROR_RESPONSES)
 async def generate(body: NativeRequest, request: Request) -> Response:
-    """Continue text or token ids. A batch, or n above 1, is answered with a list. Streams repeat all text so far, as SGLang's do."""
+    """Continue text or token ids.
+
+    The reply to a batch, or to `n` above 1, is a list. As in SGLang, every event of a stream repeats all text
+    so far.
+    """
     core = core_of(request)
     core.builder.check_model(body.model, core.client.info)
     parameters = body.parameters()
@@ -104,7 +108,10 @@ def _reply(core: GatewayCore, one: Completion, rid: str, trace: bool) -> dict[st
 
 
 def _meta(core: GatewayCore, end: Finished, rid: str, seed: int) -> dict[str, Any]:
-    """SGLang's `meta_info`. Its accept length counts the prefill's token too: completion tokens / verify passes."""
+    """Return SGLang's `meta_info`.
+
+    Its accept length is completion tokens per verify pass, so it includes the token of the prefill.
+    """
     stats, usage = end.speculation, end.usage
     return {
         "id": rid,
@@ -139,7 +146,7 @@ def _finish_reason(end: Finished) -> dict[str, Any]:
 @router.get("/get_model_info", responses=ERROR_RESPONSES)
 @router.get("/model_info", responses=ERROR_RESPONSES)
 async def model_info(request: Request) -> Response:
-    """What is served."""
+    """Describe the served model."""
     core = core_of(request)
     info = core.client.info
     return JsonResponse(
@@ -161,7 +168,7 @@ async def model_info(request: Request) -> Response:
 @router.get("/server_info", responses=ERROR_RESPONSES)
 @router.get("/get_server_info", responses=ERROR_RESPONSES)
 async def server_info(request: Request) -> Response:
-    """How it is served: speculation by SGLang's names, and what runs now."""
+    """Describe the speculation settings, with SGLang's names, and the current load."""
     core = core_of(request)
     info, stats = await core.client.refresh_info(), await core.client.stats()
     return JsonResponse(

@@ -1,4 +1,4 @@
-"""The chunks of both OpenAI streams; the routes say how a choice looks."""
+"""The chunks of both OpenAI streams. Each route provides the format of its choices."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from outrider.services.gateway.request import Chunk, Finished, Started, merge_us
 from outrider.services.gateway.routes.context import ReplyHead
 
 ChoiceOf = Callable[[int, str, str | None], dict[str, Any]]
-"""(index, text, finish_reason) → the choice of a chunk."""
+"""Returns the choice of a chunk for (index, text, finish_reason)."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamShape:
-    """How a stream looks.
+    """The format of a stream.
 
     Attributes:
-        choice: Makes the choice of a chunk.
-        opening: Text of each choice's first chunk (an echoed prompt), by index; None: no such chunk.
-        include_usage: End with a usage chunk, and say ``usage: null`` on the others.
-        with_ids: Put the token ids beside the text.
+        choice: Returns the choice of a chunk.
+        opening: Returns the choice of a sequence's opening chunk, by index; None for no opening chunk.
+        include_usage: Whether to end with a usage chunk and to send ``usage: null`` in all others.
+        with_ids: Whether to include token ids.
     """
 
     choice: ChoiceOf
@@ -36,7 +36,7 @@ class StreamShape:
 async def stream_chunks(
     core: GatewayCore, job: Job, head: ReplyHead, shape: StreamShape
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield the chunks of a reply: opening, text, finish per choice, then usage if asked for."""
+    """Yield the chunks of a reply: opening, text and finish of each choice, then usage if requested."""
     usage: dict[str, Any] = {"usage": None} if shape.include_usage else {}
     seeds: dict[int, int] = {}
     ends: dict[int, Finished] = {}

@@ -1,4 +1,4 @@
-"""Health, readiness, metrics."""
+"""Health, readiness and metrics."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ router = APIRouter()
 
 @router.get("/health")
 async def health() -> Response:
-    """Say that the process is alive; waits for nothing."""
+    """Report that the process is alive. Does not wait for anything."""
     return JsonResponse({"status": "ok"})
 
 
 @router.get("/ready", responses={503: ERROR_RESPONSES[503]})
 async def ready(request: Request) -> Response:
-    """Say whether a request sent now would be taken."""
+    """Report whether a request sent now would be accepted."""
     core_of(request).check_ready()
     return JsonResponse({"status": "ready"})
 
 
 @router.get("/metrics", response_class=Response)
 async def metrics(request: Request) -> Response:
-    """Return Prometheus text: ours, then the target's."""
+    """Return the gateway's metrics and then the target's, as Prometheus text."""
     return Response(await core_of(request).render_metrics(), media_type=CONTENT_TYPE)

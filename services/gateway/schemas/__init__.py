@@ -1,1 +1,1 @@
-"""The JSON that clients send, as pydantic models: types and field names only. Ranges are checked by `parameters`."""
+"""The JSON of requests as pydantic models: field names and types. `parameters` checks the ranges."""

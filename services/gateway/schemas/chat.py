@@ -1,4 +1,4 @@
-"""``POST /v1/chat/completions``."""
+"""Request body of ``POST /v1/chat/completions``."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from outrider.services.gateway.parameters import check_prompt_text
 from outrider.services.gateway.schemas.common import ZERO, Neutral, NeutralOnly, OpenAIRequest, StrictModel
 from outrider.shared.base.errors import InvalidRequestError
 
-# What a client may say to a chat template. Anything more would let it write into the prompt around the template.
+# Template variables that clients may set. Others would let a client write outside its messages.
 TEMPLATE_OPTIONS = ("enable_thinking", "thinking", "reasoning_effort")
 
 
 class TextPart(StrictModel):
-    """A part of a message's content. Only text is supported; other parts are let in to be refused by their type."""
+    """A part of a message's content. Only text is supported.
+
+    Parts of other types are parsed too, so that the error can name their type.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -25,7 +28,7 @@ class TextPart(StrictModel):
 
 
 class Message(NeutralOnly):
-    """One message. Replies may be sent back as they came: their empty fields are accepted."""
+    """One message. Clients may send replies back unchanged, so empty fields of replies are accepted."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         "tool_calls": ([],),
@@ -46,10 +49,10 @@ class Message(NeutralOnly):
     tool_call_id: Neutral = None
 
     def for_template(self, field: str) -> dict[str, Any]:
-        """Return the message as templates expect it.
+        """Return the message as chat templates expect it.
 
         Raises:
-            InvalidRequestError: names the part that is not supported.
+            InvalidRequestError: If a part of the message is not supported. Names that part.
         """
         self.refuse_unsupported(f"{field}.")
         if self.role in ("tool", "function"):
@@ -60,7 +63,7 @@ class Message(NeutralOnly):
             )
         text = self._text(field)
         check_prompt_text(text, f"{field}.content")
-        # Templates know no developers; they are the system's newer name.
+        # Templates do not define the developer role, which is OpenAI's newer name of the system role.
         message = {"role": "system" if self.role == "developer" else self.role, "content": text}
         if self.name is not None:
             check_prompt_text(self.name, f"{field}.name")
@@ -89,7 +92,7 @@ class Message(NeutralOnly):
 
 
 class ChatRequest(OpenAIRequest):
-    """The body. Beyond OpenAI's fields: those of SGLang and vLLM that have a meaning here, and `speculation`."""
+    """The request body: OpenAI's fields, those of SGLang and vLLM that apply here, and `speculation`."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         **OpenAIRequest.NEUTRAL,
@@ -111,7 +114,7 @@ class ChatRequest(OpenAIRequest):
     )
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
-    # They do nothing without tools, reasoning parsers or predicted outputs.
+    # These have no effect without tools, reasoning parsers or predicted outputs.
     parallel_tool_calls: bool | None = None
     separate_reasoning: bool | None = None
     prediction: Any = None
@@ -128,40 +131,49 @@ class ChatRequest(OpenAIRequest):
     web_search_options: Neutral = None
 
     def token_limit(self) -> int | None:
-        """Return the limit of new tokens; the newer name wins, both with different values contradict each other."""
+        """Return the client's limit of new tokens, or None. The client may use either name of the field.
+
+        Raises:
+            InvalidRequestError: If both names are set to different values.
+        """
         if self.max_completion_tokens is None:
             return self.max_tokens
         if self.max_tokens not in (None, self.max_completion_tokens):
             raise InvalidRequestError(
-                "max_tokens and max_completion_tokens differ; give one of them.", field="max_tokens"
+                "max_tokens and max_completion_tokens differ. Set only one of them.", field="max_tokens"
             )
         return self.max_completion_tokens
 
     def template_messages(self, max_messages: int) -> list[dict[str, Any]]:
-        """Return the messages as templates expect them, checked."""
+        """Check the messages and return them as chat templates expect them.
+
+        Raises:
+            InvalidRequestError: If there are too many messages, or a part of one is not supported.
+        """
         if len(self.messages) > max_messages:
             raise InvalidRequestError(
-                f"messages must hold at most {max_messages} messages, not {len(self.messages)}.",
+                f"messages must contain at most {max_messages} messages, not {len(self.messages)}.",
                 field="messages",
             )
         return [message.for_template(f"messages.{number}") for number, message in enumerate(self.messages)]
 
     def template_options(self) -> Mapping[str, Any]:
-        """Return what the client says to the template.
+        """Return the template variables that the client set.
 
         Raises:
-            InvalidRequestError: names a key that is not allowed or a value that is no scalar.
+            InvalidRequestError: If a key is not allowed, or a value is not a scalar.
         """
         options = dict(self.chat_template_kwargs or {})
         for key, value in options.items():
             field = f"chat_template_kwargs.{key}"
             if key not in TEMPLATE_OPTIONS:
                 raise InvalidRequestError(
-                    f"{field} is not allowed; allowed: {', '.join(TEMPLATE_OPTIONS)}.", field=field
+                    f"{field} is not allowed. Allowed keys: {', '.join(TEMPLATE_OPTIONS)}.", field=field
                 )
             if not isinstance(value, (str, bool, int)) or (isinstance(value, str) and len(value) > 64):
                 raise InvalidRequestError(
-                    f"{field} must be a boolean, an integer or a short text.", field=field
+                    f"{field} must be a boolean, an integer or a string of at most 64 characters.",
+                    field=field,
                 )
             if isinstance(value, str):
                 check_prompt_text(value, field)

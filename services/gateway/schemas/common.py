@@ -1,4 +1,4 @@
-"""Fields that several routes share, and the rule for fields that do nothing here."""
+"""Fields that several routes share, and the handling of unsupported fields."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from outrider.shared.base.errors import InvalidRequestError
 
 
 class StrictModel(BaseModel):
-    """Unknown fields are refused by name, "1" is not 1, and there is no NaN."""
+    """Base model that rejects unknown fields, NaN, and values of another type (such as "1" for 1)."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class SpeculationOptions(StrictModel):
-    """`speculation` of a request. `max_nodes` includes the root."""
+    """The `speculation` object of a request. `max_nodes` includes the root."""
 
     mode: Literal["auto", "on", "off"] = "auto"
     depth: int | None = None
@@ -27,21 +27,24 @@ class SpeculationOptions(StrictModel):
     trace: bool = False
 
     def params(self) -> SpeculationParams:
-        """Return the same as our data."""
+        """Return the options as `SpeculationParams`."""
         return SpeculationParams(
             SpeculationMode(self.mode), self.depth, self.topk, self.max_nodes, self.trace
         )
 
 
 class StreamOptions(StrictModel):
-    """`stream_options`. `include_obfuscation` is OpenAI's padding against traffic analysis; it does nothing here."""
+    """The `stream_options` object.
+
+    `include_obfuscation`, OpenAI's padding against traffic analysis, has no effect here.
+    """
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
 def _one_or_many(value: object) -> object:
-    """Say what is allowed in one sentence, where pydantic would list what it tried."""
+    """Accept one string or a list. Raises one clear error, where pydantic would list every type it tried."""
     if value is None:
         return None
     many = [value] if isinstance(value, str) else value
@@ -58,22 +61,26 @@ StopStrings = Annotated[list[str], BeforeValidator(_one_or_many, json_schema_inp
 TokenIds = Annotated[list[int], BeforeValidator(_one_id_or_many, json_schema_input_type=int | list[int])]
 
 Neutral = Any
-"""A parameter that is not supported yet: its neutral values pass, all others are refused by name."""
+"""An unsupported parameter: its neutral values are accepted, all others are rejected by name."""
 
 
 class NeutralOnly(StrictModel):
-    """A model with fields whose non-neutral values are not supported. Subclasses list them with their neutral values."""
+    """A model with unsupported fields. Subclasses list the accepted, neutral values of each in `NEUTRAL`."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     def refuse_unsupported(self, prefix: str = "") -> None:
-        """Raise InvalidRequestError naming the first field whose value would change the answer and is not supported yet."""
+        """Raise InvalidRequestError for the first unsupported field whose value would change the answer.
+
+        Args:
+            prefix: Prefix of the field's name in the error.
+        """
         for name, neutral in self.NEUTRAL.items():
             value = getattr(self, name)
             if value is not None and not any(type(value) is type(one) and value == one for one in neutral):
                 field = prefix + name
                 raise InvalidRequestError(
-                    f"{field} is not supported yet; leave it out.",
+                    f"{field} is not supported yet. Leave it out.",
                     field=field,
                     reason="unsupported_parameter",
                 )
@@ -84,7 +91,7 @@ ONE = (1, 1.0)
 
 
 class OpenAIRequest(NeutralOnly):
-    """What both completions routes take. None is absent everywhere."""
+    """Fields of both completions routes. None always means absent."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         "presence_penalty": ZERO,
@@ -111,19 +118,17 @@ class OpenAIRequest(NeutralOnly):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    return_token_ids: bool | None = Field(
-        None, description="Put the token ids beside the text of each choice."
-    )
+    return_token_ids: bool | None = Field(None, description="Include token ids in each choice.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculation: SpeculationOptions | None = None
     rid: str | None = Field(
-        None, max_length=128, description="SGLang's name for a request id; becomes the id of the reply."
+        None, max_length=128, description="SGLang's name for a request id. It becomes the id of the reply."
     )
     priority: int | None = None
     cache_salt: str | None = None
 
-    # OpenAI defines these; they do nothing here.
+    # OpenAI defines these. They have no effect here.
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -143,10 +148,10 @@ class OpenAIRequest(NeutralOnly):
     json_schema: Neutral = None
 
     def parameters(self) -> Parameters:
-        """Return what was said of sampling and stopping.
+        """Return the sampling, stopping and speculation parameters.
 
         Raises:
-            InvalidRequestError: an unsupported field is set, or stream_options without stream.
+            InvalidRequestError: If an unsupported field is set, or stream_options is set without stream.
         """
         self.refuse_unsupported()
         if self.stream_options is not None and not self.stream:
@@ -172,10 +177,10 @@ class OpenAIRequest(NeutralOnly):
         )
 
     def token_limit(self) -> int | None:
-        """Return the limit of new tokens that the client gave."""
+        """Return the client's limit of new tokens, or None."""
         return self.max_tokens
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with a usage chunk."""
+        """True if a stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage

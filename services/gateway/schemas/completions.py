@@ -1,4 +1,4 @@
-"""``POST /v1/completions``."""
+"""Request body of ``POST /v1/completions``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Prompt = str | list[str] | list[int] | list[list[int]]
 
 
 class CompletionRequest(OpenAIRequest):
-    """The body. `prompt` is text, token ids, or a batch of either."""
+    """The request body. `prompt` is text, token ids, or a batch of either."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         **OpenAIRequest.NEUTRAL,
@@ -27,12 +27,12 @@ class CompletionRequest(OpenAIRequest):
     best_of: Neutral = None
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the batch; a single prompt is a batch of one."""
+        """Return the prompts as a batch. A single prompt is a batch of one."""
         return as_batch(self.prompt)
 
 
 def as_batch(prompt: Prompt) -> list[str | list[int]]:
-    """Return one entry per prompt: text or token ids."""
+    """Return one entry per prompt: its text or its token ids."""
     if isinstance(prompt, str):
         return [prompt]
     ids = [part for part in prompt if isinstance(part, int)]

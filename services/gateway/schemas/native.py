@@ -1,4 +1,4 @@
-"""``POST /generate`` in SGLang's shape, ``/tokenize`` and ``/detokenize``."""
+"""Request bodies of ``POST /generate`` in SGLang's format, ``/tokenize`` and ``/detokenize``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from outrider.shared.base.errors import InvalidRequestError
 
 
 class NativeSamplingParams(NeutralOnly):
-    """`sampling_params`, by SGLang's names and defaults."""
+    """The `sampling_params` object, with SGLang's names and defaults."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         "presence_penalty": ZERO,
@@ -68,7 +68,7 @@ class NativeSamplingParams(NeutralOnly):
 
 
 class NativeRequest(NeutralOnly):
-    """The body: exactly one of `text` and `input_ids`, each single or a batch."""
+    """The request body: exactly one of `text` and `input_ids`, each a single prompt or a batch."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         "return_logprob": (False,),
@@ -110,26 +110,30 @@ class NativeRequest(NeutralOnly):
         """Return the prompt or prompts.
 
         Raises:
-            InvalidRequestError: both or none of the two fields are given.
+            InvalidRequestError: If both fields or neither are set.
         """
         if (self.text is None) == (self.input_ids is None):
-            raise InvalidRequestError("Give exactly one of text and input_ids.", field="text")
+            raise InvalidRequestError("Set exactly one of text and input_ids.", field="text")
         return self.input_ids if self.text is None else self.text  # type: ignore[return-value]
 
     @property
     def is_batch(self) -> bool:
-        """Whether the reply is a list."""
+        """True if the prompts are a batch, which is answered with a list."""
         source = self.source()
         return isinstance(source, list) and not (source and isinstance(source[0], int))
 
     def parameters(self) -> Parameters:
-        """Return what was said of sampling and stopping; refuses unsupported fields by name."""
+        """Return the sampling, stopping and speculation parameters.
+
+        Raises:
+            InvalidRequestError: If an unsupported field is set, or the two names of the seed contradict.
+        """
         self.refuse_unsupported()
         given = self.sampling_params or NativeSamplingParams()
         given.refuse_unsupported("sampling_params.")
         if given.seed is not None and given.sampling_seed not in (None, given.seed):
             raise InvalidRequestError(
-                "sampling_params.seed and sampling_seed differ; give one of them.",
+                "sampling_params.seed and sampling_seed differ. Set only one of them.",
                 field="sampling_params.seed",
             )
         return Parameters(
@@ -152,7 +156,7 @@ class NativeRequest(NeutralOnly):
 
 
 class TokenizeRequest(StrictModel):
-    """Text to ids."""
+    """Request body of ``/tokenize``."""
 
     prompt: str
     model: str | None = None
@@ -160,7 +164,7 @@ class TokenizeRequest(StrictModel):
 
 
 class DetokenizeRequest(StrictModel):
-    """Ids to text."""
+    """Request body of ``/detokenize``."""
 
     tokens: list[int] = Field(max_length=1_000_000)
     model: str | None = None

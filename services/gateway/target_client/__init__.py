@@ -1,1 +1,1 @@
-"""The gateway's client of the target: the session that is kept open, and the stream of one sequence on it."""
+"""The gateway's client of the target: the persistent session, and the stream of each sequence on it."""

@@ -1,4 +1,7 @@
-"""The gateway's side of the target's protocol: one channel, one health Watch, one Session stream for all requests; reconnects by itself."""
+"""Connection to the target: one channel, one health watch, and one Session stream for all requests.
+
+Reconnects automatically.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +28,17 @@ from outrider.shared.rpc.interceptors import error_from_rpc
 from outrider.target.v1 import target_pb2, target_pb2_grpc
 
 TARGET_SERVICE = "outrider.target.v1.Target"
+# Back-off between connection attempts; the last value repeats.
 RECONNECT_S = (0.1, 0.2, 0.4, 0.8, 1.0)
 RPC_TIMEOUT_S = 5.0
 STATS_TIMEOUT_S = 1.0
-# What a delta costs the reader beside its own bytes: the envelope of a chunk.
+# Memory cost of an unread delta in addition to its own bytes: the envelope of a chunk.
 CHUNK_OVERHEAD_BYTES = 256
 _log = get_logger("outrider.gateway.target")
 
 
 class Readiness:
-    """A flag that can be awaited in both directions."""
+    """A flag that tasks can wait for, both until it is set and until it is cleared."""
 
     def __init__(self) -> None:
         self._changed = {True: asyncio.Event(), False: asyncio.Event()}
@@ -44,7 +48,7 @@ class Readiness:
         return self._changed[True].is_set()
 
     def set(self, ready: bool) -> None:
-        """Change it and wake whoever waits for this value."""
+        """Set or clear the flag and wake the tasks that wait for this value."""
         self._changed[not ready].clear()
         self._changed[ready].set()
 
@@ -54,7 +58,7 @@ class Readiness:
 
 
 class TargetClient:
-    """Keeps a session with one target. `ready`: connected and SERVING. Lives on one event loop."""
+    """Maintains a session with one target and reconnects it. Use it on one event loop only."""
 
     def __init__(self, address: str, limits: ReaderLimits) -> None:
         self._address = address
@@ -68,12 +72,12 @@ class TargetClient:
         self.readiness = Readiness()
 
     async def start(self) -> None:
-        """Begin connecting; returns at once."""
+        """Start connecting in the background."""
         self._channel = connect_aio(self._address)
         self._task = asyncio.create_task(self._run(), name="target-session")
 
     async def close(self) -> None:
-        """Drop the session; running sequences fail."""
+        """Close the session. Running sequences receive no further events."""
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -82,15 +86,15 @@ class TargetClient:
 
     @property
     def ready(self) -> bool:
-        """Whether a sequence can be submitted."""
+        """Whether the target is connected and serving, so that sequences can be submitted."""
         return bool(self.readiness)
 
     @property
     def info(self) -> TargetInfo:
-        """What the target said when it was last connected.
+        """The target's information as of the last connection or refresh.
 
         Raises:
-            UnavailableError: it never was.
+            UnavailableError: If the target has never been connected.
         """
         if self._info is None:
             raise self._unavailable()
@@ -100,7 +104,7 @@ class TargetClient:
         """Start a sequence.
 
         Raises:
-            UnavailableError: the target is not connected or not serving.
+            UnavailableError: If the target is not connected or not serving.
         """
         if not self.ready:
             raise self._unavailable()
@@ -111,19 +115,19 @@ class TargetClient:
         return stream
 
     def send(self, message: target_pb2.SessionRequest) -> None:
-        """Queue a message of the session; without a session there is nobody to tell."""
+        """Queue a message of the session. Without a session, the message is dropped."""
         if self._outgoing is not None:
             self._outgoing.put_nowait(message)
 
     def forget(self, request_id: str) -> None:
-        """Drop further events of a sequence."""
+        """Stop delivering events of a sequence."""
         self._streams.pop(request_id, None)
 
     async def refresh_info(self) -> TargetInfo:
-        """Ask again what the target is: its draft may have come after us.
+        """Request the target's information again: its draft may have connected after the gateway.
 
         Raises:
-            OutriderError: it does not answer within a second.
+            OutriderError: If the target does not answer within a second.
         """
         if self._channel is None or not self.ready:
             raise self._unavailable()
@@ -137,10 +141,10 @@ class TargetClient:
         return self._info
 
     async def stats(self) -> TargetStats:
-        """Ask for the target's statistics.
+        """Request the target's statistics.
 
         Raises:
-            OutriderError: it does not answer within a second.
+            OutriderError: If the target does not answer within a second.
         """
         if self._channel is None or not self.ready:
             raise self._unavailable()
@@ -167,6 +171,7 @@ class TargetClient:
                     group.create_task(self._watch_health())
                     group.create_task(self._hold_session())
             except* Exception as failure:
+                # A session that was established restarts the back-off.
                 attempt = 0 if self._outgoing is not None else attempt
                 self._disconnected(failure.exceptions[0])
             await asyncio.sleep(RECONNECT_S[min(attempt, len(RECONNECT_S) - 1)])
@@ -244,7 +249,7 @@ class TargetClient:
         self._serving.clear()
         self._announce()
         error = UnavailableError(
-            "The connection to the target broke while the answer was generated.",
+            "The connection to the target was lost during generation. Retry shortly.",
             reason="target_lost",
             retry_after_s=1.0,
         )

@@ -1,4 +1,4 @@
-"""One sequence on the session with the target: its events in order, paused while nobody reads them."""
+"""One sequence on the target session: delivers its events in order, and pauses it while they are not read."""
 
 from __future__ import annotations
 
@@ -14,27 +14,31 @@ from outrider.target.v1 import target_pb2
 
 @dataclass(frozen=True, slots=True)
 class ReaderLimits:
-    """A stream with more than `max_unread_bytes` is paused, with less than a quarter of it resumed, and aborted when
-    nothing of it was read for `timeout_s`."""
+    """Limits on the unread events of a stream.
+
+    Attributes:
+        max_unread_bytes: Above this size the sequence is paused. Below a quarter of it, it is resumed.
+        timeout_s: A paused sequence is aborted after this many seconds without a read.
+    """
 
     max_unread_bytes: int
     timeout_s: float
 
 
 class SessionOutlet(Protocol):
-    """Where a stream's own messages go."""
+    """Sends messages of a stream to the target."""
 
     def send(self, message: target_pb2.SessionRequest) -> None:
         """Queue a message to the target."""
         ...
 
     def forget(self, request_id: str) -> None:
-        """Deliver no further events of this sequence."""
+        """Stop delivering events of this sequence."""
         ...
 
 
 class TargetStream:
-    """The events of one sequence. Read with `next` until a `TargetFinish`; always `close` it."""
+    """The events of one sequence. Read with `next` until a `TargetFinish`, and always call `close`."""
 
     def __init__(self, request_id: str, session: SessionOutlet, limits: ReaderLimits) -> None:
         self.request_id = request_id
@@ -52,7 +56,7 @@ class TargetStream:
         """Wait for the next event.
 
         Raises:
-            OutriderError: the target refused or lost the sequence, or the connection broke.
+            OutriderError: If the target rejected or lost the sequence, or the connection was lost.
         """
         while not self._events:
             self._arrived.clear()
@@ -71,13 +75,17 @@ class TargetStream:
         return event
 
     def cancel(self, keep_tokens: int | None = None) -> None:
-        """Ask the target to stop; its `TargetFinish` still comes. `keep_tokens`: later tokens are not billed."""
+        """Ask the target to stop the sequence. Its `TargetFinish` still arrives.
+
+        Args:
+            keep_tokens: Tokens after this many are not billed; None to bill all.
+        """
         if not self._ended:
             cancel = target_pb2.Cancel(request_id=self.request_id, keep_tokens=keep_tokens)
             self._session.send(target_pb2.SessionRequest(cancel=cancel))
 
     def close(self) -> None:
-        """Give the sequence up if it still runs. Idempotent."""
+        """Release the stream. Cancels the sequence if it is still running. Idempotent."""
         self.cancel()
         self._ended = True
         self._session.forget(self.request_id)
@@ -86,7 +94,12 @@ class TargetStream:
             self._abort_timer = None
 
     def deliver(self, event: TargetDelta | TargetFinish | OutriderError, cost: int) -> None:
-        """Take an event of the session; `cost` is what it weighs while unread, in bytes."""
+        """Add an event of the session.
+
+        Args:
+            event: The event. Anything but a `TargetDelta` ends the stream.
+            cost: Size of the event while it is unread, in bytes.
+        """
         if self._ended:
             return
         self._ended = not isinstance(event, TargetDelta)
@@ -101,12 +114,12 @@ class TargetStream:
     def _abort_slow_reader(self) -> None:
         give_up_at = self._last_read + self._limits.timeout_s
         if give_up_at > self._loop.time():
-            # Slow, but it reads.
+            # The client is slow, but it still reads.
             self._abort_timer = self._loop.call_at(give_up_at, self._abort_slow_reader)
             return
         self._abort_timer = None
-        message = f"The client did not read its stream for {self._limits.timeout_s:g} s; it was aborted."
+        message = f"The client did not read its stream for {self._limits.timeout_s:g} s, so it was aborted."
         self.cancel()
-        # What is buffered will not be read in time either.
+        # Events that are already buffered will not be read in time either.
         self._events.clear()
         self.deliver(OutriderError(message, code=ErrorCode.CANCELLED, reason="slow_reader"), 0)

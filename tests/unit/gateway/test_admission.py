@@ -1,4 +1,4 @@
-"""Admission: bounded in sequences and in prompt tokens, and nothing stays counted."""
+"""Admission control: limits in sequences and prompt tokens, and correct counts in every order of events."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_retry_after_follows_the_measured_drain_rate() -> None:
 
 
 class AdmissionMachine(RuleBasedStateMachine):
-    """Requests come, start, end and fail in any order; the counts are those of a plain list."""
+    """Requests arrive, start, end and fail in any order. The counts always match those of a plain list."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Chat templates: what model authors rely on works, what a hostile template tries does not."""
+"""Chat templates: common features of published templates work, and hostile templates fail safely."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def render(source: str, messages: list[dict[str, Any]] | None = None, **options:
 def test_names_and_whitespace_rules_that_templates_rely_on() -> None:
     assert (
         render(
-            "{{ bos_token }}{% for m in messages %}\n  {%- if m.role == 'user' %}U{{ m['content'] }}{% endif %}\n{% endfor %}"
+            "{{ bos_token }}{% for m in messages %}\n"
+            "  {%- if m.role == 'user' %}U{{ m['content'] }}{% endif %}\n{% endfor %}"
         )
         == "<s>Uhi"
     )
@@ -51,7 +52,10 @@ def test_tojson_keeps_html_and_other_scripts_as_they_are() -> None:
 
 
 def test_generation_blocks_render_their_content_and_keep_their_scope() -> None:
-    source = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}[{{ m.content }}]{% endgeneration %}{% endif %}{% endfor %}"
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}[{{ m.content }}]"
+        "{% endgeneration %}{% endif %}{% endfor %}"
+    )
     assert render(source) == "[<b>]"
 
 
@@ -86,7 +90,8 @@ def test_a_refusal_is_the_clients_error_with_the_templates_words() -> None:
         "{{ 'a'.center(width=9999999999) }}",
         "{{ 'a' | indent(9999999999, true) }}",
         "{{ messages | tojson(indent=9999999999) }}",
-        "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='aaaaaaaa') %}"
+        "{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
     ],
 )
 def test_hostile_and_broken_templates_fail_on_the_request_alone(

@@ -1,4 +1,4 @@
-"""Incremental decoding: nothing inside a code point, nothing taken back, ids and text in step."""
+"""Incremental decoding: no split code points, no retracted text, and ids aligned with their text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def byte_fallback() -> Tokenizer:
-    """SentencePiece's kind: a space at the beginning is swallowed, unknown characters are byte tokens."""
+    """A tokenizer like SentencePiece's: it drops a leading space and encodes unknown characters as bytes."""
     words = ["<unk>", "<s>", "▁the", "▁cat", "s", "▁", "a"]
     vocab = {word: at for at, word in enumerate(words)} | {
         f"<0x{byte:02X}>": len(words) + byte for byte in range(256)
@@ -57,9 +57,10 @@ def test_any_ids_at_all_are_decoded_and_valid_text_comes_through(
     tokenizer: Tokenizer, byte_fallback: Tokenizer, ids: list[int]
 ) -> None:
     decoded = "".join(pieces_of(tokenizer, ids))
-    # Broken bytes may be rendered in other places; everything else must be there, in order.
+    # Broken bytes may be rendered at other places. Everything else must be present and in order.
     assert decoded.replace("�", "") == tokenizer.decode(ids).replace("�", "")
-    # A byte-fallback decoder drops a whole run of bytes when one of them is broken; a stream has shown the good ones by then.
+    # If one byte of a run is broken, a byte-fallback decoder drops the whole run. A stream has already
+    # released the valid bytes by then, so compare without byte tokens.
     words = [token for token in ids if token < 7]
     assert "".join(pieces_of(byte_fallback, words)) == byte_fallback.decode(words)
     pieces_of(byte_fallback, ids)
@@ -115,7 +116,7 @@ def test_ids_are_released_with_the_last_of_their_text(tokenizer: Tokenizer, step
     for chunk in chunks:
         text += chunk.text
         released += chunk.token_ids
-        # Whatever ids were shown, their whole text was shown too, and no more than one held character beyond it.
+        # The text of all released ids has been shown. A character that is released in part decodes to U+FFFD.
         assert text.startswith(tokenizer.decode(released).rstrip("�"))
     assert (text, released) == ("the dog EN and 🦊 E", ids)
 

@@ -1,4 +1,4 @@
-"""The error table as HTTP shows it."""
+"""The error table as HTTP replies."""
 
 from __future__ import annotations
 

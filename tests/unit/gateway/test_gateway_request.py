@@ -1,4 +1,4 @@
-"""Sums over the sequences of one request, and what replies say of them."""
+"""Sums over the sequences of one request, and how replies report them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_prompt_shared_by_choices_is_billed_once() -> None:
 
 
 def test_accept_lengths_are_weighted_by_the_rounds_that_drafted() -> None:
-    # 10 rounds that drafted, 20 accepted; 30 rounds, 30 accepted; and one that never drafted.
+    # 10 rounds with draft nodes and 20 accepted; 30 rounds and 30 accepted; no rounds with draft nodes.
     first = SpeculationStats(3.0, 12, 40, 20, (0, 0, 10), "", 2.0)
     second = SpeculationStats(2.0, 30, 60, 30, (0, 30), "draft_down", None)
     third = SpeculationStats(0.0, 50, 0, 0, (50,), "user")
@@ -54,13 +54,13 @@ def test_a_delta_is_split_into_the_rounds_that_emitted_it() -> None:
     rounds = (one_round((3, 4)), one_round((5,)))
     assert list(_by_round(TargetDelta((1, 2)))) == [((1, 2), ())]
     assert list(_by_round(TargetDelta((3, 4, 5), rounds))) == [((3, 4), rounds[:1]), ((5,), rounds[1:])]
-    # The prefill's token belongs to no round.
+    # The token of the prefill belongs to no round.
     assert list(_by_round(TargetDelta((2, 3, 4, 5), rounds))) == [
         ((2,), ()),
         ((3, 4), rounds[:1]),
         ((5,), rounds[1:]),
     ]
-    # A round whose tokens were cut by a stop token.
+    # A stop token cut the tokens of this round.
     assert list(_by_round(TargetDelta((3, 4), rounds))) == [((3, 4), rounds[:1]), ((), rounds[1:])]
 
 
@@ -79,7 +79,10 @@ def test_an_exposition_is_appended_without_families_that_are_there_already() -> 
     metrics.counter("prompt_tokens", "Ours.").inc(2)
     metrics.gauge("ready", "Ours.").set(1)
     metrics.histogram("step_seconds", "Ours.", (0.1, 1.0), ["kind"]).labels("a").observe(0.5)
-    theirs = "# HELP outrider_ready theirs\n# TYPE outrider_ready gauge\noutrider_ready 7\n# HELP other x\n# TYPE other gauge\nother 3\n"
+    theirs = (
+        "# HELP outrider_ready theirs\n# TYPE outrider_ready gauge\noutrider_ready 7\n"
+        "# HELP other x\n# TYPE other gauge\nother 3\n"
+    )
     joined = join_expositions(metrics.render(), theirs)
     assert "outrider_ready 1.0" in joined
     assert "outrider_ready 7" not in joined

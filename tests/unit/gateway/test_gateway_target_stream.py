@@ -1,4 +1,4 @@
-"""A sequence's stream: order, pausing by unread bytes, giving up on readers that never read."""
+"""The stream of one sequence: order of events, pausing at the byte limit, aborting for a stalled reader."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FINISH = TargetFinish(FinishReason.STOP, None, Usage(1, 1), SpeculationStats())
 
 
 class Outlet:
-    """Records what a stream sends to the target."""
+    """Records the messages that a stream sends to the target."""
 
     def __init__(self) -> None:
         self.sent: list[str] = []
@@ -43,7 +43,7 @@ async def test_events_come_in_order_and_nothing_after_the_end() -> None:
     stream.deliver(TargetDelta((3,)), 1)
     assert [await stream.next() for _ in range(3)] == [TargetDelta((1,)), TargetDelta((2,)), FINISH]
     stream.close()
-    # It had ended by itself: there is nothing to cancel.
+    # The sequence ended by itself, so there is nothing to cancel.
     assert (outlet.sent, outlet.forgotten) == ([], ["r"])
 
 

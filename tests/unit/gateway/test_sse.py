@@ -1,4 +1,4 @@
-"""Event streams on the wire: one data line per event, a true status before the first event, an error event after it."""
+"""Event streams on the wire: one data line per event, and errors before and after the first event."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Events = AsyncGenerator[dict[str, Any], None]
 
 
 class Client:
-    """The two callables that an ASGI application gets."""
+    """The two callables that an ASGI application receives."""
 
     def __init__(self) -> None:
         self.gone = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Stop strings: found once complete, never shown in part, whatever pieces the text comes in."""
+"""Stop strings: found once complete and never shown in part, however the text is split."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4)
 
 
 def feed(pieces: list[str], stops: list[str], include: bool = False) -> tuple[list[str], str | None]:
-    """Return what was released after each piece, and the match."""
+    """Return the text released after each piece, and the matched stop string."""
     matcher = StopMatcher(stops, include)
     held, released = "", []
     for piece in pieces:
@@ -43,7 +43,7 @@ def test_the_match_is_included_on_request_and_the_rest_is_not() -> None:
 @given(TEXT, STOPS)
 def test_character_by_character_equals_the_plain_definition(text: str, stops: list[str]) -> None:
     released, matched = feed(list(text), stops)
-    # The plain definition: read on until some stop string is complete.
+    # The plain definition: read until some stop string is complete.
     end = next(
         (end for end in range(1, len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)), None
     )

@@ -83,14 +83,14 @@ class DraftServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetTensor(self, request, context):
-        """Weights of the head that the target applies itself (fc and its norms).
+        """Streams weights of the head that the target applies itself (fc and its norms).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PutTensor(self, request_iterator, context):
-        """Weights of the target that the head borrows and did not find on its own disk.
+        """Receives weights of the target that the head borrows and did not find on its own disk.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -55,19 +55,22 @@ class InferenceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Chat(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Answers a chat with a stream of chunks that ends with one Finished.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Complete(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Continues text or token ids with a stream of chunks that ends with one Finished.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Lists the model names that requests may use.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -65,14 +65,14 @@ class TargetServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Session(self, request_iterator, context):
-        """One stream per gateway carries all its requests; replies are batched, one message per engine step.
+        """One stream per gateway carries all its requests. Replies are batched: one message per engine step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """The same for a direct client: one stream per request. Cancelling the call cancels the request.
+        """For direct clients: one stream per request. Cancelling the call cancels the request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,7 +91,7 @@ class TargetServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetTensor(self, request, context):
-        """A weight that a draft borrows (embedding, lm_head), in chunks of at most 1 MiB.
+        """Streams a weight that the draft borrows (embedding or lm_head), in chunks of at most 1 MiB.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

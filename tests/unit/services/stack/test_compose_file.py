@@ -1,4 +1,4 @@
-"""What docker compose would start and publish, read from the committed files alone; no engine is needed."""
+"""The services that docker compose starts and publishes, read from the committed files without an engine."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def services() -> dict[str, Any]:
 
 
 def default_profiles() -> list[str]:
-    """Return the profiles that compose takes from the committed `.env` when no --profile is given."""
+    """Return the profiles that compose reads from the committed `.env` if no --profile is given."""
     lines = [line for line in (ROOT / ".env").read_text().splitlines() if line and not line.startswith("#")]
     values = dict(line.split("=", 1) for line in lines)
     return [name for name in values.get("COMPOSE_PROFILES", "").split(",") if name]
 
 
 def started(services: dict[str, Any], profiles: list[str]) -> set[str]:
-    """Return the services that `up` starts: those without a profile, and those with an active one."""
+    """Return the services that `up` starts: those without a profile and those with an active profile."""
     return {
         name
         for name, service in services.items()
@@ -40,7 +40,7 @@ def started(services: dict[str, Any], profiles: list[str]) -> set[str]:
 
 
 def gateway_flags(service: dict[str, Any], environment: dict[str, str]) -> dict[str, str]:
-    """Return the flags of a gateway's command, variables replaced as compose does it (``${NAME:-default}``)."""
+    """Return the flags of a gateway's command, with ``${NAME:-default}`` replaced as compose does."""
     words = [
         re.sub(r"\$\{(\w+):-([^}]*)\}", lambda found: environment.get(found[1]) or found[2], word)
         for word in service["command"]
