@@ -178,7 +178,7 @@ def latency(
     watch_sockets()
     from outrider.bench.measure.latency import LatencyOptions, parse_shapes, run_latency
     from outrider.bench.stacks.engine_stack import EngineOptions, parse_settings
-    from outrider.bench.stacks.remote_draft import Transport as DraftTransport
+    from outrider.bench.stacks.remote_draft import DraftTransport
     from outrider.bench.stacks.shapes import named_shape
     from outrider.shared.obs.logging import configure_logging
 

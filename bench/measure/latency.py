@@ -30,7 +30,7 @@ from outrider.bench.report.surroundings import (
     process_age_s,
     under_mps,
 )
-from outrider.bench.stacks.answers import Answer
+from outrider.bench.stacks.answers import TimedAnswer
 from outrider.bench.stacks.engine_stack import (
     BenchEngine,
     EngineOptions,
@@ -57,7 +57,7 @@ SHAPE_TEXT = re.compile(r"(\d+)/(\d+)/(\d+)(?:@(\d+(?:\.\d+)?))?")
 
 
 @dataclass(frozen=True, slots=True)
-class RoundShape:
+class MeasuredShape:
     """A kind of round to measure.
 
     Attributes:
@@ -87,7 +87,7 @@ class LatencyOptions:
     """What to measure; the fields are the flags of `outrider bench latency`."""
 
     engine: EngineOptions
-    shapes: Sequence[RoundShape]
+    shapes: Sequence[MeasuredShape]
     batches: Sequence[int]
     prompt: int
     new_tokens: int
@@ -98,7 +98,7 @@ class LatencyOptions:
     mps: bool = False
 
 
-def parse_shapes(texts: Sequence[str], accept_length: float) -> list[RoundShape]:
+def parse_shapes(texts: Sequence[str], accept_length: float) -> list[MeasuredShape]:
     """Parse ``plain``, ``chain5`` and ``5/8/32`` (steps/topk/nodes), with ``@2.4`` for an accept length, ``:1+16`` for batches of its own.
 
     Raises:
@@ -114,7 +114,7 @@ def parse_shapes(texts: Sequence[str], accept_length: float) -> list[RoundShape]
             )
         kind, _, own = text.partition("@")
         if kind == "plain":
-            shapes.append(RoundShape(None, 1.0, batches))
+            shapes.append(MeasuredShape(None, 1.0, batches))
             continue
         if kind.startswith("chain") and kind[5:].isdigit() and int(kind[5:]) > 0:
             steps = int(kind[5:])
@@ -128,7 +128,7 @@ def parse_shapes(texts: Sequence[str], accept_length: float) -> list[RoundShape]
         tree = DraftShape(int(found[1]), int(found[2]), int(found[3])).bounded()
         length = float(found[4] or accept_length)
         check_accept_length(length)
-        shapes.append(RoundShape(tree, length, batches))
+        shapes.append(MeasuredShape(tree, length, batches))
     return shapes
 
 
@@ -262,7 +262,7 @@ class Latency:
             more,
         )
 
-    def round(self, shape: RoundShape, batch: int) -> Row:
+    def round(self, shape: MeasuredShape, batch: int) -> Row:
         """Return the row of one kind of round at one batch size."""
         options, engine = self._options, self._engine
         acceptance = engine.set_accept_length(shape.accept_length) if shape.tree else "none"
@@ -312,7 +312,7 @@ class Latency:
             more,
         )
 
-    def _profile(self, shape: RoundShape, batch: int) -> Profile | None:
+    def _profile(self, shape: MeasuredShape, batch: int) -> Profile | None:
         """Profile some rounds of which all sequences of the batch have a part; None where there is no GPU."""
         if not self._options.profile or self._engine.device.type != "cuda":
             return None
@@ -328,7 +328,7 @@ class Latency:
         running[0].wait()
         return profile
 
-    def _works(self, shape: RoundShape, batch: int) -> list[Work]:
+    def _works(self, shape: MeasuredShape, batch: int) -> list[Work]:
         config, context = self._engine.decoder.config, self._options.prompt + self._options.new_tokens // 2
         share = 1 / self._options.engine.tp
         if shape.tree is None:
@@ -367,11 +367,11 @@ def shrinking_lengths(batch: int, most: int) -> list[int]:
     return [min(WARM_UP_TOKENS + HALVING_TOKENS * survived, most) for survived in halvings]
 
 
-def _taken(run: tuple[float, list[Answer]]) -> float:
+def _taken(run: tuple[float, list[TimedAnswer]]) -> float:
     return run[0]
 
 
-def _gaps(answers: Sequence[Answer]) -> list[float]:
+def _gaps(answers: Sequence[TimedAnswer]) -> list[float]:
     """Return the seconds between deliveries, the wait for the first token and the gap that may hold others' prefills left out."""
     gaps = [
         later - earlier

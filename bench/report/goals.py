@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.report.recorded import Peer, Recorded, Results
+from outrider.bench.report.recorded import PeerFigures, RecordedResult, Results
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Figure:
     floor: str = ""
     ratio: str = ""
     peer: str = ""
-    peer_source: Peer | None = None
+    peer_source: PeerFigures | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def _against_vllm(kind: str, batch: int, config: str, metric: str) -> Callable[[
 
 
 def _transports(transport: str, **settings: Any) -> Callable[[Results], Figure | None]:
-    """A round through a transport over one in process, of the run that is likest: see `Recorded.distance`."""
+    """A round through a transport over one in process, of the run that is likest: see `RecordedResult.distance`."""
 
     def find(results: Results) -> Figure | None:
         case = "round tree 5/8/32, batch 1"
@@ -199,7 +199,7 @@ def _demo_pair(results: Results) -> Figure | None:
     )
 
 
-def _figure(found: tuple[Recorded, Mapping[str, Any]]) -> Figure:
+def _figure(found: tuple[RecordedResult, Mapping[str, Any]]) -> Figure:
     recorded, row = found
     floor = (
         ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from outrider.bench.report.recorded import Recorded, Results
+from outrider.bench.report.recorded import RecordedResult, Results
 from outrider.bench.report.runs import command_lines
 
 BOUND_BY = {"bytes": "bytes", "flops": "operations", "launch": "a launch"}
@@ -77,7 +77,7 @@ def _by_function(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], lis
     return found
 
 
-def _rows(recorded: Recorded | None, what: str, command: str) -> Iterator[str]:
+def _rows(recorded: RecordedResult | None, what: str, command: str) -> Iterator[str]:
     if recorded is None:
         yield f"{command} is not measured on a GPU yet."
         return

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from outrider.bench.report.recorded import Recorded
+from outrider.bench.report.recorded import RecordedResult
 
 GROUPS: Mapping[str, re.Pattern[str]] = {
     "matrix products (norms, SwiGLU, rope and K/V store in their tails)": re.compile(
@@ -21,7 +21,7 @@ GROUPS: Mapping[str, re.Pattern[str]] = {
 REST = "choice, walk, compaction, bookkeeping, copies, remaining sums of split products"
 
 
-def profile_lines(recorded: Recorded) -> Iterator[str]:
+def profile_lines(recorded: RecordedResult) -> Iterator[str]:
     """Yield the lines of a table with a column for every profile of a file."""
     profiles: Mapping[str, Mapping[str, Any]] = recorded.content["profiles"]
     yield f"| shares of the GPU's time | {' | '.join(profiles)} |"

@@ -32,7 +32,7 @@ OFF = ("false", "none", "auto")
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedResult:
     """One file of results."""
 
     path: Path
@@ -68,7 +68,7 @@ class Recorded:
         index = int(str(self.settings("device")).partition(":")[2] or 0)
         return ids[index] if index < len(ids) else None
 
-    def distance(self, other: Recorded) -> tuple[bool, bool, bool, timedelta]:
+    def distance(self, other: RecordedResult) -> tuple[bool, bool, bool, timedelta]:
         """Return how far apart two runs are: by GPU first, as two of a kind differ by percents, then by what else they had (GPUs that they
         saw, cores that they might use), then in time."""
         mine, others = (recorded.content.get("machine", {}) for recorded in (self, other))
@@ -117,7 +117,7 @@ class Recorded:
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class PeerFigures:
     """One file of a peer's runs, by its own script."""
 
     path: Path
@@ -159,7 +159,7 @@ class Results:
         self._files = sorted(found, key=lambda recorded: recorded.date, reverse=True)
         told = [path for place in places for path in sorted(place.glob("vllm*.jsonl"), reverse=True)]
         self._peers = sorted(
-            (Peer(path, read_lines(path)) for path in told), key=lambda peer: peer.date, reverse=True
+            (PeerFigures(path, read_lines(path)) for path in told), key=lambda peer: peer.date, reverse=True
         )
 
     def latency(
@@ -169,10 +169,10 @@ class Results:
         *,
         changes: Mapping[str, Any] | None = None,
         mps: bool = False,
-        near: Recorded | None = None,
-        beside: Peer | None = None,
+        near: RecordedResult | None = None,
+        beside: PeerFigures | None = None,
         **settings: Any,
-    ) -> tuple[Recorded, Mapping[str, Any]] | None:
+    ) -> tuple[RecordedResult, Mapping[str, Any]] | None:
         """Return the latest file of `outrider bench latency` on a GPU that has the case, and its row; profiled runs are for idle shares.
 
         Args:
@@ -180,7 +180,7 @@ class Results:
             needs: What the row must tell.
             changes: What the run was told to compute otherwise, all of it.
             mps: Whether it ran under the multi-process service.
-            near: Take the file that was measured closest to this one, see `Recorded.distance`.
+            near: Take the file that was measured closest to this one, see `RecordedResult.distance`.
             beside: Take the file of the call in which this peer ran, if that has the case.
             settings: Of the run; in process, on one GPU, unless they say otherwise.
         """
@@ -190,7 +190,7 @@ class Results:
             **{name: (value,) for name, value in (here | settings).items()},
         }
 
-        def fits(recorded: Recorded) -> bool:
+        def fits(recorded: RecordedResult) -> bool:
             counts = needs in PROFILED or not recorded.content.get("profiles")
             return counts and recorded.changes == (changes or {}) and recorded.under_mps == mps
 
@@ -203,7 +203,7 @@ class Results:
             "latency", case, wanted, needs, fits, near
         )
 
-    def profiled(self) -> Recorded | None:
+    def profiled(self) -> RecordedResult | None:
         """Return the latest file of `outrider bench latency --profile` on a GPU, of the shape that is promised for."""
         for recorded in self._files:
             if (
@@ -214,19 +214,19 @@ class Results:
                 return recorded
         return None
 
-    def perplexity(self, case: str) -> tuple[Recorded, Mapping[str, Any]] | None:
+    def perplexity(self, case: str) -> tuple[RecordedResult, Mapping[str, Any]] | None:
         """Return the same of `outrider bench perplexity` on GSM8K's text, on any device."""
 
-        def fits(recorded: Recorded) -> bool:
+        def fits(recorded: RecordedResult) -> bool:
             return str(recorded.settings("text")).startswith("gsm8k")
 
         return self._latest("perplexity", case, {}, "increase_percent", fits, device="")
 
-    def kernels(self, case: str) -> tuple[Recorded, Mapping[str, Any]] | None:
+    def kernels(self, case: str) -> tuple[RecordedResult, Mapping[str, Any]] | None:
         """Return the same of `outrider bench kernels`."""
         return self._latest("kernels", case, {"shape": (SHAPE,)}, "value")
 
-    def starts(self) -> Sequence[Recorded]:
+    def starts(self) -> Sequence[RecordedResult]:
         """Return the files of `outrider bench serve` that tell how long the start of a stack took, in the order of their dates."""
         fits = (
             recorded
@@ -235,7 +235,7 @@ class Results:
         )
         return list(fits)[::-1]
 
-    def latest(self, benchmark: str, case: str | None = None) -> Recorded | None:
+    def latest(self, benchmark: str, case: str | None = None) -> RecordedResult | None:
         """Return the latest file of another benchmark on a GPU, or the latest that has a case."""
         for recorded in self._files:
             on_a_gpu = str(recorded.settings("device")).startswith("cuda") or bool(
@@ -249,14 +249,14 @@ class Results:
                 return recorded
         return None
 
-    def summary(self, name: str) -> tuple[Recorded, Mapping[str, Any]] | None:
+    def summary(self, name: str) -> tuple[RecordedResult, Mapping[str, Any]] | None:
         """Return the greedy summary of the latest `outrider bench speculation` that was recorded in `name`."""
         for recorded in self._files:
             if recorded.path.name == name and recorded.content.get("summary"):
                 return recorded, recorded.content["summary"][0]
         return None
 
-    def vllm(self, config: str, batch: int) -> tuple[Peer, Mapping[str, Any]] | None:
+    def vllm(self, config: str, batch: int) -> tuple[PeerFigures, Mapping[str, Any]] | None:
         """Return the latest file that has a configuration of vLLM's (``vllm*.jsonl``: a line of ours that tells
         when and where, then those of its script), and its first run of it."""
         wanted = {"case": "run", "config": config, "bs": batch}
@@ -272,11 +272,11 @@ class Results:
         case: str,
         settings: Mapping[str, tuple[Any, ...]],
         needs: str,
-        fits: Callable[[Recorded], bool] = lambda _: True,
-        near: Recorded | None = None,
+        fits: Callable[[RecordedResult], bool] = lambda _: True,
+        near: RecordedResult | None = None,
         device: str = "cuda",
-        files: Sequence[Recorded] | None = None,
-    ) -> tuple[Recorded, Mapping[str, Any]] | None:
+        files: Sequence[RecordedResult] | None = None,
+    ) -> tuple[RecordedResult, Mapping[str, Any]] | None:
         files = self._files if files is None else files
         files = files if near is None else sorted(files, key=near.distance)
         for recorded in files:
@@ -293,8 +293,8 @@ class Results:
         return None
 
 
-def _recorded(folder: Path) -> list[Recorded]:
-    return [Recorded(path, read_result(path)) for path in sorted(folder.glob("*.json"))]
+def _recorded(folder: Path) -> list[RecordedResult]:
+    return [RecordedResult(path, read_result(path)) for path in sorted(folder.glob("*.json"))]
 
 
 def read_result(path: Path) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from outrider.bench.report.recorded import CALL, Recorded, read_result
+from outrider.bench.report.recorded import CALL, RecordedResult, read_result
 
 
 def command_lines(sources: set[Path]) -> Iterator[str]:
@@ -14,7 +14,7 @@ def command_lines(sources: set[Path]) -> Iterator[str]:
         yield ""
         yield "Commands, and when and where they ran:"
         for path in sorted(sources):
-            recorded = Recorded(path, read_result(path))
+            recorded = RecordedResult(path, read_result(path))
             yield run_line(path, recorded.command, recorded.occasion)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from outrider.bench.report.goals import GOALS
 from outrider.bench.report.parts import ceiling_lines, kernel_lines, load_lines, start_lines
 from outrider.bench.report.profile import profile_lines
-from outrider.bench.report.recorded import SHAPE, Peer, Results
+from outrider.bench.report.recorded import SHAPE, PeerFigures, Results
 from outrider.bench.report.runs import command_lines, run_line, within
 from outrider.shared.base.errors import ConfigurationError
 
@@ -85,7 +85,7 @@ def goal_lines(results: Results) -> Iterator[str]:
     yield "| | goal | ours | floor | × floor | peer | result |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     sources: set[Path] = set()
-    peers: dict[Path, Peer] = {}
+    peers: dict[Path, PeerFigures] = {}
     for goal in GOALS:
         figure = goal.find(results)
         if figure is None and goal.limit is None:

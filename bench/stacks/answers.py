@@ -12,7 +12,7 @@ from outrider.shared.base.errors import OutriderError
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TimedAnswer:
     """What one sequence of a batch got.
 
     Attributes:
@@ -74,12 +74,12 @@ class AnswerSink:
         """Whether a sequence is complete, or failed."""
         return self._open < self.requests
 
-    def answer(self, request_id: str) -> Answer:
+    def answer(self, request_id: str) -> TimedAnswer:
         """Return what a finished request got."""
         finished = self._finished[request_id]
         report = finished.speculation
         drafted = sum(report.accepted_histogram) if report.draft_tokens else 0
-        return Answer(
+        return TimedAnswer(
             arrivals=[at - self.started for at in self._arrivals[request_id]],
             tokens=finished.completion_tokens,
             rounds=report.rounds,

@@ -16,7 +16,7 @@ from outrider.services.draft.inproc import InprocDrafter, drafter_beside
 from outrider.services.draft.settings import DraftSettings
 from outrider.shared.base.errors import UnavailableError
 from outrider.shared.nn.decoder import Decoder
-from outrider.shared.spec.drafter import Commit, ProposalRequest, ProposalRow, RoundResult, SequenceOpen
+from outrider.shared.spec.drafter import Commit, Commits, ProposalRequest, ProposalRow, SequenceOpen
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
 from outrider.shared.spec.resident import RoundState
 from outrider.shared.spec.tree import DraftBatch, DraftShape
@@ -84,5 +84,5 @@ def _commit(
         before.committed_len + 1,
         extend_prefix_hash(before.prefix_hash, [token]),
     )
-    drafter.commit(RoundResult(0, [Commit(fence, before.committed_len, [token], features)]))
+    drafter.commit(Commits(0, [Commit(fence, before.committed_len, [token], features)]))
     return ProposalRow(fence, token, tree, must_wait=True)

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from outrider.bench.stacks.answers import Answer, AnswerSink
+from outrider.bench.stacks.answers import AnswerSink, TimedAnswer
 from outrider.bench.stacks.random_head import memory_folder, write_random_head
 from outrider.bench.stacks.random_target import random_target
-from outrider.bench.stacks.remote_draft import RemoteDraft, Transport
+from outrider.bench.stacks.remote_draft import DraftTransport, RemoteDraft
 from outrider.bench.stacks.shapes import NamedShape
 from outrider.services.draft.inproc import drafter_beside
 from outrider.services.draft.settings import DraftSettings
@@ -67,7 +67,7 @@ class EngineOptions:
     shape: NamedShape
     device: str
     dtype: str
-    transport: Transport
+    transport: DraftTransport
     max_batch: int
     max_len: int
     trees: Sequence[DraftShape] = ()
@@ -84,10 +84,10 @@ class EngineOptions:
     @property
     def draft_is_apart(self) -> bool:
         """Whether the draft has a process of its own."""
-        return self.drafts and self.transport is not Transport.INPROC
+        return self.drafts and self.transport is not DraftTransport.INPROC
 
 
-Taken = tuple[float, list[Answer]]
+Taken = tuple[float, list[TimedAnswer]]
 """The seconds of a batch, and its answers."""
 
 
@@ -213,7 +213,7 @@ def running_engine(options: EngineOptions) -> Iterator[BenchEngine]:
         make_drafter = None
         if options.drafts:
             head = _head_folder(cleanup, options.shape, device, dtype)
-            if options.transport is Transport.INPROC:
+            if options.transport is DraftTransport.INPROC:
                 draft = _draft_settings(settings, head)
 
                 def make_drafter(model: Decoder, sizing: CacheSizing) -> Any:

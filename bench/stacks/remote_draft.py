@@ -15,7 +15,7 @@ from outrider.services.stack.supervisor import ChildSpec, Supervisor, Surroundin
 DRAIN_S = 10.0
 
 
-class Transport(Enum):
+class DraftTransport(Enum):
     """How the target reaches the draft."""
 
     INPROC = "inproc"
@@ -36,7 +36,7 @@ class RemoteDraft:
     """
 
     head: Path
-    transport: Transport
+    transport: DraftTransport
     device: str
     dtype: str
     kv_tokens: int
@@ -47,9 +47,9 @@ class RemoteDraft:
         runtime = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
         port = free_port()
         listen, address = {
-            Transport.GRPC: (f"127.0.0.1:{port}", f"grpc://127.0.0.1:{port}"),
-            Transport.UNIX: (f"unix:{runtime / 'draft.sock'}", f"unix:{runtime / 'draft.sock'}"),
-            Transport.IPC: (f"ipc://{runtime / 'draft.ipc'}", f"ipc://{runtime / 'draft.ipc'}"),
+            DraftTransport.GRPC: (f"127.0.0.1:{port}", f"grpc://127.0.0.1:{port}"),
+            DraftTransport.UNIX: (f"unix:{runtime / 'draft.sock'}", f"unix:{runtime / 'draft.sock'}"),
+            DraftTransport.IPC: (f"ipc://{runtime / 'draft.ipc'}", f"ipc://{runtime / 'draft.ipc'}"),
         }[self.transport]
         flags = {
             "listen": listen,

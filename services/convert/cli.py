@@ -27,13 +27,13 @@ def convert_head(
     ] = "outrider",
 ) -> None:
     """Write a draft head anew: safetensors, one spelling of names, a flat config.json, d2t as offsets."""
-    from outrider.services.convert.head import Layout, convert_head
+    from outrider.services.convert.head import HeadLayout, convert_head
     from outrider.shared.obs.logging import configure_logging
 
     configure_logging("convert", "warning")
     if to not in LAYOUTS:
         raise ConfigurationError(f"--to: {to!r} is none of {', '.join(LAYOUTS)}.", field="--to")
-    done = convert_head(source, destination, Layout(to))
+    done = convert_head(source, destination, HeadLayout(to))
     for note in done.notes:
         typer.echo(note)
     typer.echo(f"{destination}: {done.tensors} tensors of an {done.algorithm} head, layout {to}")

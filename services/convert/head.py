@@ -33,7 +33,7 @@ WEIGHTS_FILE = "model.safetensors"
 EAGLE3_FIRST_LAYER = "midlayer."
 
 
-class Layout(Enum):
+class HeadLayout(Enum):
     """OUTRIDER: ``layers.N.*`` and every feature. EAGLE: ``midlayer.*``, and only what the official code can run."""
 
     OUTRIDER = "outrider"
@@ -65,7 +65,7 @@ class _Source:
     raw: Mapping[str, Any]
 
 
-def convert_head(source: Path, destination: Path, layout: Layout) -> Converted:
+def convert_head(source: Path, destination: Path, layout: HeadLayout) -> Converted:
     """Rewrite the head in a folder.
 
     Args:
@@ -129,10 +129,10 @@ _READERS: Mapping[HeadKind, Callable[[Path, CheckpointReader], HeadKeys]] = {
     HeadKind.EAGLE3: _eagle3_keys,
 }
 CONFIGS: Mapping[
-    Layout, Callable[[Mapping[str, Any], Path, HeadKind, Mapping[str, torch.Tensor]], dict[str, Any]]
+    HeadLayout, Callable[[Mapping[str, Any], Path, HeadKind, Mapping[str, torch.Tensor]], dict[str, Any]]
 ] = {
-    Layout.OUTRIDER: outrider_config,
-    Layout.EAGLE: eagle_config,
+    HeadLayout.OUTRIDER: outrider_config,
+    HeadLayout.EAGLE: eagle_config,
 }
 
 
@@ -163,8 +163,8 @@ def _settle_vocabulary(source: Path, stored: _Source) -> list[str]:
     return notes
 
 
-def _spell(name: str, kind: HeadKind, layout: Layout) -> str:
-    if layout is Layout.EAGLE and kind is HeadKind.EAGLE3 and name.startswith(FIRST_LAYER):
+def _spell(name: str, kind: HeadKind, layout: HeadLayout) -> str:
+    if layout is HeadLayout.EAGLE and kind is HeadKind.EAGLE3 and name.startswith(FIRST_LAYER):
         return EAGLE3_FIRST_LAYER + name.removeprefix(FIRST_LAYER)
     return name
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.services.doctor.examine import examine
-from outrider.services.doctor.finding import Finding, Report, Severity
+from outrider.services.doctor.finding import DoctorReport, Finding, Severity
 from outrider.services.doctor.pair import Pair
 from outrider.services.doctor.probe import judge_probe, probe_numbers, run_probe
 from outrider.services.doctor.prompts import read_prompts
@@ -94,7 +94,7 @@ def run_doctor(options: DoctorOptions) -> int:
     return report.exit_code
 
 
-def print_report(report: Report, console: Console) -> None:
+def print_report(report: DoctorReport, console: Console) -> None:
     """Print the table; a fix stands below its finding."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for finding in report.findings:
@@ -106,7 +106,7 @@ def print_report(report: Report, console: Console) -> None:
     console.print(Text(VERDICTS[report.severity], COLOURS[report.severity]))
 
 
-def _probed(report: Report, pair: Pair, options: DoctorOptions) -> Report:
+def _probed(report: DoctorReport, pair: Pair, options: DoctorOptions) -> DoctorReport:
     """Add a measured run to a report, unless the pair would not even load."""
     if report.severity is Severity.REFUSED:
         found = [Finding.ok("--probe", "not run: the pair would be refused")]

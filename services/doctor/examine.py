@@ -23,7 +23,7 @@ from outrider.services.doctor.checks_tensors import (
     check_embedding,
     check_target_tensors,
 )
-from outrider.services.doctor.finding import Finding, Report
+from outrider.services.doctor.finding import DoctorReport, Finding
 from outrider.services.doctor.memory import check_memory, memory_numbers, plan_memory
 from outrider.services.doctor.pair import Pair
 from outrider.shared.base.errors import OutriderError
@@ -52,13 +52,13 @@ LAST_CHECKS: Mapping[str, Check] = {
 }
 
 
-def examine(pair: Pair) -> Report:
+def examine(pair: Pair) -> DoctorReport:
     """Return the report of all checks that apply."""
     checks = {**TARGET_CHECKS, **(DRAFT_CHECKS if pair.drafts else UNDRAFTED_CHECKS), **LAST_CHECKS}
     findings: list[Finding] = []
     for name, check in checks.items():
         findings += _new(findings, [replace(finding, check=name) for finding in _run(check, pair)])
-    return Report(str(pair.target), str(pair.draft or ""), tuple(findings), _numbers(pair))
+    return DoctorReport(str(pair.target), str(pair.draft or ""), tuple(findings), _numbers(pair))
 
 
 def _run(check: Check, pair: Pair) -> Iterator[Finding]:

@@ -68,7 +68,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class DoctorReport:
     """All findings about a pair.
 
     Attributes:

@@ -38,7 +38,7 @@ WORKSPACE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPlan:
+class MemoryEstimate:
     """Bytes, with target and draft in one process on one device.
 
     Attributes:
@@ -72,7 +72,7 @@ class MemoryPlan:
 
 def plan_memory(
     pair: Pair, settings: TargetSettings | None = None, memory_of_device: tuple[int, int] | None = None
-) -> MemoryPlan:
+) -> MemoryEstimate:
     """Compute the plan from headers and configurations.
 
     Args:
@@ -122,7 +122,7 @@ def plan_memory(
     least = least_tokens(settings, context)
     full = max(least, context + settings.max_nodes + settings.page_size)
     fixed = weights + (reserve if on_gpu else int(weights * WORKSPACE)) + draft.more
-    return MemoryPlan(
+    return MemoryEstimate(
         target_weights=target_weights,
         draft_weights=draft_weights,
         target_kv_per_token=target_kv,
@@ -189,7 +189,7 @@ def device_memory(device: torch.device) -> tuple[int, int]:
         return total, total
 
 
-def memory_numbers(plan: MemoryPlan) -> dict[str, int]:
+def memory_numbers(plan: MemoryEstimate) -> dict[str, int]:
     """Return the plan for scripts."""
     return asdict(plan)
 

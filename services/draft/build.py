@@ -16,7 +16,7 @@ from outrider.services.draft.metrics import DraftMetrics
 from outrider.services.draft.sessions.session_table import SessionLimits
 from outrider.services.draft.settings import DraftSettings, plan_pages
 from outrider.services.draft.strategies.base import DraftStrategy
-from outrider.services.draft.strategies.head import HeadRunner
+from outrider.services.draft.strategies.head import HeadStrategy
 from outrider.services.draft.strategies.mtp import MtpModel, MtpStrategy
 from outrider.services.draft.strategies.mtp_layers import MtpWeights
 from outrider.services.draft.strategies.ngram.corpus import Corpus
@@ -158,7 +158,7 @@ def _build_head(build: Build) -> DraftStrategy:
         build.device,
         latent=head.latent,
     )
-    return HeadRunner(head, pool, build.attention(), folder.resolve().name, build.settings.max_shape())
+    return HeadStrategy(head, pool, build.attention(), folder.resolve().name, build.settings.max_shape())
 
 
 def _build_ngram(build: Build) -> DraftStrategy:

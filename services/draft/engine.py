@@ -38,7 +38,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Proposal:
+class ProposedTrees:
     """Trees of one batch: row b belongs to ``asked[b]``."""
 
     asked: tuple[Asked, ...]
@@ -58,7 +58,7 @@ class Refusal:
 class Drafted:
     """The outcome of one drafting step."""
 
-    proposals: tuple[Proposal, ...]
+    proposals: tuple[ProposedTrees, ...]
     refusals: tuple[Refusal, ...]
 
 
@@ -200,7 +200,7 @@ class DraftEngine:
         ]:
             self.strategy.extend(behind, self.strategy.info.extend_rows, keep=1 if left else 0)
 
-    def _propose(self, group: Sequence[Session], in_one_go: bool) -> Proposal:
+    def _propose(self, group: Sequence[Session], in_one_go: bool) -> ProposedTrees:
         asked = tuple(
             Asked(session.peer, session.fence, session.ask.round)
             for session in group
@@ -213,7 +213,7 @@ class DraftEngine:
         for session in group:
             session.ask = None
         self.metrics.trees.inc(len(group))
-        return Proposal(asked, trees)
+        return ProposedTrees(asked, trees)
 
     def absorb(self, peer: PeerId, session_ids: Sequence[int]) -> None:
         """Take in the rows of these sessions but for the last, as far as there is memory at once; more rows are to come of each."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from outrider.services.draft.build import build_engine
-from outrider.services.draft.engine import Asked, DraftEngine, Proposal
+from outrider.services.draft.engine import Asked, DraftEngine, ProposedTrees
 from outrider.services.draft.growth.device_rounds import SessionRounds
 from outrider.services.draft.sessions.session import Answer, Ask, PeerId, Reason, Verdict
 from outrider.services.draft.settings import DraftSettings
@@ -24,15 +24,15 @@ from outrider.shared.nn.fused.trial import BUDGET_S
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.spec.drafter import (
     Commit,
+    Commits,
     DrafterState,
     FeatureSpec,
     ProposalRequest,
     ProposalRow,
-    RoundResult,
     SequenceOpen,
 )
 from outrider.shared.spec.fence import Fence
-from outrider.shared.spec.resident import DeviceRounds, RoundState
+from outrider.shared.spec.resident import ResidentBatch, RoundState
 from outrider.shared.spec.tree import DraftBatch, DraftShape, mask_words
 
 HOST_PEER = PeerId(1)
@@ -104,7 +104,7 @@ class InprocDrafter:
                 session_id, self._engine.add_features(HOST_PEER, session_id, session.epoch, base, rows)
             )
 
-    def commit(self, result: RoundResult) -> None:
+    def commit(self, result: Commits) -> None:
         """See `Drafter.commit`."""
         for commit in result.commits:
             self._note(commit.fence.session_id, self._engine.commit(HOST_PEER, commit, None))
@@ -134,7 +134,7 @@ class InprocDrafter:
         except Exception:
             self._fail(session_ids)
 
-    def enter(self, session_ids: Sequence[int], shape: DraftShape, state: RoundState) -> DeviceRounds | None:
+    def enter(self, session_ids: Sequence[int], shape: DraftShape, state: RoundState) -> ResidentBatch | None:
         """See `DeviceDrafter.enter`."""
         try:
             return self._engine.enter(HOST_PEER, session_ids, shape, state)
@@ -142,7 +142,7 @@ class InprocDrafter:
             self._fail(session_ids)
             return None
 
-    def rounds_for_capture(self, shape: DraftShape, state: RoundState) -> DeviceRounds:
+    def rounds_for_capture(self, shape: DraftShape, state: RoundState) -> ResidentBatch:
         """See `DeviceDrafter.rounds_for_capture`."""
         rounds = self._engine.strategy.rounds
         assert rounds is not None, "asked of a drafter that is not device resident"
@@ -170,7 +170,7 @@ class InprocDrafter:
         self._engine.drop_peer(HOST_PEER)
         self._engine.check()
 
-    def _drafted(self, rows: Sequence[ProposalRow]) -> Sequence[Proposal]:
+    def _drafted(self, rows: Sequence[ProposalRow]) -> Sequence[ProposedTrees]:
         """Grow what is ready; a failure costs the sessions in hand, never the caller."""
         if not self._engine.sessions.ready():
             return ()
@@ -206,7 +206,10 @@ class InprocDrafter:
 
 
 def _merge(
-    proposals: Sequence[Proposal], rows: Sequence[ProposalRow], device: torch.device, reasons: dict[int, str]
+    proposals: Sequence[ProposedTrees],
+    rows: Sequence[ProposalRow],
+    device: torch.device,
+    reasons: dict[int, str],
 ) -> DraftBatch:
     """Place the trees of all proposals at their rows; other rows get a tree of one node. Clears the reason of rows with a tree."""
     for proposal in proposals:

@@ -13,7 +13,7 @@ import torch
 
 from outrider.services.target.api.servicer import SERVICE_NAME, Serving, TargetServicer, register
 from outrider.services.target.draft_client.link import TargetIdentity
-from outrider.services.target.draft_client.reachability import Absence
+from outrider.services.target.draft_client.reachability import Reachability
 from outrider.services.target.draft_client.remote_drafter import RemoteDrafter
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.engine import TargetEngine
@@ -192,7 +192,7 @@ class Target:
         self._ranks: RankGroup | None = None
         self._waited_s = 0.0
         self._stopped = stopped
-        self._absence = Absence(None if make_drafter else settings.draft_address())
+        self._absence = Reachability(None if make_drafter else settings.draft_address())
         decoder = prepare_decoder(
             settings, stand_in.decoder if stand_in is not None else self._load(settings, on_rank_lost)
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from outrider.services.target.policy.controller import ExecutedStep
 from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.services.target.scheduling.sequence import Sequence
-from outrider.services.target.step_times import RoundTimes
+from outrider.services.target.step_times import StepTimes
 from outrider.shared.obs.metrics import REQUEST_BUCKETS_S, STEP_BUCKETS_S, TOKEN_BUCKETS_S, Metrics
 from outrider.shared.spec.drafter import DrafterState
 
@@ -121,7 +121,7 @@ class TargetMetrics:
         """Count a round without draft nodes that wanted some."""
         self._fallbacks.labels(reason).inc()
 
-    def observe_round(self, step: ExecutedStep, times: RoundTimes) -> None:
+    def observe_round(self, step: ExecutedStep, times: StepTimes) -> None:
         """Count a decode step."""
         self._verify_s.observe(times.verify_s)
         if step.wait_s is None:

@@ -51,7 +51,7 @@ class OverlapSchedule(Enum):
     OFF = "off"
 
 
-class DraftRounds(Enum):
+class RoundPlacement(Enum):
     """Where rounds with a draft in another process run: by way of the host, or on the devices of both (`shared.spec.device`).
 
     AUTO keeps them on the device of a target on one GPU.
@@ -192,8 +192,8 @@ class TargetSettings(ServiceSettings):
     draft_fault_deadline_s: float = Field(
         2.0, gt=0, description="A draft that owes an answer for longer counts as faulty."
     )
-    draft_rounds: DraftRounds = Field(
-        DraftRounds.AUTO,
+    draft_rounds: RoundPlacement = Field(
+        RoundPlacement.AUTO,
         description="Rounds with a draft in another process: by way of the host, or kept on the device on both sides; auto: the latter on "
         "a GPU.",
     )
@@ -257,9 +257,9 @@ class TargetSettings(ServiceSettings):
 
     def keeps_draft_rounds(self, device: torch.device) -> bool:
         """Whether rounds with a draft in another process stay on the device of the target."""
-        if self.draft_rounds is DraftRounds.AUTO:
+        if self.draft_rounds is RoundPlacement.AUTO:
             return device.type == "cuda" and self.tp == 1
-        return self.draft_rounds is DraftRounds.DEVICE
+        return self.draft_rounds is RoundPlacement.DEVICE
 
     def draft_address(self) -> str | None:
         """Return the draft's address, or None without a draft."""

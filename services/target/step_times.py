@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class RoundTimes:
+class StepTimes:
     """`time.monotonic()` at the seams of one step."""
 
     started: float

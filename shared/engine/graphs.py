@@ -55,7 +55,7 @@ class GraphObserver(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedGraph:
     """One graph: its number for the observer, the memory pool that it was captured into, and what the function returned."""
 
     number: int
@@ -92,7 +92,7 @@ class GraphCache:
         self._observer = observer
         self._numbers = count()
         self._recorded: dict[
-            Hashable, Recorded
+            Hashable, RecordedGraph
         ] = {}  # the one used last is the last, but for those that are kept
         self._kept: set[Hashable] = set()
         self._most_late = most_late
@@ -183,7 +183,7 @@ class GraphCache:
         if self._keeping:
             self._kept.add(key)
 
-    def _captured(self, key: Hashable, record: Callable[[], Any]) -> Recorded | None:
+    def _captured(self, key: Hashable, record: Callable[[], Any]) -> RecordedGraph | None:
         """Return the graph of a function, or None if it cannot be captured."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
@@ -216,7 +216,7 @@ class GraphCache:
             torch.cuda.synchronize()
             free_after, _total = torch.cuda.mem_get_info()
         self._memory_bytes += max(0, free_before - free_after)
-        return Recorded(number, graph, self._pool, result)
+        return RecordedGraph(number, graph, self._pool, result)
 
     def _make_room(self) -> None:
         """Drop those that were used longest ago, but for what is kept, until there is room for one more."""

@@ -13,7 +13,7 @@ import torch
 
 from outrider.kernels.add_norm import add_sums
 from outrider.kernels.stream import Stream
-from outrider.shared.nn.fused.blocks import Reduce as ResidualReduce
+from outrider.shared.nn.fused.blocks import ResidualReduce
 from outrider.shared.parallel.collectives import Collectives
 
 SUMMED_PARTS_BYTES = 128 << 10

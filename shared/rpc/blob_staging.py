@@ -9,7 +9,7 @@ from outrider.shared.base.errors import ProtocolError
 from outrider.shared.rpc.envelopes import Blob
 
 
-class Staging:
+class BlobStaging:
     """Copies blobs, ``[n] uint8``, in stream order. For one thread at a time."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from typing import Any, cast
 import grpc
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the library has no types for it
 
-from outrider.shared.rpc.polling import Vigil
+from outrider.shared.rpc.polling import PollWindow
 
 NO_FLAGS = 0
 WATCH_S, LONGEST_WATCH_S = 0.005, 0.05
@@ -76,7 +76,7 @@ class ClientStream:
         vigil: When to poll.
     """
 
-    def __init__(self, channel: grpc.Channel, method: str, vigil: Vigil) -> None:
+    def __init__(self, channel: grpc.Channel, method: str, vigil: PollWindow) -> None:
         self._vigil = vigil
         self._lock = threading.Lock()
         self._unsent: deque[bytes] = deque()

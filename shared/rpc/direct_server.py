@@ -11,7 +11,7 @@ import grpc
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the library has no types for it
 
 from outrider.shared.rpc.direct import NO_FLAGS
-from outrider.shared.rpc.polling import Vigil
+from outrider.shared.rpc.polling import PollWindow
 
 FLUSH_S = 5.0
 
@@ -42,7 +42,7 @@ class ServerStream:
         on_message: Callable[[bytes], None],
         on_end: Callable[[Exception | None], None],
         max_unsent: int,
-        vigil: Vigil,
+        vigil: PollWindow,
     ) -> None:
         self._vigil = vigil
         self._call = cast(Any, context)._rpc_event.call

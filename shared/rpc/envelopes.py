@@ -65,18 +65,18 @@ class Envelope:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundEnvelopes:
+class BlobEnvelopes:
     """What surrounds the state of a round on the device, and its trees."""
 
     state: Envelope
     trees: Envelope
 
     @staticmethod
-    def of(message: draft_pb2.RoundsNext) -> RoundEnvelopes:
+    def of(message: draft_pb2.RoundsNext) -> BlobEnvelopes:
         """Make those of the round that a message is about."""
         state = draft_pb2.RoundState(rounds=message.rounds, number=message.number).SerializeToString()
         trees = draft_pb2.RoundTrees(rounds=message.rounds, number=message.number).SerializeToString()
-        return RoundEnvelopes(
+        return BlobEnvelopes(
             Envelope.around(REQUESTS["round_state"].number, state, STATE_FIELDS["state"].number),
             Envelope.around(REPLIES["round_trees"].number, trees, TREES_FIELDS["trees"].number),
         )

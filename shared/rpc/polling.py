@@ -38,7 +38,7 @@ def watch_sockets() -> None:
     os.environ[EXPERIMENTS] = WITHOUT_EVENT_ENGINE
 
 
-class Vigil:
+class PollWindow:
     """When the waits of this process poll instead of sleeping. A wait keeps to what it began with, until its next event.
 
     One that expects nothing keeps waits asleep.

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.envelopes import Blob
-from outrider.shared.rpc.ipc.blob_mailbox import SLOTS, RoundsLayout
+from outrider.shared.rpc.ipc.blob_mailbox import SLOTS, BlobLayout
 from outrider.shared.rpc.ipc.cuda import CudaError
 from outrider.shared.rpc.ipc.cuda_blob_mailbox import StreamMailbox
-from outrider.shared.rpc.ipc.doorbells import RoundWords, Side
+from outrider.shared.rpc.ipc.doorbells import Doorbells, Side
 from outrider.shared.rpc.ipc.slots import SharedMemory
 
 STATE_BYTES = 512 * 1024
@@ -32,7 +32,7 @@ LEAST_STATE_BYTES = 256
 """Its header. What a state lacks behind that holds nothing that counts."""
 TREES_BYTES = 64 * 1024
 """Of as many sequences, trees of 800 nodes each."""
-LAYOUT = RoundsLayout(STATE_BYTES, TREES_BYTES, inside=False)
+LAYOUT = BlobLayout(STATE_BYTES, TREES_BYTES, inside=False)
 
 log = get_logger("outrider.rpc")
 
@@ -68,7 +68,7 @@ class StreamRelay:
         self._device = device
         self._slots = PinnedSlots(LAYOUT.slots_bytes)
         self._mailbox = StreamMailbox(LAYOUT, memory, self._slots, side, device)
-        self._peer = RoundWords(memory, Side.DRAFT if side is Side.TARGET else Side.TARGET)
+        self._peer = Doorbells(memory, Side.DRAFT if side is Side.TARGET else Side.TARGET)
         target = side is Side.TARGET
         self._out, self._in = (
             (LAYOUT.state_slot, LAYOUT.trees_slot) if target else (LAYOUT.trees_slot, LAYOUT.state_slot)
@@ -101,7 +101,7 @@ class StreamRelay:
 
     @property
     def broken(self) -> bool:
-        """See `RoundMailbox.broken`."""
+        """See `BlobMailbox.broken`."""
         return self._mailbox.broken
 
     def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
@@ -109,11 +109,11 @@ class StreamRelay:
         return state.nbytes <= LAYOUT.state_bytes and trees.nbytes <= LAYOUT.trees_bytes
 
     def give(self, number: int, blob: torch.Tensor) -> None:
-        """Enqueue that this side's blob of a round goes to the host, see `RoundMailbox.send`."""
+        """Enqueue that this side's blob of a round goes to the host, see `BlobMailbox.send`."""
         self._mailbox.send(number, blob, self._given[number % SLOTS])
 
     def take(self, number: int, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
-        """Enqueue that the peer's blob of a round comes, see `RoundMailbox.receive`."""
+        """Enqueue that the peer's blob of a round comes, see `BlobMailbox.receive`."""
         self._sizes[number % SLOTS] = number, blob.nbytes
         self._mailbox.receive(number, blob, expected, limit_s)
 
@@ -156,7 +156,7 @@ class StreamRelay:
         self._peer.give(number)
 
     def mend(self) -> bool:
-        """See `RoundMailbox.mend`."""
+        """See `BlobMailbox.mend`."""
         return self._mailbox.mend()
 
     def close(self) -> None:

@@ -81,7 +81,7 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundResult:
+class Commits:
     """All commits of one engine step. The first token after prefill is a commit with ``base_len`` = prompt length."""
 
     round: int
@@ -135,7 +135,7 @@ class Drafter(Protocol):
         """Hand over feature rows of positions ``[base, base + n)`` of a prompt or a resync: ``[n, feature_size]``."""
         ...
 
-    def commit(self, result: RoundResult) -> None:
+    def commit(self, result: Commits) -> None:
         """Hand over what a round chose. Idempotent and cumulative."""
         ...
 

@@ -4,7 +4,7 @@ In the steady state nothing of a round passes through the host: the engine enque
 verify pass, the walk) before it has read round n back. What one round leaves for the next is a `RoundState`: tensors that never move, so
 that CUDA graphs may hold them. The host learns of every round one round late.
 
-A composition of rows and a shape last from `DeviceDrafter.enter` to `DeviceRounds.leave`. In between, for every round, in this order:
+A composition of rows and a shape last from `DeviceDrafter.enter` to `ResidentBatch.leave`. In between, for every round, in this order:
 `reserve` (host), then `draft` (enqueued, or part of a graph that is replayed). `committed` follows when that round was read back, usually
 after the next `reserve` and `draft`.
 
@@ -155,7 +155,7 @@ class RoundState:
         return self.tokens.gather(1, last[:, None])[:, 0]
 
 
-class DeviceRounds(Protocol):
+class ResidentBatch(Protocol):
     """One composition of rows with one shape, between `enter` and `leave`. Engine thread only.
 
     Attributes:
@@ -229,7 +229,7 @@ class DeviceRounds(Protocol):
 
 
 @runtime_checkable
-class ExchangedRounds(DeviceRounds, Protocol):
+class ExchangedBatch(ResidentBatch, Protocol):
     """Rounds of a drafter in another process: the state goes there and the trees come, outside of what is recorded.
 
     For every round: `reserve`, `exchange`, then `draft`, which only checks on the device what came, and so can be part of a graph; then
@@ -263,7 +263,7 @@ class ExchangedRounds(DeviceRounds, Protocol):
 class DeviceDrafter(Protocol):
     """What a `Drafter` with `device_resident` = True offers beside the seam of the host. Engine thread only."""
 
-    def enter(self, session_ids: Sequence[int], shape: DraftShape, state: RoundState) -> DeviceRounds | None:
+    def enter(self, session_ids: Sequence[int], shape: DraftShape, state: RoundState) -> ResidentBatch | None:
         """Start rounds on the device for these sessions; session i is row i of `state`, further rows are idle.
 
         The engine has filled `committed_lens`, `temperature`, `seeds` and `choices`, and made every row idle. This call makes the drafter's
@@ -276,7 +276,7 @@ class DeviceDrafter(Protocol):
         """
         ...
 
-    def rounds_for_capture(self, shape: DraftShape, state: RoundState) -> DeviceRounds:
+    def rounds_for_capture(self, shape: DraftShape, state: RoundState) -> ResidentBatch:
         """Return rounds without sessions: all rows are idle, to record the graphs of this shape and batch before anybody is served."""
         ...
 

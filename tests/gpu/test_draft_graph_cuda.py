@@ -16,8 +16,8 @@ from support.toys import make_toy_eagle3, make_toy_target
 
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.growth import draft_graph as host_rounds
-from outrider.services.draft.growth.draft_graph import DraftRounds
-from outrider.services.draft.growth.draft_round import RoundDrafter, RoundInputs, RoundShape
+from outrider.services.draft.growth.draft_graph import DeviceGrowth
+from outrider.services.draft.growth.draft_round import GrowthInputs, GrowthSize, RoundDrafter
 from outrider.services.draft.inproc import InprocDrafter
 from outrider.services.draft.settings import DraftSettings
 from outrider.shared.engine.graphs import GraphCache
@@ -69,7 +69,7 @@ def make_rig(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Callab
         assert rounds is not None
         assert rounds.host is not None
         if not in_one_go:
-            engine.strategy.rounds = DraftRounds(rounds.memory, None)
+            engine.strategy.rounds = DeviceGrowth(rounds.memory, None)
         return Rig(InprocDrafter(engine, spec, CUDA), spec.feature_size, CUDA, VOCAB, GraphCache(CUDA))
 
     return make
@@ -108,8 +108,8 @@ def test_a_recorded_round_equals_an_eager_one(
     strategy = make_rig(True).drafter._engine.strategy
     assert strategy.rounds is not None
     drafter: RoundDrafter = strategy.rounds.memory.drafter
-    bs, size = 5, RoundShape.of(5, shape)
-    inputs = RoundInputs(
+    bs, size = 5, GrowthSize.of(5, shape)
+    inputs = GrowthInputs(
         committed_lens=torch.ones(bs, dtype=torch.int32, device=CUDA),
         counts=torch.zeros(bs, dtype=torch.int32, device=CUDA),
         tokens=torch.zeros((bs, size.rows), dtype=torch.int32, device=CUDA),

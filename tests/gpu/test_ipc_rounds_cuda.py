@@ -20,7 +20,7 @@ from guards import Guards
 from trade_cases import check_admit_counts, check_blobs, check_pack_trees
 
 from outrider.draft.v1 import draft_pb2
-from outrider.shared.rpc.ipc.blob_mailbox import RoundMailbox
+from outrider.shared.rpc.ipc.blob_mailbox import BlobMailbox
 from outrider.shared.rpc.ipc.frames import EndOfStream, FrameKind, FrameSocket
 from outrider.shared.rpc.ipc.handshake import offers
 
@@ -80,7 +80,7 @@ class Draft:
 
     process: subprocess.Popen[bytes]
     frames: FrameSocket
-    mailbox: RoundMailbox
+    mailbox: BlobMailbox
     device: torch.device
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ from outrider.shared.rpc.polling import (
     EXPERIMENTS,
     SLEEP_MS,
     WITHOUT_EVENT_ENGINE,
-    Vigil,
+    PollWindow,
     give_way,
     watch_sockets,
 )
@@ -117,7 +117,7 @@ def test_a_server_that_is_gone_ends_the_stream() -> None:
     with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         channel = connect(f"127.0.0.1:{server.stdout.readline().strip()}")
-        stream = ClientStream(channel, METHOD, Vigil())
+        stream = ClientStream(channel, METHOD, PollWindow())
         stream.send(b"first")
         assert stream.receive() == b"first"
         server.kill()
@@ -217,7 +217,7 @@ def test_few_cores_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     watch_sockets()
     assert EXPERIMENTS not in os.environ
     monkeypatch.setenv(EXPERIMENTS, WITHOUT_EVENT_ENGINE)
-    assert not Vigil().enabled
+    assert not PollWindow().enabled
 
 
 def test_who_comes_too_late_to_tell_the_library_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,6 +237,6 @@ def test_who_comes_too_late_to_tell_the_library_says_so(monkeypatch: pytest.Monk
 
 def test_the_library_exports_what_waits_are_told_by() -> None:
     """Otherwise nothing would poll, and nobody would notice but by a clock."""
-    vigil = Vigil(enabled=True)
+    vigil = PollWindow(enabled=True)
     assert vigil._period is not None
     assert vigil._period.value == SLEEP_MS

@@ -26,7 +26,7 @@ from outrider.shared.rpc.ipc.cuda_mailbox import CudaTensorReader
 from outrider.shared.rpc.ipc.frames import EndOfStream, FrameSocket
 from outrider.shared.rpc.ipc.handshake import accept, acknowledge, offers
 from outrider.shared.rpc.ipc.mailbox import SharedTensorReader, SharedTensorWriter
-from outrider.shared.rpc.ipc.slots import RELEASED, WRITTEN, Layout, SharedMemory, SlotReader, SlotWriter
+from outrider.shared.rpc.ipc.slots import RELEASED, WRITTEN, SharedMemory, SlotLayout, SlotReader, SlotWriter
 from outrider.shared.rpc.tensors import InlineTensors
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ Ends = tuple[SharedTensorWriter, SharedTensorReader, SharedMemory]
 
 def make_ends(slots: int = 3, rows: int = 4) -> Ends:
     """Return both ends, mapped apart as two processes map them, and the reader's memory."""
-    layout = Layout(slots, rows * COLUMNS * 4)
+    layout = SlotLayout(slots, rows * COLUMNS * 4)
     written, file = SharedMemory.create(layout)
     read = SharedMemory.attach(layout, file)
     os.close(file)
@@ -209,7 +209,7 @@ def test_a_slot_of_a_gpu_that_is_written_while_it_is_copied_is_not_believed(
     monkeypatch: pytest.MonkeyPatch, wait: bool
 ) -> None:
     """By the reader's own steps, on the host: the copies are made at once, and said to be done later."""
-    layout = Layout(2, 64, slots_inside=False)
+    layout = SlotLayout(2, 64, slots_inside=False)
     ledger, file = SharedMemory.create(layout)
     os.close(file)
     slots = torch.arange(32, dtype=torch.float32)
@@ -254,7 +254,7 @@ def test_a_slot_of_a_gpu_that_is_written_while_it_is_copied_is_not_believed(
 
 
 def test_the_ledger_goes_round() -> None:
-    layout = Layout(2, 64, slots_inside=False)
+    layout = SlotLayout(2, 64, slots_inside=False)
     memory, file = SharedMemory.create(layout)
     os.close(file)
     writer, reader = SlotWriter(memory), SlotReader(memory)
@@ -269,7 +269,7 @@ def test_the_ledger_goes_round() -> None:
 
 
 def test_memory_that_could_be_cut_or_has_another_size_is_refused() -> None:
-    layout = Layout(2, 4096)
+    layout = SlotLayout(2, 4096)
     file = os.memfd_create("plain")
     os.ftruncate(file, layout.total_bytes)
     with pytest.raises(ProtocolError, match="sealed memory"):
@@ -279,7 +279,7 @@ def test_memory_that_could_be_cut_or_has_another_size_is_refused() -> None:
     with pytest.raises(PermissionError):
         os.ftruncate(file, 0)
     with pytest.raises(ProtocolError, match="announced size"):
-        SharedMemory.attach(Layout(3, 4096), file)
+        SharedMemory.attach(SlotLayout(3, 4096), file)
     os.close(file)
     read, write = os.pipe()
     with pytest.raises(ProtocolError):
@@ -288,8 +288,10 @@ def test_memory_that_could_be_cut_or_has_another_size_is_refused() -> None:
     os.close(write)
 
 
-@pytest.mark.parametrize("layout", [Layout(0, 64), Layout(65, 64), Layout(1, 0), Layout(1, 1 << 40)])
-def test_sizes_beyond_the_limits_are_refused(layout: Layout) -> None:
+@pytest.mark.parametrize(
+    "layout", [SlotLayout(0, 64), SlotLayout(65, 64), SlotLayout(1, 0), SlotLayout(1, 1 << 40)]
+)
+def test_sizes_beyond_the_limits_are_refused(layout: SlotLayout) -> None:
     with pytest.raises(ProtocolError, match="beyond the limits"):
         layout.check()
 
@@ -306,7 +308,7 @@ def test_an_offer_is_mapped_and_its_descriptors_closed() -> None:
 
 
 def test_device_memory_is_refused_by_a_draft_on_the_cpu() -> None:
-    layout = Layout(1, 64, slots_inside=False)
+    layout = SlotLayout(1, 64, slots_inside=False)
     files = []
     for _ in range(2):
         _memory, file = SharedMemory.create(layout)

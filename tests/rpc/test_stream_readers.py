@@ -12,7 +12,7 @@ from support.stream_rig import WAIT_S, Echo, EchoServers, Reader, Serve, exchang
 
 from outrider.shared.rpc import direct
 from outrider.shared.rpc.direct import ClientStream
-from outrider.shared.rpc.polling import Vigil
+from outrider.shared.rpc.polling import PollWindow
 
 
 @pytest.fixture
@@ -309,7 +309,7 @@ def test_a_thread_that_looks_sends_at_once_and_loses_no_message(serve: Serve) ->
         early += len(came)
         if not came:
             receive(stream, reader, message)
-    assert early >= 25 or Vigil().enabled, (
+    assert early >= 25 or PollWindow().enabled, (
         "where nobody else watches the sockets, nothing comes while nobody waits"
     )
     stream.cancel()

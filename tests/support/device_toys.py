@@ -180,7 +180,7 @@ class AnswerDrafter(FakeDrafter):
 
 
 class AnswerRounds:
-    """`DeviceRounds` of an `AnswerDrafter`."""
+    """`ResidentBatch` of an `AnswerDrafter`."""
 
     def __init__(
         self, drafter: AnswerDrafter, session_ids: Sequence[int], shape: DraftShape, state: RoundState

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from types import SimpleNamespace
 from typing import Any
 
-from outrider.shared.engine.graphs import GraphCache, Recorded
+from outrider.shared.engine.graphs import GraphCache, RecordedGraph
 
 
 class PlayedGraphs(GraphCache):
@@ -71,8 +71,8 @@ class BoundedGraphs(GraphCache):
         super().run(key, record)
         return record()
 
-    def _captured(self, key: Hashable, record: Callable[[], Any]) -> Recorded | None:
+    def _captured(self, key: Hashable, record: Callable[[], Any]) -> RecordedGraph | None:
         self.captured.append(key)
         self._pool = self._pool or object()
         graph: Any = SimpleNamespace(replay=lambda: None)
-        return Recorded(len(self.captured), graph, self._pool, record())
+        return RecordedGraph(len(self.captured), graph, self._pool, record())

@@ -10,9 +10,9 @@ import torch
 
 from outrider.services.draft.inproc import InprocDrafter
 from outrider.shared.engine.graphs import GraphCache
-from outrider.shared.spec.drafter import Commit, ProposalRequest, ProposalRow, RoundResult, SequenceOpen
+from outrider.shared.spec.drafter import Commit, Commits, ProposalRequest, ProposalRow, SequenceOpen
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
-from outrider.shared.spec.resident import DeviceRounds, RoundState
+from outrider.shared.spec.resident import ResidentBatch, RoundState
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 
@@ -85,9 +85,7 @@ class Rig:
         stream.tokens.extend(tokens)
         base = stream.told
         rows = self.feature_rows(stream, base - 1, len(stream.tokens) - 1)
-        self.drafter.commit(
-            RoundResult(self._round, [Commit(stream.fence(), base, stream.tokens[base:], rows)])
-        )
+        self.drafter.commit(Commits(self._round, [Commit(stream.fence(), base, stream.tokens[base:], rows)]))
         stream.told = len(stream.tokens)
 
     def propose(self, streams: Sequence[Stream], shape: DraftShape) -> DraftBatch:
@@ -111,14 +109,14 @@ class Rig:
             state.seeds[row] = stream.seed
         return state
 
-    def enter(self, streams: Sequence[Stream], shape: DraftShape, state: RoundState) -> DeviceRounds:
+    def enter(self, streams: Sequence[Stream], shape: DraftShape, state: RoundState) -> ResidentBatch:
         """Start rounds, which must be possible, as the engine does: recorded while all rows are idle."""
         self.record(self.drafter.rounds_for_capture(shape, state), shape, state)
         rounds = self.drafter.enter([stream.session_id for stream in streams], shape, state)
         assert rounds is not None
         return rounds
 
-    def record(self, rounds: DeviceRounds, shape: DraftShape, state: RoundState) -> DraftBatch:
+    def record(self, rounds: ResidentBatch, shape: DraftShape, state: RoundState) -> DraftBatch:
         """Enqueue one round of drafting."""
         return self.graphs.run((rounds.key, shape, state.bs, state.columns), lambda: rounds.draft(state))
 
@@ -135,7 +133,7 @@ class Rig:
         if rows is not None:
             state.features[row, :count] = rows
 
-    def end(self, state: RoundState, rounds: DeviceRounds, row: int, stream: Stream) -> None:
+    def end(self, state: RoundState, rounds: ResidentBatch, row: int, stream: Stream) -> None:
         """End a sequence within rounds."""
         state.counts[row] = 0
         stream.ended = True

@@ -12,7 +12,7 @@ import grpc
 from outrider.shared.rpc.client import connect
 from outrider.shared.rpc.direct import ClientStream, StreamEndedError
 from outrider.shared.rpc.direct_server import ServerStream
-from outrider.shared.rpc.polling import Vigil
+from outrider.shared.rpc.polling import PollWindow
 
 METHOD = "/test.Echo/Stream"
 WAIT_S = 10.0
@@ -33,7 +33,11 @@ class Echo(grpc.GenericRpcHandler):
         endings: SimpleQueue[Exception | None] = SimpleQueue()
         yield next(requests)
         stream = ServerStream(
-            context, lambda message: self._on_message(stream, message), endings.put, self._max_unsent, Vigil()
+            context,
+            lambda message: self._on_message(stream, message),
+            endings.put,
+            self._max_unsent,
+            PollWindow(),
         )
         stream.start()
         error = endings.get()
@@ -57,7 +61,7 @@ class EchoServers:
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
         channel = connect(f"127.0.0.1:{port}")
-        stream = ClientStream(channel, METHOD, Vigil())
+        stream = ClientStream(channel, METHOD, PollWindow())
         self._servers.append(server)
         self._channels.append(channel)
         self._streams.append(stream)

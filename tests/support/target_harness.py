@@ -34,12 +34,12 @@ from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.open import load_decoder
 from outrider.shared.spec.drafter import (
+    Commits,
     Drafter,
     DrafterState,
     FeatureSpec,
     ProposalRequest,
     ProposalRow,
-    RoundResult,
     SequenceOpen,
 )
 from outrider.shared.spec.tree import DraftBatch, mask_words
@@ -107,7 +107,7 @@ class FakeDrafter:
         assert base == len(self.rows[session_id]), "rows arrive in order"
         self.rows[session_id].extend(rows)
 
-    def commit(self, result: RoundResult) -> None:
+    def commit(self, result: Commits) -> None:
         for commit in result.commits:
             tokens = self.sequences[commit.fence.session_id]
             assert commit.base_len == len(tokens), "commits are gapless"

@@ -1,4 +1,4 @@
-"""Rounds of the in-process draft that stay on the device: `DeviceRounds` over the sessions of an engine.
+"""Rounds of the in-process draft that stay on the device: `ResidentBatch` over the sessions of an engine.
 
 Between `enter` and `leave` the sessions' fresh rows live in the engine's `RoundState` and nowhere else: the host learns tokens one round
 late, and takes the last round's features back when it leaves.
@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
-from outrider.services.draft.growth.draft_round import RoundDrafter, RoundInputs, RoundShape, round_rows
+from outrider.services.draft.growth.draft_round import GrowthInputs, GrowthSize, RoundDrafter, round_rows
 from outrider.services.draft.growth.host_grower import scratch_rows
 from outrider.services.draft.growth.page_tables import PageTable, PageTables
 from outrider.services.draft.sessions.feature_queue import FeatureQueue
@@ -71,7 +71,7 @@ class RoundMemory:
 
 
 class SessionRounds:
-    """`DeviceRounds` of the sessions of one batch. Without sessions all rows are idle: that is what graphs are recorded with.
+    """`ResidentBatch` of the sessions of one batch. Without sessions all rows are idle: that is what graphs are recorded with.
 
     Args:
         memory: Shared with all rounds.
@@ -81,7 +81,7 @@ class SessionRounds:
         now: Monotonic seconds.
 
     Attributes:
-        key: See `DeviceRounds.key`: the page table. All else that is read besides the state does not move.
+        key: See `ResidentBatch.key`: the page table. All else that is read besides the state does not move.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class SessionRounds:
         return rounds
 
     def reserve(self, committed_upper: Sequence[int]) -> bool:
-        """See `DeviceRounds.reserve`."""
+        """See `ResidentBatch.reserve`."""
         memory, longest = self._memory, 1
         rows = [
             (one.lease, upper)
@@ -160,8 +160,8 @@ class SessionRounds:
 
     @torch.inference_mode()
     def draft(self, state: RoundState) -> DraftBatch:
-        """See `DeviceRounds.draft`."""
-        inputs = RoundInputs(
+        """See `ResidentBatch.draft`."""
+        inputs = GrowthInputs(
             committed_lens=state.committed_lens,
             counts=state.counts,
             tokens=state.tokens,
@@ -175,7 +175,7 @@ class SessionRounds:
         return self._memory.drafter.draft(inputs, self._round).trees
 
     def committed(self, tokens_per_row: Sequence[Sequence[int]]) -> None:
-        """See `DeviceRounds.committed`."""
+        """See `ResidentBatch.committed`."""
         now = self._now()
         for row, (session, tokens) in enumerate(zip(self._sessions, tokens_per_row, strict=True)):
             if session is None or not tokens:
@@ -189,7 +189,7 @@ class SessionRounds:
             self._counts[row] = len(tokens)
 
     def retire(self, rows: Sequence[int]) -> None:
-        """See `DeviceRounds.retire`."""
+        """See `ResidentBatch.retire`."""
         for row in rows:
             session = self._sessions[row]
             if session is not None:
@@ -198,7 +198,7 @@ class SessionRounds:
 
     @torch.inference_mode()
     def move(self, rows: Sequence[int], state: RoundState) -> bool:
-        """See `DeviceRounds.move`: the pages go into the table of the new size, the sessions stay as they are."""
+        """See `ResidentBatch.move`: the pages go into the table of the new size, the sessions stay as they are."""
         width = self._table.tensor.shape[1]
         self._sessions = [self._sessions[row] for row in rows]
         self._counts = [self._counts[row] for row in rows]
@@ -213,7 +213,7 @@ class SessionRounds:
 
     @torch.inference_mode()
     def leave(self) -> None:
-        """See `DeviceRounds.leave`."""
+        """See `ResidentBatch.leave`."""
         for row, session in enumerate(self._sessions):
             if session is None:
                 continue
@@ -228,11 +228,11 @@ class SessionRounds:
         self._sessions = [None] * len(self._sessions)
         self._table.lent = False
 
-    def _sized(self, state: RoundState) -> tuple[RoundShape, torch.Tensor]:
+    def _sized(self, state: RoundState) -> tuple[GrowthSize, torch.Tensor]:
         """Return the host's numbers of rounds with this state, and every row's budget of nodes."""
         bounded = self._bounded
         rows = min(round_rows(bounded), state.columns)
-        shape = RoundShape(state.bs, rows, bounded.depth, bounded.topk, self._shape.max_nodes)
+        shape = GrowthSize(state.bs, rows, bounded.depth, bounded.topk, self._shape.max_nodes)
         return shape, self._memory.budgets(state.bs, bounded.max_nodes)
 
     def _leases(self) -> list[PageLease | None]:

@@ -16,13 +16,13 @@ import torch
 
 from outrider.services.draft.growth.device_rounds import RoundMemory
 from outrider.services.draft.growth.draft_round import (
+    GrownTrees,
+    GrowthInputs,
+    GrowthSize,
     RoundDrafter,
-    RoundInputs,
-    RoundShape,
-    RoundTrees,
     round_rows,
 )
-from outrider.services.draft.growth.extend_graph import RecordedExtend
+from outrider.services.draft.growth.extend_graph import ExtendGraph
 from outrider.services.draft.growth.page_tables import PageTable
 from outrider.services.draft.growth.round_model import RoundModel
 from outrider.services.draft.sessions.chunks import RowChunk, take_features
@@ -57,11 +57,11 @@ class _Buffers:
 
     packed: torch.Tensor
     places: torch.Tensor
-    inputs: RoundInputs
+    inputs: GrowthInputs
     table: PageTable
 
 
-class HostRounds:
+class DraftGraph:
     """Extends sessions by few rows and grows their trees in one go.
 
     Args:
@@ -86,7 +86,7 @@ class HostRounds:
         self._feature_size = feature_size
         self._dtype = dtype
         self._buffers: dict[tuple[int, int, int], _Buffers] = {}
-        self._uses: Counter[RoundShape] = Counter()
+        self._uses: Counter[GrowthSize] = Counter()
 
     def draft(self, sessions: Sequence[Session]) -> DraftBatch:
         """Extend and grow one tree per session.
@@ -98,7 +98,7 @@ class HostRounds:
         counts = [session.extendable_rows for session in sessions]
         nodes = _power_of_2(max(shape.max_nodes for shape in shapes))
         rows = max(pending_rows(shape) for shape in shapes)
-        size = RoundShape(_power_of_2(len(sessions)), rows, shapes[0].depth, shapes[0].topk, nodes)
+        size = GrowthSize(_power_of_2(len(sessions)), rows, shapes[0].depth, shapes[0].topk, nodes)
         longest = max(
             self._memory.tokens_needed(session.committed_len, shape)
             for session, shape in zip(sessions, shapes, strict=True)
@@ -124,16 +124,16 @@ class HostRounds:
         if not shape.drafts:
             return
         shape = shape.bounded()
-        size = RoundShape(bs, pending_rows(shape), shape.depth, shape.topk, _power_of_2(shape.max_nodes))
+        size = GrowthSize(bs, pending_rows(shape), shape.depth, shape.topk, _power_of_2(shape.max_nodes))
         width = self._memory.tables.width_for(1)
         assert width is not None, "one token fits"
         self._uses[size] = RECORD_AFTER
         self._record((size, width), size, self._buffers_for(size, width))
 
-    def _run(self, buffers: _Buffers, size: RoundShape) -> RoundTrees:
+    def _run(self, buffers: _Buffers, size: GrowthSize) -> GrownTrees:
         return self._memory.drafter.draft(buffers.inputs, size)
 
-    def _record(self, key: tuple[RoundShape, int], size: RoundShape, buffers: _Buffers) -> bool:
+    def _record(self, key: tuple[GrowthSize, int], size: GrowthSize, buffers: _Buffers) -> bool:
         """Say whether rounds of this size are replayed; record them when they have come up often enough."""
         if not self._graphs.enabled or size.bs > _power_of_2(self._max_bs()):
             return False
@@ -147,7 +147,7 @@ class HostRounds:
             self._graphs.capture(key, lambda: self._run(buffers, size))
         return True
 
-    def _buffers_for(self, size: RoundShape, width: int) -> _Buffers:
+    def _buffers_for(self, size: GrowthSize, width: int) -> _Buffers:
         key = (size.bs, size.rows, width)
         if key not in self._buffers:
             self._buffers[key] = self._make_buffers(size.bs, size.rows, width)
@@ -164,7 +164,7 @@ class HostRounds:
             [2 * bs * rows, 2 * bs, bs, bs, bs, bs, bs, bs * rows]
         )
         committed_lens, counts, max_nodes, choices, temperature = columns
-        inputs = RoundInputs(
+        inputs = GrowthInputs(
             committed_lens,
             counts,
             tokens.view(bs, rows),
@@ -241,7 +241,7 @@ class DraftGraphs:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftRounds:
+class DeviceGrowth:
     """Rounds in one go of a strategy.
 
     Attributes:
@@ -252,8 +252,8 @@ class DraftRounds:
     """
 
     memory: RoundMemory
-    host: HostRounds | None
-    extension: RecordedExtend | None = None
+    host: DraftGraph | None
+    extension: ExtendGraph | None = None
     graphs: DraftGraphs = field(default_factory=lambda: DraftGraphs(torch.device("cpu")))
 
     @classmethod
@@ -264,7 +264,7 @@ class DraftRounds:
         pool: KVPool,
         feature_size: int,
         dtype: torch.dtype,
-    ) -> DraftRounds:
+    ) -> DeviceGrowth:
         """Make those of a model; on a CPU, which has nothing to launch, the host goes the other way."""
         memory, graphs = (
             RoundMemory(RoundDrafter(model, attention, pool), pool, model.lead),
@@ -272,10 +272,10 @@ class DraftRounds:
         )
         if pool.device.type != "cuda":
             return cls(memory, None, graphs=graphs)
-        extension = RecordedExtend(model, attention, pool, feature_size, dtype, graphs.cache)
+        extension = ExtendGraph(model, attention, pool, feature_size, dtype, graphs.cache)
         return cls(
             memory,
-            HostRounds(memory, graphs.cache, feature_size, dtype, lambda: graphs.max_bs),
+            DraftGraph(memory, graphs.cache, feature_size, dtype, lambda: graphs.max_bs),
             extension,
             graphs,
         )
@@ -294,7 +294,7 @@ def _power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _copied(drafted: RoundTrees, count: int, nodes: int) -> tuple[DraftBatch, torch.Tensor]:
+def _copied(drafted: GrownTrees, count: int, nodes: int) -> tuple[DraftBatch, torch.Tensor]:
     """Return copies of the first `count` trees, `nodes` columns of each, as views of one tensor; and of the states."""
     trees = drafted.trees
     assert trees.logprobs is not None, "rounds hand log-probs on"

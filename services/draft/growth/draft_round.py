@@ -1,6 +1,6 @@
 """A whole drafting round on the device: extend by what was accepted, grow, build the trees; without the host, so that it can be one graph.
 
-It computes what `engine` does in two steps (`DraftStrategy.extend` and `TreeGrower.grow`), with lengths that only the device knows: every
+It computes what `engine` does in two steps (`DraftStrategy.extend` and `HostGrower.grow`), with lengths that only the device knows: every
 sequence extends by R rows, of which the last `counts` are real (`kernels.round_plan`), and an idle one runs along without touching memory.
 """
 
@@ -21,7 +21,7 @@ from outrider.shared.spec.tree import DraftBatch, DraftShape, mask_words
 
 
 @dataclass(frozen=True, slots=True)
-class RoundShape:
+class GrowthSize:
     """The host's numbers of a round: two rounds with equal ones and equal addresses are one graph.
 
     Attributes:
@@ -38,7 +38,7 @@ class RoundShape:
     nodes: int
 
     @classmethod
-    def of(cls, bs: int, shape: DraftShape) -> RoundShape:
+    def of(cls, bs: int, shape: DraftShape) -> GrowthSize:
         """Return the round that follows rounds of the same shape: they accept no deeper than their trees are."""
         shape = shape.bounded()
         return cls(bs, round_rows(shape), shape.depth, shape.topk, shape.max_nodes)
@@ -50,7 +50,7 @@ def round_rows(shape: DraftShape) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundInputs:
+class GrowthInputs:
     """What a round reads, on the device.
 
     Attributes:
@@ -75,7 +75,7 @@ class RoundInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundTrees:
+class GrownTrees:
     """What a round leaves.
 
     Attributes:
@@ -102,7 +102,7 @@ class RoundDrafter:
         self._pool = pool
         self._starts: dict[tuple[int, int], torch.Tensor] = {}
 
-    def draft(self, inputs: RoundInputs, shape: RoundShape) -> RoundTrees:
+    def draft(self, inputs: GrowthInputs, shape: GrowthSize) -> GrownTrees:
         """Enqueue one round. Writes the extension's rows behind the stable ones, and the levels' behind those."""
         model, pool, bs = self._model, self._pool, shape.bs
         topk = min(shape.topk, model.vocabulary.size)
@@ -138,13 +138,13 @@ class RoundDrafter:
             shape.nodes,
             candidates.logprobs,
         )
-        return RoundTrees(
+        return GrownTrees(
             DraftBatch(tree.tokens, tree.parents, tree.depths, tree.num_nodes, tree.ancestors, logprobs=tree.logprobs), roots
         )  # fmt: skip
 
     def _grow(
         self,
-        inputs: RoundInputs,
+        inputs: GrowthInputs,
         plan: RoundPlan,
         levels: list[RoundPass],
         roots: torch.Tensor,
@@ -188,7 +188,7 @@ class RoundDrafter:
 
     def _visible(
         self,
-        inputs: RoundInputs,
+        inputs: GrowthInputs,
         prefix: torch.Tensor,
         ends: torch.Tensor,
         slots: torch.Tensor,

@@ -23,7 +23,7 @@ LONGEST_CONTEXT = 1024
 """Tokens that the page table covers: attention is laid out for as many, whatever there are."""
 
 
-class RecordedExtend:
+class ExtendGraph:
     """Takes single chunks of new rows into the model's K/V, padded to a few sizes.
 
     Args:

@@ -81,7 +81,7 @@ def scratch_rows(depth: int, topk: int) -> int:
 MAX_CACHED_SHAPES = 256
 
 
-class TreeGrower:
+class HostGrower:
     """Grows trees with one model over one pool.
 
     Args:

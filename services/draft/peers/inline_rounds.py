@@ -15,8 +15,8 @@ from outrider.services.draft.peers.peer import Peer
 from outrider.services.draft.peers.replies import RoundTaken, RoundTrees
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
-from outrider.shared.rpc.blob_staging import Staging
-from outrider.shared.rpc.envelopes import Blob, RoundEnvelopes
+from outrider.shared.rpc.blob_staging import BlobStaging
+from outrider.shared.rpc.envelopes import Blob, BlobEnvelopes
 from outrider.shared.rpc.ipc.cuda import CudaError
 from outrider.shared.rpc.options import INTERNAL_MESSAGE_LIMIT
 from outrider.shared.rpc.relay import LEAST_STATE_BYTES, StreamRelay
@@ -34,7 +34,7 @@ class _Waiting:
     rounds: int
     number: int
     num_bytes: int
-    envelopes: RoundEnvelopes
+    envelopes: BlobEnvelopes
 
 
 class InlineRounds:
@@ -53,7 +53,7 @@ class InlineRounds:
         self._peer = peer
         self._relay = relay
         self._may_go_ahead = ahead
-        self._staging = Staging()
+        self._staging = BlobStaging()
         self._state = b""
         # Whether blobs of this size go through the relay; and of the present round, whether it does, and is enqueued ahead.
         self._fits_relay = False
@@ -151,7 +151,7 @@ class InlineRounds:
         """See `RoundsInlet.give`."""
         if self._relayed and self._relay is not None:
             self._relay.give(message.number, blob)
-            waiting = _Waiting(message.rounds, message.number, blob.nbytes, RoundEnvelopes.of(message))
+            waiting = _Waiting(message.rounds, message.number, blob.nbytes, BlobEnvelopes.of(message))
             if self._ahead:
                 self._waiting, self._announced = waiting, False
             else:

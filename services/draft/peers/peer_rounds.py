@@ -20,7 +20,7 @@ from outrider.draft.v1 import draft_pb2
 from outrider.kernels.round_trade import admit_counts, pack_trees
 from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.growth.device_rounds import SessionRounds
-from outrider.services.draft.growth.draft_graph import DraftRounds
+from outrider.services.draft.growth.draft_graph import DeviceGrowth
 from outrider.services.draft.growth.draft_round import round_rows
 from outrider.services.draft.peers.rounds_inlet import RoundsInlet
 from outrider.services.draft.sessions.feature_queue import FeatureQueue
@@ -365,7 +365,7 @@ class RoundsDesk:
         )
 
     def _make_room(
-        self, session: Session, row: draft_pb2.Commit, shape: DraftShape, rounds: DraftRounds
+        self, session: Session, row: draft_pb2.Commit, shape: DraftShape, rounds: DeviceGrowth
     ) -> bool:
         memory = rounds.memory
         needed = memory.tokens_needed(row.fence.committed_len, shape.bounded())
@@ -373,7 +373,7 @@ class RoundsDesk:
             return False
         return session.lease is not None and memory.reserve(session.lease, needed)
 
-    def _serves(self, message: draft_pb2.RoundsEnter, shape: DraftShape, rounds: DraftRounds) -> bool:
+    def _serves(self, message: draft_pb2.RoundsEnter, shape: DraftShape, rounds: DeviceGrowth) -> bool:
         """Whether rounds of this size can be run here at all."""
         engine = self._engine
         if not shape.drafts or not engine.sessions.allows(shape):
@@ -388,7 +388,7 @@ class RoundsDesk:
         )
         return known and packed_bytes(message.batch, message.columns, size, dtype) <= MAX_STATE_BYTES
 
-    def _buffers_for(self, message: draft_pb2.RoundsEnter, rounds: DraftRounds) -> _Buffers:
+    def _buffers_for(self, message: draft_pb2.RoundsEnter, rounds: DeviceGrowth) -> _Buffers:
         key = _size(message)
         if key not in self._buffers:
             self._buffers[key] = _Buffers.make(message, rounds.memory.pool.dtype, self._device)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from outrider.services.draft.engine import Proposal
+from outrider.services.draft.engine import ProposedTrees
 from outrider.services.draft.sessions.session import PeerId
 from outrider.shared.rpc.envelopes import Envelope
 from outrider.shared.spec.fence import Fence
@@ -107,7 +107,7 @@ Reply = (
 )
 
 
-def frames_of(proposals: Sequence[Proposal], draft_ms: float) -> dict[PeerId, list[TreeFrame]]:
+def frames_of(proposals: Sequence[ProposedTrees], draft_ms: float) -> dict[PeerId, list[TreeFrame]]:
     """Return the frames to send, one per peer and round; the only place that waits for the device to hand over the trees."""
     frames: dict[tuple[PeerId, int], TreeFrame] = {}
     for proposal in proposals:

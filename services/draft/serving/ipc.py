@@ -19,7 +19,7 @@ from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.convert import error_to_proto
 from outrider.shared.rpc.interceptors import as_outrider_error
-from outrider.shared.rpc.ipc.blob_mailbox import RoundMailbox
+from outrider.shared.rpc.ipc.blob_mailbox import BlobMailbox
 from outrider.shared.rpc.ipc.frames import EndOfStream, FrameKind, FrameSocket
 from outrider.shared.rpc.ipc.handshake import Mapped, acknowledge
 from outrider.shared.rpc.ipc.sockets import Listener
@@ -258,7 +258,7 @@ class IpcSession:
 class IpcRoundsInlet:
     """`RoundsInlet` through a mailbox."""
 
-    def __init__(self, mailbox: RoundMailbox) -> None:
+    def __init__(self, mailbox: BlobMailbox) -> None:
         self._mailbox = mailbox
 
     @property

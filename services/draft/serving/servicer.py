@@ -21,7 +21,7 @@ from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.direct_server import ServerStream
 from outrider.shared.rpc.ipc.doorbells import Side
-from outrider.shared.rpc.polling import Vigil
+from outrider.shared.rpc.polling import PollWindow
 from outrider.shared.rpc.relay import StreamRelay
 from outrider.shared.rpc.tensors import InlineTensors, join_tensors, split_tensor
 
@@ -83,7 +83,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         self._loop = protocol.loop
         self._engine = protocol.loop.engine
         self._tensors = InlineTensors(protocol.device)
-        self._vigil = Vigil()
+        self._vigil = PollWindow()
         self._loop.tick(self._vigil.begin)
 
     def Session(

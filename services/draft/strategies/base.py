@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from outrider.services.draft.growth.draft_graph import DraftRounds
+from outrider.services.draft.growth.draft_graph import DeviceGrowth
 from outrider.services.draft.sessions.session import RowSource, Session
 from outrider.services.draft.target_info import TargetInfo
 from outrider.shared.spec.drafter import FeatureSpec
@@ -69,7 +69,7 @@ class DraftStrategy(Protocol):
     """
 
     info: StrategyInfo
-    rounds: DraftRounds | None
+    rounds: DeviceGrowth | None
 
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
         """Return what this target has to capture; without a target, what does not depend on it.

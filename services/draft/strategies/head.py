@@ -25,7 +25,7 @@ from outrider.shared.spec.drafter import FeatureSpec
 from outrider.shared.spec.tree import DraftShape
 
 
-class HeadRunner(PagedStrategy):
+class HeadStrategy(PagedStrategy):
     """`DraftStrategy` of recurrent heads.
 
     Args:

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from outrider.services.draft.growth.draft_graph import DraftRounds
+from outrider.services.draft.growth.draft_graph import DeviceGrowth
 from outrider.services.draft.growth.growing_model import GrowingModel
-from outrider.services.draft.growth.host_grower import Coupling, GrowBatch, TreeGrower, scratch_rows
+from outrider.services.draft.growth.host_grower import Coupling, GrowBatch, HostGrower, scratch_rows
 from outrider.services.draft.growth.round_model import RoundModel
 from outrider.services.draft.sessions.chunks import (
     RowChunk,
@@ -56,13 +56,13 @@ class PagedStrategy(ABC):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.info = info
-        self.rounds: DraftRounds | None = None
+        self.rounds: DeviceGrowth | None = None
         if round_model is not None:
-            self.rounds = DraftRounds.make(round_model, attention, pool, info.feature_size, dtype)
+            self.rounds = DeviceGrowth.make(round_model, attention, pool, info.feature_size, dtype)
         self._pool = pool
         self._attention = attention
         self._device = model.device
-        self._grower = TreeGrower(model, attention, pool)
+        self._grower = HostGrower(model, attention, pool)
 
     @abstractmethod
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:

@@ -12,7 +12,7 @@ WARMING_PATIENCE = 5.0
 
 
 @dataclass(slots=True)
-class Patience:
+class AnswerDeadlines:
     """Belongs to the engine thread. Times are of the monotonic clock.
 
     A session that the draft has not answered for yet (it may be computing the prompt, or be stopped) is waited for in one round, no more:

@@ -15,7 +15,7 @@ LOOK_S = 1.0
 CONNECT_S = 0.25
 
 
-class Absence:
+class Reachability:
     """Says when to give up a draft that does not listen.
 
     Args:

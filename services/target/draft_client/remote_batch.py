@@ -1,4 +1,4 @@
-"""Rounds that stay on the device with a draft in another process: `ExchangedRounds` over a connection.
+"""Rounds that stay on the device with a draft in another process: `ExchangedBatch` over a connection.
 
 What is told when: the draft learns of a batch by RoundsEnter; of each round by RoundsNext, as soon as it is enqueued here, so that it can
 enqueue its part; of what rounds chose by the messages after they were read. What the last round chose stays pending in the sessions with
@@ -60,7 +60,7 @@ MAX_ROUND_NUMBER = 1 << 30
 """Half of what an int32 header holds, and what the words of a mailbox end with lies above: months of rounds."""
 
 
-class RoundNumbers:
+class ExchangeNumbers:
     """Numbers of rounds, not used twice until they are spent: a header of an older connection is not taken for one of this.
 
     They ascend as long as a connection lasts, since streams wait for a number or a greater one.
@@ -84,8 +84,8 @@ class RoundNumbers:
         return self._last
 
 
-class RemoteRounds:
-    """See `ExchangedRounds`.
+class RemoteBatch:
+    """See `ExchangedBatch`.
 
     Args:
         channel: Of the connection; None to record rounds without any.
@@ -114,7 +114,7 @@ class RemoteRounds:
         *,
         vocab_size: int,
         patience_s: float,
-        numbers: RoundNumbers,
+        numbers: ExchangeNumbers,
         left: Callable[[draft_pb2.RoundsLeave], None] = lambda _message: None,
     ) -> None:
         self.id = numbers.take()
@@ -165,14 +165,14 @@ class RemoteRounds:
                     start += part.shape[0]
 
     def reserve(self, committed_upper: Sequence[int]) -> bool:
-        """See `DeviceRounds.reserve`. False too when the draft has had enough, or has been late, and when the numbers are spent."""
+        """See `ResidentBatch.reserve`. False too when the draft has had enough, or has been late, and when the numbers are spent."""
         self._upper = committed_upper
         if self.ended or self._numbers.spent or self._channel is None or self._channel.broken:
             return False
         return all(session is None or session.live for session in self._sessions)
 
     def exchange(self, state: RoundState, limit_s: float | None, ahead: bool) -> None:
-        """See `ExchangedRounds.exchange`."""
+        """See `ExchangedBatch.exchange`."""
         assert self._channel is not None, "rounds without a connection are only recorded"
         message = draft_pb2.RoundsNext(
             rounds=self.id,
@@ -188,17 +188,17 @@ class RemoteRounds:
         self._channel.exchange(message, state, self._buffer.trees.blob, self._buffer.expected, limit_s, ahead)
 
     def hand_over(self) -> None:
-        """See `ExchangedRounds.hand_over`."""
+        """See `ExchangedBatch.hand_over`."""
         if self._channel is not None:
             self._channel.hand_over()
 
     def carry(self, wanted: bool) -> None:
-        """See `ExchangedRounds.carry`."""
+        """See `ExchangedBatch.carry`."""
         if self._channel is not None:
             self._channel.carry(wanted)
 
     def draft(self, state: RoundState) -> DraftBatch:
-        """See `DeviceRounds.draft`: what came, if it is of this round and a tree."""
+        """See `ResidentBatch.draft`: what came, if it is of this round and a tree."""
         trees = self._buffer.trees
         checked = tree_check(
             trees.number,
@@ -216,7 +216,7 @@ class RemoteRounds:
         )
 
     def committed(self, tokens_per_row: Sequence[Sequence[int]]) -> None:
-        """See `DeviceRounds.committed`."""
+        """See `ResidentBatch.committed`."""
         self._num_committed += 1
         self._untold.append([list(tokens) for tokens in tokens_per_row])
         for session, tokens in zip(self._sessions, tokens_per_row, strict=True):
@@ -228,16 +228,16 @@ class RemoteRounds:
                 )
 
     def retire(self, rows: Sequence[int]) -> None:
-        """See `DeviceRounds.retire`."""
+        """See `ResidentBatch.retire`."""
         for row in rows:
             self._sessions[row] = None
 
     def move(self, rows: Sequence[int], state: RoundState) -> bool:
-        """See `DeviceRounds.move`; the draft has tables of its own, made for the rows of `enter`."""
+        """See `ResidentBatch.move`; the draft has tables of its own, made for the rows of `enter`."""
         return False
 
     def leave(self) -> None:
-        """See `DeviceRounds.leave`. The draft is told all that was not told, but for what the last round chose, which is pending."""
+        """See `ResidentBatch.leave`. The draft is told all that was not told, but for what the last round chose, which is pending."""
         for row, session in enumerate(self._sessions):
             if session is None or not session.live or not self.num_exchanged:
                 continue

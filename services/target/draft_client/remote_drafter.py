@@ -16,23 +16,23 @@ import torch
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client.breaker import Breaker, BreakerState
 from outrider.services.target.draft_client.connection import Connection
-from outrider.services.target.draft_client.deadlines import Patience
+from outrider.services.target.draft_client.deadlines import AnswerDeadlines
 from outrider.services.target.draft_client.fences import fence_from_proto, fence_to_proto
 from outrider.services.target.draft_client.link import DraftLink, TargetIdentity, Weight
-from outrider.services.target.draft_client.residency import RoundsGate
+from outrider.services.target.draft_client.residency import Residency
 from outrider.services.target.draft_client.session import DraftSession, send_frame
 from outrider.services.target.draft_client.transport.create import carrier_of
 from outrider.services.target.draft_client.trees import CheckedTree, check_tree, fits, pad_trees, root_tree
 from outrider.shared.base.errors import OutriderError, ProtocolError
 from outrider.shared.spec.drafter import (
+    Commits,
     DrafterState,
     FeatureSpec,
     ProposalRequest,
     ProposalRow,
-    RoundResult,
     SequenceOpen,
 )
-from outrider.shared.spec.resident import DeviceRounds, RoundState
+from outrider.shared.spec.resident import ResidentBatch, RoundState
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 HOST = torch.device("cpu")
@@ -73,9 +73,9 @@ class RemoteDrafter:
         rounds: bool = False,
     ) -> None:
         self._identity = identity
-        self._patience = Patience(fault_deadline_s)
+        self._patience = AnswerDeadlines(fault_deadline_s)
         self._breaker = Breaker(fault_deadline_s)
-        self._gate = RoundsGate(device, identity.vocab_size, fault_deadline_s, self._fault)
+        self._gate = Residency(device, identity.vocab_size, fault_deadline_s, self._fault)
         self._link = DraftLink(address, identity, weight, self._breaker, carrier_of(address, device, rounds))
         self._connection: Connection | None = None
         self._hello = draft_pb2.HelloAck()
@@ -119,7 +119,7 @@ class RemoteDrafter:
             and self._gate.is_open(connection)
         )
 
-    def enter(self, session_ids: Sequence[int], shape: DraftShape, state: RoundState) -> DeviceRounds | None:
+    def enter(self, session_ids: Sequence[int], shape: DraftShape, state: RoundState) -> ResidentBatch | None:
         """See `DeviceDrafter.enter`."""
         self._drain()
         connection = self._usable()
@@ -138,7 +138,7 @@ class RemoteDrafter:
             return None
         return self._gate.enter(connection, sessions, shape, state, self._take_reply)
 
-    def rounds_for_capture(self, shape: DraftShape, state: RoundState) -> DeviceRounds:
+    def rounds_for_capture(self, shape: DraftShape, state: RoundState) -> ResidentBatch:
         """See `DeviceDrafter.rounds_for_capture`."""
         return self._gate.for_capture(self._usable(), shape, state)
 
@@ -175,7 +175,7 @@ class RemoteDrafter:
             return
         session.send_rows(connection, self._identity.target_id, base, rows)
 
-    def commit(self, result: RoundResult) -> None:
+    def commit(self, result: Commits) -> None:
         """See `Drafter.commit`. Kept until the next frame; rows of prompts that are computed by now are sent."""
         self._drain()
         for commit in result.commits:

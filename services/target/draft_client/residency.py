@@ -12,8 +12,8 @@ from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client.connection import Connection
 from outrider.services.target.draft_client.remote_batch import (
     ENTER_LIMIT_S,
-    RemoteRounds,
-    RoundNumbers,
+    ExchangeNumbers,
+    RemoteBatch,
     TreesBuffer,
     size_message,
 )
@@ -30,7 +30,7 @@ GOOD_ROUNDS = 64
 _log = logging.getLogger("outrider.target.draft")
 
 
-class RoundsGate:
+class Residency:
     """Engine thread only.
 
     Args:
@@ -47,10 +47,10 @@ class RoundsGate:
         self._vocab_size = vocab_size
         self._patience_s = patience_s
         self._late = late
-        self._numbers = RoundNumbers()
+        self._numbers = ExchangeNumbers()
         self._buffers: dict[tuple[int, int], TreesBuffer] = {}
         self._sizes: list[draft_pb2.RoundsEnter] = []
-        self._rounds: RemoteRounds | None = None
+        self._rounds: RemoteBatch | None = None
         # Sizes that the draft has begun rounds of, over this connection and since the last pause: rows, columns, shape, and about how long
         # the longest sequence is, as longer ones may cost the draft a recording.
         self._welcome: set[tuple[int, int, DraftShape, int]] = set()
@@ -70,9 +70,7 @@ class RoundsGate:
             self._restart_numbers(connection)
         return not connection.ended.is_set() and time.monotonic() >= self._not_before
 
-    def for_capture(
-        self, connection: Connection | None, shape: DraftShape, state: RoundState
-    ) -> RemoteRounds:
+    def for_capture(self, connection: Connection | None, shape: DraftShape, state: RoundState) -> RemoteBatch:
         """Return rounds without sessions and without a draft, which is told of their size: it records its part too."""
         size = size_message(shape, state)
         if size not in self._sizes:
@@ -93,7 +91,7 @@ class RoundsGate:
         shape: DraftShape,
         state: RoundState,
         take_reply: Callable[[Connection, float], bool],
-    ) -> RemoteRounds | None:
+    ) -> RemoteBatch | None:
         """Begin rounds; None if the draft cannot, which is not asked again for a while.
 
         Where it could before, and has nothing to wait for, its answer is not waited for: if it says no, their first round has no trees.
@@ -181,8 +179,8 @@ class RoundsGate:
         sessions: Sequence[DraftSession],
         shape: DraftShape,
         state: RoundState,
-    ) -> RemoteRounds:
-        return RemoteRounds(
+    ) -> RemoteBatch:
+        return RemoteBatch(
             None if connection is None else connection.carrier.rounds,
             sessions,
             shape,

@@ -15,7 +15,7 @@ from outrider.shared.spec.drafter import Commit, Drafter, DrafterState, FeatureS
 _log = logging.getLogger("outrider.target")
 
 
-class Follower:
+class DraftSessions:
     """Engine thread only. A sequence is `drafted` from its admission until it ends or is retracted."""
 
     def __init__(self, drafter: Drafter, runner: ModelRunner, scheduler: Scheduler) -> None:

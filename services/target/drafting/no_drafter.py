@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.shared.spec.drafter import DrafterState, FeatureSpec, ProposalRequest, RoundResult, SequenceOpen
+from outrider.shared.spec.drafter import Commits, DrafterState, FeatureSpec, ProposalRequest, SequenceOpen
 from outrider.shared.spec.tree import DraftBatch
 
 
@@ -36,7 +36,7 @@ class NoDrafter:
     def features(self, session_id: int, base: int, rows: torch.Tensor) -> None:
         """See `Drafter.features`."""
 
-    def commit(self, result: RoundResult) -> None:
+    def commit(self, result: Commits) -> None:
         """See `Drafter.commit`."""
 
     def announce(self, request: ProposalRequest) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from outrider.services.target.drafting.draft_sessions import Follower
+from outrider.services.target.drafting.draft_sessions import DraftSessions
 from outrider.services.target.drafting.no_drafter import root_trees, scatter_trees
 from outrider.services.target.metrics import TargetMetrics
 from outrider.services.target.policy.controller import RowBound, SpeculationController
@@ -52,7 +52,11 @@ class Proposals:
     """Chooses how much each sequence drafts, asks the drafter, and counts why a sequence got nothing. Belongs to the engine thread."""
 
     def __init__(
-        self, drafter: Drafter, follower: Follower, controller: SpeculationController, metrics: TargetMetrics
+        self,
+        drafter: Drafter,
+        follower: DraftSessions,
+        controller: SpeculationController,
+        metrics: TargetMetrics,
     ) -> None:
         self._drafter = drafter
         self._follower = follower

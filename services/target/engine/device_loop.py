@@ -23,7 +23,7 @@ from outrider.services.target.model.round_runner import FinishedRound, RoundRunn
 from outrider.services.target.model.verify_step import HostRow
 from outrider.services.target.policy.controller import ExecutedRow, ExecutedStep
 from outrider.services.target.scheduling.sequence import Sequence
-from outrider.shared.spec.drafter import Commit, DrafterState, RoundResult
+from outrider.shared.spec.drafter import Commit, Commits, DrafterState
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 CATCH_UP_TOKENS = 128
@@ -275,7 +275,7 @@ class DeviceLoop:
             ]
             told: list[Commit] = [commit for commit in commits if commit is not None]
             if told:
-                self._parts.drafter.commit(RoundResult(self._parts.counter.value, told))
+                self._parts.drafter.commit(Commits(self._parts.counter.value, told))
         self._sequences, self._places, self._entered_len = [], {}, {}
 
     def _halved(self) -> int:

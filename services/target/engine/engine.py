@@ -14,15 +14,15 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from outrider.services.target.drafting.draft_sessions import Follower
+from outrider.services.target.drafting.draft_sessions import DraftSessions
 from outrider.services.target.drafting.proposals import Proposals
 from outrider.services.target.engine.device_loop import DeviceLoop, OverlapPlan
 from outrider.services.target.engine.engine_parts import EngineParts
 from outrider.services.target.engine.host_rounds import HostRounds
 from outrider.services.target.engine.inbox import Cancel, Pause, Submit
-from outrider.services.target.engine.output_processor import Delivery
-from outrider.services.target.engine.prefill import Prompts
-from outrider.services.target.engine.rerecording import Recordings
+from outrider.services.target.engine.output_processor import OutputProcessor
+from outrider.services.target.engine.prefill import Prefill
+from outrider.services.target.engine.rerecording import Rerecording
 from outrider.services.target.engine.rounds import RoundCounter
 from outrider.services.target.metrics import TargetMetrics
 from outrider.services.target.model.input_batch import SamplingMode
@@ -34,7 +34,7 @@ from outrider.services.target.request import EventSink, GenerationRequest, Specu
 from outrider.services.target.scheduling.limits import EngineLimits
 from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.services.target.scheduling.sequence import Sequence, SequenceStatus
-from outrider.services.target.step_times import RoundTimes
+from outrider.services.target.step_times import StepTimes
 from outrider.shared.base.errors import (
     DeadlineExceededError,
     ErrorCode,
@@ -99,10 +99,10 @@ class TargetEngine:
         self._scheduler = scheduler
         self._drafter = drafter
         self._drafts = drafter.state() is not DrafterState.NONE
-        self._follower = Follower(drafter, runner, scheduler)
-        self.again = Recordings(runner.graphs)
+        self._follower = DraftSessions(drafter, runner, scheduler)
+        self.again = Rerecording(runner.graphs)
         """What is recorded anew when the draft becomes another."""
-        self._delivery = Delivery(scheduler, self._follower, self.metrics, self.controller)
+        self._delivery = OutputProcessor(scheduler, self._follower, self.metrics, self.controller)
         self._proposals = Proposals(drafter, self._follower, self.controller, self.metrics)
         self._inbox: deque[Submit | Cancel | Pause] = deque()
         self._session_ids = itertools.count(1)
@@ -123,7 +123,7 @@ class TargetEngine:
         )
         self._host = HostRounds(runner, self._parts)
         self._loop = None if overlap is None else self._make_loop(overlap)
-        self._prompts = Prompts(
+        self._prompts = Prefill(
             runner, self._parts, self._host, lambda: self._loop is not None and self._loop.drafts
         )
 
@@ -294,7 +294,7 @@ class TargetEngine:
             self._host.drop()
             self._delivery.flush()
             return
-        times = RoundTimes(started)
+        times = StepTimes(started)
         proposal = self._host.announce(plan.decodes)
         times.announced = time.monotonic()
         self._delivery.flush()

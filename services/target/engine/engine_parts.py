@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from outrider.services.target.drafting.draft_sessions import Follower
+from outrider.services.target.drafting.draft_sessions import DraftSessions
 from outrider.services.target.drafting.proposals import Proposals
-from outrider.services.target.engine.output_processor import Delivery
+from outrider.services.target.engine.output_processor import OutputProcessor
 from outrider.services.target.engine.rounds import RoundCounter
 from outrider.services.target.metrics import TargetMetrics
 from outrider.services.target.policy.controller import SpeculationController
@@ -29,9 +29,9 @@ class EngineParts:
     """
 
     drafter: Drafter
-    follower: Follower
+    follower: DraftSessions
     scheduler: Scheduler
-    delivery: Delivery
+    delivery: OutputProcessor
     proposals: Proposals
     controller: SpeculationController
     metrics: TargetMetrics

@@ -18,8 +18,8 @@ from outrider.services.target.engine.engine_parts import EngineParts
 from outrider.services.target.engine.rounds import Advance, advance, executed_step, round_trace
 from outrider.services.target.model.model_runner import FAILED_TOKEN, ModelRunner
 from outrider.services.target.scheduling.sequence import Sequence
-from outrider.services.target.step_times import RoundTimes
-from outrider.shared.spec.drafter import Commit, DrafterState, RoundResult
+from outrider.services.target.step_times import StepTimes
+from outrider.shared.spec.drafter import Commit, Commits, DrafterState
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class HostRounds:
                 return None
         return self._parts.proposals.announce(decodes, self._parts.counter.value)
 
-    def run(self, decodes: Seq[Sequence], proposal: Proposal | None, times: RoundTimes) -> None:
+    def run(self, decodes: Seq[Sequence], proposal: Proposal | None, times: StepTimes) -> None:
         """Wait for the proposal, verify it, commit and deliver what was chosen."""
         drafts = self._parts.proposals.collect(proposal, decodes)
         times.proposed = time.monotonic()
@@ -130,7 +130,7 @@ class HostRounds:
         """Tell the drafter of the sequences that it follows."""
         followed = [commit for commit in commits if commit is not None]
         if followed:
-            self._parts.drafter.commit(RoundResult(self._parts.counter.value, followed))
+            self._parts.drafter.commit(Commits(self._parts.counter.value, followed))
 
     def _announce_early(self, ended: set[int]) -> None:
         """Let the drafter begin with the next round of the sequences that go on, if it works beside this process."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from outrider.services.target.drafting.draft_sessions import Follower
+from outrider.services.target.drafting.draft_sessions import DraftSessions
 from outrider.services.target.engine.rounds import Advance
 from outrider.services.target.metrics import TargetMetrics
 from outrider.services.target.policy.controller import SpeculationController
@@ -24,7 +24,7 @@ from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.base.errors import OutriderError
 
 
-class Delivery:
+class OutputProcessor:
     """Collects the events of a step and hands them over at once. Every exit of a sequence passes here and frees its pages.
 
     `before_end` is called first with every sequence that ends.
@@ -33,7 +33,7 @@ class Delivery:
     def __init__(
         self,
         scheduler: Scheduler,
-        follower: Follower,
+        follower: DraftSessions,
         metrics: TargetMetrics,
         controller: SpeculationController,
     ) -> None:

@@ -22,14 +22,14 @@ from outrider.shared.spec.drafter import Commit, EagerDrafter
 
 
 @dataclass(frozen=True, slots=True)
-class PromptPass:
+class PrefillPass:
     """Prompt chunks on their way, and the tokens behind those that are the last of their prompt."""
 
     chunks: Seq[PrefillChunk]
     chosen: ChosenTokens
 
 
-class Prompts:
+class Prefill:
     """Engine thread only.
 
     Args:
@@ -47,11 +47,11 @@ class Prompts:
         self._host = host
         self._expects_drafts = expects_drafts
 
-    def begin(self, chunks: Seq[PrefillChunk]) -> PromptPass:
+    def begin(self, chunks: Seq[PrefillChunk]) -> PrefillPass:
         """Enqueue prompt chunks; nothing is waited for."""
-        return PromptPass(chunks, self._runner.begin_prefill(chunks))
+        return PrefillPass(chunks, self._runner.begin_prefill(chunks))
 
-    def finish(self, prompts: PromptPass) -> None:
+    def finish(self, prompts: PrefillPass) -> None:
         """Hand the drafter the features, wait for the tokens, deliver them, and tell the drafter of those that go on."""
         parts = self._parts
         features = [self._captured(chunk) for chunk in prompts.chunks]

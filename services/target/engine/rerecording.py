@@ -16,7 +16,7 @@ Plan = Callable[[], Iterable[Callable[[], None]]]
 """Makes the pieces of a recording; those that are recorded already take no time."""
 
 
-class Recordings:
+class Rerecording:
     """Engine thread only, but for `ask`.
 
     Args:

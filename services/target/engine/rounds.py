@@ -10,7 +10,7 @@ from outrider.services.target.model.model_runner import RoundOutcome
 from outrider.services.target.policy.controller import ExecutedRow, ExecutedStep
 from outrider.services.target.request import FinishReason, RoundTrace, TraceNode
 from outrider.services.target.scheduling.sequence import Sequence
-from outrider.services.target.step_times import RoundTimes
+from outrider.services.target.step_times import StepTimes
 from outrider.shared.spec.tree import DraftBatch
 
 
@@ -57,7 +57,7 @@ def round_trace(
     round_number: int,
     outcome: RoundOutcome,
     emitted: list[int],
-    times: RoundTimes,
+    times: StepTimes,
 ) -> RoundTrace:
     """Describe one row of a verified batch; copies its tree to the host."""
     tokens, parents, depths = (
@@ -82,7 +82,7 @@ def executed_step(
     drafts: DraftBatch,
     depth: int,
     chains: Collection[int],
-    times: RoundTimes,
+    times: StepTimes,
 ) -> ExecutedStep:
     """Sum up a step for the controller; `depth` is the deepest tree that was asked for, 0 if none was, `chains` are rows to have chains."""
     offered = [0] * len(decodes) if depth == 0 else drafts.depths.amax(dim=1).tolist()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.services.target.model.input_batch import BatchTables, SamplingMode
+from outrider.services.target.model.input_batch import InputBatch, SamplingMode
 from outrider.services.target.model.verify_step import HostRow, StepModel, VerifiedStep, unpack, verify_step
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.engine.graphs import GraphCache
@@ -70,7 +70,7 @@ class BucketedVerify:
         self._graphs = graphs
         self._buckets = buckets
         self._max_depth = max_depth
-        self._tables: dict[tuple[int, int, int], BatchTables] = {}
+        self._tables: dict[tuple[int, int, int], InputBatch] = {}
         self._results: dict[tuple[int, int], torch.Tensor] = {}
 
     def fits(self, counts: Seq[int]) -> bool:
@@ -122,33 +122,31 @@ class BucketedVerify:
     def _key(self, bs: int, nodes: int, sequences: Seq[Sequence]) -> tuple[int, int, int]:
         return bs, nodes, table_pages(sequences, self._model(False).pool.page_size, nodes)
 
-    def _at(self, bs: int, nodes: int, pages: int) -> BatchTables:
+    def _at(self, bs: int, nodes: int, pages: int) -> InputBatch:
         found = self._tables.get((bs, nodes, pages))
         if found is None:
             pool = self._model(False).pool
-            found = self._tables[bs, nodes, pages] = BatchTables(
-                bs, nodes, pages, pool.page_size, pool.device
-            )
+            found = self._tables[bs, nodes, pages] = InputBatch(bs, nodes, pages, pool.page_size, pool.device)
         return found
 
-    def _prepare(self, tables: BatchTables, mode: SamplingMode, capture: bool) -> None:
+    def _prepare(self, tables: InputBatch, mode: SamplingMode, capture: bool) -> None:
         key = self._graph_key(tables, mode, capture)
         if not self._graphs.holds(key):
             tables.make_idle()
             self._graphs.capture(key, lambda: self._step(tables, mode, capture))
 
-    def _run(self, tables: BatchTables, mode: SamplingMode, capture: bool) -> VerifiedStep:
+    def _run(self, tables: InputBatch, mode: SamplingMode, capture: bool) -> VerifiedStep:
         return self._graphs.run(
             self._graph_key(tables, mode, capture), lambda: self._step(tables, mode, capture)
         )
 
-    def _step(self, tables: BatchTables, mode: SamplingMode, capture: bool) -> VerifiedStep:
+    def _step(self, tables: InputBatch, mode: SamplingMode, capture: bool) -> VerifiedStep:
         columns = min(tables.nodes, self._max_depth + 1)
         return verify_step(
             self._model(capture), tables, mode, tables.limits, tables.committed_lens, tables.trees, columns
         )
 
-    def _graph_key(self, tables: BatchTables, mode: SamplingMode, capture: bool) -> tuple[object, ...]:
+    def _graph_key(self, tables: InputBatch, mode: SamplingMode, capture: bool) -> tuple[object, ...]:
         return ("verify", tables.bs, tables.nodes, tables.pages, mode, capture)
 
 

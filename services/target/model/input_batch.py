@@ -66,7 +66,7 @@ class _HostTrees:
         self.ancestors[:bs, :width, :words] = drafts.ancestors.numpy()
 
 
-class BatchTables:
+class InputBatch:
     """The tables of one size of batch. Rows past the sequences are idle: their limit is 0.
 
     Args:

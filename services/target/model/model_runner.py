@@ -13,7 +13,7 @@ import torch
 from outrider.kernels.verify import verify_tree
 from outrider.services.target.model.bucketed_verify import BucketedVerify, Buckets
 from outrider.services.target.model.input_batch import SamplingMode
-from outrider.services.target.model.prefill_graph import RecordedPrefill
+from outrider.services.target.model.prefill_graph import PrefillGraph
 from outrider.services.target.model.sampling import SamplingBatches, signed_seed
 from outrider.services.target.model.synthetic_acceptance import SyntheticAcceptance
 from outrider.services.target.model.verify_step import StepModel
@@ -104,7 +104,7 @@ class ModelRunner:
         self._bucketed = (
             None if buckets is None else BucketedVerify(self.step_model, self.graphs, buckets, max_depth)
         )
-        self._recorded = RecordedPrefill(self.step_model, self.graphs, prefill_sizes)
+        self._recorded = PrefillGraph(self.step_model, self.graphs, prefill_sizes)
         self._sampling = SamplingBatches(pool.device)
         self._projector: FeatureProjector | None = None
         self._aux_layer_ids: tuple[int, ...] = ()

@@ -26,7 +26,7 @@ _EXTRA_WORDS = 8
 """Seed, position and mask of the feature slots of 8 bytes each; temperature and choice."""
 
 
-class RecordedPrefill:
+class PrefillGraph:
     """Runs single prompt chunks. Engine thread only; under inference mode.
 
     Args:

@@ -17,13 +17,13 @@ import torch
 
 from outrider.kernels.verify_round import RoundTensors, begin_round, post_round
 from outrider.services.target.model.bucketed_verify import table_pages
-from outrider.services.target.model.input_batch import BatchTables, SamplingMode
+from outrider.services.target.model.input_batch import InputBatch, SamplingMode
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.verify_step import HostRow, root_batch, unpack, verify_step
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.kv.upload import upload
-from outrider.shared.spec.resident import DeviceDrafter, DeviceRounds, ExchangedRounds, RoundState
+from outrider.shared.spec.resident import DeviceDrafter, ExchangedBatch, ResidentBatch, RoundState
 from outrider.shared.spec.tree import DraftShape
 
 RESULTS_KEPT = 5
@@ -40,8 +40,8 @@ class _Batch:
     mode: SamplingMode
     capture: bool
     state: RoundState
-    rounds: DeviceRounds | None
-    exchanged: ExchangedRounds | None
+    rounds: ResidentBatch | None
+    exchanged: ExchangedBatch | None
     """The rounds, if a draft in another process has a part in them."""
 
 
@@ -115,10 +115,10 @@ class RoundRunner:
         self._drafter = drafter
         self._columns, self._recorded = columns, recorded
         self._states: dict[tuple[int, int, int], RoundState] = {}
-        self._tables: dict[tuple[int, int, int], BatchTables] = {}
+        self._tables: dict[tuple[int, int, int], InputBatch] = {}
         self._results: dict[tuple[int, int], _Results] = {}
         self._batch: _Batch | None = None
-        self._current: BatchTables | None = None
+        self._current: InputBatch | None = None
         self._rows: list[Sequence | None] = []
         self._enqueued: deque[_Enqueued] = deque()
         # Rounds that have run with a draft in another process.
@@ -173,8 +173,8 @@ class RoundRunner:
         """Enqueue one round; False when the drafter has no room for it.
 
         Args:
-            committed_upper: For every row of `enter`, see `DeviceRounds.reserve`. The leases hold that and a tree.
-            wait_limit_s: Says how long a draft in another process is waited for, see `ExchangedRounds.exchange`.
+            committed_upper: For every row of `enter`, see `ResidentBatch.reserve`. The leases hold that and a tree.
+            wait_limit_s: Says how long a draft in another process is waited for, see `ExchangedBatch.exchange`.
         """
         batch = self._entered()
         if batch.rounds is not None and not batch.rounds.reserve(committed_upper):
@@ -201,7 +201,7 @@ class RoundRunner:
         return True
 
     def carry(self, wanted: bool = True) -> None:
-        """Do for the round that was enqueued last what its drafter has left to the host, see `ExchangedRounds.carry`: before the next one
+        """Do for the round that was enqueued last what its drafter has left to the host, see `ExchangedBatch.carry`: before the next one
         is enqueued or this one is read, but after the one before was, since it is complete."""
         batch = self._entered()
         if batch.exchanged is not None:
@@ -373,15 +373,13 @@ class RoundRunner:
             self._results.setdefault((bs, columns), _Results(bs, columns, pool.device))
         return found
 
-    def _tables_for(self, bs: int, nodes: int, pages: int) -> BatchTables:
+    def _tables_for(self, bs: int, nodes: int, pages: int) -> InputBatch:
         found = self._tables.get((bs, nodes, pages))
         if found is None:
             if len(self._tables) >= MOST_TABLES:
                 self._forget_unused()
             pool = self._runner.pool
-            found = self._tables[bs, nodes, pages] = BatchTables(
-                bs, nodes, pages, pool.page_size, pool.device
-            )
+            found = self._tables[bs, nodes, pages] = InputBatch(bs, nodes, pages, pool.page_size, pool.device)
         return found
 
     def _forget_unused(self) -> None:
@@ -400,15 +398,15 @@ class RoundRunner:
         return self._batch
 
 
-def _exchanged(rounds: DeviceRounds | None) -> ExchangedRounds | None:
-    return rounds if isinstance(rounds, ExchangedRounds) else None
+def _exchanged(rounds: ResidentBatch | None) -> ExchangedBatch | None:
+    return rounds if isinstance(rounds, ExchangedBatch) else None
 
 
 def _round_tensors(state: RoundState) -> RoundTensors:
     return RoundTensors(state.committed_lens, state.tokens, state.counts)
 
 
-def _load(state: RoundState, tables: BatchTables) -> None:
+def _load(state: RoundState, tables: InputBatch) -> None:
     """Make every row idle and copy what the tables know of the sequences."""
     state.counts.zero_()
     state.tokens.zero_()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.kernels.verify_round import RoundTensors, accept_round, place_rows
-from outrider.services.target.model.input_batch import BatchTables, SamplingMode
+from outrider.services.target.model.input_batch import InputBatch, SamplingMode
 from outrider.services.target.model.synthetic_acceptance import SyntheticAcceptance
 from outrider.shared.attn.base import AttentionBackend, AttentionBatch
 from outrider.shared.kv.pool import KVPool
@@ -72,7 +72,7 @@ def unpack(rows: list[list[int]]) -> list[HostRow | None]:
 
 def verify_step(
     model: StepModel,
-    tables: BatchTables,
+    tables: InputBatch,
     mode: SamplingMode,
     live: torch.Tensor,
     committed_lens: torch.Tensor,
@@ -135,7 +135,7 @@ def verify_step(
     return VerifiedStep(accepted.packed, features)
 
 
-def root_batch(roots: torch.Tensor, tables: BatchTables) -> DraftBatch:
+def root_batch(roots: torch.Tensor, tables: InputBatch) -> DraftBatch:
     """Return trees of one node each, of ``roots [bs, 1] int32``: a round of plain decoding."""
     ones = tables.ones
     return DraftBatch(roots, tables.no_parent[:, None], tables.nothing[:, None], ones, ones[:, None, None])

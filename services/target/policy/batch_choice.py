@@ -27,7 +27,7 @@ Rate = Callable[[DraftShape], float]
 """Tokens per second that a shape promises."""
 
 
-class Shadow:
+class PlainProbe:
     """When the next plain step of one batch size is due: at once, then after gaps that double."""
 
     __slots__ = ("gap", "since_plain")
@@ -49,13 +49,13 @@ class Shadow:
         self.since_plain = 0 if plain else self.since_plain + 1
 
 
-class CommonChoice:
+class BatchChoice:
     """The shape that all rows of one batch bucket have, and when it is looked at again."""
 
     __slots__ = ("_form", "_probe_chains", "_probe_gap", "_rounds_left", "_shape", "_since_drafted", "shadow")
 
     def __init__(self) -> None:
-        self.shadow = Shadow()
+        self.shadow = PlainProbe()
         self._form = FormChoice()
         self._shape = NO_DRAFT
         self._rounds_left = 0

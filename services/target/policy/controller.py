@@ -17,8 +17,8 @@ from outrider.services.target.policy.batch_choice import (
     LAST_PROBE_GAP,
     PROBE_DEPTH,
     SMALL_STEP_ROWS,
-    CommonChoice,
-    Shadow,
+    BatchChoice,
+    PlainProbe,
 )
 from outrider.services.target.policy.cost_model import Acceptances, StepCosts, batch_bucket
 from outrider.services.target.policy.offered_shapes import cut, nodes_of
@@ -57,8 +57,8 @@ class SpeculationController:
     def __init__(self) -> None:
         self.costs = StepCosts()
         self.acceptance = Acceptances()
-        self._shadows: dict[int, Shadow] = {}
-        self._commons: dict[int, CommonChoice] = {}
+        self._shadows: dict[int, PlainProbe] = {}
+        self._commons: dict[int, BatchChoice] = {}
         self._draft_rate: float | None = None
         self._probe_gap = FIRST_PROBE_GAP
         self._since_probe = 0
@@ -164,12 +164,12 @@ class SpeculationController:
         """Tokens per second of recent drafting steps over those of plain steps of the same batch size; None before both were seen."""
         return self._draft_rate
 
-    def _shadow(self, batch_size: int) -> Shadow:
-        return self._shadows.setdefault(batch_size, Shadow())
+    def _shadow(self, batch_size: int) -> PlainProbe:
+        return self._shadows.setdefault(batch_size, PlainProbe())
 
-    def _common(self, batch_size: int) -> CommonChoice:
+    def _common(self, batch_size: int) -> BatchChoice:
         """Return the choice of all batches that run padded to one size."""
-        return self._commons.setdefault(batch_bucket(batch_size), CommonChoice())
+        return self._commons.setdefault(batch_bucket(batch_size), BatchChoice())
 
     def _plan(self, rows: Sequence[RowBound], batch_size: int, other_nodes: int) -> _Plan:
         """Return the plan of the form whose turn it is; forms are compared every few rounds."""

@@ -16,7 +16,7 @@ from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.checkpoint.json_config import read_json
 from outrider.shared.nn.checkpoint.read_ahead import ReadAhead
 from outrider.shared.nn.checkpoint.tensor_file import Shape, TensorFile, TensorInfo, open_tensor_file
-from outrider.shared.nn.checkpoint.weight_staging import Staging, make_staging
+from outrider.shared.nn.checkpoint.weight_staging import WeightStaging, make_staging
 from outrider.shared.obs.logging import get_logger
 
 __all__ = ["CheckpointReader", "ExpectedTensors", "Shape", "TensorSource", "dtype_name", "is_weight"]
@@ -128,7 +128,7 @@ class CheckpointReader:
         self._taken: set[str] = set()
         self._ignored: set[str] = set()
         self._ahead: ReadAhead | None = None
-        self._staging: Staging | None = None
+        self._staging: WeightStaging | None = None
         self._started: float | None = None
         self._at_once = self.device.type != "cuda"
         self._unsettled: list[

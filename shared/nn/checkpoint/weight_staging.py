@@ -8,7 +8,7 @@ BUFFERS = 3
 BUFFER_BYTES = 32 << 20
 
 
-class Staging:
+class WeightStaging:
     """Pinned buffers that host tensors go through; copies return before the GPU has them, in the order of the current stream.
 
     Args:
@@ -57,9 +57,9 @@ class Staging:
             self._fetched[index] = fetched
 
 
-def make_staging(device: torch.device) -> Staging | None:
+def make_staging(device: torch.device) -> WeightStaging | None:
     """Return buffers for copies to a GPU, or None where the host gives none: copies then take their usual way."""
     try:
-        return Staging(device)
+        return WeightStaging(device)
     except RuntimeError:
         return None

@@ -28,7 +28,7 @@ from outrider.shared.nn.layers.linear import Linear
 from outrider.shared.nn.layers.rope import Rotation
 
 
-class Reduce(Protocol):
+class ResidualReduce(Protocol):
     """The addition of a product to the residual where ranks of tensor parallelism hold its parts."""
 
     def add(
@@ -53,7 +53,7 @@ def attention_block(
     pool: KVPool,
     following: RMSNorm,
     *,
-    reduce: Reduce | None = None,
+    reduce: ResidualReduce | None = None,
     lookup: Lookup | None = None,
 ) -> Stream:
     """Return the residual stream after the attention of a layer, prepared for the norm `following`.
@@ -80,7 +80,7 @@ def mlp_block(
     stream: Stream,
     following: RMSNorm,
     *,
-    reduce: Reduce | None = None,
+    reduce: ResidualReduce | None = None,
     out: torch.Tensor | None = None,
 ) -> Stream:
     """Return the residual stream after the MLP of a layer, prepared for the norm `following`; `out` is where the stream itself goes."""
@@ -116,7 +116,7 @@ def _add(
     linear: Linear,
     residual: torch.Tensor,
     norm: RMSNorm,
-    reduce: Reduce | None,
+    reduce: ResidualReduce | None,
     out: torch.Tensor | None,
 ) -> Stream:
     if reduce is None and _own(Epilogue.ADD, x, linear):

@@ -11,7 +11,7 @@ from outrider.kernels.skinny_gemm import project
 from outrider.kernels.stream import FEW_ROWS, MANY_ROWS
 from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.kv.pool import KVPool
-from outrider.shared.nn.fused.blocks import Reduce, attention_block, mlp_block
+from outrider.shared.nn.fused.blocks import ResidualReduce, attention_block, mlp_block
 from outrider.shared.nn.fused.products import ProductUse, uses_of
 from outrider.shared.nn.layers.blocks import Attention, DecoderLayer, GatedMLP, RMSNorm
 from outrider.shared.nn.layers.linear import Linear
@@ -42,7 +42,7 @@ class FusedForward:
         norm: RMSNorm,
         head: Linear,
         *,
-        reduce: Reduce | None = None,
+        reduce: ResidualReduce | None = None,
     ) -> None:
         self._blocks: list[tuple[Attention, GatedMLP]] = []
         self._norms: list[tuple[RMSNorm, RMSNorm]] = []  # of each layer: before its MLP, and after it

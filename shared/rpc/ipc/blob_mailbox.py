@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 
 from outrider.shared.base.errors import ProtocolError
-from outrider.shared.rpc.ipc.doorbells import RoundWords, Side
-from outrider.shared.rpc.ipc.slots import MAX_SLOT_BYTES, Layout, SharedMemory
+from outrider.shared.rpc.ipc.doorbells import Doorbells, Side
+from outrider.shared.rpc.ipc.slots import MAX_SLOT_BYTES, SharedMemory, SlotLayout
 
 SLOTS = 2
 STATE_BYTES = 8 * 1024 * 1024
@@ -24,7 +24,7 @@ POLL_S = 2e-5
 
 
 @dataclass(frozen=True, slots=True)
-class RoundsLayout:
+class BlobLayout:
     """Bytes of a state's and of a tree's slot. `inside`: the slots lie behind the words in the shared memory, else on a device."""
 
     state_bytes: int = STATE_BYTES
@@ -37,9 +37,9 @@ class RoundsLayout:
         return SLOTS * (self.state_bytes + self.trees_bytes)
 
     @property
-    def memory(self) -> Layout:
+    def memory(self) -> SlotLayout:
         """Of the shared memory: its first page holds the words."""
-        return Layout(1, self.slots_bytes if self.inside else 1)
+        return SlotLayout(1, self.slots_bytes if self.inside else 1)
 
     def state_slot(self, number: int) -> int:
         """Return the byte offset of a round's state among the slots."""
@@ -49,7 +49,7 @@ class RoundsLayout:
         """Return the byte offset of a round's trees among the slots."""
         return SLOTS * self.state_bytes + number % SLOTS * self.trees_bytes
 
-    def check(self) -> RoundsLayout:
+    def check(self) -> BlobLayout:
         """Return the layout of a peer if its sizes can be served; raise ProtocolError otherwise."""
         sizes = (self.state_bytes, self.trees_bytes)
         if not all(0 < size <= MAX_SLOT_BYTES // 8 and size % 256 == 0 for size in sizes):
@@ -60,7 +60,7 @@ class RoundsLayout:
         return self
 
 
-class RoundMailbox(Protocol):
+class BlobMailbox(Protocol):
     """One side of the exchange. `send` and `receive` are for one thread, `close` for any.
 
     Attributes:
@@ -68,7 +68,7 @@ class RoundMailbox(Protocol):
         broken: A wait was ended since `mend` without what it was for; the peer is late or gone.
     """
 
-    layout: RoundsLayout
+    layout: BlobLayout
 
     @property
     def broken(self) -> bool:
@@ -100,12 +100,12 @@ class RoundMailbox(Protocol):
 
 
 class HostMailbox:
-    """`RoundMailbox` between two processes without GPUs: what is enqueued elsewhere happens at once, and the host waits."""
+    """`BlobMailbox` between two processes without GPUs: what is enqueued elsewhere happens at once, and the host waits."""
 
-    def __init__(self, layout: RoundsLayout, memory: SharedMemory, side: Side) -> None:
+    def __init__(self, layout: BlobLayout, memory: SharedMemory, side: Side) -> None:
         self.layout = layout
         self.broken = False
-        self._words = RoundWords(memory, side)
+        self._words = Doorbells(memory, side)
         self._slots = torch.frombuffer(memory.slot(0, layout.slots_bytes), dtype=torch.uint8)
         self._closed = False
         out, back = (
@@ -116,14 +116,14 @@ class HostMailbox:
         self._out, self._in = out, back
 
     def send(self, number: int, blob: torch.Tensor) -> None:
-        """See `RoundMailbox.send`."""
+        """See `BlobMailbox.send`."""
         blob[:4].view(torch.int32).fill_(number)
         start = self._out(number)
         self._slots[start : start + blob.nbytes].copy_(blob)
         self._words.give(number)
 
     def receive(self, number: int, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
-        """See `RoundMailbox.receive`."""
+        """See `BlobMailbox.receive`."""
         expected.fill_(number)
         until = time.monotonic() + limit_s
         while self._words.awaited < number and not self._closed and not self.broken:
@@ -136,14 +136,14 @@ class HostMailbox:
         blob.copy_(self._slots[start : start + blob.nbytes])
 
     def skip(self, number: int) -> None:
-        """See `RoundMailbox.skip`."""
+        """See `BlobMailbox.skip`."""
         self._words.give(number)
 
     def mend(self) -> bool:
-        """See `RoundMailbox.mend`."""
+        """See `BlobMailbox.mend`."""
         self.broken = self._closed
         return True
 
     def close(self) -> None:
-        """See `RoundMailbox.close`."""
+        """See `BlobMailbox.close`."""
         self._closed = self.broken = True

@@ -1,7 +1,7 @@
 """Rounds exchanged without the host: the streams of two processes write and await words in host memory that both have registered.
 
 The words lie in host memory so that either host can write them too: a stream that waits for a process which has died, stopped or fallen
-behind goes on when `RoundWatch` says so. Blobs lie on the target's GPU, which the draft has mapped, on the same GPU or another of the host.
+behind goes on when `DoorbellWatchdog` says so. Blobs lie on the target's GPU, which the draft has mapped, on the same GPU or another of the host.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import torch
 
 from outrider.kernels.round_trade import WORD_BYTES, fetch_blob, post_blob
-from outrider.shared.rpc.ipc.blob_mailbox import RoundsLayout
+from outrider.shared.rpc.ipc.blob_mailbox import BlobLayout
 from outrider.shared.rpc.ipc.cuda import CudaError, PeerMemory, copy_async, runtime_call
 from outrider.shared.rpc.ipc.deferred_release import DISPOSAL
-from outrider.shared.rpc.ipc.doorbells import RoundWatch, RoundWords, Side
+from outrider.shared.rpc.ipc.doorbells import Doorbells, DoorbellWatchdog, Side
 from outrider.shared.rpc.ipc.slots import PAGE_BYTES, SharedMemory
 
 REGISTER_PORTABLE_AND_MAPPED = 3
@@ -35,7 +35,7 @@ class SlotMemory(Protocol):
 
 
 class StreamMailbox:
-    """`RoundMailbox` of a process with a GPU. Work goes to torch's current stream of the device.
+    """`BlobMailbox` of a process with a GPU. Work goes to torch's current stream of the device.
 
     When nobody refers to it any more, all waits end at once; what its streams use is given back when they have passed.
 
@@ -51,11 +51,11 @@ class StreamMailbox:
     """
 
     def __init__(
-        self, layout: RoundsLayout, memory: SharedMemory, slots: SlotMemory, side: Side, device: torch.device
+        self, layout: BlobLayout, memory: SharedMemory, slots: SlotMemory, side: Side, device: torch.device
     ) -> None:
         self.layout = layout
-        self._words = RoundWords(memory, side)
-        self._watch = RoundWatch(self._words)
+        self._words = Doorbells(memory, side)
+        self._watch = DoorbellWatchdog(self._words)
         DISPOSAL.spare(self._watch)
         self._slots = slots
         self._device = device
@@ -78,11 +78,11 @@ class StreamMailbox:
 
     @property
     def broken(self) -> bool:
-        """See `RoundMailbox.broken`."""
+        """See `BlobMailbox.broken`."""
         return self._watch.broken
 
     def send(self, number: int, blob: torch.Tensor, put: torch.cuda.Event | None = None) -> None:
-        """See `RoundMailbox.send`; `put` is recorded as soon as the blob lies in its slot."""
+        """See `BlobMailbox.send`; `put` is recorded as soon as the blob lies in its slot."""
         slot = self._slots.pointer + self._out(number)
         with self._current() as stream:
             if self._by_kernel(blob):
@@ -95,7 +95,7 @@ class StreamMailbox:
             _write_value(stream, self._base + self._words.given_at, number)
 
     def receive(self, number: int, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
-        """See `RoundMailbox.receive`."""
+        """See `BlobMailbox.receive`."""
         slot, passed = self._slots.pointer + self._in(number), self._base + self._words.passed_at
         with self._current() as stream:
             _write_value(stream, expected.data_ptr(), number)
@@ -110,16 +110,16 @@ class StreamMailbox:
                 copy_async(blob.data_ptr(), slot, blob.nbytes, self._device)
 
     def skip(self, number: int) -> None:
-        """See `RoundMailbox.skip`."""
+        """See `BlobMailbox.skip`."""
         with self._current() as stream:
             _write_value(stream, self._base + self._words.given_at, number)
 
     def mend(self) -> bool:
-        """See `RoundMailbox.mend`."""
+        """See `BlobMailbox.mend`."""
         return self._watch.mend()
 
     def close(self) -> None:
-        """See `RoundMailbox.close`."""
+        """See `BlobMailbox.close`."""
         self._watch.close()
 
     def _try(self) -> None:
@@ -221,7 +221,7 @@ def _register(memory: SharedMemory, device: torch.device) -> int:
 
 
 def _let_go(
-    words: RoundWords, slots: SlotMemory, device: torch.device, streams: dict[int, torch.cuda.Stream]
+    words: Doorbells, slots: SlotMemory, device: torch.device, streams: dict[int, torch.cuda.Stream]
 ) -> None:
     """Undo `_register`, and unmap the slots, when none of `streams` needs them any more. Not the device is waited for: a graph may be
     recorded on it, which that would break."""

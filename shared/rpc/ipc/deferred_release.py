@@ -33,7 +33,7 @@ class Waiter(Protocol):
         ...
 
 
-class Disposal:
+class DeferredRelease:
     """Calls functions one after the other, on a thread that starts with the first owner and stays."""
 
     def __init__(self) -> None:
@@ -83,5 +83,5 @@ class Disposal:
         return any(waiter.waiting for waiter in waiters)
 
 
-DISPOSAL = Disposal()
+DISPOSAL = DeferredRelease()
 """Of this process."""

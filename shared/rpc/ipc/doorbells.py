@@ -47,7 +47,7 @@ class Side(Enum):
     DRAFT = "draft"
 
 
-class RoundWords:
+class Doorbells:
     """The words as one side sees them. `release` and the reading properties may be used from any thread.
 
     Args:
@@ -105,7 +105,7 @@ class _Wait:
     since: float | None = None
 
 
-class RoundWatch:
+class DoorbellWatchdog:
     """Releases waits of a device that last longer than they may. A thread of its own, as the host may be waiting for the device.
 
     Args:
@@ -116,7 +116,7 @@ class RoundWatch:
         broken: A wait was released since `mend`: the peer is late, or gone.
     """
 
-    def __init__(self, words: RoundWords, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, words: Doorbells, clock: Callable[[], float] = time.monotonic) -> None:
         self.broken = False
         self._words = words
         self._clock = clock

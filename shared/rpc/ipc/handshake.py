@@ -13,13 +13,13 @@ import torch
 from outrider.draft.v1 import draft_pb2
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
-from outrider.shared.rpc.ipc.blob_mailbox import HostMailbox, RoundMailbox, RoundsLayout
+from outrider.shared.rpc.ipc.blob_mailbox import BlobLayout, BlobMailbox, HostMailbox
 from outrider.shared.rpc.ipc.cuda import HANDLE_BYTES, CudaError, DeviceMemory, PeerMemory
 from outrider.shared.rpc.ipc.cuda_blob_mailbox import StreamMailbox
 from outrider.shared.rpc.ipc.cuda_mailbox import CudaTensorReader, CudaTensorWriter
 from outrider.shared.rpc.ipc.doorbells import Side
 from outrider.shared.rpc.ipc.mailbox import SharedTensorReader, SharedTensorWriter, SlotTensorWriter
-from outrider.shared.rpc.ipc.slots import Layout, SharedMemory
+from outrider.shared.rpc.ipc.slots import SharedMemory, SlotLayout
 from outrider.shared.rpc.tensors import MAX_CHUNK_BYTES, TensorReader, TensorWriter
 
 SESSION_LAYOUT = (4, 4 * 1024 * 1024)
@@ -42,7 +42,7 @@ class Offered:
     files: Sequence[int]
     session: TensorWriter
     bulk: SlotTensorWriter
-    rounds: RoundMailbox | None = None
+    rounds: BlobMailbox | None = None
 
     def sent(self) -> None:
         """Close the descriptors, which the peer has now."""
@@ -56,7 +56,7 @@ class Mapped:
 
     session: TensorReader
     bulk: TensorReader
-    rounds: RoundMailbox | None = None
+    rounds: BlobMailbox | None = None
 
 
 def offers(device: torch.device, *, rounds: bool = False) -> Sequence[Callable[[], Offered]]:
@@ -75,7 +75,7 @@ Made = tuple[draft_pb2.Mailbox, int, SlotTensorWriter]
 """A mailbox's description, its descriptor, and what writes to it."""
 
 
-MadeRounds = tuple[draft_pb2.RoundsMailbox, int, RoundMailbox]
+MadeRounds = tuple[draft_pb2.RoundsMailbox, int, BlobMailbox]
 
 
 def _offer(
@@ -90,7 +90,7 @@ def _offer(
         )
         offer = draft_pb2.MailboxOffer(session=session, bulk=bulk)
         files: list[int] = [first, second]
-        mailbox: RoundMailbox | None = None
+        mailbox: BlobMailbox | None = None
         if make_rounds is not None:
             try:
                 rounds, third, mailbox = make_rounds(made)
@@ -103,7 +103,7 @@ def _offer(
 
 
 def _rounds_on_host(made: contextlib.ExitStack) -> MadeRounds:
-    layout = RoundsLayout()
+    layout = BlobLayout()
     memory, file = SharedMemory.create(layout.memory)
     made.callback(os.close, file)
     box = draft_pb2.RoundsMailbox(state_bytes=layout.state_bytes, trees_bytes=layout.trees_bytes)
@@ -111,7 +111,7 @@ def _rounds_on_host(made: contextlib.ExitStack) -> MadeRounds:
 
 
 def _rounds_on_gpu(made: contextlib.ExitStack, device: torch.device) -> MadeRounds:
-    layout = RoundsLayout(inside=False)
+    layout = BlobLayout(inside=False)
     memory, file = SharedMemory.create(layout.memory)
     made.callback(os.close, file)
     slots = DeviceMemory(layout.slots_bytes, device)
@@ -122,13 +122,13 @@ def _rounds_on_gpu(made: contextlib.ExitStack, device: torch.device) -> MadeRoun
 
 
 def _shared(sizes: tuple[int, int], made: contextlib.ExitStack) -> Made:
-    memory, file = SharedMemory.create(Layout(*sizes))
+    memory, file = SharedMemory.create(SlotLayout(*sizes))
     made.callback(os.close, file)
     return draft_pb2.Mailbox(slots=sizes[0], slot_bytes=sizes[1]), file, SharedTensorWriter(memory)
 
 
 def _on_gpu(sizes: tuple[int, int], made: contextlib.ExitStack, device: torch.device) -> Made:
-    ledger, file = SharedMemory.create(Layout(*sizes, slots_inside=False))
+    ledger, file = SharedMemory.create(SlotLayout(*sizes, slots_inside=False))
     made.callback(os.close, file)
     slots = DeviceMemory(sizes[0] * sizes[1], device)
     box = draft_pb2.Mailbox(slots=sizes[0], slot_bytes=sizes[1], cuda_handle=slots.handle())
@@ -161,7 +161,7 @@ def accept(offer: draft_pb2.MailboxOffer, files: Sequence[int], device: torch.de
 def _reader(
     box: draft_pb2.Mailbox, file: int, device: torch.device, mapped: contextlib.ExitStack, *, wait: bool
 ) -> TensorReader:
-    layout = Layout(box.slots, box.slot_bytes, slots_inside=not box.cuda_handle).check()
+    layout = SlotLayout(box.slots, box.slot_bytes, slots_inside=not box.cuda_handle).check()
     memory = SharedMemory.attach(layout, file)
     if not box.cuda_handle:
         return SharedTensorReader(memory, device)
@@ -174,9 +174,9 @@ def _reader(
     return reader
 
 
-def _rounds(box: draft_pb2.RoundsMailbox, file: int, device: torch.device) -> RoundMailbox | None:
+def _rounds(box: draft_pb2.RoundsMailbox, file: int, device: torch.device) -> BlobMailbox | None:
     """Map a mailbox for rounds; None where that cannot be: they then go the host's way."""
-    layout = RoundsLayout(box.state_bytes, box.trees_bytes, inside=not box.cuda_handle).check()
+    layout = BlobLayout(box.state_bytes, box.trees_bytes, inside=not box.cuda_handle).check()
     memory = SharedMemory.attach(layout.memory, file)
     if not box.cuda_handle:
         return HostMailbox(layout, memory, Side.DRAFT) if device.type == "cpu" else None

@@ -29,7 +29,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SlotLayout:
     """Sizes of a mailbox: `slots` of `slot_bytes` each; with `slots_inside` they lie behind the counters, else on a device."""
 
     slots: int
@@ -46,7 +46,7 @@ class Layout:
         """Bytes of shared memory."""
         return self.data_start + (self.slots * self.slot_bytes if self.slots_inside else 0)
 
-    def check(self) -> Layout:
+    def check(self) -> SlotLayout:
         """Return the layout of a peer if its sizes can be served; raise ProtocolError otherwise."""
         if not (1 <= self.slots <= MAX_SLOTS and 1 <= self.slot_bytes <= MAX_SLOT_BYTES):
             raise ProtocolError(
@@ -59,13 +59,13 @@ class Layout:
 class SharedMemory:
     """Anonymous memory that two processes have mapped. Its size is sealed: neither can make the other fault by cutting it."""
 
-    def __init__(self, layout: Layout, file: int) -> None:
+    def __init__(self, layout: SlotLayout, file: int) -> None:
         self.layout = layout
         self._map = mmap.mmap(file, layout.total_bytes)
         self.bytes = memoryview(self._map)
 
     @classmethod
-    def create(cls, layout: Layout) -> tuple[SharedMemory, int]:
+    def create(cls, layout: SlotLayout) -> tuple[SharedMemory, int]:
         """Make memory of zeros; returns it and the descriptor to hand over, which the caller closes."""
         file = os.memfd_create("outrider-mailbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(file, layout.total_bytes)
@@ -73,7 +73,7 @@ class SharedMemory:
         return cls(layout, file), file
 
     @classmethod
-    def attach(cls, layout: Layout, file: int) -> SharedMemory:
+    def attach(cls, layout: SlotLayout, file: int) -> SharedMemory:
         """Map what a peer handed over; the caller closes `file`.
 
         Raises:

@@ -19,7 +19,7 @@ import outrider.kernels
 from outrider.bench.measure import latency
 from outrider.bench.measure.latency import shrinking_lengths
 from outrider.bench.stacks.engine_stack import EngineOptions, running_engine
-from outrider.bench.stacks.remote_draft import Transport
+from outrider.bench.stacks.remote_draft import DraftTransport
 from outrider.bench.stacks.shapes import named_shape
 from outrider.services.cli.commands import app
 from outrider.services.stack.mps import PROGRAM
@@ -119,7 +119,7 @@ def test_a_cpu_is_shared_by_no_multi_process_service() -> None:
 
 def test_steps_of_a_batch_can_be_waited_for() -> None:
     shape = named_shape("tiny")
-    options = EngineOptions(shape, "cpu", "float32", Transport.INPROC, max_batch=2, max_len=64)
+    options = EngineOptions(shape, "cpu", "float32", DraftTransport.INPROC, max_batch=2, max_len=64)
     with running_engine(options) as engine:
         before = time.perf_counter()
         running = engine.start_batch([[1, 2, 3], [4, 5, 6, 7]], 40, None)
@@ -138,7 +138,7 @@ def test_the_answers_of_a_batch_may_differ_in_length_and_halve_it_for_a_warm_up(
     assert steps == [24, 36, 48, 50]
     assert [sum(length >= step for length in lengths) for step in steps] == [12, 6, 3, 1]
     with running_engine(
-        EngineOptions(named_shape("tiny"), "cpu", "float32", Transport.INPROC, max_batch=12, max_len=64)
+        EngineOptions(named_shape("tiny"), "cpu", "float32", DraftTransport.INPROC, max_batch=12, max_len=64)
     ) as engine:
         _taken, answers = engine.run_batch([[1, 2, 3]] * 12, lengths, None)
     assert [answer.tokens for answer in answers] == lengths
@@ -146,7 +146,7 @@ def test_the_answers_of_a_batch_may_differ_in_length_and_halve_it_for_a_warm_up(
 
 def test_a_batch_with_an_ended_sequence_is_not_waited_for() -> None:
     with running_engine(
-        EngineOptions(named_shape("tiny"), "cpu", "float32", Transport.INPROC, max_batch=1, max_len=64)
+        EngineOptions(named_shape("tiny"), "cpu", "float32", DraftTransport.INPROC, max_batch=1, max_len=64)
     ) as engine:
         running = engine.start_batch([[1, 2, 3]], 2, None)
         running.wait_for_steps(1000)

@@ -10,7 +10,7 @@ from support.recorded_results import SETTINGS, latency_row, line_of, record
 
 from outrider.bench.report.goals import GOALS
 from outrider.bench.report.parts import ceiling_lines, kernel_lines, load_lines, start_lines
-from outrider.bench.report.recorded import Recorded, Results
+from outrider.bench.report.recorded import RecordedResult, Results
 from outrider.bench.report.tables import (
     GENERIC_SHAPE,
     NOT_MEASURED,
@@ -129,7 +129,7 @@ def test_the_table_tells_every_run_apart(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "ours.json").read_text())
     content["machine"] |= {"cores": 64, "cores_used": 16}
     content["environment"] = {"CUDA_MPS_PIPE_DIRECTORY": "pipe", "CUDA_VISIBLE_DEVICES": "1"}
-    recorded = Recorded(tmp_path / "ours.json", content)
+    recorded = RecordedResult(tmp_path / "ours.json", content)
     assert recorded.command == "CUDA_VISIBLE_DEVICES=1 outrider bench latency"
     assert (
         recorded.occasion

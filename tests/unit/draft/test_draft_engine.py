@@ -17,7 +17,7 @@ from outrider.services.draft.settings import DraftSettings, plan_pages, plan_thr
 from outrider.services.draft.warmup import warm_up
 from outrider.shared.base.errors import CheckpointError, ConfigurationError
 from outrider.shared.nn.open import load_decoder
-from outrider.shared.spec.drafter import Commit, ProposalRequest, ProposalRow, RoundResult, SequenceOpen
+from outrider.shared.spec.drafter import Commit, Commits, ProposalRequest, ProposalRow, SequenceOpen
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
 from outrider.shared.spec.tree import DraftShape
 
@@ -268,7 +268,7 @@ class Host:
         tokens.extend(fresh)
         rows = torch.ones(len(fresh), HIDDEN)
         self.drafter.commit(
-            RoundResult(1, [Commit(fence_of(session_id, tokens, epoch), base_len, list(fresh), rows)])
+            Commits(1, [Commit(fence_of(session_id, tokens, epoch), base_len, list(fresh), rows)])
         )
 
     def row(self, session_id: int, shape: DraftShape = SHAPE, epoch: int = 1) -> ProposalRow:

@@ -14,7 +14,7 @@ from outrider.services.draft import app, warmup
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.growth import draft_graph as host_rounds
-from outrider.services.draft.growth.draft_graph import DraftGraphs, HostRounds
+from outrider.services.draft.growth.draft_graph import DraftGraph, DraftGraphs
 from outrider.services.draft.peers.peer_rounds import RoundsDesk
 from outrider.services.draft.serving import protocol
 from outrider.services.draft.serving.loop import DraftLoop
@@ -102,7 +102,7 @@ def test_larger_batches_than_are_recorded_run_without(
     assert rounds is not None
     monkeypatch.setattr(host_rounds, "RECORD_AFTER", 0)
     graphs = PlayedGraphs()
-    host = HostRounds(rounds.memory, graphs, engine.strategy.info.feature_size, torch.float32, lambda: 4)
+    host = DraftGraph(rounds.memory, graphs, engine.strategy.info.feature_size, torch.float32, lambda: 4)
     for bs in (2, 4, 8):
         host.record(bs, DraftShape(2, 2, 4))
     assert [key[0].bs for key in graphs.captured] == [2, 4]  # type: ignore[index]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.services.draft.growth.draft_graph import DraftRounds
+from outrider.services.draft.growth.draft_graph import DeviceGrowth
 from outrider.services.draft.sessions.session import PeerId, RowSource, Session
 from outrider.services.draft.strategies.base import Pages, StrategyInfo
 from outrider.services.draft.strategies.ngram.corpus import Corpus
@@ -57,7 +57,7 @@ class NgramStrategy:
     def __init__(
         self, options: NgramOptions, vocab_size: int | None, corpus: Corpus | None, device: torch.device
     ) -> None:
-        self.rounds: DraftRounds | None = None
+        self.rounds: DeviceGrowth | None = None
         self._options = options
         self._corpus = corpus
         self._device = device

@@ -30,7 +30,7 @@ from outrider.shared.rpc.client import connect
 from outrider.shared.rpc.direct import ClientStream
 from outrider.shared.rpc.interceptors import error_from_rpc
 from outrider.shared.rpc.ipc.doorbells import Side
-from outrider.shared.rpc.polling import Vigil
+from outrider.shared.rpc.polling import PollWindow
 from outrider.shared.rpc.relay import StreamRelay
 from outrider.shared.rpc.tensors import MAX_CHUNK_BYTES, InlineTensors, TensorWriter, fill_tensor, on_host
 
@@ -106,7 +106,7 @@ class GrpcCarrier:
         self._inbox: queue.SimpleQueue[draft_pb2.SessionReply | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._streams: list[ClientStream] = []
-        self._vigil = Vigil()
+        self._vigil = PollWindow()
         self._stream: ClientStream | None = None
         self._bulk: ClientStream | None = None
         self._stream_rounds: StreamRounds | None = None
@@ -147,7 +147,7 @@ class GrpcCarrier:
         """See `Carrier.open_bulk`."""
         assert self._stream is not None, "hello() comes first"
         self._bulk = self._own(
-            ClientStream(self._bulk_channel, BULK_METHOD, Vigil(enabled=self._vigil.enabled))
+            ClientStream(self._bulk_channel, BULK_METHOD, PollWindow(enabled=self._vigil.enabled))
         )
         self._bulk_reader.start()
         if self._offers_rounds:

@@ -29,7 +29,7 @@ from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.address import IpcAddress
 from outrider.shared.rpc.client import connect as connect_grpc
 from outrider.shared.rpc.convert import error_from_proto
-from outrider.shared.rpc.ipc.blob_mailbox import RoundMailbox
+from outrider.shared.rpc.ipc.blob_mailbox import BlobMailbox
 from outrider.shared.rpc.ipc.cuda import CudaError
 from outrider.shared.rpc.ipc.frames import SPIN_S, EndOfStream, FrameKind, FrameSocket
 from outrider.shared.rpc.ipc.handshake import Offered, offers
@@ -215,7 +215,7 @@ class MailboxRounds:
         send: Sends a message to it; a method of its carrier, which is not kept by this.
     """
 
-    def __init__(self, mailbox: RoundMailbox, send: Callable[[draft_pb2.SessionRequest], None]) -> None:
+    def __init__(self, mailbox: BlobMailbox, send: Callable[[draft_pb2.SessionRequest], None]) -> None:
         self._mailbox = mailbox
         # The carrier has this channel: a cycle would keep the mailbox, which is much memory of a GPU, until the garbage collector runs.
         self._send = weakref.WeakMethod(send)

@@ -43,16 +43,16 @@ class RoundsChannel(Protocol):
             trees: ``[n] uint8``, where they come to with their header.
             expected: ``[1] int32``, to be set to the number.
             limit_s: How long after the state is there they may take.
-            ahead: See `ExchangedRounds.exchange`.
+            ahead: See `ExchangedBatch.exchange`.
         """
         ...
 
     def hand_over(self) -> None:
-        """See `ExchangedRounds.hand_over`."""
+        """See `ExchangedBatch.hand_over`."""
         ...
 
     def carry(self, wanted: bool) -> None:
-        """See `ExchangedRounds.carry`."""
+        """See `ExchangedBatch.carry`."""
         ...
 
     def mend(self) -> bool:

@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from outrider.draft.v1 import draft_pb2
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
-from outrider.shared.rpc.blob_staging import Staging
+from outrider.shared.rpc.blob_staging import BlobStaging
 from outrider.shared.rpc.direct import ClientStream
-from outrider.shared.rpc.envelopes import RoundEnvelopes
+from outrider.shared.rpc.envelopes import BlobEnvelopes
 from outrider.shared.rpc.ipc.cuda import CudaError
-from outrider.shared.rpc.polling import Vigil, give_way
+from outrider.shared.rpc.polling import PollWindow, give_way
 from outrider.shared.rpc.relay import STATE_BYTES, StreamRelay
 from outrider.shared.spec.resident import PackedExtent, RoundState
 
@@ -41,7 +41,7 @@ Where the two share a GPU without MPS it shall turn to the draft when the pass i
 it turns in the middle of one pass in three, which lasts 350 µs longer then (H200). How long it takes to tell is what says how fast a host
 is. The target does not know whether they share one, so it tells every draft whose rounds are enqueued ahead; elsewhere the message and the
 answer to it are of use too, as the next ones find their way travelled: code and buffers of both processes are in caches again, which saves
-each hop 20 to 60 µs. It tells, and calls the GPU back, only where waits are awake (`Vigil.enabled`, from eight cores on), since it
+each hop 20 to 60 µs. It tells, and calls the GPU back, only where waits are awake (`PollWindow.enabled`, from eight cores on), since it
 lies in wait for the moment."""
 LEAST_TELLING_S, MOST_TELLING_S = 0.00005, 0.0003
 """What telling is taken to take, whatever it took last."""
@@ -73,7 +73,7 @@ class _Round:
     number: int
     state: torch.Tensor
     extent: PackedExtent
-    envelopes: RoundEnvelopes
+    envelopes: BlobEnvelopes
     limit_s: float
 
 
@@ -90,7 +90,7 @@ class StreamRounds:
     def __init__(
         self,
         stream: ClientStream,
-        vigil: Vigil,
+        vigil: PollWindow,
         dispatch: Callable[[bytes], None],
         relay: StreamRelay | None = None,
     ) -> None:
@@ -99,7 +99,7 @@ class StreamRounds:
         # The carrier has this channel: a cycle would keep the relay until the garbage collector runs.
         self._dispatch = weakref.WeakMethod(dispatch)
         self._relay = relay
-        self._staging = Staging()
+        self._staging = BlobStaging()
         self._arrived: deque[draft_pb2.RoundTrees] = deque()
         # A round whose exchange is left to `hand_over` and `carry`; its state may not have been enqueued, where that failed. And how long
         # its trees are waited for.
@@ -140,7 +140,7 @@ class StreamRounds:
         assert state.packed is not None, "the engine's states are packed"
         self._look()
         self._stream.send(draft_pb2.SessionRequest(rounds_next=message).SerializeToString())
-        coming = _Round(message.number, state.packed, state.extent, RoundEnvelopes.of(message), limit_s)
+        coming = _Round(message.number, state.packed, state.extent, BlobEnvelopes.of(message), limit_s)
         if ahead and self._relay is not None and self._relay.fits(state.packed, trees):
             self._enqueue(self._relay, coming, trees, expected)
             return

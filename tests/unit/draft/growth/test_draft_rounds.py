@@ -14,8 +14,8 @@ from support.toy_heads import HIDDEN, VOCAB, base_config, eagle_tensors, write_h
 from support.toys import make_toy_eagle3, make_toy_target
 
 from outrider.services.draft.build import build_engine
-from outrider.services.draft.growth.draft_graph import DraftRounds, HostRounds
-from outrider.services.draft.growth.extend_graph import RecordedExtend
+from outrider.services.draft.growth.draft_graph import DeviceGrowth, DraftGraph
+from outrider.services.draft.growth.extend_graph import ExtendGraph
 from outrider.services.draft.growth.page_tables import PageTable
 from outrider.services.draft.inproc import HOST_PEER, InprocDrafter
 from outrider.services.draft.settings import DraftSettings
@@ -181,8 +181,8 @@ def test_rounds_that_the_host_starts_draft_the_same(make_rig: MakeRig) -> None:
     strategy = rig.drafter._engine.strategy
     assert strategy.rounds is not None
     assert strategy.rounds.host is None
-    host = HostRounds(strategy.rounds.memory, GraphCache(CPU), rig.feature_size, torch.float32)
-    strategy.rounds = DraftRounds(strategy.rounds.memory, host)
+    host = DraftGraph(strategy.rounds.memory, GraphCache(CPU), rig.feature_size, torch.float32)
+    strategy.rounds = DeviceGrowth(strategy.rounds.memory, host)
     streams, twins = open_streams(plain, rig)
     source = random.Random(2)
     states = [RoundState.idle(bs, 6, rig.feature_size, torch.float32, CPU) for bs in (1, 2, 4, 8)]
@@ -209,8 +209,8 @@ def test_prompts_are_taken_in_alike_by_what_was_recorded(make_rig: MakeRig) -> N
     assert strategy.rounds is not None
     memory, graphs = strategy.rounds.memory, PlayedGraphs()
     model, size = memory.drafter._model, rig.feature_size
-    extension = RecordedExtend(model, strategy._attention, memory.pool, size, torch.float32, graphs, (4, 16))
-    strategy.rounds = DraftRounds(memory, None, extension)
+    extension = ExtendGraph(model, strategy._attention, memory.pool, size, torch.float32, graphs, (4, 16))
+    strategy.rounds = DeviceGrowth(memory, None, extension)
     before = [plane.clone() for plane in memory.pool.planes()]
     extension.record()
     assert graphs.captured == [16, 4]

@@ -15,7 +15,7 @@ from support.toy_mtp import Model
 from support.toy_mtp import save as save_mtp
 
 from outrider.services.doctor.examine import examine
-from outrider.services.doctor.finding import Report, Severity
+from outrider.services.doctor.finding import DoctorReport, Severity
 from outrider.services.doctor.generic_tensors import model_of, saved_shapes
 from outrider.services.doctor.memory import plan_memory
 from outrider.services.doctor.pair import Pair
@@ -42,7 +42,7 @@ def pair_of(target: Path, draft: Path | None = None, algorithm: Algorithm = Algo
     return Pair(target, draft, algorithm, CPU, torch.float32)
 
 
-def refused(report: Report) -> list[str]:
+def refused(report: DoctorReport) -> list[str]:
     return [finding.message for finding in report.findings if finding.severity is Severity.REFUSED]
 
 

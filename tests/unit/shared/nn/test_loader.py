@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.checkpoint import checkpoint_reader as loader
 from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
-from outrider.shared.nn.checkpoint.weight_staging import Staging
+from outrider.shared.nn.checkpoint.weight_staging import WeightStaging
 
 TENSORS = {
     "a.weight": torch.arange(12.0).view(3, 4),
@@ -295,7 +295,7 @@ def test_a_folder_without_a_clear_checkpoint_is_refused(tmp_path: Path, files: l
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
 @pytest.mark.parametrize("count", [1, 63, 64, 1000])
 def test_staged_copies_are_plain_copies(stored: torch.dtype, count: int) -> None:
-    staging = Staging(torch.device("cpu"), buffer_bytes=256)
+    staging = WeightStaging(torch.device("cpu"), buffer_bytes=256)
     source = (torch.arange(count * 3) % 97).to(stored).view(count, 3)
     wanted = stored if stored is torch.int64 else torch.float32
     out = torch.full((count + 2, 3), -1, dtype=wanted)
@@ -307,7 +307,7 @@ def test_staged_copies_are_plain_copies(stored: torch.dtype, count: int) -> None
 
 def test_buffers_serve_in_and_out_of_inference_mode() -> None:
     with torch.inference_mode():
-        staging = Staging(torch.device("cpu"), 64)
+        staging = WeightStaging(torch.device("cpu"), 64)
         staging.copy(torch.empty(100), torch.ones(100))
     out = torch.empty(100)
     staging.copy(out, torch.ones(100))
@@ -317,7 +317,7 @@ def test_buffers_serve_in_and_out_of_inference_mode() -> None:
 def test_a_strided_tensor_is_staged_as_it_reads() -> None:
     source = torch.arange(60.0).view(6, 10).t()
     out = torch.empty(10, 6)
-    Staging(torch.device("cpu"), buffer_bytes=64).copy(out, source)
+    WeightStaging(torch.device("cpu"), buffer_bytes=64).copy(out, source)
     assert torch.equal(out, source)
 
 
@@ -327,7 +327,7 @@ def test_large_tensors_go_through_staging_and_broken_ones_are_found_when_the_rea
     """What a GPU's reader does, on a CPU: nobody waits for numbers before all is taken."""
     staged: list[int] = []
 
-    class Noted(Staging):
+    class Noted(WeightStaging):
         def copy(self, out: torch.Tensor, source: torch.Tensor) -> None:
             staged.append(source.numel())
             super().copy(out, source)

@@ -14,11 +14,11 @@ import torch
 
 from outrider.shared.rpc.ipc import cuda_blob_mailbox as cuda_round_mailbox
 from outrider.shared.rpc.ipc import deferred_release as module
-from outrider.shared.rpc.ipc.blob_mailbox import RoundsLayout
+from outrider.shared.rpc.ipc.blob_mailbox import BlobLayout
 from outrider.shared.rpc.ipc.cuda import CudaError, PeerMemory
 from outrider.shared.rpc.ipc.cuda_blob_mailbox import RELEASED, StreamMailbox
-from outrider.shared.rpc.ipc.deferred_release import Disposal
-from outrider.shared.rpc.ipc.doorbells import RoundWatch, RoundWords, Side
+from outrider.shared.rpc.ipc.deferred_release import DeferredRelease
+from outrider.shared.rpc.ipc.doorbells import Doorbells, DoorbellWatchdog, Side
 from outrider.shared.rpc.ipc.slots import SharedMemory
 
 TIMEOUT_S = 20.0
@@ -48,7 +48,7 @@ def gate() -> Iterator[threading.Event]:
 
 
 def test_who_drops_the_last_reference_does_not_wait(gate: threading.Event) -> None:
-    disposal, began, done = Disposal(), threading.Event(), threading.Event()
+    disposal, began, done = DeferredRelease(), threading.Event(), threading.Event()
 
     def free() -> None:
         began.set()
@@ -66,7 +66,7 @@ def test_who_drops_the_last_reference_does_not_wait(gate: threading.Event) -> No
 
 
 def test_one_that_fails_is_no_end_and_all_come_in_order_on_one_thread() -> None:
-    disposal, done, order, threads = Disposal(), threading.Event(), list[int](), set[int]()
+    disposal, done, order, threads = DeferredRelease(), threading.Event(), list[int](), set[int]()
 
     def note(number: int) -> None:
         threads.add(threading.get_ident())
@@ -87,7 +87,7 @@ def test_one_that_fails_is_no_end_and_all_come_in_order_on_one_thread() -> None:
 
 
 def test_what_others_may_still_write_to_is_kept_for_a_while() -> None:
-    disposal, done = Disposal(), threading.Event()
+    disposal, done = DeferredRelease(), threading.Event()
     owner = Owner()
     disposal.when_gone(owner, done.set, after_s=0.2)
     dropped = time.monotonic()
@@ -104,7 +104,7 @@ class Waiting:
 
 
 def test_nothing_is_called_while_a_stream_waits_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    disposal, stream, done = Disposal(), Waiting(), threading.Event()
+    disposal, stream, done = DeferredRelease(), Waiting(), threading.Event()
     disposal.spare(stream)
     owner = Owner()
     disposal.when_gone(owner, done.set)
@@ -122,11 +122,11 @@ def test_nothing_is_called_while_a_stream_waits_but_not_for_ever(monkeypatch: py
 
 
 def test_a_watch_says_whether_a_wait_is_not_over() -> None:
-    layout = RoundsLayout(inside=False)
+    layout = BlobLayout(inside=False)
     memory, file = SharedMemory.create(layout.memory)
     os.close(file)
-    words = RoundWords(memory, Side.TARGET)
-    watch = RoundWatch(words)
+    words = Doorbells(memory, Side.TARGET)
+    watch = DoorbellWatchdog(words)
     assert not watch.waiting
     watch.expect(1, TIMEOUT_S)
     assert watch.waiting
@@ -142,12 +142,12 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StreamMailbox, "_try", lambda _self: None)
 
 
-def make_mailbox(slots: PeerMemory) -> tuple[StreamMailbox, RoundWords]:
+def make_mailbox(slots: PeerMemory) -> tuple[StreamMailbox, Doorbells]:
     """Make one, and return it with its words."""
-    layout = RoundsLayout(inside=False)
+    layout = BlobLayout(inside=False)
     memory, file = SharedMemory.create(layout.memory)
     os.close(file)
-    return StreamMailbox(layout, memory, slots, Side.TARGET, torch.device("cuda", 0)), RoundWords(
+    return StreamMailbox(layout, memory, slots, Side.TARGET, torch.device("cuda", 0)), Doorbells(
         memory, Side.TARGET
     )
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from outrider.draft.v1 import draft_pb2
-from outrider.shared.rpc.envelopes import Envelope, RoundEnvelopes
+from outrider.shared.rpc.envelopes import BlobEnvelopes, Envelope
 
 SIZES = (1, 100, 127, 128, 16_383, 16_384, 49_664, 3 << 20)
 
@@ -21,7 +21,7 @@ def blob_of(size: int) -> bytes:
 @pytest.mark.parametrize(("rounds", "number"), [(1, 1), (1 << 40, (1 << 31) - 1), (0, 0)])
 def test_what_is_sealed_is_what_protobuf_writes(size: int, rounds: int, number: int) -> None:
     blob = blob_of(size)
-    envelopes = RoundEnvelopes.of(draft_pb2.RoundsNext(rounds=rounds, number=number))
+    envelopes = BlobEnvelopes.of(draft_pb2.RoundsNext(rounds=rounds, number=number))
     request = draft_pb2.SessionRequest(
         round_state=draft_pb2.RoundState(rounds=rounds, number=number, state=blob)
     ).SerializeToString()
@@ -36,18 +36,18 @@ def test_what_is_sealed_is_what_protobuf_writes(size: int, rounds: int, number: 
 
 
 def test_an_empty_blob_is_read_as_one() -> None:
-    message = RoundEnvelopes.of(draft_pb2.RoundsNext(rounds=3, number=4)).state.seal(b"")
+    message = BlobEnvelopes.of(draft_pb2.RoundsNext(rounds=3, number=4)).state.seal(b"")
     read = draft_pb2.SessionRequest.FromString(message)
     assert (read.round_state.rounds, read.round_state.number, read.round_state.state) == (3, 4, b"")
 
 
 def test_other_messages_are_not_opened() -> None:
-    envelope = RoundEnvelopes.of(draft_pb2.RoundsNext(rounds=1, number=300)).state
+    envelope = BlobEnvelopes.of(draft_pb2.RoundsNext(rounds=1, number=300)).state
     message = envelope.seal(blob_of(200))
     others = [
-        RoundEnvelopes.of(draft_pb2.RoundsNext(rounds=1, number=301)).state.seal(blob_of(200)),
-        RoundEnvelopes.of(draft_pb2.RoundsNext(rounds=2, number=300)).state.seal(blob_of(200)),
-        RoundEnvelopes.of(draft_pb2.RoundsNext(rounds=1, number=300)).trees.seal(blob_of(200)),
+        BlobEnvelopes.of(draft_pb2.RoundsNext(rounds=1, number=301)).state.seal(blob_of(200)),
+        BlobEnvelopes.of(draft_pb2.RoundsNext(rounds=2, number=300)).state.seal(blob_of(200)),
+        BlobEnvelopes.of(draft_pb2.RoundsNext(rounds=1, number=300)).trees.seal(blob_of(200)),
         draft_pb2.SessionRequest(ping=draft_pb2.Ping(nonce=1)).SerializeToString(),
         message + message,
         message + b"\0",

@@ -11,7 +11,7 @@ from google.protobuf import descriptor_pb2
 from outrider.common.v1 import common_pb2
 from outrider.draft.v1 import draft_pb2
 from outrider.shared.base.errors import ProtocolError
-from outrider.shared.rpc.ipc.blob_mailbox import RoundsLayout
+from outrider.shared.rpc.ipc.blob_mailbox import BlobLayout
 from outrider.shared.rpc.ipc.doorbells import Side, Word
 from outrider.shared.rpc.ipc.frames import HEADER, FrameKind
 from outrider.shared.rpc.version import PROTOCOL_VERSION, check_version
@@ -89,7 +89,7 @@ def blobs() -> list[str]:
 
 def shared_memory() -> list[str]:
     """Return what the frames, words and slots of a connection within a host look like."""
-    layout = RoundsLayout()
+    layout = BlobLayout()
     lines = [f"{kind.name} {kind.value}" for kind in FrameKind] + [
         f"{word.name} {word.value}" for word in Word
     ]

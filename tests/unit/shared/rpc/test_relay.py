@@ -9,7 +9,7 @@ import torch
 
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.rpc import relay
-from outrider.shared.rpc.ipc.doorbells import RoundWords, Side
+from outrider.shared.rpc.ipc.doorbells import Doorbells, Side
 from outrider.shared.rpc.relay import LAYOUT, LEAST_STATE_BYTES, StreamRelay
 from outrider.shared.spec.resident import HEADER_BYTES
 
@@ -30,7 +30,7 @@ class Mailbox:
     def __init__(
         self, layout: object, memory: object, slots: object, side: Side, device: torch.device
     ) -> None:
-        self.words = RoundWords(memory, side)  # type: ignore[arg-type]
+        self.words = Doorbells(memory, side)  # type: ignore[arg-type]
 
     def receive(self, number: int, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
         pass

@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from outrider.shared.rpc.ipc import doorbells as round_words
-from outrider.shared.rpc.ipc.blob_mailbox import RoundsLayout
-from outrider.shared.rpc.ipc.doorbells import RoundWatch, RoundWords, Side
+from outrider.shared.rpc.ipc.blob_mailbox import BlobLayout
+from outrider.shared.rpc.ipc.doorbells import Doorbells, DoorbellWatchdog, Side
 from outrider.shared.rpc.ipc.slots import SharedMemory
 
 
@@ -23,28 +23,28 @@ class Clock:
 
 
 @pytest.fixture
-def pair() -> tuple[RoundWords, RoundWords]:
+def pair() -> tuple[Doorbells, Doorbells]:
     """The words as target and draft see them, each through a mapping of its own."""
-    layout = RoundsLayout(256, 256).memory
+    layout = BlobLayout(256, 256).memory
     memory, file = SharedMemory.create(layout)
     other = SharedMemory.attach(layout, file)
     os.close(file)
-    return RoundWords(memory, Side.TARGET), RoundWords(other, Side.DRAFT)
+    return Doorbells(memory, Side.TARGET), Doorbells(other, Side.DRAFT)
 
 
-def pass_round(words: RoundWords, number: int) -> None:
+def pass_round(words: Doorbells, number: int) -> None:
     """Say that a wait is over, as the device does."""
     ctypes.c_uint32.from_buffer(words.memory.bytes, words.passed_at).value = number
 
 
-class HandWatch(RoundWatch):
+class HandWatch(DoorbellWatchdog):
     """Looks when the test says so."""
 
     def _run(self) -> None:
         pass
 
 
-def breaks(watch: RoundWatch) -> bool:
+def breaks(watch: DoorbellWatchdog) -> bool:
     """Wait until the watch's own thread has ended a wait; returns whether it did within some seconds."""
     for _ in range(1000):
         if watch.broken:
@@ -53,7 +53,7 @@ def breaks(watch: RoundWatch) -> bool:
     return False
 
 
-def test_each_side_sees_what_the_other_gives(pair: tuple[RoundWords, RoundWords]) -> None:
+def test_each_side_sees_what_the_other_gives(pair: tuple[Doorbells, Doorbells]) -> None:
     target, draft = pair
     target.give(7)
     assert (target.given, draft.awaited, draft.given, target.awaited) == (7, 7, 0, 0)
@@ -62,7 +62,7 @@ def test_each_side_sees_what_the_other_gives(pair: tuple[RoundWords, RoundWords]
     assert (target.awaited, draft.passed, target.passed) == (6, 7, 0)
 
 
-def test_a_wait_counts_from_where_the_device_stands_still(pair: tuple[RoundWords, RoundWords]) -> None:
+def test_a_wait_counts_from_where_the_device_stands_still(pair: tuple[Doorbells, Doorbells]) -> None:
     target, _draft = pair
     clock = Clock()
     watch = HandWatch(target, clock)
@@ -83,7 +83,7 @@ def test_a_wait_counts_from_where_the_device_stands_still(pair: tuple[RoundWords
     assert target.awaited == 5
 
 
-def test_trees_in_time_release_nothing(pair: tuple[RoundWords, RoundWords]) -> None:
+def test_trees_in_time_release_nothing(pair: tuple[Doorbells, Doorbells]) -> None:
     target, draft = pair
     clock = Clock()
     watch = HandWatch(target, clock)
@@ -99,7 +99,7 @@ def test_trees_in_time_release_nothing(pair: tuple[RoundWords, RoundWords]) -> N
     assert watch.mend()
 
 
-def test_a_late_peer_cannot_undo_the_release(pair: tuple[RoundWords, RoundWords]) -> None:
+def test_a_late_peer_cannot_undo_the_release(pair: tuple[Doorbells, Doorbells]) -> None:
     target, draft = pair
     clock = Clock()
     watch = HandWatch(target, clock)
@@ -122,7 +122,7 @@ def test_a_late_peer_cannot_undo_the_release(pair: tuple[RoundWords, RoundWords]
     assert target.awaited == 5, "nothing is awaited, so nothing is touched"
 
 
-def test_what_is_closed_releases_what_comes_later_too(pair: tuple[RoundWords, RoundWords]) -> None:
+def test_what_is_closed_releases_what_comes_later_too(pair: tuple[Doorbells, Doorbells]) -> None:
     target, _draft = pair
     watch = HandWatch(target, Clock())
     watch.expect(5, 1000.0)
@@ -136,9 +136,9 @@ def test_what_is_closed_releases_what_comes_later_too(pair: tuple[RoundWords, Ro
     assert watch.broken, "there is no peer any more"
 
 
-def test_the_watch_looks_by_itself(pair: tuple[RoundWords, RoundWords]) -> None:
+def test_the_watch_looks_by_itself(pair: tuple[Doorbells, Doorbells]) -> None:
     _target, draft = pair
-    watch = RoundWatch(draft)
+    watch = DoorbellWatchdog(draft)
     watch.expect(1, 0.02)
     assert breaks(watch)
     assert draft.awaited == 1
@@ -153,7 +153,7 @@ class ReleasedError(Exception):
 class Pauses(threading.Condition):
     """Where the watch sleeps: the test's clock goes on instead, and the device stands still right behind the first look."""
 
-    def __init__(self, clock: Clock, words: RoundWords, number: int, watch: RoundWatch) -> None:
+    def __init__(self, clock: Clock, words: Doorbells, number: int, watch: DoorbellWatchdog) -> None:
         super().__init__()
         self.began = 0.0
         self._clock, self._words, self._number, self._watch = clock, words, number, watch
@@ -170,28 +170,26 @@ class Pauses(threading.Condition):
 
 
 @pytest.mark.parametrize("limit_s", [0.003, 0.008, 0.016, 0.03, 0.08, 0.4, 2.0])
-def test_a_wait_is_released_two_ticks_late_at_most(
-    pair: tuple[RoundWords, RoundWords], limit_s: float
-) -> None:
+def test_a_wait_is_released_two_ticks_late_at_most(pair: tuple[Doorbells, Doorbells], limit_s: float) -> None:
     target, _draft = pair
     clock = Clock()
     watch = HandWatch(target, clock)
     watch.expect(1, limit_s)
     pauses = watch._changed = Pauses(clock, target, 1, watch)
     with pytest.raises(ReleasedError):
-        RoundWatch._run(watch)
+        DoorbellWatchdog._run(watch)
     assert target.awaited == 1
     late = clock.now - pauses.began - limit_s
     assert 0.0 < late <= min(max(limit_s / 4, 0.004), 0.1) + 1e-9
 
 
 def test_long_waits_are_looked_at_seldom_and_a_shorter_one_is_not_kept_waiting(
-    pair: tuple[RoundWords, RoundWords], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Doorbells, Doorbells], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _target, draft = pair
     looks = threading.Semaphore(0)
 
-    class Counted(RoundWatch):
+    class Counted(DoorbellWatchdog):
         def look(self) -> None:
             super().look()
             looks.release()

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from outrider.shared.base.errors import ProtocolError
-from outrider.shared.rpc.blob_staging import Staging
+from outrider.shared.rpc.blob_staging import BlobStaging
 
 
 def test_a_blob_comes_back_as_it_was_with_the_number_of_its_round() -> None:
-    there, back = Staging(), Staging()
+    there, back = BlobStaging(), BlobStaging()
     for number, size in ((7, 300), (8, 300), (9, 4096)):
         blob = torch.randint(0, 256, (size,), dtype=torch.uint8)
         fetched = there.fetch(blob)
@@ -22,7 +22,7 @@ def test_a_blob_comes_back_as_it_was_with_the_number_of_its_round() -> None:
 
 
 def test_what_lacks_at_the_end_stays_as_it_was() -> None:
-    back, blob = Staging(), torch.zeros(64, dtype=torch.uint8)
+    back, blob = BlobStaging(), torch.zeros(64, dtype=torch.uint8)
     back.load(bytes([5]) * 64, 1, blob)
     back.load(bytes([6]) * 40, 2, blob, least_bytes=16)
     assert blob[:4].view(torch.int32).item() == 2
@@ -35,5 +35,5 @@ def test_bytes_of_another_size_are_refused_and_nothing_is_written() -> None:
     blob = torch.ones(64, dtype=torch.uint8)
     for data in (b"", bytes(63), bytes(65)):
         with pytest.raises(ProtocolError, match="64"):
-            Staging().load(data, 1, blob)
+            BlobStaging().load(data, 1, blob)
     assert torch.equal(blob, torch.ones(64, dtype=torch.uint8))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from outrider.services.target.draft_client import reachability as absence
-from outrider.services.target.draft_client.reachability import ABSENT_S, LOOK_S, Absence, listens
+from outrider.services.target.draft_client.reachability import ABSENT_S, LOOK_S, Reachability, listens
 from outrider.services.target.settings import TargetSettings
 
 
@@ -29,7 +29,7 @@ def test_a_draft_that_warms_up_listens_already(tmp_path: Path) -> None:
 def test_one_that_is_not_there_is_given_up_before_one_that_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, there, looks = [100.0], [True], []
     monkeypatch.setattr(absence, "listens", lambda address: looks.append(address) or there[0])
-    away = Absence("unix:/draft", lambda: clock[0])
+    away = Reachability("unix:/draft", lambda: clock[0])
     assert not away.is_long()
     clock[0] += ABSENT_S - 0.1
     assert not away.is_long()
@@ -41,7 +41,7 @@ def test_one_that_is_not_there_is_given_up_before_one_that_listens(monkeypatch: 
     there[0] = False
     clock[0] += LOOK_S
     assert away.is_long()
-    nothing = Absence(None, lambda: clock[0])
+    nothing = Reachability(None, lambda: clock[0])
     assert not nothing.is_long()
     clock[0] += ABSENT_S
     assert nothing.is_long()

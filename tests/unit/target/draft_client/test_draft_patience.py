@@ -18,7 +18,7 @@ from outrider.services.target.draft_client.link import TargetIdentity, Weight
 from outrider.services.target.draft_client.remote_drafter import FAULTS_TO_RECONNECT, RemoteDrafter
 from outrider.services.target.draft_client.transport.carrier import Carrier
 from outrider.services.target.drafting.proposals import Proposal, Proposals
-from outrider.shared.spec.drafter import Commit, ProposalRequest, ProposalRow, RoundResult, SequenceOpen
+from outrider.shared.spec.drafter import Commit, Commits, ProposalRequest, ProposalRow, SequenceOpen
 from outrider.shared.spec.fence import Fence
 from outrider.shared.spec.tree import DraftShape
 
@@ -115,7 +115,7 @@ class Target:
             after = self.fences[session_id] = Fence(
                 session_id, fence.epoch, fence.committed_len + 1, fence.committed_len
             )
-            self.drafter.commit(RoundResult(1, [Commit(after, fence.committed_len, [7], None)]))
+            self.drafter.commit(Commits(1, [Commit(after, fence.committed_len, [7], None)]))
         rows = [ProposalRow(fence, 7, SHAPE, must_wait=must_wait) for fence in self.fences.values()]
         request = ProposalRequest(1, rows, None if must_wait else CAP_S)
         self.drafter.announce(request)

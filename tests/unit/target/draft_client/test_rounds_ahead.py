@@ -16,7 +16,7 @@ from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client.transport import stream_rounds
 from outrider.services.target.draft_client.transport.grpc_carrier import GrpcCarrier
 from outrider.services.target.draft_client.transport.stream_rounds import TAKEN, StreamRounds
-from outrider.shared.rpc.polling import Vigil
+from outrider.shared.rpc.polling import PollWindow
 from outrider.shared.spec.resident import RoundState
 
 COLUMNS, WIDTH = 2, 8
@@ -54,7 +54,7 @@ class Target:
 
     def __init__(self) -> None:
         self.stream, self.relay = Stream(), Relay()
-        self.vigil = Vigil(enabled=False)
+        self.vigil = PollWindow(enabled=False)
         self.channel = StreamRounds(self.stream, self.vigil, self.dispatch, self.relay)  # type: ignore[arg-type]
         self.state = RoundState.idle(1, COLUMNS, WIDTH, torch.float32, "cpu")
         assert self.state.packed is not None

@@ -12,8 +12,8 @@ import torch
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client import residency as rounds_gate
-from outrider.services.target.draft_client.remote_batch import MAX_ROUND_NUMBER, RemoteRounds
-from outrider.services.target.draft_client.residency import RoundsGate
+from outrider.services.target.draft_client.remote_batch import MAX_ROUND_NUMBER, RemoteBatch
+from outrider.services.target.draft_client.residency import Residency
 from outrider.services.target.draft_client.session import DraftSession
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.spec.fence import Fence, extend_prefix_hash
@@ -69,7 +69,7 @@ class Draft:
         self.channel = Channel()
         self.sent: list[draft_pb2.SessionRequest] = []
         self.connection = self.connect()
-        self.gate = RoundsGate(CPU, VOCAB, 2.0, self._late)
+        self.gate = Residency(CPU, VOCAB, 2.0, self._late)
         self.state = RoundState.idle(2, COLUMNS, WIDTH, torch.float32, CPU)
 
     def connect(self) -> Any:
@@ -86,7 +86,7 @@ class Draft:
         entered = draft_pb2.RoundsEntered(rounds=rounds, accepted=accepted, reason=reason)
         self.gate.hear(draft_pb2.SessionReply(rounds_entered=entered))
 
-    def enter(self, session: DraftSession, reply: Callable[[], object]) -> RemoteRounds | None:
+    def enter(self, session: DraftSession, reply: Callable[[], object]) -> RemoteBatch | None:
         def take_reply(_connection: Any, timeout_s: float) -> bool:
             if reply() is None:
                 self.now += timeout_s
@@ -136,7 +136,7 @@ def test_what_is_pending_begins_the_rounds_and_stays_pending_until_one_was_read(
     assert draft.kinds == ["rounds_enter", "rounds_leave"]
 
 
-def answered_at_once(draft: Draft, session: DraftSession) -> RemoteRounds:
+def answered_at_once(draft: Draft, session: DraftSession) -> RemoteBatch:
     """Return rounds of a size that the draft has begun before, whose answer nobody waits for."""
     known = draft.enter(session, accept(draft))
     assert known is not None

@@ -10,7 +10,7 @@ from outrider.services.target.draft_client.transport import rows_outbox as rows_
 from outrider.services.target.draft_client.transport.rows_outbox import RowsOutbox, parts_of
 from outrider.shared.rpc.ipc.frames import EndOfStream
 from outrider.shared.rpc.ipc.mailbox import SharedTensorReader, SharedTensorWriter
-from outrider.shared.rpc.ipc.slots import Layout, SharedMemory
+from outrider.shared.rpc.ipc.slots import SharedMemory, SlotLayout
 
 COLUMNS, ROWS_A_SLOT, SLOTS = 8, 3, 2
 PLACE = draft_pb2.BulkRequest(session_id=7, epoch=1, base=10, target_id="t")
@@ -20,7 +20,7 @@ class Way:
     """A mailbox, and the messages that name its slots."""
 
     def __init__(self) -> None:
-        memory, _file = SharedMemory.create(Layout(SLOTS, ROWS_A_SLOT * COLUMNS * 4))
+        memory, _file = SharedMemory.create(SlotLayout(SLOTS, ROWS_A_SLOT * COLUMNS * 4))
         self.sent: list[draft_pb2.BulkRequest] = []
         self.outbox = RowsOutbox(SharedTensorWriter(memory), lambda request: self.sent.append(request.rows))
         self._reader = SharedTensorReader(memory, torch.device("cpu"))

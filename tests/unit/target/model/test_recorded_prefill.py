@@ -18,7 +18,7 @@ from support.prefill_rig import (
 from support.target_harness import load_toy
 from support.toys import make_toy_target
 
-from outrider.services.target.model.prefill_graph import LONGEST_CONTEXT, RecordedPrefill
+from outrider.services.target.model.prefill_graph import LONGEST_CONTEXT, PrefillGraph
 from outrider.services.target.request import SamplingParams, SpeculationMode
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.shared.attn.padded import PaddedRows
@@ -54,7 +54,7 @@ def test_equals_the_pass_over_the_prompt_alone(
 def test_takes_single_short_prompts_that_were_recorded(decoder: Decoder) -> None:
     graphs = PlayedGraphs()
     runner = make_runner(decoder, graphs, SIZES)
-    recorded = RecordedPrefill(runner.step_model, graphs, SIZES)
+    recorded = PrefillGraph(runner.step_model, graphs, SIZES)
     short = PrefillChunk(make_sequence(runner, 20, SamplingParams(0.0), SpeculationMode.ON), 0, 20)
     assert not recorded.takes([short]), "nothing is recorded yet"
     recorded.capture(32)

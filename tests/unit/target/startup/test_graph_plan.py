@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from outrider.services.target.engine.engine import TargetEngine
-from outrider.services.target.engine.rerecording import Recordings
+from outrider.services.target.engine.rerecording import Rerecording
 from outrider.services.target.model.bucketed_verify import Buckets, batch_buckets
 from outrider.services.target.policy.offered_shapes import offered_shapes
 from outrider.services.target.request import SpeculationMode
@@ -73,7 +73,7 @@ def test_what_auto_may_choose_is_recorded_before_anybody_is_served() -> None:
     asked: list[tuple[int, DraftShape]] = []
 
     class Engine:
-        again = Recordings(GraphCache("cpu"))
+        again = Rerecording(GraphCache("cpu"))
 
         def recordings(self, bs: int, shape: DraftShape) -> list[Callable[[], None]]:
             return [lambda: asked.append((bs, shape))]
