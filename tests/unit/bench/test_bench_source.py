@@ -85,5 +85,5 @@ def test_a_copy_names_the_commit_that_it_is_told(checkout: Path, monkeypatch: py
 
 
 def test_this_package_is_found() -> None:
-    assert (ROOT / "bench" / "source.py").is_file()
+    assert (ROOT / "bench" / "report" / "source.py").is_file()
     assert all(any((ROOT / part).rglob("*.py")) for part in PARTS)

@@ -231,13 +231,13 @@ def test_a_process_that_hangs_in_a_step_ends_by_itself_and_says_why() -> None:
     """The main thread waits in it for something that never comes, as it does for a device; a SIGTERM's handler never gets its turn."""
     code = (
         "import socket, signal, sys, threading\n"
-        "from outrider.services.target import tp\n"
+        "from outrider.services.target.parallel import group\n"
         "from outrider.shared.parallel.channel import Connection\n"
         "from outrider.shared.parallel.lead import Lead\n"
-        "tp.END_GRACE_S = 0.1\n"
+        "group.END_GRACE_S = 0.1\n"
         "signal.signal(signal.SIGTERM, lambda *_: None)\n"
         "connection = Connection(socket.create_connection(('127.0.0.1', int(sys.argv[1]))))\n"
-        "with Lead({1: connection}, tp.end_soon, 1.0).step():\n"
+        "with Lead({1: connection}, group.end_soon, 1.0).step():\n"
         "    connection.send(b'in the step')\n"
         "    threading.Event().wait()\n"
     )
@@ -267,11 +267,11 @@ def test_a_process_that_cannot_leave_its_group_ends_all_the_same() -> None:
     code = (
         "import threading\n"
         "from types import SimpleNamespace\n"
-        "from outrider.services.target import tp\n"
+        "from outrider.services.target.parallel import group\n"
         "from outrider.shared.parallel.lead import Lead\n"
-        "tp.STOP_TIMEOUT_S = 0.1\n"
+        "group.STOP_TIMEOUT_S = 0.1\n"
         "stuck = SimpleNamespace(close=threading.Event().wait)\n"
-        "tp.RankGroup(None, Lead({}, tp.end_soon), stuck, []).close()\n"
+        "group.RankGroup(None, Lead({}, group.end_soon), stuck, []).close()\n"
     )
     ended = subprocess.run(
         [sys.executable, "-c", code], timeout=60, check=False, capture_output=True, text=True

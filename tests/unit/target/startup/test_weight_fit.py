@@ -16,7 +16,7 @@ from outrider.services.target.settings import TargetSettings
 from outrider.services.target.startup import numerics, weight_fit
 from outrider.services.target.startup.weight_fit import WeightSizes, check_weights_fit
 from outrider.shared.base.errors import ConfigurationError
-from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn import open as open_model
 from outrider.shared.nn.open import load_decoder
 from outrider.shared.nn.quantized import fp8_rounding, quantize_fp8
 
@@ -77,7 +77,7 @@ def test_a_rank_is_told_to_hold_its_share(model: Path) -> None:
 def test_numbers_and_ways_out_are_told_before_anything_is_loaded(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(numerics.Decoder, "load", lambda *_: pytest.fail("was loaded"))
+    monkeypatch.setattr(numerics, "load_decoder", lambda *_: pytest.fail("was loaded"))
     sizes = WeightSizes(model, BF16)
     needed = sizes.of_rank()
     monkeypatch.setattr(weight_fit, "gpu_memory", lambda device: (needed - 1, needed))
@@ -120,7 +120,7 @@ def test_a_model_that_runs_out_of_memory_while_it_loads_says_what_it_needs(
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(Decoder, "_load", full)
+    monkeypatch.setattr(open_model, "_load", full)
     with pytest.raises(ConfigurationError, match=r"its weights need [0-9.]+ MiB as bfloat16") as caught:
         load_decoder(model, CPU, BF16)
     assert caught.value.field == "device"
@@ -159,7 +159,7 @@ def test_rounding_while_loading_is_rounding_afterwards_bit_for_bit(model: Path, 
 def test_no_layer_is_loaded_while_another_is_wide(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = TargetSettings.load({"model": model, "device": "cpu", "quantization": "fp8"})
     loaded = []
-    load_layer = numerics.Decoder.load.__globals__["load_layer"]
+    load_layer = open_model.load_layer
 
     def noted(source: object, *rest: object) -> object:
         assert all(layer.attention.qkv.rounded and layer.mlp.down.rounded for layer in loaded)
@@ -168,7 +168,7 @@ def test_no_layer_is_loaded_while_another_is_wide(model: Path, monkeypatch: pyte
             loaded.append(layer)
         return layer
 
-    monkeypatch.setitem(numerics.Decoder.load.__globals__, "load_layer", noted)
+    monkeypatch.setattr(open_model, "load_layer", noted)
     decoder = numerics.prepare_decoder(settings, numerics.load_target_model(settings))
     assert len(loaded) == decoder.config.num_layers > 1
 
