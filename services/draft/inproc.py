@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from outrider.services.draft.build import build_engine
-from outrider.services.draft.engine import Asked, DraftEngine, ProposedTrees
+from outrider.services.draft.engine import DraftEngine, ProposedTrees
 from outrider.services.draft.growth.device_rounds import SessionRounds
 from outrider.services.draft.sessions.session import Answer, Ask, PeerId, Reason, Verdict
 from outrider.services.draft.settings import DraftSettings
@@ -31,9 +31,9 @@ from outrider.shared.spec.drafter import (
     ProposalRow,
     SequenceOpen,
 )
-from outrider.shared.spec.fence import Fence
 from outrider.shared.spec.resident import ResidentBatch, RoundState
-from outrider.shared.spec.tree import DraftBatch, DraftShape, mask_words
+from outrider.shared.spec.tree import DraftBatch, DraftShape
+from outrider.shared.spec.trees import root_trees, scatter_trees
 
 HOST_PEER = PeerId(1)
 WARMING = "warming"
@@ -124,7 +124,10 @@ class InprocDrafter:
                 self._note(row.fence.session_id, answer)
         proposals = self._drafted(request.rows)
         self._engine.cancel(HOST_PEER, request.round)  # sessions whose features are not complete
-        trees = _merge(proposals, request.rows, self._device, self._reasons)
+        for proposal in proposals:
+            for asked in proposal.asked:
+                self._reasons[asked.fence.session_id] = ""
+        trees = _placed(proposals, request.rows, self._device)
         return replace(trees, draft_ms=(time.monotonic() - started) * 1000)
 
     def absorb(self, session_ids: Sequence[int]) -> None:
@@ -205,42 +208,13 @@ class InprocDrafter:
                 self._lost.add(session_id)
 
 
-def _merge(
-    proposals: Sequence[ProposedTrees],
-    rows: Sequence[ProposalRow],
-    device: torch.device,
-    reasons: dict[int, str],
+def _placed(
+    proposals: Sequence[ProposedTrees], rows: Sequence[ProposalRow], device: torch.device
 ) -> DraftBatch:
-    """Place the trees of all proposals at their rows; other rows get a tree of one node. Clears the reason of rows with a tree."""
-    for proposal in proposals:
-        for asked in proposal.asked:
-            reasons[asked.fence.session_id] = ""
-    if len(proposals) == 1 and [one.fence for one in proposals[0].asked] == [row.fence for row in rows]:
-        return proposals[0].trees
+    """Place the trees of all proposals at their rows; other rows get a tree of one node."""
+    roots = [row.root_token for row in rows]
+    if not proposals:
+        return root_trees(roots, device)
     position = {row.fence: index for index, row in enumerate(rows)}
-    placed = [(proposal, _targets(proposal.asked, position, device)) for proposal in proposals]
-    bs = len(rows)
-    columns = max((proposal.trees.tokens.shape[1] for proposal, _ in placed), default=1)
-    tokens = torch.zeros((bs, columns), dtype=torch.int32, device=device)
-    tokens[:, 0] = torch.tensor([row.root_token for row in rows], dtype=torch.int32, device=device)
-    parents = torch.full((bs, columns), -1, dtype=torch.int32, device=device)
-    depths = torch.zeros((bs, columns), dtype=torch.int32, device=device)
-    num_nodes = torch.ones(bs, dtype=torch.int32, device=device)
-    ancestors = torch.zeros((bs, columns, mask_words(columns)), dtype=torch.int32, device=device)
-    ancestors[:, 0, 0] = 1
-    logprobs = torch.zeros((bs, columns), device=device)
-    for proposal, index in placed:
-        trees, width = proposal.trees, proposal.trees.tokens.shape[1]
-        tokens[index, :width] = trees.tokens
-        parents[index, :width] = trees.parents
-        depths[index, :width] = trees.depths
-        num_nodes[index] = trees.num_nodes
-        ancestors[index, :width, : trees.ancestors.shape[2]] = trees.ancestors
-        if trees.logprobs is not None:
-            logprobs[index, :width] = trees.logprobs
-    return DraftBatch(tokens, parents, depths, num_nodes, ancestors, logprobs=logprobs)
-
-
-def _targets(asked: Sequence[Asked], position: dict[Fence, int], device: torch.device) -> torch.Tensor:
-    """Return the row of every tree of a proposal, ``[trees] int64``."""
-    return torch.tensor([position[one.fence] for one in asked], dtype=torch.int64, device=device)
+    parts = [(one.trees, [position[asked.fence] for asked in one.asked]) for one in proposals]
+    return scatter_trees(parts, roots)

@@ -41,6 +41,10 @@ class TargetMetrics:
     """One registry per engine. Methods are called on the engine thread, `render` from any."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Start all counters over, in a new registry."""
         self._metrics = metrics = Metrics()
         histogram, counter, gauge = metrics.histogram, metrics.counter, metrics.gauge
         self._ttft = histogram(

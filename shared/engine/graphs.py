@@ -145,17 +145,26 @@ class GraphCache:
         finally:
             self._keeping, self._started = False, True
 
-    def due(self, key: Hashable) -> bool:
-        """Say whether a function goes through `run` now; else its caller runs it eagerly, as it would without graphs.
+    def due(self, key: Hashable, counted_as: Hashable | None = None) -> bool:
+        """Return whether the caller should pass the function to `run` now; if not, it runs the function eagerly.
 
-        What nobody thought of at the start is recorded once it has come up `RECORD_AFTER` times: then the recording pays.
+        A key that was not recorded at start-up is recorded after it has come up `RECORD_AFTER` times, when the recording pays.
+
+        Args:
+            key: The key of `run`.
+            counted_as: Counts the occurrences, for several keys that are recorded for the same reason; None counts `key` itself.
         """
         if not self._started or self.holds(key):
             return True
         if len(self._met) > 8 * self._most_late:  # keys that came up a few times, long ago
             self._met.clear()
-        self._met[key] += 1
-        return self._met[key] > RECORD_AFTER
+        counted = key if counted_as is None else counted_as
+        self._met[counted] += 1
+        return self._met[counted] > RECORD_AFTER
+
+    def expect(self, counted_as: Hashable) -> None:
+        """Make every key that is counted as this one due at its first occurrence."""
+        self._met[counted_as] = RECORD_AFTER
 
     def capture(self, key: Hashable, record: Callable[[], Any]) -> None:
         """Record `key` unless it is recorded already; nothing happens on a CPU.

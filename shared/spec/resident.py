@@ -149,6 +149,37 @@ class RoundState:
             struct.Struct(f"<{self.bs}i"), self.columns, _features_start(self.bs, self.columns), row_bytes
         )
 
+    def fill(self, tokens: Sequence[Sequence[int]], features: Sequence[Sequence[torch.Tensor]] = ()) -> None:
+        """Write fresh rows into the first rows of the state, in stream order.
+
+        Args:
+            tokens: For each row, its newest tokens, at most `columns`.
+            features: For each row, pieces ``[rows, feature_size]`` that together hold one feature per token, or no piece; empty if no
+                row has features.
+        """
+        host = torch.tensor(
+            [[len(row), *row] + [0] * (self.columns - len(row)) for row in tokens], dtype=torch.int32
+        )
+        fresh = host.pin_memory().to(self.counts.device, non_blocking=True) if self.counts.is_cuda else host
+        self.counts[: len(tokens)].copy_(fresh[:, 0])
+        self.tokens[: len(tokens)].copy_(fresh[:, 1:])
+        whole = [pieces[0] for pieces in features if len(pieces) == 1]
+        if (
+            whole
+            and len(whole) == len(tokens)
+            and len({(piece.shape[0], piece.device) for piece in whole}) == 1
+        ):
+            # Rows of one length travel in one copy.
+            count = whole[0].shape[0]
+            self.features[: len(tokens), :count].copy_(torch.stack(whole), non_blocking=True)
+            return
+        for row, pieces in enumerate(features):
+            start = 0
+            for piece in pieces:
+                stop = start + piece.shape[0]
+                self.features[row, start:stop].copy_(piece, non_blocking=True)
+                start = stop
+
     def roots(self) -> torch.Tensor:
         """Return the last committed token of every row, ``[bs] int32``; 0 where the row is idle. Enqueued, no host."""
         last = (self.counts.to(torch.int64) - 1).clamp_(min=0)

@@ -1,7 +1,8 @@
-"""Trees that are made on the host, as Python numbers, on their way to tensors."""
+"""Draft trees on their way to tensors: made on the host, padded into a batch, or placed into a larger one."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -9,7 +10,7 @@ import torch
 
 from outrider.shared.spec.tree import MASK_WORD_BITS, DraftBatch, mask_words
 
-WORD = (1 << MASK_WORD_BITS) - 1
+WORD_BYTES = MASK_WORD_BITS // 8
 
 
 @dataclass(slots=True)
@@ -43,32 +44,94 @@ class HostTree:
         return index
 
 
-def pad_trees(trees: Sequence[HostTree], device: torch.device) -> DraftBatch:
-    """Return the trees as one batch, each padded to the largest."""
-    width = max(len(tree.tokens) for tree in trees)
+def pad_trees(trees: Sequence[HostTree], device: torch.device, draft_ms: float = 0.0) -> DraftBatch:
+    """Return the trees as one batch, each padded to the largest. All fields go to the device in one copy."""
+    bs, width = len(trees), max(len(tree.tokens) for tree in trees)
     words = mask_words(width)
-    padding = [width - len(tree.tokens) for tree in trees]
-
-    def columns(rows: Sequence[Sequence[float]], fill: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(
-            [[*row, *[fill] * missing] for row, missing in zip(rows, padding, strict=True)], dtype=dtype
-        ).to(device)
-
-    masks = [
-        [_words(mask, words) for mask in tree.masks] + [[0] * words] * missing
-        for tree, missing in zip(trees, padding, strict=True)
-    ]
+    packed = array("i")
+    for rows, fill in (
+        ([tree.tokens for tree in trees], 0),
+        ([tree.parents for tree in trees], -1),
+        ([tree.depths for tree in trees], 0),
+    ):
+        for row in rows:
+            packed.extend(row)
+            packed.extend([fill] * (width - len(row)))
+    packed.extend([len(tree.tokens) for tree in trees])
+    for tree in trees:
+        for mask in tree.masks:
+            packed.frombytes(mask.to_bytes(words * WORD_BYTES, "little"))
+        packed.extend([0] * (words * (width - len(tree.masks))))
+    for tree in trees:
+        packed.frombytes(array("f", tree.logprobs).tobytes())
+        packed.extend([0] * (width - len(tree.logprobs)))
+    nodes = bs * width
+    fields = (
+        torch.frombuffer(packed, dtype=torch.int32)
+        .to(device)
+        .split_with_sizes([nodes, nodes, nodes, bs, nodes * words, nodes])
+    )
     return DraftBatch(
-        tokens=columns([tree.tokens for tree in trees], 0, torch.int32),
-        parents=columns([tree.parents for tree in trees], -1, torch.int32),
-        depths=columns([tree.depths for tree in trees], 0, torch.int32),
-        num_nodes=torch.tensor([len(tree.tokens) for tree in trees], dtype=torch.int32).to(device),
-        ancestors=torch.tensor(masks, dtype=torch.int32).to(device),
-        logprobs=columns([tree.logprobs for tree in trees], 0, torch.float32),
+        tokens=fields[0].view(bs, width),
+        parents=fields[1].view(bs, width),
+        depths=fields[2].view(bs, width),
+        num_nodes=fields[3],
+        ancestors=fields[4].view(bs, width, words),
+        logprobs=fields[5].view(torch.float32).view(bs, width),
+        draft_ms=draft_ms,
     )
 
 
-def _words(mask: int, words: int) -> list[int]:
-    """Split a mask into signed 32-bit words, lowest first."""
-    split = [mask >> MASK_WORD_BITS * word & WORD for word in range(words)]
-    return [value - (1 << MASK_WORD_BITS) if value >> MASK_WORD_BITS - 1 else value for value in split]
+def root_trees(root_tokens: Sequence[int], device: torch.device) -> DraftBatch:
+    """Return trees of one node each: a step of plain decoding."""
+    bs = len(root_tokens)
+    tokens = torch.tensor(root_tokens, dtype=torch.int32, device=device).view(bs, 1)
+    return DraftBatch(
+        tokens=tokens,
+        parents=torch.full_like(tokens, -1),
+        depths=torch.zeros_like(tokens),
+        num_nodes=torch.ones(bs, dtype=torch.int32, device=device),
+        ancestors=torch.ones((bs, 1, 1), dtype=torch.int32, device=device),
+    )
+
+
+def scatter_trees(
+    parts: Sequence[tuple[DraftBatch, Sequence[int]]], root_tokens: Sequence[int]
+) -> DraftBatch:
+    """Place batches of trees into one larger batch.
+
+    Args:
+        parts: Each batch with the rows that its trees take: tree i becomes row ``rows[i]``. At least one.
+        root_tokens: The root of every row of the result. A row that no tree takes gets a tree of one node.
+
+    Returns:
+        The batch, as wide as the widest part, on the device of the first. A part that takes all rows in order is returned as it is.
+    """
+    bs = len(root_tokens)
+    first, rows = parts[0]
+    if len(parts) == 1 and list(rows) == list(range(bs)):
+        return first
+    device = first.tokens.device
+    width = max(trees.tokens.shape[1] for trees, _ in parts)
+    tokens = torch.zeros((bs, width), dtype=torch.int32, device=device)
+    tokens[:, 0] = torch.tensor(root_tokens, dtype=torch.int32, device=device)
+    parents = torch.full((bs, width), -1, dtype=torch.int32, device=device)
+    depths = torch.zeros((bs, width), dtype=torch.int32, device=device)
+    num_nodes = torch.ones(bs, dtype=torch.int32, device=device)
+    ancestors = torch.zeros((bs, width, mask_words(width)), dtype=torch.int32, device=device)
+    ancestors[:, 0, 0] = 1
+    logprobs = None
+    if any(trees.logprobs is not None for trees, _ in parts):
+        logprobs = torch.zeros((bs, width), device=device)
+    for trees, rows in parts:
+        index = torch.tensor(rows, dtype=torch.int64, device=device)
+        columns = trees.tokens.shape[1]
+        tokens[index, :columns] = trees.tokens
+        parents[index, :columns] = trees.parents
+        depths[index, :columns] = trees.depths
+        num_nodes[index] = trees.num_nodes
+        ancestors[index, :columns, : trees.ancestors.shape[2]] = trees.ancestors
+        if trees.logprobs is not None and logprobs is not None:
+            logprobs[index, :columns] = trees.logprobs
+    draft_ms = max(trees.draft_ms for trees, _ in parts)
+    return DraftBatch(tokens, parents, depths, num_nodes, ancestors, logprobs=logprobs, draft_ms=draft_ms)

@@ -13,8 +13,8 @@ from support.target_harness import Harness, assert_same_tokens, generate_plain, 
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.device_loop import OverlapPlan
-from outrider.services.target.model.bucketed_verify import Buckets
 from outrider.services.target.request import FinishReason, SamplingParams, SpeculationMode
+from outrider.shared.engine.buckets import Buckets
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.open import load_decoder

@@ -15,11 +15,11 @@ from support.toy_heads import HIDDEN, VOCAB, base_config, eagle_tensors, write_h
 from support.toys import make_toy_eagle3, make_toy_target
 
 from outrider.services.draft.build import build_engine
-from outrider.services.draft.growth import draft_graph as host_rounds
 from outrider.services.draft.growth.draft_graph import DeviceGrowth
 from outrider.services.draft.growth.draft_round import GrowthInputs, GrowthSize, RoundDrafter
 from outrider.services.draft.inproc import InprocDrafter
 from outrider.services.draft.settings import DraftSettings
+from outrider.shared.engine import graphs
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.spec.tree import DraftShape
 
@@ -85,15 +85,17 @@ def test_any_mixture_of_rounds_drafts_the_same(make_rig: Callable[[bool], Rig], 
 def test_rounds_that_the_host_starts_are_recorded_and_draft_the_same(
     make_rig: Callable[[bool], Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_rounds, "RECORD_AFTER", 1)
+    monkeypatch.setattr(graphs, "RECORD_AFTER", 1)
     plain, rig = make_rig(False), make_rig(True)
+    rounds = rig.drafter._engine.strategy.rounds
+    assert rounds is not None
+    assert rounds.host is not None
+    with rounds.host._graphs.keeping():
+        pass  # a start is over: sizes that come up later are counted first
     streams, twins = open_streams(plain, rig)
     source = random.Random(2)
     for shape in SHAPES * 3:
         host_round(plain, streams, rig, twins, shape, source)
-    rounds = rig.drafter._engine.strategy.rounds
-    assert rounds is not None
-    assert rounds.host is not None
     assert len(rounds.host._graphs.keys) == len(SHAPES)
     for one in (plain, rig):
         one.drafter.shutdown()

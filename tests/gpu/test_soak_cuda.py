@@ -14,10 +14,10 @@ from support.target_harness import Harness, make_harness
 
 from outrider.kernels.ahead import compile_ahead
 from outrider.services.target.engine.device_loop import OverlapPlan
-from outrider.services.target.model.bucketed_verify import Buckets
 from outrider.services.target.model.input_batch import SamplingMode
 from outrider.services.target.policy.offered_shapes import offered_shapes
 from outrider.services.target.request import SamplingParams, SpeculationMode
+from outrider.shared.engine.buckets import Buckets
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.open import load_decoder
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape

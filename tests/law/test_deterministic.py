@@ -18,9 +18,9 @@ from support.toys import make_toy_target
 from outrider.kernels.verify import SamplingTensors
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.device_loop import OverlapPlan
-from outrider.services.target.model.bucketed_verify import Buckets
 from outrider.services.target.request import SamplingParams, SpeculationMode
 from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.engine.buckets import Buckets
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.deterministic import BatchInvariant, deterministic

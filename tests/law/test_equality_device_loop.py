@@ -15,9 +15,9 @@ from support.toys import make_toy_target
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.device_loop import OverlapPlan
-from outrider.services.target.model.bucketed_verify import Buckets
 from outrider.services.target.request import FinishReason, SamplingParams, SpeculationMode
 from outrider.shared.base.errors import ErrorCode
+from outrider.shared.engine.buckets import Buckets
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import Drafter, FeatureSpec

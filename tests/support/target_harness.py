@@ -13,7 +13,6 @@ from outrider.kernels.philox import gumbel_noise
 from outrider.kernels.verify.filters import filter_logits
 from outrider.services.target.engine.device_loop import OverlapPlan
 from outrider.services.target.engine.engine import TargetEngine
-from outrider.services.target.model.bucketed_verify import Buckets
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.request import (
     Event,
@@ -30,6 +29,7 @@ from outrider.services.target.scheduling.limits import EngineLimits, SchedulerLi
 from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.shared.attn.base import AttentionBackend, build_batch
 from outrider.shared.attn.create import create_backend
+from outrider.shared.engine.buckets import Buckets
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.open import load_decoder

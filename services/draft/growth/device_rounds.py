@@ -247,22 +247,17 @@ class SessionRounds:
 def _fill(state: RoundState, sessions: Sequence[Session]) -> None:
     """Move the sessions' fresh rows into the first rows of a state, in stream order."""
     counts = [session.num_rows - session.cached_rows for session in sessions]
-    fresh = [
-        session.tokens[session.committed_len - count :]
-        for session, count in zip(sessions, counts, strict=True)
-    ]
-    host = torch.tensor(
-        [[len(row), *row] + [0] * (state.columns - len(row)) for row in fresh], dtype=torch.int32
+    fed = [session.row_source is RowSource.FEATURES for session in sessions]
+    state.fill(
+        [
+            session.tokens[session.committed_len - count :]
+            for session, count in zip(sessions, counts, strict=True)
+        ],
+        [
+            [session.features.take(count)] if takes_features else []
+            for session, count, takes_features in zip(sessions, counts, fed, strict=True)
+        ],
     )
-    rows = host.pin_memory().to(state.counts.device, non_blocking=True) if state.counts.is_cuda else host
-    state.counts[: len(sessions)].copy_(rows[:, 0])
-    state.tokens[: len(sessions)].copy_(rows[:, 1:])
-    fed = [row for row, session in enumerate(sessions) if session.row_source is RowSource.FEATURES]
-    features = [sessions[row].features.take(counts[row]) for row in fed]
-    if fed and len(fed) == len(sessions) and len({(part.shape[0], part.device) for part in features}) == 1:
-        state.features[: len(sessions), : counts[0]].copy_(torch.stack(features), non_blocking=True)
-    else:
-        for row, part in zip(fed, features, strict=True):
-            state.features[row, : counts[row]].copy_(part, non_blocking=True)
-    for row in fed:
-        sessions[row].features = FeatureQueue(sessions[row].cached_rows)
+    for session, takes_features in zip(sessions, fed, strict=True):
+        if takes_features:
+            session.features = FeatureQueue(session.cached_rows)

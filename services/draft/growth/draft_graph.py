@@ -7,7 +7,6 @@ are recorded; the first few of any size run eagerly, by the same code.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -28,14 +27,11 @@ from outrider.services.draft.growth.round_model import RoundModel
 from outrider.services.draft.sessions.chunks import RowChunk, take_features
 from outrider.services.draft.sessions.session import RowSource, Session
 from outrider.shared.attn.base import AttentionBackend
+from outrider.shared.engine.buckets import power_of_2
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.spec.tree import DraftBatch, DraftShape, mask_words
 
-RECORD_AFTER = 8
-"""Rounds of one size before it is recorded: a recording takes as long as some tens of rounds."""
-MAX_SIZES = 4096
-"""Sizes whose rounds are counted."""
 MAX_BS = 64
 """Largest batch that is recorded, unless settings say otherwise."""
 MAX_TOLD = 16
@@ -86,7 +82,6 @@ class DraftGraph:
         self._feature_size = feature_size
         self._dtype = dtype
         self._buffers: dict[tuple[int, int, int], _Buffers] = {}
-        self._uses: Counter[GrowthSize] = Counter()
 
     def draft(self, sessions: Sequence[Session]) -> DraftBatch:
         """Extend and grow one tree per session.
@@ -96,9 +91,9 @@ class DraftGraph:
         """
         shapes = [session.ask.shape.bounded() for session in sessions if session.ask is not None]
         counts = [session.extendable_rows for session in sessions]
-        nodes = _power_of_2(max(shape.max_nodes for shape in shapes))
+        nodes = power_of_2(max(shape.max_nodes for shape in shapes))
         rows = max(pending_rows(shape) for shape in shapes)
-        size = GrowthSize(_power_of_2(len(sessions)), rows, shapes[0].depth, shapes[0].topk, nodes)
+        size = GrowthSize(power_of_2(len(sessions)), rows, shapes[0].depth, shapes[0].topk, nodes)
         longest = max(
             self._memory.tokens_needed(session.committed_len, shape)
             for session, shape in zip(sessions, shapes, strict=True)
@@ -124,10 +119,10 @@ class DraftGraph:
         if not shape.drafts:
             return
         shape = shape.bounded()
-        size = GrowthSize(bs, pending_rows(shape), shape.depth, shape.topk, _power_of_2(shape.max_nodes))
+        size = GrowthSize(bs, pending_rows(shape), shape.depth, shape.topk, power_of_2(shape.max_nodes))
         width = self._memory.tables.width_for(1)
         assert width is not None, "one token fits"
-        self._uses[size] = RECORD_AFTER
+        self._graphs.expect(size)
         self._record((size, width), size, self._buffers_for(size, width))
 
     def _run(self, buffers: _Buffers, size: GrowthSize) -> GrownTrees:
@@ -135,14 +130,11 @@ class DraftGraph:
 
     def _record(self, key: tuple[GrowthSize, int], size: GrowthSize, buffers: _Buffers) -> bool:
         """Say whether rounds of this size are replayed; record them when they have come up often enough."""
-        if not self._graphs.enabled or size.bs > _power_of_2(self._max_bs()):
+        if not self._graphs.enabled or size.bs > power_of_2(self._max_bs()):
+            return False
+        if not self._graphs.due(key, counted_as=size):
             return False
         if not self._graphs.holds(key):
-            if len(self._uses) > MAX_SIZES:
-                self._uses.clear()
-            self._uses[size] += 1
-            if self._uses[size] <= RECORD_AFTER:
-                return False
             buffers.packed.zero_()  # idle rows: recording runs the round for real
             self._graphs.capture(key, lambda: self._run(buffers, size))
         return True
@@ -288,10 +280,6 @@ def pending_rows(shape: DraftShape) -> int:
 
 def _packed_size(bs: int, rows: int) -> int:
     return 2 * bs * rows + 2 * bs + 5 * bs + bs * rows
-
-
-def _power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 def _copied(drafted: GrownTrees, count: int, nodes: int) -> tuple[DraftBatch, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,6 +14,7 @@ from outrider.services.draft.sessions.session import RowSource
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.attn.padded import PaddedRows
 from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.engine.recorded_rows import RecordedRows
 from outrider.shared.kv.pool import KVPool
 
 SIZES = (32, 64, 128, 256, 512)
@@ -23,7 +23,7 @@ LONGEST_CONTEXT = 1024
 """Tokens that the page table covers: attention is laid out for as many, whatever there are."""
 
 
-class ExtendGraph:
+class ExtendGraph(RecordedRows["_Inputs"]):
     """Takes single chunks of new rows into the model's K/V, padded to a few sizes.
 
     Args:
@@ -46,31 +46,21 @@ class ExtendGraph:
         graphs: GraphCache,
         sizes: Sequence[int] = SIZES,
     ) -> None:
+        super().__init__(graphs, sizes)
         self._model = model
         self._attention = attention
         self._pool = pool
         self._feature_size = feature_size
         self._dtype = dtype
-        self._graphs = graphs
-        self._sizes = tuple(sizes)
-        self._inputs: dict[int, _Inputs] = {}
 
     def takes(self, chunks: Sequence[RowChunk]) -> bool:
         """Whether these chunks, in one pass, are what a graph was recorded for."""
-        if len(chunks) != 1:
-            return False
-        size = self._size_for(chunks[0].count)
-        return (
-            size is not None
-            and self._graphs.replays(size)
-            and self._at(size).rows.fits(chunks[0].start, chunks[0].count)
-        )
+        return len(chunks) == 1 and self._takes(chunks[0].start, chunks[0].count)
 
     @torch.inference_mode()
     def run(self, chunk: RowChunk) -> None:
         """Take in a chunk that `takes` accepts."""
         size = self._size_for(chunk.count)
-        assert size is not None
         session, inputs, ahead = chunk.session, self._at(size), 1 - self._model.lead
         assert session.lease is not None, "a session that is extended is reserved"
         # Where rows pair a token with the feature before it, the token is the one behind the row's position.
@@ -79,7 +69,7 @@ class ExtendGraph:
             inputs.features[size - chunk.count :].copy_(
                 take_features([chunk], inputs.features.device, self._dtype)
             )
-        states = self._graphs.run(size, lambda: self._pass(inputs))
+        states = self._run(size)
         session.cached_rows += chunk.count
         session.last_state = states[-1].clone()
 
@@ -88,25 +78,19 @@ class ExtendGraph:
         """Record the passes of all sizes before anybody is followed; nothing happens without CUDA. Nothing may be missing of the model."""
         if self._graphs.enabled:
             for size in reversed(self._sizes):
-                inputs = self._at(size)
-                inputs.rows.make_idle()
-                self._graphs.capture(size, lambda inputs=inputs: self._pass(inputs))  # type: ignore[misc]
+                self._record(size)
+
+    def _key(self, size: int) -> int:
+        return size
+
+    def _make_inputs(self, size: int) -> _Inputs:
+        return _Inputs(size, self._pool, self._feature_size, self._dtype)
 
     def _pass(self, inputs: _Inputs) -> torch.Tensor:
         rows = inputs.rows
         (run,) = self._model.passes(rows.positions, [rows.size], self._attention, self._pool)
         self._attention.plan(rows.batch)
         return run(rows.tokens, inputs.features, inputs.source, inputs.ends)  # [1, hidden]
-
-    def _size_for(self, count: int) -> int | None:
-        index = bisect_left(self._sizes, count)
-        return self._sizes[index] if index < len(self._sizes) else None
-
-    def _at(self, size: int) -> _Inputs:
-        found = self._inputs.get(size)
-        if found is None:
-            found = self._inputs[size] = _Inputs(size, self._pool, self._feature_size, self._dtype)
-        return found
 
 
 class _Inputs:

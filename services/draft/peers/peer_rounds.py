@@ -29,6 +29,7 @@ from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.rpc.tensors import wire_dtype
 from outrider.shared.spec.fence import extend_prefix_hash
 from outrider.shared.spec.resident import RoundState, TreesBlob, packed_bytes
+from outrider.shared.spec.seeds import signed_seed
 from outrider.shared.spec.tree import DraftShape
 
 MAX_STATE_BYTES = 16 * 1024 * 1024
@@ -419,10 +420,7 @@ def _tell_pending(session: Session, row: draft_pb2.Commit, now: float) -> None:
 
 def _load_sampling(state: RoundState, sessions: Sequence[Session]) -> None:
     """Fill what a state does not carry from round to round."""
-    signed = [
-        seed - (1 << 64) if seed >= 1 << 63 else seed
-        for seed in (session.seed & 0xFFFFFFFFFFFFFFFF for session in sessions)
-    ]
+    signed = [signed_seed(session.seed) for session in sessions]
     for field, values in (
         (state.temperature, [session.temperature for session in sessions]),
         (state.seeds, signed),

@@ -27,9 +27,9 @@ from outrider.services.draft.target_info import TargetInfo
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.spec.drafter import FeatureSpec
+from outrider.shared.spec.seeds import signed_seed
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
-SIGN_BIT = 1 << 63
 CUDA_EXTEND_ROWS = 8192
 """On a GPU a pass over few rows takes the host longer than the device."""
 
@@ -144,9 +144,7 @@ class PagedStrategy(ABC):
         if all(session.temperature <= 0 for session in sessions):
             return None
         device = self._device
-        signed = [
-            session.seed - 2 * SIGN_BIT if session.seed >= SIGN_BIT else session.seed for session in sessions
-        ]
+        signed = [signed_seed(session.seed) for session in sessions]
         return Coupling(
             temperature=torch.tensor([session.temperature for session in sessions], dtype=torch.float32).to(
                 device

@@ -150,19 +150,11 @@ class RemoteBatch:
     def fill(self, state: RoundState) -> None:
         """Move what is pending into the first rows of the state, in stream order; it stays pending until a round was read."""
         self._state = state
-        width = state.columns
         pending = [session for session in self._sessions if session is not None]
-        fresh = [[len(one.token_ids), *one.token_ids] + [0] * (width - len(one.token_ids)) for one in pending]
-        host = torch.tensor(fresh, dtype=torch.int32)
-        rows = host.pin_memory().to(state.counts.device, non_blocking=True) if state.counts.is_cuda else host
-        state.counts[: len(pending)].copy_(rows[:, 0])
-        state.tokens[: len(pending)].copy_(rows[:, 1:])
-        if state.features.shape[2]:
-            for row, session in enumerate(pending):
-                start = 0
-                for part in session.features:
-                    state.features[row, start : start + part.shape[0]].copy_(part)
-                    start += part.shape[0]
+        state.fill(
+            [session.token_ids for session in pending],
+            [session.features for session in pending] if state.features.shape[2] else (),
+        )
 
     def reserve(self, committed_upper: Sequence[int]) -> bool:
         """See `ResidentBatch.reserve`. False too when the draft has had enough, or has been late, and when the numbers are spent."""

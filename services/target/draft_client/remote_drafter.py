@@ -22,7 +22,7 @@ from outrider.services.target.draft_client.link import DraftLink, TargetIdentity
 from outrider.services.target.draft_client.residency import Residency
 from outrider.services.target.draft_client.session import DraftSession, send_frame
 from outrider.services.target.draft_client.transport.create import carrier_of
-from outrider.services.target.draft_client.trees import CheckedTree, check_tree, fits, pad_trees, root_tree
+from outrider.services.target.draft_client.trees import check_tree, fits
 from outrider.shared.base.errors import OutriderError, ProtocolError
 from outrider.shared.spec.drafter import (
     Commits,
@@ -34,6 +34,7 @@ from outrider.shared.spec.drafter import (
 )
 from outrider.shared.spec.resident import ResidentBatch, RoundState
 from outrider.shared.spec.tree import DraftBatch, DraftShape
+from outrider.shared.spec.trees import HostTree, pad_trees
 
 HOST = torch.device("cpu")
 """Where trees are made: the pass that verifies them copies them with all else that it reads."""
@@ -238,12 +239,12 @@ class RemoteDrafter:
         in_time = not awaited or self._wait(awaited, request.deadline_s)
         if in_time and any(session is not None and session.tree is not None for _row, session in rows):
             self._breaker.success()
-        trees: list[CheckedTree] = []
+        trees: list[HostTree] = []
         for row, session in rows:
             tree = session.tree if session is not None else None
             if session is not None:
                 session.tree, session.wanted = None, None
-            trees.append(tree or root_tree(row.root_token))
+            trees.append(tree or HostTree.of_root(row.root_token))
         return pad_trees(trees, HOST, self._draft_ms)
 
     def wants_reopen(self) -> Sequence[int]:

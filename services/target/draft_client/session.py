@@ -9,10 +9,10 @@ import torch
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client.connection import Connection
 from outrider.services.target.draft_client.fences import fence_to_proto
-from outrider.services.target.draft_client.trees import CheckedTree
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.spec.drafter import ProposalRow
 from outrider.shared.spec.fence import Fence
+from outrider.shared.spec.trees import HostTree
 
 _log = logging.getLogger("outrider.target.draft")
 
@@ -63,7 +63,7 @@ class DraftSession:
         self.token_ids: list[int] = []
         self.features: list[torch.Tensor] = []
         self.wanted: ProposalRow | None = None
-        self.tree: CheckedTree | None = None
+        self.tree: HostTree | None = None
         self.reason = ""
         self.rejected_until = 0.0
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from outrider.services.target.drafting.draft_sessions import DraftSessions
-from outrider.services.target.drafting.no_drafter import root_trees, scatter_trees
 from outrider.services.target.metrics import TargetMetrics
 from outrider.services.target.policy.controller import RowBound, SpeculationController
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.spec.drafter import Drafter, ProposalRequest, ProposalRow
 from outrider.shared.spec.tree import NO_DRAFT, DraftBatch, DraftShape
+from outrider.shared.spec.trees import root_trees, scatter_trees
 
 HOST = torch.device("cpu")
 """Where trees of one node are made: they travel with all else that a pass reads."""
@@ -67,10 +67,6 @@ class Proposals:
         self.most_on_device = 0
         """The largest batch whose rounds may stay on the device."""
 
-    def start_counting(self, metrics: TargetMetrics) -> None:
-        """Count into `metrics` from now on."""
-        self._metrics = metrics
-
     def announce(self, decodes: Seq[Sequence], round_number: int) -> Proposal | None:
         """Choose every row's shape and tell the drafter, if any row wants draft nodes and can have them."""
         shapes = self._shapes(decodes)
@@ -111,7 +107,7 @@ class Proposals:
                 self._metrics.fell_back(reason)
         if max(num_nodes) == 1:
             return root_trees(roots, HOST)
-        return scatter_trees(drafts, proposal.rows, roots)
+        return scatter_trees([(drafts, proposal.rows)], roots)
 
     def timed(
         self, proposal: Proposal | None, decodes: Seq[Sequence], drafts: DraftBatch, wait_s: float

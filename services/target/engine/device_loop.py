@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from outrider.services.target.engine.engine_parts import EngineParts
 from outrider.services.target.engine.rounds import advance
 from outrider.services.target.model.input_batch import SamplingMode
-from outrider.services.target.model.model_runner import FAILED_TOKEN
+from outrider.services.target.model.outcome import FAILED_TOKEN, Outcome
 from outrider.services.target.model.round_runner import FinishedRound, RoundRunner
-from outrider.services.target.model.verify_step import HostRow
 from outrider.services.target.policy.controller import ExecutedRow, ExecutedStep
 from outrider.services.target.scheduling.sequence import Sequence
+from outrider.shared.engine.buckets import bucket
 from outrider.shared.spec.drafter import Commit, Commits, DrafterState
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
@@ -234,7 +234,11 @@ class DeviceLoop:
             chain = self._shape.topk == 1
             executed.append(
                 ExecutedRow(
-                    sequence.controller_row, outcome.num_nodes, self._shape.depth, len(outcome.path), chain
+                    sequence.controller_row,
+                    outcome.num_nodes,
+                    self._shape.depth,
+                    len(outcome.accepted),
+                    chain,
                 )
             )
             kept[row] = self._advance(sequence, outcome)
@@ -251,7 +255,7 @@ class DeviceLoop:
             self._parts.controller.observe(step)
             self._parts.metrics.observe_device_round(step)
 
-    def _advance(self, sequence: Sequence, outcome: HostRow) -> list[int]:
+    def _advance(self, sequence: Sequence, outcome: Outcome) -> list[int]:
         if outcome.emitted[-1] == FAILED_TOKEN:
             self._parts.poisoned(sequence)
             return []
@@ -260,7 +264,7 @@ class DeviceLoop:
         if had_features:
             sequence.feature_len += len(step.kept)
         sequence.cached_len += len(step.kept)
-        sequence.stats.record(outcome.num_nodes, len(outcome.path), step.num_cut)
+        sequence.stats.record(outcome.num_nodes, len(outcome.accepted), step.num_cut)
         if self._parts.delivery.tokens(sequence, step, None):
             self._parts.forget(sequence)
         return step.kept
@@ -286,4 +290,6 @@ class DeviceLoop:
         return bs
 
     def _bucket(self, count: int) -> int:
-        return next(size for size in self._batch_sizes if size >= count)
+        size = bucket(self._batch_sizes, count)
+        assert size is not None, "`enter` refuses larger batches"
+        return size

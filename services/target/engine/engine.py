@@ -212,10 +212,8 @@ class TargetEngine:
     def forget_warm_up(self) -> None:
         """Start all counters over; what the controller has learnt of costs stays. Call while no request is live."""
         self.controller.forget_acceptance()
-        self.metrics = TargetMetrics()
-        self._delivery.start_counting(self.metrics)
-        self._proposals.start_counting(self.metrics)
-        self._parts.metrics = self.metrics
+        self.metrics.reset()
+        self._delivery.start_counting()
         self._counter.value = 0
 
     def recordings(self, bs: int, shape: DraftShape) -> list[Callable[[], None]]:

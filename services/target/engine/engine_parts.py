@@ -22,7 +22,7 @@ class EngineParts:
 
     Attributes:
         drafter, follower, scheduler, delivery, proposals, controller: The engine's.
-        metrics: What rounds are counted into; replaced when counting starts over.
+        metrics: What rounds are counted into.
         poisoned: Fails a sequence whose logits are not numbers.
         forget: Told of every sequence that ended.
         counter: Of the engine's rounds.

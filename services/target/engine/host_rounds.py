@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from outrider.services.target.drafting.proposals import Proposal
 from outrider.services.target.engine.engine_parts import EngineParts
 from outrider.services.target.engine.rounds import Advance, advance, executed_step, round_trace
-from outrider.services.target.model.model_runner import FAILED_TOKEN, ModelRunner
+from outrider.services.target.model.model_runner import ModelRunner
+from outrider.services.target.model.outcome import FAILED_TOKEN
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.services.target.step_times import StepTimes
 from outrider.shared.spec.drafter import Commit, Commits, DrafterState
@@ -101,26 +102,23 @@ class HostRounds:
                 if done and done.finish
             }
         )
-        num_nodes = [1] * len(decodes) if drafts.tokens.shape[1] == 1 else drafts.num_nodes.tolist()
         for index, (sequence, outcome, done) in enumerate(zip(decodes, outcomes, steps, strict=True)):
             if done is None:
                 continue
-            sequence.stats.record(num_nodes[index], len(outcome.accepted), done.num_cut)
+            sequence.stats.record(outcome.num_nodes, len(outcome.accepted), done.num_cut)
             trace = None
             if sequence.request.speculation.trace:
-                trace = round_trace(
-                    drafts, index, num_nodes[index], base_lens[index], round_number, outcome, done.kept, times
-                )
+                trace = round_trace(drafts, index, base_lens[index], round_number, outcome, done.kept, times)
             if self._parts.delivery.tokens(sequence, done, trace):
                 self._parts.forget(sequence)
         times.committed = time.monotonic()
         depth, chains = (timed.depth, timed.chains) if timed else (0, ())
-        executed = executed_step(decodes, outcomes, num_nodes, drafts, depth, chains, times)
+        executed = executed_step(decodes, outcomes, drafts, depth, chains, times)
         if self._drafts:
             self._parts.controller.observe(executed)
             if timed is not None:
                 # Without an answer it would have taken longer than it was waited for.
-                answered = max(num_nodes) > 1
+                answered = max(outcome.num_nodes for outcome in outcomes) > 1
                 self._parts.controller.costs.observe_answer(
                     (times.proposed - timed.announced_at) * (1.0 if answered else 2.0)
                 )

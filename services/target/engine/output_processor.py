@@ -46,9 +46,8 @@ class OutputProcessor:
         self.totals = SpeculationStats()
         self.before_end: Callable[[Sequence], None] = lambda sequence: None
 
-    def start_counting(self, metrics: TargetMetrics) -> None:
-        """Start all counters over."""
-        self._metrics = metrics
+    def start_counting(self) -> None:
+        """Start the totals over."""
         self.generated_tokens = 0
         self.totals = SpeculationStats()
 

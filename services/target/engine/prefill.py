@@ -15,7 +15,8 @@ import torch
 from outrider.services.target.engine.engine_parts import EngineParts
 from outrider.services.target.engine.host_rounds import HostRounds
 from outrider.services.target.engine.rounds import advance
-from outrider.services.target.model.model_runner import FAILED_TOKEN, ChosenTokens, ModelRunner
+from outrider.services.target.model.model_runner import ChosenTokens, ModelRunner
+from outrider.services.target.model.outcome import FAILED_TOKEN
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence, SequenceStatus
 from outrider.shared.spec.drafter import Commit, EagerDrafter

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from outrider.services.target.model.model_runner import RoundOutcome
+from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.policy.controller import ExecutedRow, ExecutedStep
 from outrider.services.target.request import FinishReason, RoundTrace, TraceNode
 from outrider.services.target.scheduling.sequence import Sequence
@@ -52,14 +52,14 @@ def advance(sequence: Sequence, emitted: list[int]) -> Advance:
 def round_trace(
     drafts: DraftBatch,
     index: int,
-    num_nodes: int,
     base_len: int,
     round_number: int,
-    outcome: RoundOutcome,
+    outcome: Outcome,
     emitted: list[int],
     times: StepTimes,
 ) -> RoundTrace:
     """Describe one row of a verified batch; copies its tree to the host."""
+    num_nodes = outcome.num_nodes
     tokens, parents, depths = (
         field[index, :num_nodes].tolist() for field in (drafts.tokens, drafts.parents, drafts.depths)
     )
@@ -77,8 +77,7 @@ def round_trace(
 
 def executed_step(
     decodes: Seq[Sequence],
-    outcomes: Seq[RoundOutcome],
-    num_nodes: Seq[int],
+    outcomes: Seq[Outcome],
     drafts: DraftBatch,
     depth: int,
     chains: Collection[int],
@@ -88,9 +87,15 @@ def executed_step(
     offered = [0] * len(decodes) if depth == 0 else drafts.depths.amax(dim=1).tolist()
     return ExecutedStep(
         rows=[
-            ExecutedRow(sequence.controller_row, nodes, depth_offered, len(outcome.accepted), place in chains)
-            for place, (sequence, nodes, depth_offered, outcome) in enumerate(
-                zip(decodes, num_nodes, offered, outcomes, strict=True)
+            ExecutedRow(
+                sequence.controller_row,
+                outcome.num_nodes,
+                depth_offered,
+                len(outcome.accepted),
+                place in chains,
+            )
+            for place, (sequence, depth_offered, outcome) in enumerate(
+                zip(decodes, offered, outcomes, strict=True)
             )
         ],
         depth=depth,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import torch
 
+from outrider.services.target.model.graph_key import GraphKey
 from outrider.services.target.model.input_batch import InputBatch, SamplingMode
-from outrider.services.target.model.verify_step import HostRow, StepModel, VerifiedStep, unpack, verify_step
+from outrider.services.target.model.outcome import Outcome
+from outrider.services.target.model.verify_step import StepModel, VerifiedStep, unpack, verify_step
 from outrider.services.target.scheduling.sequence import Sequence
+from outrider.shared.engine.buckets import Buckets, power_of_2
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.spec.tree import DraftBatch
 
@@ -22,35 +23,11 @@ FREE_ROWS = 64
 """A pass of so few rows costs about as much as one of a single row: padding up to here is free."""
 
 
-@dataclass(frozen=True, slots=True)
-class Buckets:
-    """The sizes that batches and trees are padded to, ascending."""
-
-    batch_sizes: tuple[int, ...]
-    nodes: tuple[int, ...]
-
-    @classmethod
-    def make(cls, max_bs: int, max_nodes: int, usual_nodes: Seq[int] = ()) -> Buckets:
-        """Return `batch_buckets`, and powers of two up to the limit of nodes with the sizes that are usual as they are."""
-        return cls(
-            batch_buckets(max_bs),
-            tuple(sorted({*_powers(max_nodes), *(size for size in usual_nodes if size <= max_nodes)})),
-        )
-
-    def batch_size(self, count: int) -> int | None:
-        """Return the bucket of a batch, or None above the largest."""
-        return _bucket(self.batch_sizes, count)
-
-    def num_nodes(self, count: int) -> int | None:
-        """Return the bucket of a tree, or None above the largest."""
-        return _bucket(self.nodes, count)
-
-
 def table_pages(sequences: Seq[Sequence], page_size: int, nodes: int) -> int:
     """Return the columns of a page table that holds these leases with room to grow: a power of two, so that few graphs serve all."""
     most = max((len(sequence.lease.pages) for sequence in sequences if sequence.lease is not None), default=0)
     least = -(-max(LEAST_CONTEXT, nodes) // page_size)
-    return 1 << (max(most, least) - 1).bit_length()
+    return power_of_2(max(most, least))
 
 
 class BucketedVerify:
@@ -82,7 +59,7 @@ class BucketedVerify:
 
     def verify(
         self, sequences: Seq[Sequence], drafts: DraftBatch, capture: bool
-    ) -> tuple[list[HostRow], torch.Tensor | None]:
+    ) -> tuple[list[Outcome], torch.Tensor | None]:
         """Verify one tree per sequence.
 
         Returns:
@@ -146,25 +123,13 @@ class BucketedVerify:
             self._model(capture), tables, mode, tables.limits, tables.committed_lens, tables.trees, columns
         )
 
-    def _graph_key(self, tables: InputBatch, mode: SamplingMode, capture: bool) -> tuple[object, ...]:
-        return ("verify", tables.bs, tables.nodes, tables.pages, mode, capture)
-
-
-def batch_buckets(limit: int) -> tuple[int, ...]:
-    """Return the sizes that batches are padded to: powers of two, from 16 on those half-way between them too, and the limit itself.
-
-    A small pass costs about as much as one of a single row. Of a large one every row costs, but so does every size at the start.
-    """
-    powers = _powers(limit)
-    halfway = (size + size // 2 for size in powers if size >= 16)
-    return tuple(sorted({*powers, *(size for size in halfway if size < limit)}))
-
-
-def _powers(limit: int) -> tuple[int, ...]:
-    """Return 1, 2, 4 … and the limit itself."""
-    return (*(1 << power for power in range((limit - 1).bit_length())), limit)
-
-
-def _bucket(sizes: Seq[int], count: int) -> int | None:
-    index = bisect_left(sizes, count)
-    return sizes[index] if index < len(sizes) else None
+    def _graph_key(self, tables: InputBatch, mode: SamplingMode, capture: bool) -> GraphKey:
+        return GraphKey(
+            "verify",
+            tables.bs,
+            nodes=tables.nodes,
+            pages=tables.pages,
+            mode=mode,
+            capture=capture,
+            draft_dependent=capture,
+        )

@@ -11,15 +11,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from outrider.kernels.verify import verify_tree
-from outrider.services.target.model.bucketed_verify import BucketedVerify, Buckets
+from outrider.services.target.model.bucketed_verify import BucketedVerify
+from outrider.services.target.model.graph_key import GraphKey
 from outrider.services.target.model.input_batch import SamplingMode
+from outrider.services.target.model.outcome import FAILED_TOKEN, Outcome
 from outrider.services.target.model.prefill_graph import PrefillGraph
-from outrider.services.target.model.sampling import SamplingBatches, signed_seed
+from outrider.services.target.model.sampling import SamplingBatches
 from outrider.services.target.model.synthetic_acceptance import SyntheticAcceptance
 from outrider.services.target.model.verify_step import StepModel
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.attn.base import AttentionBackend, AttentionBatch, build_batch
+from outrider.shared.engine.buckets import Buckets
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.kv.pages import PageLease
 from outrider.shared.kv.pool import KVPool
@@ -27,23 +30,8 @@ from outrider.shared.kv.upload import upload
 from outrider.shared.nn.decoder import Decoder, DecoderOutput
 from outrider.shared.nn.feature_projector import FeatureProjector
 from outrider.shared.spec.drafter import FeatureSpec
+from outrider.shared.spec.seeds import signed_seed
 from outrider.shared.spec.tree import DraftBatch
-
-FAILED_TOKEN = -1
-"""What stands for the token of a row whose logits are not numbers."""
-
-
-@dataclass(frozen=True, slots=True)
-class RoundOutcome:
-    """What one verified round chose for one sequence, before stop tokens and length cut it.
-
-    Attributes:
-        accepted: Indices of the accepted nodes in path order, the root excluded.
-        emitted: Tokens of the accepted nodes, then the bonus token (`FAILED_TOKEN` if its logits are not numbers).
-    """
-
-    accepted: list[int]
-    emitted: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +109,9 @@ class ModelRunner:
             CheckpointError: The spec does not fit this model; nothing is captured then.
         """
         # They hold the projector and the feature plane. Those of plain decoding hold neither, and go on.
-        self.graphs.drop([key for key in self.graphs.keys if isinstance(key, tuple) and key[-1] is True])
+        self.graphs.drop(
+            [key for key in self.graphs.keys if isinstance(key, GraphKey) and key.draft_dependent]
+        )
         self._projector = None
         self._aux_layer_ids = ()
         if spec is None or spec.feature_size == 0:
@@ -187,7 +177,7 @@ class ModelRunner:
     @torch.inference_mode()
     def verify(
         self, sequences: Seq[Sequence], drafts: DraftBatch
-    ) -> tuple[list[RoundOutcome], list[torch.Tensor | None]]:
+    ) -> tuple[list[Outcome], list[torch.Tensor | None]]:
         """Verify one tree per sequence in one pass; a tree of one node is a step of plain decoding.
 
         Afterwards the accepted nodes' K/V, and feature rows where wanted, sit at token indices ``[cached_len, cached_len + k + 1)``.
@@ -213,9 +203,9 @@ class ModelRunner:
         output = self._forward(tokens, positions, attention_batch, capture)
         chosen = self.decoder.choose(output.hidden, self._sampling.rows(sequences, counts), positions + 1)
         if width == 1:
-            outcomes = [RoundOutcome([], [token]) for token in chosen.tolist()]
+            outcomes = [Outcome(1, [], [token]) for token in chosen.tolist()]
         else:
-            outcomes = self._walk(sequences, drafts, chosen, rows, attention_batch)
+            outcomes = self._walk(sequences, drafts, counts, chosen, rows, attention_batch)
         if not capture:
             return outcomes, [None] * len(sequences)
         return outcomes, self._store_round_features(output, sequences, outcomes, counts)
@@ -245,14 +235,13 @@ class ModelRunner:
 
     def _verify_bucketed(
         self, bucketed: BucketedVerify, sequences: Seq[Sequence], drafts: DraftBatch, capture: bool
-    ) -> tuple[list[RoundOutcome], list[torch.Tensor | None]]:
-        rows, features = bucketed.verify(sequences, drafts, capture)
-        outcomes = [RoundOutcome(row.path, row.emitted) for row in rows]
+    ) -> tuple[list[Outcome], list[torch.Tensor | None]]:
+        outcomes, features = bucketed.verify(sequences, drafts, capture)
         if features is None:
             return outcomes, [None] * len(sequences)
         return outcomes, [
-            features[index, : len(row.emitted)] if sequence.has_features else None
-            for index, (sequence, row) in enumerate(zip(sequences, rows, strict=True))
+            features[index, : len(outcome.emitted)] if sequence.has_features else None
+            for index, (sequence, outcome) in enumerate(zip(sequences, outcomes, strict=True))
         ]
 
     def _forward(
@@ -267,10 +256,11 @@ class ModelRunner:
         self,
         sequences: Seq[Sequence],
         drafts: DraftBatch,
+        counts: Seq[int],
         chosen: torch.Tensor,
         rows: torch.Tensor | None,
         batch: AttentionBatch,
-    ) -> list[RoundOutcome]:
+    ) -> list[Outcome]:
         bs, width = drafts.tokens.shape
         if rows is not None:
             padded = torch.full((bs * width,), FAILED_TOKEN, dtype=chosen.dtype, device=self.device)
@@ -285,10 +275,10 @@ class ModelRunner:
         outcomes = []
         host = torch.cat((verified.num_accepted[:, None], verified.path, verified.emitted), dim=1).tolist()
         moved = False
-        for row in host:
+        for count, row in zip(counts, host, strict=True):
             accepted = row[2 : 2 + row[0]]
             moved = moved or any(node != index for index, node in enumerate(accepted, 1))
-            outcomes.append(RoundOutcome(accepted, row[1 + width : 2 + width + row[0]]))
+            outcomes.append(Outcome(count, accepted, row[1 + width : 2 + width + row[0]]))
         if moved:  # A first-child path already sits where it belongs.
             self.pool.compact(batch.page_table, batch.prefix_lens, verified.path, verified.num_accepted)
         return outcomes
@@ -304,7 +294,7 @@ class ModelRunner:
         self.pool.store_features(self._projector(output), slots)
 
     def _store_round_features(
-        self, output: DecoderOutput, sequences: Seq[Sequence], outcomes: Seq[RoundOutcome], counts: Seq[int]
+        self, output: DecoderOutput, sequences: Seq[Sequence], outcomes: Seq[Outcome], counts: Seq[int]
     ) -> list[torch.Tensor | None]:
         assert self._projector is not None
         rows: list[int] = []

@@ -6,7 +6,6 @@ of their own.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
@@ -14,11 +13,13 @@ import numpy as np
 import torch
 
 from outrider.kernels.verify import SamplingTensors
+from outrider.services.target.model.graph_key import GraphKey
 from outrider.services.target.model.input_batch import SamplingMode
 from outrider.services.target.model.verify_step import StepModel
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.shared.attn.padded import PaddedRows
 from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.engine.recorded_rows import RecordedRows
 
 LONGEST_CONTEXT = 1024
 """Tokens that the page table covers: attention is laid out for as many, whatever there are."""
@@ -26,7 +27,7 @@ _EXTRA_WORDS = 8
 """Seed, position and mask of the feature slots of 8 bytes each; temperature and choice."""
 
 
-class PrefillGraph:
+class PrefillGraph(RecordedRows["_Inputs"]):
     """Runs single prompt chunks. Engine thread only; under inference mode.
 
     Args:
@@ -36,23 +37,14 @@ class PrefillGraph:
     """
 
     def __init__(self, model: Callable[[bool], StepModel], graphs: GraphCache, sizes: Seq[int]) -> None:
+        super().__init__(graphs, sizes)
         self._model = model
-        self._graphs = graphs
-        self._sizes = tuple(sizes)
-        self._inputs: dict[int, _Inputs] = {}
 
     def takes(self, chunks: Seq[PrefillChunk]) -> bool:
         """Whether these chunks, in one pass, are what a graph was recorded for."""
         if len(chunks) != 1 or SamplingMode.of([chunks[0].sequence]) is SamplingMode.FILTERED:
             return False
-        chunk = chunks[0]
-        count = chunk.stop - chunk.start
-        size = self._size_for(count)
-        return (
-            size is not None
-            and self._at(size).rows.fits(chunk.start, count)
-            and self._graphs.replays(self._key(size))
-        )
+        return self._takes(chunks[0].start, chunks[0].stop - chunks[0].start)
 
     def run(self, chunk: PrefillChunk, features: bool) -> torch.Tensor:
         """Enqueue a chunk that `takes` accepts; its K/V is stored, and its feature rows if `features`.
@@ -61,30 +53,22 @@ class PrefillGraph:
             The token behind it, ``[1] int64``, a copy; of no meaning unless the chunk is the last of its prompt.
         """
         size = self._size_for(chunk.stop - chunk.start)
-        assert size is not None
-        inputs = self._at(size)
-        inputs.load(chunk, features)
-        chosen = self._graphs.run(self._key(size), lambda: inputs.step(self._model(True)))
+        self._at(size).load(chunk, features)
+        chosen: torch.Tensor = self._run(size)
         return chosen.clone()
 
     def capture(self, size: int) -> None:
         """Record the pass of one size before anybody is served."""
-        inputs = self._at(size)
-        inputs.rows.make_idle()
-        self._graphs.capture(self._key(size), lambda: inputs.step(self._model(True)))
+        self._record(size)
 
-    def _size_for(self, count: int) -> int | None:
-        index = bisect_left(self._sizes, count)
-        return self._sizes[index] if index < len(self._sizes) else None
+    def _key(self, size: int) -> GraphKey:
+        return GraphKey("prefill", size, draft_dependent=self._model(True).projector is not None)
 
-    def _key(self, size: int) -> tuple[str, int, bool]:
-        return ("prefill", size, self._model(True).projector is not None)
+    def _make_inputs(self, size: int) -> _Inputs:
+        return _Inputs(size, self._model(False))
 
-    def _at(self, size: int) -> _Inputs:
-        found = self._inputs.get(size)
-        if found is None:
-            found = self._inputs[size] = _Inputs(size, self._model(False))
-        return found
+    def _pass(self, inputs: _Inputs) -> torch.Tensor:
+        return inputs.step(self._model(True))
 
 
 class _Inputs:

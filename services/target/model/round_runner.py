@@ -17,9 +17,11 @@ import torch
 
 from outrider.kernels.verify_round import RoundTensors, begin_round, post_round
 from outrider.services.target.model.bucketed_verify import table_pages
+from outrider.services.target.model.graph_key import GraphKey
 from outrider.services.target.model.input_batch import InputBatch, SamplingMode
 from outrider.services.target.model.model_runner import ModelRunner
-from outrider.services.target.model.verify_step import HostRow, root_batch, unpack, verify_step
+from outrider.services.target.model.outcome import Outcome
+from outrider.services.target.model.verify_step import root_batch, unpack, verify_step
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.kv.upload import upload
@@ -87,7 +89,7 @@ class _Enqueued:
 class FinishedRound:
     """One round on the host: a row per sequence of `enter` or `move` (None: it was idle), and how long the device took for it."""
 
-    rows: list[HostRow | None]
+    rows: list[Outcome | None]
     seconds: float
 
 
@@ -122,7 +124,7 @@ class RoundRunner:
         self._rows: list[Sequence | None] = []
         self._enqueued: deque[_Enqueued] = deque()
         # Rounds that have run with a draft in another process.
-        self._tried: set[tuple[object, ...]] = set()
+        self._tried: set[GraphKey] = set()
         self._last_read = 0.0
 
     @property
@@ -303,24 +305,24 @@ class RoundRunner:
         ).packed
         self._results_of(state).post(packed)
 
-    def _key(self, batch: _Batch) -> tuple[object, ...]:
+    def _key(self, batch: _Batch) -> GraphKey:
         tables = self._current
         assert tables is not None
         drafter_key = None if batch.rounds is None else batch.rounds.key
-        of_draft = batch.capture or batch.shape.drafts  # comes last: see `ModelRunner.set_feature_spec`
-        return (
+        return GraphKey(
             "round",
             tables.bs,
-            batch.state.columns,
-            batch.shape,
-            tables.pages,
-            batch.mode,
-            batch.capture,
-            drafter_key,
-            of_draft,
+            nodes=batch.shape.max_nodes,
+            pages=tables.pages,
+            mode=batch.mode,
+            shape=batch.shape,
+            columns=batch.state.columns,
+            capture=batch.capture,
+            drafter=drafter_key,
+            draft_dependent=batch.capture or batch.shape.drafts,
         )
 
-    def _ready(self, batch: _Batch, key: tuple[object, ...]) -> Callable[[], None]:
+    def _ready(self, batch: _Batch, key: GraphKey) -> Callable[[], None]:
         """Return what enqueues the round: a replay, or each kernel by itself of a size that hardly ever comes up or is too large."""
         if (self._recorded is not None and batch.state.bs > self._recorded) or not self._graphs.due(key):
             return self._round
@@ -328,7 +330,7 @@ class RoundRunner:
             self._capture(batch, key)
         return lambda: self._graphs.run(key, self._round)
 
-    def _capture(self, batch: _Batch, key: tuple[object, ...]) -> None:
+    def _capture(self, batch: _Batch, key: GraphKey) -> None:
         """Record with idle rows, then go on with what the state held."""
         state = batch.state
         fields = (state.committed_lens, state.tokens, state.counts, state.features)
@@ -384,11 +386,9 @@ class RoundRunner:
 
     def _forget_unused(self) -> None:
         """Let go of what no graph reads: which shapes come up is for clients to say, and nothing may grow by that."""
-        keys = set(self._graphs.keys)
+        keys = {key for key in self._graphs.keys if isinstance(key, GraphKey)}
         self._tried &= keys
-        used = {
-            (key[1], key[3].max_nodes, key[4]) for key in keys if isinstance(key, tuple) and key[0] == "round"
-        }
+        used = {(key.rows, key.nodes, key.pages) for key in keys if key.kind == "round"}
         self._tables = {
             size: tables for size, tables in self._tables.items() if size in used or tables is self._current
         }

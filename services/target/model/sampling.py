@@ -9,6 +9,7 @@ import torch
 from outrider.kernels.verify import SamplingTensors
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.kv.upload import upload
+from outrider.shared.spec.seeds import signed_seed
 
 MAX_CACHED_BATCHES = 64
 
@@ -59,8 +60,3 @@ class SamplingBatches:
                 row.temperature > 0 and (row.top_k > 0 or row.top_p < 1 or row.min_p > 0) for row in params
             ),
         )
-
-
-def signed_seed(seed: int) -> int:
-    """Return the int64 with the bit pattern of a 64-bit seed."""
-    return seed - (1 << 64) if seed >= 1 << 63 else seed

@@ -12,6 +12,7 @@ import torch
 
 from outrider.kernels.verify_round import RoundTensors, accept_round, place_rows
 from outrider.services.target.model.input_batch import InputBatch, SamplingMode
+from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.synthetic_acceptance import SyntheticAcceptance
 from outrider.shared.attn.base import AttentionBackend, AttentionBatch
 from outrider.shared.kv.pool import KVPool
@@ -44,28 +45,13 @@ class VerifiedStep:
     features: torch.Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class HostRow:
-    """One row of a pass on the host.
-
-    Attributes:
-        num_nodes: Of its tree, the root included.
-        path: Indices of the accepted nodes, the root excluded.
-        emitted: Their tokens, then the bonus token; -1 in place of one whose logits are not numbers.
-    """
-
-    num_nodes: int
-    path: list[int]
-    emitted: list[int]
-
-
-def unpack(rows: list[list[int]]) -> list[HostRow | None]:
+def unpack(rows: list[list[int]]) -> list[Outcome | None]:
     """Read `VerifiedStep.packed`; None for an idle row."""
     columns = (len(rows[0]) - 2) // 2
     return [
         None
         if accepted < 0
-        else HostRow(num_nodes, rest[1 : 1 + accepted], rest[columns : columns + accepted + 1])
+        else Outcome(num_nodes, rest[1 : 1 + accepted], rest[columns : columns + accepted + 1])
         for accepted, num_nodes, *rest in rows
     ]
 

@@ -20,7 +20,7 @@ from outrider.services.target.policy.batch_choice import (
     BatchChoice,
     PlainProbe,
 )
-from outrider.services.target.policy.cost_model import Acceptances, StepCosts, batch_bucket
+from outrider.services.target.policy.cost_model import Acceptances, StepCosts
 from outrider.services.target.policy.offered_shapes import cut, nodes_of
 from outrider.services.target.policy.row_choice import (
     ROUNDS_PER_CHOICE,
@@ -30,6 +30,7 @@ from outrider.services.target.policy.row_choice import (
     RowBound,
     RowState,
 )
+from outrider.shared.engine.buckets import power_of_2
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 __all__ = ["ExecutedRow", "ExecutedStep", "RowBound", "RowState", "SpeculationController"]
@@ -169,7 +170,7 @@ class SpeculationController:
 
     def _common(self, batch_size: int) -> BatchChoice:
         """Return the choice of all batches that run padded to one size."""
-        return self._commons.setdefault(batch_bucket(batch_size), BatchChoice())
+        return self._commons.setdefault(power_of_2(batch_size), BatchChoice())
 
     def _plan(self, rows: Sequence[RowBound], batch_size: int, other_nodes: int) -> _Plan:
         """Return the plan of the form whose turn it is; forms are compared every few rounds."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol
 
+from outrider.shared.engine.buckets import power_of_2
+
 COST_WEIGHT = 0.15
 CHEAPER_WEIGHT = 0.5
 POSTERIOR_DECAY = 0.95
@@ -42,12 +44,12 @@ class StepCosts:
         if rows == batch_size:
             self._plain[batch_size] = _blend(self._plain.get(batch_size), seconds)
             return
-        by_rows = self._verify.setdefault(batch_bucket(batch_size), {})
+        by_rows = self._verify.setdefault(power_of_2(batch_size), {})
         by_rows[rows] = _blend(by_rows.get(rows), seconds)
 
     def observe_round(self, batch_size: int, rows: int, depth: int, seconds: float) -> None:
         """Learn from one round on the device: how long after the round before it was read."""
-        known = self._rounds.setdefault(batch_bucket(batch_size), {})
+        known = self._rounds.setdefault(power_of_2(batch_size), {})
         key = (_nodes_per_row(batch_size, rows), depth)
         known[key] = _blend(known.get(key), seconds)
 
@@ -97,20 +99,20 @@ class StepCosts:
 
     def most_rows(self, batch_size: int) -> int:
         """Return the rows of the largest pass measured at about this batch size; at least those of a plain step."""
-        on_device = (nodes * batch_size for nodes, _depth in self._rounds.get(batch_bucket(batch_size), {}))
-        return max(*self._verify.get(batch_bucket(batch_size), {}), *on_device, batch_size, 1)
+        on_device = (nodes * batch_size for nodes, _depth in self._rounds.get(power_of_2(batch_size), {}))
+        return max(*self._verify.get(power_of_2(batch_size), {}), *on_device, batch_size, 1)
 
     def plain_round(self, batch_size: int) -> float | None:
         """Seconds of a plain round on the device at this batch size, or at the nearest one measured; None before the first."""
         known = [size for size, rounds in self._rounds.items() if PLAIN_ROUND in rounds]
         if not known:
             return None
-        nearest = min(known, key=lambda size: abs(size - batch_bucket(batch_size)))
+        nearest = min(known, key=lambda size: abs(size - power_of_2(batch_size)))
         return self._rounds[nearest][PLAIN_ROUND]
 
     def round(self, batch_size: int, rows: int, depth: int) -> float:
         """Estimate a round on the device: as measured; else it grows as measured rounds do, and no larger one takes less."""
-        known, nodes = self._rounds.get(batch_bucket(batch_size), {}), _nodes_per_row(batch_size, rows)
+        known, nodes = self._rounds.get(power_of_2(batch_size), {}), _nodes_per_row(batch_size, rows)
         measured = known.get((nodes, depth))
         if measured is not None:
             return measured
@@ -152,7 +154,7 @@ class StepCosts:
             return 1.0 + UNSEEN_ROW_COST * rows
         if rows <= batch_size:
             return plain
-        by_rows = self._verify.get(batch_bucket(batch_size), {})
+        by_rows = self._verify.get(power_of_2(batch_size), {})
         lower, lower_s, upper, upper_s = batch_size, plain, 0, 0.0
         for known, seconds in by_rows.items():
             if known == rows:
@@ -299,11 +301,6 @@ class Acceptances:
     def of(self, chain: bool) -> Acceptance:
         """Return that of one form."""
         return self.chains if chain else self.trees
-
-
-def batch_bucket(count: int) -> int:
-    """Return the power of two that holds so many rows: batches that are alike."""
-    return 1 << max(0, count - 1).bit_length()
 
 
 def _nodes_per_row(batch_size: int, rows: int) -> int:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.services.target.model.bucketed_verify import batch_buckets
 from outrider.services.target.scheduling.limits import longest_text
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.engine.buckets import batch_buckets
 from outrider.shared.engine.graphs import MOST_LATE
 from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.nn.decoder import Decoder

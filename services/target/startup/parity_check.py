@@ -7,15 +7,16 @@ import time
 
 import torch
 
-from outrider.services.target.drafting.no_drafter import root_trees
 from outrider.services.target.engine.rounds import advance
-from outrider.services.target.model.model_runner import FAILED_TOKEN, ModelRunner
+from outrider.services.target.model.model_runner import ModelRunner
+from outrider.services.target.model.outcome import FAILED_TOKEN
 from outrider.services.target.policy.controller import ExecutedRow, ExecutedStep, SpeculationController
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.services.target.startup.trial_sequences import PROMPT_LEN, release, trial_sequence
 from outrider.shared.base.errors import UnavailableError
 from outrider.shared.spec.tree import DraftBatch
+from outrider.shared.spec.trees import root_trees
 
 PLAIN_STEPS = 8
 TREE_DEPTH = 4

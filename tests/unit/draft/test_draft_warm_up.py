@@ -13,7 +13,6 @@ from support.toys import make_toy_eagle3, make_toy_target
 from outrider.services.draft import app, warmup
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import DraftEngine
-from outrider.services.draft.growth import draft_graph as host_rounds
 from outrider.services.draft.growth.draft_graph import DraftGraph, DraftGraphs
 from outrider.services.draft.peers.peer_rounds import RoundsDesk
 from outrider.services.draft.serving import protocol
@@ -94,13 +93,10 @@ def test_all_rounds_of_a_draft_share_one_cache_that_can_be_turned_off(pair: tupl
     assert engine_of(pair, disable_cuda_graph=True, cuda_graph_max_bs=8).strategy.rounds.graphs.max_bs == 8  # type: ignore[union-attr]
 
 
-def test_larger_batches_than_are_recorded_run_without(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_larger_batches_than_are_recorded_run_without(pair: tuple[Path, Path]) -> None:
     engine = engine_of(pair)
     rounds = engine.strategy.rounds
     assert rounds is not None
-    monkeypatch.setattr(host_rounds, "RECORD_AFTER", 0)
     graphs = PlayedGraphs()
     host = DraftGraph(rounds.memory, graphs, engine.strategy.info.feature_size, torch.float32, lambda: 4)
     for bs in (2, 4, 8):

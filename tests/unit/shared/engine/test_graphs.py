@@ -104,3 +104,13 @@ def test_what_is_dropped_is_recorded_again_when_it_comes_up() -> None:
     assert graphs.captured == ["a", "b", "a"]
     graphs.drop(["a", "b"])
     assert graphs.pool is None, "torch takes no graph into a pool that had its last one"
+
+
+def test_keys_that_are_counted_together_become_due_together() -> None:
+    graphs = BoundedGraphs(most_late=2)
+    with graphs.keeping():
+        pass
+    answers = [graphs.due(("size", width), counted_as="size") for width in range(RECORD_AFTER + 1)]
+    assert answers == [False] * RECORD_AFTER + [True]
+    graphs.expect("another")
+    assert graphs.due(("another", 1), counted_as="another")

@@ -14,7 +14,7 @@ from support.toys import make_toy_target
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.device_loop import OverlapPlan
 from outrider.services.target.model import round_runner
-from outrider.services.target.model.bucketed_verify import Buckets
+from outrider.shared.engine.buckets import Buckets
 from outrider.shared.engine.graphs import RECORD_AFTER
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import Drafter

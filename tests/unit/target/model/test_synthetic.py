@@ -7,10 +7,10 @@ import torch
 from support.target_harness import trees_to_batch
 
 from outrider.kernels.verify import verify_tree
-from outrider.services.target.drafting.no_drafter import root_trees
 from outrider.services.target.model.synthetic_acceptance import SyntheticAcceptance, rates_of_mean
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.spec.tree import DraftBatch
+from outrider.shared.spec.trees import root_trees
 
 VOCAB = 64
 CHAIN = [(10 + depth, depth) for depth in range(5)]

@@ -21,9 +21,9 @@ from outrider.services.target import app
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.device_loop import OverlapPlan
 from outrider.services.target.engine.engine import LOOK_S
-from outrider.services.target.model.bucketed_verify import Buckets
 from outrider.services.target.settings import TargetSettings
 from outrider.services.target.startup.graph_plan import GraphPlan, await_draft, plan_graphs
+from outrider.shared.engine.buckets import Buckets
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import DrafterState, FeatureSpec
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape

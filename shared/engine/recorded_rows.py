@@ -1,0 +1,81 @@
+"""Passes over the new rows of one sequence as CUDA graphs, padded to a few sizes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
+from collections.abc import Sequence as Seq
+from typing import Any, Generic, Protocol, TypeVar
+
+from outrider.shared.attn.padded import PaddedRows
+from outrider.shared.engine.buckets import bucket
+from outrider.shared.engine.graphs import GraphCache
+
+
+class HasRows(Protocol):
+    """Static inputs of a pass."""
+
+    rows: PaddedRows
+
+
+Inputs = TypeVar("Inputs", bound=HasRows)
+
+
+class RecordedRows(ABC, Generic[Inputs]):
+    """Chooses the recorded size of a pass and keeps the static inputs of each size. Engine thread only.
+
+    Args:
+        graphs: Where the passes are recorded.
+        sizes: Rows of the recorded passes, ascending.
+    """
+
+    def __init__(self, graphs: GraphCache, sizes: Seq[int]) -> None:
+        self._graphs = graphs
+        self._sizes = tuple(sizes)
+        self._inputs: dict[int, Inputs] = {}
+
+    @abstractmethod
+    def _make_inputs(self, size: int) -> Inputs:
+        """Allocate the inputs of a pass over at most `size` rows."""
+
+    @abstractmethod
+    def _key(self, size: int) -> Hashable:
+        """Return the key of the graph of one size."""
+
+    @abstractmethod
+    def _pass(self, inputs: Inputs) -> Any:
+        """Run the pass over the inputs."""
+
+    def _takes(self, start: int, count: int) -> bool:
+        """Whether a graph is recorded that takes `count` rows from token index `start` on."""
+        size = bucket(self._sizes, count)
+        return (
+            size is not None
+            and self._at(size).rows.fits(start, count)
+            and self._graphs.replays(self._key(size))
+        )
+
+    def _size_for(self, count: int) -> int:
+        """Return the size of a pass over as many rows as `_takes` accepted."""
+        size = bucket(self._sizes, count)
+        assert size is not None, "`takes` was not asked"
+        return size
+
+    def _run(self, size: int) -> Any:
+        """Replay the pass of one size over its loaded inputs."""
+        return self._graphs.run(self._key(size), self._pass_of(size))
+
+    def _record(self, size: int) -> None:
+        """Record the pass of one size over padding alone, which stores nothing."""
+        self._at(size).rows.make_idle()
+        self._graphs.capture(self._key(size), self._pass_of(size))
+
+    def _pass_of(self, size: int) -> Callable[[], Any]:
+        inputs = self._at(size)
+        return lambda: self._pass(inputs)
+
+    def _at(self, size: int) -> Inputs:
+        found = self._inputs.get(size)
+        if found is None:
+            found = self._inputs[size] = self._make_inputs(size)
+        return found

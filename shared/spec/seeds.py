@@ -1,0 +1,11 @@
+"""The 64-bit seed of a request as the signed integer that tensors hold."""
+
+from __future__ import annotations
+
+MASK_64 = (1 << 64) - 1
+
+
+def signed_seed(seed: int) -> int:
+    """Return the int64 with the bit pattern of a 64-bit seed; higher bits are dropped."""
+    seed &= MASK_64
+    return seed - (1 << 64) if seed >= 1 << 63 else seed
