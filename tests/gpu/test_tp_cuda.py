@@ -396,7 +396,7 @@ def test_a_step_that_does_not_come_back_from_the_gpu_ends_the_process(folder: Pa
     with pytest.raises(EOFError):
         in_a_process(wait_for_what_does_not_come, folder, tmp_path / "told")
     rank, _, told = (tmp_path / "told").read_text().partition(" ")
-    assert told.startswith(f"tp: a step has not come back for {STEP_S} s")
+    assert told.startswith(f"tp: a step has not returned for {STEP_S} s")
     assert_ends(int(rank))
 
 

@@ -205,7 +205,7 @@ def test_a_step_that_does_not_come_back_breaks_the_group(
             if alive:
                 pair[1].report(Report(ReportKind.BEAT))
     assert re.search(
-        "a step has not come back for 0.5 s, and all ranks run" if alive else "rank 1 is lost: .* silent",
+        "a step has not returned for 0.5 s although all ranks run" if alive else "rank 1 is lost: .* silent",
         str(failures.error),
     )
 

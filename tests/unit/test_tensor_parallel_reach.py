@@ -46,4 +46,4 @@ def test_a_rank_that_sees_its_own_gpu_alone_says_no(
     Machine(monkeypatch, 1)
     assert not reaches_all(torch.device("cuda", 0), rank, 2)
     printed = capfd.readouterr()
-    assert "NCCL adds up" in printed.out + printed.err
+    assert "sums use NCCL" in printed.out + printed.err
