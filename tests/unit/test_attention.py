@@ -247,7 +247,7 @@ def test_padding_is_dropped_row_by_row() -> None:
 
 def test_rows_beyond_a_lease_are_refused() -> None:
     pool, leases = make_pool(4, scattered=False)
-    with pytest.raises(ValueError, match=r"holds 60 tokens; rows up to 62 need KVPool\.reserve"):
+    with pytest.raises(ValueError, match=r"room for 60 tokens; call KVPool\.reserve for 62 tokens"):
         build_batch(pool, leases[:1], [59], [3])
 
 

@@ -139,7 +139,7 @@ def test_what_it_cannot_do_is_refused_by_name(backend: FlashInferAttention) -> N
 
 
 def test_without_a_gpu_or_the_library_it_says_what_to_do() -> None:
-    with pytest.raises(ConfigurationError, match="CUDA alone") as caught:
+    with pytest.raises(ConfigurationError, match="needs a CUDA device") as caught:
         FlashInferAttention("cpu")
     assert caught.value.field == "attention_backend"
     with (
