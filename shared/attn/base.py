@@ -88,10 +88,10 @@ class AttentionBackend(Protocol):
             window: If above 0, a row at position p sees only positions above p - window. A tree row's
                 position is its prefix plus its number of ancestors. It sees its nearest ``window - 1``
                 ancestors, since parents have lower columns than their children.
-            sinks: ``[heads] fp32``, one logit per head that takes part in the softmax but has no value; or
-                None.
-            softcap: If above 0, scaled scores s become ``softcap * tanh(s / softcap)`` before the mask (Gemma
-                2); sinks are not capped.
+            sinks: ``[heads] fp32``, one logit per head that takes part in the softmax but has no value,
+                or None.
+            softcap: If above 0, scaled scores s become ``softcap * tanh(s / softcap)`` before the mask, as in
+                Gemma 2. Sinks are not capped.
 
         Returns:
             ``[rows, heads * head_dim]`` in q's dtype.
