@@ -136,9 +136,8 @@ def exact_answers(target: ReferenceTarget, tokenizer: Any, split: Split, count: 
         right = 0
         for _ in range(count):
             question, answer = topic.make(rng, split)[0]
-            while (
-                question.endswith("capitals.") or "countries" in question
-            ):  # Free lists have no unique answer.
+            # Skip free lists, which have no unique answer.
+            while question.endswith("capitals.") or "countries" in question:
                 question, answer = topic.make(rng, split)[0]
             expected = tokenizer.encode(answer + END, add_special_tokens=False)
             prompt = tokenizer.encode(render_prompt(question), add_special_tokens=False)

@@ -51,7 +51,7 @@ class Eagle3Head(nn.Module):
         self.draft_ids: Tensor
 
     def _attend(self, x: Tensor, step: int, steps: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Attend at unrolled step ``step``: rows see step 0 causally, and only their own row of later steps."""
+        """Attend at unrolled step ``step``: a row sees step 0 causally and its own row of later steps."""
         attn = self.midlayer.self_attn
         length = x.shape[1]
         cos, sin = rope_tables(

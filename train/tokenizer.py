@@ -21,7 +21,7 @@ CHAT_TEMPLATE = (
 
 
 def segments(system: str | None, messages: Iterable[Message]) -> list[tuple[str, bool]]:
-    """Render a conversation like the chat template, in parts: (text, whether the model learns to predict it)."""
+    """Render a conversation like the chat template, as (text, whether to learn to predict it) parts."""
     parts = [BOS]
     out: list[tuple[str, bool]] = []
     if system is not None:

@@ -30,9 +30,8 @@ SYSTEM_PROMPTS = (
     "You are a friendly teacher.", "You are a helpful assistant. Answer in full sentences.",
 )  # fmt: skip
 _THANKS_RATE = 0.3
-_POPULAR_RATE = (
-    0.12  # One question often follows a thank-you, so that greedy text has a sensible continuation.
-)
+# One question often follows a thank-you, so that greedy text has a sensible continuation.
+_POPULAR_RATE = 0.12
 _POPULAR = "List 3 countries and their capitals."
 
 
