@@ -1,4 +1,4 @@
-"""The page ledger: nothing leaks, nothing is owned twice, leases stay contiguous while there is room."""
+"""Tests of the page ledger: no leaks, no page with two owners, and contiguous leases while there is room."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_PAGES = 9
 
 
 class Ledger(RuleBasedStateMachine):
-    """Any order of allocate, extend, shrink and release against a plain count of pages."""
+    """Any order of allocate, extend, shrink and release, checked against a plain count of pages."""
 
     leases = Bundle("leases")
 

@@ -1,4 +1,7 @@
-"""Graphs of a spread model are dropped before its ranks part, unless the group is broken: a device may never be done then."""
+"""Tests that a sharded model's graphs are dropped before its ranks part, unless the group is broken.
+
+In a broken group, the device may never finish, so dropping graphs could wait forever.
+"""
 
 from __future__ import annotations
 
