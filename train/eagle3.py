@@ -130,6 +130,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
             min(args.steps, 20),
             256,
         )
+    # 1. Text that the target has continued itself.
     started = time.monotonic()
     tokenizer_file = args.target / "tokenizer.json"
     workers = 1 if args.smoke else len(os.sched_getaffinity(0))
@@ -150,6 +151,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
         rows[: args.batch * 2],
         torch.cat((rows[args.batch * 2 :], corpus[: len(corpus) // 5].to(device))),
     )
+    # 2. Draft vocabulary, head and compilation.
     draft_ids, coverage = draft_vocabulary(rows, target.shape.vocab_size, args.draft_vocab)
     head = Eagle3Head(target.shape, draft_ids).to(device)
     with torch.no_grad():  # A head learns faster if it starts from the target's output rows.
@@ -160,6 +162,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
     torch.autograd.backward(step_of(rows[: args.batch].long())[0])
     for p in head.parameters():
         p.grad = None
+    # 3. Training.
     clock = Clock(args.steps, args.minutes)
     order = torch.randperm(len(rows), device=device)
     while clock.progress() < 1:
@@ -175,6 +178,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
                 flush=True,
             )
         clock.tick()
+    # 4. Checkpoint and measurements.
     save_head(head, target, args.out)
     with torch.no_grad():
         accuracy = torch.stack([trainer(part.long())[1] for part in torch.split(held, args.batch)]).mean(0)

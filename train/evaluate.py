@@ -155,6 +155,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             "--num-draft-tokens must be between 2 and 1 + topk + (num_steps - 1) * topk^2, "
             "the number of drafted candidates plus the root"
         )
+    # 1. Models and prompts.
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     target = ReferenceTarget(args.target)
@@ -173,6 +174,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "num_draft_tokens": shape.num_draft_tokens,
         "max_new_tokens": args.max_new,
     }
+    # 2. Quality of the target alone.
     if args.loss_rows:
         result["loss"] = losses(args.target, args.loss_rows)
         print("loss", json.dumps(result["loss"]), flush=True)
@@ -181,6 +183,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             s.value: exact_answers(target, tokenizer, s, args.answers) for s in (Split.TRAIN, Split.REPHRASED)
         }
         print("exact answers", json.dumps(result["exact_answers"]), flush=True)
+    # 3. Accept lengths of the pair.
     for name, texts in sets.items():
         prompts = [
             (topic, tokenizer.encode(render_prompt(text), add_special_tokens=False))

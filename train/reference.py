@@ -221,6 +221,7 @@ class ReferenceHead:
         stable = self.keys.shape[
             1
         ]  # This is L. Level i runs at position L + i - 1. A token of level 1 has absolute position L + 1.
+        # 1. Level 1: the topk children of the root.
         candidates: list[Candidate] = []
         value, child = self.scores(last, sampling, stable + 1)[0].topk(shape.topk)
         for s, t in zip(value.tolist(), child.tolist(), strict=True):
@@ -229,6 +230,7 @@ class ReferenceHead:
         features = {-1: last[0]}
         row_of: dict[int, int] = {}  # candidate -> its row after the stable keys
         keys, values = self.keys, self.values
+        # 2. Further levels: expand the topk best candidates of the previous level.
         for level in range(1, shape.num_steps):
             earlier = keys.shape[1] - stable
             visible = torch.zeros(len(beam), stable + earlier + len(beam), dtype=torch.bool)
@@ -254,6 +256,7 @@ class ReferenceHead:
                         Candidate(int(self.target_ids[t]), b, level + 1, candidates[b].score + s)
                     )
             beam = sorted(fresh, key=lambda i: (-candidates[i].score, i))[: shape.topk]
+        # 3. Rerank: keep the best candidates of all levels.
         chosen = sorted(
             sorted(range(len(candidates)), key=lambda i: (-candidates[i].score, i))[
                 : shape.num_draft_tokens - 1
@@ -283,6 +286,7 @@ def speculate(
     sampling: Sampling,
 ) -> Run:
     """Generate ``max_new`` tokens with speculation. End of text does not stop generation."""
+    # 1. Prefill.
     target.reset()
     head.reset()
     n = len(prompt)
@@ -293,7 +297,9 @@ def speculate(
     emitted: list[int] = []
     last = head.extend(features, [*prompt[1:], root])
     while len(tokens) < max_new:
+        # 2. Draft a tree.
         tree = head.grow(last, shape, sampling)
+        # 3. Verify: run all nodes in one pass, then follow the chosen tokens from the root.
         rows = [root, *(c.token for c in tree)]
         visible = torch.eye(len(rows), dtype=torch.bool)
         for i, c in enumerate(tree, 1):
@@ -307,6 +313,7 @@ def speculate(
             if not child:
                 break
             path.append(child[0])
+        # 4. Commit the accepted nodes and the bonus token.
         target.keep(path)
         fresh = [*(rows[i] for i in path[1:]), token]
         last = head.extend(features[path], fresh)

@@ -86,6 +86,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     shape = SMOKE_SHAPE if args.smoke else LlamaShape(num_hidden_layers=args.layers)
     if args.smoke:
         args.rows, args.length, args.batch, args.steps = 64, 96, 8, min(args.steps, 30)
+    # 1. Tokenizer and data.
     started = time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
     tok.save(make_tokenizer(args, shape.vocab_size), args.out, shape.max_position_embeddings)
@@ -103,6 +104,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         flush=True,
     )
 
+    # 2. Model, optimiser and compilation.
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
@@ -113,6 +115,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     torch.autograd.backward(loss_of(model, train[: args.batch]))  # Compile before the clock starts.
     for p in model.parameters():
         p.grad = None
+    # 3. Training.
     clock = Clock(args.steps, args.minutes)
     order = torch.randperm(len(train), device=device)
     loss = torch.zeros(())
@@ -129,6 +132,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 flush=True,
             )
         clock.tick()
+    # 4. Checkpoint and measurements.
     save_target(model, args.out)
     seconds = time.monotonic() - clock.start
     numbers = {

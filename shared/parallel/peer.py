@@ -1,4 +1,4 @@
-"""Sums and messages between GPUs of one machine that can access each other's memory.
+"""Sums and messages through peer memory, for GPUs of one machine that can access each other's memory.
 
 They avoid NCCL's protocol.
 

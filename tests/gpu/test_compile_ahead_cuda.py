@@ -1,4 +1,4 @@
-"""Tests on a GPU that kernels missing in a rehearsal are compiled in the background. Outputs stay the same."""
+"""Tests on a GPU: kernels missing in a rehearsal are compiled in the background, with unchanged outputs."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_tree_attention(
 @pytest.mark.parametrize("tree", [True, False])
 @pytest.mark.parametrize(("dim", "rows"), [(128, 4), (128, 6), (256, 4), (256, 9), (64, 3)])
 def test_attention_of_batches_with_few_rows(tree: bool, dim: int, rows: int) -> None:
-    """Covers every way to cut a batch: over many programs, over few that merge their results, or not at all."""
+    """Covers every split of a batch: many programs, few programs that merge their results, or no split."""
     for bs in (1, 2, 4, 16, 40):
         sequences = [Sequence((97 * index) % 700, 1 + index % rows) for index in range(bs - 1)] + [
             Sequence(700, rows)

@@ -1,6 +1,6 @@
-"""Tests of rounds enqueued behind a word that this process's host writes.
+"""Tests of rounds that wait in a stream until this process's host writes a word.
 
-A round runs once the word is written, and no wait outlasts its limit.
+No wait outlasts its limit.
 """
 
 from __future__ import annotations

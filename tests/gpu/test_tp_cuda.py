@@ -274,7 +274,7 @@ def test_ranks_round_to_fp8_as_finely_as_one_gpu(folder: Path) -> None:
 
 @torch.inference_mode()
 def moved_rows(folder: Path, size: int, reduce: str) -> tuple[float, float]:
-    """Return how much a compaction changes one GPU's logits, and how far the ranks' logits then are from them."""
+    """Return the change of one GPU's logits by a compaction, and the ranks' distance from these logits."""
     torch.cuda.set_device(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     settings = TargetSettings.load(
@@ -360,7 +360,7 @@ def assert_ends(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(pid)
         try:
-            assert select.select([descriptor], [], [], END_S)[0], f"process {pid} stays behind"
+            assert select.select([descriptor], [], [], END_S)[0], f"process {pid} still runs"
         finally:
             os.close(descriptor)
 

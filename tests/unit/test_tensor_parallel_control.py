@@ -291,7 +291,7 @@ def test_rows_that_are_no_numbers_because_a_rank_was_late_end_the_group_at_rank_
     failures = Failures()
     decoder = LeadDecoder.__new__(LeadDecoder)
     decoder.collectives = late(0)
-    decoder.connect(Lead({1: pair[0]}, failures), read_head=lambda: pytest.fail("nobody asked"))
+    decoder.connect(Lead({1: pair[0]}, failures), read_head=lambda: pytest.fail("the head must not be read"))
     with pytest.raises(UnavailableError, match="rank 0 did not receive another rank's data in time"):
         decoder.spread_scrub(torch.tensor([2]))
     assert failures.error is not None

@@ -19,7 +19,7 @@ from outrider.shared.parallel.lead import LeadDecoder
 def spread(failure: UnavailableError | None) -> LeadDecoder:
     decoder = LeadDecoder.__new__(LeadDecoder)
     lead: Any = SimpleNamespace(failure=failure)
-    decoder.connect(lead, read_head=lambda: pytest.fail("nobody asked"))
+    decoder.connect(lead, read_head=lambda: pytest.fail("the head must not be read"))
     return decoder
 
 
