@@ -2,11 +2,12 @@
 
 Only this file imports FlashInfer.
 
-FlashInfer's `plan` reads lengths on the host, so every pass waits for the device once. Hence this backend
-excludes CUDA graphs and launching a round before the previous one is read (`create.waits_for_device`).
+FlashInfer's `plan` reads lengths on the host, so every pass waits for the device once. Therefore, this
+backend cannot run in CUDA graphs, and a round cannot be launched before the previous one is read (see
+`create.waits_for_device`).
 
 Trees are passed as custom masks in unpacked form. With packed masks, FlashInfer 0.6.11 takes their bit
-offsets for byte offsets, which is correct for a single sequence only.
+offsets for byte offsets, which gives wrong results for more than one sequence.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class _Layout:
 
     Attributes:
         query_start: ``[sequences + 1] int32``.
-        page_start: ``[sequences + 1] int32``; pages of sequence b are ``pages[page_start[b]:page_start[b +
-            1]]``.
+        page_start: ``[sequences + 1] int32``. The pages of sequence b are
+            ``pages[page_start[b]:page_start[b + 1]]``.
         pages: ``[pages in use] int32``.
         last_page_lens: ``[sequences] int32``, number of tokens in each last page.
         mask: ``[sum of rows * tokens] bool``, by sequence and then by row; None for causal rows.

@@ -114,7 +114,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End the rank's process. No command follows."""
+    """Stop serving. No command follows."""
 
 
 Command = MakePool | Forward | Logits | Compact | Scrub | Record | Recorded | Replay | Drop | Forget | Stop

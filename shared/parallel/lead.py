@@ -42,7 +42,7 @@ from outrider.shared.parallel.packing import StepInputs, pack
 SILENT_BEATS = 15
 """Number of silent beats after which a rank is considered stopped or cut off."""
 QUIET_BEATS = 3
-"""Number of silent beats that suffice to blame a rank once something else has gone wrong."""
+"""Number of silent beats after which a rank is blamed for an error that occurs anyway."""
 POOL_TIMEOUT_S = 120.0
 NOTICE_S = 1.0
 
@@ -179,6 +179,7 @@ class Lead:
             connection.close()
 
     def _listen(self, rank: int) -> None:
+        """Receive a rank's reports until its connection closes."""
         connection = self._connections[rank]
         while True:
             report = connection.receive_report()
@@ -230,6 +231,7 @@ class Lead:
         return any(1 < beats < QUIET_BEATS for beats in self._silent.values())
 
     def _blame(self) -> OutriderError | None:
+        """Return an error that names the silent ranks, or None if there are none."""
         ranks = [rank for rank, beats in self._silent.items() if beats >= QUIET_BEATS]
         return _silent(ranks, min(self._silent[rank] for rank in ranks)) if ranks else None
 
@@ -305,7 +307,7 @@ class LeadDecoder(ShardedDecoder):
     def choose(
         self, hidden: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Choose tokens. If all rows are greedy, each rank sends its best value and id, not all its columns."""
+        """Choose tokens. If all rows are greedy, ranks send their best values and ids instead of columns."""
         if not sampling.all_greedy:
             return choose_tokens(self.logits(hidden), sampling, positions)
         with self._together_on(hidden, best_only=True):
@@ -329,9 +331,10 @@ class LeadDecoder(ShardedDecoder):
             self.collectives.broadcast(pack([path, num_accepted, *more]))
 
     def spread_scrub(self, pages: torch.Tensor) -> None:
-        """Make the other ranks zero pages, unless rank 0 missed another rank's data: then fail the group.
+        """Make the other ranks zero pages.
 
-        Pages are scrubbed after invalid logits. A faulty model produces those, but so does missing data.
+        Pages are scrubbed after invalid logits. If those came from missing another rank's data, and not from
+        the model, fail the group instead.
         """
         if self.collectives.lost():
             raise self._lead.fail(missed(0))

@@ -1,10 +1,10 @@
 """Sums and messages through peer memory, for GPUs of one machine that can access each other's memory.
 
-They avoid NCCL's protocol.
+For the few rows of a decode step, this is faster than NCCL, whose protocol takes longer than moving the data.
 
-Waits are bounded. A wait in vain leaves NaN rows behind, from which no token is chosen. The requests then end
-with an error, and so does the group. A rank that is gone is noticed much earlier on the control channel (see
-`lead`); the bound is for a rank that is alive but does not arrive.
+All waits have a time limit. After a timeout, the affected rows are NaN, so no token is chosen from them: the
+requests end with an error, and the group ends too. The limit covers ranks that are alive but do not take
+part. A dead rank is noticed much earlier on the control channel (see `lead`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ from outrider.shared.parallel.trial import MESSAGES, TRIALS, messages_arrive, su
 
 PEER_DTYPES = (torch.float32, torch.bfloat16)
 MOST_WAIT_S = 300.0
-"""Upper bound of a wait.
-
-Compiling and loading new kernels keeps a rank's host from launching for less than this.
-"""
+"""Longest time limit of a wait. A rank that compiles and loads new kernels is back within this time."""
 TRIAL_WAIT_S = 10.0
 LOOKS_PER_SECOND = 1_000_000
 """Approximate polling rate of a waiting kernel, which is limited by the latency of the device's L2 cache."""
@@ -93,11 +90,10 @@ class PeerReduce(OneShotReduce):
         self._boxes = self._emptied(timeout_s)
 
     def proves_itself(self) -> bool:
-        """Return True if trial sums are correct on all ranks (see `sums_agree`). Every rank must call it.
-
-        All kernels are compiled first, so that a short time limit suffices for the trial itself.
-        """
-        self._lost.fill_(1)  # Turns waiting off: the other ranks may still be compiling.
+        """Return True if trial sums are correct on all ranks (see `sums_agree`). Every rank must call it."""
+        # Compile all kernels first, so that a short time limit suffices for the trial. `_lost` turns waiting
+        # off meanwhile, because other ranks may still be compiling.
+        self._lost.fill_(1)
         for rows in TRIALS:
             zeros = torch.zeros(rows, self._width, dtype=self._dtype, device=self._group.device)
             self.add(zeros, zeros, zeros[0], 1.0)
@@ -123,7 +119,7 @@ class PeerReduce(OneShotReduce):
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> Stream:
-        """Add the ranks' parts to the residual. Up to a few rows take one kernel."""
+        """Add the ranks' parts to the residual (see `Reduce.add`). A few rows take a single kernel."""
         rows, width = residual.shape
         if not can_exchange(rows, width, self._boxes):
             return super().add(parts, residual, norm_weight, eps, bias=bias, out=out)
@@ -135,9 +131,9 @@ class PeerCollectives:
 
     Args:
         group: Collectives over all ranks.
-        timeout_s: How long a rank waits for a message. Missing words read as 0 in a broadcast, which is
-            always a valid address, and as -1 in a gather, which is not a token. A rank that missed a message
-            sends rank 0 only -1 from then on.
+        timeout_s: How long a rank waits for a message. After a timeout, a broadcast reads as zeros, which are
+            valid addresses, and a gather reads as -1, which is not a token. A rank that has missed a message
+            sends only -1 to rank 0 from then on.
         lost: ``[1] int32``, set to 1 once a wait was in vain (see `Mail.lost`).
 
     Raises:
@@ -153,11 +149,9 @@ class PeerCollectives:
         self._down, self._up = self._emptied(timeout_s)
 
     def proves_itself(self) -> bool:
-        """Return True if trial messages arrive correctly (see `messages_arrive`). Every rank must call it.
-
-        As in `PeerReduce.proves_itself`, kernels are compiled first.
-        """
-        self._lost.fill_(1)  # Turns waiting off: the other ranks may still be compiling.
+        """Return True if trial messages arrive correctly (see `messages_arrive`). Every rank must call it."""
+        # Compile all kernels first, without waiting, as in `PeerReduce.proves_itself`.
+        self._lost.fill_(1)
         for words in MESSAGES:
             message = torch.zeros(words, dtype=torch.int32, device=self._group.device)
             self.broadcast(message)
@@ -315,9 +309,9 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 
 def _agreed(able: bool, device: torch.device) -> bool:
-    """Return True if every rank is able.
+    """Return True if `able` is true on every rank.
 
-    It is also a barrier: writes to own memory before it are visible after it.
+    This is also a barrier: each rank's earlier writes to its own memory are done when it returns.
     """
     flag = torch.tensor([int(able)], dtype=torch.int32, device=device)
     dist.all_reduce(flag, dist.ReduceOp.MIN)

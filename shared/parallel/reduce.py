@@ -70,7 +70,7 @@ class GroupReduce:
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> Stream:
-        """Sum the parts over the ranks, then add the sum to the residual."""
+        """Sum the parts over the ranks, then add the sum to the residual (see `Reduce.add`)."""
         whole = parts.dim() == 2 or parts.nbytes <= SUMMED_PARTS_BYTES
         summed = self(parts if whole else parts.sum(0).to(residual.dtype))
         return add_sums(summed, residual, norm_weight, eps, bias=bias, out=out)

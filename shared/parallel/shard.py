@@ -49,7 +49,7 @@ _FUSED_EXPERTS = {
 }
 """Tensors that contain all experts, and the dimension that is the intermediate size.
 
-That dimension is twice as long in gate_up tensors, and it counts groups in MXFP4 scales.
+That dimension is twice as long in gate_up tensors, and it counts groups in MXFP4 tensors.
 """
 _SUMMED = "experts.down_proj_bias"
 """Every rank's product includes this bias, but the sum must include it only once."""
@@ -135,7 +135,7 @@ class Shard:
         return None if dim is None else (dim, self.columns)
 
     def leaves_out(self, name: str) -> bool:
-        """Return True if another rank adds the tensor `name` to the sum. This rank then uses zeros instead."""
+        """Return True if another rank adds the tensor `name` to the sum, and this rank adds zeros."""
         return self.rank > 0 and name.endswith(_SUMMED)
 
 

@@ -1,4 +1,4 @@
-"""Tests of compiled exchange_add and peer_words on one GPU: ranks in turn, and concurrently on two streams."""
+"""Tests of compiled exchange_add and peer_words on one GPU, with ranks in turn and on concurrent streams."""
 
 from __future__ import annotations
 

@@ -174,9 +174,8 @@ def test_a_writer_that_is_killed_leaves_the_reader_working(writer: Writer) -> No
     data = writer.ask(3)
     os.kill(writer.process.pid, signal.SIGKILL)
     writer.process.wait()
-    writer.mapped.session.read(
-        data, "rows", COLUMNS
-    )  # The rows may be anything, but reading must not hang or fault.
+    # The rows may be anything, but reading must not hang or fault.
+    writer.mapped.session.read(data, "rows", COLUMNS)
     torch.cuda.synchronize(writer.device)
     with pytest.raises(EndOfStream):
         writer.frames.receive(TIMEOUT_S)
