@@ -261,10 +261,9 @@ def connect_rank(store: Store, rank: int, timeout_s: float) -> Connection:
 def store_of_these(store: Store) -> Store:
     """Return a section of the store that no earlier set of ranks has used.
 
-    Call it once the ranks are connected.
-
-    The section is named after the secret, not after torchrun's restart count: torchrun counts on each host
-    only the restarts caused by a failure on that host, so the counts differ.
+    The ranks must be connected already. The section is named after their secret. torchrun's restart count
+        would
+    not do: each host counts only the restarts that its own failures caused.
     """
     return PrefixStore(bytes(store.get(ADDRESS_KEY)).decode().split(" ")[2], store)
 

@@ -31,7 +31,7 @@ def test_graphs_that_are_dropped_leave_the_others_and_their_memory() -> None:
     assert cache.keys == (2, 3, 41, 42, 43)
     assert torch.cuda.memory_reserved() == reserved
     numbers.mul_(2)
-    assert total(2) == 4 * SIZE, "replayed, not remembered"
+    assert total(2) == 4 * SIZE, "the graph must be replayed, not its result returned"
 
 
 def test_a_pool_that_lost_its_last_graph_takes_none() -> None:

@@ -60,7 +60,7 @@ def test_a_round_runs_when_the_host_puts_what_it_waits_for(half: Half) -> None:
     for number in range(1, 12):
         half.enqueue(number)
         time.sleep(0.002)  # Without the wait, the round would have run by now.
-        assert not half.relay._given[number % 2].query(), "it waits"
+        assert not half.relay._given[number % 2].query(), "the round must wait"
         half.relay.put(number, bytes([number]) * IN_BYTES)
         trees = half.relay.settle(number, OUT_BYTES)
         assert set(trees[4:].tolist()) == {number + 1}

@@ -265,7 +265,7 @@ def test_ranks_round_to_fp8_as_finely_as_one_gpu(folder: Path) -> None:
     """
     found = in_a_process(compare, folder, 2, "bfloat16", "auto", "fp8")
     print(f"2 GPUs, FP8: relative errors {found.errors}, of one GPU {found.of_one}")
-    assert min(found.of_one) > 0.05, "rounding must show"
+    assert min(found.of_one) > 0.05, "rounding must be visible"
     for rows, error, of_one in zip((PROMPT, 1, NODES), found.errors, found.of_one, strict=True):
         scatter = 0.3 if rows == 1 else 0.1
         assert 1 - scatter < error / of_one < 1 + scatter
