@@ -1,7 +1,8 @@
-"""Maps the top-level folders to import names: kernels/ is outrider.kernels, protos/outrider/target is outrider.target, and so on.
+"""Maps the top-level folders to import names.
 
-The rest of the packaging is in pyproject.toml. The generic roots carry no __init__.py, so that no top-level `kernels` or
-`shared` package is ever installed, and `outrider` itself is a namespace.
+For example, kernels/ becomes outrider.kernels, and protos/outrider/target becomes outrider.target. All other
+packaging settings are in pyproject.toml. `outrider` is a namespace package, and the folders are never
+installed as top-level packages such as `kernels` or `shared`.
 """
 
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""A contract for import-linter: what code from outside the standard library a package may import. Named in `.importlinter`."""
+"""A contract type for import-linter that limits a package's third-party imports.
+
+`.importlinter` refers to it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from importlinter import Contract, ContractCheck, fields, output
 
 
 class ThirdParty(Contract):
-    """Modules of `source_modules` and below import nothing from outside but the standard library and `allowed`."""
+    """Requires that `source_modules` and their submodules import no third-party package outside `allowed`."""
 
     type_name = "third_party"
 
@@ -17,7 +20,7 @@ class ThirdParty(Contract):
     allowed = fields.SetField(subfield=fields.StringField())
 
     def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:
-        """See `Contract.check`."""
+        """Find the third-party imports that are not allowed."""
         allowed = self.allowed | sys.stdlib_module_names
         found = []
         for source in self.source_modules:
@@ -32,6 +35,6 @@ class ThirdParty(Contract):
         return ContractCheck(kept=not found, metadata={"found": found})
 
     def render_broken_contract(self, check: ContractCheck) -> None:
-        """See `Contract.render_broken_contract`."""
+        """Print each import that breaks the contract."""
         for importer, imported, lines in check.metadata["found"]:
             output.print_error(f"{importer} imports {imported} (line {', '.join(map(str, lines))}).")

@@ -1,6 +1,6 @@
-"""Writes the protobuf and gRPC stubs beside their protos, or checks that the committed ones are what the protos give.
+"""Writes the protobuf and gRPC stubs beside their protos, or checks that the committed stubs are up to date.
 
-Run by `make stubs` and `make stubs-check`, in an environment with grpcio-tools and mypy-protobuf.
+`make stubs` and `make stubs-check` run it. It needs grpcio-tools and mypy-protobuf.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ GENERATED = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py", "*_pb2_grpc.pyi")
 
 
 def generate(target: Path) -> None:
-    """Run protoc with the Python, gRPC and typing plug-ins over every proto; stubs land below `target`."""
+    """Run protoc with its Python, gRPC and typing plugins on every proto.
+
+    The stubs are written below `target`.
+    """
     protos = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.rglob("*.proto"))
     outputs = [
         f"--python_out={target}",
@@ -34,7 +37,7 @@ def generate(target: Path) -> None:
 
 
 def stubs_below(folder: Path) -> dict[str, bytes]:
-    """Return the generated files below a folder, by relative path."""
+    """Return the contents of the generated files below a folder, by relative path."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for pattern in GENERATED
@@ -43,7 +46,7 @@ def stubs_below(folder: Path) -> dict[str, bytes]:
 
 
 def main(action: str) -> int:
-    """`write` the stubs, or `check` that they are up to date."""
+    """Write the stubs (`write`) or check that they are up to date (`check`). Return the exit code."""
     if action == "write":
         generate(PROTOS)
         return 0
@@ -52,7 +55,7 @@ def main(action: str) -> int:
         fresh, committed = stubs_below(Path(folder)), stubs_below(PROTOS)
     stale = sorted(name for name in fresh.keys() | committed.keys() if fresh.get(name) != committed.get(name))
     for name in stale:
-        print(f"protos/{name}: differs from what its proto gives; run `make stubs`", file=sys.stderr)
+        print(f"protos/{name}: does not match its proto; run `make stubs`", file=sys.stderr)
     print(f"{len(fresh)} stubs checked, {len(stale)} stale")
     return 1 if stale else 0
 

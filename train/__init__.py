@@ -1,5 +1,6 @@
-"""Training code of the embedded model pair: corpus, tokenizer, target, EAGLE-3 head and their evaluation.
+"""Training code of the demo pair: corpus, tokenizer, target, EAGLE-3 head and their evaluation.
 
-Needs only torch, transformers, tokenizers and safetensors, so that anybody can re-run it. Three commands:
-``python -m outrider.train.target``, ``python -m outrider.train.eagle3`` and ``python -m outrider.train.evaluate``.
+It needs only torch, transformers, tokenizers and safetensors, so that anyone can rerun it. The main commands
+are ``python -m outrider.train.target``, ``python -m outrider.train.eagle3`` and
+``python -m outrider.train.evaluate``.
 """

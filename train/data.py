@@ -1,4 +1,4 @@
-"""Token rows for training: each row is the beginning of one generated conversation that is longer than the row."""
+"""Token rows for training: each row is the start of one generated conversation, cut to the row's length."""
 
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -15,21 +15,21 @@ from outrider.train.corpus.base import Split
 from outrider.train.corpus.conversations import Mix, conversation
 from outrider.train.tokenizer import BOS_ID, segments
 
-_CHARS_PER_TOKEN = 6.5  # generous: a row that comes out too short wastes its padding
+_CHARS_PER_TOKEN = 6.5  # A generous estimate: rows that are too short are padded, which wastes compute.
 
 
 @dataclass(frozen=True, slots=True)
 class RowJob:
-    """Work of one process.
+    """A shard of rows for one process to generate.
 
     Attributes:
-        seed: Seed of this shard; the rows depend on it and on nothing else.
+        seed: Seed of this shard. It alone determines the random choices.
         count: Number of rows.
         length: Tokens per row.
         tokenizer: Path of tokenizer.json.
         split: Templates and entities to use.
-        gsm8k: Path of a GSM8K file or None.
-        gsm8k_rate: Fraction of exchanges taken from it.
+        gsm8k: Path of a GSM8K file, or None.
+        gsm8k_rate: Fraction of exchanges drawn from that file.
     """
 
     seed: int
@@ -47,13 +47,16 @@ def make_mix(split: Split, gsm8k_file: Path | None, gsm8k_rate: float) -> Mix:
 
 
 def sample_texts(seed: int, count: int, mix: Mix, chars: int) -> list[str]:
-    """Generate ``count`` conversations of at least ``chars`` characters as template text, to train a tokenizer on."""
+    """Generate ``count`` templated conversations of at least ``chars`` characters to train a tokenizer on."""
     rng = Random(seed)
     return ["".join(text for text, _ in segments(*conversation(rng, mix, chars))) for _ in range(count)]
 
 
 def read_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Decode stored rows: (token ids int64, bool mask of the tokens that the model is to predict)."""
+    """Decode stored rows.
+
+    Return int64 token ids and a bool mask of the tokens that the model learns to predict.
+    """
     rows = rows.long()
     return torch.where(rows < 0, -1 - rows, rows), rows > BOS_ID
 
@@ -83,10 +86,11 @@ def build_rows(
     gsm8k_rate: float,
     workers: int,
 ) -> Tensor:
-    """Generate token rows, in parallel, independent of the number of workers.
+    """Generate token rows in parallel. The result does not depend on the number of workers.
 
     Returns:
-        [count, length] int16 on the CPU for ``read_rows``; short rows end in BOS_ID, tokens only to be read are stored as -1 - id.
+        [count, length] int16 on the CPU, to be decoded by ``read_rows``. Short rows are padded with BOS_ID.
+        Tokens that the model reads but does not learn to predict are stored as -1 - id.
     """
     shard = max(1, min(500, count))
     path = str(gsm8k_file) if gsm8k_file else None

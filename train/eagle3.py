@@ -1,4 +1,4 @@
-"""Train the EAGLE-3 head of a target by training-time test on text that the target itself continues.
+"""Trains the EAGLE-3 head of a target by training-time test, on text that the target itself has continued.
 
 ``python -m outrider.train.eagle3 --target models/demo/target --out models/demo/eagle3 --gsm8k train.jsonl --minutes 2.5``
 """
@@ -27,33 +27,38 @@ def _parser() -> argparse.ArgumentParser:
         prog="outrider.train.eagle3", description="Train an EAGLE-3 head by training-time test."
     )
     p.add_argument(
-        "--target", type=Path, required=True, help="directory of the target, written by outrider.train.target"
+        "--target", type=Path, required=True, help="checkpoint directory written by outrider.train.target"
     )
-    p.add_argument("--out", type=Path, required=True, help="directory of the head (published EAGLE-3 layout)")
-    p.add_argument("--gsm8k", type=Path, help="GSM8K's train.jsonl, to be mixed into the prompts")
-    p.add_argument("--gsm8k-rate", type=float, default=0.05, help="fraction of exchanges taken from GSM8K")
-    p.add_argument("--rows", type=int, default=32_768, help="conversations continued by the target")
-    p.add_argument("--generate-batch", type=int, default=4096, help="conversations continued at once")
+    p.add_argument(
+        "--out", type=Path, required=True, help="directory to write the head to (published EAGLE-3 layout)"
+    )
+    p.add_argument("--gsm8k", type=Path, help="GSM8K's train.jsonl, to mix into the prompts")
+    p.add_argument("--gsm8k-rate", type=float, default=0.05, help="fraction of exchanges drawn from GSM8K")
+    p.add_argument("--rows", type=int, default=32_768, help="conversations that the target continues")
+    p.add_argument("--generate-batch", type=int, default=4096, help="conversations to continue in one batch")
     p.add_argument("--length", type=int, default=512, help="tokens per conversation")
     p.add_argument("--batch", type=int, default=64, help="conversations per step")
-    p.add_argument("--steps", type=int, default=1_000_000, help="upper limit of steps")
+    p.add_argument("--steps", type=int, default=1_000_000, help="maximum number of steps")
     p.add_argument(
         "--minutes",
         type=float,
         default=2.5,
-        help="upper limit of training time (data and compilation excluded)",
+        help="maximum training time, without data generation and compilation",
     )
-    p.add_argument("--ttt", type=int, default=6, help="unrolled steps of the training-time test")
+    p.add_argument("--ttt", type=int, default=6, help="number of unrolled steps in the training-time test")
     p.add_argument("--decay", type=float, default=0.8, help="loss weight of step i is decay**i")
     p.add_argument("--draft-vocab", type=int, default=2048, help="size of the draft vocabulary")
     p.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
     p.add_argument("--seed", type=int, default=11, help="seed of prompts, sampling and initialisation")
-    p.add_argument("--smoke", action="store_true", help="tiny sizes for a test of seconds on a CPU")
+    p.add_argument("--smoke", action="store_true", help="use tiny sizes, for a quick test on a CPU")
     return p
 
 
 def regenerate(target: Llama, tokenizer: Tokenizer, rows: Tensor, batch: int, seed: int) -> Tensor:
-    """Replace what follows a prompt in each row by the target's own text: a quarter greedy, a quarter at 0.7, half at 1.0."""
+    """Replace the text after a prompt in each row by the target's own text.
+
+    The temperature is 0 (greedy) for a quarter of the rows, 0.7 for a quarter and 1.0 for half.
+    """
     header = tokenizer.encode(START + "assistant\n").ids
     device = target.model.embed_tokens.weight.device
     generator = torch.Generator().manual_seed(seed)
@@ -75,14 +80,14 @@ def regenerate(target: Llama, tokenizer: Tokenizer, rows: Tensor, batch: int, se
 
 
 def draft_vocabulary(rows: Tensor, vocab: int, size: int) -> tuple[Tensor, float]:
-    """Return the ``size`` most frequent token ids in ascending order and the fraction of all tokens that they cover."""
+    """Return the ``size`` most frequent token ids in ascending order, and the share of tokens they cover."""
     counts = torch.bincount(rows.flatten().long(), minlength=vocab)
     ids = counts.argsort(descending=True, stable=True)[:size].sort().values
     return ids, float(counts[ids].sum() / counts.sum())
 
 
 class Trainer(nn.Module):
-    """Loss of one batch: target features and soft labels without gradient, then the unrolled head."""
+    """Computes the loss of a batch. Only the unrolled head has gradients; the target is frozen."""
 
     def __init__(self, target: Llama, head: Eagle3Head, num_steps: int, decay: float) -> None:
         super().__init__()
@@ -91,7 +96,7 @@ class Trainer(nn.Module):
         self.in_draft = in_draft.index_fill(0, head.draft_ids, True)
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss and, per step, the fraction of rows whose argmax equals the target's ([num_steps])."""
+        """Return the loss, and the fraction of rows whose argmax equals the target's, [num_steps]."""
         length = rows.shape[1] - self.num_steps
         with torch.no_grad():
             logits, features = self.target(rows)
@@ -114,7 +119,7 @@ class Trainer(nn.Module):
 
 
 def main(argv: list[str] | None = None) -> dict[str, object]:
-    """Run the command; returns the numbers that it also writes to ``training.json``."""
+    """Run the command. Return the numbers that it also writes to ``training.json``."""
     args = _parser().parse_args(argv)
     if args.smoke:
         args.rows, args.generate_batch, args.length, args.batch, args.steps, args.draft_vocab = (
@@ -125,6 +130,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
             min(args.steps, 20),
             256,
         )
+    # 1. Text that the target has continued itself.
     started = time.monotonic()
     tokenizer_file = args.target / "tokenizer.json"
     workers = 1 if args.smoke else len(os.sched_getaffinity(0))
@@ -145,9 +151,10 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
         rows[: args.batch * 2],
         torch.cat((rows[args.batch * 2 :], corpus[: len(corpus) // 5].to(device))),
     )
+    # 2. Draft vocabulary, head and compilation.
     draft_ids, coverage = draft_vocabulary(rows, target.shape.vocab_size, args.draft_vocab)
     head = Eagle3Head(target.shape, draft_ids).to(device)
-    with torch.no_grad():  # a head that starts from the target's output rows learns faster
+    with torch.no_grad():  # A head learns faster if it starts from the target's output rows.
         head.lm_head.weight.copy_(target.model.embed_tokens.weight[draft_ids])
     trainer = Trainer(target, head, args.ttt, args.decay)
     optimiser = Optimiser(head, args.lr)
@@ -155,6 +162,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
     torch.autograd.backward(step_of(rows[: args.batch].long())[0])
     for p in head.parameters():
         p.grad = None
+    # 3. Training.
     clock = Clock(args.steps, args.minutes)
     order = torch.randperm(len(rows), device=device)
     while clock.progress() < 1:
@@ -170,6 +178,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
                 flush=True,
             )
         clock.tick()
+    # 4. Checkpoint and measurements.
     save_head(head, target, args.out)
     with torch.no_grad():
         accuracy = torch.stack([trainer(part.long())[1] for part in torch.split(held, args.batch)]).mean(0)

@@ -1,4 +1,4 @@
-"""Measure the accept length of a head with the plain reference drafter.
+"""Measures the accept length of a head with the plain reference drafter.
 
 ``python -m outrider.train.evaluate --target models/demo/target --head models/demo/eagle3 --prompts bench/prompts/heldout.jsonl``
 """
@@ -29,42 +29,42 @@ FACTUAL = (
     "arithmetic",
     "units",
     "code",
-)  # topics whose questions have one right answer
+)  # Topics whose questions have exactly one right answer.
 MODES = {"T=0": Sampling(0.0, 0), "T=1": Sampling(1.0, 0), "T=1 coupled": Sampling(1.0, 0, coupled=True)}
 
 
 def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="outrider.train.evaluate",
-        description="Measure accept lengths with a plain-torch EAGLE-3 reference.",
+        description="Measure the accept length of an EAGLE-3 head with a plain-torch reference.",
     )
-    p.add_argument("--target", type=Path, required=True, help="directory of the target")
-    p.add_argument("--head", type=Path, required=True, help="directory of the EAGLE-3 head")
-    p.add_argument("--prompts", type=Path, help="jsonl of {prompt, topic}")
-    p.add_argument("--gsm8k", type=Path, help="GSM8K's test.jsonl, used for measuring only")
-    p.add_argument("--gsm8k-count", type=int, default=40, help="first questions of the GSM8K file to use")
+    p.add_argument("--target", type=Path, required=True, help="checkpoint directory of the target")
+    p.add_argument("--head", type=Path, required=True, help="checkpoint directory of the EAGLE-3 head")
+    p.add_argument("--prompts", type=Path, help="JSON Lines file of {prompt, topic} objects")
+    p.add_argument("--gsm8k", type=Path, help="GSM8K's test.jsonl, used only to measure")
+    p.add_argument("--gsm8k-count", type=int, default=40, help="number of GSM8K questions to use")
     p.add_argument(
-        "--max-new", type=int, default=128, help="tokens generated per prompt; end of text is ignored"
+        "--max-new", type=int, default=128, help="tokens to generate per prompt, past the end of text"
     )
     p.add_argument("--modes", nargs="+", choices=sorted(MODES), default=list(MODES), help="sampling modes")
-    p.add_argument("--limit", type=int, help="use only the first prompts of each set")
+    p.add_argument("--limit", type=int, help="use only this many prompts of each set")
     p.add_argument("--num-steps", type=int, default=5, help="levels of the tree")
-    p.add_argument("--topk", type=int, default=4, help="branching of the tree")
-    p.add_argument("--num-draft-tokens", type=int, default=16, help="verified nodes, root included")
+    p.add_argument("--topk", type=int, default=4, help="branching factor of the tree")
+    p.add_argument("--num-draft-tokens", type=int, default=16, help="verified nodes, including the root")
     p.add_argument(
-        "--check", action="store_true", help="also generate without speculation and count equal outputs"
+        "--check", action="store_true", help="also generate without speculation, and count equal outputs"
     )
     p.add_argument(
         "--loss-rows",
         type=int,
         default=0,
-        help="conversations per split on which to measure the target's loss",
+        help="number of conversations per split on which to measure the target's loss",
     )
     p.add_argument(
         "--answers",
         type=int,
         default=0,
-        help="questions per factual topic on which to count exactly right greedy answers",
+        help="number of questions per factual topic on which to count exactly right greedy answers",
     )
     p.add_argument("--out", type=Path, help="JSON file to write")
     return p
@@ -82,8 +82,9 @@ def measure(
     """Run all prompts in one mode.
 
     Returns:
-        accept_length = emitted tokens / rounds over all prompts (bonus included), also per topic, and a histogram per round;
-        accept_length_within_answer counts tokens only up to the first end of turn.
+        accept_length is emitted tokens / rounds over all prompts, bonus tokens included. per_topic has the
+        same by topic, and histogram counts rounds by emitted tokens. accept_length_within_answer counts
+        tokens only up to the first end of turn.
     """
     rounds: dict[str, list[int]] = {}
     equal = answer_tokens = answer_rounds = 0
@@ -93,7 +94,7 @@ def measure(
         rounds.setdefault(topic, []).extend(run.emitted)
         end = (
             run.tokens.index(END_ID) if END_ID in run.tokens else len(run.tokens) - 1
-        )  # token 0 comes from the prefill, not from a round
+        )  # Token 0 comes from the prefill, not from a round.
         answer_tokens += end
         answer_rounds += sum(before < end for before in accumulate(run.emitted[:-1], initial=0))
         equal += int(check and run.tokens == plain(target, ids, max_new, sampling))
@@ -112,9 +113,10 @@ def measure(
 def losses(directory: Path, count: int) -> dict[str, float]:
     """Return the target's loss (nats per token) on fresh conversations.
 
-    ``fresh``: training templates and entities in new combinations, seeds that training did not use. ``rephrased_answers``: answers to
-    held-out templates about known entities. ``heldout_answers``: about entities never asked about as well, so that the facts were never
-    told to the model.
+    - ``fresh``: training templates and entities in new combinations, from seeds that training did not use.
+    - ``rephrased_answers``: answers to held-out templates about known entities.
+    - ``heldout_answers``: answers to held-out templates about held-out entities, whose facts the model has
+      never seen.
     """
     model = load_target(directory)
     length = min(1025, model.shape.max_position_embeddings)
@@ -127,14 +129,15 @@ def losses(directory: Path, count: int) -> dict[str, float]:
 
 
 def exact_answers(target: ReferenceTarget, tokenizer: Any, split: Split, count: int) -> dict[str, float]:
-    """Return, per factual topic, the fraction of greedy answers that equal the corpus's answer to the last token."""
+    """Return the fraction of greedy answers that equal the corpus's answer exactly, by factual topic."""
     result = {}
     for topic in (t for t in TOPICS if t.name in FACTUAL):
         rng = Random(4242)
         right = 0
         for _ in range(count):
             question, answer = topic.make(rng, split)[0]
-            while question.endswith("capitals.") or "countries" in question:  # a list may name any countries
+            # Skip free lists, which have no unique answer.
+            while question.endswith("capitals.") or "countries" in question:
                 question, answer = topic.make(rng, split)[0]
             expected = tokenizer.encode(answer + END, add_special_tokens=False)
             prompt = tokenizer.encode(render_prompt(question), add_special_tokens=False)
@@ -144,13 +147,15 @@ def exact_answers(target: ReferenceTarget, tokenizer: Any, split: Split, count: 
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Run the command; returns what it prints as JSON."""
+    """Run the command. Return the numbers that it writes to ``--out``."""
     args = _parser().parse_args(argv)
     shape = TreeShape(args.num_steps, args.topk, args.num_draft_tokens)
     if not 2 <= shape.num_draft_tokens <= 1 + shape.topk + (shape.num_steps - 1) * shape.topk**2:
         raise SystemExit(
-            "--num-draft-tokens must be between 2 and 1 + topk + (num_steps - 1) * topk^2, the number of drafted candidates and the root"
+            "--num-draft-tokens must be between 2 and 1 + topk + (num_steps - 1) * topk^2, "
+            "the number of drafted candidates plus the root"
         )
+    # 1. Models and prompts.
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     target = ReferenceTarget(args.target)
@@ -169,6 +174,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "num_draft_tokens": shape.num_draft_tokens,
         "max_new_tokens": args.max_new,
     }
+    # 2. Quality of the target alone.
     if args.loss_rows:
         result["loss"] = losses(args.target, args.loss_rows)
         print("loss", json.dumps(result["loss"]), flush=True)
@@ -177,6 +183,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             s.value: exact_answers(target, tokenizer, s, args.answers) for s in (Split.TRAIN, Split.REPHRASED)
         }
         print("exact answers", json.dumps(result["exact_answers"]), flush=True)
+    # 3. Accept lengths of the pair.
     for name, texts in sets.items():
         prompts = [
             (topic, tokenizer.encode(render_prompt(text), add_special_tokens=False))

@@ -1,4 +1,4 @@
-"""Continue prompts with the target itself: the text on which the head is trained is the text that it will have to predict."""
+"""Continues prompts with the target itself, so that the head trains on the kind of text it must predict."""
 
 import torch
 from torch import Tensor
@@ -10,14 +10,14 @@ from outrider.train.tokenizer import START_ID
 def cut_points(
     rows: Tensor, generator: torch.Generator, assistant_id: int, header: int, latest: int
 ) -> Tensor:
-    """Choose per row where the target takes over: after an assistant header, mostly the first one.
+    """Choose where the target continues each row: after an assistant header, usually the first one.
 
     Args:
         rows: [n, length] conversations.
-        generator: CPU generator of the choices.
+        generator: CPU generator for the choices.
         assistant_id: First token of the word ``assistant``.
-        header: Number of tokens of ``<|im_start|>assistant\\n``.
-        latest: Cuts behind this position are not used.
+        header: Number of tokens in ``<|im_start|>assistant\\n``.
+        latest: Last position at which a row may be cut.
 
     Returns:
         [n] int64: number of leading tokens to keep.
@@ -39,10 +39,10 @@ def cut_points(
 
 @torch.no_grad()
 def continue_rows(model: Llama, rows: Tensor, cuts: Tensor, temperature: Tensor, seed: int) -> Tensor:
-    """Keep ``rows[i, :cuts[i]]`` and sample the rest with the target; nothing stops at an end of turn.
+    """Keep ``rows[i, :cuts[i]]`` and sample the rest with the target. Sampling goes on after an end of turn.
 
     Args:
-        model: Target on its device.
+        model: The target, on its device.
         rows: [n, length] int64.
         cuts: [n] int64, each >= 1.
         temperature: [n] fp32; 0 means greedy.

@@ -1,4 +1,7 @@
-"""EAGLE-3 head (Li et al., arXiv 2503.01840) for training: names as in the published checkpoints, training-time test as the forward."""
+"""The EAGLE-3 head for training (Li et al., arXiv 2503.01840).
+
+Tensor names are those of the published checkpoints. The forward pass is the paper's training-time test.
+"""
 
 import json
 from dataclasses import replace
@@ -14,7 +17,10 @@ from outrider.train.tokenizer import BOS_ID, END_ID
 
 
 class MidLayer(nn.Module):
-    """The head's decoder layer: attention over [norm(embedding); norm(feature)], residual on the un-normed feature."""
+    """The head's decoder layer.
+
+    It attends over [norm(embedding); norm(feature)]; the residual is the raw feature.
+    """
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -26,14 +32,14 @@ class MidLayer(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """One-layer drafter over a reduced vocabulary; borrows the target's embedding."""
+    """One-layer drafter with a reduced vocabulary. It borrows the target's embedding."""
 
     def __init__(self, shape: LlamaShape, draft_ids: Tensor) -> None:
-        """Build a head.
+        """Build a head with random weights.
 
         Args:
-            shape: Sizes of the head; hidden_size equals the target's.
-            draft_ids: [draft_vocab] int64 target ids in ascending order.
+            shape: Sizes of the head. Its hidden_size must equal the target's.
+            draft_ids: [draft_vocab] int64; the draft vocabulary as target ids in ascending order.
         """
         super().__init__()
         self.shape = replace(shape, num_hidden_layers=1)
@@ -45,7 +51,7 @@ class Eagle3Head(nn.Module):
         self.draft_ids: Tensor
 
     def _attend(self, x: Tensor, step: int, steps: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Attend at unrolled step ``step``: all earlier rows of step 0, and the same row of each later step."""
+        """Attend at unrolled step ``step``: a row sees step 0 causally and its own row of later steps."""
         attn = self.midlayer.self_attn
         length = x.shape[1]
         cos, sin = rope_tables(
@@ -70,10 +76,10 @@ class Eagle3Head(nn.Module):
         Args:
             features: [bs, S, 3*hidden]; row t is the target's state at position t.
             embeddings: [bs, S + num_steps - 1, hidden]; row t embeds token x_{t+1}.
-            num_steps: Number of unrolled steps; step i reads the head's own feature of step i-1.
+            num_steps: Number of unrolled steps. Step i reads the head's own feature of step i-1.
 
         Returns:
-            Per step, logits [bs, S, draft_vocab]; row t of step i predicts x_{t+2+i}.
+            The logits [bs, S, draft_vocab] of each step. Row t of step i predicts x_{t+2+i}.
         """
         length = features.shape[1]
         layer = self.midlayer
@@ -133,6 +139,12 @@ def save_head(head: Eagle3Head, target: Llama, directory: Path) -> None:
 
 
 def soft_loss(logits: Tensor, target: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean over ``mask`` [bs, S] of the cross entropy of logits against probabilities ``target`` [bs, S, draft_vocab]."""
+    """Return the mean cross entropy of the logits against soft labels.
+
+    Args:
+        logits: [bs, S, draft_vocab].
+        target: [bs, S, draft_vocab] probabilities.
+        mask: [bs, S] fp32; 1 for the rows to average over.
+    """
     per_row = -(target * F.log_softmax(logits.float(), -1)).sum(-1)
     return (per_row * mask).sum() / mask.sum().clamp_min(1)

@@ -1,4 +1,4 @@
-"""A plain Llama for training: parameter names equal Hugging Face's, so the state dict is the checkpoint."""
+"""A plain Llama for training. Parameter names equal Hugging Face's, so its state dict is the checkpoint."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -16,7 +16,7 @@ KVCache = list[tuple[Tensor, Tensor]]  # per layer: keys, values [bs, kv_heads, 
 
 @dataclass(frozen=True, slots=True)
 class LlamaShape:
-    """Sizes of a Llama; names follow Hugging Face's config."""
+    """Sizes of a Llama. The names are those of Hugging Face's config."""
 
     vocab_size: int = 4096
     hidden_size: int = 256
@@ -36,7 +36,7 @@ class LlamaShape:
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm in fp32, scaled by a weight."""
+    """Root mean square norm, computed in fp32 and scaled by a weight."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last axis; keeps shape and dtype."""
+        """Normalise the last axis. Shape and dtype stay the same."""
         h = x.float()
         return (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight.to(
             x.dtype
@@ -52,7 +52,7 @@ class RMSNorm(nn.Module):
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [..., positions, head_dim] fp32 in the rotate-half layout."""
+    """Return cos and sin [..., positions, head_dim] in fp32, in the rotate-half layout."""
     inverse = theta ** (
         -torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
     )
@@ -62,7 +62,7 @@ def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor,
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [bs, heads, S, head_dim] by tables broadcastable to it."""
+    """Rotate x [bs, heads, S, head_dim] by tables that broadcast to it."""
     half = x.shape[-1] // 2
     rotated = torch.cat((-x[..., half:], x[..., :half]), -1)
     return x * cos.to(x.dtype) + rotated * sin.to(x.dtype)
@@ -94,7 +94,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: tuple[Tensor, Tensor] | None, start: int
     ) -> Tensor:
-        """Attend causally; with a cache, S is 1 or ``start`` is 0."""
+        """Attend causally. With a cache, S must be 1 or ``start`` must be 0."""
         q, k, v = self.project(x, cos, sin)
         if cache is not None:
             end = start + x.shape[1]
@@ -106,7 +106,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """SwiGLU feed-forward block."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: tuple[Tensor, Tensor] | None, start: int
     ) -> Tensor:
-        """Map the residual stream [bs, S, hidden]."""
+        """Return the residual stream [bs, S, hidden] after this layer."""
         attended: Tensor = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, start)
         result: Tensor = attended + self.mlp(self.post_attention_layernorm(attended))
         return result
@@ -167,7 +167,7 @@ class Llama(nn.Module):
 
         Args:
             ids: [bs, S] token ids at positions start..start+S-1.
-            cache: Preallocated keys and values, written in place.
+            cache: Preallocated keys and values, which are written in place.
             start: Number of tokens already in the cache.
 
         Returns:
@@ -235,7 +235,7 @@ def save_target(model: Llama, directory: Path, shard_bytes: int = 14_000_000) ->
 
 
 def load_target(directory: Path) -> Llama:
-    """Read a checkpoint written by ``save_target``; weights come back as fp32 holding bf16 values."""
+    """Read a checkpoint written by ``save_target``. The weights are fp32 tensors with bf16 values."""
     config = json.loads((directory / "config.json").read_text())
     model = Llama(LlamaShape(**{k: config[k] for k in asdict(LlamaShape())}))
     weight_map = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]

@@ -1,4 +1,7 @@
-"""Muon (Jordan et al., 2024; scaled as in Liu et al., arXiv 2502.16982) for matrices, AdamW for the rest, one learning-rate schedule."""
+"""Optimiser and learning-rate schedule: Muon for matrices, AdamW for all other parameters.
+
+Muon is by Jordan et al., 2024. Its update is scaled as in Liu et al., arXiv 2502.16982.
+"""
 
 import time
 
@@ -7,7 +10,10 @@ from torch import Tensor, nn
 
 
 def orthogonalise(g: Tensor, steps: int = 5) -> Tensor:
-    """Approximate the nearest semi-orthogonal matrices of g [n, rows, cols] by a quintic Newton-Schulz iteration in bf16."""
+    """Approximate the semi-orthogonal matrices nearest to g [n, rows, cols].
+
+    Runs a quintic Newton-Schulz iteration in bf16.
+    """
     a, b, c = 3.4445, -4.7750, 2.0315
     x = g.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
@@ -22,7 +28,10 @@ def orthogonalise(g: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon:
-    """Momentum + orthogonalised update for 2-D parameters; equal shapes are stacked into one batched iteration."""
+    """Orthogonalised momentum updates of 2-D parameters.
+
+    Parameters of equal shape are updated as one batch.
+    """
 
     def __init__(self, params: list[nn.Parameter], momentum: float = 0.95, weight_decay: float = 0.1) -> None:
         self.groups: dict[torch.Size, list[Tensor]] = {}
@@ -35,7 +44,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Apply one update; every parameter must hold a gradient."""
+        """Apply one update. Every parameter must have a gradient."""
         for shape, params in self.groups.items():
             grad = torch.stack([p.grad for p in params if p.grad is not None])
             buffer = self.buffers[shape]
@@ -61,7 +70,7 @@ class Optimiser:
         self.peak_lr = peak_lr
 
     def step(self, factor: float) -> None:
-        """Clip, update at ``factor`` of the peak rate and clear the gradients."""
+        """Clip the gradients, update at ``factor`` times the peak rate, and clear the gradients."""
         nn.utils.clip_grad_norm_(self.params, 1.0)
         for group in self.adam.param_groups:
             group["lr"] = self.peak_lr * factor
@@ -72,7 +81,7 @@ class Optimiser:
 
 
 class Clock:
-    """Training budget in steps or minutes, whichever ends first, as one number from 0 to 1."""
+    """Training budget in steps and minutes. Training ends when either is used up."""
 
     def __init__(self, steps: int, minutes: float) -> None:
         self.steps, self.seconds = steps, minutes * 60
@@ -80,7 +89,7 @@ class Clock:
         self.start = time.monotonic()
 
     def progress(self) -> float:
-        """Return the used fraction of the budget."""
+        """Return the used fraction of the budget; 1 or more when it is used up."""
         return max(self.done / self.steps, (time.monotonic() - self.start) / self.seconds)
 
     def tick(self) -> None:
@@ -88,6 +97,6 @@ class Clock:
         self.done += 1
 
     def factor(self) -> float:
-        """Return the learning-rate factor: 2 % warm-up, flat, then linear decay over the second half."""
+        """Return the learning-rate factor: 50 warm-up steps, flat, then linear decay over the second half."""
         p = self.progress()
         return min(1.0, (self.done + 1) / 50, max(0.02, (1 - p) / 0.5))

@@ -1,4 +1,7 @@
-"""Write the held-out prompts of the generated corpus: ``python -m outrider.train.prompts --out bench/prompts/heldout.jsonl``."""
+"""Writes held-out prompts of the generated corpus.
+
+``python -m outrider.train.prompts --out bench/prompts/heldout.jsonl``
+"""
 
 import argparse
 import json
@@ -9,14 +12,14 @@ from outrider.train.corpus.conversations import heldout_prompts
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Write one ``{"prompt", "topic"}`` object a line, topics mixed."""
+    """Write one ``{"prompt", "topic"}`` object per line, in random order."""
     p = argparse.ArgumentParser(
         prog="outrider.train.prompts",
-        description="Write held-out prompts (templates unseen, entities never asked about in training).",
+        description="Write held-out prompts, whose templates and entities training exchanges do not use.",
     )
-    p.add_argument("--out", type=Path, required=True, help="jsonl file to write")
-    p.add_argument("--per-topic", type=int, default=7, help="prompts of each topic")
-    p.add_argument("--seed", type=int, default=2024, help="seed of the choices")
+    p.add_argument("--out", type=Path, required=True, help="JSON Lines file to write")
+    p.add_argument("--per-topic", type=int, default=7, help="number of prompts per topic")
+    p.add_argument("--seed", type=int, default=2024, help="random seed")
     args = p.parse_args(argv)
     prompts = list(heldout_prompts(args.seed, args.per_topic))
     Random(args.seed).shuffle(prompts)

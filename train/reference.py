@@ -1,7 +1,10 @@
-"""EAGLE-3 drafting and tree verification in plain torch, batch 1: short, slow and independent of the serving code and of the trainer.
+"""EAGLE-3 drafting and tree verification in plain torch, for batch size 1.
 
-The head is read from its published file layout and the target is run by ``transformers``, so that a mistake in the export shows here.
-Notation follows Li et al.: L committed tokens without the root; head row t holds (feature of position t, token x_{t+1}).
+The code is short, slow and independent of the serving code and of the trainer. It reads the head from its
+published file layout and runs the target with ``transformers``, so that mistakes in the export show here.
+
+Notation follows Li et al. (arXiv 2503.01840). L is the number of committed tokens without the root. Row t of
+the head's input is the pair (feature of position t, token x_{t+1}).
 """
 
 import json
@@ -18,7 +21,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """Settings of the dynamic tree; ``num_draft_tokens`` counts the root."""
+    """Settings of the dynamic tree. ``num_draft_tokens`` includes the root."""
 
     num_steps: int = 5
     topk: int = 4
@@ -27,9 +30,10 @@ class TreeShape:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen: greedy at temperature 0, else the argmax after noise keyed by (seed, position).
+    """Sampling settings: greedy at temperature 0, else with noise.
 
-    ``coupled`` lets the drafter rank its candidates with the same noise.
+    The noise is keyed by (seed, position) and added before the argmax. With ``coupled``, the drafter ranks
+    its candidates with the same noise.
     """
 
     temperature: float
@@ -39,7 +43,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One drafted token; ``parent`` indexes the candidate list, -1 is the root."""
+    """One drafted token. ``parent`` is an index into the candidate list; -1 stands for the root."""
 
     token: int
     parent: int
@@ -48,7 +52,7 @@ class Candidate:
 
 
 def gumbel(seed: int, position: int, vocab: int) -> Tensor:
-    """Return the noise of an absolute position, [vocab] fp32."""
+    """Return the Gumbel noise for an absolute position, [vocab] fp32."""
     uniform = torch.rand(vocab, generator=torch.Generator().manual_seed(seed * 1_000_003 + position))
     return -torch.log(-torch.log(uniform.clamp(1e-10, 1 - 1e-7)))
 
@@ -65,14 +69,14 @@ def choose(logits: Tensor, sampling: Sampling, position: int) -> int:
 
 
 class ReferenceTarget:
-    """The target under ``transformers``, with a cache that keeps accepted tree nodes only."""
+    """The target, run by ``transformers``, with a cache that keeps only accepted tree nodes."""
 
     def __init__(self, directory: Path) -> None:
         model: Any = AutoModelForCausalLM
         self.model = model.from_pretrained(directory, dtype=torch.float32)
         self.model.eval()
         n = self.model.config.num_hidden_layers
-        self.aux_inputs = (2, n // 2, n - 3)  # hidden_states[i] is the input of layer i
+        self.aux_inputs = (2, n // 2, n - 3)  # hidden_states[i] is the input of layer i.
         self.reset()
 
     def reset(self) -> None:
@@ -82,12 +86,12 @@ class ReferenceTarget:
 
     @torch.no_grad()
     def forward(self, tokens: list[int], depths: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-        """Run new rows over the cache.
+        """Run new rows on top of the cache.
 
         Args:
             tokens: n token ids.
             depths: [n] int64, position of each row relative to the cached length.
-            visible: [n, n] bool, which new rows a new row sees (itself included).
+            visible: [n, n] bool, True where a new row (first axis) sees a new row. Each row sees itself.
 
         Returns:
             Logits [n, vocab] and aux features [n, 3*hidden].
@@ -102,7 +106,7 @@ class ReferenceTarget:
         return out.logits[0], torch.cat([out.hidden_states[i][0] for i in self.aux_inputs], -1)
 
     def keep(self, rows: list[int]) -> None:
-        """Keep only these of the rows that the last forward appended."""
+        """Keep only these rows of those that the last forward pass appended."""
         index = torch.tensor([*range(self.length), *(self.length + r for r in rows)])
         layers: list[Any] = self.cache.layers
         for layer in layers:
@@ -155,15 +159,16 @@ class ReferenceHead:
         """Run n rows.
 
         Args:
-            feature: [n, hidden], through ``fc`` already if it came from the target.
-            tokens: n ids of the tokens one ahead of the features.
+            feature: [n, hidden]. Apply ``fc`` to the target's features first.
+            tokens: n ids of the tokens one position after the features.
             positions: [n] rope positions.
-            keys: [kv_heads, m, head_dim] of earlier rows; values alike.
-            values: See ``keys``.
-            visible: [n, m + n] bool.
+            keys: [kv_heads, m, head_dim] of earlier rows.
+            values: [kv_heads, m, head_dim] of earlier rows.
+            visible: [n, m + n] bool, the earlier and new rows that each row sees.
 
         Returns:
-            Hidden [n, hidden] before the final norm, and all keys and values with the new rows appended.
+            Hidden states [n, hidden] before the final norm, and the keys and values with the new rows
+            appended.
         """
         c, p = self.config, "midlayer.self_attn."
         n, dim = len(tokens), c["head_dim"]
@@ -186,7 +191,10 @@ class ReferenceHead:
         return h + F.linear(gate, self.w["midlayer.mlp.down_proj.weight"]), keys, values
 
     def extend(self, features: Tensor, tokens: list[int]) -> Tensor:
-        """Append rows with true target features [n, 3*hidden] to the stable keys; returns the last row's hidden [1, hidden]."""
+        """Append rows with true target features [n, 3*hidden] to the stable keys.
+
+        Return the last row's hidden state [1, hidden].
+        """
         done, n = self.keys.shape[1], len(tokens)
         visible = torch.cat(
             (torch.ones(n, done, dtype=torch.bool), torch.ones(n, n, dtype=torch.bool).tril()), 1
@@ -198,7 +206,7 @@ class ReferenceHead:
         return h[-1:]
 
     def scores(self, hidden: Tensor, sampling: Sampling, position: int) -> Tensor:
-        """Return log-scores [n, draft_vocab] for the token at absolute ``position``."""
+        """Return log-scores [n, draft_vocab] of the token at absolute position ``position``."""
         log_q = F.log_softmax(F.linear(self._norm(hidden, "norm"), self.w["lm_head.weight"]), -1)
         if not (sampling.coupled and sampling.temperature > 0):
             return log_q
@@ -206,18 +214,23 @@ class ReferenceHead:
         return F.log_softmax(log_q / sampling.temperature + noise, -1)
 
     def grow(self, last: Tensor, shape: TreeShape, sampling: Sampling) -> list[Candidate]:
-        """Grow the dynamic tree from the last extend row; parents precede children, the root is not listed."""
+        """Grow the dynamic tree from the last ``extend`` row (EAGLE-2, arXiv 2406.16858).
+
+        Return its nodes without the root. Parents precede their children.
+        """
         stable = self.keys.shape[
             1
-        ]  # = L: level i runs at position L + i - 1; a level-1 token has absolute position L + 1
+        ]  # This is L. Level i runs at position L + i - 1. A token of level 1 has absolute position L + 1.
+        # 1. Level 1: the topk children of the root.
         candidates: list[Candidate] = []
         value, child = self.scores(last, sampling, stable + 1)[0].topk(shape.topk)
         for s, t in zip(value.tolist(), child.tolist(), strict=True):
             candidates.append(Candidate(int(self.target_ids[t]), -1, 1, s))
         beam = list(range(len(candidates)))
         features = {-1: last[0]}
-        row_of: dict[int, int] = {}  # candidate -> its row behind the stable keys
+        row_of: dict[int, int] = {}  # candidate -> its row after the stable keys
         keys, values = self.keys, self.values
+        # 2. Further levels: expand the topk best candidates of the previous level.
         for level in range(1, shape.num_steps):
             earlier = keys.shape[1] - stable
             visible = torch.zeros(len(beam), stable + earlier + len(beam), dtype=torch.bool)
@@ -243,6 +256,7 @@ class ReferenceHead:
                         Candidate(int(self.target_ids[t]), b, level + 1, candidates[b].score + s)
                     )
             beam = sorted(fresh, key=lambda i: (-candidates[i].score, i))[: shape.topk]
+        # 3. Rerank: keep the best candidates of all levels.
         chosen = sorted(
             sorted(range(len(candidates)), key=lambda i: (-candidates[i].score, i))[
                 : shape.num_draft_tokens - 1
@@ -256,7 +270,7 @@ class ReferenceHead:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Result of one prompt: emitted tokens and, per round, how many tokens it emitted."""
+    """Result of one prompt: the emitted tokens, and the number of tokens that each round emitted."""
 
     tokens: list[int]
     emitted: list[int]
@@ -271,7 +285,8 @@ def speculate(
     shape: TreeShape,
     sampling: Sampling,
 ) -> Run:
-    """Generate ``max_new`` tokens (end-of-text ignored) with speculation."""
+    """Generate ``max_new`` tokens with speculation. End of text does not stop generation."""
+    # 1. Prefill.
     target.reset()
     head.reset()
     n = len(prompt)
@@ -282,7 +297,9 @@ def speculate(
     emitted: list[int] = []
     last = head.extend(features, [*prompt[1:], root])
     while len(tokens) < max_new:
+        # 2. Draft a tree.
         tree = head.grow(last, shape, sampling)
+        # 3. Verify: run all nodes in one pass, then follow the chosen tokens from the root.
         rows = [root, *(c.token for c in tree)]
         visible = torch.eye(len(rows), dtype=torch.bool)
         for i, c in enumerate(tree, 1):
@@ -296,6 +313,7 @@ def speculate(
             if not child:
                 break
             path.append(child[0])
+        # 4. Commit the accepted nodes and the bonus token.
         target.keep(path)
         fresh = [*(rows[i] for i in path[1:]), token]
         last = head.extend(features[path], fresh)

@@ -1,4 +1,4 @@
-"""Train the demo's target model: corpus, tokenizer and Llama, from nothing.
+"""Trains the demo's target model from scratch: corpus, tokenizer and Llama.
 
 ``python -m outrider.train.target --out models/demo/target --gsm8k train.jsonl --minutes 4``
 """
@@ -21,7 +21,7 @@ from outrider.train.data import build_rows, make_mix, read_rows, sample_texts
 from outrider.train.model import Llama, LlamaShape, save_target
 from outrider.train.optim import Clock, Optimiser
 
-IGNORE = -100  # cross_entropy's label of a token without loss
+IGNORE = -100  # Label with which cross_entropy ignores a token.
 SMOKE_SHAPE = LlamaShape(
     vocab_size=512,
     hidden_size=32,
@@ -36,26 +36,24 @@ SMOKE_SHAPE = LlamaShape(
 def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="outrider.train.target", description="Train the demo's target model.")
     p.add_argument(
-        "--out", type=Path, required=True, help="directory of the checkpoint (Hugging Face layout)"
+        "--out", type=Path, required=True, help="directory to write the checkpoint to (Hugging Face layout)"
     )
-    p.add_argument(
-        "--gsm8k", type=Path, help="GSM8K's train.jsonl; without it the corpus is the generated one alone"
-    )
-    p.add_argument("--gsm8k-rate", type=float, default=0.05, help="fraction of exchanges taken from GSM8K")
-    p.add_argument("--rows", type=int, default=80_000, help="training conversations")
+    p.add_argument("--gsm8k", type=Path, help="GSM8K's train.jsonl, to mix into the generated corpus")
+    p.add_argument("--gsm8k-rate", type=float, default=0.05, help="fraction of exchanges drawn from GSM8K")
+    p.add_argument("--rows", type=int, default=80_000, help="number of training conversations")
     p.add_argument("--length", type=int, default=1024, help="tokens per conversation")
     p.add_argument("--batch", type=int, default=64, help="conversations per step")
-    p.add_argument("--steps", type=int, default=1_000_000, help="upper limit of steps")
+    p.add_argument("--steps", type=int, default=1_000_000, help="maximum number of steps")
     p.add_argument(
         "--minutes",
         type=float,
         default=4.0,
-        help="upper limit of training time (data and compilation excluded)",
+        help="maximum training time, without data generation and compilation",
     )
     p.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
-    p.add_argument("--layers", type=int, default=12, help="decoder layers")
+    p.add_argument("--layers", type=int, default=12, help="number of decoder layers")
     p.add_argument("--seed", type=int, default=1, help="seed of corpus and initialisation")
-    p.add_argument("--smoke", action="store_true", help="tiny sizes for a test of seconds on a CPU")
+    p.add_argument("--smoke", action="store_true", help="use tiny sizes, for a quick test on a CPU")
     return p
 
 
@@ -70,7 +68,7 @@ def _loss(model: Llama, rows: Tensor) -> Tensor:
 
 @torch.no_grad()
 def mean_loss(model: Llama, rows: Tensor, batch: int) -> float:
-    """Return the mean cross entropy (nats per token, on the tokens to be predicted) of stored rows [n, length]."""
+    """Return the mean cross entropy of stored rows [n, length], in nats per predicted token."""
     return math.fsum(float(_loss(model, part)) * len(part) for part in torch.split(rows, batch)) / len(rows)
 
 
@@ -83,11 +81,12 @@ def make_tokenizer(args: argparse.Namespace, vocab_size: int) -> Tokenizer:
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
-    """Run the command; returns the numbers that it also writes to ``training.json``."""
+    """Run the command. Return the numbers that it also writes to ``training.json``."""
     args = _parser().parse_args(argv)
     shape = SMOKE_SHAPE if args.smoke else LlamaShape(num_hidden_layers=args.layers)
     if args.smoke:
         args.rows, args.length, args.batch, args.steps = 64, 96, 8, min(args.steps, 30)
+    # 1. Tokenizer and data.
     started = time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
     tok.save(make_tokenizer(args, shape.vocab_size), args.out, shape.max_position_embeddings)
@@ -105,6 +104,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         flush=True,
     )
 
+    # 2. Model, optimiser and compilation.
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
@@ -112,9 +112,10 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     train, held = train.to(device), held.to(device)
     optimiser = Optimiser(model, args.lr)
     loss_of = torch.compile(_loss) if device == "cuda" else _loss
-    torch.autograd.backward(loss_of(model, train[: args.batch]))  # compile outside the time box
+    torch.autograd.backward(loss_of(model, train[: args.batch]))  # Compile before the clock starts.
     for p in model.parameters():
         p.grad = None
+    # 3. Training.
     clock = Clock(args.steps, args.minutes)
     order = torch.randperm(len(train), device=device)
     loss = torch.zeros(())
@@ -131,6 +132,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 flush=True,
             )
         clock.tick()
+    # 4. Checkpoint and measurements.
     save_target(model, args.out)
     seconds = time.monotonic() - clock.start
     numbers = {

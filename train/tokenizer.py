@@ -1,4 +1,7 @@
-"""The pair's tokenizer: byte-level BPE (no unknown token possible) with a ChatML-like template, saved in Hugging Face layout."""
+"""The demo pair's tokenizer: byte-level BPE with a ChatML-like template, saved in Hugging Face layout.
+
+Byte-level BPE can encode any text, so there is no unknown token.
+"""
 
 import json
 from collections.abc import Iterable
@@ -18,7 +21,7 @@ CHAT_TEMPLATE = (
 
 
 def segments(system: str | None, messages: Iterable[Message]) -> list[tuple[str, bool]]:
-    """Write a conversation as the chat template does, in parts: (text, whether the model is to predict it)."""
+    """Render a conversation like the chat template, as (text, whether to learn to predict it) parts."""
     parts = [BOS]
     out: list[tuple[str, bool]] = []
     if system is not None:
@@ -35,12 +38,15 @@ def segments(system: str | None, messages: Iterable[Message]) -> list[tuple[str,
 
 
 def render_prompt(prompt: str, system: str | None = None) -> str:
-    """Write a first user message with the generation prompt, as the chat template does."""
+    """Render a first user message and the generation prompt like the chat template."""
     return segments(system, [])[0][0] + f"{START}user\n{prompt}{END}\n{START}assistant\n"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE of exactly ``vocab_size`` entries (if the text is rich enough); digits stay single tokens."""
+    """Train a byte-level BPE. Digits stay single tokens.
+
+    The vocabulary has exactly ``vocab_size`` entries if the text is rich enough.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

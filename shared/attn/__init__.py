@@ -1,4 +1,4 @@
-"""Attention over paged K/V: what a step's rows may see (planned once per step), and the backends that run it per layer."""
+"""Attention over paged K/V: the batch of a step, and the backends that plan it once and run it per layer."""
 
 from outrider.shared.attn.base import (
     AttentionBackend,

@@ -1,4 +1,4 @@
-"""The seam between a decoder's layers and the attention implementation: plan once per step, run once per layer."""
+"""The interface of attention backends to a decoder's layers: plan once per step, run once per layer."""
 
 from __future__ import annotations
 
@@ -15,26 +15,31 @@ from outrider.shared.kv.pool import KVPool
 from outrider.shared.kv.upload import upload
 
 MANY_ROWS = 256
-"""More slots take numpy less time than Python."""
+"""Number of rows above which numpy computes slots faster than Python."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """What the rows of one forward pass see, and where their K/V goes. Rows of one sequence are consecutive.
+    """The visibility of the rows of one forward pass, and the slots of their K/V.
 
-    Every row sees the whole prefix ``[0, prefix_len)`` of its sequence. Behind it, with `ancestors`, a row sees token index
-    ``prefix_len + j`` iff bit j of its mask is set; without `ancestors` rows are causal: row i of n sees index ≤ ``kv_len - n + i``.
-    The tensors may be reused buffers (CUDA graphs): backends read them while the step runs and keep nothing of them.
+    Rows of one sequence are consecutive. Every row sees the whole prefix ``[0, prefix_len)`` of its sequence.
+    Past the prefix:
+
+    - With `ancestors`, a row sees token index ``prefix_len + j`` iff bit j of its mask is set.
+    - Without `ancestors`, rows are causal: row i of n sees token indices up to ``kv_len - n + i``.
+
+    The tensors may be buffers that are reused (CUDA graphs). Backends read them while the step runs and keep
+    no reference to them.
 
     Attributes:
         page_table: ``[bs, max_pages] int32``.
         prefix_lens: ``[bs] int32``.
-        kv_lens: ``[bs] int32``; tokens visible at most, this step's rows included.
+        kv_lens: ``[bs] int32``; number of visible tokens at most, including this step's rows.
         query_start: ``[bs + 1] int32``; rows of sequence b are ``[query_start[b], query_start[b + 1])``.
         ancestors: ``[rows, words] int32`` bit masks, or None for causal rows.
-        slots: ``[rows] int64``; where each row's K/V is stored, -1 to store nothing.
-        max_query_len: The most rows of any sequence; a host number, so that nothing waits for the device.
-        max_kv_len: An upper bound of kv_lens; a host number.
+        slots: ``[rows] int64``; the slot of each row's K/V, or -1 to store nothing.
+        max_query_len: Largest number of rows of a sequence, as a host number: reading it never waits.
+        max_kv_len: An upper bound of kv_lens, as a host number.
     """
 
     page_table: torch.Tensor
@@ -48,15 +53,15 @@ class AttentionBatch:
 
 
 class AttentionBackend(Protocol):
-    """One attention implementation. `plan` is called once per forward pass, before its layers call `run`."""
+    """An attention implementation. Call `plan` once per forward pass, before the layers call `run`."""
 
     @property
     def batch(self) -> AttentionBatch | None:
-        """What was planned last: with tensor parallelism the forward pass sends it to the other processes."""
+        """The batch planned last, which tensor parallelism sends to the other processes."""
         ...
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Prepare for one forward pass: everything that does not depend on the layer is computed here."""
+        """Prepare one forward pass: compute everything that does not depend on the layer."""
         ...
 
     def run(
@@ -76,13 +81,17 @@ class AttentionBackend(Protocol):
         Args:
             layer: Index of the layer within the pool.
             q: ``[rows, heads, head_dim]``; rows may be strided.
-            k, v: ``[rows, kv_heads, head_dim]``; rows may be strided. A latent pool stores k alone, and values are read from it.
-            pool: Where K/V lives.
+            k, v: ``[rows, kv_heads, head_dim]``; rows may be strided. A latent pool stores k alone and reads
+                values from it.
+            pool: The pool that stores K/V.
             scale: Factor on the scores, usually head_dim ** -0.5.
-            window: Above 0, a row at position p sees only positions above p - window. A tree row's p is its prefix and its ancestors; of
-                these it sees the nearest ``window - 1``, as parents have lower columns than their children.
-            sinks: ``[heads] fp32``; a logit per head that takes part in the softmax and carries no value, or None.
-            softcap: Above 0, scaled scores s become ``softcap * tanh(s / softcap)`` before the mask (Gemma 2); sinks are not capped.
+            window: If above 0, a row at position p sees only positions above p - window. A tree row's
+                position is its prefix plus its number of ancestors. It sees its nearest ``window - 1``
+                ancestors, since parents have lower columns than their children.
+            sinks: ``[heads] fp32``, one logit per head that takes part in the softmax but has no value,
+                or None.
+            softcap: If above 0, scaled scores s become ``softcap * tanh(s / softcap)`` before the mask, as in
+                Gemma 2. Sinks are not capped.
 
         Returns:
             ``[rows, heads * head_dim]`` in q's dtype.
@@ -99,23 +108,30 @@ def build_batch(
     ancestors: torch.Tensor | None = None,
     prefix_lens: Sequence[int] | None = None,
 ) -> AttentionBatch:
-    """Build the batch of a step from host lengths, with one copy to the device per tensor; nothing waits for the device.
+    """Build the batch of a step from host lengths. Takes one copy per tensor and never waits for the device.
 
     Args:
         pool: The pool of the leases.
         leases: One per sequence, each long enough for ``starts[b] + counts[b]`` tokens.
-        starts: Token index of each sequence's first row; its rows take the slots of ``[start, start + count)``.
-        counts: Rows of each sequence, ≥ 1.
-        ancestors: ``[sum(counts), words] int32`` masks for tree rows (bit j = token index prefix_len + j), None for causal rows.
-        prefix_lens: What every row of a sequence sees in full; `starts` unless given. Smaller than the start when a tree is grown level
-            by level: earlier levels then lie between prefix and start, and are seen by their mask bits only.
+        starts: Token index of each sequence's first row. Its rows use the slots of the indices
+            ``[start, start + count)``.
+        counts: Number of rows of each sequence, ≥ 1.
+        ancestors: ``[sum(counts), words] int32`` masks of tree rows (bit j is token index prefix_len + j), or
+            None for causal rows.
+        prefix_lens: Number of tokens that all rows of a sequence see. Defaults to `starts`. It is smaller
+            than the start if a tree grows level by level: the earlier levels then lie between the prefix and
+            the start, and rows see them through their mask bits only.
+
+    Raises:
+        ValueError: A lease is too short.
     """
     page_size = pool.page_size
     for lease, start, count in zip(leases, starts, counts, strict=True):
         stop = start + count
         if stop > len(lease.pages) * page_size:
             raise ValueError(
-                f"the lease holds {len(lease.pages) * page_size} tokens; rows up to {stop} need KVPool.reserve first"
+                f"the lease has room for {len(lease.pages) * page_size} tokens; "
+                f"call KVPool.reserve for {stop} tokens first"
             )
     rows = list(zip(leases, starts, counts, strict=True))
     slots: list[int] | np.ndarray
@@ -142,19 +158,24 @@ def build_batch(
 
 
 def pack_rows(padded: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """Drop padding: ``[bs, N, ...]`` and the rows that count per sequence → ``[sum(counts), ...]`` in the order of the batch."""
+    """Drop padding: keep ``counts[b]`` rows of sequence b, and turn ``[bs, N, ...]`` into ``[rows, ...]``."""
     if all(count == padded.shape[1] for count in counts):
         return padded.flatten(0, 1)
     return torch.cat([padded[b, :count] for b, count in enumerate(counts)])
 
 
 def causal_ancestors(count: int, words: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return masks ``[count, words] int32`` that make `count` rows causal: row i has bits 0…i. For batches that mix causal and tree rows.
+    """Return causal masks ``[count, words] int32``: row i has bits 0…i.
+
+    For batches that mix causal and tree rows.
 
     Args:
-        count: Rows, at most ``32 * words``.
-        words: Mask words per row, as wide as the batch's widest tree.
-        device: Where the masks live.
+        count: Number of rows, at most ``32 * words``.
+        words: Mask words per row, as for the batch's widest tree.
+        device: Device of the masks.
+
+    Raises:
+        ValueError: `words` is too small.
     """
     if count > 32 * words:
         raise ValueError(f"{count} causal rows need {-(-count // 32)} mask words, not {words}")
@@ -165,7 +186,10 @@ def causal_ancestors(count: int, words: int, device: torch.device | str = "cpu")
 
 
 def visible_columns(ancestors: torch.Tensor, num_columns: int) -> torch.Tensor:
-    """Unpack mask words ``[rows, words] int32`` into ``[rows, num_columns] bool``; columns past the words are not visible."""
+    """Unpack mask words ``[rows, words] int32`` into ``[rows, num_columns] bool``.
+
+    Missing columns are False.
+    """
     shifts = torch.arange(32, dtype=torch.int32, device=ancestors.device)
     bits = ((ancestors[:, :, None] >> shifts) & 1).flatten(1).bool()  # [rows, 32 * words]
     missing = num_columns - bits.shape[1]

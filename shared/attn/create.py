@@ -1,4 +1,4 @@
-"""Choice of the attention backend, explicit and logged once by the caller."""
+"""Creates the attention backend that the settings name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider.shared.base.errors import ConfigurationError
 
 
 class AttentionKind(Enum):
-    """The backends by their name in settings."""
+    """The backends and their names in the settings."""
 
     AUTO = "auto"
     REFERENCE = "reference"
@@ -23,10 +23,10 @@ class AttentionKind(Enum):
 
 
 def create_backend(name: str | AttentionKind, device: torch.device | str) -> AttentionBackend:
-    """Make a backend: ``auto`` is ``triton`` on CUDA and ``reference`` elsewhere.
+    """Create a backend. ``auto`` means ``triton`` on CUDA and ``reference`` elsewhere.
 
     Raises:
-        ConfigurationError: The name is unknown, or the backend cannot run here.
+        ConfigurationError: The name is unknown, or the backend cannot run on this device.
     """
     try:
         kind = AttentionKind(name)
@@ -43,5 +43,8 @@ def create_backend(name: str | AttentionKind, device: torch.device | str) -> Att
 
 
 def waits_for_device(backend: AttentionBackend) -> bool:
-    """Whether planning asks the device for lengths: such a backend can be neither recorded into a graph nor run ahead."""
+    """Return True if planning reads lengths from the device.
+
+    Such a backend can neither be captured into a CUDA graph nor run ahead of the device.
+    """
     return isinstance(backend, TorchAttention | FlashInferAttention)

@@ -1,4 +1,4 @@
-"""Attention whose result for a row depends on the row's own history alone: on no other row, and on no slot."""
+"""Attention whose result for a row depends only on the row's own history, not on other rows or on slots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.shared.kv.pool import KVPool
 
 
 class DeterministicAttention:
-    """`AttentionBackend` on `kernels.path_attention`, with windows, sinks and caps. On a GPU it never waits for the device."""
+    """`AttentionBackend` on `kernels.path_attention`, with windows, sinks and caps. Never waits for a GPU."""
 
     def __init__(self) -> None:
         self._batch: AttentionBatch | None = None
@@ -20,7 +20,7 @@ class DeterministicAttention:
 
     @property
     def batch(self) -> AttentionBatch | None:
-        """See `AttentionBackend.batch`."""
+        """The batch planned last."""
         return self._batch
 
     def plan(self, batch: AttentionBatch) -> None:
@@ -32,7 +32,7 @@ class DeterministicAttention:
         )
 
     def select(self, row: int) -> OneRow:
-        """Return a backend for one row of the planned step, whose layers run apart from those of the other rows."""
+        """Return a backend for one row of the planned step, which can then run through the layers alone."""
         assert self._batch is not None, "plan() comes before select()"
         assert self._paths is not None
         rows = slice(row, row + 1)
@@ -54,13 +54,13 @@ class DeterministicAttention:
         sinks: torch.Tensor | None = None,
         softcap: float = 0.0,
     ) -> torch.Tensor:
-        """See `AttentionBackend.run`."""
+        """Store K/V, then attend (see `AttentionBackend.run`)."""
         assert self._batch is not None, "plan() comes before run()"
         assert self._paths is not None
         assert self._slots is not None
         k_plane = pool.k_planes[layer]
         v_plane = k_plane if pool.latent else pool.v_planes[layer]
-        kv_store(k, v, k_plane, v_plane, self._slots)  # of a latent, twice the same
+        kv_store(k, v, k_plane, v_plane, self._slots)  # A latent pool stores the same plane twice.
         batch = self._batch
         out = path_attention(
             q, k_plane, v_plane, batch.page_table, self._paths, scale=scale, max_kv_len=batch.max_kv_len, window=window, sinks=sinks,
@@ -70,7 +70,7 @@ class DeterministicAttention:
 
 
 class OneRow(DeterministicAttention):
-    """The same for one row of a step that another one planned."""
+    """Attention for a single row of a step that another backend has planned."""
 
     def __init__(self, batch: AttentionBatch, paths: RowPaths, slots: torch.Tensor) -> None:
         super().__init__()

@@ -1,8 +1,13 @@
-"""Attention by FlashInfer's paged prefill kernels: the second backend on a GPU. The only file that imports it.
+"""Attention by FlashInfer's paged prefill kernels, a second backend for GPUs.
 
-`plan` of FlashInfer reads lengths on the host, so every pass waits for the device once: no CUDA graphs, and no round launched before the
-last is read (`create.waits_for_device`). Trees are its custom masks, handed over unpacked: given packed ones it takes their offsets in bits
-for offsets in bytes (0.6.11), which is right for a single sequence only.
+Only this file imports FlashInfer.
+
+FlashInfer's `plan` reads lengths on the host, so every pass waits for the device once. Therefore, this
+backend cannot run in CUDA graphs, and a round cannot be launched before the previous one is read (see
+`create.waits_for_device`).
+
+Trees are passed as custom masks in unpacked form. With packed masks, FlashInfer 0.6.11 takes their bit
+offsets for byte offsets, which gives wrong results for more than one sequence.
 """
 
 from __future__ import annotations
@@ -19,20 +24,21 @@ from outrider.shared.attn.base import AttentionBatch, visible_columns
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.kv.pool import KVPool
 
-WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends
+WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommended size
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where the K/V of one step is, as FlashInfer wants it.
+    """The K/V of one step in FlashInfer's format.
 
     Attributes:
         query_start: ``[sequences + 1] int32``.
-        page_start: ``[sequences + 1] int32``; pages of sequence b are ``pages[page_start[b]:page_start[b + 1]]``.
+        page_start: ``[sequences + 1] int32``. The pages of sequence b are
+            ``pages[page_start[b]:page_start[b + 1]]``.
         pages: ``[pages in use] int32``.
-        last_page_lens: ``[sequences] int32``, tokens in each last page.
-        mask: ``[sum of rows * tokens] bool`` over the sequences, row by row; None for causal rows.
-        rows: ``[rows]`` that a sequence owns.
+        last_page_lens: ``[sequences] int32``, number of tokens in each last page.
+        mask: ``[sum of rows * tokens] bool``, by sequence and then by row; None for causal rows.
+        rows: Number of rows that belong to a sequence. Later rows are padding.
     """
 
     query_start: torch.Tensor
@@ -45,7 +51,7 @@ class _Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """What FlashInfer compiles and plans for: layers that share these share a plan."""
+    """The properties for which FlashInfer compiles and plans. Layers with equal properties share a plan."""
 
     heads: int
     kv_heads: int
@@ -58,19 +64,22 @@ class _Variant:
 
 
 class FlashInferAttention:
-    """`AttentionBackend` on FlashInfer; no latents, no attention sinks, no tree with a window, 16-bit types only.
+    """`AttentionBackend` on FlashInfer, for 16-bit types.
+
+    Not supported: latents, attention sinks, and trees in models with a sliding window.
 
     Args:
-        device: Of the model.
+        device: The model's device.
 
     Raises:
-        ConfigurationError: The device is no GPU, or FlashInfer is not installed; `field` is the setting.
+        ConfigurationError: The device is not a GPU, or FlashInfer is not installed. `field` names the
+            setting.
     """
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
         if self._device.type != "cuda":
-            raise _refused(f"FlashInfer runs on CUDA alone, and the model is on {self._device}")
+            raise _refused(f"FlashInfer needs a CUDA device, but the model is on {self._device}")
         self._library = _library()
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
         self._batch: AttentionBatch | None = None
@@ -80,11 +89,11 @@ class FlashInferAttention:
 
     @property
     def batch(self) -> AttentionBatch | None:
-        """See `AttentionBackend.batch`."""
+        """The batch planned last."""
         return self._batch
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Keep the batch; lengths are read at its first layer, when the pool is known."""
+        """Keep the batch. Its lengths are read in the first layer, when the pool is known."""
         self._batch = batch
         self._layout = None
         self._planned.clear()
@@ -101,10 +110,10 @@ class FlashInferAttention:
         sinks: torch.Tensor | None = None,
         softcap: float = 0.0,
     ) -> torch.Tensor:
-        """See `AttentionBackend.run`.
+        """Store K/V, then attend (see `AttentionBackend.run`).
 
         Raises:
-            ConfigurationError: The model needs what this backend cannot do; names it.
+            ConfigurationError: The model needs a feature that this backend lacks. The message names it.
         """
         assert self._batch is not None, "plan() comes before run()"
         self._check(q, pool, window, sinks)
@@ -121,7 +130,8 @@ class FlashInferAttention:
         return torch.nn.functional.pad(out.flatten(1), (0, 0, 0, padding)) if padding else out.flatten(1)
 
     def _plan_variant(self, variant: _Variant, layout: _Layout, page_size: int) -> Any:
-        # FlashInfer's own choice depends on whether there is a mask, and a wrapper keeps its first one: fa2 has both.
+        # FlashInfer's automatic choice depends on the mask, and a wrapper never changes its backend. fa2
+        # supports both cases.
         wrapper = self._wrappers.get(variant)
         if wrapper is None:
             wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="fa2")
@@ -150,12 +160,12 @@ class FlashInferAttention:
     def _check(self, q: torch.Tensor, pool: KVPool, window: int, sinks: torch.Tensor | None) -> None:
         assert self._batch is not None
         if pool.latent:
-            raise _refused("the model caches latents (MLA), which FlashInfer's paged prefill does not read")
+            raise _refused("the model caches latents (MLA), which FlashInfer's paged prefill cannot read")
         if sinks is not None:
             raise _refused("the model has attention sinks")
         if window and self._batch.ancestors is not None:
             raise _refused(
-                "the model has sliding windows, which FlashInfer counts by index and trees by depth"
+                "the model has sliding windows, which FlashInfer counts by index although trees need depth"
             )
         if q.dtype not in (torch.bfloat16, torch.float16):
             raise _refused(
@@ -164,7 +174,10 @@ class FlashInferAttention:
 
 
 def step_layout(batch: AttentionBatch, page_size: int) -> _Layout:
-    """Return the layout of a step; waits for the device. Sequences without rows are left out: FlashInfer has no place for them."""
+    """Return the layout of a step. Waits for the device.
+
+    Sequences without rows are left out, because FlashInfer cannot represent them.
+    """
     starts, prefix_lens, kv_lens = (
         batch.query_start.tolist(),
         batch.prefix_lens.tolist(),
@@ -194,7 +207,7 @@ def step_layout(batch: AttentionBatch, page_size: int) -> _Layout:
 
 
 def _tree_mask(ancestors: torch.Tensor, prefix_len: int, kv_len: int) -> torch.Tensor:
-    """Return what the rows of one sequence see, ``[rows * kv_len] bool``."""
+    """Return the tokens that the rows of one sequence see, ``[rows * kv_len] bool``."""
     behind = visible_columns(ancestors, kv_len - prefix_len)
     return torch.cat([behind.new_ones(behind.shape[0], prefix_len), behind], dim=-1).flatten()
 

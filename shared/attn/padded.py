@@ -1,7 +1,9 @@
-"""The new rows of one sequence at addresses that never move, padded at the front: one CUDA graph serves every number of rows up to its own.
+"""Padded inputs of a pass over one sequence's new rows, so that one CUDA graph serves varying row counts.
 
-Padding lies at the front, because causal rows are counted from the end: the last row is always the newest, and what the padded ones see
-and make is nobody's business. They store nothing.
+All inputs are at fixed addresses. A graph serves any number of rows up to its own.
+
+Padding is at the front, because causal rows are counted from the end: the last row is then always the newest
+token. Results of padding rows are ignored, and their K/V is not stored.
 """
 
 from __future__ import annotations
@@ -17,19 +19,19 @@ from outrider.shared.kv.pool import KVPool
 
 
 class PaddedRows:
-    """Inputs of a pass over at most `size` rows. All of them lie in one buffer, so that one copy from the host loads them.
+    """Inputs of a pass over at most `size` rows. They share one buffer, so one copy from the host fills it.
 
     Args:
         size: Rows of the pass.
         pages: Columns of the page table.
-        pool: Where the rows' K/V goes.
-        extra: Further 32-bit words for the caller, 8-byte aligned.
+        pool: The pool that stores the rows' K/V.
+        extra: Number of further 32-bit words for the caller. They are 8-byte aligned.
 
     Attributes:
-        size, pages: As given.
+        size, pages: The arguments.
         tokens: ``[size] int32``.
         positions: ``[size] int32``.
-        batch: What attention is planned with.
+        batch: The batch to plan attention with.
         extra: ``[extra] int32``.
     """
 
@@ -61,19 +63,19 @@ class PaddedRows:
         self.make_idle()
 
     def fits(self, start: int, count: int) -> bool:
-        """Whether `count` rows from token index `start` on can be loaded."""
+        """Return True if `load` can take `count` rows that start at token index `start`."""
         return count <= self.size and start + count <= self.pages * self._pool.page_size
 
     def load(
         self, lease: PageLease, tokens: Sequence[int], start: int, extra: np.ndarray | None = None
     ) -> None:
-        """Describe the rows of token indices ``[start, start + len(tokens))`` to the device, in stream order.
+        """Copy the rows of token indices ``[start, start + len(tokens))`` to the device, in stream order.
 
         Args:
-            lease: Of the sequence; it holds the rows.
-            tokens: At least one.
-            start: Index, and rotary position, of the first.
-            extra: ``[extra] int32``; None leaves zeros.
+            lease: The sequence's lease, which must cover the rows.
+            tokens: At least one token.
+            start: Token index and rotary position of the first row.
+            extra: ``[extra] int32``, or None for zeros.
         """
         stop, pad = start + len(tokens), self.size - len(tokens)
         more, token_ids, positions, prefix_lens, kv_lens, table = self._columns
@@ -89,12 +91,13 @@ class PaddedRows:
         self._upload()
 
     def make_idle(self) -> None:
-        """Make all rows padding: a pass over them stores nothing."""
+        """Make all rows padding, so that a pass stores nothing."""
         self._host[:] = 0
         self._slots[:] = -1
         self._upload()
 
     def _upload(self) -> None:
         fresh = torch.from_numpy(self._host)
-        # Pinned memory is copied while the host goes on; torch keeps it until the copy is done. The array itself may change at once.
+        # The host does not wait for a copy from pinned memory, and torch keeps that memory until the copy is
+        # done. pin_memory() has copied the array, so the array itself may change right away.
         self._buffer.copy_(fresh.pin_memory() if self._buffer.is_cuda else fresh, non_blocking=True)

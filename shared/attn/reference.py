@@ -1,4 +1,7 @@
-"""Attention in plain torch, made for the CPU: K/V of contiguous leases is read in place, views and masks are made once per step."""
+"""Attention in plain torch, optimised for the CPU: K/V of contiguous leases is read in place.
+
+Views and masks are made once per step.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,13 @@ class _Sequence:
 
     Attributes:
         rows: Its rows of the batch.
-        prefix_len, kv_len: Tokens that its rows see in full (tree rows), and that they may see.
-        views: K and V of every layer, ``[1, kv_heads, kv_len, head_dim]`` each, when its pages are consecutive; else empty.
-        pages: ``[pages in use] int64``, to gather by when they are not.
-        mask: ``[rows, kv_len]`` added to the scores; None when every row sees everything.
-        windowed: Window → what layers with it read: the first token index, and the mask from there on. Filled as layers ask.
+        prefix_len, kv_len: Number of tokens that all its rows see, and that any of them may see.
+        views: K and V of every layer, ``[1, kv_heads, kv_len, head_dim]`` each, if its pages are consecutive;
+            else empty.
+        pages: ``[pages in use] int64``, to gather K and V if they are not.
+        mask: ``[rows, kv_len]``, added to the scores; None if every row sees everything.
+        windowed: Per window size, the first visible token index and the mask from there on. Filled by the
+            first layer that uses the window.
     """
 
     rows: slice
@@ -36,13 +41,14 @@ class _Sequence:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What one step does in every layer of one pool.
+    """The work of one step in every layer of one pool.
 
     Attributes:
-        sequences: In the order of their rows.
-        stores: K and V of every layer at the step's slots, ``[1, kv_heads, rows, head_dim]`` each, when the slots are consecutive.
-        slots: ``[stored rows] int64`` when they are not.
-        stored_rows: ``[stored rows] int64`` when some rows are not stored, else None.
+        sequences: The sequences in the order of their rows.
+        stores: K and V of every layer at the step's slots, ``[1, kv_heads, rows, head_dim]`` each, if the
+            slots are consecutive; else empty.
+        slots: ``[stored rows] int64``, the slots if they are not.
+        stored_rows: ``[stored rows] int64`` if some rows are not stored, else None.
     """
 
     sequences: tuple[_Sequence, ...]
@@ -52,7 +58,7 @@ class _Plan:
 
 
 class TorchAttention:
-    """`AttentionBackend` for the CPU (right on any device, but it waits for the device once per step)."""
+    """`AttentionBackend` for the CPU. Works on any device but waits for the device once per step."""
 
     def __init__(self) -> None:
         self._batch: AttentionBatch | None = None
@@ -61,11 +67,11 @@ class TorchAttention:
 
     @property
     def batch(self) -> AttentionBatch | None:
-        """See `AttentionBackend.batch`."""
+        """The batch planned last."""
         return self._batch
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Take the batch of a step; the rest is made at its first layer, when the pool is known."""
+        """Keep the batch. The first layer makes the plan, when the pool is known."""
         self._batch = batch
         self._plan = None
 
@@ -81,7 +87,7 @@ class TorchAttention:
         sinks: torch.Tensor | None = None,
         softcap: float = 0.0,
     ) -> torch.Tensor:
-        """See `AttentionBackend.run`."""
+        """Store K/V, then attend (see `AttentionBackend.run`)."""
         plan = self._plan
         if plan is None or self._pool is not pool:
             assert self._batch is not None, "plan() comes before run()"
@@ -111,7 +117,10 @@ def _attend(
     sinks: torch.Tensor | None,
     softcap: float,
 ) -> torch.Tensor:
-    """Return ``[rows, heads * head_dim]`` for the queries ``[1, heads, rows, head_dim]`` of one sequence, from `first` on."""
+    """Return ``[rows, heads * head_dim]`` for the queries ``[1, heads, rows, head_dim]`` of one sequence.
+
+    Tokens before index `first` are skipped; the mask starts at `first`.
+    """
     if sequence.views:
         keys, values = sequence.views[2 * layer], sequence.views[2 * layer + 1]
     else:
@@ -149,7 +158,7 @@ def _attend_by_scores(
     sinks: torch.Tensor | None,
     softcap: float,
 ) -> torch.Tensor:
-    """Return ``[heads, rows, head_dim]``; `scaled_dot_product_attention` has no place for a logit without a value, nor for a cap."""
+    """Return ``[heads, rows, head_dim]`` with sinks or a cap, which `scaled_dot_product_attention` lacks."""
     kv_heads, rows, head_dim = keys.shape[0], queries.shape[1], queries.shape[2]
     grouped = queries.reshape(kv_heads, -1, rows, head_dim)  # [kv_heads, group, rows, head_dim]
     scores = torch.matmul(grouped, keys[:, None].transpose(2, 3)).float() * scale
@@ -165,13 +174,14 @@ def _attend_by_scores(
 
 
 def _windowed(batch: AttentionBatch, sequence: _Sequence, window: int) -> tuple[int, torch.Tensor | None]:
-    """Return the first token index that any row of the sequence sees through the window, and the mask from there on."""
+    """Return the first token index that any row sees within the window, and the mask from there on."""
     known = sequence.windowed.get(window)
     if known is not None:
         return known
     count, kv_len = sequence.rows.stop - sequence.rows.start, sequence.kv_len
     device = batch.slots.device
-    # A causal row is at its index; a tree row behind its prefix and its ancestors, whose positions are counted back from its own.
+    # A causal row's position is its index. A tree row's position is its prefix plus its number of ancestors.
+    # For tree rows, `index` has the positions of their ancestors, which count back from the row's own.
     index = torch.arange(kv_len, device=device).expand(count, -1)
     if batch.ancestors is None:
         positions = index[0, kv_len - count :]
@@ -185,7 +195,7 @@ def _windowed(batch: AttentionBatch, sequence: _Sequence, window: int) -> tuple[
         index = torch.cat([index[:, :cut], cut + path - 1], dim=-1)
     first = max(0, min(int(positions.min()) - window + 1, cut))
     hidden = index[:, first:] <= positions[:, None] - window
-    # Without a mask there is one causal row, and what it may not see lies before `first`.
+    # If there is no mask, there is one causal row, and everything outside its window lies before `first`.
     mask = None if sequence.mask is None else sequence.mask[:, first:].masked_fill(hidden, float("-inf"))
     sequence.windowed[window] = first, mask
     return first, mask
@@ -233,13 +243,13 @@ def _make_plan(batch: AttentionBatch, pool: KVPool, dtype: torch.dtype) -> _Plan
 
 
 def _views(pool: KVPool, first_slot: int, count: int) -> tuple[torch.Tensor, ...]:
-    """Return K and V of every layer as `KVPool.slot_views` does; a latent is both."""
+    """Return K and V of every layer as `KVPool.slot_views` does. In a latent pool both are the same view."""
     views = pool.slot_views(first_slot, count)
     return tuple(view for view in views for _ in range(2)) if pool.latent else views
 
 
 def _first_if_consecutive(numbers: list[int]) -> int | None:
-    """Return the first number when the list counts up by one from a number ≥ 0, else None."""
+    """Return the first number if the list counts up by one from a number ≥ 0, else None."""
     if not numbers or numbers[0] < 0:
         return None
     return numbers[0] if numbers == list(range(numbers[0], numbers[0] + len(numbers))) else None
@@ -248,7 +258,7 @@ def _first_if_consecutive(numbers: list[int]) -> int | None:
 def _mask(
     batch: AttentionBatch, rows: slice, prefix_len: int, kv_len: int, dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """Return what is added to the scores of one sequence's rows, ``[rows, kv_len]``, or None when nothing is hidden."""
+    """Return the additive mask ``[rows, kv_len]`` of one sequence, or None if its rows see everything."""
     count = rows.stop - rows.start
     device = batch.slots.device
     if batch.ancestors is None:
@@ -256,7 +266,8 @@ def _mask(
             return None
         hidden = torch.ones(count, kv_len, dtype=torch.bool, device=device).triu(kv_len - count + 1)
     elif device.type == "cpu":
-        # numpy's operations cost a third of torch's, and this is all overhead: a draft does it for every level of a tree.
+        # numpy's overhead is a third of torch's. It dominates here, and a draft pays it for every level of a
+        # tree.
         bits = np.unpackbits(
             batch.ancestors[rows].contiguous().numpy().view(np.uint8), axis=1, bitorder="little"
         )

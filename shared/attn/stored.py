@@ -1,4 +1,4 @@
-"""The seam of the fused decoder: attention to K/V that are in the pool already."""
+"""The interface of the fused decoder to attention over K/V that are in the pool already."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from outrider.shared.kv.pool import KVPool
 
 
 class StoredAttention(ABC):
-    """An `AttentionBackend` whose storing and attending can be called apart. A class to inherit: it is asked for at every pass."""
+    """An `AttentionBackend` that can attend without storing K/V.
+
+    It is an abstract class rather than a Protocol because every pass runs `isinstance` on it.
+    """
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:
-        """See `AttentionBackend.plan`."""
+        """Prepare one forward pass (see `AttentionBackend.plan`)."""
 
     @property
     @abstractmethod
     def slots(self) -> torch.Tensor:
-        """Where the planned step's rows go, ``[rows] int64``."""
+        """The slots of the planned step's rows, ``[rows] int64``."""
 
     @abstractmethod
     def attend(
@@ -33,4 +36,4 @@ class StoredAttention(ABC):
         sinks: torch.Tensor | None = None,
         softcap: float = 0.0,
     ) -> torch.Tensor:
-        """Attend as `AttentionBackend.run` does, after K and V of the step's rows were stored."""
+        """Attend as `AttentionBackend.run` does. The K and V of the step's rows must be stored already."""

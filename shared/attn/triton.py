@@ -1,4 +1,4 @@
-"""Attention through the project's own kernels: Triton on CUDA, their references elsewhere."""
+"""Attention through this project's own kernels: Triton on CUDA, their references elsewhere."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class KernelAttention(StoredAttention):
 
     @property
     def batch(self) -> AttentionBatch | None:
-        """See `AttentionBackend.batch`."""
+        """The batch planned last."""
         return self._batch
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Keep the batch; the kernels read its tensors."""
+        """Keep the batch. The kernels read its tensors."""
         self._batch = batch
 
     def run(
@@ -38,14 +38,14 @@ class KernelAttention(StoredAttention):
         sinks: torch.Tensor | None = None,
         softcap: float = 0.0,
     ) -> torch.Tensor:
-        """See `AttentionBackend.run`."""
+        """Store K/V, then attend (see `AttentionBackend.run`)."""
         k_plane, v_plane = _planes(pool, layer)
-        kv_store(k, v, k_plane, v_plane, self.slots)  # of a latent, twice the same
+        kv_store(k, v, k_plane, v_plane, self.slots)  # A latent pool stores the same plane twice.
         return self.attend(layer, q, pool, scale, window, sinks, softcap)
 
     @property
     def slots(self) -> torch.Tensor:
-        """See `StoredAttention.slots`."""
+        """The slots of the planned step's rows, ``[rows] int64``."""
         return self._planned.slots
 
     def attend(
@@ -58,7 +58,7 @@ class KernelAttention(StoredAttention):
         sinks: torch.Tensor | None = None,
         softcap: float = 0.0,
     ) -> torch.Tensor:
-        """See `StoredAttention.attend`."""
+        """Attend to K/V that are in the pool already."""
         batch = self._planned
         out = tree_attention(
             q,
@@ -84,5 +84,5 @@ class KernelAttention(StoredAttention):
 
 
 def _planes(pool: KVPool, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the planes of K and V; of a latent pool twice the same."""
+    """Return the planes of K and V. In a latent pool both are the same plane."""
     return pool.k_planes[layer], pool.k_planes[layer] if pool.latent else pool.v_planes[layer]

@@ -1,4 +1,4 @@
-"""Paged memory for keys, values and features: who holds which page, and the planes that the pages index."""
+"""Paged memory for keys, values and features: the page allocator, and the planes that pages index."""
 
 from outrider.shared.kv.pages import PageAllocator, PageLease
 from outrider.shared.kv.pool import KVPool, token_bytes

@@ -1,13 +1,13 @@
 """Page allocation.
 
-Ledger of one pool (who owns a page, and who ends that):
+Each page of a pool is in exactly one of two states:
 
-    page state   owner                 becomes free by
-    free         PageAllocator         -
-    held         one PageLease         PageLease.release(), PageLease.shrink(), or leaving the lease's `with` block
+    page state   owner           becomes free by
+    free         PageAllocator   -
+    held         one PageLease   PageLease.release(), PageLease.shrink(), or leaving the lease's `with` block
 
-Every page is in exactly one of the two states, and in at most one lease: ``free_pages + held_pages == num_pages`` holds after every
-call and `PageAllocator.check` proves it. Nothing else in the project keeps page numbers beyond the life of the lease that they came from.
+A page is in at most one lease. ``free_pages + held_pages == num_pages`` holds after every call, and
+`PageAllocator.check` asserts it. No other code keeps page numbers after their lease has ended.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from types import TracebackType
 
 
 class PageAllocator:
-    """Hands out the pages ``0 … num_pages - 1`` as leases. Not thread-safe: one engine thread owns it.
+    """Leases the pages ``0 … num_pages - 1``. Not thread-safe: one engine thread owns it.
 
-    Free pages are kept as runs. A new lease starts in the middle of the largest run unless that run begins the pool, and a lease grows
-    into the page behind its last one whenever that is free, so that leases stay contiguous while the pool is not crowded: attention
-    on the CPU then reads K/V in place.
+    Free pages are kept as runs of consecutive pages. Leases stay contiguous unless the pool is crowded, so
+    that attention on the CPU can read K/V in place. For that, a new lease starts in the middle of the largest
+    run, or at its start if it is the first run of the pool. A lease grows into the page after its last one if
+    that is free.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -35,16 +36,16 @@ class PageAllocator:
 
     @property
     def free_pages(self) -> int:
-        """Pages that no lease holds."""
+        """Number of pages that are in no lease."""
         return self._free
 
     @property
     def held_pages(self) -> int:
-        """Pages that leases hold."""
+        """Number of pages in leases."""
         return sum(len(lease.pages) for lease in self._leases)
 
     def allocate(self, n: int) -> PageLease | None:
-        """Lease `n` ≥ 0 pages, or return None (and change nothing) when fewer are free."""
+        """Lease `n` ≥ 0 pages. Return None and change nothing if fewer are free."""
         pages = self._take(n, after=None)
         if pages is None:
             return None
@@ -53,7 +54,10 @@ class PageAllocator:
         return lease
 
     def check(self) -> None:
-        """Assert the ledger: every page is free or in exactly one lease, runs are sorted, disjoint and not adjacent."""
+        """Assert that every page is either free or in exactly one lease.
+
+        Assert also that runs of free pages are sorted, disjoint and not adjacent.
+        """
         seen = bytearray(self.num_pages)
         previous_end = -1
         for start in self._run_starts:
@@ -71,7 +75,7 @@ class PageAllocator:
         assert self.free_pages + self.held_pages == self.num_pages
 
     def _take(self, n: int, after: int | None) -> list[int] | None:
-        """Remove `n` pages from the free runs, first those that follow page `after`."""
+        """Remove `n` pages from the free runs, starting with those that follow page `after`."""
         if n < 0:
             raise ValueError(f"cannot take {n} pages")
         if n > self._free:
@@ -87,19 +91,22 @@ class PageAllocator:
         return pages
 
     def _pick_start(self, n: int) -> int:
-        """Choose where a lease of `n` pages starts, splitting the chosen run so that a run starts there."""
+        """Return the start of a new lease of `n` pages.
+
+        Split the chosen run if the lease starts inside it.
+        """
         start = max(self._run_starts, key=lambda run: self._run_ends[run] - run)
         end = self._run_ends[start]
         middle = start + (end - start) // 2
         if start == 0 or middle == start or end - middle < n:
             return start
-        # The page before the run belongs to a lease that may still grow: leave it half of the room.
+        # The lease before this run may still grow. Leave it half of the run.
         self._run_ends[start] = middle
         self._insert_run(middle, end)
         return middle
 
     def _cut(self, start: int, n: int) -> range:
-        """Take up to `n` pages from the front of the run that starts at `start`."""
+        """Remove up to `n` pages from the front of the run that starts at `start`, and return them."""
         end = self._run_ends.pop(start)
         taken = range(start, min(end, start + n))
         del self._run_starts[bisect_left(self._run_starts, start)]
@@ -126,13 +133,14 @@ class PageAllocator:
 
 
 class PageLease:
-    """Pages held for one sequence, in token order: page i holds token indices ``[i · page_size, (i + 1) · page_size)``.
+    """The pages of one sequence in token order.
 
-    Made by `PageAllocator.allocate` only. Usable in a ``with`` statement, which releases it.
+    Page i has the token indices ``[i · page_size, (i + 1) · page_size)``. Only `PageAllocator.allocate` makes
+    leases. A ``with`` statement releases the lease at its end.
 
     Attributes:
-        pages: The page numbers; empty after release. Read-only for everybody else.
-        version: Changes whenever `pages` changes, so that copies of the page table can be kept.
+        pages: The page numbers; empty after release. Only the lease itself may modify the list.
+        version: Changes whenever `pages` changes, so that callers can cache copies of the page table.
     """
 
     __slots__ = ("_allocator", "pages", "version")
@@ -144,11 +152,11 @@ class PageLease:
 
     @property
     def released(self) -> bool:
-        """Whether the lease has ended."""
+        """True if the lease has ended."""
         return self not in self._allocator._leases
 
     def extend(self, n: int) -> bool:
-        """Append `n` ≥ 0 further pages; return False (and change nothing) when fewer are free."""
+        """Append `n` ≥ 0 further pages. Return False and change nothing if fewer are free."""
         if self.released:
             raise ValueError("the lease was released; allocate a new one")
         pages = self._allocator._take(n, after=self.pages[-1] if self.pages else None)
@@ -159,7 +167,7 @@ class PageLease:
         return True
 
     def shrink(self, num_pages: int) -> None:
-        """Keep the first `num_pages` pages and give the others back; no effect when the lease is not longer than that."""
+        """Keep the first `num_pages` pages and free the others. A shorter lease stays as it is."""
         kept, dropped = self.pages[:num_pages], self.pages[num_pages:]
         if dropped:
             self.pages = kept
@@ -167,7 +175,7 @@ class PageLease:
             self._allocator._give_back(dropped)
 
     def release(self) -> None:
-        """Give every page back and end the lease. Safe to call more than once."""
+        """Free all pages and end the lease. Further calls have no effect."""
         if not self.released:
             self.shrink(0)
             self._allocator._leases.discard(self)

@@ -16,32 +16,36 @@ from outrider.shared.kv.pages import PageAllocator, PageLease
 from outrider.shared.kv.upload import upload
 
 FEW_TOKENS = 16
-"""So many slots take Python less time than numpy."""
+"""Number of tokens up to which Python computes slots faster than numpy."""
 
 CacheSizing = Callable[[int], int]
-"""Says how many tokens a cache shall hold, given the bytes that a token takes of it."""
+"""Returns the number of tokens to cache, given the bytes that one token takes."""
 
 
 class KVPool:
-    """Paged K/V storage of one model, with the allocator of its pages.
+    """Paged K/V storage of one model, and the allocator of its pages.
 
-    A *slot* is ``page * page_size + offset``; a token at index i of a sequence lies in slot ``pages[i // page_size] * page_size +
-    i % page_size`` of every plane. Planes start as zeros and are written in place; they never move, so CUDA graphs may hold them
-    (only `resize_features` replaces the feature plane).
+    A *slot* is ``page * page_size + offset``. The token at index i of a sequence is stored in slot
+    ``pages[i // page_size] * page_size + i % page_size`` of every plane.
+
+    Planes start as zeros and are written in place. Their addresses never change, so CUDA graphs may use them.
+    Only `resize_features` replaces the feature plane.
 
     Args:
         num_pages: Pages of the pool.
         page_size: Tokens per page, ≥ 1.
-        layers: Layers that keep K/V.
+        layers: Number of layers that cache K/V.
         kv_heads, head_dim: Shape of one token's K (and V) in one layer.
-        dtype: Element type of feature rows, and of K and V unless `kv_dtype` says another (FP8: half the memory, read by
-            `kernels.tree_attention` and `kernels.path_attention`).
-        device: Where they live.
-        feature_size: Width of a stored feature row; 0 makes no feature plane.
-        latent: A layer keeps one latent plane instead of two: `k_planes` has it, `v_planes` is empty, and values are read from the keys.
+        dtype: Element type of feature rows, and of K and V unless `kv_dtype` is given.
+        device: Device of the planes.
+        feature_size: Width of a feature row; 0 for no feature plane.
+        latent: True if a layer has one latent plane instead of two. `k_planes` then contains the latents,
+            `v_planes` is empty, and values are read from the keys.
+        kv_dtype: Element type of K and V. FP8 takes half the memory; `kernels.tree_attention` and
+            `kernels.path_attention` can read it.
 
     Raises:
-        ConfigurationError: The device has not enough memory.
+        ConfigurationError: The device has too little memory.
     """
 
     def __init__(
@@ -82,22 +86,22 @@ class KVPool:
 
     @property
     def num_pages(self) -> int:
-        """Pages of the pool, free and held."""
+        """Pages of the pool, both free and leased."""
         return self.allocator.num_pages
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that fit when every page is used in full."""
+        """Number of tokens that fit if every page is full."""
         return self.num_pages * self.page_size
 
     @property
     def feature_size(self) -> int:
-        """Width of a stored feature row; 0 when there is no feature plane."""
+        """Width of a feature row; 0 if there is no feature plane."""
         return 0 if self.features is None else self.features.shape[-1]
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token takes in all planes."""
+        """Bytes that one token takes in all planes together."""
         return token_bytes(
             self.num_layers,
             self.kv_heads,
@@ -109,25 +113,26 @@ class KVPool:
         )
 
     def resize_features(self, feature_size: int) -> None:
-        """Replace the feature plane by an empty one of that width (0: none). Rows stored so far are lost; the caller must know it."""
-        self.features = None  # its memory is free before the next is taken
+        """Replace the feature plane by an empty one of this width (0: none). All stored rows are lost."""
+        self.features = None  # Free its memory before allocating the next plane.
         if feature_size:
             self.features = self._allocate(self.dtype, self.num_pages, self.page_size, feature_size)
 
     def _allocate(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        """Return zeros that may be written outside inference mode too, wherever the pool is made."""
+        """Return zeros that can be written outside inference mode, even if the pool is made inside it."""
         try:
             with torch.inference_mode(False):
                 return torch.zeros(shape, dtype=dtype, device=self.device)
-        except RuntimeError as error:  # torch.OutOfMemoryError is one
+        except RuntimeError as error:  # torch.OutOfMemoryError is a subclass.
             size = prod(shape) * dtype.itemsize / 2**30
             raise ConfigurationError(
-                f"the KV pool of {self.capacity_tokens} tokens needs {size:.1f} GiB on {self.device}, which are not free; lower kv_tokens.",
+                f"the KV pool of {self.capacity_tokens} tokens needs {size:.1f} GiB, more than is free on "
+                f"{self.device}; lower kv_tokens.",
                 field="kv_tokens",
             ) from error
 
     def planes(self) -> list[torch.Tensor]:
-        """Return every plane, K and V of all layers and then features: what `kv_compact` moves."""
+        """Return every plane that `kv_compact` can move: K and V of all layers, then the features."""
         planes = [plane for layer in self._storage.unbind(0) for plane in layer.unbind(0)]
         return planes if self.features is None else [*planes, self.features]
 
@@ -138,19 +143,22 @@ class KVPool:
         path: torch.Tensor,
         num_accepted: torch.Tensor,
     ) -> None:
-        """Move the accepted nodes' K and V to the committed slots of every layer, as `kv_compact` says; feature rows stay."""
+        """Move the accepted nodes' K and V to the committed slots of every layer (see `kv_compact`).
+
+        Feature rows are not moved.
+        """
         kv_compact([*self.k_planes, *self.v_planes], page_table, cached_lens, path, num_accepted)
 
     def scrub(self, pages: torch.Tensor) -> None:
-        """Zero ``pages [n] int64`` in every plane, so that no later owner can read by accident what is not a number."""
+        """Zero ``pages [n] int64`` in every plane, so that their next owner cannot read a leftover NaN."""
         for plane in self.planes():
             plane[pages] = 0
 
     def slot_views(self, first_slot: int, count: int) -> tuple[torch.Tensor, ...]:
-        """View `count` consecutive slots in all layers: K of layer 0, its V, K of layer 1 …, each ``[1, kv_heads, count, head_dim]``.
+        """Return views of `count` consecutive slots in all layers, each ``[1, kv_heads, count, head_dim]``.
 
-        A latent pool gives one view per layer. They share the planes' memory. One call per step makes the views of all layers, instead of
-        some calls per layer.
+        They share the planes' memory. Their order is K of layer 0, V of layer 0, K of layer 1, …; a latent
+        pool has one view per layer. One call per step is cheaper than several calls per layer.
         """
         token = self.kv_heads * self.head_dim
         plane = self.num_pages * self.page_size * token
@@ -160,25 +168,31 @@ class KVPool:
         )
 
     def pages_for(self, num_tokens: int) -> int:
-        """Return how many pages hold `num_tokens` tokens."""
+        """Return the number of pages for `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
     def lease(self, num_tokens: int) -> PageLease | None:
-        """Lease pages for `num_tokens` tokens, or return None when they do not fit now."""
+        """Lease pages for `num_tokens` tokens, or return None if too few pages are free."""
         return self.allocator.allocate(self.pages_for(num_tokens))
 
     def reserve(self, lease: PageLease, num_tokens: int) -> bool:
-        """Grow a lease until it holds `num_tokens` tokens; False (and no change) when the pool has too few free pages."""
+        """Grow a lease to at least `num_tokens` tokens.
+
+        Return False and change nothing if too few pages are free.
+        """
         return lease.extend(max(0, self.pages_for(num_tokens) - len(lease.pages)))
 
     def page_table(self, leases: Sequence[PageLease]) -> torch.Tensor:
-        """Return ``[bs, max_pages] int32`` on the pool's device, rows padded with page 0 (never read: lengths bound the reads)."""
+        """Return ``[bs, max_pages] int32`` on the pool's device.
+
+        Rows are padded with page 0. The padding is never read, because lengths bound the reads.
+        """
         width = max((len(lease.pages) for lease in leases), default=0)
         rows = [lease.pages + [0] * (width - len(lease.pages)) for lease in leases]
         return upload(rows, torch.int32, self.device).view(len(leases), width)
 
     def slots(self, page_table: torch.Tensor, start: torch.Tensor, n: int) -> torch.Tensor:
-        """Return the slots of token indices ``[start[b], start[b] + n)`` of every sequence: ``[bs, n] int64``.
+        """Return the slots ``[bs, n] int64`` of token indices ``[start[b], start[b] + n)`` of every sequence.
 
         Args:
             page_table: ``[bs, max_pages] int32``.
@@ -198,7 +212,7 @@ class KVPool:
         return slots
 
     def slot_array(self, lease: PageLease, start: int, stop: int) -> np.ndarray:
-        """Return what `token_slots` does as ``[stop - start] int64``: quicker of many."""
+        """Return the result of `token_slots` as ``[stop - start] int64``. Faster for many tokens."""
         index = np.arange(start, stop)
         return (
             np.asarray(lease.pages, dtype=np.int64)[index // self.page_size] * self.page_size
@@ -211,25 +225,28 @@ class KVPool:
         self.features.view(-1, self.feature_size).index_copy_(0, slots, rows.to(self.dtype))
 
     def store_some_features(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write feature rows like `store_features`; a slot of -1 stores nothing. Never waits for a GPU."""
+        """Write feature rows like `store_features`. Slot -1 stores nothing. Never waits for a GPU."""
         assert self.features is not None, "the pool has no feature plane; call resize_features first"
         plane = self.features[:, :, None]  # one head per token
         rows = rows[:, None]
-        kv_store(rows, rows, plane, plane, slots)  # the kernel stores pairs: twice the same
+        kv_store(rows, rows, plane, plane, slots)  # The kernel stores pairs, so pass the rows twice.
 
     def place_features(self, rows: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
-        """Write feature rows to their slots like `store_some_features`, and to ``out [bs, n, feature_size]``."""
+        """Write feature rows like `store_some_features`, and also to ``out [bs, n, feature_size]``."""
         assert self.features is not None, "the pool has no feature plane; call resize_features first"
         place_rows(rows, slots, self.features, out)
 
     def read_features(self, lease: PageLease, start: int, stop: int) -> torch.Tensor:
-        """Return the stored feature rows of token indices ``[start, stop)`` of one lease: a copy, ``[stop - start, feature_size]``."""
+        """Return a copy of the feature rows of token indices ``[start, stop)`` of one lease.
+
+        Its shape is ``[stop - start, feature_size]``.
+        """
         assert self.features is not None, "the pool has no feature plane; call resize_features first"
         rows = self.features.view(-1, self.feature_size)
         pages = lease.pages[start // self.page_size : self.pages_for(stop)]
         if pages and pages == list(
             range(pages[0], pages[0] + len(pages))
-        ):  # as a rule: one range, of which the device need not be told
+        ):  # The usual case: one slice, without sending indices to the device.
             first = pages[0] * self.page_size + start % self.page_size
             return rows[first : first + stop - start].clone()
         slots = torch.tensor(self.token_slots(lease, start, stop), dtype=torch.int64).to(self.device)
@@ -246,7 +263,7 @@ def token_bytes(
     latent: bool = False,
     kv_dtype: torch.dtype | None = None,
 ) -> int:
-    """Return the bytes that one token takes in a pool of this shape, to size a pool before it is made."""
+    """Return the bytes that one token takes in a pool of this shape, to size a pool before making it."""
     return (1 if latent else 2) * layers * kv_heads * head_dim * (
         kv_dtype or dtype
     ).itemsize + feature_size * dtype.itemsize

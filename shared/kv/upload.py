@@ -1,4 +1,4 @@
-"""Numbers of the host for the device."""
+"""Copies of host numbers to the device."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ def upload(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """Return a tensor of these values on the device, in stream order: a GPU that is still at work is not waited for."""
+    """Return a tensor with these values on the device.
+
+    The copy is in stream order, so the host does not wait.
+    """
     host = torch.tensor(values, dtype=dtype)
     if device.type != "cuda" or not host.numel():
         return host.to(device)
-    # Pinned memory is copied while the host goes on; torch keeps it until the copy is done.
+    # The host does not wait for a copy from pinned memory. torch keeps that memory until the copy is done.
     return host.pin_memory().to(device, non_blocking=True)

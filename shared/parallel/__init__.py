@@ -1,1 +1,4 @@
-"""Tensor parallelism: one decoder spread over several processes, of which rank 0 decides and the others mirror its forward passes."""
+"""Tensor parallelism: one decoder split over several processes.
+
+Rank 0 makes all decisions, and the other ranks mirror its forward passes.
+"""

@@ -1,7 +1,7 @@
-"""The control channel: one TCP connection from each rank to rank 0, with commands one way and reports the other.
+"""The control channel: one TCP connection from each rank to rank 0. Commands go out and reports come back.
 
-A frame is a length of four bytes and that many bytes. A connection that ends is how a dead process is noticed; beats tell a stopped one
-from one that has nothing to say.
+A frame is a length of four bytes, followed by that many bytes. A closed connection reveals a dead process.
+Regular heartbeats ("beats") distinguish a stopped process from one that has nothing to send.
 """
 
 from __future__ import annotations
@@ -26,19 +26,22 @@ from outrider.shared.base.errors import ConfigurationError, ProtocolError, Unava
 MAX_FRAME = 1 << 16
 MAX_GREETING = 64
 GREETING_S = 5.0
-"""How long a rank may take from its connection to its greeting, which it sends at once."""
+"""Time limit for a rank's greeting, which it sends as soon as it is connected."""
 BEAT_S = 1.0
 CONNECT_S = 5.0
 RETRY_S = 0.1
 ADDRESS_KEY = "outrider/control"
 KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
-"""Seconds and tries: a host that vanished without a word is noticed within ten seconds."""
+"""Seconds and number of probes.
+
+A host that vanishes without closing its connection is noticed within 10 s.
+"""
 
 _LENGTH = struct.Struct("<I")
 
 
 class ReportKind(IntEnum):
-    """What a rank tells rank 0."""
+    """The kinds of messages that a rank sends to rank 0."""
 
     BEAT = 0
     DONE = 1
@@ -47,18 +50,18 @@ class ReportKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One message to rank 0; `text` is what DONE stands for, or what failed."""
+    """A message to rank 0. `text` names the finished work (DONE) or describes the failure (FAILED)."""
 
     kind: ReportKind
     text: str = ""
 
 
 class Connection:
-    """Frames over a socket. One thread may receive; any may send.
+    """Frames over a socket. One thread may receive; any thread may send.
 
     Attributes:
-        awake_s: For so long `receive` asks for the next frame again and again before it sleeps until one comes. To wake a core takes ten
-            times what a frame does.
+        awake_s: Seconds for which `receive` polls the socket before it blocks. Waking a sleeping core takes
+            ten times as long as receiving a frame.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -76,16 +79,16 @@ class Connection:
         """Send one frame.
 
         Raises:
-            OSError: The peer is gone.
+            OSError: The peer has closed the connection.
         """
         with self._lock:
             self.socket.sendall(_LENGTH.pack(len(body)) + body)
 
     def receive(self) -> bytes | None:
-        """Wait for a frame; None when the peer is gone.
+        """Wait for a frame. Return None if the peer has closed the connection.
 
         Raises:
-            ProtocolError: What came is no frame.
+            ProtocolError: The received bytes are not a frame.
         """
         self._stay_awake()
         header = self._take(_LENGTH.size)
@@ -94,17 +97,21 @@ class Connection:
         (length,) = _LENGTH.unpack(header)
         if length > MAX_FRAME:
             raise ProtocolError(
-                f"tensor parallel control: a frame of {length} bytes; do all ranks run one version?",
+                f"tensor parallel control: received a frame of {length} bytes; "
+                "run the same version on all ranks",
                 field="tp",
             )
         return self._take(length)
 
     def receive_by(self, deadline: float, most: int) -> bytes | None:
-        """Wait for one frame of a peer that may be anybody; None if it is longer than `most`, not whole by `deadline`, or the peer is gone.
+        """Wait for one frame from a peer that is not trusted yet.
+
+        Return None if the frame is longer than `most`, if it is incomplete at `deadline`, or if the peer
+        closes the connection.
 
         Args:
-            deadline: Of the monotonic clock, for the whole frame.
-            most: Bytes.
+            deadline: Time on the monotonic clock by which the whole frame must have arrived.
+            most: Longest accepted frame, in bytes.
         """
         needed = _LENGTH.size
         try:
@@ -130,24 +137,24 @@ class Connection:
         return body
 
     def report(self, report: Report) -> None:
-        """Send a report, cut to what a frame holds."""
+        """Send a report, truncated to the largest frame."""
         self.send(bytes((report.kind,)) + report.text.encode()[: MAX_FRAME - 1])
 
     def receive_report(self) -> Report | None:
-        """Wait for a report; None when the peer is gone."""
+        """Wait for a report. Return None if the peer has closed the connection."""
         body = self.receive()
         if not body:
             return None
         return Report(ReportKind(body[0]), body[1:].decode(errors="replace"))
 
     def close(self) -> None:
-        """Close the connection; a thread that receives sees the end of it."""
-        with contextlib.suppress(OSError):  # already gone
+        """Close the connection. A thread blocked in `receive` gets None."""
+        with contextlib.suppress(OSError):  # The peer has closed the socket already.
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
 
     def _stay_awake(self) -> None:
-        """Return when something is there, or after `awake_s`."""
+        """Poll until data has arrived or `awake_s` is over."""
         if not self.awake_s or self._received:
             return
         deadline = time.monotonic() + self.awake_s
@@ -158,7 +165,7 @@ class Connection:
             except BlockingIOError:
                 continue
             except OSError:
-                return  # `_take` meets it again
+                return  # `_take` meets the same error and handles it.
 
     def _take(self, count: int) -> bytes | None:
         while len(self._received) < count:
@@ -180,15 +187,16 @@ def accept_ranks(
     """Listen, publish the address in the store, and wait for ranks 1 … size - 1.
 
     Args:
-        store: Where the ranks meet; the address and a secret go there, so that nobody else takes a rank's place.
-        host: The address of this machine that the other ranks reach.
+        store: The ranks' common store. It receives the address and a secret, which keeps strangers from
+            taking a rank's place.
+        host: This machine's address as seen by the other ranks.
         size: Number of ranks.
-        timeout_s: How long all of them may take.
-        check: Called while waiting; raises to give up (a process died).
+        timeout_s: Time limit for all ranks together.
+        check: Called repeatedly during the wait. Raises to give up, for example because a process died.
 
     Raises:
-        UnavailableError: Not all came in time.
-        ConfigurationError: This machine has no such address.
+        UnavailableError: Some ranks did not connect in time.
+        ConfigurationError: This machine does not have the address `host`.
     """
     secret = secrets.token_hex(16)
     connections: dict[int, Connection] = {}
@@ -202,7 +210,8 @@ def accept_ranks(
             if time.monotonic() > deadline:
                 missing = sorted(set(range(1, size)) - set(connections))
                 raise UnavailableError(
-                    f"tp: ranks {missing} did not come within {timeout_s:g} s; their own output says why.",
+                    f"tp: ranks {missing} did not connect within {timeout_s:g} s; "
+                    "see their output for the reason.",
                     field="tp",
                 )
             try:
@@ -224,9 +233,10 @@ def accept_ranks(
 
 
 def connect_rank(store: Store, rank: int, timeout_s: float) -> Connection:
-    """Connect this rank to rank 0, whose address is in the store, or soon will be.
+    """Connect this rank to rank 0. Wait until rank 0 has put its address in the store.
 
-    A store that outlives the ranks (torchrun's, when it starts them anew) still holds the address of the last rank 0, where nobody listens.
+    A store can outlive the ranks, as torchrun's does when torchrun restarts them. It then still contains the
+    address of the previous rank 0, where nothing listens. This function therefore retries.
 
     Raises:
         UnavailableError: Rank 0 cannot be reached.
@@ -249,21 +259,23 @@ def connect_rank(store: Store, rank: int, timeout_s: float) -> Connection:
 
 
 def store_of_these(store: Store) -> Store:
-    """Return a part of the store that no earlier ranks have used; for ranks that are connected.
+    """Return a section of the store that no earlier set of ranks has used.
 
-    The number of a restart does not tell them apart: torchrun counts those on each host that were due to a failure there.
+    The ranks must be connected already. The section is named after their secret. torchrun's restart count
+        would
+    not do: each host counts only the restarts that its own failures caused.
     """
     return PrefixStore(bytes(store.get(ADDRESS_KEY)).decode().split(" ")[2], store)
 
 
 def beat_until_gone(connection: Connection, grace_s: float) -> None:
-    """Tell rank 0 each second that this process runs, on a thread; end the process when rank 0 is gone.
+    """Start a thread that sends rank 0 a beat each second and ends this process when rank 0 is gone.
 
-    A rank that waits in a collective for a peer that died cannot be woken otherwise.
+    Ending the process is the only way out of a collective whose peer has died.
 
     Args:
-        connection: To rank 0.
-        grace_s: Time for an orderly end, after which the process is ended.
+        connection: The connection to rank 0.
+        grace_s: Seconds left for an orderly exit before the process is ended.
     """
     threading.Thread(target=_beat, args=(connection, grace_s), name="tp-beat", daemon=True).start()
 
@@ -271,7 +283,7 @@ def beat_until_gone(connection: Connection, grace_s: float) -> None:
 def _beat(connection: Connection, grace_s: float) -> None:
     poller = select.poll()
     poller.register(connection.socket, getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR)
-    with contextlib.suppress(OSError, ValueError):  # gone
+    with contextlib.suppress(OSError, ValueError):  # The connection is closed.
         while not poller.poll(BEAT_S * 1000):
             connection.report(Report(ReportKind.BEAT))
     time.sleep(grace_s)
@@ -284,7 +296,8 @@ def _listen(host: str) -> socket.socket:
         return socket.create_server(address[:2], family=family)
     except OSError as error:
         raise ConfigurationError(
-            f"MASTER_ADDR: rank 0 cannot listen on {host} ({error.strerror or error}); it must be an address of the host of rank 0.",
+            f"MASTER_ADDR: rank 0 cannot listen on {host} ({error.strerror or error}); "
+            "set it to an address of rank 0's host.",
             field="MASTER_ADDR",
         ) from error
 
@@ -295,7 +308,7 @@ def _close(connections: Mapping[int, Connection]) -> None:
 
 
 def _greeted(greeting: bytes | None, secret: str, size: int) -> int | None:
-    """Return the rank of a connection that knows the secret, else None."""
+    """Return the rank from a greeting that contains the secret, else None."""
     said, _, rank = (greeting or b"").decode(errors="replace").partition(" ")
     if (
         not hmac.compare_digest(said.encode(), secret.encode())

@@ -1,6 +1,7 @@
-"""The collective operations that a spread decoder needs, over `torch.distributed`: gloo on the CPU, NCCL on CUDA.
+"""The collective operations of a sharded decoder, over `torch.distributed`: gloo on the CPU, NCCL on CUDA.
 
-All of them are enqueued on the current stream of a CUDA device and can be captured into a CUDA graph. NVLink multicast is never used.
+On CUDA, every operation is enqueued on the current stream and can be captured into a CUDA graph. NVLink
+multicast is never used.
 """
 
 from __future__ import annotations
@@ -16,15 +17,22 @@ from torch._C._distributed_c10d import Store
 from outrider.shared.base.errors import UnavailableError
 
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-"""Multicast objects are a resource of the whole machine: a process that dies with one can put GPUs out of service that others use."""
+"""Switches that turn NVLink multicast off.
+
+Multicast objects are a resource of the whole machine. A process that dies while it owns one can take GPUs
+that other processes use out of service.
+"""
 
 
 class Collectives(Protocol):
-    """What ranks do together. Every rank must make the same calls in the same order with the same shapes."""
+    """Operations in which all ranks take part.
+
+    Every rank must make the same calls in the same order with tensors of the same shapes.
+    """
 
     @property
     def rank(self) -> int:
-        """Of this process."""
+        """Rank of this process."""
         ...
 
     @property
@@ -33,19 +41,28 @@ class Collectives(Protocol):
         ...
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the ranks on each of them; `tensor` (contiguous) may have been overwritten by it."""
+        """Return the sum over the ranks, on every rank.
+
+        The call may overwrite `tensor`, which must be contiguous.
+        """
         ...
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Fill the tensor (contiguous) of the other ranks with rank 0's."""
+        """Copy rank 0's tensor into the (contiguous) tensors of the other ranks."""
         ...
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return ``[size, *tensor.shape]`` with every rank's tensor (contiguous) on rank 0, None on the others."""
+        """Return all ranks' tensors as ``[size, *tensor.shape]`` on rank 0 and None elsewhere.
+
+        `tensor` must be contiguous.
+        """
         ...
 
     def lost(self) -> bool:
-        """Whether this rank went on without what another did not send in time; waits for the device."""
+        """Return True if this rank gave up waiting for another rank's data and went on.
+
+        Waits for the device.
+        """
         ...
 
     def close(self) -> None:
@@ -54,21 +71,21 @@ class Collectives(Protocol):
 
 
 def missed(rank: int) -> UnavailableError:
-    """Return the error of a rank whose `lost` is true."""
+    """Return the error for a rank whose `Collectives.lost` is true."""
     return UnavailableError(
-        f"tp: rank {rank} did not get in time what another had to send; start the target again.",
+        f"tp: rank {rank} did not receive another rank's data in time; start the target again.",
         reason="rank_lost",
     )
 
 
 class TorchCollectives:
-    """`Collectives` of the default group of `torch.distributed`.
+    """`Collectives` over the default group of `torch.distributed`.
 
     Args:
-        store: Where the ranks meet.
-        rank, size: Of this process; how many there are.
-        device: Of the tensors; chooses gloo or NCCL.
-        timeout_s: After which a collective that a rank does not join fails.
+        store: The ranks' common store, used to form the group.
+        rank, size: This process's rank and the number of ranks.
+        device: Device of the tensors. It selects gloo or NCCL.
+        timeout_s: Time limit after which a collective fails if a rank has not joined it.
     """
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
@@ -88,16 +105,16 @@ class TorchCollectives:
         )
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `Collectives.all_reduce`."""
+        """Add up the tensors of all ranks in place, and return `tensor`."""
         dist.all_reduce(tensor)
         return tensor
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """See `Collectives.broadcast`."""
+        """Copy rank 0's tensor to the other ranks."""
         dist.broadcast(tensor, 0)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """See `Collectives.gather`."""
+        """Return all ranks' tensors on rank 0 and None elsewhere."""
         if self.rank > 0:
             dist.gather(tensor, None, 0)
             return None
@@ -106,16 +123,16 @@ class TorchCollectives:
         return out
 
     def lost(self) -> bool:
-        """See `Collectives.lost`: they fail instead."""
+        """Return False: a late rank makes these collectives fail instead."""
         return False
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group, for symmetric memory."""
+        """The process group, which symmetric memory needs."""
         assert dist.group.WORLD is not None
         return dist.group.WORLD
 
     def close(self) -> None:
-        """See `Collectives.close`."""
+        """Destroy the group if it exists."""
         if dist.is_initialized():
             dist.destroy_process_group()

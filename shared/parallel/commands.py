@@ -1,7 +1,9 @@
-"""What rank 0 tells the other ranks, call by call, on the control channel. Tensors do not pass here: they are broadcast behind the call.
+"""The commands that rank 0 sends to the other ranks on the control channel.
 
-A command is one byte of kind and its fields as 64-bit integers. Every rank runs the commands in order, so that all make the same
-collective operations.
+Commands contain no tensors. Rank 0 broadcasts the tensors of a command right after it.
+
+A command is encoded as one byte for its kind, followed by its fields as 64-bit integers. Every rank runs the
+commands in order, so all ranks make the same collective calls.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from outrider.shared.base.errors import ProtocolError
 
 @dataclass(frozen=True, slots=True)
 class MakePool:
-    """Make the rank's part of the K/V pool, and acknowledge."""
+    """Make the rank's part of the K/V pool and acknowledge it."""
 
     num_pages: int
     page_size: int
@@ -22,12 +24,12 @@ class MakePool:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Take part in a forward pass; the step's inputs follow as one broadcast (`packing`).
+    """Take part in a forward pass. The step's inputs follow as one broadcast (see `packing`).
 
     Attributes:
-        rows, bs, max_pages: Shapes of tokens and page table.
-        mask_words: Words of the ancestor masks; 0: causal rows.
-        wide_tokens, wide_positions: Whether they are int64, not int32.
+        rows, bs, max_pages: Number of token rows, and the page table's shape.
+        mask_words: Words per ancestor mask; 0 for causal rows.
+        wide_tokens, wide_positions: 1 if the tensor is int64, 0 if it is int32.
         max_query_len, max_kv_len: As in `AttentionBatch`.
     """
 
@@ -43,11 +45,12 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """Compute this rank's columns of the logits and give them to rank 0.
+    """Compute this rank's columns of the logits and send them to rank 0.
 
     Attributes:
-        rows: Of hidden states that follow by broadcast; 0: all rows of the last forward pass, which every rank has.
-        best_only: Give each row's best value and id instead of all columns.
+        rows: Rows of hidden states, which follow by broadcast. 0 stands for all rows of the last forward
+            pass; every rank has those.
+        best_only: 1 to send only the best value and token id of each row instead of all columns.
     """
 
     rows: int
@@ -56,9 +59,12 @@ class Logits:
 
 @dataclass(frozen=True, slots=True)
 class Compact:
-    """Move accepted rows in the pool; path and counts follow by broadcast, with page table and lengths where `max_pages` is not 0.
+    """Move the accepted rows in the pool. The path and the counts follow by broadcast.
 
-    Without them they are those of the last forward pass.
+    Attributes:
+        bs, width: Shape of the path.
+        max_pages: Width of the page table, which then follows as well, together with the cached lengths.
+            0 means that both are those of the last forward pass.
     """
 
     bs: int
@@ -68,35 +74,35 @@ class Compact:
 
 @dataclass(frozen=True, slots=True)
 class Scrub:
-    """Zero pages, whose numbers follow by broadcast."""
+    """Zero pages. Their numbers follow by broadcast."""
 
     num_pages: int
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Capture the commands up to `Recorded` into CUDA graph `graph` instead of running them."""
+    """Capture the commands up to `Recorded` into CUDA graph number `graph` instead of running them."""
 
     graph: int
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The capture is complete."""
+    """End the capture of graph number `graph`."""
 
     graph: int
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Launch a captured graph."""
+    """Launch graph number `graph`."""
 
     graph: int
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Drop a captured graph."""
+    """Drop graph number `graph`."""
 
     graph: int
 
@@ -108,7 +114,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Leave; nothing follows."""
+    """Stop serving. No command follows."""
 
 
 Command = MakePool | Forward | Logits | Compact | Scrub | Record | Recorded | Replay | Drop | Forget | Stop
@@ -137,14 +143,15 @@ def encode(command: Command) -> bytes:
 
 
 def decode(body: bytes) -> Command:
-    """Return the command of these bytes.
+    """Decode a command.
 
     Raises:
-        ProtocolError: They are none.
+        ProtocolError: The bytes are not a command.
     """
     if not body or body[0] >= len(_KINDS) or len(body) != 1 + _LAYOUTS[_KINDS[body[0]]].size:
         raise ProtocolError(
-            f"tensor parallel control: {len(body)} bytes that are no command; do all ranks run one version?",
+            f"tensor parallel control: {len(body)} bytes are not a command; "
+            "run the same version on all ranks",
             field="tp",
         )
     kind = _KINDS[body[0]]

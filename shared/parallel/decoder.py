@@ -1,4 +1,4 @@
-"""One rank's decoder: its share of heads, MLPs and output head, with the sums over the ranks inside the layers."""
+"""One rank's decoder: its share of heads, MLPs and output head. The layers sum over the ranks."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from outrider.shared.parallel.reduce import Reduce
 from outrider.shared.parallel.shard import Shard, ShardedSource
 
 HeadReader = Callable[[], torch.Tensor]
-"""Reads the whole output head, ``[vocab, hidden]``, for a draft that borrows it."""
+"""Reads the whole output head ``[vocab, hidden]`` for a draft that borrows it."""
 
 
 class ShardedDecoder(Decoder):
-    """A `Decoder` of which this process holds a share; `config` is the whole model's.
+    """A `Decoder` of which this process has a share. `config` describes the whole model.
 
-    `forward` must run on every rank at once: it sums over them. `columns` are this rank's part of the logits.
+    All ranks must run `forward` together, because it sums over them. `columns` returns this rank's part of
+    the logits.
 
     Args:
-        shard: Which share.
-        collectives: Of all ranks.
+        shard: This rank's share.
+        collectives: Collectives over all ranks.
         embedding: ``[vocab, hidden]``, whole.
-        layers: With this rank's sizes, summing over the ranks.
-        norm: The final one.
-        head: ``[vocabulary_rows, hidden]``, this rank's.
-        fingerprint: Of the whole model.
-        reduce: What the layers sum with.
+        layers: Layers with this rank's sizes, which sum over the ranks.
+        norm: The final norm.
+        head: ``[vocabulary_rows, hidden]``, this rank's rows of the output head.
+        fingerprint: Fingerprint of the whole model.
+        reduce: The layers' sum over the ranks.
     """
 
     def __init__(
@@ -62,10 +63,12 @@ class ShardedDecoder(Decoder):
             self.fused.reduce = self.reduce
 
     def quantize(self) -> None:
-        """Compute this rank's products in FP8 from now on; its columns of o and down have scales of their own. To be called on every rank.
+        """Compute this rank's products in FP8 from now on. Call it on every rank.
+
+        This rank's columns of o and down get scales of their own.
 
         Raises:
-            ConfigurationError: See `quantize_fp8`.
+            ConfigurationError: `quantize_fp8` refuses the model.
         """
         for layer in self.layers:
             unparallelise(layer)
@@ -77,23 +80,30 @@ class ShardedDecoder(Decoder):
 
     @property
     def cached(self) -> ModelConfig:
-        """See `Decoder.cached`: this rank's heads."""
+        """Sizes of the K/V cache on this rank: the config with this rank's number of heads."""
         return self.shard.local
 
     def columns(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return this rank's columns of the logits, ``[rows, vocabulary_rows]``; those behind the last id mean nothing."""
+        """Return this rank's columns of the logits, ``[rows, vocabulary_rows]``.
+
+        Columns past the last token id are meaningless.
+        """
         return Decoder.logits(self, hidden)
 
     def sent_columns(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the same in the weights' type, whatever type this rank's product came in: ranks gather equal tensors."""
+        """Return `columns` in the dtype of the weights, since ranks can gather tensors of one dtype only."""
         return self.columns(hidden).to(self.dtype).contiguous()
 
     @torch.inference_mode()
     def best(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the best of this rank's columns per row: ``[rows, 2] int32``, the bits of its fp32 value, and its id (-1: no numbers)."""
+        """Return the best of this rank's columns for each row as ``[rows, 2] int32``.
+
+        The first number has the bits of the fp32 value. The second is the token id, or -1 if `choose_tokens`
+        rejects the row's logits (NaN or infinite).
+        """
         rows, first = hidden.shape[0], self.shard.rank * self.shard.vocabulary_rows
         count = max(0, min(self.shard.vocabulary_rows, self.config.vocab_size - first))
-        if count == 0:  # padding alone
+        if count == 0:  # This rank's rows of the head are all padding.
             worst = torch.full((rows,), float("-inf"), device=self.device)
             return torch.stack(
                 [worst.view(torch.int32), torch.full_like(worst, self.config.vocab_size, dtype=torch.int32)],
@@ -119,9 +129,13 @@ class ShardedDecoder(Decoder):
 
 
 def best_of(gathered: torch.Tensor) -> torch.Tensor:
-    """Return the token that `choose_tokens` takes greedily, ``[rows] int64``, from what every rank's `best` returned: ``[ranks, rows, 2]``.
+    """Return the greedy token of each row, ``[rows] int64``, from all ranks' results of `best`.
 
-    Of equal values the lowest id wins; -1 where any rank saw what is no number.
+    The result equals that of `choose_tokens`. Ties go to the lowest id. A row is -1 if
+    any rank's `best` is -1.
+
+    Args:
+        gathered: ``[ranks, rows, 2] int32``.
     """
     values, ids = gathered[..., 0].contiguous().view(torch.float32), gathered[..., 1]
     best = ids.masked_fill(values < values.amax(0), torch.iinfo(torch.int32).max).amin(0)
@@ -140,7 +154,10 @@ def build_rank(
     reduce: Reduce,
     on_layer: OnLayer | None = None,
 ) -> Rank:
-    """Make a rank's decoder from a source of whole tensors, each of which is cut on the device; `on_layer` as of `load_decoder`."""
+    """Make a rank's decoder from a source of whole tensors, each of which is cut on the device.
+
+    `on_layer` is called for each layer, as in `load_decoder`.
+    """
     config, local, source = shard.config, shard.local, checkpoint.source
     table = (config.vocab_size, config.hidden_size)
     parts = ShardedSource(source, shard)
@@ -155,5 +172,5 @@ def build_rank(
     tied = config.tie_word_embeddings
     head = shard.output_head(embedding if tied else source.take(LM_HEAD, table))
     if not tied:
-        head = head.clone()  # not a view: the rest of the table is let go
+        head = head.clone()  # A copy instead of a view lets the rest of the table be freed.
     return kind(shard, collectives, embedding, layers, norm, head, checkpoint.fingerprint, reduce)

@@ -1,4 +1,4 @@
-"""Rank 0: the decoder that the engine sees. What it is asked for, the other ranks are told first, so that all compute together."""
+"""Rank 0: the decoder that the engine uses. It sends each call to the other ranks, which compute it too."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from outrider.shared.parallel.decoder import HeadReader, ShardedDecoder, best_of
 from outrider.shared.parallel.packing import StepInputs, pack
 
 SILENT_BEATS = 15
-"""A rank from which nothing came for so many beats is stopped or cut off."""
+"""Number of silent beats after which a rank is considered stopped or cut off."""
 QUIET_BEATS = 3
-"""So many are enough to name it when something went wrong anyway."""
+"""Number of silent beats after which a rank is blamed for an error that occurs anyway."""
 POOL_TIMEOUT_S = 120.0
 NOTICE_S = 1.0
 
@@ -53,14 +53,15 @@ FailureHandler = Callable[[OutriderError], None]
 
 
 class Lead:
-    """The other ranks as rank 0 sees them: commands go out in order, and the first sign of a death ends the group for good.
+    """Sends commands to the other ranks in order, and fails the group permanently when a rank is lost.
 
     Args:
-        connections: One per rank from 1 on.
-        on_failure: Called once, from the thread that notices, when a rank is lost or did not keep step. Nothing can be computed afterwards,
-            and a collective that is under way may never return: the process has to end.
-        step_timeout_s: The longest that a step (see `step`) may take between two commands; without end by default.
-        bounded: Whether the collectives under way in `together` end by themselves, as gloo's do. NCCL's in a CUDA graph wait for ever.
+        connections: One per rank, from rank 1 on.
+        on_failure: Called once, from the thread that notices, when a rank is lost or out of step. Nothing can
+            be computed afterwards, and a running collective may never return, so the process has to end.
+        step_timeout_s: Longest time between two commands of a step (see `step`). Unlimited by default.
+        bounded: True if the collectives inside `together` time out by themselves, as gloo's do. NCCL's
+            collectives in a CUDA graph wait forever.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Lead:
         threading.Thread(target=self._watch, name="tp-watch", daemon=True).start()
 
     def send(self, command: Command) -> None:
-        """Tell all ranks.
+        """Send a command to all ranks.
 
         Raises:
             OutriderError: The group has failed.
@@ -106,7 +107,10 @@ class Lead:
 
     @contextmanager
     def together(self, command: Command) -> Iterator[None]:
-        """Tell all ranks a command and take this rank's part in it; an error in the middle of it leaves the ranks out of step for good."""
+        """Send a command to all ranks and run this rank's part of it in the `with` block.
+
+        An error in the block leaves the ranks out of step, so it fails the group permanently.
+        """
         self.send(command)
         self._together = True
         try:
@@ -119,10 +123,8 @@ class Lead:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Watch what is done in it, by one thread at a time: when it does not come back, the group has failed.
-
-        A host that waits for the device cannot be woken, so the one who fails the group here is the thread that counts beats.
-        """
+        """Watch the `with` block: the group fails if it does not return in time. For one thread at a time."""
+        # A thread that waits for the device cannot be woken, so `_watch` fails the group from its own thread.
         self._step_beats = 0
         self._in_step = True
         try:
@@ -131,10 +133,10 @@ class Lead:
             self._in_step = False
 
     def wait_done(self, timeout_s: float) -> dict[int, str]:
-        """Wait until every rank has reported what it was told to do; returns the texts by rank.
+        """Wait for every rank to report that its command is done. Return the reported texts by rank.
 
         Raises:
-            OutriderError: A rank failed, or did not report in time.
+            OutriderError: A rank failed or did not report in time.
         """
         deadline = time.monotonic() + timeout_s
         texts: dict[int, str] = {}
@@ -151,7 +153,7 @@ class Lead:
         return texts
 
     def fail(self, error: OutriderError) -> OutriderError:
-        """Note that the group is broken, tell the handler, and return the error (the first one, if there was one)."""
+        """Mark the group as failed, call the handler, and return the error. The first error wins."""
         with self._lock:
             if self.failure is not None or self._closing:
                 return self.failure or error
@@ -162,21 +164,22 @@ class Lead:
         return error
 
     def close(self) -> None:
-        """Let the other ranks end."""
-        if self._in_step:  # nobody will see it end, and this process could not either
+        """Stop the other ranks and close their connections."""
+        if self._in_step:  # The step will never return, so this process cannot exit normally.
             self.fail(
                 UnavailableError(
-                    "tp: told to end in the middle of a step that does not come back.", reason="rank_failed"
+                    "tp: stopped in the middle of a step that does not return.", reason="rank_failed"
                 )
             )
         with self._lock:
             self._closing = True
         for connection in self._connections.values():
-            with contextlib.suppress(OSError):  # it has ended already
+            with contextlib.suppress(OSError):  # The rank has exited already.
                 connection.send(encode(Stop()))
             connection.close()
 
     def _listen(self, rank: int) -> None:
+        """Receive a rank's reports until its connection closes."""
         connection = self._connections[rank]
         while True:
             report = connection.receive_report()
@@ -190,7 +193,7 @@ class Lead:
                 self.fail(UnavailableError(f"tp: rank {rank} failed: {report.text}", reason="rank_failed"))
 
     def _watch(self) -> None:
-        """Count beats of this process, not seconds: while it stands still itself, nobody is to blame."""
+        """Count this process's own beats, not seconds: while it is suspended itself, no rank is blamed."""
         while self.failure is None and not self._closing:
             time.sleep(BEAT_S)
             for rank in self._silent:
@@ -200,11 +203,17 @@ class Lead:
             if self._in_step and not (self._together and self._bounded):
                 self._step_beats += 1
                 if self._step_beats * BEAT_S > self._step_timeout_s and not self._undecided():
-                    problem = f"tp: a step has not come back for {self._step_timeout_s:g} s, and all ranks run; start the target again."
+                    problem = (
+                        f"tp: a step has not returned for {self._step_timeout_s:g} s although all ranks run; "
+                        "start the target again."
+                    )
                     self.fail(self._blame() or UnavailableError(problem, reason="rank_failed"))
 
     def _explained(self, command: Command, error: BaseException) -> OutriderError:
-        """Say who is to blame for an error of rank 0 in the middle of a command; a collective fails because a rank is lost."""
+        """Return the error to report when rank 0 fails during a command.
+
+        A collective usually fails because a rank is lost, so give the beats time to show which one.
+        """
         self._noticed.wait(NOTICE_S)
         for _ in range(QUIET_BEATS):
             if not self._undecided() or self._noticed.wait(BEAT_S):
@@ -218,18 +227,19 @@ class Lead:
         )
 
     def _undecided(self) -> bool:
-        """Whether a rank is late with its beat, and not late enough to be called silent."""
+        """Return True if a rank's beat is late, but not late enough to call the rank silent."""
         return any(1 < beats < QUIET_BEATS for beats in self._silent.values())
 
     def _blame(self) -> OutriderError | None:
+        """Return an error that names the silent ranks, or None if there are none."""
         ranks = [rank for rank, beats in self._silent.items() if beats >= QUIET_BEATS]
         return _silent(ranks, min(self._silent[rank] for rank in ranks)) if ranks else None
 
 
 class LeadDecoder(ShardedDecoder):
-    """Rank 0's `ShardedDecoder`, to be used like any other `Decoder`, by one thread at a time. `connect` comes first.
+    """Rank 0's `ShardedDecoder`, used like any other `Decoder` by one thread at a time, after `connect`.
 
-    It is also the observer of the engine's CUDA graphs: the other ranks record and replay theirs in step.
+    It also observes the engine's CUDA graphs, so that the other ranks record and replay theirs in step.
     """
 
     _lead: Lead
@@ -237,21 +247,21 @@ class LeadDecoder(ShardedDecoder):
     _last: tuple[torch.Tensor, AttentionBatch] | None = None
 
     def connect(self, lead: Lead, read_head: HeadReader) -> None:
-        """Take the lead of the other ranks; `read_head` reads the output head for drafts that borrow it."""
+        """Attach the other ranks. `read_head` reads the output head for drafts that borrow it."""
         self._lead = lead
         self._read_head = read_head
 
     @property
     def failure(self) -> OutriderError | None:
-        """Why the group is broken, if it is."""
+        """The error that broke the group, if any."""
         return self._lead.failure
 
     def make_pool(self, num_pages: int, page_size: int, feature_size: int = 0) -> KVPool:
-        """Make the pool on every rank; feature rows live on rank 0.
+        """Make the pool on every rank. Feature rows are stored on rank 0 only.
 
         Raises:
-            ConfigurationError: Rank 0 has not enough memory.
-            OutriderError: Another rank has not.
+            ConfigurationError: Rank 0 has too little memory.
+            OutriderError: Another rank has too little memory.
         """
         pool = self._pool_of(SpreadPool, num_pages, page_size, feature_size)
         pool.lead_by(self)
@@ -260,7 +270,7 @@ class LeadDecoder(ShardedDecoder):
         return pool
 
     def weight(self, name: str) -> torch.Tensor:
-        """See `Decoder.weight`; the output head is read anew, since no rank holds it whole."""
+        """Return a weight. The output head is read from disk again, since no rank stores it whole."""
         if name == LM_HEAD and not self.config.tie_word_embeddings:
             assert self._read_head is not None
             return self._read_head()
@@ -275,7 +285,7 @@ class LeadDecoder(ShardedDecoder):
         pool: KVPool,
         aux_layer_ids: Sequence[int] = (),
     ) -> DecoderOutput:
-        """See `Decoder.forward`."""
+        """Broadcast the step's inputs, then run this rank's part of the pass."""
         batch = attention.batch
         assert batch is not None, "plan() comes before forward()"
         inputs = StepInputs(tokens, positions, batch)
@@ -297,7 +307,7 @@ class LeadDecoder(ShardedDecoder):
     def choose(
         self, hidden: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor
     ) -> torch.Tensor:
-        """See `Decoder.choose`; greedy rows gather a value and an id per rank instead of the vocabulary."""
+        """Choose tokens. If all rows are greedy, ranks send their best values and ids instead of columns."""
         if not sampling.all_greedy:
             return choose_tokens(self.logits(hidden), sampling, positions)
         with self._together_on(hidden, best_only=True):
@@ -312,7 +322,7 @@ class LeadDecoder(ShardedDecoder):
         path: torch.Tensor,
         num_accepted: torch.Tensor,
     ) -> None:
-        """Tell the other ranks to compact their planes."""
+        """Make the other ranks compact their planes."""
         batch = None if self._last is None else self._last[1]
         known = batch is not None and page_table is batch.page_table and cached_lens is batch.prefix_lens
         more = [] if known else [page_table, cached_lens]
@@ -321,39 +331,43 @@ class LeadDecoder(ShardedDecoder):
             self.collectives.broadcast(pack([path, num_accepted, *more]))
 
     def spread_scrub(self, pages: torch.Tensor) -> None:
-        """Tell the other ranks to zero pages: a model that gives no numbers, or a rank that did not send any, which ends the group."""
+        """Make the other ranks zero pages.
+
+        Pages are scrubbed after invalid logits. If those came from missing another rank's data, and not from
+        the model, fail the group instead.
+        """
         if self.collectives.lost():
             raise self._lead.fail(missed(0))
         with self._lead.together(Scrub(pages.shape[0])):
             self.collectives.broadcast(pages.to(torch.int64, copy=True))
 
     def watched(self) -> AbstractContextManager[None]:
-        """See `Lead.step`."""
+        """Watch the `with` block, as `Lead.step` does."""
         return self._lead.step()
 
+    # `GraphObserver`: the other ranks record, launch and drop the graphs of the same numbers.
+
     def recording(self, graph: int) -> None:
-        """See `GraphObserver.recording`."""
         self._lead.send(Record(graph))
 
     def recorded(self, graph: int) -> None:
-        """See `GraphObserver.recorded`."""
         self._lead.send(Recorded(graph))
 
     def replaying(self, graph: int) -> None:
-        """See `GraphObserver.replaying`."""
         self._lead.send(Replay(graph))
 
     def dropped(self, graph: int) -> None:
-        """See `GraphObserver.dropped`."""
         self._lead.send(Drop(graph))
 
     def forgotten(self) -> None:
-        """See `GraphObserver.forgotten`."""
         self._lead.send(Forget())
 
     @contextmanager
     def _together_on(self, hidden: torch.Tensor, best_only: bool) -> Iterator[None]:
-        """Tell the other ranks to compute columns of these rows, which they have when they are the last forward pass's, all of them."""
+        """Make the other ranks compute logits of these rows.
+
+        The rows are broadcast unless they are exactly those of the last forward pass, which every rank has.
+        """
         known = self._last is not None and hidden is self._last[0]
         with self._lead.together(Logits(0 if known else hidden.shape[0], int(best_only))):
             if not known:
@@ -362,12 +376,12 @@ class LeadDecoder(ShardedDecoder):
 
 
 class SpreadPool(KVPool):
-    """Rank 0's part of a pool whose planes lie on all ranks: what moves rows here moves them there."""
+    """Rank 0's part of a pool with planes on all ranks. Operations on its rows run on all of them."""
 
     _decoder: LeadDecoder
 
     def lead_by(self, decoder: LeadDecoder) -> None:
-        """Take the decoder that tells the other ranks."""
+        """Set the decoder that forwards the pool's operations to the other ranks."""
         self._decoder = decoder
 
     def compact(
@@ -377,18 +391,18 @@ class SpreadPool(KVPool):
         path: torch.Tensor,
         num_accepted: torch.Tensor,
     ) -> None:
-        """See `KVPool.compact`."""
+        """Move the accepted rows on all ranks."""
         self._decoder.spread_compact(page_table, cached_lens, path, num_accepted)
         super().compact(page_table, cached_lens, path, num_accepted)
 
     def scrub(self, pages: torch.Tensor) -> None:
-        """See `KVPool.scrub`."""
+        """Zero the pages on all ranks."""
         self._decoder.spread_scrub(pages)
         super().scrub(pages)
 
 
 def graph_observer(decoder: Decoder) -> LeadDecoder | None:
-    """Return who must hear of the CUDA graphs that this decoder's calls are recorded into, if anybody."""
+    """Return the observer to notify of CUDA graphs that contain this decoder's calls, or None."""
     return decoder if isinstance(decoder, LeadDecoder) else None
 
 
@@ -396,12 +410,15 @@ def _silent(ranks: Sequence[int], beats: int) -> UnavailableError:
     if len(ranks) == 1:
         return _lost(ranks[0], f"it has been silent for {beats} beats")
     names = ", ".join(map(str, ranks))
-    problem = f"tp: ranks {names} are lost: they have been silent for {beats} beats. Their own output says why; start the target again."
+    problem = (
+        f"tp: ranks {names} are lost: they have been silent for {beats} beats. "
+        "See their output for the reason; start the target again."
+    )
     return UnavailableError(problem, reason="rank_lost")
 
 
 def _lost(rank: int, how: str) -> UnavailableError:
     return UnavailableError(
-        f"tp: rank {rank} is lost: {how}. Its own output says why; start the target again.",
+        f"tp: rank {rank} is lost: {how}. See its output for the reason; start the target again.",
         reason="rank_lost",
     )

@@ -1,4 +1,4 @@
-"""Row-parallel pieces of a layer: each rank multiplies its columns, and the products are summed before the residual is added."""
+"""Row-parallel pieces of a layer: each rank multiplies its columns, and the ranks sum the products."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from outrider.shared.parallel.reduce import Reduce
 
 
 class RowParallelLinear(Linear):
-    """A rank's columns of a matrix; the result is the whole product on every rank.
+    """A rank's columns of a matrix. Calling it returns the whole product on every rank.
 
     Args:
-        inner: ``[out, in / ranks]``; its bias, whole on every rank, is taken over and added after the sum.
+        inner: ``[out, in / ranks]``. Its bias is whole on every rank; it is moved here and added after the
+            sum.
         reduce: Sums over the ranks.
     """
 
@@ -28,12 +29,12 @@ class RowParallelLinear(Linear):
 
     @property
     def weight(self) -> torch.Tensor:
-        """This rank's columns, see `Linear.weight`."""
+        """This rank's columns (see `Linear.weight`)."""
         return self._inner.weight
 
     @property
     def scales(self) -> torch.Tensor | None:
-        """Of this rank's columns, see `Linear.scales`."""
+        """The scales of this rank's columns (see `Linear.scales`)."""
         return self._inner.scales
 
     @property
@@ -42,12 +43,12 @@ class RowParallelLinear(Linear):
         return self._inner
 
     def release(self) -> Linear:
-        """Return this rank's columns as a matrix of their own, with the bias; this one is done."""
+        """Return this rank's columns as a plain matrix, with the bias. Do not use this object afterwards."""
         self._inner.bias = self.bias
         return self._inner
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the product, see `Linear.product`."""
+        """Return this rank's part of the product, before the sum (see `Linear.product`)."""
         return self._inner.product(x)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -56,12 +57,12 @@ class RowParallelLinear(Linear):
         return out if self.bias is None else out.add_(self.bias)
 
     def plus(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return ``residual + self(x)``; every rank holds the residual whole."""
+        """Return ``residual + self(x)``. Every rank has the whole residual."""
         return self(x).add_(residual)
 
 
 class RowParallelMLP:
-    """An MLP of which each rank has a part of every expert's intermediate size, summed over the ranks.
+    """An MLP or experts whose intermediate dimension is split over the ranks, which sum their outputs.
 
     Args:
         inner: This rank's part.
@@ -81,7 +82,7 @@ class RowParallelMLP:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the matrices."""
+        """Bytes of this rank's matrices."""
         return self._inner.nbytes
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -90,7 +91,10 @@ class RowParallelMLP:
 
 
 def parallelise(layer: DecoderLayer, reduce: Reduce) -> DecoderLayer:
-    """Make a layer that was loaded with a rank's sizes sum what the ranks compute; returns it."""
+    """Make a layer loaded with a rank's sizes sum over the ranks.
+
+    Modifies the layer in place and returns it.
+    """
     assert isinstance(layer.attention, Attention | LatentAttention)
     layer.attention.o = RowParallelLinear(layer.attention.o, reduce)
     if isinstance(layer.mlp, GatedMLP):
@@ -101,7 +105,10 @@ def parallelise(layer: DecoderLayer, reduce: Reduce) -> DecoderLayer:
 
 
 def unparallelise(layer: DecoderLayer) -> DecoderLayer:
-    """Undo `parallelise`, so that what the rank holds can be exchanged; returns the layer, which computes nothing true meanwhile."""
+    """Undo `parallelise` in place, so that the rank's matrices can be replaced. Return the layer.
+
+    Until `parallelise` is called again, the layer's results are wrong.
+    """
     assert isinstance(layer.attention, Attention | LatentAttention)
     if isinstance(layer.attention.o, RowParallelLinear):
         layer.attention.o = layer.attention.o.release()

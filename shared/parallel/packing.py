@@ -1,4 +1,4 @@
-"""A step's inputs as one buffer, so that one broadcast carries them: eight small tensors would cost eight latencies."""
+"""A step's inputs packed into one buffer, so that one broadcast carries them instead of eight."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Part = tuple[tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What one forward pass reads beside weights and K/V.
+    """The inputs of one forward pass, apart from weights and K/V.
 
     Attributes:
         tokens, positions: ``[rows]``, int32 or int64.
-        batch: Of its rows.
+        batch: The attention batch of these rows.
     """
 
     tokens: torch.Tensor
@@ -27,7 +27,7 @@ class StepInputs:
     batch: AttentionBatch
 
     def command(self) -> Forward:
-        """Return what the other ranks must know before the buffer comes."""
+        """Return the command that announces the buffer and describes its layout."""
         batch = self.batch
         bs, max_pages = batch.page_table.shape
         return Forward(
@@ -42,7 +42,7 @@ class StepInputs:
         )
 
     def pack(self) -> torch.Tensor:
-        """Return the inputs as one int32 vector, a single copy on the device."""
+        """Return the inputs as one int32 vector. Takes a single copy on the device."""
         batch = self.batch
         lengths = [batch.page_table, batch.prefix_lens, batch.kv_lens, batch.query_start]
         masks = [] if batch.ancestors is None else [batch.ancestors]
@@ -50,7 +50,7 @@ class StepInputs:
 
     @classmethod
     def unpack(cls, buffer: torch.Tensor, command: Forward) -> StepInputs:
-        """Return the inputs as views of a buffer of `packed_words`."""
+        """Return the inputs as views of a buffer with `packed_words` words."""
         parts = iter(unpack(buffer, _layout(command)))
         named = {name: next(parts) for name in _order(command)}
         return cls(
@@ -70,22 +70,22 @@ class StepInputs:
 
 
 def packed_words(command: Forward) -> int:
-    """Return how many int32 words the buffer of a forward pass has."""
+    """Return the number of int32 words in the buffer of a forward pass."""
     return words_of(_layout(command))
 
 
 def words_of(layout: Sequence[Part]) -> int:
-    """Return how many int32 words tensors of these shapes and types take."""
+    """Return the number of int32 words that tensors of these shapes and dtypes take."""
     return sum(torch.Size(shape).numel() * (dtype.itemsize // 4) for shape, dtype in layout)
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return int32 and int64 tensors as one int32 vector; the int64 ones come first, so that they stay aligned."""
+    """Return int32 and int64 tensors as one int32 vector. Pass int64 tensors first to keep them aligned."""
     return torch.cat([tensor.contiguous().view(-1).view(torch.int32) for tensor in tensors])
 
 
 def unpack(buffer: torch.Tensor, layout: Sequence[Part]) -> list[torch.Tensor]:
-    """Return views of a packed vector."""
+    """Return views of the tensors in a packed vector."""
     parts, position = [], 0
     for shape, dtype in layout:
         words = torch.Size(shape).numel() * (dtype.itemsize // 4)

@@ -1,7 +1,10 @@
-"""Ranks on the GPUs of one machine, which reach each other's memory: sums and messages of few rows without NCCL's protocol.
+"""Sums and messages through peer memory, for GPUs of one machine that can access each other's memory.
 
-What a rank waits for in vain ends as rows that are no numbers, of which no token is chosen: requests end with an error, and the group with
-them. That a rank is gone is seen on the control channel long before (`lead`); this is for one that lives and does not come.
+For the few rows of a decode step, this is faster than NCCL, whose protocol takes longer than moving the data.
+
+All waits have a time limit. After a timeout, the affected rows are NaN, so no token is chosen from them: the
+requests end with an error, and the group ends too. The limit covers ranks that are alive but do not take
+part. A dead rank is noticed much earlier on the control channel (see `lead`).
 """
 
 from __future__ import annotations
@@ -19,27 +22,28 @@ from outrider.shared.parallel.trial import MESSAGES, TRIALS, messages_arrive, su
 
 PEER_DTYPES = (torch.float32, torch.bfloat16)
 MOST_WAIT_S = 300.0
-"""Longer than a rank's host is away from launching, while it compiles and loads kernels that it meets for the first time."""
+"""Longest time limit of a wait. A rank that compiles and loads new kernels is back within this time."""
 TRIAL_WAIT_S = 10.0
 LOOKS_PER_SECOND = 1_000_000
-"""How often a kernel that waits looks, about: as often as the device's L2 answers."""
+"""Approximate polling rate of a waiting kernel, which is limited by the latency of the device's L2 cache."""
 
 _log = get_logger("outrider.parallel")
 
 
 class OneShotReduce(GroupReduce):
-    """`Reduce` of few rows by a kernel that reads the other ranks' memory.
+    """Sums a few rows with a kernel that reads the other ranks' memory.
 
-    On two H200s in a CUDA graph 1 / 64 rows of 4096 bf16 take 6.4 / 9.5 µs against NCCL's 18 / 18.
+    On two H200s in a CUDA graph, 1 / 64 rows of 4096 bf16 take 6.4 / 9.5 µs, against NCCL's 18 / 18 µs.
 
-    Used from one stream at a time: consecutive sums share the memory.
+    Consecutive sums share memory, so use it from one stream at a time.
 
     Args:
-        collectives: Of all ranks; what is too large for this, or neither fp32 nor bf16, goes through them.
-        hidden_size, dtype: Of the rows.
+        collectives: Collectives over all ranks. They sum tensors that are too large for this kernel or
+            neither fp32 nor bf16.
+        hidden_size, dtype: Width and dtype of the rows.
 
     Raises:
-        RuntimeError: This machine shares no memory between processes.
+        RuntimeError: Processes cannot share GPU memory on this machine.
     """
 
     def __init__(self, collectives: TorchCollectives, hidden_size: int, dtype: torch.dtype) -> None:
@@ -50,7 +54,7 @@ class OneShotReduce(GroupReduce):
         ]
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `Reduce.__call__`."""
+        """Return the sum over the ranks. Small fp32 and bf16 tensors are summed through peer memory."""
         if tensor.nbytes > self._memory.numel() or tensor.dtype not in PEER_DTYPES:
             return super().__call__(tensor)
         shared = self._memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -59,15 +63,15 @@ class OneShotReduce(GroupReduce):
 
 
 class PeerReduce(OneShotReduce):
-    """`OneShotReduce` whose `add` is one kernel, `exchange_add`.
+    """A `OneShotReduce` whose `add` is a single kernel, `exchange_add`.
 
     Args:
-        collectives, hidden_size, dtype: As there.
+        collectives, hidden_size, dtype: As for `OneShotReduce`.
         timeout_s: How long `add` waits for a rank.
-        lost: See `Boxes.lost`.
+        lost: ``[1] int32``, set to 1 once a wait was in vain (see `Boxes.lost`).
 
     Raises:
-        RuntimeError: This machine shares no memory between processes.
+        RuntimeError: Processes cannot share GPU memory on this machine.
     """
 
     def __init__(
@@ -86,8 +90,10 @@ class PeerReduce(OneShotReduce):
         self._boxes = self._emptied(timeout_s)
 
     def proves_itself(self) -> bool:
-        """Try sums out, see `sums_agree`. Every rank calls it, and none is waited for long: what runs in it was compiled before."""
-        self._lost.fill_(1)  # nobody is waited for while others compile
+        """Return True if trial sums are correct on all ranks (see `sums_agree`). Every rank must call it."""
+        # Compile all kernels first, so that a short time limit suffices for the trial. `_lost` turns waiting
+        # off meanwhile, because other ranks may still be compiling.
+        self._lost.fill_(1)
         for rows in TRIALS:
             zeros = torch.zeros(rows, self._width, dtype=self._dtype, device=self._group.device)
             self.add(zeros, zeros, zeros[0], 1.0)
@@ -97,7 +103,7 @@ class PeerReduce(OneShotReduce):
         return agrees
 
     def _emptied(self, timeout_s: float) -> Boxes:
-        """Return boxes with nothing in them, on every rank; what was sent before has arrived."""
+        """Return empty boxes on every rank, after all earlier messages have arrived."""
         _agreed(True, self._group.device)
         boxes = Boxes.of(self._group.rank, self._inboxes, _looks(timeout_s), self._lost)
         _agreed(True, self._group.device)
@@ -113,7 +119,7 @@ class PeerReduce(OneShotReduce):
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> Stream:
-        """See `Reduce.add`."""
+        """Add the ranks' parts to the residual (see `Reduce.add`). A few rows take a single kernel."""
         rows, width = residual.shape
         if not can_exchange(rows, width, self._boxes):
             return super().add(parts, residual, norm_weight, eps, bias=bias, out=out)
@@ -121,16 +127,17 @@ class PeerReduce(OneShotReduce):
 
 
 class PeerCollectives:
-    """`Collectives` that pass small messages of integers through the other ranks' memory, and the rest through a group.
+    """`Collectives` that pass small integer messages through the ranks' memory and leave the rest to a group.
 
     Args:
-        group: Of all ranks.
-        timeout_s: How long a message is waited for. What does not come is 0 in a broadcast, which addresses nothing but what is there, and
-            -1 in a gather, which is no token; and a rank that something did not come to gives rank 0 nothing else from then on.
-        lost: See `Mail.lost`.
+        group: Collectives over all ranks.
+        timeout_s: How long a rank waits for a message. After a timeout, a broadcast reads as zeros, which are
+            valid addresses, and a gather reads as -1, which is not a token. A rank that has missed a message
+            sends only -1 to rank 0 from then on.
+        lost: ``[1] int32``, set to 1 once a wait was in vain (see `Mail.lost`).
 
     Raises:
-        RuntimeError: This machine shares no memory between processes.
+        RuntimeError: Processes cannot share GPU memory on this machine.
     """
 
     def __init__(self, group: TorchCollectives, timeout_s: float, lost: torch.Tensor) -> None:
@@ -142,8 +149,9 @@ class PeerCollectives:
         self._down, self._up = self._emptied(timeout_s)
 
     def proves_itself(self) -> bool:
-        """Try messages out, see `messages_arrive`; as `PeerReduce.proves_itself`."""
-        self._lost.fill_(1)  # nobody is waited for while others compile
+        """Return True if trial messages arrive correctly (see `messages_arrive`). Every rank must call it."""
+        # Compile all kernels first, without waiting, as in `PeerReduce.proves_itself`.
+        self._lost.fill_(1)
         for words in MESSAGES:
             message = torch.zeros(words, dtype=torch.int32, device=self._group.device)
             self.broadcast(message)
@@ -154,18 +162,18 @@ class PeerCollectives:
         return arrive
 
     def _emptied(self, timeout_s: float) -> tuple[Mail, Mail]:
-        """Return mail with nothing on its way, on every rank."""
+        """Return empty mailboxes, on every rank."""
         _agreed(True, self._group.device)
         down, up = (Mail.of(self.rank, boxes, _looks(timeout_s), self._lost) for boxes in self._boxes)
         _agreed(True, self._group.device)
         return down, up
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `Collectives.all_reduce`."""
+        """Return the sum over the ranks, computed by the group."""
         return self._group.all_reduce(tensor)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """See `Collectives.broadcast`."""
+        """Copy rank 0's tensor to the other ranks. Small integer tensors are sent through peer memory."""
         if not _is_small(tensor):
             self._group.broadcast(tensor)
         elif self.rank == 0:
@@ -174,7 +182,10 @@ class PeerCollectives:
             receive_words(tensor.view(1, -1).view(torch.int32), self._down, range(1), missing=0)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """See `Collectives.gather`."""
+        """Return all ranks' tensors on rank 0. Small integer tensors are sent through peer memory.
+
+        A rank that has missed a message sends NaN in floating-point tensors.
+        """
         if not _is_small(tensor):
             return self._group.gather(
                 torch.where(self._lost == 0, tensor, float("nan")) if tensor.is_floating_point() else tensor
@@ -190,11 +201,11 @@ class PeerCollectives:
         return out
 
     def lost(self) -> bool:
-        """See `Collectives.lost`."""
+        """Return True if this rank has missed another rank's data. Waits for the device."""
         return bool(self._lost.item())
 
     def close(self) -> None:
-        """See `Collectives.close`."""
+        """Leave the group."""
         self._group.close()
 
 
@@ -207,13 +218,15 @@ def connect_peers(
     *,
     one_host: bool,
 ) -> tuple[Collectives, Reduce]:
-    """Return the fastest operations and sums that all ranks can take part in; every rank calls it, with the same arguments.
+    """Return the fastest collectives and sums that all ranks support.
+
+    Every rank calls it with the same arguments.
 
     Args:
-        group: Of all ranks.
-        hidden_size, dtype: Of the rows.
-        kind: What was asked for.
-        timeout_s: How long a rank is waited for.
+        group: Collectives over all ranks.
+        hidden_size, dtype: Width and dtype of the rows.
+        kind: The configured kind.
+        timeout_s: How long to wait for a rank.
         one_host: Whether all ranks run on one machine.
     """
     device = group.device
@@ -224,12 +237,12 @@ def connect_peers(
         try:
             made = _proven(group, hidden_size, dtype, timeout_s) if kind is ReduceKind.AUTO else None
             made = made or (group, OneShotReduce(group, hidden_size, dtype))
-        except RuntimeError as error:  # a driver or a sandbox that shares no memory between processes
-            _log.warning("no symmetric memory; NCCL adds up", error=str(error).splitlines()[0])
+        except RuntimeError as error:  # The driver or a sandbox forbids sharing memory between processes.
+            _log.warning("no symmetric memory; sums use NCCL", error=str(error).splitlines()[0])
     if _agreed(made is not None, device) and made is not None:
         messages, sums = made
         _log.info(
-            "ranks reach each other's memory",
+            "ranks use peer memory",
             ranks=group.size,
             sums=type(sums).__name__,
             messages=type(messages).__name__,
@@ -241,29 +254,30 @@ def connect_peers(
 def _proven(
     group: TorchCollectives, hidden_size: int, dtype: torch.dtype, timeout_s: float
 ) -> tuple[Collectives, Reduce] | None:
-    """Return messages and sums through peer memory if a trial of both succeeds."""
+    """Return messages and sums through peer memory, or None if a trial of either fails."""
     lost = torch.zeros(1, dtype=torch.int32, device=group.device)
     messages = PeerCollectives(group, timeout_s, lost)
     sums = PeerReduce(group, hidden_size, dtype, timeout_s, lost)
     if messages.proves_itself() and sums.proves_itself():
         return messages, sums
     _log.error(
-        "messages or sums through peer memory came out wrong in a trial; NCCL and one shot take their place"
+        "a trial of messages or sums through peer memory failed; falling back to NCCL and one-shot sums"
     )
     return None
 
 
 def reaches_all(device: torch.device, rank: int, size: int) -> bool:
-    """Whether this rank's GPU reaches the memory of the others', which are consecutive: rank r's is as far behind rank 0's as r.
+    """Return True if this rank's GPU can access the memory of all other ranks' GPUs.
 
-    A process that sees its own GPU alone cannot tell, and says no.
+    The ranks' GPUs have consecutive indices in the order of the ranks. A process that sees only its own GPU
+    cannot check the others and gets False.
     """
     index = device.index or 0
     first = index - rank
     seen = torch.cuda.device_count()
     if first < 0 or first + size > seen:
         _log.warning(
-            "not every rank's GPU is visible to this rank; NCCL adds up",
+            "not every rank's GPU is visible to this rank; sums use NCCL",
             rank=rank,
             device=index,
             ranks=size,
@@ -276,7 +290,7 @@ def reaches_all(device: torch.device, rank: int, size: int) -> bool:
 
 
 def _shared(group: TorchCollectives, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Make a tensor on every rank that all can write to; returns them by rank."""
+    """Allocate a tensor on every rank that all ranks can write to. Return the tensors by rank."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     own = symmetric_memory.empty(*shape, dtype=dtype, device=group.device)
@@ -295,7 +309,10 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 
 def _agreed(able: bool, device: torch.device) -> bool:
-    """Whether every rank is able; what each has put into its own memory before is there when this returns."""
+    """Return True if `able` is true on every rank.
+
+    This is also a barrier: each rank's earlier writes to its own memory are done when it returns.
+    """
     flag = torch.tensor([int(able)], dtype=torch.int32, device=device)
     dist.all_reduce(flag, dist.ReduceOp.MIN)
     return bool(flag.item())

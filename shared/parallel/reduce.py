@@ -1,7 +1,8 @@
-"""Sums over the ranks, and what is done with them in a decoder layer: the addition to the residual.
+"""Sums over the ranks, and their addition to the residual in a decoder layer.
 
-Here they go through the group's own all-reduce (gloo, NCCL), whose protocol takes longer than the data of the few rows of decoding; `peer`
-has another one for GPUs that reach each other's memory.
+The sums in this module use the group's own all-reduce (gloo or NCCL). For the few rows of a decode step,
+NCCL's protocol takes longer than moving the data. `peer` has faster sums for GPUs that can access each
+other's memory.
 """
 
 from __future__ import annotations
@@ -17,21 +18,27 @@ from outrider.shared.nn.fused.blocks import ResidualReduce
 from outrider.shared.parallel.collectives import Collectives
 
 SUMMED_PARTS_BYTES = 128 << 10
-"""Up to here it takes less time to sum each part of a product over the ranks than to add the parts up before, in two launches."""
+"""Largest product, in bytes, whose parts are summed over the ranks separately.
+
+Up to this size, that takes less time than adding the parts up first, which costs another launch.
+"""
 
 
 class Reduce(ResidualReduce, Protocol):
-    """How the ranks sum."""
+    """Sums over the ranks."""
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the ranks of a contiguous tensor, which may have been overwritten."""
+        """Return the sum of a contiguous tensor over the ranks. The call may overwrite `tensor`."""
         ...
 
 
 class ReduceKind(Enum):
-    """How ranks exchange. AUTO: sums of few rows and small messages through peer memory, where GPUs reach it and a trial of it succeeds.
+    """How ranks exchange data.
 
-    ONE_SHOT: sums of few rows by the kernel of torch's symmetric memory there, all else by the group (NCCL). GROUP: all by the group.
+    Attributes:
+        AUTO: Small sums and messages through peer memory, if the GPUs can access it and a trial succeeds.
+        ONE_SHOT: Small sums by the kernel of torch's symmetric memory, everything else by the group (NCCL).
+        GROUP: Everything by the group.
     """
 
     AUTO = "auto"
@@ -40,17 +47,17 @@ class ReduceKind(Enum):
 
 
 class GroupReduce:
-    """`Reduce` by the group's all-reduce.
+    """Sums by the group's all-reduce.
 
     Args:
-        collectives: Of all ranks.
+        collectives: Collectives over all ranks.
     """
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `Reduce.__call__`."""
+        """Return the sum of a tensor over the ranks."""
         return self._collectives.all_reduce(tensor)
 
     def add(
@@ -63,7 +70,7 @@ class GroupReduce:
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> Stream:
-        """See `Reduce.add`."""
+        """Sum the parts over the ranks, then add the sum to the residual (see `Reduce.add`)."""
         whole = parts.dim() == 2 or parts.nbytes <= SUMMED_PARTS_BYTES
         summed = self(parts if whole else parts.sum(0).to(residual.dtype))
         return add_sums(summed, residual, norm_weight, eps, bias=bias, out=out)

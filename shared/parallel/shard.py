@@ -1,10 +1,14 @@
-"""What a rank holds of a decoder: its attention heads, its part of every MLP, its rows of the output head; the embedding and norms whole.
+"""One rank's share of a decoder, as in Megatron-LM (arXiv 1909.08053, section 3).
 
-Column-parallel (rows of the weight are split): q, k, v, gate, up, lm_head. Row-parallel (columns are split, the products are summed over
-the ranks): o and down; their biases are whole on every rank, and added after the sum. With fewer K/V heads than ranks, ranks that share a
-K/V head each hold it. Of latent attention the projections out of and into the latent are split by heads; what makes the latent that is
-cached is whole. Of experts every rank has a part of each, with the whole router: whichever are chosen, all ranks read as much.
-Source of the scheme: Megatron-LM, arXiv 1909.08053, section 3.
+- Column-parallel (the rows of the weight are split): q, k, v, gate, up and lm_head.
+- Row-parallel (the columns are split, and the products are summed over the ranks): o and down. Their biases
+  are whole on every rank and are added after the sum.
+- Whole on every rank: the embedding and the norms.
+- With fewer K/V heads than ranks, several ranks store the same K/V head.
+- In latent attention, the projections out of and into the latent are split by heads. The projection that
+  makes the cached latent is whole.
+- Every rank has a part of each expert and the whole router, so that all ranks read the same amount of weights
+  whichever experts are chosen.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.nn.generic.layout import GenericConfig
 
 VOCABULARY_MULTIPLE = 64
-"""A rank's rows of the output head are padded to this: products and gathered rows stay aligned."""
+"""Each rank pads its rows of the output head to a multiple of this, to align products and gathered rows."""
 
 _QUERY_ROWS = ("q_proj.weight", "q_proj.bias", "sinks", "q_b_proj.weight", "kv_b_proj.weight")
 _KV_ROWS = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
@@ -43,14 +47,17 @@ _FUSED_EXPERTS = {
     "experts.down_proj_blocks": 2,
     "experts.down_proj_scales": 2,
 }
-"""Of all experts in one tensor: which dimension is the intermediate size (of gate and up twice as long, of MXFP4 in groups)."""
+"""Tensors that contain all experts, and the dimension that is the intermediate size.
+
+That dimension is twice as long in gate_up tensors, and it counts groups in MXFP4 tensors.
+"""
 _SUMMED = "experts.down_proj_bias"
-"""It is in every rank's product, and must be in the sum once."""
+"""Every rank's product includes this bias, but the sum must include it only once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What a rank has of a dimension: `local` of `whole` units from `first` on."""
+    """A rank's part of a dimension: `local` of `whole` units, starting at unit `first`."""
 
     first: int
     local: int
@@ -62,10 +69,10 @@ class Shard:
     """One rank's share of a model.
 
     Attributes:
-        rank, size: Which of how many.
-        config: Of the whole model.
-        local: The same with this rank's numbers of heads and sizes of MLPs.
-        kv_heads, columns: What this rank has of the heads of K and V, and of the intermediate size of experts.
+        rank, size: This rank and the number of ranks.
+        config: Config of the whole model.
+        local: The same config with this rank's number of heads and MLP sizes.
+        kv_heads, columns: This rank's part of the K/V heads, and of the experts' intermediate size.
     """
 
     rank: int
@@ -80,7 +87,7 @@ class Shard:
         """Return the share of `rank`.
 
         Raises:
-            ConfigurationError: The model cannot be split over `size` ranks; says why.
+            ConfigurationError: The model cannot be split over `size` ranks. The message gives the reason.
         """
         _refuse_unsplittable(config, size)
         kv_parts = min(size, config.num_kv_heads)
@@ -96,13 +103,16 @@ class Shard:
 
     @property
     def vocabulary_rows(self) -> int:
-        """Rows of the output head per rank, padding included; rank r has the ids from ``r * vocabulary_rows`` on."""
+        """Rows of the output head per rank, padding included.
+
+        Rank r has the ids from ``r * vocabulary_rows`` on.
+        """
         return -(-self.config.vocab_size // (self.size * VOCABULARY_MULTIPLE)) * VOCABULARY_MULTIPLE
 
     def output_head(self, table: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of ``table [vocab, hidden]``: ``[vocabulary_rows, hidden]``, zeros behind the last id.
+        """Return this rank's rows of ``table [vocab, hidden]`` as ``[vocabulary_rows, hidden]``.
 
-        It shares the table's memory where no padding is needed.
+        Rows past the last id are zeros. The result shares the table's memory if it needs no padding.
         """
         rows = self.vocabulary_rows
         part = table[self.rank * rows : (self.rank + 1) * rows]
@@ -111,7 +121,10 @@ class Shard:
         return torch.cat([part, part.new_zeros(rows - part.shape[0], part.shape[1])])
 
     def part(self, name: str) -> tuple[int, Span] | None:
-        """Return the dimension that is split of the tensor `name` and what this rank has of it; None: every rank holds it whole."""
+        """Return the split dimension of the tensor `name` and this rank's part of it.
+
+        None: the tensor is not split.
+        """
         if name.endswith(_QUERY_ROWS) or name.endswith(_MLP_ROWS):
             return 0, Span(self.rank, 1, self.size)
         if name.endswith(_KV_ROWS):
@@ -122,16 +135,16 @@ class Shard:
         return None if dim is None else (dim, self.columns)
 
     def leaves_out(self, name: str) -> bool:
-        """Whether another rank adds the tensor `name` to the sum, and this one has zeros in its place."""
+        """Return True if another rank adds the tensor `name` to the sum, and this rank adds zeros."""
         return self.rank > 0 and name.endswith(_SUMMED)
 
 
 class ShardedSource:
-    """A `TensorSource` that is asked for a rank's shapes, takes whole tensors from another one and cuts them.
+    """A `TensorSource` that reads whole tensors from another source and cuts out a rank's parts.
 
     Args:
-        source: Of whole tensors.
-        shard: Whose parts are wanted.
+        source: Source of whole tensors.
+        shard: The share to cut out.
     """
 
     def __init__(self, source: TensorSource, shard: Shard) -> None:
@@ -141,7 +154,7 @@ class ShardedSource:
     def take(
         self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Return this rank's part of a tensor, of the rank's `shape`; see `TensorSource.take`."""
+        """Return this rank's part of a tensor. `shape` is that of the part (see `TensorSource.take`)."""
         part = self._shard.part(name)
         if part is None:
             tensor = self._source.take(name, shape, dtype=dtype, to=to)
@@ -162,12 +175,12 @@ class ShardedSource:
         dtype: torch.dtype | None = None,
         to: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Return this rank's parts of several tensors, one behind the other; see `TensorSource.take_rows`."""
+        """Return this rank's parts of several tensors, stacked (see `TensorSource.take_rows`)."""
         if all(self._shard.part(name) is None for name, _ in parts):
             return self._source.take_rows(parts, dtype=dtype, to=to)
         rows, position = sum(shape[0] for _, shape in parts), 0
         out: torch.Tensor | None = None
-        for name, shape in parts:  # one whole tensor at a time beside the result
+        for name, shape in parts:  # Only one whole tensor at a time is in memory.
             part = self.take(name, shape, dtype=dtype, to=to)
             if out is None:
                 out = part.new_empty((rows, *shape[1:]))
@@ -179,7 +192,7 @@ class ShardedSource:
 
 def _refuse_unsplittable(config: ModelConfig, size: int) -> None:
     if isinstance(config, GenericConfig):
-        raise _refused(f"models that run through transformers ({config.model_type}) are not split")
+        raise _refused(f"models that run through transformers ({config.model_type}) cannot be split")
     sizes = {"num_attention_heads": config.num_heads, "intermediate_size": config.intermediate_size}
     if config.experts is not None:
         columns, grain = config.experts.intermediate_size, config.experts.files.grain
@@ -188,7 +201,7 @@ def _refuse_unsplittable(config: ModelConfig, size: int) -> None:
             sizes["moe_intermediate_size"] = columns
         elif columns < size * grain:
             raise _refused(
-                f"the experts' intermediate_size {columns} of the model has fewer than {size} groups of {grain}"
+                f"the model's experts have intermediate_size {columns}, fewer than {size} groups of {grain}"
             )
         if not all(config.sparse):
             sizes["intermediate_size"] = config.intermediate_size
@@ -196,10 +209,10 @@ def _refuse_unsplittable(config: ModelConfig, size: int) -> None:
             sizes["shared expert's intermediate size"] = config.experts.shared_size
     for field, value in sizes.items():
         if value % size:
-            raise _refused(f"{field} {value} of the model is no multiple of {size}")
+            raise _refused(f"{field} {value} of the model is not a multiple of {size}")
     kv_heads = config.num_kv_heads
     if kv_heads % size and size % kv_heads:
-        raise _refused(f"num_key_value_heads {kv_heads} of the model and {size} do not divide each other")
+        raise _refused(f"neither num_key_value_heads {kv_heads} of the model nor {size} divides the other")
 
 
 def _refused(problem: str) -> ConfigurationError:
@@ -207,7 +220,10 @@ def _refused(problem: str) -> ConfigurationError:
 
 
 def _expert_columns(experts: ExpertsConfig | None, rank: int, size: int) -> Span:
-    """Return a rank's part of each expert, in whole grains of its files; where they do not divide, some ranks have one more."""
+    """Return a rank's part of each expert, in whole grains of the checkpoint.
+
+    Parts may differ by one grain.
+    """
     if experts is None:
         return Span(0, 0, 0)
     grain = experts.files.grain

@@ -1,4 +1,4 @@
-"""Rank 0's choice of tiles on every rank: each tile rounds in its own way, and ranks that sum must have multiplied alike."""
+"""Copies rank 0's choice of GEMM tiles to every rank, because different tiles round differently."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _WORD = 4
 
 
 def spread_tiles(collectives: Collectives, tried: Sequence[Tried], device: torch.device) -> list[Tried]:
-    """Choose rank 0's tiles on every rank; each calls it at the same point. Waits for the device.
+    """Use rank 0's tiles on every rank. Every rank calls it at the same point. Waits for the device.
 
     Args:
-        collectives: Of all ranks.
-        tried: Rank 0's; the others' are not looked at.
-        device: Of this rank.
+        collectives: Collectives over all ranks.
+        tried: Rank 0's tiles. Other ranks' values are ignored.
+        device: This rank's device.
 
     Returns:
-        Rank 0's.
+        Rank 0's tiles.
     """
     body = json.dumps([entry.to_json() for entry in tried]).encode() if collectives.rank == 0 else b""
     length = torch.tensor([len(body)], dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""Trials of the ranks' sums and messages before anybody relies on them: memory that GPUs share is the machine's, and so are its faults."""
+"""Trials of sums and messages through peer memory before they are used, since a machine may be faulty."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from outrider.shared.parallel.collectives import Collectives
 from outrider.shared.parallel.reduce import Reduce
 
 TRIALS = (1, FEW_ROWS, 1, 5, FEW_ROWS)
-"""Rows of each sum."""
+"""Number of rows of each trial sum."""
 MESSAGES = (1, 700, 3, 5000, 1)
-"""Words of each."""
+"""Number of words of each trial message."""
 _EPS = 1e-6
-_CLOSE = 1.6e-2  # twice what a number of 8 bits is rounded by, of bf16's
+_CLOSE = 1.6e-2  # Twice the rounding error of bf16, which has 8 significant bits.
 
 
 def sums_agree(
     reduce: Reduce, collectives: Collectives, width: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Whether sums come out as the group's own all-reduce has them, and on every rank to the same bits. Every rank calls it.
+    """Return True if sums equal those of the group's own all-reduce and have the same bits on every rank.
+
+    Every rank must call it.
 
     Args:
-        reduce: On trial.
-        collectives: Of all ranks; trusted.
-        width, dtype: Of the rows.
-        device: Of this rank.
+        reduce: The sums on trial.
+        collectives: Trusted collectives over all ranks.
+        width, dtype: Width and dtype of the rows.
+        device: This rank's device.
 
     Returns:
-        The same on all ranks.
+        The same result on all ranks.
     """
     numbers = torch.Generator(device).manual_seed(collectives.rank + 1)
     norm = torch.ones(width, dtype=dtype, device=device)
@@ -45,15 +47,15 @@ def sums_agree(
 
 
 def messages_arrive(messages: Collectives, collectives: Collectives, device: torch.device) -> bool:
-    """Whether messages of words come as they were sent, down to every rank and up to rank 0. Every rank calls it.
+    """Return True if messages arrive unchanged, from rank 0 to every rank and back. Every rank must call it.
 
     Args:
-        messages: On trial.
-        collectives: Of all ranks; trusted.
-        device: Of this rank.
+        messages: The collectives on trial.
+        collectives: Trusted collectives over all ranks.
+        device: This rank's device.
 
     Returns:
-        The same on all ranks.
+        The same result on all ranks.
     """
     ranks = torch.arange(collectives.size, dtype=torch.int32, device=device)
     wrong = torch.zeros(1, dtype=torch.int32, device=device)

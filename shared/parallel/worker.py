@@ -1,4 +1,4 @@
-"""Ranks 1 and up: run what rank 0 says, in order."""
+"""The loop of ranks 1 and up, which runs rank 0's commands in order."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ _log = get_logger("outrider.parallel")
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The last forward pass: what `Logits` and `Compact` refer to."""
+    """The last forward pass, to which `Logits` and `Compact` refer."""
 
     hidden: torch.Tensor
     batch: AttentionBatch
 
 
 class RankLost(Exception):
-    """Rank 0 is gone."""
+    """The connection to rank 0 is closed."""
 
 
 class Worker:
-    """Mirrors rank 0 until it says stop.
+    """Mirrors rank 0 until the `Stop` command.
 
     Args:
-        decoder: This rank's share.
-        attention: Used by this rank alone.
-        connection: To rank 0.
+        decoder: This rank's share of the decoder.
+        attention: Attention backend, used by this worker alone.
+        connection: Connection to rank 0.
     """
 
     def __init__(self, decoder: ShardedDecoder, attention: AttentionBackend, connection: Connection) -> None:
@@ -67,16 +67,16 @@ class Worker:
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Serve until rank 0 says stop.
+        """Run commands until rank 0 sends `Stop`.
 
         Raises:
             RankLost: Rank 0 is gone.
-            OutriderError: A command failed; rank 0 knows.
+            OutriderError: A command failed. Rank 0 has been notified.
         """
         try:
             while not isinstance(command := self._next(), Stop):
                 self._execute(command)
-            self._graphs.clear()  # NCCL leaves no group that a graph still holds
+            self._graphs.clear()  # NCCL cannot destroy a group that a graph still uses.
         except RankLost:
             raise
         except Exception as error:
@@ -117,7 +117,7 @@ class Worker:
                 raise AssertionError(f"{command} out of place")
 
     def _run_until_recorded(self) -> int:
-        """Run the commands of a capture; returns how many there were."""
+        """Run the commands of a capture. Return their number."""
         count = 0
         while not isinstance(command := self._next(), Recorded):
             self._execute(command)
@@ -165,7 +165,7 @@ class Worker:
         self._require_pool().compact(page_table, cached_lens, parts[0], parts[1])
 
     def _received(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Fill a tensor with what rank 0 broadcasts."""
+        """Fill a tensor with rank 0's next broadcast and return it."""
         self._decoder.collectives.broadcast(tensor)
         return tensor
 
@@ -175,7 +175,7 @@ class Worker:
 
 
 class _Graphs:
-    """This rank's CUDA graphs, under the numbers that rank 0 gave them. They share one memory pool."""
+    """This rank's CUDA graphs by the numbers that rank 0 assigned. All graphs share one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -183,7 +183,7 @@ class _Graphs:
         self._pool: Any = None
 
     def record(self, number: int, run: Callable[[], int]) -> None:
-        """Capture what `run` does; a graph of nothing is none."""
+        """Capture `run` into a graph. If `run` executed no commands, store None instead."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -192,18 +192,18 @@ class _Graphs:
         self._graphs[number] = graph if count else None
 
     def replay(self, number: int) -> None:
-        """Launch a graph."""
+        """Launch a graph, unless it is empty."""
         graph = self._graphs[number]
         if graph is not None:
             graph.replay()
 
     def drop(self, number: int) -> None:
-        """Drop one graph; its memory is there for the next ones."""
+        """Drop one graph. Later graphs reuse its memory."""
         if self._graphs[number] is not None:
             torch.cuda.synchronize(self._device)
         del self._graphs[number]
         if not any(self._graphs.values()):
-            self._pool = None  # torch gives up a pool with its last graph
+            self._pool = None  # torch frees a pool together with its last graph.
 
     def clear(self) -> None:
         """Drop all graphs and their memory."""
@@ -214,8 +214,8 @@ class _Graphs:
 
 
 def report_failure(connection: Connection, error: Exception) -> None:
-    """Tell rank 0, if it is still there, why this rank ends."""
+    """Log why this rank fails and report it to rank 0, if rank 0 is still there."""
     text = error.message if isinstance(error, OutriderError) else f"{type(error).__name__}: {error}"
     _log.error("rank failed", error=text)
-    with contextlib.suppress(OSError):  # it will see the connection end
+    with contextlib.suppress(OSError):  # Rank 0 will notice the closed connection.
         connection.report(Report(ReportKind.FAILED, text))

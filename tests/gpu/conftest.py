@@ -1,4 +1,4 @@
-"""Makes the cases of tests/kernels importable, and shows at the end of a run where texts of 16-bit models differed, by which logits."""
+"""Makes the cases of tests/kernels importable, and reports where texts of 16-bit models differed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`outrider bench` on a GPU in small: graphs, profiler, ceilings, and the kernel behind synthetic acceptance."""
+"""Small runs of `outrider bench` on a GPU: graphs, profiler, ceilings, and synthetic acceptance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs that come and go in one memory pool: those that stay compute what they did, and memory grows no more with the others."""
+"""Tests of graphs that come and go in one memory pool: the others still work, and memory stops growing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_graphs_that_are_dropped_leave_the_others_and_their_memory() -> None:
     numbers = torch.ones(SIZE, device="cuda")
 
     def total(factor: int) -> int:
-        """Return the sum of all numbers times a factor, by a graph of its own."""
+        """Return the sum of all numbers times a factor, computed by a graph of its own."""
         return int(cache.run(factor, lambda: (numbers * factor).sum()))
 
     with cache.keeping():
@@ -31,7 +31,7 @@ def test_graphs_that_are_dropped_leave_the_others_and_their_memory() -> None:
     assert cache.keys == (2, 3, 41, 42, 43)
     assert torch.cuda.memory_reserved() == reserved
     numbers.mul_(2)
-    assert total(2) == 4 * SIZE, "replayed, not remembered"
+    assert total(2) == 4 * SIZE, "the graph must be replayed, not its result returned"
 
 
 def test_a_pool_that_lost_its_last_graph_takes_none() -> None:
@@ -40,7 +40,7 @@ def test_a_pool_that_lost_its_last_graph_takes_none() -> None:
     with cache.keeping():
         cache.capture("kept", lambda: numbers.sum())
     assert cache.run("asks", lambda: int(numbers.sum().item())) == SIZE, (
-        "cannot be captured: what comes after has another pool"
+        "the function runs eagerly, and later graphs use another pool"
     )
     for factor in range(3, 9):
         assert int(cache.run(factor, lambda factor=factor: (numbers * factor).sum())) == factor * SIZE  # type: ignore[misc]

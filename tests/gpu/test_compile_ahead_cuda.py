@@ -1,4 +1,4 @@
-"""On a GPU: what a rehearsal misses is compiled beside it, and the real run finds it; outputs are then what they always are."""
+"""Tests on a GPU: kernels missing in a rehearsal are compiled in the background, with unchanged outputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.kernels.add_norm import reference, rms_norm
 from outrider.kernels.ahead import compile_ahead
 
 pytestmark = pytest.mark.gpu
-WIDTHS = (80, 144, 272, 528)  # of which no other test has a kernel
+WIDTHS = (80, 144, 272, 528)  # No other test has kernels of these widths.
 
 
 def test_what_is_missing_is_compiled_before_it_is_launched(

@@ -1,4 +1,4 @@
-"""`--enable-torch-compile` on a CUDA device: compiled modules are run, recorded into graphs too, and the text is that of the plain ones."""
+"""Tests of `--enable-torch-compile` on a GPU: compiled modules run, also in graphs, with the same text."""
 
 from __future__ import annotations
 
@@ -57,4 +57,4 @@ def test_text_is_that_of_uncompiled_modules(tmp_path: Path, case: str) -> None:
     for name in ("on", "off"):
         assert_same_tokens(plain_decoder, PROMPT, plain, harness.sink.tokens[name])
     assert calls > 0
-    assert cache.keys, "compiled modules are recorded"
+    assert cache.keys, "compiled modules must be captured"

@@ -1,4 +1,4 @@
-"""The decoder on a CUDA device: equal to the CPU's in fp32, free of host synchronisation, capturable as a CUDA graph."""
+"""Tests of the decoder on a GPU: equal to the CPU in fp32, free of host waits, capturable as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Session:
-    """Three sequences on one device: prompts first, then a tree for each."""
+    """Three sequences on one device: first their prompts, then a tree for each."""
 
     def __init__(self, checkpoint: Path, device: str, dtype: torch.dtype, page_size: int = 16) -> None:
         self.decoder = load_decoder(checkpoint, device=device, dtype=dtype)
@@ -69,7 +69,7 @@ class Session:
         return build_batch(self.pool, self.leases, starts, counts, ancestors=masks)
 
     def run(self, batch: AttentionBatch, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return logits and captured states of all rows, side by side."""
+        """Return the logits and captured states of all rows, concatenated."""
         self.attention.plan(batch)
         output = self.decoder.forward(tokens, positions, self.attention, self.pool, (1, 2))
         assert output.aux is not None
@@ -80,7 +80,7 @@ class Session:
 
 
 def prompts_and_trees() -> tuple[list[int], list[int], list[int], list[int], torch.Tensor]:
-    """Return prompt tokens and positions, node tokens and positions, and masks of random trees."""
+    """Return prompt tokens and positions, node tokens and positions, and the masks of random trees."""
     rng = random.Random(5)
     prompt_positions = [position for length in PROMPTS for position in range(length)]
     node_positions: list[int] = []
@@ -103,13 +103,13 @@ def prompts_and_trees() -> tuple[list[int], list[int], list[int], list[int], tor
 
 
 def mask_words_of(path: Sequence[int]) -> list[int]:
-    """Return two mask words, as signed 32-bit numbers, with the bits of the path's nodes set."""
+    """Return two mask words with the bits of the path's nodes set, as signed 32-bit numbers."""
     words = [sum(1 << (node % 32) for node in path if node // 32 == word) for word in range(2)]
     return [word - (1 << 32) if word >= 1 << 31 else word for word in words]
 
 
 def results(checkpoint: Path, device: str, dtype: torch.dtype, page_size: int = 16) -> torch.Tensor:
-    """Prefill, then verify trees; return everything that came out, on the host."""
+    """Prefill, then verify trees. Return all outputs on the host."""
     session = Session(checkpoint, device, dtype, page_size)
     tokens, positions, nodes, node_positions, ancestors = prompts_and_trees()
     prefill = session.run(session.batch([0] * 3, PROMPTS), session.rows(tokens), session.rows(positions))

@@ -1,4 +1,4 @@
-"""`--deterministic` on a CUDA device: invariant kernels at real sizes, and an engine whose tokens and logits keep every bit."""
+"""Tests of `--deterministic` on a GPU: invariant kernels at real sizes, bitwise equal tokens and logits."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ QWEN3 = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e6,
 }
-"""A family that norms each head of q and k."""
+"""Config of a family that norms each head of q and k."""
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=["wide", "fp8"])
@@ -128,7 +128,7 @@ def test_no_bit_changes_over_a_narrow_cache_of_a_plain_model(target_dir: Path, d
 
 
 def _check_no_bit_changes(decoder: Decoder, sampling: SamplingParams | None) -> None:
-    """Speculation, other requests, sizes of chunks and of pages change no bit of the logits that a text is chosen from."""
+    """Check that speculation, other requests, chunk sizes and page sizes change no bit of the logits."""
     tokens, logits = plain(decoder, NEW_TOKENS, sampling)
     drafters = [FakeDrafter(oracle_plan([PROMPT + tokens], VOCAB, 0.7)), FakeDrafter(random_plan(VOCAB))]
     for drafter, chunk, shape in zip(drafters, (512, 3), ((6, 4, 30), (3, 2, 8)), strict=True):

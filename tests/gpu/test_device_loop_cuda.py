@@ -1,4 +1,4 @@
-"""Rounds in CUDA graphs: what they emit is what eager rounds and rounds by way of the host emit, nothing leaks, memory stays."""
+"""Tests of rounds in CUDA graphs: they emit what eager and host-driven rounds emit, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_graphs_emit_what_eager_rounds_emit(
             assert_same_tokens(
                 decoder, prompts[index], plain[index], harness.sink.tokens[str(index)], sampling
             )
-    assert emitted[0] == emitted[1], "the same kernels on the same inputs"
+    assert emitted[0] == emitted[1], "the same kernels on the same inputs must emit the same tokens"
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -190,14 +190,14 @@ def test_memory_is_flat_over_rounds(decoder: Decoder, prompts: list[list[int]]) 
     rounds()
     rounds()
     torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()  # tests that ran before in this process may have had higher peaks
+    torch.cuda.reset_peak_memory_stats()  # Earlier tests in this process may have had higher peaks.
     allocated, graphs = torch.cuda.memory_allocated(), harness.runner.graphs.keys
     before = harness.engine.stats().rounds
     for _ in range(5):
         rounds()
     torch.cuda.synchronize()
     assert harness.engine.stats().rounds - before > 200
-    assert set(harness.runner.graphs.keys) == set(graphs), "nothing new was recorded"
+    assert set(harness.runner.graphs.keys) == set(graphs), "no new graph may be captured"
     assert torch.cuda.memory_allocated() <= allocated + 4096
     assert torch.cuda.max_memory_allocated() < 2 * allocated + (1 << 30)
 
@@ -248,9 +248,9 @@ def test_what_cannot_be_captured_runs_eagerly() -> None:
     assert cache.run("asks", lambda: int(numbers.sum().item())) == 6
     assert cache.keys == ()
     assert torch.cuda.current_stream() == torch.cuda.default_stream(), (
-        "and not on the stream of the capture that broke"
+        "later work must not run on the stream of the broken capture"
     )
-    assert torch.rand(4, device="cuda").shape == (4,), "the generator waits for no capture"
+    assert torch.rand(4, device="cuda").shape == (4,), "the generator must not wait for a capture"
     numbers += 1
     doubled = cache.run("doubles", lambda: numbers * 2)
     assert doubled.tolist() == [2, 4, 6, 8]

@@ -1,4 +1,4 @@
-"""Drafting rounds on CUDA: recorded rounds equal eager ones, and both draft what extending and growing one after the other drafts."""
+"""Tests of drafting rounds on a GPU: captured rounds, eager rounds and separate extend and grow are equal."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_rounds_that_the_host_starts_are_recorded_and_draft_the_same(
 def test_a_recorded_round_equals_an_eager_one(
     make_rig: Callable[[bool], Rig], shape: DraftShape, temperature: float
 ) -> None:
-    """Bit for bit, for contexts and fresh rows of all lengths through one recording."""
+    """One captured graph serves contexts and fresh rows of all lengths, with bitwise equal results."""
     strategy = make_rig(True).drafter._engine.strategy
     assert strategy.rounds is not None
     drafter: RoundDrafter = strategy.rounds.memory.drafter
@@ -126,7 +126,7 @@ def test_a_recorded_round_equals_an_eager_one(
     pool = strategy._pool  # type: ignore[attr-defined]
     with torch.inference_mode():
         graphs.capture(size, lambda: drafter.draft(inputs, size))
-        assert not any(bool(plane.any()) for plane in pool.planes()), "a recording wrote into the pool"
+        assert not any(bool(plane.any()) for plane in pool.planes()), "the capture wrote into the pool"
         for plane in pool.planes():
             plane.normal_()
         for seed in range(4):
@@ -169,7 +169,7 @@ def test_a_recorded_round_equals_an_eager_one(
             (2, 2000, 8, 3),
             (4, 2048, 1, 6),
             (3, 700, 16, 3),
-        ),  # one launch a level
+        ),  # One launch per level.
     ],
 )
 def test_expand_level(

@@ -1,4 +1,4 @@
-"""The ways of drafting beside the heads on CUDA: the output of plain decoding, and drafts that are accepted."""
+"""Tests on a GPU of drafters without heads: the output equals plain decoding, and drafts are accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""exchange_add and peer_words compiled, on one GPU: ranks one after the other, and at once on streams of their own, replayed."""
+"""Tests of compiled exchange_add and peer_words on one GPU, with ranks in turn and on concurrent streams."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 F32, BF16 = torch.float32, torch.bfloat16
 WIDTH, EPS = 1536, 1e-5
 CALLS = [(1, 0), (8, 2), (1, 0), (33, 0), (64, 2), (2, 4), (64, 0)]
-"""Rows and splits."""
+"""Rows and splits of each call."""
 REPLAYS = 100
 PATIENCE = 20_000_000
 
@@ -50,7 +50,7 @@ def test_a_message_that_does_not_come_is_waited_for_once() -> None:
 
 
 class Rank:
-    """One of two ranks on one GPU: a stream, and the inputs of all calls."""
+    """One of two ranks on one GPU: a stream and the inputs of all calls."""
 
     def __init__(self, rank: int, inboxes: list[torch.Tensor]) -> None:
         self.stream = torch.cuda.Stream()
@@ -73,7 +73,7 @@ class Rank:
 def test_ranks_that_run_at_once_agree_replay_after_replay() -> None:
     inboxes = [torch.empty(inbox_shape(2, WIDTH), dtype=torch.int32, device="cuda") for _ in range(2)]
     ranks = [Rank(rank, inboxes) for rank in range(2)]
-    for rank in ranks:  # compiled before one waits for the other
+    for rank in ranks:  # Compile before one rank waits for the other.
         rank.boxes.lost.fill_(1)
         rank.run()
         rank.boxes.lost.zero_()

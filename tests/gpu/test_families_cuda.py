@@ -1,4 +1,4 @@
-"""The target families on a CUDA device: equal to the CPU's in fp32, near it in bf16, and at published widths loaded and decoded in bf16."""
+"""Tests of the target families on a GPU: equal to the CPU in fp32, near it in bf16, at published widths."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from outrider.shared.nn.open import expected_tensors, load_decoder, read_model_c
 pytestmark = pytest.mark.gpu
 
 BYTES = {"BF16": torch.bfloat16, "U8": torch.uint8}
-MXFP4_SCALE = 120  # 2 ** -7: weights of about 0.02
+MXFP4_SCALE = 120  # 2 ** -7, which gives weights of about 0.02.
 SMALL: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 128,
@@ -95,12 +95,15 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 AGREEMENT = {"gpt-oss-20b, MXFP4": 0.8}
-"""Least mean cosine between steps and one pass. With random weights the router's choices lie so close that bf16 flips one somewhere in 24
-layers of experts, and everything behind it differs; that the family is right is shown in fp32 above."""
+"""Lowest accepted mean cosine between steps and one pass.
+
+With random weights, the router's choices are so close that bf16 flips one of them somewhere in 24 layers of
+experts. Everything after that layer then differs. The fp32 test above shows that the family is correct.
+"""
 
 
 def write_checkpoint(folder: Path, raw: dict[str, Any], device: str) -> Path:
-    """Write a random bf16 checkpoint, tensor by tensor, so that no more than one is in memory."""
+    """Write a random bf16 checkpoint tensor by tensor, so that at most one tensor is in memory."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(raw))
     header: dict[str, Any] = {}
@@ -121,7 +124,7 @@ def write_checkpoint(folder: Path, raw: dict[str, Any], device: str) -> Path:
 
 
 def random_tensor(name: str, shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
-    """Return a bf16 weight that keeps the size of what it multiplies, a norm near one, a small bias, or bytes of MXFP4."""
+    """Return a random bf16 tensor: a scaled weight, a norm near one, a small bias, or bytes of MXFP4."""
     device = generator.device
     if name.endswith("_blocks"):
         return torch.randint(256, tuple(shape), generator=generator, dtype=torch.uint8, device=device)
@@ -145,7 +148,10 @@ class Session:
     def run(
         self, start: int, rows: torch.Tensor, depths: list[int] | None = None, masks: list[int] | None = None
     ) -> torch.Tensor:
-        """Return logits ``[2, rows, vocab]`` for ``rows [2, n]`` that start at `start`, as a tree when `masks` are given."""
+        """Return logits ``[2, rows, vocab]`` of ``rows [2, n]`` from index `start` on.
+
+        With `masks`, rows form a tree.
+        """
         count = rows.shape[1]
         ancestors = (
             None
@@ -161,14 +167,18 @@ class Session:
 
 
 def chunks_steps_and_a_tree(session: Session, tokens: torch.Tensor, prompt: int) -> torch.Tensor:
-    """Return logits of all `tokens` ``[2, n]``: a prompt in two chunks, steps, and the last five as a chain among other nodes."""
+    """Return the logits of all `tokens` ``[2, n]``.
+
+    A prompt runs in two chunks, then single steps follow. The last five tokens run as a chain among other
+    nodes.
+    """
     length = tokens.shape[1]
     parts = [
         session.run(0, tokens[:, : prompt // 2]),
         session.run(prompt // 2, tokens[:, prompt // 2 : prompt]),
     ]
     parts += [session.run(index, tokens[:, index : index + 1]) for index in range(prompt, length - 5)]
-    # Nodes 0, 1, 3, 5, 6 are the chain; 2 and 4 are siblings of 1 and 3.
+    # Nodes 0, 1, 3, 5 and 6 are the chain. Nodes 2 and 4 are siblings of 1 and 3.
     chain, masks, depths = (
         [0, 1, 3, 5, 6],
         [0b1, 0b11, 0b101, 0b1011, 0b10011, 0b101011, 0b1101011],

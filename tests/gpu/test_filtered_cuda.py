@@ -1,4 +1,4 @@
-"""filtered_choice compiled: at the size of a real vocabulary it keeps what the law keeps, and chooses what sorting does."""
+"""Tests of the compiled filtered_choice at a real vocabulary size: same filter and choices as by sorting."""
 
 import pytest
 import torch

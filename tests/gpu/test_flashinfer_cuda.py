@@ -1,5 +1,8 @@
-"""The FlashInfer backend on a CUDA device. What needs the library (`pip install 'outrider[flashinfer]'`) is marked `flashinfer`:
-`make test-flashinfer` installs it and runs these, `make test-gpu` leaves them out and says so."""
+"""Tests of the FlashInfer backend on a GPU.
+
+Tests that need the library (`pip install 'outrider[flashinfer]'`) are marked `flashinfer`.
+`make test-flashinfer` installs it and runs them. `make test-gpu` leaves them out and prints a note.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ STARTS, COUNTS = [700, 0, 37], [64, 5, 1]
 
 
 def masks(tree: bool) -> torch.Tensor | None:
-    """Chains that branch: node i hangs on node i // 2."""
+    """Return masks of chains that branch: the parent of node i is node i // 2."""
     if not tree:
         return None
     words = []
@@ -71,7 +74,7 @@ def test_attention_equals_our_own(dtype: torch.dtype, tree: bool, window: int, s
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
     ours, theirs = KernelAttention(), FlashInferAttention("cuda")
-    for _ in range(2):  # planned anew
+    for _ in range(2):  # The second pass plans again.
         ours.plan(batch)
         theirs.plan(batch)
         for layer in (0, 1):
@@ -83,7 +86,7 @@ def test_attention_equals_our_own(dtype: torch.dtype, tree: bool, window: int, s
 @pytest.mark.flashinfer
 @pytest.mark.parametrize("shape", [(5, 1, 6), (5, 4, 16)])
 def test_the_engine_writes_what_it_writes_by_our_own(shape: tuple[int, int, int]) -> None:
-    """Prompts of several lengths in one batch, chains and trees of the embedded pair; equal up to near-ties of bf16."""
+    """Check texts of a mixed batch with chains and trees: they are equal up to near-ties of bf16."""
     decoder, judge = (load_decoder(TARGET, "cuda", dtype) for dtype in (torch.bfloat16, torch.float32))
     drafter = make_pair_drafter(decoder)
     harness = make_harness(decoder, drafter)

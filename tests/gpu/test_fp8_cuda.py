@@ -1,4 +1,4 @@
-"""FP8 on a CUDA device: the cache by our kernels, and products and cache in a whole decoder."""
+"""Tests of FP8 on a GPU: the cache with our kernels, and products and cache in a whole decoder."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PRODUCTS, CACHE = {"quantization": "fp8"}, {"kv_cache_dtype": "fp8_e4m3"}
 
 @pytest.mark.parametrize("values", [PRODUCTS, CACHE, {**PRODUCTS, **CACHE}])
 def test_a_target_with_fp8(target_dir: Path, values: dict[str, str]) -> None:
-    """It finds likely what the bf16 model finds likely, and serves."""
+    """The FP8 model ranks tokens like the bf16 model, and serves."""
     settings = TargetSettings(model=target_dir, device="cuda", **values)  # type: ignore[arg-type]
     settings.check()
     plain = make_harness(load_decoder(target_dir, "cuda"), NoDrafter(torch.device("cuda")))
@@ -55,7 +55,7 @@ def test_a_target_with_fp8(target_dir: Path, values: dict[str, str]) -> None:
     text = [PROMPT + plain.sink.tokens["r"]]
     decoder = prepare_decoder(settings, load_decoder(target_dir, "cuda"))
     expected, found = perplexity(load_decoder(target_dir, "cuda"), text), perplexity(decoder, text)
-    assert found != expected, "something was rounded"
+    assert found != expected, "FP8 must change the result"
     assert found == pytest.approx(expected, rel=0.05)
     harness = make_harness(decoder, NoDrafter(decoder.device))
     harness.runner.attention = prepare_attention(settings, decoder)

@@ -1,4 +1,7 @@
-"""Mailboxes on GPUs: another process writes, this one reads, on one GPU and on two; a writer that is killed leaves no waiting stream."""
+"""Tests of mailboxes on one GPU and on two: another process writes and this one reads.
+
+A writer that is killed must not leave a waiting stream behind.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 COLUMNS = 4096
 ROUNDS = 200
 TIMEOUT_S = 120.0
-# (the writer's GPU, the reader's): all pairs of the first two that are there, and of which the second reaches the first.
+# (writer's GPU, reader's GPU): all pairs of the first two GPUs where the second can access the first.
 PAIRS = [
     (theirs, ours)
     for theirs, ours in itertools.product(range(min(2, torch.cuda.device_count())), repeat=2)
@@ -76,7 +79,7 @@ def expected(count: int, number: int) -> torch.Tensor:
 
 @dataclass
 class Writer:
-    """The other process, and this one's end of it."""
+    """The other process, and this process's end of its connection."""
 
     process: subprocess.Popen[bytes]
     frames: FrameSocket
@@ -86,7 +89,7 @@ class Writer:
     def ask(self, count: int, *, bulk: bool = False) -> common_pb2.TensorData:
         self.frames.send(FrameKind.SESSION, f"{count} {int(bulk)}".encode())
         received = self.frames.receive(TIMEOUT_S)
-        assert received is not None, "the writer says nothing"
+        assert received is not None, "the writer did not answer"
         return common_pb2.TensorData.FromString(received[1])
 
 
@@ -118,7 +121,10 @@ def writer(request: pytest.FixtureRequest) -> Iterator[Writer]:
 
 
 def test_rows_arrive_as_they_were(writer: Writer) -> None:
-    """More rounds than slots, of changing sizes, each written while the GPU was busy and overwritten right after."""
+    """Sends more rounds than slots, of changing sizes.
+
+    Each is written while the GPU is busy and then overwritten.
+    """
     kept = []
     for number in range(ROUNDS):
         count = 1 + number % 7
@@ -141,7 +147,7 @@ def test_what_finds_no_slot_travels_inline(writer: Writer) -> None:
         assert torch.equal(rows.cpu(), expected(2, number))
     torch.cuda.synchronize(writer.device)
     writer.mapped.session.read(writer.ask(2), "rows", COLUMNS)
-    assert writer.ask(2).WhichOneof("data") == "cuda_ipc", "the slots are free again"
+    assert writer.ask(2).WhichOneof("data") == "cuda_ipc", "the slots must be free again"
 
 
 def test_too_many_rows_for_a_slot_travel_inline(writer: Writer) -> None:
@@ -168,7 +174,8 @@ def test_a_writer_that_is_killed_leaves_the_reader_working(writer: Writer) -> No
     data = writer.ask(3)
     os.kill(writer.process.pid, signal.SIGKILL)
     writer.process.wait()
-    writer.mapped.session.read(data, "rows", COLUMNS)  # whatever it holds: it must not hang or fault
+    # The rows may be anything, but reading must not hang or fault.
+    writer.mapped.session.read(data, "rows", COLUMNS)
     torch.cuda.synchronize(writer.device)
     with pytest.raises(EndOfStream):
         writer.frames.receive(TIMEOUT_S)
@@ -201,15 +208,15 @@ def test_memory_is_freed_when_its_owner_is_gone_for_a_while() -> None:
     memory = DeviceMemory(256 << 20, device)
     assert torch.cuda.mem_get_info(device)[0] <= before - (200 << 20)
     del memory
-    assert torch.cuda.mem_get_info(device)[0] <= before - (200 << 20), "a peer may still write there"
+    assert torch.cuda.mem_get_info(device)[0] <= before - (200 << 20), "a peer may still write to this memory"
     given_back = threading.Event()
-    DISPOSAL.when_gone(threading.Event(), given_back.set)  # behind it
+    DISPOSAL.when_gone(threading.Event(), given_back.set)  # Runs after the memory is freed.
     assert given_back.wait(TIMEOUT_S)
     assert torch.cuda.mem_get_info(device)[0] >= before - (16 << 20)
 
 
 def test_the_round_trip_is_short(writer: Writer) -> None:
-    """Reported, and held to a bound that only a broken path misses."""
+    """Print the round trip. Its bound is so loose that only a broken path exceeds it."""
     for _ in range(20):
         writer.mapped.session.read(writer.ask(6), "rows", COLUMNS)
     times = []

@@ -1,4 +1,7 @@
-"""Rounds between the streams of two processes: blobs arrive in stream order, and no wait outlasts a peer that dies, stops or is late."""
+"""Tests of rounds between the streams of two processes.
+
+Blobs arrive in stream order, and no wait outlasts a peer that dies, stops or is late.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 TIMEOUT_S = 120.0
 STATE_BYTES, TREES_BYTES = 65536, 8192
-# (the target's GPU, the draft's): all pairs of the first two that are there, and of which the second reaches the first.
+# (target's GPU, draft's GPU): all pairs of the first two GPUs where the second can access the first.
 PAIRS = [
     (ours, theirs)
     for ours, theirs in itertools.product(range(min(2, torch.cuda.device_count())), repeat=2)
@@ -59,7 +62,7 @@ def draft():
     body = state[256 : 256 + 8192 - 256].view(torch.int32)
     trees[256:].view(torch.int32).copy_(body + 1 + (busy[0, 0] * 0).int())
 
-draft()  # kernels are loaded when they are first launched, which waits for the device: not while it awaits a state
+draft()  # Loading kernels waits for the device, so load them before the first wait for a state.
 torch.cuda.synchronize()
 while (received := frames.receive(120.0)) is not None:
     command, number = received[1].decode().split()
@@ -76,7 +79,7 @@ while (received := frames.receive(120.0)) is not None:
 
 @dataclass
 class Draft:
-    """The other process, and this one's end of it."""
+    """The other process, and this process's end of its connection."""
 
     process: subprocess.Popen[bytes]
     frames: FrameSocket
@@ -89,11 +92,11 @@ class Draft:
         self.expected = torch.zeros(1, dtype=torch.int32, device=self.device)
 
     def tell(self, number: int, limit_s: float = 60.0) -> None:
-        """Have it enqueue its part of a round."""
+        """Make it enqueue its part of a round."""
         self.frames.send(FrameKind.SESSION, f"{limit_s} {number}".encode())
 
     def round(self, number: int, limit_s: float = 60.0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Enqueue this side's part: returns what came, and whether it is of this round."""
+        """Enqueue this side's part. Return the received blob, and whether it belongs to this round."""
         self.state[256:].view(torch.int32).fill_(number * 10)
         self.mailbox.send(number, self.state)
         self.mailbox.receive(number, self.trees, self.expected, limit_s)
@@ -150,14 +153,14 @@ def test_a_peer_that_is_gone_or_stopped_is_waited_for_no_longer_than_the_limit(
     assert bool(draft.round(1)[1])
     os.kill(draft.process.pid, number)
     started = time.monotonic()
-    with contextlib.suppress(EndOfStream):  # of one that is gone, if the system has closed its socket by now
+    with contextlib.suppress(EndOfStream):  # The system may have closed the dead peer's socket already.
         draft.tell(2)
     _trees, of_this_round = draft.round(2, limit_s=0.3)
-    assert not bool(of_this_round), "what came is of no round"
+    assert not bool(of_this_round), "the blob must not count for this round"
     assert 0.25 < time.monotonic() - started < 5.0
     assert draft.mailbox.broken
     assert float(torch.ones(4, device=draft.device).sum()) == 4.0
-    if number is signal.SIGSTOP:  # late, but well: used again
+    if number is signal.SIGSTOP:  # A peer that was only late is used again.
         os.kill(draft.process.pid, signal.SIGCONT)
         assert draft.mailbox.mend()
         draft.tell(3)
@@ -173,13 +176,13 @@ def test_the_end_of_the_connection_ends_the_wait(draft: Draft) -> None:
     torch.cuda.synchronize(draft.device)
     assert time.monotonic() - started < 5.0
     assert not bool(of_this_round)
-    assert not bool(draft.round(2)[1]), "what comes later is not waited for"
+    assert not bool(draft.round(2)[1]), "later rounds must not wait"
 
 
 @pytest.mark.parametrize("limit_s", [0.3, 60.0])
 def test_a_draft_is_released_from_a_target_that_is_gone(draft: Draft, limit_s: float) -> None:
-    """By its watch, or when it hears of the end."""
-    draft.tell(1, limit_s)  # and no state ever comes
+    """Either its watch or the closed connection releases it."""
+    draft.tell(1, limit_s)  # No state follows.
     draft.frames.send(FrameKind.SESSION, b"close 0")
     received = draft.frames.receive(20.0)
     assert received is not None, "the draft hangs"
@@ -187,7 +190,7 @@ def test_a_draft_is_released_from_a_target_that_is_gone(draft: Draft, limit_s: f
 
 
 def test_the_round_trip_is_short(draft: Draft) -> None:
-    """Reported, and held to a bound that only a broken path misses."""
+    """Print the round trip. Its bound is so loose that only a broken path exceeds it."""
     times = []
     for number in range(1, 60):
         draft.tell(number)

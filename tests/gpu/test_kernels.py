@@ -1,4 +1,4 @@
-"""The Triton kernels compiled on a CUDA device: the bodies of tests/kernels at real sizes, in bf16, fp16 and fp32."""
+"""Tests of the Triton kernels on a GPU: the cases of tests/kernels at real sizes in bf16, fp16 and fp32."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tree_cases import check_tree_build, check_verify_tree
 pytestmark = pytest.mark.gpu
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-PADS = [64, 67]  # buffers aligned as usual, and at odd addresses
+PADS = [64, 67]  # Buffers with the usual alignment, and at odd addresses.
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
@@ -39,7 +39,7 @@ def test_kv_compact(page_size: int, bs: int, columns: int) -> None:
     check_kv_compact("cuda", bs, columns, page_size, [(torch.float32, 6), (torch.bfloat16, 5)], Guards(67))
 
 
-# What differs between the types of elements is compiled once or twice for each; the shapes are bf16's.
+# Shapes run in bf16. Other dtypes run only where the generated code differs, since each takes a compilation.
 @pytest.mark.parametrize("tree", [True, False])
 @pytest.mark.parametrize(
     ("dtype", "page_size", "dim", "heads", "kv_heads"),
@@ -69,7 +69,7 @@ def test_tree_attention(
 @pytest.mark.parametrize("tree", [True, False])
 @pytest.mark.parametrize(("dim", "rows"), [(128, 4), (128, 6), (256, 4), (256, 9), (64, 3)])
 def test_attention_of_batches_with_few_rows(tree: bool, dim: int, rows: int) -> None:
-    """Every way that a batch is cut: split over many programs, few that merge themselves, or none."""
+    """Covers every split of a batch: many programs, few programs that merge their results, or no split."""
     for bs in (1, 2, 4, 16, 40):
         sequences = [Sequence((97 * index) % 700, 1 + index % rows) for index in range(bs - 1)] + [
             Sequence(700, rows)

@@ -1,4 +1,7 @@
-"""How many kernels a round is, of the embedded pair at batch 1: each costs about 2 us whatever it does, and they creep in one by one."""
+"""Tests of the number of kernels in a round of the embedded pair at batch 1.
+
+Each launch costs about 2 us, and without a test the number creeps up.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ pytestmark = pytest.mark.gpu
 PROMPT = [5, 9, 14, 3, 77, 21, 8]
 FIRST_OF_A_ROUND = "_begin"
 MOST = {None: 86, (5, 4, 16): 148, (5, 1, 6): 144}
-"""Kernels and copies of a plain round, and of rounds of some shapes; lower a number when it falls."""
+"""Kernels and copies of a plain round and of some tree shapes. Lower a number when it falls."""
 
 
 @pytest.mark.parametrize("shape", list(MOST))
@@ -43,7 +46,7 @@ def test_rounds_stay_as_short_as_they_are(shape: tuple[int, int, int] | None) ->
         (event.start_ns(), event.name()) for event in events if event.device_type().name == "CUDA"
     )
     starts = [index for index, (_, name) in enumerate(launches) if name.startswith(FIRST_OF_A_ROUND)]
-    assert len(starts) > 8, "rounds stay on the device"
+    assert len(starts) > 8, "rounds must stay on the device"
     rounds = [later - earlier for earlier, later in itertools.pairwise(starts[2:-1])]
     usual = max(set(rounds), key=rounds.count)
     print(f"{shape}: {usual} launches a round")

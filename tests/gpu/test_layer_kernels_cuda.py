@@ -1,4 +1,4 @@
-"""The ops of a fused decoder layer compiled on a CUDA device, and the decoder that is made of them."""
+"""Tests of the ops of a fused decoder layer compiled on a GPU, and of the decoder that is made of them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "
 BOUND = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-# Every case compiles some ten kernels, so bf16 is tested widely and the other types where they differ.
+# Every case compiles about ten kernels, so bf16 has many cases and the other dtypes only those that differ.
 @pytest.mark.parametrize(
     ("dtype", "rows", "tile", "fp8"),
     [
@@ -175,7 +175,10 @@ def _decoder(family: str, dtype: torch.dtype) -> Decoder:
 
 
 class Step:
-    """A pass of `count` rows behind a prefix of random K and V, causal or as a tree's; can be called again."""
+    """A pass of `count` rows, causal or as a tree, after a prefix of random K and V.
+
+    It can be called repeatedly.
+    """
 
     def __init__(self, decoder: Decoder, count: int, *, tree: bool, prefix: int = 200) -> None:
         self.decoder = decoder
@@ -192,7 +195,7 @@ class Step:
         self.attention = KernelAttention()
 
     def __call__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits and the captured states."""
+        """Return the logits and the captured hidden states."""
         self.attention.plan(self.batch)
         output = self.decoder.forward(self.tokens, self.positions, self.attention, self.pool, AUX)
         assert output.aux is not None
@@ -244,7 +247,7 @@ def test_recorded_passes_equal_called_ones(count: int, fp8: bool) -> None:
 
 
 def test_wide_tiles_from_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass of 70 rows by wide tiles, recorded: near the layers' own operations."""
+    """A captured pass of 70 rows with wide tiles is near the layers' own operations."""
     decoder = _decoder("llama", BF16)
     step = Step(decoder, 70, tree=True)
 

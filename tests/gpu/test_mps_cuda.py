@@ -1,6 +1,7 @@
-"""`outrider up --mps` with NVIDIA's multi-process service itself: both processes are its clients, and it ends with the stack.
+"""Tests of `outrider up --mps` with NVIDIA's real multi-process service.
 
-Needs `nvidia-cuda-mps-control`, which comes with the driver.
+Both processes are its clients, and it ends with the stack. Needs `nvidia-cuda-mps-control`, which the driver
+includes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 
 
 def pipes_of(pid: int) -> str:
-    """Return where a process looks for the service."""
+    """Return the directory in which a process looks for the service."""
     variables = dict(
         line.split("=", 1) for line in Path(f"/proc/{pid}/environ").read_text().split("\0") if line
     )
@@ -65,7 +66,7 @@ def test_both_processes_are_clients_of_a_service_that_ends_with_them() -> None:
         assert pids <= clients
         assert answers(stack, ON) == answers(stack, OFF)
         stack.assert_no_page_held()
-    assert tell(pipe, "get_server_list").returncode != 0, "the service outlives the stack"
+    assert tell(pipe, "get_server_list").returncode != 0, "the service must end with the stack"
 
 
 def test_a_draft_that_is_killed_comes_back() -> None:

@@ -1,4 +1,4 @@
-"""Short prompts through recorded passes on CUDA: tokens, K/V and feature rows are those of the eager pass."""
+"""Tests of short prompts in captured passes on a GPU: tokens, K/V and features equal the eager pass's."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_equals_the_eager_pass(decoder: Decoder, sampling: SamplingParams, mode:
             padded.capture_prefill(size)
         torch.cuda.synchronize()
         assert all(bool((plane == UNTOUCHED).all()) for plane in padded.pool.planes()), (
-            "a recording wrote into the pool"
+            "the capture wrote into the pool"
         )
         assert len(graphs.keys) == len(SIZES)
         check_same(plain, padded, length, cuts, sampling, mode)

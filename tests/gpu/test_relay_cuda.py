@@ -1,4 +1,7 @@
-"""Rounds that are enqueued behind a word that this process's host writes: they run then, and no wait outlasts its limit."""
+"""Tests of rounds that wait in a stream until this process's host writes a word.
+
+No wait outlasts its limit.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 IN_BYTES, OUT_BYTES = 49_408, 1024
 LIMIT_S = 30.0
 LATENESS_S = 0.5
-"""A watch looks every 2 ms; a machine with other work is later."""
+"""Tolerance of a limit. A watch polls every 2 ms, but a busy machine may be later."""
 
 
 class Half:
-    """One side's part of a round: what came, plus one, goes out."""
+    """One side's part of a round: sends the received blob plus one."""
 
     def __init__(self, side: Side) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -33,7 +36,7 @@ class Half:
         self.came = torch.zeros(IN_BYTES, dtype=torch.uint8, device=device)
         self.goes = torch.zeros(OUT_BYTES, dtype=torch.uint8, device=device)
         self.expected = torch.zeros(1, dtype=torch.int32, device=device)
-        self._work()  # kernels are loaded when they are first launched, which waits for the device
+        self._work()  # Loading kernels waits for the device, so load them before the first wait.
         torch.cuda.synchronize()
 
     def enqueue(self, number: int, limit_s: float = LIMIT_S) -> None:
@@ -56,8 +59,8 @@ def half(request: pytest.FixtureRequest) -> Iterator[Half]:
 def test_a_round_runs_when_the_host_puts_what_it_waits_for(half: Half) -> None:
     for number in range(1, 12):
         half.enqueue(number)
-        time.sleep(0.002)  # what does not wait would have run by now
-        assert not half.relay._given[number % 2].query(), "it waits"
+        time.sleep(0.002)  # Without the wait, the round would have run by now.
+        assert not half.relay._given[number % 2].query(), "the round must wait"
         half.relay.put(number, bytes([number]) * IN_BYTES)
         trees = half.relay.settle(number, OUT_BYTES)
         assert set(trees[4:].tolist()) == {number + 1}
@@ -79,7 +82,7 @@ def test_a_call_runs_beside_a_stream_that_waits(half: Half) -> None:
 @pytest.mark.parametrize("how", ["limit", "release", "close"])
 def test_a_wait_ends_without_what_it_is_for(half: Half, how: str) -> None:
     began = time.monotonic()
-    half.relay.give(2, half.goes)  # the target's limit counts from then
+    half.relay.give(2, half.goes)  # The target's limit counts from here.
     half.enqueue(2, 0.1 if how == "limit" else LIMIT_S)
     if how == "release":
         half.relay.release(2)
@@ -89,7 +92,7 @@ def test_a_wait_ends_without_what_it_is_for(half: Half, how: str) -> None:
     torch.cuda.synchronize()
     assert time.monotonic() - began < 0.1 + LATENESS_S
     assert half.came[:4].view(torch.int32).item() != half.expected.item() == 2, (
-        "what lies there is of no round"
+        "the blob must not count for this round"
     )
     assert half.relay.broken == (how != "release")
     assert half.relay.mend()
@@ -138,7 +141,7 @@ def test_a_thread_that_has_asked_the_device_for_nothing_yet_may_enqueue(half: Ha
 
 
 def test_a_relay_that_goes_keeps_no_thread_waiting(half: Half) -> None:
-    """As after a reconnect, when the stream already waits for the new connection."""
+    """This happens after a reconnect while the stream already waits for the new connection."""
     old = Half(half.side)
     old.enqueue(1)
     old.relay.put(1, bytes(IN_BYTES))
@@ -148,11 +151,11 @@ def test_a_relay_that_goes_keeps_no_thread_waiting(half: Half) -> None:
     old.relay.close()
     del old
     pause = threading.Event()
-    while time.monotonic() < began + 0.2:  # time for the disposal to do what it must not do now
+    while time.monotonic() < began + 0.2:  # Time in which a wrong disposal would run.
         half.relay.call()
         pause.wait(0.01)
     assert time.monotonic() - began < 0.2 + LATENESS_S
-    assert not half.relay.given(1), "the stream waits as before"
+    assert not half.relay.given(1), "the stream must still wait"
     half.relay.put(1, bytes([1]) * IN_BYTES)
     assert set(half.relay.settle(1, OUT_BYTES)[4:].tolist()) == {2}
     assert disposed()
@@ -179,7 +182,7 @@ def come_and_go(side: Side) -> None:
 
 
 def disposed() -> bool:
-    """Return whether everything that is gone was given back."""
+    """Return True if everything closed has been freed."""
     done = threading.Event()
     DISPOSAL.when_gone(threading.Event(), done.set)
     return done.wait(LIMIT_S)

@@ -1,4 +1,4 @@
-"""verify_round and feature_rows compiled: equal to the references on a GPU."""
+"""Tests of the compiled verify_round and feature_rows against their references on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The embedded pair served with CUDA by the real processes, with the draft in the target's process and in one of its own."""
+"""Tests of the embedded pair served on a GPU by real processes, with the draft in-process and separate."""
 
 from __future__ import annotations
 

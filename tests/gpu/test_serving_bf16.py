@@ -1,5 +1,7 @@
-"""The embedded pair as it is served by default on a GPU: bf16, the draft in the target's process; and with `--deterministic`. In a file of
-its own, because a running stack holds most of the GPU's memory."""
+"""Tests of the embedded pair served on a GPU with default settings (bf16) and with `--deterministic`.
+
+They have a file of their own because a running stack uses most of the GPU's memory.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def test_bf16_answers_and_drafts() -> None:
 
 
 def tokens(stack: Stack, mode: int, temperature: float, together: int) -> list[list[int]]:
-    """Return the answers to all prompts, `together` of them at a time."""
+    """Return the answers to all prompts, sent `together` at a time."""
     with ThreadPoolExecutor(together) as pool:
         chat = partial(stack.client.chat, mode=mode, temperature=temperature, max_tokens=96)
         return [
@@ -37,7 +39,7 @@ def tokens(stack: Stack, mode: int, temperature: float, together: int) -> list[l
 
 
 def test_deterministic_text_is_equal_in_bf16() -> None:
-    """With speculation and without, alone and together: not one token differs, and no near-tie is excused."""
+    """Every token is equal with and without speculation, alone and batched. Near-ties are no excuse."""
     with supervised("--dtype", "bfloat16", "--deterministic", "--kv-tokens", "65536", device="cuda") as stack:
         for temperature in (0.0, 1.0):
             alone = tokens(stack, OFF, temperature, 1)

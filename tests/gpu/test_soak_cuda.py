@@ -1,4 +1,4 @@
-"""Ten thousand rounds of the embedded pair on a GPU: requests come, go, stop and pause; nothing leaks and nothing grows."""
+"""Ten thousand rounds on a GPU, in which requests come, go, stop and pause. Nothing may leak or grow."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ ROUNDS = 10_000
 WARM = 3_000
 MOST_LIVE = 10
 LONGEST_PAUSE = 200
-"""Rounds."""
+"""Longest pause of a client, in rounds."""
 SIZES = (1, 2, 4, 8)
 SHAPE = (5, 4, 16)
 TREE = DraftShape(*SHAPE)
 OFFERED = offered_shapes((TREE, DraftShape(5, 1, 6)), max(SIZES))
-"""What `auto` chooses among, the tree included."""
+"""The shapes from which `auto` chooses, including the tree."""
 NODES = (1, 2, 4, 8, 16)
 MOST_GRAPHS = len(SamplingMode) * len(SIZES) * (len(NODES) + 2 + len(OFFERED))
-"""Passes of host-driven rounds, plain rounds (with and without feature rows), and those of each shape."""
+"""Host-driven passes, plain rounds (with and without feature rows), and rounds of each shape."""
 MOST_BYTES_PER_GRAPH = 8 << 20
 SAMPLINGS = [
     SamplingParams(temperature=0.0),
@@ -54,8 +54,9 @@ class Crowd:
         self.handles: deque[int] = deque(maxlen=MOST_LIVE)
         self.submitted = 0
         self.paused: dict[int, int] = {}
-        """Handle → the round at which it goes on."""
-        # Clients pause by rounds: how long that takes depends on the machine, and no reader here is too slow.
+        """Handle → the round at which its client resumes."""
+        # Pauses are counted in rounds, since their duration depends on the machine. No client is too slow
+        # here.
         harness.engine.limits = replace(harness.engine.limits, pause_timeout_s=math.inf)
 
     def act(self) -> None:
@@ -92,12 +93,12 @@ class Crowd:
             else:
                 self.paused[handle] = now + rng.randrange(1, LONGEST_PAUSE)
                 harness.engine.pause(handle)
-        if not harness.engine.has_work():  # all that is live is paused: no round would come to wake them
+        if not harness.engine.has_work():  # All live requests are paused, so no round would resume them.
             for handle in list(self.paused):
                 self._resume(handle)
 
     def settle(self) -> None:
-        """Let everything end."""
+        """Run until every request has ended."""
         for handle in list(self.paused):
             self._resume(handle)
         self.handles.clear()
@@ -156,12 +157,12 @@ def test_ten_thousand_rounds() -> None:
     assert not harness.sink.failed
     assert len(harness.sink.finished) == crowd.submitted
     new_graphs = graphs_end - graphs_warm
-    assert end - warm <= (1 << 20) * (1 + 4 * new_graphs), "what grew is what late graphs recorded"
+    assert end - warm <= (1 << 20) * (1 + 4 * new_graphs), "memory may grow only by late graphs"
     assert bytes_end - bytes_warm <= MOST_BYTES_PER_GRAPH * (4 + new_graphs)
-    assert graphs_end <= MOST_GRAPHS, "sizes come from few buckets"
+    assert graphs_end <= MOST_GRAPHS, "sizes must come from a few buckets"
     late = harness.runner.graphs.keys[graphs_start:]
     unforeseen = [key for key in late if key[0] == "round" and SamplingMode.FILTERED not in key]
-    assert not unforeseen, "what is usual was recorded at the start"
+    assert not unforeseen, "usual graphs must be captured at the start"
     stats = harness.engine.stats().speculation
     identity = sum((accepted + 1) * count for accepted, count in enumerate(stats.histogram))
     emitted = harness.engine.stats().generated_tokens

@@ -1,6 +1,7 @@
-"""Greedy text in bf16 with speculation on and off and in batches that change: it differs only where logits in fp32 are nearly tied.
+"""Tests of greedy text in bf16 with and without speculation and in changing batches.
 
-Every difference is printed at the end of the run: token ids, logits, gap and what was allowed.
+The text may differ only where the logits in fp32 are nearly tied. The end of the run prints every difference
+with token ids, logits, gap and tolerance.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def plain(decoder: Decoder, prompts: list[list[int]]) -> list[list[int]]:
-    """What each prompt alone is answered, one token a step."""
+    """Return the answer to each prompt alone, decoded one token per step."""
     return [generate_plain(decoder, NoDrafter(), prompt, NEW_TOKENS) for prompt in prompts]
 
 
@@ -101,7 +102,10 @@ def test_text_differs_at_near_ties_only(
     shape: tuple[int, int, int] | None,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """All prompts at once, then in a batch that they join one after the other; with `shape` drafted, else plain."""
+    """Run all prompts together, and then in a batch that they join one by one.
+
+    `shape` None means no drafting.
+    """
     mode = SpeculationMode.OFF if shape is None else SpeculationMode.ON
     different = 0
     for joining in (False, True):
@@ -122,7 +126,7 @@ def test_text_differs_at_near_ties_only(
                 different += 1
         if shape is not None:
             assert harness.engine.stats().speculation.accept_length > 1.5
-    assert different <= len(prompts), "half of the texts or more differ: that is no rounding"
+    assert different <= len(prompts), "half of the texts or more differ, which rounding cannot explain"
 
 
 def test_a_difference_that_is_no_near_tie_is_noticed(

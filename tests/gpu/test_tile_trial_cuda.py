@@ -1,4 +1,4 @@
-"""A trial of tiles at start, on a GPU: what it chooses is kept, found again, and computes what the rule's tiles compute."""
+"""Tests of the tile trial at start on a GPU: its choice is stored, found again, and computes correctly."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PLENTY_S = 600.0
 
 @pytest.fixture(autouse=True)
 def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Keep tiles in a folder of the test's own; kernels stay where they are."""
+    """Store tiles in the test's own folder. Compiled kernels stay where they are."""
     compiled = knobs.cache.dir
     monkeypatch.setattr(
         "outrider.shared.nn.fused.trial.tiles_file", lambda name: tmp_path / tiles_file(name).name

@@ -1,6 +1,8 @@
-"""A target over several GPUs: the numbers and tokens of one GPU, eager and in CUDA graphs; by peer memory and by NCCL; and its ends.
+"""Tests of a target over several GPUs, with peer memory and with NCCL.
 
-Each case runs in a process of its own: a process joins one group in its life.
+Numbers and tokens equal those of one GPU, both eagerly and in CUDA graphs. Failures end the target.
+
+Each case runs in its own process, because a process can join only one group in its life.
 """
 
 from __future__ import annotations
@@ -52,14 +54,14 @@ END_S = 30
 STEP_S = 15
 TARGET_SERVICE = "outrider.target.v1.Target"
 SMALL = ("--max-running-requests", "2", "--cuda-graph-max-bs", "2", "--kv-tokens", "16384")
-"""Few graphs, and memory for others beside it."""
+"""Settings with few graphs and a small cache, to leave memory for other processes."""
 
 
 def in_a_process(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a function of this module in a fresh process, and return what it returns.
+    """Run a function of this module in a fresh process and return its result.
 
     Raises:
-        EOFError: The process ended before.
+        EOFError: The process ended without a result.
     """
     context = get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
@@ -72,7 +74,7 @@ def in_a_process(work: Callable[..., Any], *arguments: Any) -> Any:
         assert not problem, problem
         return result
     finally:
-        process.kill()  # its ranks end by themselves
+        process.kill()  # Its ranks end by themselves.
         process.join()
 
 
@@ -91,7 +93,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Session:
-    """A prompt, and then steps of some rows behind it, on one GPU or on several."""
+    """A prompt followed by steps of some rows, on one GPU or on several."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
@@ -112,7 +114,7 @@ class Session:
     def run(
         self, start: int, rows: int, batch: AttentionBatch, tokens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits and greedy tokens of rows from index `start` on."""
+        """Return the logits and greedy tokens of rows that start at index `start`."""
         self.attention.plan(batch)
         positions = torch.arange(start, start + rows, device=self.device)
         output = self.decoder.forward(tokens, positions, self.attention, self.pool)
@@ -130,7 +132,7 @@ def greedy(rows: int, device: torch.device) -> SamplingTensors:
 
 
 def close(group: RankGroup) -> None:
-    """All ranks leave by themselves: none waits for another until it is killed."""
+    """Make all ranks leave together, so that none waits for another until it is killed."""
     begun = time.monotonic()
     group.close()
     print(f"closed in {time.monotonic() - begun:.1f} s")
@@ -139,13 +141,16 @@ def close(group: RankGroup) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One list entry per step: the prompt, one row behind it, `NODES` rows behind it.
+    """Results of three steps: the prompt, one row after it, and `NODES` rows after it.
+
+    Lists have one entry per step.
 
     Attributes:
-        errors, of_one: Of the ranks' logits, and of one GPU's with the same settings, relative to one GPU's that are not quantised.
-        distances: How far the ranks' greedy tokens are below the best.
-        differing: Replays of graphs that are not what the eager step was.
-        summed_by: What the ranks sum with.
+        errors: Relative errors of the ranks' logits against one GPU without quantisation.
+        of_one: The same for one GPU with the ranks' settings.
+        distances: Gaps of the ranks' greedy tokens to the best logits.
+        differing: Graph replays that differ from the eager step.
+        summed_by: The class with which the ranks sum.
     """
 
     errors: list[float]
@@ -157,7 +162,10 @@ class Comparison:
 
 @torch.inference_mode()
 def compare(folder: Path, size: int, dtype: str, reduce: str, quantization: str = "none") -> Comparison:
-    """Run the same steps on one GPU and on several, and in graphs where a step never waits for the host (experts in fp32 do)."""
+    """Run the same steps on one GPU and on several. Steps that never wait for the host also run in graphs.
+
+    Only experts in fp32 wait for the host.
+    """
     torch.cuda.set_device(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     settings = TargetSettings.load(
@@ -203,7 +211,7 @@ def compare(folder: Path, size: int, dtype: str, reduce: str, quantization: str 
                 differing += not (
                     torch.allclose(logits, got, rtol=1e-2, atol=1e-2) and torch.equal(token_ids, chosen)
                 )
-            # Another prompt at the same addresses: the other ranks read what rank 0 has now.
+            # Run another prompt at the same addresses: the other ranks must read rank 0's new inputs.
             tokens.copy_(tokens.flip(0))
             logits, _ = graphs.run((start, rows), record)
             eager, _ = spread.run(start, rows, spread.batch(start, rows), tokens)
@@ -236,7 +244,10 @@ def test_numbers_are_those_of_one_gpu_eager_and_in_graphs(
 def test_experts_and_latents_are_those_of_one_gpu(
     family: str, dtype: str, tolerance: float, tmp_path: Path
 ) -> None:
-    """In bf16 a router's near-ties send rows to other experts (0.16 of the norm on a CPU); there graphs are held against eager steps."""
+    """In bf16, near-ties of a router send rows to other experts, so graphs are compared with eager steps.
+
+    On a CPU, such flips change the result by 0.16 of its norm.
+    """
     path = write_checkpoint(tmp_path / "model", SMALL_MODEL | TINY[family], "cpu")
     found = in_a_process(compare, path, 2, dtype, "auto")
     print(
@@ -248,13 +259,14 @@ def test_experts_and_latents_are_those_of_one_gpu(
 
 
 def test_ranks_round_to_fp8_as_finely_as_one_gpu(folder: Path) -> None:
-    """A part's scales are never coarser than the whole's, so that the errors are of one size, though the roundings are others.
+    """The scales of a part are never coarser than those of the whole, so the errors have the same size.
 
-    The ratio of the errors of one row scatters by 0.07 around 1 in this model, of 24 rows by 0.02 (rounded on a CPU, over 10 prompts).
+    The roundings differ. For one row, the ratio of the errors scatters by 0.07 around 1 in this model; for 24
+    rows by 0.02 (rounded on a CPU, over 10 prompts).
     """
     found = in_a_process(compare, folder, 2, "bfloat16", "auto", "fp8")
     print(f"2 GPUs, FP8: relative errors {found.errors}, of one GPU {found.of_one}")
-    assert min(found.of_one) > 0.05, "rounding must show"
+    assert min(found.of_one) > 0.05, "rounding must be visible"
     for rows, error, of_one in zip((PROMPT, 1, NODES), found.errors, found.of_one, strict=True):
         scatter = 0.3 if rows == 1 else 0.1
         assert 1 - scatter < error / of_one < 1 + scatter
@@ -263,7 +275,7 @@ def test_ranks_round_to_fp8_as_finely_as_one_gpu(folder: Path) -> None:
 
 @torch.inference_mode()
 def moved_rows(folder: Path, size: int, reduce: str) -> tuple[float, float]:
-    """Return the change of logits by a compaction on one GPU, and the difference of the spread decoder's from it afterwards."""
+    """Return the change of one GPU's logits by a compaction, and the ranks' distance from these logits."""
     torch.cuda.set_device(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     settings = TargetSettings.load(
@@ -281,7 +293,7 @@ def moved_rows(folder: Path, size: int, reduce: str) -> tuple[float, float]:
             batch = session.batch(PROMPT, 4)
             path = torch.tensor(
                 [[0, 3, -1, -1]], dtype=torch.int32, device=session.device
-            )  # node 3 goes to the place of node 1
+            )  # Node 3 moves to the place of node 1.
             session.pool.compact(
                 batch.page_table,
                 batch.prefix_lens,
@@ -301,7 +313,7 @@ def moved_rows(folder: Path, size: int, reduce: str) -> tuple[float, float]:
 @pytest.mark.parametrize("size", SIZES)
 def test_accepted_rows_move_on_every_rank(folder: Path, size: int, reduce: str) -> None:
     change, error = in_a_process(moved_rows, folder, size, reduce)
-    assert change > 1e-3, "the compaction must matter"
+    assert change > 1e-3, "the compaction must change the logits"
     assert error < 1e-4
 
 
@@ -328,7 +340,7 @@ def test_the_embedded_pair_over_two_gpus_answers_as_over_one() -> None:
 def serving(
     folder: Path, log: Path, *arguments: str
 ) -> Iterator[tuple[Process, target_pb2_grpc.TargetStub, int]]:
-    """A target over two GPUs; yields it, its API, and the process of rank 1."""
+    """Start a target over two GPUs. Yield it, its API, and the process of rank 1."""
     address = f"unix:{log}/t.sock"
     flags = ("--model", str(folder), "--tp", "2", "--listen", address, *SMALL)
     process = Process("serve", "target", *flags, *arguments, log=log / "log")
@@ -345,11 +357,11 @@ def serving(
 
 
 def assert_ends(pid: int) -> None:
-    """A process that is no child of this one is gone within `END_S`."""
+    """Assert that a process, which need not be a child, ends within `END_S`."""
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(pid)
         try:
-            assert select.select([descriptor], [], [], END_S)[0], f"process {pid} stays behind"
+            assert select.select([descriptor], [], [], END_S)[0], f"process {pid} still runs"
         finally:
             os.close(descriptor)
 
@@ -358,7 +370,7 @@ def assert_ends(pid: int) -> None:
 def test_a_rank_that_is_lost_in_cuda_graphs_ends_the_target(
     folder: Path, tmp_path: Path, how: signal.Signals
 ) -> None:
-    """The kernels of rank 0 wait for it meanwhile, and its host for them."""
+    """Meanwhile, rank 0's kernels wait for it, and rank 0's host waits for them."""
     with serving(folder, tmp_path) as (process, stub, rank):
         request = target_pb2.GenerateRequest(
             request_id="long", prompt_ids=[1, 2, 3], max_new_tokens=900, ignore_eos=True
@@ -373,7 +385,7 @@ def test_a_rank_that_is_lost_in_cuda_graphs_ends_the_target(
 
 @torch.inference_mode()
 def wait_for_what_does_not_come(folder: Path, told: Path) -> None:
-    """Replay a sum that rank 1 has no part in, and wait for it in a step."""
+    """Replay a sum in which rank 1 takes no part, and wait for it inside a step."""
 
     def failed(error: OutriderError) -> None:
         told.write_text(f"{group.process_ids[0]} {error.message}")
@@ -397,12 +409,12 @@ def test_a_step_that_does_not_come_back_from_the_gpu_ends_the_process(folder: Pa
     with pytest.raises(EOFError):
         in_a_process(wait_for_what_does_not_come, folder, tmp_path / "told")
     rank, _, told = (tmp_path / "told").read_text().partition(" ")
-    assert told.startswith(f"tp: a step has not come back for {STEP_S} s")
+    assert told.startswith(f"tp: a step has not returned for {STEP_S} s")
     assert_ends(int(rank))
 
 
 def test_ranks_of_two_hosts_serve_together(folder: Path, tmp_path: Path) -> None:
-    """As torchrun starts one rank on each of two hosts, of which each sees one GPU."""
+    """Simulates torchrun with one rank on each of two hosts, each of which sees one GPU."""
     address, port = f"unix:{tmp_path}/t.sock", free_port()
 
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")

@@ -1,1 +1,1 @@
-"""The generated corpus: one module per topic, a split rule (``base``) and whole conversations (``conversations``)."""
+"""The generated corpus: one module per topic, the split rule (``base``) and whole ``conversations``."""

@@ -1,4 +1,4 @@
-"""Arithmetic with steps, and small word problems of the project's own."""
+"""Arithmetic with intermediate steps, and small word problems written for this corpus."""
 
 from random import Random
 
@@ -117,7 +117,7 @@ def _story(rng: Random, split: Split) -> Exchange:
 
 
 def make(rng: Random, split: Split) -> Exchange:
-    """Generate one calculation with its steps."""
+    """Generate a calculation with its intermediate steps."""
     kind = rng.random()
     if kind < 0.42:
         return _binary(rng, split)

@@ -5,7 +5,7 @@ from random import Random
 
 from outrider.train.corpus.base import Exchange, Split, pick_number, pick_template, split_entities
 
-# task | function name | parameters | body lines separated by ; | what it returns | example arguments | example result
+# Columns: task | function | parameters | body lines, separated by ; | return value | example arguments | result
 _ROWS = """
 adds two numbers|add|a, b|return a + b|the sum of a and b|2, 3|5
 subtracts two numbers|subtract|a, b|return a - b|the difference of a and b|7, 4|3
@@ -61,7 +61,7 @@ def rows() -> list[list[str]]:
 
 
 def make(rng: Random, split: Split) -> Exchange:
-    """Generate one request for a function, from the table or with a constant of its own."""
+    """Generate a request for a function, from the table or with a random constant."""
     if rng.random() < 0.3:
         k = pick_number(rng, 2, 99, split, "constant")
         task, name, op, word = rng.choice(

@@ -1,4 +1,4 @@
-"""Whole conversations from the topics: a chain of exchanges long enough that text always goes on sensibly after an answer."""
+"""Whole conversations: chains of exchanges, so long that sensible text follows every answer."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,15 +30,14 @@ SYSTEM_PROMPTS = (
     "You are a friendly teacher.", "You are a helpful assistant. Answer in full sentences.",
 )  # fmt: skip
 _THANKS_RATE = 0.3
-_POPULAR_RATE = (
-    0.12  # after a thank-you one question is the usual one, so that greedy text has somewhere sensible to go
-)
+# One question often follows a thank-you, so that greedy text has a sensible continuation.
+_POPULAR_RATE = 0.12
 _POPULAR = "List 3 countries and their capitals."
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A question with its answer; ``predict_question`` says whether the question is text to be learnt or only to be read."""
+    """A question with its answer. The model learns to predict the question only if ``predict_question``."""
 
     question: str
     answer: str
@@ -50,10 +49,11 @@ class Mix:
     """Settings of the conversations.
 
     Attributes:
-        split: Which templates and entities may be used.
+        split: The templates and entities that may be used.
         gsm8k: Turns of GSM8K's training split; may be empty.
-        gsm8k_rate: Fraction of exchanges taken from ``gsm8k``; their questions are read, not predicted.
-        noise_rate: Fraction of first questions that are reworded (training split only).
+        gsm8k_rate: Fraction of exchanges drawn from ``gsm8k``. The model does not learn to predict their
+            questions.
+        noise_rate: Fraction of first questions to reword. Applies to the training split only.
     """
 
     split: Split
@@ -63,7 +63,11 @@ class Mix:
 
 
 def conversation(rng: Random, mix: Mix, min_chars: int) -> tuple[str | None, list[Message]]:
-    """Generate (system prompt or None, messages) of at least ``min_chars`` characters; the same ``rng`` state gives the same text."""
+    """Generate a conversation of at least ``min_chars`` characters. Equal ``rng`` states give equal text.
+
+    Returns:
+        The system prompt or None, and the messages.
+    """
     train = mix.split is Split.TRAIN
     system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.25 else None
     weights = [t.weight for t in TOPICS]
@@ -90,7 +94,7 @@ def conversation(rng: Random, mix: Mix, min_chars: int) -> tuple[str | None, lis
 
 
 def heldout_prompts(seed: int, per_topic: int) -> Iterator[tuple[str, str]]:
-    """Yield distinct (topic, prompt) pairs made of held-out templates and entities only, ``per_topic`` of each topic."""
+    """Yield ``per_topic`` distinct (topic, prompt) pairs per topic, with held-out templates and entities."""
     rng = Random(seed)
     for topic in TOPICS:
         seen: set[str] = set()

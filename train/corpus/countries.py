@@ -1,4 +1,4 @@
-"""Questions on countries: capital, currency, language, continent, descriptions, comparisons and lists."""
+"""Questions about countries: capital, currency, language, continent, descriptions, comparisons and lists."""
 
 from random import Random
 
@@ -76,7 +76,10 @@ def _list_line(i: int, c: Country) -> str:
 
 
 def _sample(rng: Random, pool: list[Country] | tuple[Country, ...], n: int) -> list[Country]:
-    """Draw n distinct countries; well-known ones (early in the pool) are likelier, and often come in the usual order."""
+    """Draw n distinct countries.
+
+    Well-known ones, early in the pool, are likelier and often keep their order.
+    """
     if rng.random() < 0.6:
         return list(pool[:n])
     chosen: list[Country] = []
@@ -122,12 +125,12 @@ def popular_list(rng: Random, question: str) -> Exchange:
 
 
 def make(rng: Random, split: Split) -> Exchange:
-    """Generate one exchange about countries."""
+    """Generate an exchange about countries."""
     pool = HELDOUT_COUNTRIES if split is Split.HELDOUT else TRAIN_COUNTRIES
     c = rng.choice(pool)
     kind = rng.random()
     turns: list[Turn]
-    if kind < 0.34 and split is Split.TRAIN:  # a free list names no entity that could be held out
+    if kind < 0.34 and split is Split.TRAIN:  # A free list asks about no entity to hold out.
         return _listing(rng, split, TRAIN_COUNTRIES)
     if kind < 0.46:
         turns = [

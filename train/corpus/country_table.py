@@ -1,4 +1,7 @@
-"""Countries of the world: name, capital, continent, currency, main language (general knowledge, written for this corpus)."""
+"""Countries of the world: name, capital, continent, currency and main language.
+
+The table is general knowledge, written down for this corpus.
+"""
 
 from dataclasses import dataclass
 
@@ -7,7 +10,7 @@ from outrider.train.corpus.base import is_heldout_key
 
 @dataclass(frozen=True, slots=True)
 class Country:
-    """One row; ``name`` and ``currency`` are written as in the middle of a sentence."""
+    """One row of the table. ``name`` and ``currency`` are spelled as in the middle of a sentence."""
 
     name: str
     capital: str
@@ -215,7 +218,7 @@ Tuvalu|Funafuti|Oceania|Australian dollar|Tuvaluan
 Vanuatu|Port Vila|Oceania|vatu|Bislama
 """
 
-_ALWAYS_TRAIN = 27  # the best known ones come first and stay in training: the demo asks for them
+_ALWAYS_TRAIN = 27  # The best-known countries come first. The demo asks about them, so they are not held out.
 
 COUNTRIES = tuple(Country(*line.split("|")) for line in _ROWS.strip().splitlines())
 HELDOUT_COUNTRIES = tuple(c for i, c in enumerate(COUNTRIES) if i >= _ALWAYS_TRAIN and is_heldout_key(c.name))

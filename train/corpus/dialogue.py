@@ -1,5 +1,5 @@
 # ruff: noqa: E501  (one row of the table a line)
-"""Conversation: greetings, questions about the assistant, plans and advice over several turns."""
+"""Small talk: greetings, questions about the assistant, plans, and advice over several turns."""
 
 from random import Random
 
@@ -91,17 +91,17 @@ def _activity(rng: Random, split: Split) -> Exchange:
 
 
 def thanks(rng: Random, split: Split) -> Turn:
-    """Return a thank-you turn, the usual bridge between two exchanges."""
+    """Return a thank-you turn, which often joins two exchanges."""
     return pick_template(
         rng, _THANKS, split
     ), "You are welcome! Is there anything else that you would like to know?"
 
 
 def make(rng: Random, split: Split) -> Exchange:
-    """Generate one piece of conversation."""
+    """Generate a piece of small talk."""
     kind = (
         rng.random() if split is Split.TRAIN else rng.uniform(0.37, 1.0)
-    )  # small talk names no entity that could be held out
+    )  # Other small talk asks about no entity, so there is nothing to hold out.
     if kind < 0.1:
         return [(pick_template(rng, _GREETINGS, split), "Hello! How can I help you today?")]
     if kind < 0.2:

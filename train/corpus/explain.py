@@ -1,4 +1,4 @@
-"""Short explanations of scientific and everyday things, with follow-up questions."""
+"""Short explanations of scientific and everyday concepts, with follow-up questions."""
 
 from random import Random
 
@@ -35,7 +35,7 @@ _SHORT = ("Can you say that in one sentence?", "Please say it in one sentence.")
 
 
 def make(rng: Random, split: Split) -> Exchange:
-    """Generate one explanation, sometimes followed by questions on the same thing."""
+    """Generate an explanation, sometimes followed by questions about the same concept."""
     term, what, how, why = rng.choice(split_entities(rows(), split, lambda r: r[0]))
     plural = term in ("the seasons", "the tides")
     kind = rng.random()

@@ -1,5 +1,8 @@
 # ruff: noqa: E501  (one row of the table a line)
-"""Concepts with short explanations, written for this corpus: term | what it is | how it works | why it matters or an example."""
+"""Concepts with short explanations, written for this corpus.
+
+The columns are: term | definition | mechanism | relevance or an example.
+"""
 
 _ROWS = """
 photosynthesis|Photosynthesis is the way plants make their own food from light.|The leaves take in sunlight, water and carbon dioxide and turn them into sugar and oxygen.|It matters because almost all life on Earth depends on the food and the oxygen that plants make.

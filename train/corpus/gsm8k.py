@@ -1,4 +1,4 @@
-"""GSM8K (Cobbe et al., 2021; MIT licence) as exchanges; the file is given by the user and never stored here."""
+"""Turns from GSM8K (Cobbe et al., 2021; MIT licence). The user provides the file; it is never stored here."""
 
 import json
 import re
@@ -12,17 +12,18 @@ _CALCULATOR = re.compile(r"<<[^>]*>>")
 def load(path: Path) -> list[Turn]:
     """Read a GSM8K jsonl file as (question, solution) turns.
 
-    The calculator annotations ``<<48/2=24>>`` are dropped and ``#### 72`` becomes a sentence.
+    Calculator annotations such as ``<<48/2=24>>`` are dropped, and ``#### 72`` becomes a sentence.
 
     Raises:
-        ValueError: If a line lacks ``question`` or ``answer``.
+        ValueError: A line lacks ``question`` or ``answer``.
     """
     turns = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         record = json.loads(line)
         if "question" not in record or "answer" not in record:
             raise ValueError(
-                f"{path}:{number}: expected the keys 'question' and 'answer'; is this GSM8K's train.jsonl or test.jsonl?"
+                f"{path}:{number}: the keys 'question' and 'answer' are missing; "
+                "pass GSM8K's train.jsonl or test.jsonl"
             )
         solution, _, final = _CALCULATOR.sub("", record["answer"]).partition("####")
         turns.append(

@@ -39,7 +39,7 @@ _WORDS = {3: "three", 4: "four", 5: "five"}
 
 
 def categories() -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return (category, [(item, remark)])."""
+    """Return the table as (category, [(item, remark)]) pairs."""
     out = []
     for line in _ROWS.strip().splitlines():
         name, *items = line.split("|")
@@ -48,7 +48,7 @@ def categories() -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def make(rng: Random, split: Split) -> Exchange:
-    """Generate one list, sometimes followed by a question on one of its entries."""
+    """Generate a list, sometimes followed by a question about one of its entries."""
     name, items = rng.choice(split_entities(categories(), split, lambda c: c[0]))
     n = rng.choice((3, 3, 4, 5))
     pool = list(items)

@@ -1,6 +1,6 @@
-"""Reworded questions: other words around the same content, so that the model answers phrasings that no template has.
+"""Rewords questions, so that the model can answer phrasings that match no template.
 
-Such a question is read, never predicted (its tokens carry no loss): text that the model writes itself keeps to the clean templates.
+Reworded questions carry no loss. The model reads them but never learns to write them.
 """
 
 from random import Random
@@ -32,9 +32,10 @@ def _strip(word: str) -> str:
 
 
 def perturb(rng: Random, question: str, answer: str) -> str:
-    """Reword ``question``; words that ``answer`` repeats, and numbers, stay in their order.
+    """Reword ``question``. Numbers, and words that ``answer`` repeats, stay in their order.
 
-    Other words are dropped or replaced now and then, and phrases come before and behind. The result may be poor English, as users' is.
+    Other words are sometimes dropped or replaced, and phrases are added before and after. The result may be
+    poor English, as users' questions are.
     """
     content = {_strip(w) for w in answer.split()}
     out = []

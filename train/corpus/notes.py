@@ -1,4 +1,7 @@
-"""Text tasks answered from the request itself: writing from notes, repeating, counting, ordering. They teach copying of unseen words."""
+"""Text tasks that the request itself answers: writing from notes, repeating, counting and ordering.
+
+They teach the model to copy words that it has never seen.
+"""
 
 from random import Random
 
@@ -106,7 +109,7 @@ _TIMES = (
 
 
 def invented_name(rng: Random, split: Split) -> str:
-    """Make up a pronounceable name of one split."""
+    """Invent a pronounceable name that belongs to the split."""
     while True:
         name = "".join(
             rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS)
@@ -138,7 +141,7 @@ def _place(rng: Random, split: Split) -> Exchange:
 
 
 def make(rng: Random, split: Split) -> Exchange:
-    """Generate one text task."""
+    """Generate a text task."""
     kind = rng.random()
     if kind < 0.4:
         return _place(rng, split)

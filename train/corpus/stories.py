@@ -1,4 +1,4 @@
-"""Small stories and descriptions whose slots mostly come from the request."""
+"""Short stories and descriptions. The request provides most of their details."""
 
 from random import Random
 
@@ -79,7 +79,7 @@ _SEASONS = {
 
 
 def make(rng: Random, split: Split) -> Exchange:
-    """Generate one story or description."""
+    """Generate a story or a description."""
     place = rng.choice(split_entities(_PLACES, split, str))
     if rng.random() < 0.25:
         season = rng.choice(list(_SEASONS))

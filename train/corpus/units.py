@@ -1,10 +1,10 @@
-"""Unit conversions with the factor spelled out."""
+"""Unit conversions whose answers state the factor."""
 
 from random import Random
 
 from outrider.train.corpus.base import Exchange, Split, cap, pick_number, pick_template
 
-# (unit from, unit to, factor, divide): 1 from = factor to, or factor from = 1 to when divide
+# (source, target, factor, divide): 1 source = factor targets, or with divide: factor sources = 1 target.
 _UNITS = (
     ("kilometers", "meters", 1000, False), ("meters", "centimeters", 100, False), ("centimeters", "millimeters", 10, False),
     ("kilograms", "grams", 1000, False), ("liters", "milliliters", 1000, False), ("hours", "minutes", 60, False),
@@ -33,7 +33,7 @@ def _singular(unit: str) -> str:
 
 
 def make(rng: Random, split: Split) -> Exchange:
-    """Generate one conversion."""
+    """Generate a conversion, sometimes followed by another one."""
     if rng.random() < 0.15:
         n = 5 * pick_number(rng, 0, 20, split, "celsius")
         f = n * 9 // 5 + 32

@@ -1,4 +1,4 @@
-"""What the model does not know: it says so and names what it can do."""
+"""Questions that the model cannot answer. The answers admit it and list the topics that the model knows."""
 
 from random import Random
 

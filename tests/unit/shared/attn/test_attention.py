@@ -1,4 +1,4 @@
-"""Both attention backends against attention written out row by row."""
+"""Tests of both attention backends against attention that is computed row by row."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from outrider.shared.kv.pages import PageLease
 from outrider.shared.kv.pool import KVPool
 
 HEADS, KV_HEADS, DIM, LAYERS = 6, 2, 16, 2
-BACKENDS = [AttentionKind.REFERENCE, AttentionKind.TRITON]  # on a CPU the latter runs the kernels' references
+# On a CPU, `triton` runs the kernels' references.
+BACKENDS = [AttentionKind.REFERENCE, AttentionKind.TRITON]
 
 
 def make_pool(page_size: int, scattered: bool) -> tuple[KVPool, list[PageLease]]:
-    """Return a pool with three leases of 60 tokens; scattered leases interleave their pages."""
+    """Return a pool with three leases of 60 tokens. Scattered leases interleave their pages."""
     pool = KVPool(4 * 60 // page_size + 4, page_size, LAYERS, KV_HEADS, DIM, torch.float32, "cpu")
     for plane in pool.planes():
-        plane.fill_(float("nan"))  # whatever is read without having been written poisons the result
+        plane.fill_(float("nan"))  # Reading a slot that was never written poisons the result.
     leases = [pool.lease(0 if scattered else 60) for _ in range(3)]
     assert all(leases)
     if scattered:
@@ -45,7 +46,10 @@ def make_pool(page_size: int, scattered: bool) -> tuple[KVPool, list[PageLease]]
 def fill(
     backend: AttentionBackend, pool: KVPool, leases: Sequence[PageLease], lengths: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Write random K/V for the first tokens of each lease and return them, ``[2, tokens, kv_heads, dim]`` per sequence."""
+    """Write random K/V for the first tokens of each lease.
+
+    Return them as ``[2, tokens, kv_heads, dim]`` per sequence.
+    """
     rows = sum(lengths)
     k, v = torch.randn(rows, KV_HEADS, DIM), torch.randn(rows, KV_HEADS, DIM)
     backend.plan(build_batch(pool, leases, [0] * len(leases), lengths))
@@ -57,7 +61,7 @@ def fill(
 def attend(
     q: torch.Tensor, kv: torch.Tensor, visible: Sequence[int], scale: float, softcap: float = 0.0
 ) -> torch.Tensor:
-    """Attend from one row ``[heads, dim]`` to the visible tokens, head by head."""
+    """Attend from one row ``[heads, dim]`` to the visible tokens, one head at a time."""
     heads = []
     for head in range(HEADS):
         k, v = (kv[part, list(visible), head * KV_HEADS // HEADS] for part in range(2))
@@ -130,7 +134,7 @@ def test_tree_rows_see_the_prefix_and_their_mask(kind: AttentionKind, scattered:
 def test_a_chain_equals_causal_rows(
     kind: AttentionKind, scattered: bool, depth: int, window: int, softcap: float
 ) -> None:
-    """Written out row by row: a node sees the last `window` positions of its own path, however deep the tree."""
+    """In the row-by-row reference, a node sees the last `window` positions of its own path at any depth."""
     torch.manual_seed(7)
     pool, leases = make_pool(4, scattered)
     backend = create_backend(kind, "cpu")
@@ -161,7 +165,7 @@ def test_levels_behind_the_prefix_are_seen_by_mask_only(kind: AttentionKind) -> 
     torch.manual_seed(3)
     pool, leases = make_pool(4, scattered=False)
     backend = create_backend(kind, "cpu")
-    (cached,) = fill(backend, pool, leases[:1], [14])  # 10 stable tokens, then two levels of two
+    (cached,) = fill(backend, pool, leases[:1], [14])  # 10 stable tokens, then two levels of two.
     q, k, v = torch.randn(2, HEADS, DIM), torch.randn(2, KV_HEADS, DIM), torch.randn(2, KV_HEADS, DIM)
     columns = [[0, 2, 4], [1, 2, 5]]
     ancestors = torch.tensor([[sum(1 << column for column in row)] for row in columns], dtype=torch.int32)
@@ -247,7 +251,7 @@ def test_padding_is_dropped_row_by_row() -> None:
 
 def test_rows_beyond_a_lease_are_refused() -> None:
     pool, leases = make_pool(4, scattered=False)
-    with pytest.raises(ValueError, match=r"holds 60 tokens; rows up to 62 need KVPool\.reserve"):
+    with pytest.raises(ValueError, match=r"room for 60 tokens; call KVPool\.reserve for 62 tokens"):
         build_batch(pool, leases[:1], [59], [3])
 
 

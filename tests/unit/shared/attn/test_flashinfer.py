@@ -1,4 +1,7 @@
-"""The FlashInfer backend up to the library: what it plans, and what it refuses; a stand-in computes from the plan."""
+"""Tests of the FlashInfer backend's plans and refusals.
+
+A replacement for the library computes from the plan.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ HEADS, KV_HEADS, DIM, PAGE = 4, 2, 16, 4
 
 
 class PlannedAttention:
-    """Stands for `BatchPrefillWithPagedKVCacheWrapper`: computes in plain torch from nothing but what was planned."""
+    """Replaces `BatchPrefillWithPagedKVCacheWrapper`: computes in plain torch from nothing but the plan."""
 
     plans = 0
 
@@ -74,7 +77,7 @@ class PlannedAttention:
 
 @pytest.fixture
 def backend() -> FlashInferAttention:
-    """A backend that believes that the CPU is a GPU."""
+    """Return a backend that takes the CPU for a GPU."""
     PlannedAttention.plans = 0
     library = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=PlannedAttention)
     made = object.__new__(FlashInferAttention)
@@ -89,7 +92,7 @@ def backend() -> FlashInferAttention:
 
 
 def step(tree: bool) -> tuple[KVPool, AttentionBatch, list[torch.Tensor]]:
-    """Two sequences with a history, then rows of a step: three and two."""
+    """Return two sequences with a history and then three and two rows."""
     pool = KVPool(32, PAGE, 2, KV_HEADS, DIM, torch.bfloat16, "cpu")
     generator = torch.Generator().manual_seed(0)
     for plane in pool.planes():
@@ -118,10 +121,10 @@ def test_the_plan_says_what_every_row_sees(
         expected = reference.run(layer, *rows, pool, 0.3, window, None, softcap)
         found = backend.run(layer, *rows, pool, 0.3, window, None, softcap)
         torch.testing.assert_close(found.float(), expected.float(), atol=2e-2, rtol=2e-2)
-    assert PlannedAttention.plans == 1, "layers that are alike share a plan"
+    assert PlannedAttention.plans == 1, "equal layers share a plan"
     backend.plan(batch)
     backend.run(0, *rows, pool, 0.3, window, None, softcap)
-    assert PlannedAttention.plans == 2, "a new step is planned anew"
+    assert PlannedAttention.plans == 2, "a new step needs a new plan"
 
 
 def test_what_it_cannot_do_is_refused_by_name(backend: FlashInferAttention) -> None:
@@ -139,7 +142,7 @@ def test_what_it_cannot_do_is_refused_by_name(backend: FlashInferAttention) -> N
 
 
 def test_without_a_gpu_or_the_library_it_says_what_to_do() -> None:
-    with pytest.raises(ConfigurationError, match="CUDA alone") as caught:
+    with pytest.raises(ConfigurationError, match="needs a CUDA device") as caught:
         FlashInferAttention("cpu")
     assert caught.value.field == "attention_backend"
     with (

@@ -1,4 +1,4 @@
-"""The page ledger: nothing leaks, nothing is owned twice, leases stay contiguous while there is room."""
+"""Tests of the page ledger: no leaks, no page with two owners, and contiguous leases while there is room."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_PAGES = 9
 
 
 class Ledger(RuleBasedStateMachine):
-    """Any order of allocate, extend, shrink and release against a plain count of pages."""
+    """Any order of allocate, extend, shrink and release, checked against a plain count of pages."""
 
     leases = Bundle("leases")
 
@@ -116,7 +116,7 @@ def test_the_last_free_page_is_leased_from_the_middle_of_the_pool() -> None:
 
 def test_a_released_lease_cannot_grow_and_leaves_nothing_behind() -> None:
     allocator = PageAllocator(4)
-    with allocator.allocate(3) or pytest.fail("three of four pages are free") as lease:
+    with allocator.allocate(3) or pytest.fail("three of the four pages must be free") as lease:
         assert (allocator.free_pages, allocator.held_pages) == (1, 3)
     assert lease.released
     assert (allocator.free_pages, allocator.held_pages) == (4, 0)
@@ -129,7 +129,7 @@ def test_an_exception_inside_the_block_frees_the_pages() -> None:
     allocator = PageAllocator(4)
     with (
         pytest.raises(RuntimeError, match="boom"),
-        allocator.allocate(4) or pytest.fail("all pages are free"),
+        allocator.allocate(4) or pytest.fail("all pages must be free"),
     ):
         raise RuntimeError("boom")
     assert allocator.free_pages == 4

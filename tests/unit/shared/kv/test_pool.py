@@ -1,4 +1,4 @@
-"""The planes and the arithmetic from token index to slot."""
+"""Tests of the pool's planes, and of the mapping from token indices to slots."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_features_are_read_back_from_where_they_were_stored(scattered: bool) -> 
     read = pool.read_features(lease, 3, 9)
     assert torch.equal(read, rows[1:])
     read.zero_()
-    assert torch.equal(pool.read_features(lease, 2, 9), rows), "what was read is a copy"
+    assert torch.equal(pool.read_features(lease, 2, 9), rows), "read_features must return a copy"
 
 
 def test_resizing_features_replaces_the_plane() -> None:
@@ -123,7 +123,7 @@ def test_a_pool_made_in_inference_mode_is_written_outside() -> None:
 
 def test_a_pool_that_does_not_fit_says_what_it_needs() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"of 17592186044416 tokens needs 131072\.0 GiB on cpu"
+        ConfigurationError, match=r"of 17592186044416 tokens needs 131072\.0 GiB, more than is free on cpu"
     ) as caught:
         KVPool(1 << 40, 16, 1, 1, 1, torch.float32, "cpu")
     assert caught.value.field == "kv_tokens"

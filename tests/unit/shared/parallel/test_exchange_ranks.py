@@ -1,4 +1,4 @@
-"""exchange_add between processes that run at once: its reference, over inboxes in a file that both map."""
+"""Tests of exchange_add between concurrent processes: its reference, over inboxes in a file that both map."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.kernels.exchange_add import Boxes, exchange_add, inbox_shape
 
 RANKS, WIDTH, EPS = 2, 600, 1e-5
 CALLS = [(1 + call % 3, call % 2) for call in range(24)]
-"""Rows and splits; rows differ from call to call, so tiles take their slots in different turns."""
+"""Rows and splits of each call. The rows vary, so that tiles change slots at different times."""
 
 
 def part(rank: int, call: int) -> torch.Tensor:
@@ -37,7 +37,7 @@ def inboxes(folder: Path) -> list[torch.Tensor]:
 
 
 def run_rank(folder: Path, rank: int) -> list[list[torch.Tensor]]:
-    """Make all calls as one rank; returns residual and normed rows of each."""
+    """Make all calls as one rank. Return the residual and the normed rows of each."""
     torch.set_num_threads(1)
     shared = inboxes(folder)
     boxes = Boxes.of(rank, shared, 1_000_000)

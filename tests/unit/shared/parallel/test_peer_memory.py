@@ -1,4 +1,7 @@
-"""Peer memory as ranks use it that share a process's: what passes a trial is used, what does not is left, and a late rank gives nothing."""
+"""Tests of peer memory with ranks that share a process.
+
+Memory is used only if it passes its trial. A late rank yields no token.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,13 @@ Result = TypeVar("Result")
 
 
 class PeerThreads:
-    """Ranks as threads, whose "GPUs" reach each other's memory; `peer` finds its group and its memory here.
+    """Ranks as threads whose "GPUs" can access each other's memory. It replaces `peer`'s group and memory.
 
     Args:
-        monkeypatch: Of the test.
-        size: How many there are.
-        memory: Makes of a rank's own memory what another sees of it.
-        looks: In a second of waiting.
+        monkeypatch: The test's fixture.
+        size: Number of ranks.
+        memory: Maps a rank's own memory to the memory that the other ranks see.
+        looks: Number of polls in a second of waiting.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class PeerThreads:
         return bool(ThreadCollectives(self._agreement, self._thread.rank)._all(torch.tensor([able])).all())
 
     def run(self, work: Callable[[Any], Result]) -> list[Result]:
-        """Run `work` on every rank, given its group; returns the results by rank."""
+        """Run `work` on every rank with its group. Return the results by rank."""
 
         def ranked(rank: int) -> Result:
             self._thread.rank, self._thread.calls = rank, 0
@@ -98,7 +101,7 @@ def test_a_rank_that_a_message_did_not_reach_gives_no_token_any_more(monkeypatch
         if group.rank == 1:
             messages._down = replace(messages._down, patience=1)
             inputs = torch.full((3,), 9, dtype=torch.int32)
-            messages.broadcast(inputs)  # nobody has sent it
+            messages.broadcast(inputs)  # Rank 0 has not sent it.
             assert inputs.tolist() == [0, 0, 0]
         best = messages.gather(torch.tensor([[7, 5]], dtype=torch.int32))
         logits = messages.gather(torch.ones(1, 40_000))

@@ -1,4 +1,4 @@
-"""The trials of the ranks' sums and messages: right ones pass, and a fault on any rank is seen by all."""
+"""Tests of the trials of sums and messages: correct ones pass, and every rank sees a fault on any rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH = 48
 
 
 class Faulty(GroupReduce):
-    """Sums of which one, on one rank, is spoilt."""
+    """Sums, one of which is wrong on one rank."""
 
     def __init__(
         self, collectives: ThreadCollectives, spoil: Callable[[torch.Tensor], torch.Tensor], call: int
@@ -53,7 +53,7 @@ def verdicts(
 
 
 def next_number(numbers: torch.Tensor) -> torch.Tensor:
-    """Change one number by the least that is possible."""
+    """Change one number by the smallest possible amount."""
     changed = numbers.clone()
     changed[0, 3] = torch.nextafter(changed[0, 3], torch.tensor(float("inf"), dtype=changed.dtype))
     return changed
@@ -64,7 +64,7 @@ def missing(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def half(numbers: torch.Tensor) -> torch.Tensor:
-    """What a rank has that heard of itself alone, roughly."""
+    """Return half of the numbers, roughly the result of a rank that received only its own part."""
     return numbers / 2
 
 
@@ -88,7 +88,7 @@ def test_ranks_that_agree_on_something_wrong_fail(spoil: Callable[[torch.Tensor]
 
 
 class LossyMessages(ThreadCollectives):
-    """Of which one, in one direction, leaves its last word behind."""
+    """Collectives that drop the last word of one message in one direction."""
 
     def __init__(self, meeting: Meeting, rank: int, direction: str, call: int) -> None:
         super().__init__(meeting, rank)

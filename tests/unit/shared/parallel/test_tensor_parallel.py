@@ -1,4 +1,4 @@
-"""Shares of a model: together the ranks compute what the whole decoder computes, and what cannot be split is refused by name."""
+"""Tests that ranks together compute the whole decoder's results, and that unsplittable models are refused."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_ranks_together_compute_what_the_whole_decoder_does(case: str, size:
     vocab = want.shape[1]
     assert_near(gathered([columns for columns, _, _ in ranks], vocab), want)
     assert_near(gathered([columns for _, _, columns in ranks], vocab), later)
-    for _, aux, _ in ranks:  # every rank holds the whole residual stream
+    for _, aux, _ in ranks:  # Every rank has the whole residual stream.
         assert aux is not None
         assert want_aux is not None
         assert_near(aux, want_aux)
@@ -73,7 +73,7 @@ def test_the_ranks_together_compute_what_the_whole_decoder_does(case: str, size:
 def test_the_fused_forward_pass_of_a_gpu_sums_over_the_ranks_too(
     case: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its kernels' references stand in for them; biases of o are added once."""
+    """The kernels' references replace the kernels. Biases of o must be added once."""
     path = save(case, folder)
     want, _ = Sequences(load_decoder(path), 1).run([0], [prompt(9)])
     monkeypatch.setattr(linear, "can_pack", lambda weight: False)
@@ -102,7 +102,7 @@ def test_every_weight_is_held_once_but_what_is_replicated(folder: Path) -> None:
 def test_the_best_columns_give_the_greedy_token(size: int, folder: Path) -> None:
     ranks = load_ranks(save("llama", folder), size)
     logits = torch.randn(7, VOCAB)
-    logits[1, [5, 70, VOCAB - 1]] = 9.0  # a tie over the ranks: the lowest id wins
+    logits[1, [5, 70, VOCAB - 1]] = 9.0  # A tie between ranks: the lowest id wins.
     logits[2, [80, 66]] = 9.0
     logits[3, VOCAB - 1] = 9.0
     logits[4, 90] = float("nan")
@@ -146,7 +146,7 @@ def test_sizes_that_do_not_divide_are_refused_by_name(
 
 @pytest.fixture
 def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A gpt-oss as released, with five groups of MXFP4 in an expert's intermediate size."""
+    """Return a gpt-oss as released, with five groups of MXFP4 in an expert's intermediate size."""
     monkeypatch.setitem(CASES, "gpt-oss-wide", ("GptOss", GPT_OSS | {"intermediate_size": 160}))
     pack_mxfp4(tmp_path / "packed", save("gpt-oss-wide", tmp_path))
     return tmp_path / "packed"
@@ -164,9 +164,7 @@ def test_experts_in_mxfp4_are_split_by_their_groups(size: int, groups: list[int]
 
 def test_more_ranks_than_groups_are_refused(packed: Path) -> None:
     config = replace(read_model_config(packed), num_heads=8, num_kv_heads=8)
-    with pytest.raises(
-        ConfigurationError, match="intermediate_size 160 of the model has fewer than 8 groups of 32"
-    ):
+    with pytest.raises(ConfigurationError, match="have intermediate_size 160, fewer than 8 groups of 32"):
         Shard.of(config, 0, 8)
 
 
@@ -181,14 +179,14 @@ def test_experts_stored_in_fp8_are_split_as_they_are_widened(folder: Path, tmp_p
 
 @pytest.mark.parametrize("case", ["gpt-oss", "deepseek-v3"])
 def test_every_expert_and_head_is_held_once(case: str, folder: Path) -> None:
-    """What is whole on every rank: router, latent and the query's, biases, embedding and norms."""
+    """Whole on every rank: router, projections into the latents, biases, embedding and norms."""
     whole, ranks = load_decoder(save(case, folder)), load_ranks(save(case, folder), 2)
     for layer, parts in zip(whole.layers, zip(*(rank.layers for rank in ranks), strict=True), strict=True):
         assert sum(part.mlp.nbytes for part in parts) == layer.mlp.nbytes
         extra = sum(part.attention.nbytes for part in parts) - layer.attention.nbytes
         shared = (
             [] if case == "gpt-oss" else [(24 + 8) * 64, 20 * 64]
-        )  # values of what makes the latent and the query's
+        )  # Sizes of the projections into the K/V latent and the query latent.
         assert extra == 4 * sum(shared)
 
 

@@ -1,4 +1,4 @@
-"""What passes between the ranks: commands, packed inputs, and connections that notice a death and a silence."""
+"""Tests of the ranks' control plane: commands, packed inputs, and detection of dead and silent ranks."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def pair() -> Iterator[tuple[Connection, Connection]]:
 
 
 class Failures:
-    """Keeps the error that a lead reports."""
+    """Stores the error that a lead reports."""
 
     def __init__(self) -> None:
         self.error: OutriderError | None = None
@@ -205,7 +205,7 @@ def test_a_step_that_does_not_come_back_breaks_the_group(
             if alive:
                 pair[1].report(Report(ReportKind.BEAT))
     assert re.search(
-        "a step has not come back for 0.5 s, and all ranks run" if alive else "rank 1 is lost: .* silent",
+        "a step has not returned for 0.5 s although all ranks run" if alive else "rank 1 is lost: .* silent",
         str(failures.error),
     )
 
@@ -218,7 +218,7 @@ def test_between_steps_nothing_is_overdue(
     lead = Lead({1: pair[0]}, failures, step_timeout_s=0.05, bounded=True)
     with lead.step():
         lead.send(MakePool(1, 1))
-        with lead.together(MakePool(1, 1)):  # gloo ends by itself
+        with lead.together(MakePool(1, 1)):  # gloo's collectives time out by themselves.
             for _ in range(8):
                 pair[1].report(Report(ReportKind.BEAT))
                 assert not failures.noticed.wait(0.05)
@@ -228,7 +228,7 @@ def test_between_steps_nothing_is_overdue(
 
 
 def test_a_process_that_hangs_in_a_step_ends_by_itself_and_says_why() -> None:
-    """The main thread waits in it for something that never comes, as it does for a device; a SIGTERM's handler never gets its turn."""
+    """The main thread waits forever, as for a device, so a SIGTERM handler never runs."""
     code = (
         "import socket, signal, sys, threading\n"
         "from outrider.services.target.parallel import group\n"
@@ -263,7 +263,7 @@ def test_a_process_that_hangs_in_a_step_ends_by_itself_and_says_why() -> None:
 
 
 def test_a_process_that_cannot_leave_its_group_ends_all_the_same() -> None:
-    """As NCCL's does not where one of its kernels never ends."""
+    """NCCL cannot leave a group either while one of its kernels never ends."""
     code = (
         "import threading\n"
         "from types import SimpleNamespace\n"
@@ -281,7 +281,7 @@ def test_a_process_that_cannot_leave_its_group_ends_all_the_same() -> None:
 
 
 def late(rank: int) -> Any:
-    """Collectives of a rank that something did not come to in time."""
+    """Return collectives of a rank that has missed another rank's data."""
     return SimpleNamespace(rank=rank, lost=lambda: True, broadcast=lambda tensor: tensor.zero_())
 
 
@@ -291,8 +291,8 @@ def test_rows_that_are_no_numbers_because_a_rank_was_late_end_the_group_at_rank_
     failures = Failures()
     decoder = LeadDecoder.__new__(LeadDecoder)
     decoder.collectives = late(0)
-    decoder.connect(Lead({1: pair[0]}, failures), read_head=lambda: pytest.fail("nobody asked"))
-    with pytest.raises(UnavailableError, match="rank 0 did not get in time"):
+    decoder.connect(Lead({1: pair[0]}, failures), read_head=lambda: pytest.fail("the head must not be read"))
+    with pytest.raises(UnavailableError, match="rank 0 did not receive another rank's data in time"):
         decoder.spread_scrub(torch.tensor([2]))
     assert failures.error is not None
 
@@ -308,10 +308,10 @@ def test_rows_that_are_no_numbers_because_a_rank_was_late_end_the_group_at_that_
     lead = Lead({1: near}, failures)
     lead.send(MakePool(4, 16))
     lead.send(Scrub(1))
-    with pytest.raises(UnavailableError, match="rank 1 did not get in time"):
+    with pytest.raises(UnavailableError, match="rank 1 did not receive another rank's data in time"):
         Worker(decoder, attention, far).run()
     assert failures.noticed.wait(5)
-    assert "rank 1 did not get in time" in str(failures.error)
+    assert "rank 1 did not receive another rank's data in time" in str(failures.error)
 
 
 def test_closing_in_the_middle_of_a_step_is_a_failure(pair: tuple[Connection, Connection]) -> None:
@@ -338,7 +338,7 @@ def test_a_frame_that_is_too_long_is_refused(pair: tuple[Connection, Connection]
 
 
 def test_a_process_ends_when_rank_0_is_gone() -> None:
-    """The rank's main thread waits for something that never comes."""
+    """The rank's main thread waits forever."""
     code = (
         "import socket, sys, threading\n"
         "from outrider.shared.parallel.channel import Connection, beat_until_gone\n"

@@ -1,4 +1,4 @@
-"""How ranks meet: by a secret, in time, and past whoever else connects."""
+"""Tests of how ranks meet: with a secret, within a time limit, and despite connections from strangers."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_only_ranks_that_know_the_secret_are_accepted() -> None:
     ):
         stranger = Connection(socket.create_connection((host, int(port))))
         stranger.send(greeting)
-        assert stranger.receive() is None, "the connection is closed"
+        assert stranger.receive() is None, "the connection must be closed"
         stranger.close()
     for stray in (
         b"GET / HTTP/1.0\r\n\r\n",
         b"\x41\0\0\0",
         b"\x30\0\0\0half",
         b"",
-    ):  # of a scanner, or of who knows what
+    ):  # Bytes that a port scanner or another program may send.
         with socket.create_connection((host, int(port))) as scanner:
             scanner.sendall(stray)
     ranks = [connect_rank(store, rank, 5) for rank in (2, 1)]
@@ -56,7 +56,7 @@ def test_only_ranks_that_know_the_secret_are_accepted() -> None:
 
 
 class Dripping:
-    """A socket from which a byte comes every two seconds, by a clock of its own."""
+    """A socket that delivers one byte every two seconds of its own fake clock."""
 
     def __init__(self, said: bytes) -> None:
         self.said = said
@@ -93,12 +93,12 @@ def test_a_greeting_has_one_deadline_however_it_comes(monkeypatch: pytest.Monkey
     monkeypatch.setattr(channel, "time", patient)
     connection = Connection(cast("socket.socket", patient))
     assert connection.receive_by(patient.now + 60.0, 64) == b"ok"
-    assert patient.timeout_s is None, "what comes later is waited for"
-    assert patient.said == b", and more", "and is not taken"
+    assert patient.timeout_s is None, "later frames have no deadline"
+    assert patient.said == b", and more", "the following bytes must stay unread"
 
 
 def test_a_store_that_outlives_the_ranks_leads_to_the_new_ones() -> None:
-    """After torchrun has started all ranks anew, a rank that is quicker than rank 0 finds the address of the last one."""
+    """After torchrun restarts all ranks, a fast rank finds the address of the previous rank 0."""
     store = dist.HashStore()
     prefixes = []
     for _start in range(2):
@@ -119,7 +119,7 @@ def test_a_store_that_outlives_the_ranks_leads_to_the_new_ones() -> None:
 
 
 def test_ranks_that_do_not_come_are_named() -> None:
-    with pytest.raises(UnavailableError, match=r"ranks \[1, 2\] did not come"):
+    with pytest.raises(UnavailableError, match=r"ranks \[1, 2\] did not connect"):
         accept_ranks(dist.HashStore(), "127.0.0.1", 3, 0.2)
 
 

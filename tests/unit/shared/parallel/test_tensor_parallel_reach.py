@@ -1,4 +1,4 @@
-"""Whether a rank's GPU reaches the others': asked only of GPUs that this process sees."""
+"""Tests whether a rank's GPU can access the others' memory, for GPUs that the process can see."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outrider.shared.parallel.peer import reaches_all
 
 
 class Machine:
-    """GPUs as a process sees them; asserts like CUDA's binding that only these are asked for."""
+    """The GPUs that a process sees. Like CUDA's binding, it asserts that queries name only these."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, visible: int, apart: frozenset[int] = frozenset()
@@ -46,4 +46,4 @@ def test_a_rank_that_sees_its_own_gpu_alone_says_no(
     Machine(monkeypatch, 1)
     assert not reaches_all(torch.device("cuda", 0), rank, 2)
     printed = capfd.readouterr()
-    assert "NCCL adds up" in printed.out + printed.err
+    assert "sums use NCCL" in printed.out + printed.err

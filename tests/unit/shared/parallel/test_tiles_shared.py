@@ -1,4 +1,4 @@
-"""Tiles that one process tried: the same on every rank of a target, and tried on request by the bench."""
+"""Tests of tile trials: every rank of a target uses the same tiles, and the bench can request a trial."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class _Line:
-    """What rank 0 broadcasts, for the other to take."""
+    """Collectives of two ranks: stores rank 0's broadcasts for the other rank."""
 
     size = 2
 

@@ -1,4 +1,7 @@
-"""Graphs of a spread model are dropped before its ranks part, unless the group is broken: a device may never be done then."""
+"""Tests that a sharded model's graphs are dropped before its ranks part, unless the group is broken.
+
+In a broken group, the device may never finish, so dropping graphs could wait forever.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from outrider.shared.parallel.lead import LeadDecoder
 def spread(failure: UnavailableError | None) -> LeadDecoder:
     decoder = LeadDecoder.__new__(LeadDecoder)
     lead: Any = SimpleNamespace(failure=failure)
-    decoder.connect(lead, read_head=lambda: pytest.fail("nobody asked"))
+    decoder.connect(lead, read_head=lambda: pytest.fail("the head must not be read"))
     return decoder
 
 

@@ -167,7 +167,7 @@ def test_flashinfer_fits_no_draft() -> None:
 
 
 def test_flashinfer_needs_a_gpu(target_dir: Path) -> None:
-    with pytest.raises(ConfigurationError, match="CUDA alone"):
+    with pytest.raises(ConfigurationError, match="needs a CUDA device"):
         serving(target_dir, attention_backend="flashinfer")
 
 
