@@ -32,9 +32,10 @@ from outrider.services.stack.supervisor import Surroundings
 from outrider.services.target.app import StandIn, Target
 from outrider.services.target.model.synthetic_acceptance import SyntheticAcceptance, rates_of_mean
 from outrider.services.target.parallel.group import start_group
-from outrider.services.target.request import GenerationRequest, SamplingParams, SpeculationMode
+from outrider.services.target.request import GenerationRequest
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.errors import ConfigurationError, UnavailableError
+from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.kv.pool import CacheSizing
 from outrider.shared.nn.decoder import Decoder, default_dtype
 from outrider.shared.spec.drafter import DrafterState

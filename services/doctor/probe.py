@@ -26,13 +26,12 @@ from outrider.services.target.request import (
     FailedEvent,
     FinishedEvent,
     GenerationRequest,
-    SamplingParams,
     SpeculationLimits,
-    SpeculationMode,
 )
 from outrider.services.target.scheduling.limits import EngineLimits, SchedulerLimits
 from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.shared.attn.create import create_backend
+from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.open import load_decoder
 from outrider.shared.spec.drafter import FeatureSpec

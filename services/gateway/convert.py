@@ -6,18 +6,15 @@ Protobuf messages are used only here, in the target client and in the gRPC servi
 from __future__ import annotations
 
 from outrider.common.v1 import common_pb2
-from outrider.services.gateway.request import (
+from outrider.services.gateway.request import GenerationRequest, TargetDelta, TargetFinish, Usage
+from outrider.services.gateway.target_info import TargetInfo, TargetStats
+from outrider.shared.base.generation import (
     FinishReason,
-    GenerationRequest,
     RoundTrace,
     SpeculationMode,
-    SpeculationStats,
-    TargetDelta,
-    TargetFinish,
+    SpeculationReport,
     TraceNode,
-    Usage,
 )
-from outrider.services.gateway.target_info import TargetInfo, TargetStats
 from outrider.target.v1 import target_pb2
 
 MODE_TO_PROTO = {
@@ -129,9 +126,9 @@ def target_stats_from_proto(reply: target_pb2.GetStatsReply) -> TargetStats:
     )
 
 
-def stats_from_proto(stats: common_pb2.SpeculationStats) -> SpeculationStats:
+def stats_from_proto(stats: common_pb2.SpeculationStats) -> SpeculationReport:
     """Convert the speculation statistics of a sequence from protobuf."""
-    return SpeculationStats(
+    return SpeculationReport(
         accept_length=stats.accept_length,
         rounds=stats.rounds,
         draft_tokens=stats.draft_tokens,
@@ -142,7 +139,7 @@ def stats_from_proto(stats: common_pb2.SpeculationStats) -> SpeculationStats:
     )
 
 
-def stats_to_proto(stats: SpeculationStats) -> common_pb2.SpeculationStats:
+def stats_to_proto(stats: SpeculationReport) -> common_pb2.SpeculationStats:
     """Convert the speculation statistics of a sequence to protobuf."""
     return common_pb2.SpeculationStats(
         accept_length=stats.accept_length,

@@ -16,10 +16,7 @@ from outrider.services.gateway.request import (
     Chunk,
     Completion,
     Finished,
-    FinishReason,
     GenerationRequest,
-    RoundTrace,
-    SpeculationStats,
     Started,
     TargetDelta,
     TargetFinish,
@@ -28,6 +25,7 @@ from outrider.services.gateway.request import (
 from outrider.services.gateway.target_client.client import TargetClient
 from outrider.services.gateway.target_client.stream import TargetStream
 from outrider.shared.base.errors import DeadlineExceededError, OutriderError
+from outrider.shared.base.generation import FinishReason, RoundTrace, SpeculationReport
 
 # Time to wait for the target's statistics after a stop string. The target sends them within two rounds.
 FINISH_WAIT_S = 2.0
@@ -175,7 +173,7 @@ async def _last_word(stream: TargetStream, request: GenerationRequest) -> Target
                 pass
             return event
     except (TimeoutError, OutriderError):
-        return TargetFinish(FinishReason.STOP, None, Usage(len(request.prompt_ids), 0), SpeculationStats())
+        return TargetFinish(FinishReason.STOP, None, Usage(len(request.prompt_ids), 0), SpeculationReport())
 
 
 def _finished(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.services.gateway.request import Finished
+from outrider.services.gateway.request import FINISH_NAMES, Finished
 from outrider.shared.obs.metrics import REQUEST_BUCKETS_S, TOKEN_BUCKETS_S, Metrics
 
 
@@ -41,7 +41,7 @@ class GatewayMetrics:
         self.queue_time.observe(queue_s)
         self.prompt_tokens.inc(one.usage.prompt_tokens)
         self.generation_tokens.inc(one.usage.completion_tokens)
-        self.success.labels(one.reason.value).inc()
+        self.success.labels(FINISH_NAMES[one.reason]).inc()
 
     def render(self) -> str:
         """Return the metrics in Prometheus text format."""

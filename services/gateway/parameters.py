@@ -14,13 +14,13 @@ from outrider.services.gateway.request import (
     MASK_64,
     MAX_STOPS,
     GenerationRequest,
-    SamplingParams,
-    SpeculationParams,
+    RequestedSpeculation,
     StopRules,
 )
 from outrider.services.gateway.settings import GatewaySettings
 from outrider.services.gateway.target_info import TargetInfo
 from outrider.shared.base.errors import InvalidRequestError, ModelNotFoundError
+from outrider.shared.base.generation import SamplingParams
 
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
@@ -80,7 +80,7 @@ class Parameters:
     ignore_eos: bool = False
     include_stop_string: bool = False
     skip_special_tokens: bool = True
-    speculation: SpeculationParams = field(default_factory=SpeculationParams)
+    speculation: RequestedSpeculation = field(default_factory=RequestedSpeculation)
     priority: int = 0
     cache_salt: str = ""
 
@@ -240,7 +240,7 @@ class RequestBuilder:
         return requests
 
     @staticmethod
-    def _check_speculation(asked: SpeculationParams, surface: Surface, info: TargetInfo) -> None:
+    def _check_speculation(asked: RequestedSpeculation, surface: Surface, info: TargetInfo) -> None:
         caps = (
             ("depth", asked.depth, info.max_steps or DEFAULT_MAX_STEPS),
             ("topk", asked.topk, info.max_topk or DEFAULT_MAX_TOPK),

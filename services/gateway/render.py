@@ -6,15 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from outrider.services.gateway.request import (
-    Completion,
-    Finished,
-    RoundTrace,
-    SpeculationStats,
-    Usage,
-    merge_speculation,
-)
+from outrider.services.gateway.request import Completion, Finished, Usage, merge_speculation
 from outrider.services.gateway.target_info import TargetInfo
+from outrider.shared.base.generation import RoundTrace, SpeculationReport
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
@@ -48,7 +42,7 @@ def trace_object(one: RoundTrace) -> dict[str, Any]:
     }
 
 
-def speculation_object(stats: SpeculationStats, trace: Sequence[RoundTrace] | None = None) -> dict[str, Any]:
+def speculation_object(stats: SpeculationReport, trace: Sequence[RoundTrace] | None = None) -> dict[str, Any]:
     """Return the `speculation` object. It includes a trace only if the request asked for one."""
     body: dict[str, Any] = {
         "accept_length": _finite(stats.accept_length),

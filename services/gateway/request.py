@@ -4,57 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
+from outrider.shared.base.generation import (
+    FinishReason,
+    RoundTrace,
+    SamplingParams,
+    SpeculationMode,
+    SpeculationReport,
+)
+
+FINISH_NAMES = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CANCELLED: "abort",
+}
+"""Finish reasons as REST replies and metrics report them: OpenAI's names, and `abort`, which OpenAI does not define."""
 MASK_64 = (1 << 64) - 1
 MAX_STOPS = 4
 
 
-class SpeculationMode(Enum):
-    """How a request uses speculation.
-
-    Attributes:
-        AUTO: The target's controller chooses the tree shape of each round.
-        ON: Every round uses exactly the given shape.
-        OFF: Plain decoding.
-    """
-
-    AUTO = "auto"
-    ON = "on"
-    OFF = "off"
-
-
-class FinishReason(Enum):
-    """Why a sequence ended. The values are OpenAI's, except for `abort`, which OpenAI does not define."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    CANCELLED = "abort"
-
-
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How tokens are sampled.
-
-    Attributes:
-        temperature: 0 selects greedy decoding.
-        top_k: 0 disables the filter.
-        top_p: 1 disables the filter.
-        min_p: 0 disables the filter.
-        seed: The 64-bit seed of the request.
-        choice_index: Index of this choice among the `n` choices of its prompt.
-    """
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
-    choice_index: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationParams:
+class RequestedSpeculation:
     """Speculation options of a request. None selects the target's default.
 
     Attributes:
@@ -103,74 +73,11 @@ class GenerationRequest:
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
     sampling: SamplingParams
-    speculation: SpeculationParams
+    speculation: RequestedSpeculation
     stop: StopRules
     deadline: float
     priority: int = 0
     cache_salt: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TraceNode:
-    """One node of a verified tree.
-
-    Attributes:
-        token: Token id.
-        parent: Index of the parent node; -1 for the root.
-        depth: Distance from the root.
-        logprob: Log-probability under the draft.
-    """
-
-    token: int
-    parent: int
-    depth: int
-    logprob: float
-
-
-@dataclass(frozen=True, slots=True)
-class RoundTrace:
-    """Trace of one speculation round.
-
-    Attributes:
-        round: Number of the round within its sequence.
-        base_len: Committed length before the round. The root is the token at `base_len - 1`.
-        nodes: The verified tree. Node 0 is the root, and parents precede their children.
-        accepted: Indices of the accepted nodes in path order, without the root.
-        emitted: Tokens that the round added to the sequence.
-        draft_ms: Time spent on drafting, in milliseconds.
-        verify_ms: Time spent on verification, in milliseconds.
-    """
-
-    round: int
-    base_len: int
-    nodes: tuple[TraceNode, ...]
-    accepted: tuple[int, ...]
-    emitted: tuple[int, ...]
-    draft_ms: float
-    verify_ms: float
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationStats:
-    """Speculation statistics of one sequence.
-
-    Attributes:
-        accept_length: Mean tokens emitted per round, over rounds that verified at least one draft node.
-        rounds: Number of all rounds, including those without draft nodes.
-        draft_tokens: Number of draft tokens that were verified.
-        accepted_tokens: Number of draft tokens that were accepted.
-        accepted_histogram: Element k is the number of rounds in which k draft tokens were accepted.
-        fallback_reason: Why some rounds had no draft nodes; empty if all had some.
-        speedup_estimate: Estimated speedup over plain decoding, if there is an estimate.
-    """
-
-    accept_length: float = 0.0
-    rounds: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    accepted_histogram: tuple[int, ...] = ()
-    fallback_reason: str = ""
-    speedup_estimate: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +114,7 @@ class TargetFinish:
     reason: FinishReason
     matched_token: int | None
     usage: Usage
-    speculation: SpeculationStats
+    speculation: SpeculationReport
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -245,7 +152,7 @@ class Finished:
     reason: FinishReason
     matched_stop: str | int | None
     usage: Usage
-    speculation: SpeculationStats
+    speculation: SpeculationReport
     e2e_s: float
 
 
@@ -291,7 +198,7 @@ def merge_usage(finished: Sequence[Finished], choices_per_prompt: int) -> Usage:
     )
 
 
-def merge_speculation(stats: Sequence[SpeculationStats]) -> SpeculationStats:
+def merge_speculation(stats: Sequence[SpeculationReport]) -> SpeculationReport:
     """Return the sum over all sequences.
 
     Accept lengths are weighted by the number of rounds with draft nodes, which is estimated from the totals.
@@ -312,7 +219,7 @@ def merge_speculation(stats: Sequence[SpeculationStats]) -> SpeculationStats:
         for k in range(width)
     )
     estimates = [one.speedup_estimate for one in stats if one.speedup_estimate is not None]
-    return SpeculationStats(
+    return SpeculationReport(
         accept_length=accept_length,
         rounds=sum(one.rounds for one in stats),
         draft_tokens=sum(one.draft_tokens for one in stats),
@@ -323,7 +230,7 @@ def merge_speculation(stats: Sequence[SpeculationStats]) -> SpeculationStats:
     )
 
 
-def _drafted_rounds(stats: SpeculationStats) -> float:
+def _drafted_rounds(stats: SpeculationReport) -> float:
     # accept_length = 1 + accepted / rounds with draft nodes. If nothing was accepted, use the upper bound.
     if stats.accepted_tokens and stats.accept_length > 1:
         return stats.accepted_tokens / (stats.accept_length - 1)

@@ -14,7 +14,7 @@ from outrider.services.gateway.convert import MODE_FROM_PROTO, REASON_TO_PROTO, 
 from outrider.services.gateway.core import GatewayCore, Job
 from outrider.services.gateway.middleware import REQUEST_ID_HEADER, KeyChecker, request_id_of
 from outrider.services.gateway.parameters import GRPC_CHAT, GRPC_COMPLETE, Parameters
-from outrider.services.gateway.request import Chunk, Finished, SpeculationParams, Started
+from outrider.services.gateway.request import Chunk, Finished, RequestedSpeculation, Started
 from outrider.services.gateway.schemas.chat import Message
 from outrider.shared.base.errors import InvalidRequestError
 
@@ -175,7 +175,7 @@ def _parameters(options: gateway_pb2.GenerationOptions) -> Parameters:
         stop_token_ids=tuple(options.stop_token_ids),
         ignore_eos=options.ignore_eos,
         skip_special_tokens=options.skip_special_tokens if options.HasField("skip_special_tokens") else True,
-        speculation=SpeculationParams(
+        speculation=RequestedSpeculation(
             mode=mode,
             depth=speculation.depth if speculation.HasField("depth") else None,
             topk=speculation.topk if speculation.HasField("topk") else None,

@@ -2,69 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Protocol
 
 from outrider.shared.base.errors import InvalidRequestError, OutriderError
+from outrider.shared.base.generation import (
+    FinishReason,
+    RoundTrace,
+    SamplingParams,
+    SpeculationMode,
+    SpeculationReport,
+)
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
-MAX_SEED = (1 << 64) - 1
 DEFAULT_SHAPE = DraftShape(depth=5, topk=4, max_nodes=16)
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How the next token follows from the logits; neutral by default.
-
-    Attributes:
-        temperature: 0 is greedy.
-        top_k: Keep the k most likely tokens; 0 is off.
-        top_p: Keep the smallest set of tokens that holds this much probability; 1 is off.
-        min_p: Drop tokens less likely than this share of the likeliest; 0 is off.
-        seed: 64 bits that key the noise.
-        choice_index: Which of the n answers to one prompt this is.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    choice_index: int = 0
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise InvalidRequestError(
-                f"temperature must be a finite number of at least 0, not {self.temperature}.",
-                field="temperature",
-            )
-        if not 0 <= self.top_k < 1 << 31:
-            raise InvalidRequestError(
-                f"top_k must be at least 0 (0 is off), not {self.top_k}.", field="top_k"
-            )
-        if not 0 < self.top_p <= 1:
-            raise InvalidRequestError(
-                f"top_p must be above 0 and at most 1, not {self.top_p}.", field="top_p"
-            )
-        if not 0 <= self.min_p <= 1:
-            raise InvalidRequestError(f"min_p must lie between 0 and 1, not {self.min_p}.", field="min_p")
-        if not 0 <= self.seed <= MAX_SEED:
-            raise InvalidRequestError("seed must fit in 64 bits without a sign.", field="seed")
-        if not 0 <= self.choice_index < 1 << 16:
-            raise InvalidRequestError(
-                f"choice_index must be below 65536, not {self.choice_index}.", field="choice_index"
-            )
-
-
-class SpeculationMode(Enum):
-    """`ON`: exactly the given shape every round. `AUTO`: the controller, within the shape. `OFF`: none."""
-
-    AUTO = "auto"
-    ON = "on"
-    OFF = "off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,50 +130,6 @@ class GenerationRequest:
     ignore_eos: bool = False
     deadline: float | None = None
     priority: int = 0
-
-
-class FinishReason(Enum):
-    """Why a sequence ended well."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    CANCELLED = "cancelled"
-
-
-@dataclass(frozen=True, slots=True)
-class TraceNode:
-    """A node of a verified tree; `logprob` is the draft's own."""
-
-    token: int
-    parent: int
-    depth: int
-    logprob: float
-
-
-@dataclass(frozen=True, slots=True)
-class RoundTrace:
-    """One verified round of one sequence. `base_len` is committed_len before it; `accepted` are node indices without the root."""
-
-    round: int
-    base_len: int
-    nodes: Sequence[TraceNode]
-    accepted: Sequence[int]
-    emitted: Sequence[int]
-    draft_ms: float
-    verify_ms: float
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationReport:
-    """Speculation over a whole request; the identities between the numbers are in `speculation.SpeculationStats`."""
-
-    accept_length: float
-    rounds: int
-    draft_tokens: int
-    accepted_tokens: int
-    accepted_histogram: Sequence[int]
-    fallback_reason: str
-    speedup_estimate: float | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from support.target_harness import FakeDrafter, assert_same_tokens, generate_pla
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.device_loop import OverlapPlan
-from outrider.services.target.request import SpeculationMode
 from outrider.services.target.settings import TargetSettings
 from outrider.services.target.startup.numerics import prepare_decoder
+from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.engine.buckets import Buckets
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.open import load_decoder

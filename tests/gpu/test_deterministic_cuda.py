@@ -20,7 +20,7 @@ from support.toys import make_toy_target
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.device_loop import OverlapPlan
-from outrider.services.target.request import SamplingParams, SpeculationMode
+from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.engine.buckets import Buckets
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.config.model_config import ModelConfig

@@ -13,7 +13,7 @@ from support.target_harness import Harness, assert_same_tokens, generate_plain, 
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.device_loop import OverlapPlan
-from outrider.services.target.request import FinishReason, SamplingParams, SpeculationMode
+from outrider.shared.base.generation import FinishReason, SamplingParams, SpeculationMode
 from outrider.shared.engine.buckets import Buckets
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder

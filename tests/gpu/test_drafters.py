@@ -12,7 +12,7 @@ from support.toy_mtp import sample_text, save, train
 from outrider.services.draft.inproc import drafter_beside
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.drafting.no_drafter import NoDrafter
-from outrider.services.target.request import SamplingParams
+from outrider.shared.base.generation import SamplingParams
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.open import load_decoder
 

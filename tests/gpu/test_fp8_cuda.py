@@ -12,9 +12,9 @@ from support.toys import make_toy_target
 
 from outrider.bench.measure.perplexity import perplexity
 from outrider.services.target.drafting.no_drafter import NoDrafter
-from outrider.services.target.request import SpeculationMode
 from outrider.services.target.settings import TargetSettings
 from outrider.services.target.startup.numerics import prepare_attention, prepare_decoder
+from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.nn.open import load_decoder
 
 pytestmark = pytest.mark.gpu

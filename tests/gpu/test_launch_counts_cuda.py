@@ -14,7 +14,7 @@ from support.target_harness import make_harness
 from torch.profiler import ProfilerActivity, profile
 
 from outrider.services.target.engine.device_loop import OverlapPlan
-from outrider.services.target.request import SpeculationMode
+from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.open import load_decoder
 

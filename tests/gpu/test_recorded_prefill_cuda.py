@@ -7,7 +7,7 @@ import torch
 from support.prefill_rig import CASES, SAMPLINGS, SIZES, UNTOUCHED, check_same, make_runner
 from support.toys import make_toy_target
 
-from outrider.services.target.request import SamplingParams, SpeculationMode
+from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.open import load_decoder

@@ -16,7 +16,7 @@ from outrider.kernels.ahead import compile_ahead
 from outrider.services.target.engine.device_loop import OverlapPlan
 from outrider.services.target.model.input_batch import SamplingMode
 from outrider.services.target.policy.offered_shapes import offered_shapes
-from outrider.services.target.request import SamplingParams, SpeculationMode
+from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.engine.buckets import Buckets
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.open import load_decoder

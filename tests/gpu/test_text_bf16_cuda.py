@@ -19,7 +19,7 @@ from support.target_harness import Harness, generate_plain, make_harness
 from outrider.services.draft.inproc import InprocDrafter
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.device_loop import OverlapPlan
-from outrider.services.target.request import SpeculationMode
+from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.engine.buckets import Buckets
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder

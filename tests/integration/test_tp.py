@@ -33,11 +33,11 @@ from outrider.services.draft.inproc import drafter_beside
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.parallel.group import RankGroup, start_group
-from outrider.services.target.request import SamplingParams, SpeculationMode
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.attn.base import build_batch
 from outrider.shared.attn.create import create_backend
 from outrider.shared.base.errors import ConfigurationError, OutriderError
+from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.nn.decoder import LM_HEAD, Decoder
 from outrider.shared.nn.feature_projector import FeatureProjector
 from outrider.shared.spec.drafter import FeatureSpec

@@ -25,10 +25,10 @@ from outrider.services.draft.inproc import drafter_beside
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.parallel.group import start_group
-from outrider.services.target.request import SamplingParams, SpeculationMode
 from outrider.services.target.settings import TargetSettings
 from outrider.services.target.startup.numerics import prepare_attention, prepare_decoder
 from outrider.shared.base.errors import OutriderError
+from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.open import load_decoder
 from outrider.shared.spec.drafter import Drafter

@@ -14,7 +14,7 @@ from support.toys import make_toy_eagle3, make_toy_target
 from outrider.services.draft.inproc import InprocDrafter, drafter_beside
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.drafting.no_drafter import NoDrafter
-from outrider.services.target.request import SamplingParams
+from outrider.shared.base.generation import SamplingParams
 from outrider.shared.nn.decoder import Decoder
 
 torch.set_num_threads(1)

@@ -20,8 +20,8 @@ from outrider.services.draft.sessions.session import Ask, PeerId
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.draft.strategies.mtp import MtpModel
 from outrider.services.target.drafting.no_drafter import NoDrafter
-from outrider.services.target.request import SamplingParams
 from outrider.shared.base.errors import CheckpointError
+from outrider.shared.base.generation import SamplingParams
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import Commit, SequenceOpen
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash

@@ -19,8 +19,8 @@ from outrider.services.draft.inproc import drafter_beside
 from outrider.services.draft.sessions.session import Ask, PeerId
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.drafting.no_drafter import NoDrafter
-from outrider.services.target.request import SamplingParams
 from outrider.shared.base.errors import CheckpointError
+from outrider.shared.base.generation import SamplingParams
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import Commit, SequenceOpen
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash

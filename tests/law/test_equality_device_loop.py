@@ -15,8 +15,8 @@ from support.toys import make_toy_target
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.device_loop import OverlapPlan
-from outrider.services.target.request import FinishReason, SamplingParams, SpeculationMode
 from outrider.shared.base.errors import ErrorCode
+from outrider.shared.base.generation import FinishReason, SamplingParams, SpeculationMode
 from outrider.shared.engine.buckets import Buckets
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder

@@ -22,7 +22,7 @@ from support.target_harness import (
 from support.toys import make_toy_target
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
-from outrider.services.target.request import FinishReason, SamplingParams, SpeculationMode
+from outrider.shared.base.generation import FinishReason, SamplingParams, SpeculationMode
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import FeatureSpec, ProposalRow
 

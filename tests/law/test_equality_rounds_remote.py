@@ -20,7 +20,7 @@ from outrider.services.target.draft_client.link import TargetIdentity
 from outrider.services.target.draft_client.remote_drafter import RemoteDrafter
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.device_loop import OverlapPlan
-from outrider.services.target.request import SamplingParams, SpeculationMode
+from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import DrafterState

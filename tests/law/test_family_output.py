@@ -18,7 +18,7 @@ from support.target_harness import (
     random_plan,
 )
 
-from outrider.services.target.request import SpeculationMode
+from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.spec.drafter import ProposalRow
 
 torch.set_num_threads(1)

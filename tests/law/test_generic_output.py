@@ -16,7 +16,7 @@ from support.target_harness import (
     random_plan,
 )
 
-from outrider.services.target.request import SpeculationMode
+from outrider.shared.base.generation import SpeculationMode
 
 torch.set_num_threads(1)
 NEW_TOKENS = 20

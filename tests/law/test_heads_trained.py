@@ -25,7 +25,7 @@ from support.trained_heads import (
 from outrider.services.draft.inproc import drafter_beside
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.drafting.no_drafter import NoDrafter
-from outrider.services.target.request import SamplingParams
+from outrider.shared.base.generation import SamplingParams
 
 pytestmark = pytest.mark.xdist_group("heads_trained")
 

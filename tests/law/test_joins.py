@@ -15,8 +15,8 @@ from support.toys import make_toy_target
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.device_loop import OverlapPlan
-from outrider.services.target.request import SamplingParams, SpeculationMode
 from outrider.services.target.scheduling.scheduler import PrefillChunk
+from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import FeatureSpec
 

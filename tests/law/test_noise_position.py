@@ -16,7 +16,7 @@ from support.toys import make_toy_target
 from transformers import LlamaForCausalLM
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
-from outrider.services.target.request import SamplingParams, SpeculationMode
+from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.nn.decoder import Decoder
 
 torch.set_num_threads(1)

@@ -18,7 +18,7 @@ from support.target_harness import FakeDrafter, load_toy, make_harness, oracle_p
 from support.toys import make_toy_target
 
 from outrider.kernels.verify import SamplingTensors, choose_tokens, verify_tree
-from outrider.services.target.request import SamplingParams
+from outrider.shared.base.generation import SamplingParams
 from outrider.shared.nn.decoder import Decoder
 
 torch.set_num_threads(1)

@@ -18,7 +18,7 @@ from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.draft_client.link import TargetIdentity
 from outrider.services.target.draft_client.remote_drafter import RemoteDrafter
 from outrider.services.target.drafting.no_drafter import NoDrafter
-from outrider.services.target.request import SamplingParams
+from outrider.shared.base.generation import SamplingParams
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import DrafterState
 

@@ -18,7 +18,7 @@ from outrider.services.target.draft_client.link import TargetIdentity
 from outrider.services.target.draft_client.remote_drafter import RemoteDrafter
 from outrider.services.target.draft_client.transport import grpc_carrier
 from outrider.services.target.drafting.no_drafter import NoDrafter
-from outrider.services.target.request import SpeculationMode
+from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.rpc.version import PROTOCOL_VERSION
 from outrider.shared.spec.algorithm import Algorithm

@@ -11,9 +11,9 @@ import torch
 
 from outrider.kernels.verify import SamplingTensors
 from outrider.services.target.drafting.no_drafter import NoDrafter
-from outrider.services.target.request import SamplingParams, SpeculationMode
 from outrider.shared.attn.base import build_batch
 from outrider.shared.attn.deterministic import DeterministicAttention
+from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.deterministic import deterministic
 from outrider.shared.nn.open import load_decoder

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from outrider.bench.measure.near_tie import NEAR_TIE
-from outrider.services.target.request import SamplingParams
+from outrider.shared.base.generation import SamplingParams
 from outrider.shared.nn.decoder import Decoder
 from support.target_harness import first_difference, next_scores
 

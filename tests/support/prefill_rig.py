@@ -7,15 +7,11 @@ import itertools
 import torch
 
 from outrider.services.target.model.model_runner import ModelRunner
-from outrider.services.target.request import (
-    GenerationRequest,
-    SamplingParams,
-    SpeculationLimits,
-    SpeculationMode,
-)
+from outrider.services.target.request import GenerationRequest, SpeculationLimits
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.attn.create import create_backend
+from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import FeatureSpec

@@ -19,16 +19,14 @@ from outrider.services.target.request import (
     FailedEvent,
     FinishedEvent,
     GenerationRequest,
-    RoundTrace,
-    SamplingParams,
     SpeculationLimits,
-    SpeculationMode,
     TokensEvent,
 )
 from outrider.services.target.scheduling.limits import EngineLimits, SchedulerLimits
 from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.shared.attn.base import AttentionBackend, build_batch
 from outrider.shared.attn.create import create_backend
+from outrider.shared.base.generation import RoundTrace, SamplingParams, SpeculationMode
 from outrider.shared.engine.buckets import Buckets
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder

@@ -13,7 +13,7 @@ from outrider.services.gateway.errors import JsonResponse
 from outrider.services.gateway.generation import collect
 from outrider.services.gateway.parameters import COMPLETIONS, check_prompt_text
 from outrider.services.gateway.render import choice_extras, metadata_object, reply_speculation, usage_object
-from outrider.services.gateway.request import Completion, merge_usage
+from outrider.services.gateway.request import FINISH_NAMES, Completion, merge_usage
 from outrider.services.gateway.routes.context import ERROR_RESPONSES, ReplyHead, core_of, timeout_of
 from outrider.services.gateway.routes.openai_stream import StreamShape, stream_chunks
 from outrider.services.gateway.schemas.completions import CompletionRequest
@@ -93,7 +93,7 @@ def _reply(
 ) -> dict[str, Any]:
     trace = job.parameters.speculation.trace
     choices = [
-        _choice(index, texts[index], one.finished.reason.value)
+        _choice(index, texts[index], FINISH_NAMES[one.finished.reason])
         | choice_extras(one, len(completions) == 1, trace, with_ids)
         for index, one in enumerate(completions)
     ]

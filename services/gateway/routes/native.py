@@ -15,12 +15,13 @@ from outrider.services.gateway.errors import JsonResponse
 from outrider.services.gateway.generation import collect
 from outrider.services.gateway.parameters import NATIVE, NATIVE_TEXT
 from outrider.services.gateway.render import speculation_object, trace_object
-from outrider.services.gateway.request import Chunk, Completion, Finished, FinishReason, Started
+from outrider.services.gateway.request import Chunk, Completion, Finished, Started
 from outrider.services.gateway.routes.completions import check_texts, encode_batch
 from outrider.services.gateway.routes.context import ERROR_RESPONSES, core_of, timeout_of
 from outrider.services.gateway.schemas.completions import as_batch
 from outrider.services.gateway.schemas.native import NativeRequest
 from outrider.services.gateway.sse import EventStream, run_until_disconnect
+from outrider.shared.base.generation import FinishReason
 
 router = APIRouter()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from outrider.services.gateway.core import GatewayCore, Job
 from outrider.services.gateway.render import finish_extras, trace_object, usage_object
-from outrider.services.gateway.request import Chunk, Finished, Started, merge_usage
+from outrider.services.gateway.request import FINISH_NAMES, Chunk, Finished, Started, merge_usage
 from outrider.services.gateway.routes.context import ReplyHead
 
 ChoiceOf = Callable[[int, str, str | None], dict[str, Any]]
@@ -59,7 +59,7 @@ async def stream_chunks(
                     yield head.object_of(choices=[choice], **usage, **trace)
                 case Finished() as end:
                     ends[one.index] = end
-                    choice = shape.choice(one.index, "", end.reason.value) | {
+                    choice = shape.choice(one.index, "", FINISH_NAMES[end.reason]) | {
                         "matched_stop": end.matched_stop
                     }
                     yield head.object_of(

@@ -7,8 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from outrider.services.gateway.parameters import Parameters
-from outrider.services.gateway.request import MAX_STOPS, SpeculationMode, SpeculationParams
+from outrider.services.gateway.request import MAX_STOPS, RequestedSpeculation
 from outrider.shared.base.errors import InvalidRequestError
+from outrider.shared.base.generation import SpeculationMode
 
 
 class StrictModel(BaseModel):
@@ -26,9 +27,9 @@ class SpeculationOptions(StrictModel):
     max_nodes: int | None = None
     trace: bool = False
 
-    def params(self) -> SpeculationParams:
-        """Return the options as `SpeculationParams`."""
-        return SpeculationParams(
+    def params(self) -> RequestedSpeculation:
+        """Return the options as `RequestedSpeculation`."""
+        return RequestedSpeculation(
             SpeculationMode(self.mode), self.depth, self.topk, self.max_nodes, self.trace
         )
 

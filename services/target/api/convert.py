@@ -9,16 +9,18 @@ from outrider.common.v1 import common_pb2
 from outrider.services.target.request import (
     Event,
     FinishedEvent,
-    FinishReason,
     GenerationRequest,
-    RoundTrace,
-    SamplingParams,
     SpeculationLimits,
-    SpeculationMode,
-    SpeculationReport,
     TokensEvent,
 )
 from outrider.shared.base.errors import InvalidRequestError
+from outrider.shared.base.generation import (
+    FinishReason,
+    RoundTrace,
+    SamplingParams,
+    SpeculationMode,
+    SpeculationReport,
+)
 from outrider.shared.rpc.convert import error_to_proto
 from outrider.target.v1 import target_pb2
 

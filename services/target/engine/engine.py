@@ -30,7 +30,7 @@ from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.round_runner import RoundRunner
 from outrider.services.target.policy.controller import SpeculationController
 from outrider.services.target.policy.speculation_stats import SpeculationStats
-from outrider.services.target.request import EventSink, GenerationRequest, SpeculationMode
+from outrider.services.target.request import EventSink, GenerationRequest
 from outrider.services.target.scheduling.limits import EngineLimits
 from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.services.target.scheduling.sequence import Sequence, SequenceStatus
@@ -41,6 +41,7 @@ from outrider.shared.base.errors import (
     OutriderError,
     UnavailableError,
 )
+from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.spec.drafter import Drafter, DrafterState
 from outrider.shared.spec.resident import DeviceDrafter
 from outrider.shared.spec.tree import DraftShape

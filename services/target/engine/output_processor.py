@@ -10,18 +10,11 @@ from outrider.services.target.engine.rounds import Advance
 from outrider.services.target.metrics import TargetMetrics
 from outrider.services.target.policy.controller import SpeculationController
 from outrider.services.target.policy.speculation_stats import SpeculationStats
-from outrider.services.target.request import (
-    Event,
-    EventSink,
-    FailedEvent,
-    FinishedEvent,
-    FinishReason,
-    RoundTrace,
-    TokensEvent,
-)
+from outrider.services.target.request import Event, EventSink, FailedEvent, FinishedEvent, TokensEvent
 from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.base.errors import OutriderError
+from outrider.shared.base.generation import FinishReason, RoundTrace
 
 
 class OutputProcessor:

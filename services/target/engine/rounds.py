@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.policy.controller import ExecutedRow, ExecutedStep
-from outrider.services.target.request import FinishReason, RoundTrace, TraceNode
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.services.target.step_times import StepTimes
+from outrider.shared.base.generation import FinishReason, RoundTrace, TraceNode
 from outrider.shared.spec.tree import DraftBatch
 
 

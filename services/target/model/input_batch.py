@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from outrider.kernels.verify import SamplingTensors
-from outrider.services.target.request import SamplingParams
 from outrider.services.target.scheduling.sequence import Sequence
+from outrider.shared.base.generation import SamplingParams
 from outrider.shared.spec.tree import DraftBatch, mask_words
 
 STAGES = 4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.services.target.request import SpeculationReport
+from outrider.shared.base.generation import SpeculationReport
 
 
 class SpeculationStats:

@@ -18,7 +18,8 @@ from enum import Enum
 
 from outrider.services.target.policy.controller import RowState
 from outrider.services.target.policy.speculation_stats import SpeculationStats
-from outrider.services.target.request import EventSink, GenerationRequest, RoundTrace, SpeculationMode
+from outrider.services.target.request import EventSink, GenerationRequest
+from outrider.shared.base.generation import RoundTrace, SpeculationMode
 from outrider.shared.kv.pages import PageLease
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
 

@@ -13,8 +13,8 @@ from outrider.kernels.ahead import compile_ahead
 from outrider.services.target.engine.device_loop import OverlapPlan
 from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.policy.offered_shapes import MOST_ROWS, offered_shapes
-from outrider.services.target.request import SpeculationMode
 from outrider.services.target.settings import OverlapSchedule, Quantization, TargetSettings
+from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.engine.buckets import Buckets, batch_buckets
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.obs.logging import get_logger

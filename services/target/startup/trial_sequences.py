@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from outrider.services.target.model.model_runner import ModelRunner
-from outrider.services.target.request import (
-    Event,
-    GenerationRequest,
-    SamplingParams,
-    SpeculationMode,
-    SpeculationParams,
-)
+from outrider.services.target.request import Event, GenerationRequest, SpeculationParams
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.base.errors import OutriderError
+from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.spec.tree import NO_DRAFT
 
 PROMPT_LEN = 9

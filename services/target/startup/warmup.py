@@ -11,18 +11,12 @@ from functools import partial
 
 from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.model.model_runner import ModelRunner
-from outrider.services.target.request import (
-    Event,
-    GenerationRequest,
-    SamplingParams,
-    SpeculationLimits,
-    SpeculationMode,
-    TokensEvent,
-)
+from outrider.services.target.request import Event, GenerationRequest, SpeculationLimits, TokensEvent
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.services.target.startup.trial_sequences import WARM_UP_ROOM, release, trial_sequence
 from outrider.shared.base.errors import InvalidRequestError
+from outrider.shared.base.generation import SamplingParams, SpeculationMode
 
 REHEARSED_PROMPTS = ((300,), (2000,), (40, 50), (300, 400))
 RUN_THROUGH_PROMPT = 48

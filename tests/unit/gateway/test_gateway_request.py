@@ -7,22 +7,13 @@ import math
 
 from outrider.services.gateway.generation import _by_round
 from outrider.services.gateway.render import speculation_object
-from outrider.services.gateway.request import (
-    Finished,
-    FinishReason,
-    RoundTrace,
-    SpeculationStats,
-    TargetDelta,
-    TraceNode,
-    Usage,
-    merge_speculation,
-    merge_usage,
-)
+from outrider.services.gateway.request import Finished, TargetDelta, Usage, merge_speculation, merge_usage
+from outrider.shared.base.generation import FinishReason, RoundTrace, SpeculationReport, TraceNode
 from outrider.shared.obs.metrics import Metrics, join_expositions
 
 
 def finished(prompt: int, completion: int) -> Finished:
-    return Finished(FinishReason.STOP, None, Usage(prompt, completion, 1), SpeculationStats(), 1.0)
+    return Finished(FinishReason.STOP, None, Usage(prompt, completion, 1), SpeculationReport(), 1.0)
 
 
 def one_round(emitted: tuple[int, ...]) -> RoundTrace:
@@ -38,9 +29,9 @@ def test_a_prompt_shared_by_choices_is_billed_once() -> None:
 
 def test_accept_lengths_are_weighted_by_the_rounds_that_drafted() -> None:
     # 10 rounds with draft nodes and 20 accepted; 30 rounds and 30 accepted; no rounds with draft nodes.
-    first = SpeculationStats(3.0, 12, 40, 20, (0, 0, 10), "", 2.0)
-    second = SpeculationStats(2.0, 30, 60, 30, (0, 30), "draft_down", None)
-    third = SpeculationStats(0.0, 50, 0, 0, (50,), "user")
+    first = SpeculationReport(3.0, 12, 40, 20, (0, 0, 10), "", 2.0)
+    second = SpeculationReport(2.0, 30, 60, 30, (0, 30), "draft_down", None)
+    third = SpeculationReport(0.0, 50, 0, 0, (50,), "user")
     merged = merge_speculation([first, second, third])
     assert math.isclose(merged.accept_length, (3.0 * 10 + 2.0 * 30) / 40)
     assert (merged.rounds, merged.draft_tokens, merged.accepted_tokens) == (92, 100, 50)
@@ -65,7 +56,7 @@ def test_a_delta_is_split_into_the_rounds_that_emitted_it() -> None:
 
 
 def test_numbers_that_json_cannot_say_become_null() -> None:
-    stats = SpeculationStats(accept_length=math.nan, speedup_estimate=math.inf)
+    stats = SpeculationReport(accept_length=math.nan, speedup_estimate=math.inf)
     trace = [RoundTrace(0, 5, (TraceNode(1, -1, 0, -math.inf),), (), (7,), math.nan, 1.0)]
     body = json.loads(json.dumps(speculation_object(stats, trace), allow_nan=False))
     assert body["accept_length"] is None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.services.gateway.request import FinishReason, SpeculationStats, TargetDelta, TargetFinish, Usage
+from outrider.services.gateway.request import TargetDelta, TargetFinish, Usage
 from outrider.services.gateway.target_client.client import Readiness
 from outrider.services.gateway.target_client.stream import ReaderLimits, TargetStream
 from outrider.shared.base.errors import OutriderError, UnavailableError
+from outrider.shared.base.generation import FinishReason, SpeculationReport
 from outrider.target.v1 import target_pb2
 
-FINISH = TargetFinish(FinishReason.STOP, None, Usage(1, 1), SpeculationStats())
+FINISH = TargetFinish(FinishReason.STOP, None, Usage(1, 1), SpeculationReport())
 
 
 class Outlet:

@@ -8,9 +8,10 @@ import pytest
 
 from outrider.common.v1 import common_pb2
 from outrider.services.target.api.convert import request_from_proto
-from outrider.services.target.request import SamplingParams, SpeculationLimits, SpeculationMode
+from outrider.services.target.request import SpeculationLimits
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.errors import ConfigurationError, InvalidRequestError
+from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.spec.tree import DraftShape
 from outrider.target.v1 import target_pb2
 

@@ -19,8 +19,8 @@ from support.target_harness import (
 from support.toys import make_toy_target
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
-from outrider.services.target.request import FinishReason, SamplingParams, SpeculationMode
 from outrider.shared.base.errors import ErrorCode, InvalidRequestError, OverloadedError, UnavailableError
+from outrider.shared.base.generation import FinishReason, SamplingParams, SpeculationMode
 from outrider.shared.nn.decoder import Decoder, DecoderOutput
 from outrider.shared.spec.drafter import DrafterState, FeatureSpec
 from outrider.shared.spec.tree import NO_DRAFT
@@ -266,7 +266,7 @@ def test_the_numbers_of_speculation_add_up(decoder: Decoder, plain: list[int], s
 
 
 def _check_round(one: object, answer: list[int]) -> None:
-    from outrider.services.target.request import RoundTrace
+    from outrider.shared.base.generation import RoundTrace
 
     assert isinstance(one, RoundTrace)
     assert (one.nodes[0].parent, one.nodes[0].depth) == (-1, 0)

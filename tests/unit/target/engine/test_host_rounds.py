@@ -12,7 +12,8 @@ from support.toys import make_toy_target
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.device_loop import CATCH_UP_TOKENS, OverlapPlan
 from outrider.services.target.policy.controller import RowBound
-from outrider.services.target.request import Event, SpeculationMode
+from outrider.services.target.request import Event
+from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import ProposalRequest
 from outrider.shared.spec.tree import NO_DRAFT, DraftBatch, DraftShape

@@ -19,9 +19,9 @@ from support.target_harness import load_toy
 from support.toys import make_toy_target
 
 from outrider.services.target.model.prefill_graph import LONGEST_CONTEXT, PrefillGraph
-from outrider.services.target.request import SamplingParams, SpeculationMode
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.shared.attn.padded import PaddedRows
+from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
 

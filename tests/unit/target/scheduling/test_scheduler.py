@@ -9,18 +9,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from outrider.services.target.request import (
-    Event,
-    GenerationRequest,
-    SamplingParams,
-    SpeculationMode,
-    SpeculationParams,
-)
+from outrider.services.target.request import Event, GenerationRequest, SpeculationParams
 from outrider.services.target.scheduling.limits import SchedulerLimits
 from outrider.services.target.scheduling.queue_gate import QueueGate
 from outrider.services.target.scheduling.scheduler import SPARE_TOKENS, Scheduler, StepPlan
 from outrider.services.target.scheduling.sequence import Sequence, SequenceStatus
 from outrider.shared.base.errors import OverloadedError
+from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.kv.pages import PageAllocator
 from outrider.shared.spec.tree import DraftShape
 

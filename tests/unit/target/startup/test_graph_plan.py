@@ -13,7 +13,6 @@ import torch
 from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.engine.rerecording import Rerecording
 from outrider.services.target.policy.offered_shapes import offered_shapes
-from outrider.services.target.request import SpeculationMode
 from outrider.services.target.settings import TargetSettings
 from outrider.services.target.startup import graph_plan
 from outrider.services.target.startup.graph_plan import (
@@ -23,6 +22,7 @@ from outrider.services.target.startup.graph_plan import (
     plan_graphs,
     record_graphs,
 )
+from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.engine.buckets import Buckets, batch_buckets
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape

@@ -20,7 +20,6 @@ from outrider.bench.measure.perplexity import cut_windows, perplexity, read_text
 from outrider.services.cli.commands import app
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.drafting.no_drafter import NoDrafter
-from outrider.services.target.request import SpeculationMode
 from outrider.services.target.settings import TargetSettings
 from outrider.services.target.startup import numerics
 from outrider.services.target.startup.numerics import prepare_attention, prepare_decoder
@@ -28,6 +27,7 @@ from outrider.shared.attn.create import waits_for_device
 from outrider.shared.attn.deterministic import DeterministicAttention
 from outrider.shared.attn.triton import KernelAttention
 from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.nn.layers.linear import Linear
 from outrider.shared.nn.open import load_decoder
 from outrider.shared.nn.quantized import RoundedLinear, quantize_fp8, round_rows

@@ -1,0 +1,141 @@
+"""What a client asks of a generation and what it is told about it, in the terms that the gateway and the target share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from outrider.shared.base.errors import InvalidRequestError
+
+MAX_SEED = (1 << 64) - 1
+
+
+class SpeculationMode(Enum):
+    """How a request uses speculation.
+
+    Attributes:
+        AUTO: The target's controller chooses the tree shape of each round.
+        ON: Every round uses exactly the given shape.
+        OFF: Plain decoding.
+    """
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
+class FinishReason(Enum):
+    """Why a sequence ended well."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token follows from the logits; neutral by default.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: Keep the k most likely tokens; 0 is off.
+        top_p: Keep the smallest set of tokens that holds this much probability; 1 is off.
+        min_p: Drop tokens less likely than this share of the likeliest; 0 is off.
+        seed: 64 bits that key the noise.
+        choice_index: Which of the n answers to one prompt this is.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    choice_index: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise InvalidRequestError(
+                f"temperature must be a finite number of at least 0, not {self.temperature}.",
+                field="temperature",
+            )
+        if not 0 <= self.top_k < 1 << 31:
+            raise InvalidRequestError(
+                f"top_k must be at least 0 (0 is off), not {self.top_k}.", field="top_k"
+            )
+        if not 0 < self.top_p <= 1:
+            raise InvalidRequestError(
+                f"top_p must be above 0 and at most 1, not {self.top_p}.", field="top_p"
+            )
+        if not 0 <= self.min_p <= 1:
+            raise InvalidRequestError(f"min_p must lie between 0 and 1, not {self.min_p}.", field="min_p")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise InvalidRequestError("seed must fit in 64 bits without a sign.", field="seed")
+        if not 0 <= self.choice_index < 1 << 16:
+            raise InvalidRequestError(
+                f"choice_index must be below 65536, not {self.choice_index}.", field="choice_index"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class TraceNode:
+    """One node of a verified tree.
+
+    Attributes:
+        token: Token id.
+        parent: Index of the parent node; -1 for the root.
+        depth: Distance from the root.
+        logprob: Log-probability under the draft.
+    """
+
+    token: int
+    parent: int
+    depth: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTrace:
+    """Trace of one speculation round.
+
+    Attributes:
+        round: Number of the round within its sequence.
+        base_len: Committed length before the round. The root is the token at `base_len - 1`.
+        nodes: The verified tree. Node 0 is the root, and parents precede their children.
+        accepted: Indices of the accepted nodes in path order, without the root.
+        emitted: Tokens that the round added to the sequence.
+        draft_ms: Time spent on drafting, in milliseconds.
+        verify_ms: Time spent on verification, in milliseconds.
+    """
+
+    round: int
+    base_len: int
+    nodes: Sequence[TraceNode]
+    accepted: Sequence[int]
+    emitted: Sequence[int]
+    draft_ms: float
+    verify_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationReport:
+    """Speculation statistics of one sequence.
+
+    Attributes:
+        accept_length: Mean tokens emitted per round, over rounds that verified at least one draft node.
+        rounds: Number of all rounds, including those without draft nodes.
+        draft_tokens: Number of draft tokens that were verified.
+        accepted_tokens: Number of draft tokens that were accepted.
+        accepted_histogram: Element k is the number of rounds in which k draft tokens were accepted.
+        fallback_reason: Why some rounds had no draft nodes; empty if all had some.
+        speedup_estimate: Estimated speedup over plain decoding, if there is an estimate.
+    """
+
+    accept_length: float = 0.0
+    rounds: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_histogram: Sequence[int] = ()
+    fallback_reason: str = ""
+    speedup_estimate: float | None = None
