@@ -49,14 +49,14 @@ class ReportKind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class RankReport:
     """A message to rank 0. `text` names the finished work (DONE) or describes the failure (FAILED)."""
 
     kind: ReportKind
     text: str = ""
 
 
-class Connection:
+class RankConnection:
     """Frames over a socket. One thread may receive; any thread may send.
 
     Attributes:
@@ -136,16 +136,16 @@ class Connection:
         self._received.clear()
         return body
 
-    def report(self, report: Report) -> None:
+    def report(self, report: RankReport) -> None:
         """Send a report, truncated to the largest frame."""
         self.send(bytes((report.kind,)) + report.text.encode()[: MAX_FRAME - 1])
 
-    def receive_report(self) -> Report | None:
+    def receive_report(self) -> RankReport | None:
         """Wait for a report. Return None if the peer has closed the connection."""
         body = self.receive()
         if not body:
             return None
-        return Report(ReportKind(body[0]), body[1:].decode(errors="replace"))
+        return RankReport(ReportKind(body[0]), body[1:].decode(errors="replace"))
 
     def close(self) -> None:
         """Close the connection. A thread blocked in `receive` gets None."""
@@ -183,7 +183,7 @@ class Connection:
 
 def accept_ranks(
     store: Store, host: str, size: int, timeout_s: float, check: Callable[[], None] = lambda: None
-) -> dict[int, Connection]:
+) -> dict[int, RankConnection]:
     """Listen, publish the address in the store, and wait for ranks 1 … size - 1.
 
     Args:
@@ -199,7 +199,7 @@ def accept_ranks(
         ConfigurationError: This machine does not have the address `host`.
     """
     secret = secrets.token_hex(16)
-    connections: dict[int, Connection] = {}
+    connections: dict[int, RankConnection] = {}
     deadline = time.monotonic() + timeout_s
     with _listen(host) as listener, contextlib.ExitStack() as undo:
         undo.callback(_close, connections)
@@ -218,7 +218,7 @@ def accept_ranks(
                 sock, _peer = listener.accept()
             except TimeoutError:
                 continue
-            connection = Connection(sock)
+            connection = RankConnection(sock)
             rank = _greeted(
                 connection.receive_by(min(deadline, time.monotonic() + GREETING_S), MAX_GREETING),
                 secret,
@@ -232,7 +232,7 @@ def accept_ranks(
     return connections
 
 
-def connect_rank(store: Store, rank: int, timeout_s: float) -> Connection:
+def connect_rank(store: Store, rank: int, timeout_s: float) -> RankConnection:
     """Connect this rank to rank 0. Wait until rank 0 has put its address in the store.
 
     A store can outlive the ranks, as torchrun's does when torchrun restarts them. It then still contains the
@@ -245,7 +245,7 @@ def connect_rank(store: Store, rank: int, timeout_s: float) -> Connection:
     while True:
         host, port, secret = bytes(store.get(ADDRESS_KEY)).decode().split(" ")
         try:
-            connection = Connection(socket.create_connection((host, int(port)), CONNECT_S))
+            connection = RankConnection(socket.create_connection((host, int(port)), CONNECT_S))
             break
         except OSError as error:
             if time.monotonic() > deadline:
@@ -268,7 +268,7 @@ def store_of_these(store: Store) -> Store:
     return PrefixStore(bytes(store.get(ADDRESS_KEY)).decode().split(" ")[2], store)
 
 
-def beat_until_gone(connection: Connection, grace_s: float) -> None:
+def beat_until_gone(connection: RankConnection, grace_s: float) -> None:
     """Start a thread that sends rank 0 a beat each second and ends this process when rank 0 is gone.
 
     Ending the process is the only way out of a collective whose peer has died.
@@ -280,12 +280,12 @@ def beat_until_gone(connection: Connection, grace_s: float) -> None:
     threading.Thread(target=_beat, args=(connection, grace_s), name="tp-beat", daemon=True).start()
 
 
-def _beat(connection: Connection, grace_s: float) -> None:
+def _beat(connection: RankConnection, grace_s: float) -> None:
     poller = select.poll()
     poller.register(connection.socket, getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR)
     with contextlib.suppress(OSError, ValueError):  # The connection is closed.
         while not poller.poll(BEAT_S * 1000):
-            connection.report(Report(ReportKind.BEAT))
+            connection.report(RankReport(ReportKind.BEAT))
     time.sleep(grace_s)
     os._exit(1)
 
@@ -302,7 +302,7 @@ def _listen(host: str) -> socket.socket:
         ) from error
 
 
-def _close(connections: Mapping[int, Connection]) -> None:
+def _close(connections: Mapping[int, RankConnection]) -> None:
     for connection in connections.values():
         connection.close()
 

@@ -81,13 +81,13 @@ class Scrub:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Capture the commands up to `Recorded` into CUDA graph number `graph` instead of running them."""
+    """Capture the commands up to `GraphRecorded` into CUDA graph number `graph` instead of running them."""
 
     graph: int
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class GraphRecorded:
     """End the capture of graph number `graph`."""
 
     graph: int
@@ -117,7 +117,9 @@ class Stop:
     """Stop serving. No command follows."""
 
 
-Command = MakePool | Forward | Logits | Compact | Scrub | Record | Recorded | Replay | Drop | Forget | Stop
+Command = (
+    MakePool | Forward | Logits | Compact | Scrub | Record | GraphRecorded | Replay | Drop | Forget | Stop
+)
 
 _KINDS: tuple[type[Command], ...] = (
     MakePool,
@@ -126,7 +128,7 @@ _KINDS: tuple[type[Command], ...] = (
     Compact,
     Scrub,
     Record,
-    Recorded,
+    GraphRecorded,
     Replay,
     Drop,
     Forget,

@@ -20,17 +20,17 @@ from outrider.shared.base.errors import OutriderError, UnavailableError
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.decoder import LM_HEAD, Decoder, DecoderOutput
 from outrider.shared.obs.logging import get_logger
-from outrider.shared.parallel.channel import BEAT_S, Connection, ReportKind
+from outrider.shared.parallel.channel import BEAT_S, RankConnection, ReportKind
 from outrider.shared.parallel.collectives import missed
 from outrider.shared.parallel.commands import (
     Command,
     Compact,
     Drop,
     Forget,
+    GraphRecorded,
     Logits,
     MakePool,
     Record,
-    Recorded,
     Replay,
     Scrub,
     Stop,
@@ -66,7 +66,7 @@ class Lead:
 
     def __init__(
         self,
-        connections: Mapping[int, Connection],
+        connections: Mapping[int, RankConnection],
         on_failure: FailureHandler,
         step_timeout_s: float = math.inf,
         *,
@@ -351,7 +351,7 @@ class LeadDecoder(ShardedDecoder):
         self._lead.send(Record(graph))
 
     def recorded(self, graph: int) -> None:
-        self._lead.send(Recorded(graph))
+        self._lead.send(GraphRecorded(graph))
 
     def replaying(self, graph: int) -> None:
         self._lead.send(Replay(graph))

@@ -13,7 +13,7 @@ from outrider.shared.attn.base import AttentionBackend, AttentionBatch
 from outrider.shared.base.errors import OutriderError
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.obs.logging import get_logger
-from outrider.shared.parallel.channel import Connection, Report, ReportKind
+from outrider.shared.parallel.channel import RankConnection, RankReport, ReportKind
 from outrider.shared.parallel.collectives import missed
 from outrider.shared.parallel.commands import (
     Command,
@@ -21,10 +21,10 @@ from outrider.shared.parallel.commands import (
     Drop,
     Forget,
     Forward,
+    GraphRecorded,
     Logits,
     MakePool,
     Record,
-    Recorded,
     Replay,
     Scrub,
     Stop,
@@ -57,7 +57,9 @@ class Worker:
         connection: Connection to rank 0.
     """
 
-    def __init__(self, decoder: ShardedDecoder, attention: AttentionBackend, connection: Connection) -> None:
+    def __init__(
+        self, decoder: ShardedDecoder, attention: AttentionBackend, connection: RankConnection
+    ) -> None:
         self._decoder = decoder
         self._attention = attention
         self._connection = connection
@@ -108,18 +110,18 @@ class Worker:
                     raise missed(self._decoder.collectives.rank)
             case MakePool(num_pages, page_size):
                 self._pool = self._decoder.make_pool(num_pages, page_size)
-                self._connection.report(Report(ReportKind.DONE, "pool"))
+                self._connection.report(RankReport(ReportKind.DONE, "pool"))
             case Drop(graph):
                 self._graphs.drop(graph)
             case Forget():
                 self._graphs.clear()
-            case Recorded() | Stop():
+            case GraphRecorded() | Stop():
                 raise AssertionError(f"{command} out of place")
 
     def _run_until_recorded(self) -> int:
         """Run the commands of a capture. Return their number."""
         count = 0
-        while not isinstance(command := self._next(), Recorded):
+        while not isinstance(command := self._next(), GraphRecorded):
             self._execute(command)
             count += 1
         return count
@@ -213,9 +215,9 @@ class _Graphs:
         self._pool = None
 
 
-def report_failure(connection: Connection, error: Exception) -> None:
+def report_failure(connection: RankConnection, error: Exception) -> None:
     """Log why this rank fails and report it to rank 0, if rank 0 is still there."""
     text = error.message if isinstance(error, OutriderError) else f"{type(error).__name__}: {error}"
     _log.error("rank failed", error=text)
     with contextlib.suppress(OSError):  # Rank 0 will notice the closed connection.
-        connection.report(Report(ReportKind.FAILED, text))
+        connection.report(RankReport(ReportKind.FAILED, text))

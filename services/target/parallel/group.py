@@ -36,8 +36,8 @@ from outrider.shared.base.errors import ConfigurationError, OutriderError, Unava
 from outrider.shared.nn.decoder import Progress, default_dtype
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.parallel.channel import (
-    Connection,
-    Report,
+    RankConnection,
+    RankReport,
     ReportKind,
     accept_ranks,
     beat_until_gone,
@@ -243,7 +243,7 @@ def run_rank(order: Order, ranks: Ranks) -> int:
     beat_until_gone(connection, END_GRACE_S)
     try:
         decoder = _load_rank(order, ranks, device)
-        connection.report(Report(ReportKind.DONE, decoder.fingerprint))
+        connection.report(RankReport(ReportKind.DONE, decoder.fingerprint))
         prepare_decoder(settings, decoder)
         attention = prepare_attention(settings, decoder)
     except Exception as error:
@@ -270,7 +270,7 @@ def _load_rank(order: Order, ranks: Ranks, device: torch.device) -> ShardedDecod
         )
 
 
-def _mirror(decoder: ShardedDecoder, attention: AttentionBackend, connection: Connection) -> int:
+def _mirror(decoder: ShardedDecoder, attention: AttentionBackend, connection: RankConnection) -> int:
     connection.awake_s = AWAKE_S if decoder.device.type == "cuda" else 0.0
     try:
         Worker(decoder, attention, connection).run()

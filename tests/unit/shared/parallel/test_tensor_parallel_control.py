@@ -23,7 +23,7 @@ from outrider.shared.attn.base import AttentionBatch
 from outrider.shared.base.errors import OutriderError, ProtocolError, UnavailableError
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.parallel import commands
-from outrider.shared.parallel.channel import Connection, Report, ReportKind
+from outrider.shared.parallel.channel import RankConnection, RankReport, ReportKind
 from outrider.shared.parallel.commands import Forward, MakePool, Scrub, Stop, decode, encode
 from outrider.shared.parallel.lead import Lead, LeadDecoder
 from outrider.shared.parallel.packing import StepInputs, packed_words
@@ -87,10 +87,10 @@ def test_a_steps_inputs_survive_packing(
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Connection, Connection]]:
+def pair() -> Iterator[tuple[RankConnection, RankConnection]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        far = Connection(socket.create_connection(server.getsockname()))
-        near = Connection(server.accept()[0])
+        far = RankConnection(socket.create_connection(server.getsockname()))
+        near = RankConnection(server.accept()[0])
     yield near, far
     near.close()
     far.close()
@@ -108,7 +108,9 @@ class Failures:
         self.noticed.set()
 
 
-def test_a_rank_that_is_gone_breaks_the_group_once_and_for_all(pair: tuple[Connection, Connection]) -> None:
+def test_a_rank_that_is_gone_breaks_the_group_once_and_for_all(
+    pair: tuple[RankConnection, RankConnection],
+) -> None:
     near, far = pair
     failures = Failures()
     lead = Lead({1: near}, failures)
@@ -124,7 +126,7 @@ def test_a_rank_that_is_gone_breaks_the_group_once_and_for_all(pair: tuple[Conne
 
 @pytest.mark.parametrize("awake_s", [0.0, 0.02, 30.0])
 def test_a_receiver_that_stays_awake_gets_every_frame_and_sees_the_end(
-    pair: tuple[Connection, Connection], awake_s: float
+    pair: tuple[RankConnection, RankConnection], awake_s: float
 ) -> None:
     near, far = pair
     far.awake_s = awake_s
@@ -144,18 +146,20 @@ def test_a_receiver_that_stays_awake_gets_every_frame_and_sees_the_end(
     later.join()
 
 
-def test_what_a_rank_reports_is_what_the_caller_is_told(pair: tuple[Connection, Connection]) -> None:
+def test_what_a_rank_reports_is_what_the_caller_is_told(pair: tuple[RankConnection, RankConnection]) -> None:
     near, far = pair
     lead = Lead({1: near}, Failures())
-    far.report(Report(ReportKind.BEAT))
-    far.report(Report(ReportKind.DONE, "loaded"))
+    far.report(RankReport(ReportKind.BEAT))
+    far.report(RankReport(ReportKind.DONE, "loaded"))
     assert lead.wait_done(5) == {1: "loaded"}
-    far.report(Report(ReportKind.FAILED, "no memory"))
+    far.report(RankReport(ReportKind.FAILED, "no memory"))
     with pytest.raises(UnavailableError, match="rank 1 failed: no memory"):
         lead.wait_done(5)
 
 
-def test_a_silent_rank_is_lost(pair: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_rank_is_lost(
+    pair: tuple[RankConnection, RankConnection], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("outrider.shared.parallel.lead.SILENT_BEATS", 3)
     monkeypatch.setattr("outrider.shared.parallel.lead.BEAT_S", 0.05)
     failures = Failures()
@@ -165,7 +169,7 @@ def test_a_silent_rank_is_lost(pair: tuple[Connection, Connection], monkeypatch:
 
 
 def test_an_error_on_rank_0_in_the_middle_of_a_command_breaks_the_group(
-    pair: tuple[Connection, Connection],
+    pair: tuple[RankConnection, RankConnection],
 ) -> None:
     failures = Failures()
     lead = Lead({1: pair[0]}, failures)
@@ -180,7 +184,7 @@ def test_an_error_on_rank_0_in_the_middle_of_a_command_breaks_the_group(
 
 
 def test_an_error_while_a_rank_is_silent_names_the_rank_and_not_torch(
-    pair: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[RankConnection, RankConnection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outrider.shared.parallel.lead.BEAT_S", 0.05)
     lead = Lead({1: pair[0]}, Failures())
@@ -194,7 +198,7 @@ def test_an_error_while_a_rank_is_silent_names_the_rank_and_not_torch(
 
 @pytest.mark.parametrize("alive", [True, False])
 def test_a_step_that_does_not_come_back_breaks_the_group(
-    alive: bool, pair: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch
+    alive: bool, pair: tuple[RankConnection, RankConnection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outrider.shared.parallel.lead.BEAT_S", 0.1)
     failures = Failures()
@@ -203,7 +207,7 @@ def test_a_step_that_does_not_come_back_breaks_the_group(
         lead.send(MakePool(1, 1))
         while not failures.noticed.wait(0.02):
             if alive:
-                pair[1].report(Report(ReportKind.BEAT))
+                pair[1].report(RankReport(ReportKind.BEAT))
     assert re.search(
         "a step has not returned for 0.5 s although all ranks run" if alive else "rank 1 is lost: .* silent",
         str(failures.error),
@@ -211,7 +215,7 @@ def test_a_step_that_does_not_come_back_breaks_the_group(
 
 
 def test_between_steps_nothing_is_overdue(
-    pair: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[RankConnection, RankConnection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outrider.shared.parallel.lead.BEAT_S", 0.05)
     failures = Failures()
@@ -220,10 +224,10 @@ def test_between_steps_nothing_is_overdue(
         lead.send(MakePool(1, 1))
         with lead.together(MakePool(1, 1)):  # gloo's collectives time out by themselves.
             for _ in range(8):
-                pair[1].report(Report(ReportKind.BEAT))
+                pair[1].report(RankReport(ReportKind.BEAT))
                 assert not failures.noticed.wait(0.05)
     for _ in range(8):
-        pair[1].report(Report(ReportKind.BEAT))
+        pair[1].report(RankReport(ReportKind.BEAT))
         assert not failures.noticed.wait(0.05)
 
 
@@ -249,7 +253,7 @@ def test_a_process_that_hangs_in_a_step_ends_by_itself_and_says_why() -> None:
             text=True,
         )
         try:
-            connection = Connection(server.accept()[0])
+            connection = RankConnection(server.accept()[0])
             assert connection.receive() == b"in the step"
             lead.terminate()
             output, _ = lead.communicate(timeout=20)
@@ -286,7 +290,7 @@ def late(rank: int) -> Any:
 
 
 def test_rows_that_are_no_numbers_because_a_rank_was_late_end_the_group_at_rank_0(
-    pair: tuple[Connection, Connection],
+    pair: tuple[RankConnection, RankConnection],
 ) -> None:
     failures = Failures()
     decoder = LeadDecoder.__new__(LeadDecoder)
@@ -298,7 +302,7 @@ def test_rows_that_are_no_numbers_because_a_rank_was_late_end_the_group_at_rank_
 
 
 def test_rows_that_are_no_numbers_because_a_rank_was_late_end_the_group_at_that_rank(
-    pair: tuple[Connection, Connection],
+    pair: tuple[RankConnection, RankConnection],
 ) -> None:
     near, far = pair
     pool = KVPool(4, 16, 1, 1, 8, torch.float32, "cpu")
@@ -314,7 +318,7 @@ def test_rows_that_are_no_numbers_because_a_rank_was_late_end_the_group_at_that_
     assert "rank 1 did not receive another rank's data in time" in str(failures.error)
 
 
-def test_closing_in_the_middle_of_a_step_is_a_failure(pair: tuple[Connection, Connection]) -> None:
+def test_closing_in_the_middle_of_a_step_is_a_failure(pair: tuple[RankConnection, RankConnection]) -> None:
     failures = Failures()
     lead = Lead({1: pair[0]}, failures)
     with lead.step():
@@ -322,7 +326,7 @@ def test_closing_in_the_middle_of_a_step_is_a_failure(pair: tuple[Connection, Co
     assert "in the middle of a step" in str(failures.error)
 
 
-def test_closing_is_no_failure(pair: tuple[Connection, Connection]) -> None:
+def test_closing_is_no_failure(pair: tuple[RankConnection, RankConnection]) -> None:
     failures = Failures()
     lead = Lead({1: pair[0]}, failures)
     lead.close()
@@ -331,7 +335,7 @@ def test_closing_is_no_failure(pair: tuple[Connection, Connection]) -> None:
     assert failures.error is None
 
 
-def test_a_frame_that_is_too_long_is_refused(pair: tuple[Connection, Connection]) -> None:
+def test_a_frame_that_is_too_long_is_refused(pair: tuple[RankConnection, RankConnection]) -> None:
     pair[1].socket.sendall(b"\xff\xff\xff\xff")
     with pytest.raises(ProtocolError, match="4294967295"):
         pair[0].receive()
@@ -348,8 +352,8 @@ def test_a_process_ends_when_rank_0_is_gone() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         rank = subprocess.Popen([sys.executable, "-c", code, str(server.getsockname()[1])])
         try:
-            connection = Connection(server.accept()[0])
-            assert connection.receive_report() == Report(ReportKind.BEAT)
+            connection = RankConnection(server.accept()[0])
+            assert connection.receive_report() == RankReport(ReportKind.BEAT)
             connection.close()
             assert rank.wait(10) == 1
         finally:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from outrider.shared.base.errors import ConfigurationError, UnavailableError
 from outrider.shared.parallel import channel
 from outrider.shared.parallel.channel import (
-    Connection,
-    Report,
+    RankConnection,
+    RankReport,
     ReportKind,
     accept_ranks,
     connect_rank,
@@ -23,7 +23,7 @@ from outrider.shared.parallel.channel import (
 
 def test_only_ranks_that_know_the_secret_are_accepted() -> None:
     store = dist.HashStore()
-    accepted: dict[int, Connection] = {}
+    accepted: dict[int, RankConnection] = {}
     thread = threading.Thread(target=lambda: accepted.update(accept_ranks(store, "127.0.0.1", 3, 30)))
     thread.start()
     host, port, secret = bytes(store.get("outrider/control")).decode().split(" ")
@@ -34,7 +34,7 @@ def test_only_ranks_that_know_the_secret_are_accepted() -> None:
         f"{secret} x".encode(),
         b"\xff\xfe",
     ):
-        stranger = Connection(socket.create_connection((host, int(port))))
+        stranger = RankConnection(socket.create_connection((host, int(port))))
         stranger.send(greeting)
         assert stranger.receive() is None, "the connection must be closed"
         stranger.close()
@@ -49,8 +49,8 @@ def test_only_ranks_that_know_the_secret_are_accepted() -> None:
     ranks = [connect_rank(store, rank, 5) for rank in (2, 1)]
     thread.join(30)
     assert sorted(accepted) == [1, 2]
-    ranks[0].report(Report(ReportKind.DONE, "two"))
-    assert accepted[2].receive_report() == Report(ReportKind.DONE, "two")
+    ranks[0].report(RankReport(ReportKind.DONE, "two"))
+    assert accepted[2].receive_report() == RankReport(ReportKind.DONE, "two")
     for connection in [*ranks, *accepted.values()]:
         connection.close()
 
@@ -86,12 +86,12 @@ class Dripping:
 def test_a_greeting_has_one_deadline_however_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     dripping = Dripping(b"\x08\0\0\0" + b"a greeting")
     monkeypatch.setattr(channel, "time", dripping)
-    connection = Connection(cast("socket.socket", dripping))
+    connection = RankConnection(cast("socket.socket", dripping))
     assert connection.receive_by(dripping.now + 5.0, 64) is None
     assert dripping.now == 105.0
     patient = Dripping(b"\x02\0\0\0" + b"ok, and more")
     monkeypatch.setattr(channel, "time", patient)
-    connection = Connection(cast("socket.socket", patient))
+    connection = RankConnection(cast("socket.socket", patient))
     assert connection.receive_by(patient.now + 60.0, 64) == b"ok"
     assert patient.timeout_s is None, "later frames have no deadline"
     assert patient.said == b", and more", "the following bytes must stay unread"
@@ -102,14 +102,14 @@ def test_a_store_that_outlives_the_ranks_leads_to_the_new_ones() -> None:
     store = dist.HashStore()
     prefixes = []
     for _start in range(2):
-        accepted: dict[int, Connection] = {}
-        found: list[Connection] = []
+        accepted: dict[int, RankConnection] = {}
+        found: list[RankConnection] = []
         rank = threading.Thread(target=lambda to=found: to.append(connect_rank(store, 1, 30)))
         rank.start()
         accepted |= accept_ranks(store, "127.0.0.1", 2, 30)
         rank.join(30)
-        found[0].report(Report(ReportKind.DONE, "one"))
-        assert accepted[1].receive_report() == Report(ReportKind.DONE, "one")
+        found[0].report(RankReport(ReportKind.DONE, "one"))
+        assert accepted[1].receive_report() == RankReport(ReportKind.DONE, "one")
         store_of_these(store).set("key", "value")
         prefixes.append(bytes(store.get("outrider/control")).decode().split(" ")[2])
         assert bytes(store.get(f"{prefixes[-1]}/key")) == b"value"
