@@ -38,3 +38,59 @@ class ThirdParty(Contract):
         """Print each import that breaks the contract."""
         for importer, imported, lines in check.metadata["found"]:
             output.print_error(f"{importer} imports {imported} (line {', '.join(map(str, lines))}).")
+
+
+class NoCircles(Contract):
+    """Requires that no files of `root` import each other in a circle, type-only imports included."""
+
+    type_name = "no_circles"
+
+    root = fields.ModuleField()
+
+    def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:
+        """Find the imports that close a circle."""
+        modules = {
+            name for name in graph.modules if name == self.root.name or name.startswith(f"{self.root.name}.")
+        }
+        imports = {
+            name: sorted(graph.find_modules_directly_imported_by(name) & modules) for name in sorted(modules)
+        }
+        found = []
+        for circle in _circles(imports):
+            for importer in circle:
+                found += [(importer, imported) for imported in imports[importer] if imported in circle]
+        return ContractCheck(kept=not found, metadata={"found": found})
+
+    def render_broken_contract(self, check: ContractCheck) -> None:
+        """Print each import that is part of a circle."""
+        for importer, imported in check.metadata["found"]:
+            output.print_error(f"{importer} and {imported} are in a circle: {importer} imports {imported}.")
+
+
+def _circles(imports: dict[str, list[str]]) -> list[list[str]]:
+    """Return the groups of modules that reach each other: the strongly connected components (Tarjan, 1972)."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    circles: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        order[module] = lowest[module] = len(order)
+        stack.append(module)
+        for imported in imports[module]:
+            if imported not in order:
+                visit(imported)
+                lowest[module] = min(lowest[module], lowest[imported])
+            elif imported in stack:
+                lowest[module] = min(lowest[module], order[imported])
+        if lowest[module] == order[module]:
+            position = stack.index(module)
+            members = stack[position:]
+            del stack[position:]
+            if len(members) > 1:
+                circles.append(sorted(members))
+
+    for module in imports:
+        if module not in order:
+            visit(module)
+    return circles

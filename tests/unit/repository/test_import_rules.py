@@ -1,4 +1,4 @@
-"""The rules of `.importlinter` break when they are violated: a copy of the sources with every kind of violation planted at once."""
+"""Each contract of `.importlinter` breaks when it is violated: a copy of the sources gets one violation of each kind."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
@@ -13,56 +14,122 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = ("kernels", "shared", "services", "train", "bench")
 RUN = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+TYPE_ONLY = "\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import {}\n"
 
+# Contract, file that gets the import, imported module.
 PLANTED = [
-    ("shared/spec/fence.py", "outrider.kernels.verify"),
-    ("shared/spec/tree.py", "outrider.common.v1.common_pb2"),
-    ("kernels/verify/reference.py", "fastapi"),
-    ("kernels/kv_store/reference.py", "transformers"),
-    ("kernels/philox/reference.py", "outrider.shared.base.errors"),
-    ("services/target/engine/engine.py", "outrider.target.v1.target_pb2"),
-    ("services/target/scheduling/limits.py", "google"),
-    ("services/gateway/app.py", "outrider.gateway.v1.gateway_pb2_grpc"),
-    ("services/gateway/stop.py", "torch"),
-    ("services/stack/supervisor.py", "outrider.services.draft.engine"),
-    ("services/stack/demo.py", "outrider.services.target.settings"),
-    ("services/target/scheduling/scheduler.py", "outrider.services.draft.sessions.session"),
-    ("bench/measure/speculation.py", "outrider.services.gateway.settings"),
-    ("shared/nn/config/model_config.py", "outrider.services.cli.settings_options"),
+    ("Kernels know of no part above them", "kernels/philox/reference.py", "outrider.shared.base.errors"),
+    ("Kernels import torch, Triton, FlashInfer and NumPy", "kernels/verify/reference.py", "fastapi"),
+    ("Kernels import torch, Triton, FlashInfer and NumPy", "kernels/kv_store/reference.py", "transformers"),
+    ("In shared code only attention", "shared/spec/fence.py", "outrider.kernels.verify"),
+    ("Protobuf messages stop", "shared/spec/tree.py", "outrider.common.v1.common_pb2"),
+    ("Protobuf messages stop", "services/target/engine/engine.py", "outrider.target.v1.target_pb2"),
+    ("Protobuf messages stop", "services/target/scheduling/limits.py", "google"),
+    ("Protobuf messages stop", "services/gateway/app.py", "outrider.gateway.v1.gateway_pb2_grpc"),
+    ("Replies to peers", "services/draft/peers/replies.py", "outrider.draft.v1.draft_pb2"),
+    ("Only the command line", "services/stack/supervisor.py", "outrider.services.draft.engine"),
+    ("Only the command line", "services/stack/demo.py", "outrider.services.target.settings"),
+    ("Only the command line", "bench/measure/speculation.py", "outrider.services.gateway.settings"),
+    (
+        "Services do not import each other",
+        "services/target/scheduling/scheduler.py",
+        "outrider.services.draft.sessions.session",
+    ),
+    (
+        "Shared code knows of no service",
+        "shared/nn/config/model_config.py",
+        "outrider.services.cli.settings_options",
+    ),
+    ("The gateway imports no torch", "services/gateway/stop.py", "torch"),
+    ("Order inside shared", "shared/base/errors.py", "outrider.shared.spec.fence"),
+    (
+        "Order of the target's rooms",
+        "services/target/policy/cost_model.py",
+        "outrider.services.target.model.outcome",
+    ),
+    (
+        "The target's app alone",
+        "services/target/engine/inbox.py",
+        "outrider.services.target.draft_client.breaker",
+    ),
+    (
+        "Order inside the target's draft client",
+        "services/target/draft_client/transport/create.py",
+        "outrider.services.target.draft_client.breaker",
+    ),
+    (
+        "Order of the draft's rooms",
+        "services/draft/sessions/session.py",
+        "outrider.services.draft.heads.registry",
+    ),
+    ("Order inside the model code", "shared/nn/checkpoint/read_ahead.py", "outrider.shared.nn.layers.linear"),
+    ("Order of the command line", "services/doctor/finding.py", "outrider.services.stack.mps"),
+    ("Order of the benchmarks", "bench/report/record.py", "outrider.bench.measure.clock"),
+]
+CIRCLES = [
+    ("services/target/policy/cost_model.py", "outrider.services.target.policy.controller"),
+    ("shared/kv/pages.py", "outrider.shared.kv.pool"),
 ]
 
 
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    for name in SOURCES:
+        shutil.copytree(
+            ROOT / name, tmp_path / "farm" / "outrider" / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    for folder in (ROOT / "protos" / "outrider").iterdir():
+        shutil.copytree(
+            folder, tmp_path / "farm" / "outrider" / folder.name, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / ".importlinter", tmp_path)
+    return tmp_path
+
+
 def lint(root: Path) -> tuple[int, str]:
-    """Run import-linter over the sources in `root`; return its exit code and what it printed, blanks made single."""
+    """Run import-linter over the sources in `root`. Return its exit code and its output with single blanks."""
     environment = {**os.environ, "PYTHONPATH": str(root / "farm"), "COLUMNS": "400"}
     command = [sys.executable, "-c", RUN, "--no-cache"]
     result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=100)
     return result.returncode, " ".join((result.stdout + result.stderr).split())
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("sources")
-    for name in SOURCES:
-        shutil.copytree(
-            ROOT / name, root / "farm" / "outrider" / name, ignore=shutil.ignore_patterns("__pycache__")
-        )
-    for folder in (ROOT / "protos" / "outrider").iterdir():
-        shutil.copytree(
-            folder, root / "farm" / "outrider" / folder.name, ignore=shutil.ignore_patterns("__pycache__")
-        )
-    shutil.copytree(ROOT / "scripts", root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / ".importlinter", root)
-    return root
+def plant(root: Path, path: str, text: str) -> None:
+    with (root / "farm" / "outrider" / path).open("a") as file:
+        file.write(text)
 
 
-def test_every_planted_violation_is_found(sources: Path) -> None:
-    for path, module in PLANTED:
-        with (sources / "farm" / "outrider" / path).open("a") as file:
-            file.write(f"\nimport {module}\n")
-    code, told = lint(sources)
-    assert code == 1, told
-    for path, module in PLANTED:
-        importer = "outrider." + path.removesuffix(".py").replace("/", ".")
-        found = any(f"{importer} {verb} {module} (l" in told for verb in ("->", "imports"))
-        assert found, f"{importer} may import {module}: {told}"
+def importer_of(path: str) -> str:
+    return "outrider." + path.removesuffix(".py").replace("/", ".")
+
+
+def test_every_contract_has_a_violation_here() -> None:
+    parser = ConfigParser()
+    parser.read(ROOT / ".importlinter")
+    names = [parser[section]["name"] for section in parser.sections() if ":contract:" in section]
+    planted = {contract for contract, _path, _module in PLANTED} | {"No file imports itself"}
+    assert [name for name in names if not any(name.startswith(contract) for contract in planted)] == []
+
+
+def test_every_planted_violation_breaks_its_contract(sources: Path) -> None:
+    for _contract, path, module in PLANTED:
+        plant(sources, path, f"\nimport {module}\n")
+    code, output = lint(sources)
+    assert code == 1, output
+    for contract, path, module in PLANTED:
+        importer = importer_of(path)
+        verdicts = output.split(contract, 2)[1]
+        assert verdicts.split("KEPT")[0].count("BROKEN"), f"{contract} is kept: {output}"
+        found = any(f"{importer} {verb} {module} (l" in output for verb in ("->", "imports"))
+        assert found, f"{importer} may import {module}: {output}"
+
+
+@pytest.mark.parametrize("statement", ["\nimport {}\n", TYPE_ONLY], ids=["run time", "type only"])
+def test_a_circle_of_files_is_found(sources: Path, statement: str) -> None:
+    for path, module in CIRCLES:
+        plant(sources, path, statement.format(module))
+    code, output = lint(sources)
+    assert code == 1, output
+    for path, module in CIRCLES:
+        assert f"{importer_of(path)} imports {module}." in output, output
