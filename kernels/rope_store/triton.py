@@ -1,4 +1,7 @@
-"""rope_store in Triton: a program takes some heads of one row, as their first and second halves; the contract is in the docstring."""
+"""Triton version of rope_store. The package docstring states the contract.
+
+A program handles some heads of one row, each as its first and its second half.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +103,6 @@ def _rope_store(
 def rope_angles(
     positions: torch.Tensor, frequencies: torch.Tensor, factor: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `outrider.kernels.rope_store.rope_angles`."""
     rows, dim = positions.shape[0], frequencies.shape[0]
     cos, sin = (_launch.empty((rows, 1, dim), dtype, frequencies.device) for _ in range(2))
     if rows:
@@ -125,7 +127,6 @@ def rope_store(
     head_eps: float,
     lookup: Lookup | None,
 ) -> torch.Tensor:
-    """See `outrider.kernels.rope_store.rope_store`."""
     kv_heads, dim = k_plane.shape[2:]
     rows, heads = parts.shape[-2], parts.shape[-1] // dim - 2 * kv_heads
     q = _launch.empty((rows, heads, dim), cos.dtype, parts.device)

@@ -1,4 +1,4 @@
-"""synthetic_acceptance in Triton: one program a row. The contract is in the package's docstring."""
+"""Triton version of synthetic_acceptance: one program per row. The package docstring states the contract."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def _plant(
     bonus = tl.sum(tl.where(node == end, after, 0), 0).to(tl.int32)
     while tl.max((child & (token == bonus)).to(tl.int32), 0) > 0:
         bonus = (bonus + 1) % vocab_size
-    # Two stores of different places: a path's nodes but its last take the token of their child, which knows them as its parent.
+    # The two stores write different places. A node on the path, except the last, receives its child's token: the
+    # child stores it at its parent's place.
     kept = tl.where(node == end, bonus.to(tl.int64), after)
     tl.store(out + at, kept, mask=inside & ((node == end) | (on_path == 0)))
     tl.store(out + row * columns + parent, token.to(tl.int64), mask=on_path & (node > 0))
@@ -61,7 +62,6 @@ def synthetic_acceptance(
     thresholds: torch.Tensor,
     vocab_size: int,
 ) -> torch.Tensor:
-    """See `outrider.kernels.synthetic_acceptance`."""
     bs, columns = tokens.shape
     out = _launch.empty((bs, columns), torch.int64, tokens.device)
     if bs:

@@ -1,4 +1,4 @@
-"""tree_check in torch; the contract is in the package's docstring."""
+"""Torch reference of tree_check. The package docstring states the contract."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ def tree_check(
     vocab_size: int,
     depth: int,
 ) -> tuple[torch.Tensor, ...]:
-    """See `outrider.kernels.tree_check.tree_check`."""
     bs, columns = tokens.shape
     node = torch.arange(columns, device=tokens.device, dtype=torch.int64)
     live = counts > 0

@@ -1,4 +1,4 @@
-"""tree_check in Triton: one program per row; the contract is in the package's docstring."""
+"""Triton version of tree_check: one program per row. The package docstring states the contract."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _check(
     parent = tl.load(parents + at, mask=drafted, other=0)
     wrong = drafted & ((token < 0) | (token >= vocab_size) | (parent < 0) | (parent >= node))
     fits = fits & (tl.sum(wrong.to(tl.int32), axis=0) == 0)
-    # Up to the root: what is read as a parent here was seen to lie before its child.
+    # Walk up to the root. Every parent read here was checked above to precede its child.
     current = tl.where(drafted & fits, node, 0)
     word = tl.arange(0, WORDS)
     masks = tl.where(word[None, :] == (current // 32)[:, None], 1 << (current % 32)[:, None], 0)
@@ -71,7 +71,6 @@ def tree_check(
     vocab_size: int,
     depth: int,
 ) -> tuple[torch.Tensor, ...]:
-    """See `outrider.kernels.tree_check.tree_check`."""
     (bs, columns), device = tokens.shape, tokens.device
     words = _launch.ceil_div(columns, WORD_BITS)
     planes = [_launch.empty((bs, columns), torch.int32, device) for _ in range(3)]

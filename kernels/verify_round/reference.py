@@ -1,4 +1,4 @@
-"""verify_round in plain torch; the contract is in the package's docstring."""
+"""Torch reference of verify_round. The package docstring states the contract."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from outrider.kernels.verify_round.types import AcceptedRound, PlacedRows, Round
 
 
 def begin_round(state: RoundTensors, limits: torch.Tensor) -> torch.Tensor:
-    """See `outrider.kernels.verify_round.begin_round`."""
     state.counts.mul_(state.committed_lens < limits)
     last = (state.counts.long() - 1).clamp_(min=0)[:, None]
     return torch.where(state.counts[:, None] > 0, state.tokens.gather(1, last), 0)
@@ -24,7 +23,6 @@ def place_rows(
     page_table: torch.Tensor,
     page_size: int,
 ) -> PlacedRows:
-    """See `outrider.kernels.verify_round.place_rows`."""
     cached = torch.where(live > 0, committed_lens - 1, 0)
     node = torch.arange(depths.shape[1], dtype=torch.int32, device=depths.device)
     real = (live[:, None] > 0) & (node < num_nodes[:, None])
@@ -45,7 +43,6 @@ def accept_round(
     columns: int,
     state: RoundTensors | None,
 ) -> AcceptedRound:
-    """See `outrider.kernels.verify_round.accept_round`."""
     bs, nodes = tokens.shape
     if nodes == 1:
         path, emitted, num_accepted = (
@@ -78,19 +75,18 @@ def accept_round(
 
 
 def _slots(page_table: torch.Tensor, index: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Return the slots of token indices ``[bs, n]``: ``[bs, n] int64``; an index behind the table gets some slot."""
+    """Return the slots ``[bs, n] int64`` of token indices ``[bs, n]``; arbitrary slots for indices past the table."""
     pages = page_table.gather(1, (index // page_size).clamp(max=page_table.shape[1] - 1).long())
     return pages.long() * page_size + index % page_size
 
 
 def _fit(tensor: torch.Tensor, columns: int) -> torch.Tensor:
-    """Cut ``[bs, n]`` to R columns, or pad it with -1."""
+    """Cut ``[bs, n]`` to `columns` columns, or pad it with -1."""
     missing = columns - tensor.shape[1]
     return pad(tensor, (0, missing), value=-1) if missing > 0 else tensor[:, :columns]
 
 
 def post_round(packed: torch.Tensor, ring: torch.Tensor, turn: torch.Tensor) -> None:
-    """See `outrider.kernels.verify_round.post_round`."""
     place = int(turn)
     ring[place] = packed
     turn.fill_((place + 1) % ring.shape[0])

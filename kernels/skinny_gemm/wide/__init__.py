@@ -1,1 +1,1 @@
-"""Products of more than a few rows: tiles of both operands through the tensor memory accelerator."""
+"""Products of more than a few rows, with both operands loaded in tiles by the tensor memory accelerator (TMA)."""
