@@ -1,4 +1,4 @@
-"""Helpers of the public ops and the Triton launches: argument checks, grid arithmetic, output allocation, device."""
+"""Helpers of public ops and Triton launches: argument checks, grid arithmetic, allocation, device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def expect(
     """Check a tensor's shape (None = any extent) and dtype.
 
     Raises:
-        ValueError: The shape or dtype differs. The message names the tensor, the actual value and the expected one.
+        ValueError: The shape or dtype differs. The message names the tensor, the actual value and the
+            expected one.
     """
     actual = tensor.shape
     if len(actual) != len(shape) or any(
@@ -80,7 +81,10 @@ def outputs_of_zeros() -> Iterator[None]:
 
 
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Make the tensor's GPU the current device. Triton launches on the current device, which may be another one."""
+    """Make the tensor's GPU the current device.
+
+    Triton launches on the current device, which may be another one.
+    """
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
@@ -95,9 +99,9 @@ def dependent(tensor: torch.Tensor) -> dict[str, bool]:
     This is programmatic dependent launch (PDL), available from Hopper on. Such a kernel takes
     ``PDL: tl.constexpr`` and follows two rules:
 
-    1. ``gdc_wait`` comes before the first read of data written by the previous kernel, and before every write.
-       Data written by older kernels is already complete, because every program waits, even one without work:
-       a kernel is complete only after all kernels before it.
+    1. ``gdc_wait`` comes before the first read of data written by the previous kernel, and before every
+       write. Data written by older kernels is already complete, because every program waits, even one without
+       work: a kernel is complete only after all kernels before it.
     2. ``gdc_launch_dependents`` comes just before the final stores. An earlier trigger gives registers and
        shared memory to the next kernel while programs of this one still run, which measured slower.
     """

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 FEW_ROWS = 64
-"""Largest number of rows for which a product is bound by reading the matrix. Our own kernels compute such products
-for every shape. Norms are then spread over the GPU, and their division is left to the kernel that reads the
-stream. More rows fill the GPU with one program each, and are normed directly."""
+"""Largest number of rows for which a product is bound by reading the matrix. Our own kernels compute such
+products for every shape. Norms are then spread over the GPU, and their division is left to the kernel that
+reads the stream. More rows fill the GPU with one program each, and are normed directly."""
 
 MANY_ROWS = 512
 """Largest number of rows for which products use the method that measured fastest."""
@@ -18,8 +18,8 @@ MANY_ROWS = 512
 def normed_at_once(rows: int, dtype: torch.dtype) -> bool:
     """Return whether rows of a stream are divided by their root mean square when they are written.
 
-    This holds for many rows, and for all rows in fp16: before the division, values can exceed its range. A residual
-    of a thousand times a norm weight of a hundred is not unusual.
+    This holds for many rows, and for all rows in fp16: before the division, values can exceed its range. A
+    residual of a thousand times a norm weight of a hundred is not unusual.
 
     Example:
         >>> import torch
@@ -34,9 +34,9 @@ def normed_at_once(rows: int, dtype: torch.dtype) -> bool:
 class Stream:
     """Rows of a residual stream, prepared for the next norm up to the division by their root mean square.
 
-    The norm of a row is ``scaled * rsqrt(sum of its sums / width + eps)``. The division commutes with the matrix
-    product that follows, so the kernel that reads the product can apply it, and no kernel has to see a whole row
-    before the product begins.
+    The norm of a row is ``scaled * rsqrt(sum of its sums / width + eps)``. The division commutes with the
+    matrix product that follows, so the kernel that reads the product can apply it, and no kernel has to see a
+    whole row before the product begins.
 
     Attributes:
         residual: ``[rows, width]``; rows may be strided.

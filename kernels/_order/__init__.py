@@ -1,7 +1,7 @@
 """The order of candidates used everywhere: value descending, then index ascending.
 
-torch.topk leaves the order of ties open. The order must be total, because a tie must never rank a child before
-its parent.
+torch.topk leaves the order of ties open. The order must be total, because a tie must never rank a child
+before its parent.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ def rank_keys(values: torch.Tensor) -> torch.Tensor:
     """Return int64 keys whose descending order is (value descending, index ascending), distinct within a row.
 
     Args:
-        values: ``[rows, n] fp32``. -0 and +0 are equal; a NaN ranks by its bit pattern (a positive NaN first).
+        values: ``[rows, n] fp32``. -0 and +0 are equal; a NaN ranks by its bit pattern (a positive NaN
+            first).
 
     Returns:
-        ``[rows, n] int64``: order-preserving bits of the value in the upper half, complement of the index below.
+        ``[rows, n] int64``: order-preserving bits of the value in the upper half, complement of the index
+        below.
     """
     bits = (values + 0.0).view(torch.int32)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # flip negative values: integer order becomes float order
@@ -51,8 +53,8 @@ def ranked_topk(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tenso
 def _repeated_argmax(values: torch.Tensor, k: int) -> np.ndarray | None:
     """Return the indices of the best k, ``[rows, k] int64``, by taking the first maximum k times.
 
-    This is the fastest method for a small k. Returns None if a selected value of any row is a NaN or infinite,
-    which includes rows with fewer than k values above -inf.
+    This is the fastest method for a small k. Returns None if a selected value of any row is a NaN or
+    infinite, which includes rows with fewer than k values above -inf.
     """
     left = values.detach().numpy().copy()
     rows = np.arange(left.shape[0])
@@ -76,6 +78,7 @@ def ranked_indices(values: torch.Tensor, k: int) -> np.ndarray:
         k: Number of indices to return per row.
 
     Returns:
-        ``[rows, k] int64`` as a numpy array. For such short rows, numpy on a CPU takes a third of torch's time.
+        ``[rows, k] int64`` as a numpy array. For such short rows, numpy on a CPU takes a third of torch's
+        time.
     """
     return np.argsort(-values.detach().cpu().numpy(), axis=-1, kind="stable")[:, :k]

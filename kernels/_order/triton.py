@@ -30,15 +30,15 @@ def rank_key(values, index):
 def short_key(values, place):
     """Return int32 keys in the same order, for fp32 values converted from bf16 and places < 4096 in a block.
 
-    They are half as wide and therefore twice as fast to compare. The hardware also finds the maximum of a warp
-    of int32 values in one instruction.
+    They are half as wide and therefore twice as fast to compare. The hardware also finds the maximum of a
+    warp of int32 values in one instruction.
     """
     return ((ordered_bits(values) >> 16) << 12) | (SHORT_INDEX - place)
 
 
 @triton.jit
 def lengthen_key(short, first):
-    """Return the `rank_key` that corresponds to a short key; `first` is the index of the block's first place."""
+    """Return the `rank_key` of a short key; `first` is the index of the block's first place."""
     upper = short >> 12
     ordered = (upper << 16) | tl.where(upper < 0, 0xFFFF, 0)
     place = SHORT_INDEX - (short & SHORT_INDEX)
@@ -47,7 +47,7 @@ def lengthen_key(short, first):
 
 @triton.jit
 def narrowed(key):
-    """Return int32 keys in the order of `rank_key`, for values converted from bf16 and indices <= `WIDE_INDEX`.
+    """Return int32 keys in the order of `rank_key`, for bf16 values and indices <= `WIDE_INDEX`.
 
     NO_KEY becomes NO_SHORT_KEY.
     """

@@ -1,4 +1,4 @@
-"""add_norm: RMSNorm, fused with the step before it in a decoder layer: an embedding, or adding partial sums."""
+"""add_norm: RMSNorm, fused with the preceding step of a decoder layer (embedding or addition)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def add_sums(
 ) -> Stream:
     """Return the residual stream after ``residual + sum of parts + bias``, prepared for the next norm.
 
-    Rows for which `normed_at_once` is true are normed here. Otherwise each row is spread over several programs,
-    and the kernel that reads the stream applies the norm's division (`Stream.sums`).
+    Rows for which `normed_at_once` is true are normed here. Otherwise each row is spread over several
+    programs, and the kernel that reads the stream applies the norm's division (`Stream.sums`).
 
     Args:
         parts: ``[rows, width]``, or ``[splits, rows, width] fp32``, added in order.

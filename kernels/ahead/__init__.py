@@ -1,8 +1,8 @@
 """ahead: compiles Triton kernels in several processes before the code that launches them runs.
 
-The first start on a machine compiles about a hundred kernel variants. One takes about a third of a second, and
-without this package they are compiled one after the other. Only the launching code determines which variants
-are needed, so that code is rehearsed:
+The first start on a machine compiles about a hundred kernel variants. One takes about a third of a second,
+and without this package they are compiled one after the other. Only the launching code determines which
+variants are needed, so that code is rehearsed:
 
 1. The code runs as usual, but no kernel is launched. Outputs are zeros (`_launch.empty`).
 2. For each kernel that is not compiled yet, its name and the types and constants of its arguments are sent to
@@ -41,8 +41,13 @@ _rehearsing = False
 
 
 class Compiled(enum.Enum):
-    """State of the kernels of a piece of work: YES = all compiled, NOT_YET = one is being compiled or was
-    deferred, NO = one cannot be compiled."""
+    """State of the kernels of a piece of work.
+
+    Attributes:
+        YES: All are compiled.
+        NOT_YET: One is being compiled, or was deferred.
+        NO: One cannot be compiled.
+    """
 
     YES = enum.auto()
     NOT_YET = enum.auto()

@@ -1,4 +1,4 @@
-"""Worker processes that compile kernels into Triton's cache, and the Triton hook that reports missing kernels."""
+"""Worker processes that compile kernels into Triton's cache, and the hook that finds missing kernels."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from outrider.kernels.ahead.worker import restored
 MOST_PROCESSES = 16
 IDLE_S = 15.0
 COMPILE_S = 120.0
-"""Longest compile time of one kernel; most take a third of a second. After it the worker process is killed, and
-the kernel is compiled when it is launched."""
+"""Longest compile time of one kernel; most take a third of a second. After it the worker process is killed,
+and the kernel is compiled when it is launched."""
 WORKER = "outrider.kernels.ahead.worker"
 
 _log = logging.getLogger("outrider.kernels")
@@ -61,7 +61,7 @@ class CompilerPool:
 
     @contextlib.contextmanager
     def instead_of_launches(self, meets: Callable[..., bool | None] | None = None) -> Iterator[None]:
-        """Skip all kernel launches of this thread inside the block, and submit kernels missing from Triton's cache.
+        """Skip this thread's kernel launches inside the block; submit kernels missing from Triton's cache.
 
         Compiled kernels are skipped too, because their input may be the output of a skipped kernel. Other
         threads launch kernels as usual.
@@ -145,7 +145,10 @@ class CompilerPool:
             thread.start()
 
     def _missing(self, *, fn: Any, compile: dict[str, Any], **_more: Any) -> bool | None:
-        """Submit a kernel unless it is cached. Used as a `jit_cache_hook`: True stops Triton from compiling it."""
+        """Submit a kernel unless it is cached.
+
+        Used as a `jit_cache_hook`: True stops Triton from compiling it.
+        """
         kernel = _kernel(fn, compile)
         if kernel in self._known:
             return True

@@ -33,7 +33,7 @@ def compile_kernel(job: dict[str, Any]) -> None:
 
     module, name, data = job["module"], job["name"], json.loads(job["data"])
     if not module.startswith(PACKAGE + "."):
-        raise ValueError(f"{module} is not a module of {PACKAGE}, the only package whose kernels are compiled here")
+        raise ValueError(f"{module} is not a module of {PACKAGE}; only its kernels are compiled here")
     function = getattr(importlib.import_module(module), name)
     constants = {
         tuple(place): language.dtype(value) if language.dtype.is_dtype(value) else _constant(value)

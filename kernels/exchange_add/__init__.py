@@ -1,4 +1,4 @@
-"""exchange_add: one launch that sums a product's parts over tensor-parallel ranks and adds them to the residual.
+"""exchange_add: one launch that sums a product over tensor-parallel ranks and adds it to the residual.
 
 For few rows. Every rank writes its part into the inboxes of the other ranks and polls its own inbox. The data
 itself is the arrival signal. Parts are added in rank order, so all ranks compute the same bits.
@@ -43,7 +43,7 @@ def exchange_add(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> Stream:
-    """Return the residual stream after ``residual + sum over ranks of parts + bias``, prepared for the next norm.
+    """Return the stream after ``residual + sum over ranks of parts + bias``, prepared for the next norm.
 
     If a rank does not send its part in time, all rows are NaN and `Boxes.lost` becomes 1. Later calls then no
     longer wait.
@@ -59,8 +59,8 @@ def exchange_add(
         out: ``[rows, width]`` that receives the sum; rows may be strided. Allocated if None.
 
     Raises:
-        ValueError: A tensor's shape, dtype or layout is wrong, or the rows do not fit into the boxes. The message
-            names the cause.
+        ValueError: A tensor's shape, dtype or layout is wrong, or the rows do not fit into the boxes. The
+            message names the cause.
 
     Example:
         Two ranks in one process. Rank 1 would normally be another process; here it only sends its part.

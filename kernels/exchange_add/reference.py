@@ -59,7 +59,7 @@ def _receive(boxes: Boxes, own: torch.Tensor) -> list[torch.Tensor]:
 def _places(
     inbox: torch.Tensor, boxes: Boxes, own: torch.Tensor
 ) -> list[tuple[tuple[int, slice], torch.Tensor]]:
-    """Return for each tile its row and columns, and its place ``[ranks, columns]`` in an inbox for this call."""
+    """Return each tile's row and columns, and its place ``[ranks, columns]`` in an inbox."""
     rows, width = own.shape
     word, _ = _word(own.dtype)
     tiles = [

@@ -1,8 +1,8 @@
 """Triton version of exchange_add. The package docstring states the contract.
 
-A program handles a block of columns of one row. It polls each element for the word that means "no number yet",
-so the order of stores does not matter. Each store only has to become visible: `.wt` stores and volatile loads
-are strong at system scope.
+A program handles a block of columns of one row. It polls each element for the word that means "no number
+yet", so the order of stores does not matter. Each store only has to become visible: `.wt` stores and volatile
+loads are strong at system scope.
 
 The next kernel is released immediately, so that it can load its weights meanwhile. This is safe because the
 programs of this launch are few and small, and are already resident on the device.
@@ -63,8 +63,8 @@ def _exchange_rows(
 
     # 2. Receive: poll the own inbox until all ranks' numbers are there.
     total = tl.zeros([BLOCK], tl.float32)
-    # 1: numbers are missing, keep polling. 2: numbers are missing, but a rank is lost, so do not wait. The value is
-    # a maximum over all threads, because all threads must leave the loop together.
+    # 1: numbers are missing, keep polling. 2: numbers are missing, but a rank is lost, so do not wait. The
+    # value is a maximum over all threads, because all threads must leave the loop together.
     missing = 1
     looks = patience
     while (missing == 1) & (looks > 0):

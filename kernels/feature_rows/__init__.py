@@ -1,4 +1,4 @@
-"""feature_rows: copies projected features of accepted nodes to the cached plane and to the next round's input."""
+"""feature_rows: copies features of accepted nodes to the cached plane and the next round's input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Triton version of feature_rows: one program per row and block of columns. The package docstring states the contract."""
+"""Triton version of feature_rows: one program per row and block of columns.
+
+The package docstring states the contract.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
 """filtered_choice: applies top-k, top-p and min-p without sorting the vocabulary.
 
-Order the tokens of a row by (score descending, id ascending). Each filter keeps a prefix of that order: top-k the
-first k tokens, top-p the shortest prefix whose probability reaches p, and min-p the tokens with at least min_p
-times the probability of the best one.
+Order the tokens of a row by (score descending, id ascending). Each filter keeps a prefix of that order: top-k
+the first k tokens, top-p the shortest prefix whose probability reaches p, and min-p the tokens with at least
+min_p times the probability of the best one.
 
-A prefix is therefore described by one score, plus the number of tokens with exactly that score that stay (lowest
-ids first). That score is found by a search: each pass over the row sums up what lies above each of 16 scores, and
-the next pass searches the range between two of them. A pass thus determines four bits of the score.
+A prefix is therefore described by one score, plus the number of tokens with exactly that score that stay
+(lowest ids first). That score is found by a search: each pass over the row sums up what lies above each of 16
+scores, and the next pass searches the range between two of them. A pass thus determines four bits of the
+score.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ def kept_tokens(logits: torch.Tensor, sampling: SamplingTensors) -> Kept:
         sampling: One entry per row; rows with temperature 0 keep all tokens.
 
     Returns:
-        The end of each row's prefix. If a prefix's probability equals p up to rounding, the token at its end may
-        or may not be included.
+        The end of each row's prefix. If a prefix's probability equals p up to rounding, the token at its end
+        may or may not be included.
 
     Raises:
         ValueError: A tensor's shape or dtype is wrong; the message names it.
 
     Example:
-        The row's best score belongs to tokens 1 and 3. Top-k of 1 keeps the lower id, top-k of 3 also token 2.
+        The row's best score belongs to tokens 1 and 3. Top-k of 1 keeps the lower id, top-k of 3 both
+        and token 2.
 
         >>> import torch
         >>> from outrider.kernels.filtered_choice import kept_tokens

@@ -19,8 +19,8 @@ def scaled(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
 def token_keys(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """Return ``[rows, V] int32`` keys in the order of the scores; equal scores have equal keys.
 
-    The key of a bf16 logit is the upper half of its fp32 bits. Different bf16 logits have different scores at any
-    temperature, so the temperature is not needed.
+    The key of a bf16 logit is the upper half of its fp32 bits. Different bf16 logits have different scores at
+    any temperature, so the temperature is not needed.
     """
     scores = logits.float() if logits.dtype is torch.bfloat16 else scaled(logits, temperature)
     bits = (scores + 0.0).view(torch.int32)

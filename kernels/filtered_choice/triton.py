@@ -4,12 +4,12 @@ The vocabulary of each row is split over programs. The launches are:
 
     best          1 launch       the largest score of every part
     search top-k  4 (bf16) or 8  each determines 4 bits of the key: counts the tokens above 16 keys
-    search top-p  4 (bf16) or 8  sums the weight above 16 keys; the first also sums the weight above the k-th key
-    bounds        1 launch       the end of both prefixes, and the number of tokens with that key in every part
+    search top-p  4 (bf16) or 8  sums the weight above 16 keys, in the first also that above the k-th key
+    bounds        1 launch       the end of both prefixes, and how many tokens of every part have that key
     choose        1 launch       the best kept token of every part, with noise
 
-Each launch first adds up the results that the previous launch left for the parts of its row. Every program does
-this itself, in the same order. Rows without a filter skip the launches they do not need.
+Each launch first adds up the results that the previous launch left for the parts of its row. Every program
+does this itself, in the same order. Rows without a filter skip the launches they do not need.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _row_best(best, row, splits, SPLITS: tl.constexpr):
 
 @triton.jit
 def _narrow(partials, bases, aboves, at, target, splits, shift, SPLITS: tl.constexpr):
-    """Return the highest pivot of the last launch with at least `target` at or above it, and the sum above it.
+    """Return the last launch's highest pivot with at least `target` at or above it, and the sum above it.
 
     The second value is the sum at or above the next higher pivot.
 
@@ -129,8 +129,8 @@ def _search(
 ):  # fmt: skip
     """Run launch `step` of 2 · `STEPS`.
 
-    The first half counts tokens to find the end of top-k. The second half (`SUMS`) sums weights to find the end
-    of top-p. `FIRST` marks the first launch of each half.
+    The first half counts tokens to find the end of top-k. The second half (`SUMS`) sums weights to find the
+    end of top-p. `FIRST` marks the first launch of each half.
     """
     if PDL:
         gdc_wait()
@@ -200,7 +200,7 @@ def _bounds(
     logits, row_stride, temperature, top_k, top_p, best, bases, aboves, partials, masses, keys, ties, tied, rows, vocab, splits,
     STEPS: tl.constexpr, SHORT: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Store each row's prefix end (key and number of ties), and the number of tokens with that key in each part."""
+    """Store each row's prefix end (key and ties), and the number of tokens with that key in each part."""
     if PDL:
         gdc_wait()
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -342,7 +342,9 @@ def kept_tokens(logits: torch.Tensor, sampling: SamplingTensors) -> Kept:
 
 
 def best_kept(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> Parts:
-    """Return the best kept token of every part of the vocabulary, noise included. The parts remain to be merged.
+    """Return the best kept token of every part of the vocabulary, noise included.
+
+    The parts remain to be merged.
 
     Args:
         logits: ``[rows, V]``, rows contiguous, at least one row.

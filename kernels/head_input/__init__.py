@@ -1,4 +1,4 @@
-"""head_input: input of a recurrent head's first layer: gathers, norms and concatenates embeddings and features."""
+"""head_input: gathers, norms and concatenates embeddings and features for a recurrent head's first layer."""
 
 from __future__ import annotations
 

@@ -20,7 +20,9 @@ def invariant_gemm(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return ``x @ weight.T + bias + residual``, summed in fp32 in an order fixed by the weight's shape and dtype.
+    """Return ``x @ weight.T + bias + residual``, summed in fp32 in an order that only the weight determines.
+
+    The order depends on the weight's shape and dtype.
 
     Args:
         x: ``[rows, in]`` fp32/bf16/fp16.

@@ -22,16 +22,16 @@ def kv_compact(
 ) -> None:
     """Move the row at token index ``cached_lens[b] + path[b, i]`` to ``cached_lens[b] + i``, in place.
 
-    This is done for every i in 0..num_accepted[b]. All sources are loaded before anything is stored, because a
-    destination may be a later source. Entries with ``path[b, i] < 0`` move nothing.
+    This is done for every i in 0..num_accepted[b]. All sources are loaded before anything is stored, because
+    a destination may be a later source. Entries with ``path[b, i] < 0`` move nothing.
 
     Args:
-        planes: Contiguous tensors ``[pages, page_size, ...]`` of any dtype, such as K, V and feature planes. All
-            have the same pages and page_size.
+        planes: Contiguous tensors ``[pages, page_size, ...]`` of any dtype, such as K, V and feature planes.
+            All have the same pages and page_size.
         page_table: ``[bs, max_pages] int32``, the pages of each sequence in token order.
         cached_lens: ``[bs] int32``; tree node n of sequence b is at token index ``cached_lens[b] + n``.
-        path: ``[bs, N] int32`` as returned by `verify_tree`: node indices, root first, padded with -1. Rows may be
-            strided. A sequence accepts fewer than N nodes.
+        path: ``[bs, N] int32`` as returned by `verify_tree`: node indices, root first, padded with -1. Rows
+            may be strided. A sequence accepts fewer than N nodes.
         num_accepted: ``[bs] int32``, accepted drafts without the root; -1 leaves the sequence unchanged.
 
     Raises:
@@ -58,7 +58,7 @@ def kv_compact(
     for i, plane in enumerate(planes):
         if plane.shape[:2] != planes[0].shape[:2]:
             raise ValueError(
-                f"planes[{i}] has {list(plane.shape[:2])} pages and page_size, but planes[0] has {list(planes[0].shape[:2])}"
+                f"planes[{i}] has pages and page_size {list(plane.shape[:2])}, planes[0] {list(planes[0].shape[:2])}"
             )
         expect_contiguous(f"planes[{i}]", plane)
     if not planes or bs == 0:

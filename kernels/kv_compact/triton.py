@@ -1,8 +1,8 @@
 """Triton version of kv_compact: one launch for all planes. The package docstring states the contract.
 
-Rows are moved as integers, so that planes of any dtype and width share the launch. A program owns some columns of
-one plane and one sequence. It loads the source rows of all accepted nodes before it stores any, and no other
-program touches those columns.
+Rows are moved as integers, so that planes of any dtype and width share the launch. A program owns some
+columns of one plane and one sequence. It loads the source rows of all accepted nodes before it stores any,
+and no other program touches those columns.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _compact(
         rows = tl.load(base + source_slot[:, None] * width + column[None, :], mask=inside)
         if PDL:
             gdc_launch_dependents()
-        tl.debug_barrier()  # all warps must have loaded before any stores: a destination may be a later source
+        tl.debug_barrier()  # all warps must load before any stores: a destination may be a later source
         tl.store(base + target_slot[:, None] * width + column[None, :], rows, mask=inside)
 
 

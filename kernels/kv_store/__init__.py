@@ -17,14 +17,14 @@ def kv_store(
     """Store ``k[r], v[r]`` at slot ``slots[r]`` of the planes, in place.
 
     Args:
-        k: ``[rows, kv_heads, dim]`` fp32/bf16/fp16; any strides with a dense last dimension, such as a view of
-            a fused QKV output.
+        k: ``[rows, kv_heads, dim]`` fp32/bf16/fp16; any strides with a dense last dimension, such as a view
+            of a fused QKV output.
         v: Like `k`.
-        k_plane: ``[pages, page_size, kv_heads, dim]``, contiguous. Rows are converted to its dtype; conversion to
-            e4m3 saturates.
+        k_plane: ``[pages, page_size, kv_heads, dim]``, contiguous. Rows are converted to its dtype;
+            conversion to e4m3 saturates.
         v_plane: Like `k_plane`.
-        slots: ``[rows] int64``; slot = page * page_size + offset, -1 = do not store the row. Slots >= 0 must be
-            distinct.
+        slots: ``[rows] int64``; slot = page * page_size + offset, -1 = do not store the row. Slots >= 0 must
+            be distinct.
 
     Raises:
         ValueError: A tensor's shape, dtype or layout is wrong; the message names it.

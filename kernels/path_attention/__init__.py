@@ -1,8 +1,8 @@
 """path_attention: attention of each row to its own history in token order; equal histories give equal bits.
 
-The same history lies in different slots when a row is a node of a tree, the row of a plain decode step, or a row
-of a prompt chunk. Here it is read by logical index, in blocks of fixed size that start at index 0, and folded in
-that order.
+The same history lies in different slots when a row is a node of a tree, the row of a plain decode step, or a
+row of a prompt chunk. Here it is read by logical index, in blocks of fixed size that start at index 0, and
+folded in that order.
 """
 
 from __future__ import annotations
@@ -113,15 +113,16 @@ def path_attention(
 
     Args:
         q: ``[rows, heads, dim]`` fp32/bf16/fp16.
-        k_plane: ``[pages, page_size, kv_heads, dim]``, contiguous, in q's dtype or one that is widened to it as
-            it is read (FP8). heads is a multiple of kv_heads.
+        k_plane: ``[pages, page_size, kv_heads, dim]``, contiguous, in q's dtype or one that is widened to it
+            as it is read (FP8). heads is a multiple of kv_heads.
         v_plane: Like `k_plane`.
         page_table: ``[bs, max_pages] int32``.
         paths: Result of `row_paths`.
         scale: Factor on the scores.
         max_kv_len: Upper bound of the lengths, known on the host.
         window: If above 0, a row sees only the last `window` tokens of its history.
-        sinks: ``[heads] fp32``, a logit per head that takes part in the softmax and carries no value, or None.
+        sinks: ``[heads] fp32``, a logit per head that takes part in the softmax and carries no value, or
+            None.
         softcap: If above 0, scaled scores s become ``softcap * tanh(s / softcap)``; sinks are not capped.
 
     Returns:
@@ -131,8 +132,8 @@ def path_attention(
         ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
 
     Example:
-        A tree of a root and two children, behind a prefix of one token. With queries of zeros, each row returns
-        the mean of the values on its path.
+        A tree of a root and two children, behind a prefix of one token. With queries of zeros, each row
+        returns the mean of the values on its path.
 
         >>> import torch
         >>> from outrider.kernels.path_attention import path_attention, row_paths

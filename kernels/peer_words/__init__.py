@@ -21,7 +21,8 @@ def send_words(words: torch.Tensor, mail: Mail, readers: range, *, missing: int)
     Args:
         words: ``[n] int32``, contiguous; n as `can_pass` allows.
         mail: This rank's mail.
-        readers: Consecutive ranks without this one; the same for every message that this rank sends by this mail.
+        readers: Consecutive ranks without this one; the same for every message that this rank sends by this
+            mail.
         missing: Word sent instead of `words` once `Mail.lost` is 1, because this rank may have computed with
             words that never arrived.
 
@@ -58,8 +59,8 @@ def receive_words(
 ) -> None:
     """Wait for a message from each of the ranks `senders`.
 
-    If a message does not arrive in time, `Mail.lost` becomes 1. Later calls then no longer wait, and all their
-    words are `missing`.
+    If a message does not arrive in time, `Mail.lost` becomes 1. Later calls then no longer wait, and all
+    their words are `missing`.
 
     Args:
         out: ``[len(senders), n] int32``, contiguous; overwritten.

@@ -1,4 +1,7 @@
-"""Torch reference of peer_words, over boxes in memory shared by processes. The package docstring states the contract."""
+"""Torch reference of peer_words, over boxes in memory shared by processes.
+
+The package docstring states the contract.
+"""
 
 from __future__ import annotations
 

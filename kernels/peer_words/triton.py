@@ -1,8 +1,8 @@
 """Triton version of peer_words. The package docstring states the contract.
 
-A word and its message number are one 64-bit element of a vector store, which memory writes atomically. A reader
-that sees the number therefore also has the word. Stores for other ranks and loads of their data are strong at
-system scope (`.wt`, volatile).
+A word and its message number are one 64-bit element of a vector store, which memory writes atomically. A
+reader that sees the number therefore also has the word. Stores for other ranks and loads of their data are
+strong at system scope (`.wt`, volatile).
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def _receive(
         gone = tl.load(lost)
         place = own_box + (sender * TILES + tile) * (BLOCK + 1)
         values = tl.zeros([BLOCK], tl.int32)
-        # 1: words are missing, keep polling. 2: words are missing, but a rank is lost, so do not wait. The value
-        # is a maximum over all threads, because all threads must leave the loop together.
+        # 1: words are missing, keep polling. 2: words are missing, but a rank is lost, so do not wait. The
+        # value is a maximum over all threads, because all threads must leave the loop together.
         missing = 1
         looks = patience
         while (missing == 1) & (looks > 0):

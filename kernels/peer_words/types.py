@@ -32,8 +32,8 @@ class Mail:
         turns: ``[ranks, TILES] int32``, number of messages of each sender that passed this rank.
         lost: ``[1] int32``, 1 after a rank did not answer in time. May be shared with other mail and the
             `exchange_add.Boxes` of this rank.
-        patience: Number of polls for a letter or receipt before its rank counts as lost. One poll takes about a
-            microsecond.
+        patience: Number of polls for a letter or receipt before its rank counts as lost. One poll takes about
+            a microsecond.
     """
 
     rank: int

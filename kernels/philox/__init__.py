@@ -28,8 +28,8 @@ def gumbel_noise(
         seeds: ``[rows] int64``, bit pattern of the request's 64-bit seed.
         positions: ``[rows] int64``, absolute index of the token being chosen; only the low 32 bits are used.
         choices: ``[rows] int32``, index among the n choices of the request.
-        tokens: Vocabulary size V (token ids 0..V-1), or the ids themselves, ``[K] int64``, such as the target ids
-            of a draft vocabulary.
+        tokens: Vocabulary size V (token ids 0..V-1), or the ids themselves, ``[K] int64``, such as the target
+            ids of a draft vocabulary.
 
     Returns:
         ``[rows, V]`` or ``[rows, K]`` fp32.

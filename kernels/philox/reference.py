@@ -2,8 +2,8 @@
 
 Integers are computed with numpy, because torch has no unsigned arithmetic; logarithms with torch.
 
-Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). The test vectors published with
-Random123 are checked in tests/law.
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). The test vectors published
+with Random123 are checked in tests/law.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def philox_words(key: Words, counter: Words) -> Words:
     Returns:
         ``[4, rows, n] uint32``.
     """
-    # Words 0 and 2 are multiplied, words 1 and 3 xored in; each pair is one array. The halves of a product are
-    # views of it, so a round is one product and two xors. Products alternate between two buffers, because the low
-    # halves are still read one round later.
+    # Words 0 and 2 are multiplied, words 1 and 3 xored in; each pair is one array. The halves of a product
+    # are views of it, so a round is one product and two xors. Products alternate between two buffers, because
+    # the low halves are still read one round later.
     multiplied, carried = counter[0::2].copy(), counter[1::2]
     steps = np.arange(ROUNDS, dtype=np.uint64)[:, None]
     keys = (key[None].astype(np.uint64) + (steps * WEYL)[:, :, None]).astype(

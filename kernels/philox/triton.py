@@ -1,4 +1,7 @@
-"""Triton version of the Gumbel noise. Verify and topk_expand use `gumbel`. The package docstring states the contract."""
+"""Triton version of the Gumbel noise.
+
+Verify and topk_expand use `gumbel`. The package docstring states the contract.
+"""
 
 from __future__ import annotations
 

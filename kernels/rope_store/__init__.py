@@ -1,4 +1,4 @@
-"""rope_store: turns a fused q-k-v product into rotated queries, and stores keys and values in the paged planes."""
+"""rope_store: returns rotated queries of a fused q-k-v product, and stores keys and values in the planes."""
 
 from __future__ import annotations
 
@@ -66,18 +66,18 @@ def rope_store(
     """Return the rotated queries of a q-k-v product; store its rotated keys and its values at their slots.
 
     Args:
-        parts: ``[rows, (heads + 2 * kv_heads) * dim]``, ordered q, k, v, or ``[splits, rows, same] fp32``, added
-            in order. Without query heads, only keys and values are stored.
+        parts: ``[rows, (heads + 2 * kv_heads) * dim]``, ordered q, k, v, or ``[splits, rows, same] fp32``,
+            added in order. Without query heads, only keys and values are stored.
         cos: ``[rows, 1, dim]`` from `rope_angles`.
         sin: ``[rows, 1, dim]`` from `rope_angles`.
         k_plane: ``[pages, page_size, kv_heads, dim]``, contiguous; may be FP8.
         v_plane: Like `k_plane`.
         slots: ``[rows] int64``; -1 does not store the row. Slots >= 0 must be distinct.
-        stream: Stream that the product was computed from, if its division by the root mean square is still to be
-            applied. None applies nothing.
+        stream: Stream that the product was computed from, if its division by the root mean square is still to
+            be applied. None applies nothing.
         bias: ``[(heads + 2 * kv_heads) * dim]`` or None.
-        head_norm: ``[heads + kv_heads, dim]``, weights of an RMSNorm over each head of q and k before the rotation
-            (Qwen3), or None.
+        head_norm: ``[heads + kv_heads, dim]``, weights of an RMSNorm over each head of q and k before the
+            rotation (Qwen3), or None.
         head_eps: Epsilon of that norm.
         lookup: Table entries to add to each row after the bias, or None.
 

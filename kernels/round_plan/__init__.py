@@ -1,4 +1,4 @@
-"""round_plan: computes tokens, positions, slots and lengths of every row of a drafting round on the device."""
+"""round_plan: computes tokens, positions, slots and lengths of a drafting round's rows on the device."""
 
 from __future__ import annotations
 
@@ -31,17 +31,18 @@ def round_plan(
 
     Args:
         committed_lens: ``[bs] int32``, committed tokens, the root included.
-        counts: ``[bs] int32``, number of committed tokens that are fresh: 1..R, or 0 for an idle sequence, which
-            touches no memory.
-        tokens: ``[bs, columns] int32``, the fresh tokens, the root last. Columns from ``counts[b]`` on are ignored.
+        counts: ``[bs] int32``, number of committed tokens that are fresh: 1..R, or 0 for an idle sequence,
+            which touches no memory.
+        tokens: ``[bs, columns] int32``, the fresh tokens, the root last. Columns from ``counts[b]`` on are
+            ignored.
         max_nodes: ``[bs] int32``, largest number of nodes of each tree.
         page_table: ``[bs, max_pages] int32``, with pages for every row up to the last level.
         rows: R, the number of rows that extend a sequence, at most `columns`.
         depth: Depth of the trees, at least 1.
         topk: Width of each level of the trees, at least 1.
         page_size: Tokens per page.
-        lead: Stable rows minus ``committed_lens - 1``: 0 if a row pairs a token with the feature before it, 1 if
-            each row is a token.
+        lead: Stable rows minus ``committed_lens - 1``: 0 if a row pairs a token with the feature before it, 1
+            if each row is a token.
 
     Returns:
         The plan.
@@ -50,8 +51,8 @@ def round_plan(
         ValueError: A tensor's shape or dtype, or `rows`, `depth` or `topk` is wrong; the message names it.
 
     Example:
-        A sequence of 5 committed tokens, 2 of them fresh, on pages 3 and 1. The fresh rows come last of R = 3,
-        and the two rows of level 1 follow behind them.
+        A sequence of 5 committed tokens, 2 of them fresh, on pages 3 and 1. The fresh rows are the last of
+        three, and the two rows of level 1 follow them.
 
         >>> import torch
         >>> from outrider.kernels.round_plan import round_plan

@@ -12,19 +12,19 @@ class RoundPlan(NamedTuple):
 
     Each sequence has R rows that extend its stable rows, followed by ``depth - 1`` levels of `topk` rows.
 
-    The c fresh rows of a sequence are the **last** c of its R rows. Causal attention then ends at the last stable
-    row, and the state that the tree grows from is always in row R - 1. The rows before the fresh ones are padding,
-    which stores nothing.
+    The c fresh rows of a sequence are the **last** c of its R rows. Causal attention then ends at the last
+    stable row, and the state that the tree grows from is always in row R - 1. The rows before the fresh ones
+    are padding, which stores nothing.
 
     Attributes:
         tokens: ``[bs * R] int32`` of the rows that extend; padding 0.
-        features: ``[bs * R] int32``, index of each row among the ``[bs * columns]`` fresh rows; for padding, the
-            sequence's first.
+        features: ``[bs * R] int32``, index of each row among the ``[bs * columns]`` fresh rows; for padding,
+            the sequence's first.
         extend_slots: ``[bs * R] int64``; padding -1.
         level_slots: ``[depth - 1, bs * topk] int64``; -1 for idle sequences.
         positions: ``[bs * R + (depth - 1) * bs * topk] int32`` of all these rows in this order; padding >= 0.
-        lens: ``[1 + depth, bs] int32``: stable rows before the extension, stable rows after it, then the number of
-            tokens that each level sees.
+        lens: ``[1 + depth, bs] int32``: stable rows before the extension, stable rows after it, then the
+            number of tokens that each level sees.
         root_tokens: ``[bs] int32``.
         max_nodes: ``[bs] int32``; 1 for idle sequences.
     """

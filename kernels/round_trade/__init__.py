@@ -1,4 +1,4 @@
-"""round_trade: transfers between two processes that share rounds: mailbox blobs, validity of states, packed trees.
+"""round_trade: transfers between two processes that share rounds (mailbox blobs, states, packed trees).
 
 Kernels copy the blobs, because the GPU's copy engines take longer to start than 50 kB take to transfer.
 """
@@ -24,13 +24,14 @@ def post_blob(blob: torch.Tensor, slot: int, number: int) -> None:
         number: Number of the round; must fit into an int32.
 
     Raises:
-        ValueError: The tensor's dtype, layout or size is wrong, or an address is not aligned; the message names it.
+        ValueError: The tensor's dtype, layout or size is wrong, or an address is not aligned; the message
+            names it.
 
     Example:
         >>> import torch
         >>> from outrider.kernels.round_trade import post_blob
         >>> blob = torch.tensor([0, 11, 12], dtype=torch.int32).view(torch.uint8)
-        >>> slot = torch.zeros(12, dtype=torch.uint8)  # stands for memory shared with the other process
+        >>> slot = torch.zeros(12, dtype=torch.uint8)  # stands for shared memory
         >>> post_blob(blob, slot.data_ptr(), 7)
         >>> slot.view(torch.int32)
         tensor([ 7, 11, 12], dtype=torch.int32)
@@ -51,17 +52,19 @@ def fetch_blob(slot: int, blob: torch.Tensor, passed: int, number: int) -> None:
 
     Args:
         slot: Address to read from; a multiple of 16.
-        blob: ``[n] uint8``, contiguous, n a multiple of 4, at an address that is a multiple of 16; overwritten.
+        blob: ``[n] uint8``, contiguous, n a multiple of 4, at an address that is a multiple of 16;
+            overwritten.
         passed: Address of a 4-byte word that is set to `number`.
         number: Number of the round; must fit into an int32.
 
     Raises:
-        ValueError: The tensor's dtype, layout or size is wrong, or an address is not aligned; the message names it.
+        ValueError: The tensor's dtype, layout or size is wrong, or an address is not aligned; the message
+            names it.
 
     Example:
         >>> import torch
         >>> from outrider.kernels.round_trade import fetch_blob
-        >>> slot = torch.tensor([7, 11, 12], dtype=torch.int32)  # stands for memory shared with the other process
+        >>> slot = torch.tensor([7, 11, 12], dtype=torch.int32)  # stands for shared memory
         >>> blob, passed = torch.empty(12, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
         >>> fetch_blob(slot.data_ptr(), blob, passed.data_ptr(), 7)
         >>> blob.view(torch.int32), passed
@@ -90,7 +93,8 @@ def _expect_blob(blob: torch.Tensor, slot: int) -> None:
 def admit_counts(number: torch.Tensor, expected: torch.Tensor, counts: torch.Tensor) -> None:
     """Set the counts of all rows to 0 (idle), in place, unless ``number == expected``.
 
-    A state with another number is one of an earlier round, because the state of this round did not arrive in time.
+    A state with another number is one of an earlier round, because the state of this round did not arrive in
+    time.
 
     Args:
         number: ``[1] int32``, number of the round that the state was made for.
@@ -107,7 +111,7 @@ def admit_counts(number: torch.Tensor, expected: torch.Tensor, counts: torch.Ten
         >>> admit_counts(torch.tensor([8]).int(), torch.tensor([8]).int(), counts)
         >>> counts.tolist()
         [3, 1]
-        >>> admit_counts(torch.tensor([7]).int(), torch.tensor([8]).int(), counts)  # a state of round 7 in round 8
+        >>> admit_counts(torch.tensor([7]).int(), torch.tensor([8]).int(), counts)  # round 7, not 8
         >>> counts.tolist()
         [0, 0]
     """

@@ -22,10 +22,10 @@ def silu_mul(
     """Return ``act(gate) * up`` for ``gate, up = (sum of parts / rms + bias).chunk(2)``.
 
     Args:
-        parts: ``[rows, 2 * intermediate]``, or ``[splits, rows, 2 * intermediate] fp32``, added in order; gate
-            first. Contiguous.
-        stream: Stream that the product was computed from, if its division by the root mean square is still to be
-            applied. None applies nothing.
+        parts: ``[rows, 2 * intermediate]``, or ``[splits, rows, 2 * intermediate] fp32``, added in order;
+            gate first. Contiguous.
+        stream: Stream that the product was computed from, if its division by the root mean square is still to
+            be applied. None applies nothing.
         bias: ``[2 * intermediate]`` or None.
         gelu: Use gelu (tanh form) instead of silu.
 

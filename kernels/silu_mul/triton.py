@@ -1,4 +1,7 @@
-"""Triton version of silu_mul: a program handles a block of one row. The package docstring states the contract."""
+"""Triton version of silu_mul: a program handles a block of one row.
+
+The package docstring states the contract.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """skinny_gemm: few rows times a large matrix, fused with the operation that follows in a decoder layer.
 
-Such products are bound by reading the matrix. Up to `FEW_ROWS` rows use the kernels in this package's `triton`.
-More rows use those in `wide` where they measured faster.
+Such products are bound by reading the matrix. Up to `FEW_ROWS` rows use the kernels in this package's
+`triton`. More rows use those in `wide` where they measured faster.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ def project(
     """Return ``x @ weight.T``, or its parts, which the next kernel must add.
 
     Args:
-        x: ``[rows, in]`` fp32/bf16/fp16, at most `MANY_ROWS` rows (`FEW_ROWS` with `scales`); rows may be strided.
-        weight: ``[out, in]``, contiguous, in x's dtype, or in e4m3 with `scales`. In the latter case tensor cores
-            multiply x in FP8 too, converted by `quantize_rows`.
+        x: ``[rows, in]`` fp32/bf16/fp16, at most `MANY_ROWS` rows (`FEW_ROWS` with `scales`); rows may be
+            strided.
+        weight: ``[out, in]``, contiguous, in x's dtype, or in e4m3 with `scales`. In the latter case tensor
+            cores multiply x in FP8 too, converted by `quantize_rows`.
         scales: ``[out] fp32``, contiguous, factor of each row of an FP8 weight, or None.
         tile: How to compute the product. None selects the measured tile for this shape.
 
@@ -68,8 +69,8 @@ def project(
 def project_normed(stream: Stream, weight: torch.Tensor, *, tile: Tile | None = None) -> torch.Tensor:
     """Return ``norm(stream) @ weight.T``, or its parts: `project` plus what remains of the norm.
 
-    A dot, and programs that stay, divide in their epilogue. The many programs of a single row's sum would each
-    read all sums of squares, so there the row is normed in a launch of its own.
+    A dot, and programs that stay, divide in their epilogue. The many programs of a single row's sum would
+    each read all sums of squares, so there the row is normed in a launch of its own.
 
     Args:
         stream: At most as many rows as in `project`.
@@ -126,8 +127,8 @@ def project_add(
         eps: Epsilon of that norm, added to the mean square.
         scales: As in `project`.
         bias: ``[width]`` or None.
-        out: ``[rows, width]`` that receives the sum, other than `residual`. Rows may be strided, so it can be a
-            slice of captured states. Allocated if None.
+        out: ``[rows, width]`` that receives the sum, other than `residual`. Rows may be strided, so it can be
+            a slice of captured states. Allocated if None.
         tile: As in `project`.
 
     Raises:
@@ -226,7 +227,7 @@ def project_rotated(
     lookup: Lookup | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """Return the rotated queries of ``norm(stream) @ weight.T + bias``; store its rotated keys and its values.
+    """Return the rotated queries of ``norm(stream) @ weight.T + bias``; store rotated keys, and values.
 
     This is `project_normed` fused with `rope_store`.
 
@@ -293,7 +294,7 @@ def project_rotated(
 
 
 def _usable(tile: Tile, x: torch.Tensor, weight: torch.Tensor, half: int = 1) -> Tile:
-    """Return the tile, or the library's if x and the weight do not fit it; `half` is half the size of a head."""
+    """Return the tile, or the library's if x and weight do not fit it; `half` is half a head's size."""
     from outrider.kernels.skinny_gemm.wide import triton as wide
 
     return LIBRARY if tile.method is Method.WIDE and not wide.fits(x, weight, half) else tile

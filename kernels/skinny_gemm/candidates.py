@@ -1,4 +1,4 @@
-"""Candidate tiles for timing a product of few rows: the rule's tile, its neighbours, and the library's product."""
+"""Candidate tiles for a trial of few rows: the rule's tile, its neighbours, and the library's product."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results of tile trials stored on disk, so that a later start chooses the same tiles and rounds the same way."""
+"""Trial results stored on disk, so that a later start chooses the same tiles and rounds the same way."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _RUN_BY_TRIALS = (
     "skinny_gemm",
     "stream.py",
 )
-"""Files and folders, relative to the folder of kernels, that decide a trial's result: the products themselves and
-the kernels that read or write their data."""
+"""Files and folders, relative to the folder of kernels, that decide a trial's result: the products themselves
+and the kernels that read or write their data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +116,11 @@ def read_tiles(path: Path) -> list[Tried]:
 
 @contextlib.contextmanager
 def trying_alone(path: Path) -> Iterator[bool]:
-    """Prevent other processes from trying tiles for the same file; on one GPU they would measure each other's work.
+    """Keep other processes from trying tiles for the same file: they would measure each other's work.
 
     Yields:
-        False if another process is trying tiles now. Where the lock file cannot be written, always True: there is
-        no exclusion, and results cannot be stored either.
+        False if another process is trying tiles now. Where the lock file cannot be written, always True:
+        there is no exclusion, and results cannot be stored either.
     """
     with contextlib.ExitStack() as held:
         try:

@@ -32,7 +32,7 @@ _Shape = tuple[Epilogue, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Product that a tile is chosen for: ``[rows, in_features] @ [out_features, in_features].T`` and its epilogue.
+    """Product that a tile is chosen for: ``[rows, in_features] @ [out_features, in_features].T``.
 
     Attributes:
         epilogue: Operation that follows the product.
@@ -94,7 +94,8 @@ def measured_tile(product: Product, device: str) -> Tile | None:
 def needs_trial(product: Product, device: str) -> bool:
     """Return whether a product was not measured yet on this kind of device.
 
-    Only trials of exactly this row count count as measured. A trial of more rows may come from an interrupted run.
+    On `STORED_OF`, a tile of ``tiles.json`` counts as measured. Otherwise only a trial of exactly this row count
+    does, because a trial of more rows may come from an interrupted run.
     """
     if device == STORED_OF and _nearest(_stored_rows(product), product.rows) is not None:
         return False
@@ -118,7 +119,10 @@ def _nearest(measured: _Rows, rows: int) -> int | None:
 
 
 def remember(device: str, tiles: Iterable[tuple[Product, Tile]]) -> None:
-    """Choose these tiles from now on for this kind of device. CUDA graphs captured earlier keep their tiles."""
+    """Choose these tiles from now on for this kind of device.
+
+    CUDA graphs captured earlier keep their tiles.
+    """
     table = _trials.setdefault(device, {})
     for product, tile in tiles:
         table.setdefault((product.shape, product.dtype), {})[product.rows] = tile
@@ -157,7 +161,10 @@ def _choose(
 
 @functools.cache
 def _stored() -> dict[tuple[_Shape, int], _Rows]:
-    """Read ``tiles.json``, measured on `STORED_OF`. Entries: epilogue, out, in, rows, itemsize, fields of a tile."""
+    """Read ``tiles.json``, measured on `STORED_OF`.
+
+    Entries: epilogue, out, in, rows, itemsize, fields of a tile.
+    """
     table: dict[tuple[_Shape, int], _Rows] = {}
     path = Path(__file__).with_name("tiles.json")
     for epilogue, out_features, in_features, rows, itemsize, *tile in json.loads(path.read_text()):

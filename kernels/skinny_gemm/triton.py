@@ -3,13 +3,13 @@
 Operands: the weight is the left operand of the dot. Its rows fill the tensor core's 64 rows, and the few
 activations form the narrow side.
 
-Splits: with SPLIT > 1, each program sums a part of the columns and stores fp32 partial sums. The next kernel, or
-the program that ends last, adds them in order, so results do not depend on timing.
+Splits: with SPLIT > 1, each program sums a part of the columns and stores fp32 partial sums. The next kernel,
+or the program that ends last, adds them in order, so results do not depend on timing.
 
-FP8: for a dot with an FP8 weight, a separate launch converts the rows of x to FP8 as well. Both operands then move
-from shared memory to the tensor cores unchanged. Widening the weight in registers measured slower than reading it
-in bf16. Tensor cores accumulate FP8 products in few bits, so their sum is added up in fp32 after each BLOCK_K.
-Products of 1 to 4 rows by the kernels in `rows` do not convert x.
+FP8: for a dot with an FP8 weight, a separate launch converts the rows of x to FP8 as well. Both operands then
+move from shared memory to the tensor cores unchanged. Widening the weight in registers measured slower than
+reading it in bf16. Tensor cores accumulate FP8 products in few bits, so their sum is added up in fp32 after
+each BLOCK_K. Products of 1 to 4 rows by the kernels in `rows` do not convert x.
 
 WIDEN is set under the interpreter, whose dot interprets the bits of a bf16 as an integer.
 """
@@ -86,7 +86,7 @@ def _dot_tiles(
         m, output, rows, N, K, row_scales, sums, residual, residual_row, parts, eps, EPILOGUE, ROW_SCALED, NORMED, PARTS
     )  # fmt: skip
     last = split >= 0
-    if GATHER:  # the program that ends last adds the parts of all programs of the tile, in the order of the splits
+    if GATHER:  # the program that ends last adds all parts of the tile, in the order of the splits
         place = partials + m.to(tl.int64)[None, :] * N + output[:, None]
         element = (output < N)[:, None] & real_m[None, :]
         stride = rows * N

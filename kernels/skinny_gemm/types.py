@@ -38,9 +38,9 @@ class Epilogue(Enum):
 class Overlap(Enum):
     """When programs of this product and of its neighbouring kernels may be on the device together.
 
-    A kernel that starts early waits for the end of the previous one. It takes registers and shared memory only from
-    programs that have not started yet. But its programs are placed wherever there is room at that moment, unevenly.
-    The best choice is therefore measured.
+    A kernel that starts early waits for the end of the previous one. It takes registers and shared memory
+    only from programs that have not started yet. But its programs are placed wherever there is room at that
+    moment, unevenly. The best choice is therefore measured.
     """
 
     LATE = 0
@@ -79,8 +79,9 @@ class Tile:
         method: See `Method`.
         block_n: Outputs per program: rows of the weight, or pairs of rows if gated or rotated.
         block_k: Columns per step (DOT, WIDE).
-        splits: Number of programs that share the columns of an output (not SUM; not for pairs). Their sums are
-            added in order: by the next kernel, or by the program that ends last for a DOT added to a residual.
+        splits: Number of programs that share the columns of an output (not SUM; not for pairs). Their sums
+            are added in order: by the next kernel, or by the program that ends last for a DOT added to a
+            residual.
         warps: Warps per program.
         stages: Pipeline stages of a program.
         block_m: Rows per program (WIDE).

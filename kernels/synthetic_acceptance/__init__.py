@@ -30,11 +30,11 @@ def synthetic_acceptance(
 ) -> torch.Tensor:
     """Return chosen tokens with which `verify_tree` accepts exactly k drafts of each row.
 
-    - k is the number of `thresholds` above the row's noise, ``gumbel_noise(seed, position, NOISE_CHOICE, 0)``, but
-      at most the depth of the deepest node.
+    - k is the number of `thresholds` above the row's noise,
+      ``gumbel_noise(seed, position, NOISE_CHOICE, 0)``, but at most the depth of the deepest node.
     - The path ends at the lowest node of depth k.
-    - The token after that node stays as chosen, unless a child carries it. Then it becomes the next higher token
-      (modulo the vocabulary) that no child carries.
+    - The token after that node stays as chosen, unless a child carries it. Then it becomes the next higher
+      token (modulo the vocabulary) that no child carries.
     - All other chosen tokens stay.
 
     Args:
@@ -46,8 +46,8 @@ def synthetic_acceptance(
         chosen: ``[bs, N] int64``; not changed.
         positions: ``[bs] int64``, index of the token after the root.
         seeds: ``[bs] int64``.
-        thresholds: ``[D] fp32``, descending: ``-ln(-ln s)`` for the probabilities s that at least 1…D drafts are
-            accepted.
+        thresholds: ``[D] fp32``, descending: ``-ln(-ln s)`` for the probabilities s that at least 1…D drafts
+            are accepted.
         vocab_size: Size of the vocabulary, larger than the number of siblings.
 
     Returns:
@@ -67,7 +67,7 @@ def synthetic_acceptance(
         >>> ancestors = torch.tensor([[[0b001], [0b011], [0b111]]]).int()
         >>> chosen, one = torch.tensor([[90, 91, 92]]), torch.tensor([1])
         >>> synthetic_acceptance(
-        ...     tokens, parents, depths, num_nodes, ancestors, chosen, one, one, torch.full((2,), torch.inf), 100
+        ...     tokens, parents, depths, num_nodes, ancestors, chosen, one, one, torch.full((2,), torch.inf), 99
         ... ).tolist()
         [[6, 7, 92]]
     """

@@ -1,4 +1,4 @@
-"""topk_expand: the best children of every beam row, the best rows of the next beam, and both fused per level."""
+"""topk_expand: best children of every beam row, best rows of the next beam, and both fused per level."""
 
 from __future__ import annotations
 
@@ -32,21 +32,22 @@ def topk_expand(
     positions: torch.Tensor | None = None,
     choices: torch.Tensor | None = None,
 ) -> Expansion:
-    """Return the topk best children of every row, ranked by (logit descending, draft id ascending), with scores.
+    """Return every row's topk best children by (logit descending, draft id ascending), and their scores.
 
-    Without a temperature, the score of a child is its parent's score plus ``log q = log_softmax(logits)``, computed
-    over the draft vocabulary if there is one.
+    Without a temperature, the score of a child is its parent's score plus ``log q = log_softmax(logits)``,
+    computed over the draft vocabulary if there is one.
 
-    With a temperature T > 0, children are ranked by ``log q / T + gumbel(seed, position, choice, target id)``, the
-    noise that the target will sample with (Gumbel coupling). The log_softmax of that vector is added to the
-    parent's score. Either addend is <= 0, so a child never outranks its parent.
+    With a temperature T > 0, children are ranked by
+    ``log q / T + gumbel(seed, position, choice, target id)``, the noise that the target will sample with
+    (Gumbel coupling). The log_softmax of that vector is added to the parent's score. Either addend is <= 0,
+    so a child never outranks its parent.
 
     Args:
         logits: ``[rows, V]`` fp32/bf16/fp16.
         parent_scores: ``[rows] fp32``, cumulative scores of the rows (0 for a root).
         topk: Children per row, 1..V.
-        d2t: ``[V] int64`` offsets of a draft vocabulary: target id = draft id + d2t[draft id]. None: draft ids are
-            target ids.
+        d2t: ``[V] int64`` offsets of a draft vocabulary: target id = draft id + d2t[draft id]. None: draft
+            ids are target ids.
         temperature: ``[rows] fp32``, 0 = no noise in that row; None = no noise in any row.
         seeds: ``[rows] int64`` as in `gumbel_noise`; required with a temperature.
         positions: ``[rows] int64``, position of the child's token; required with a temperature.
@@ -56,8 +57,8 @@ def topk_expand(
         Target token ids, cumulative scores in fp32, and the draft's own log-probs.
 
     Raises:
-        ValueError: A tensor's shape or dtype is wrong, topk exceeds V, or a temperature comes without its noise
-            parameters. The message names the cause.
+        ValueError: A tensor's shape or dtype is wrong, topk exceeds V, or a temperature comes without its
+            noise parameters. The message names the cause.
 
     Example:
         Tokens 1 and 2 tie, so the lower id ranks first.
@@ -94,11 +95,11 @@ def topk_expand(
 
 
 def select_beam(scores: torch.Tensor, topk: int) -> torch.Tensor:
-    """Return the next beam of every sequence: its topk best candidates by (score descending, index ascending).
+    """Return every sequence's next beam: the topk best candidates by (score descending, index ascending).
 
     Args:
-        scores: ``[bs, C] fp32``, cumulative scores of the candidates of one level; -inf = not a candidate (ranks
-            last).
+        scores: ``[bs, C] fp32``, cumulative scores of the candidates of one level; -inf = not a candidate
+            (ranks last).
         topk: Beam width, 1..C.
 
     Returns:
@@ -136,13 +137,13 @@ def expand_level(
     d2t: torch.Tensor | None = None,
     noise: Noise | None = None,
 ) -> Beam | None:
-    """Expand one level of a tree: score the children of its rows, store them as candidates, and select the next beam.
+    """Expand one level of a tree: score the children, store them as candidates, select the next beam.
 
     This fuses `topk_expand` and `select_beam`.
 
     Args:
-        logits: ``[rows, V]`` fp32/bf16/fp16: ``[bs, V]`` of the roots at level 0, otherwise ``[bs * topk, V]`` of the
-            beam's rows.
+        logits: ``[rows, V]`` fp32/bf16/fp16: ``[bs, V]`` of the roots at level 0, otherwise
+            ``[bs * topk, V]`` of the beam's rows.
         beam: Rows of this level; None at level 0.
         level: 0 for the children of the roots.
         topk: Children per row and width of the beam, 1..V.
@@ -150,8 +151,8 @@ def expand_level(
         words: Mask words per row of the next beam.
         last: True if no next beam is needed.
         d2t: As in `topk_expand`.
-        noise: One entry per **sequence**, with the positions of the tokens after the roots (the level is added).
-            None = greedy.
+        noise: One entry per **sequence**, with the positions of the tokens after the roots (the level is
+            added). None = greedy.
 
     Returns:
         The next beam, or None if `last`.

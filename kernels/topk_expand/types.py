@@ -30,8 +30,10 @@ class Expansion(NamedTuple):
 
     Attributes:
         token_ids: ``[rows, topk] int32``, target ids.
-        scores: ``[rows, topk] fp32``, cumulative: the parent's score plus this step's; never above the parent's.
-        logprobs: ``[rows, topk] fp32``, the draft's own log-probability of the token, without temperature and noise.
+        scores: ``[rows, topk] fp32``, cumulative: the parent's score plus this step's; never above the
+            parent's.
+        logprobs: ``[rows, topk] fp32``, the draft's own log-probability of the token, without temperature and
+            noise.
     """
 
     token_ids: torch.Tensor
@@ -65,7 +67,7 @@ class Candidates(NamedTuple):
         return Candidates(scores, tokens, parents, logprobs)
 
     def level(self, level: int, topk: int) -> slice:
-        """Return the columns of the candidates that level `level` adds (level 0: the children of the root)."""
+        """Return the columns of candidates added by level `level` (0: children of the root)."""
         first = 0 if level == 0 else topk + (level - 1) * topk * topk
         return slice(first, first + (topk if level == 0 else topk * topk))
 
@@ -87,10 +89,11 @@ class Beam(NamedTuple):
     Attributes:
         tokens: ``[rows] int32``, target ids.
         scores: ``[rows] fp32``, cumulative.
-        parents: ``[rows] int32``, each row's parent among the rows of the previous level (the roots for level 1).
+        parents: ``[rows] int32``, each row's parent among the rows of the previous level (the roots for level
+            1).
         candidates: ``[rows] int32``, each row's candidate index in its sequence.
-        ancestors: ``[rows, words] int32``, bits of the scratch columns that each row sees: its own and those of its
-            ancestors. Beam row j of level i (from 1) has column ``(i - 1) * topk + j``.
+        ancestors: ``[rows, words] int32``, bits of the scratch columns that each row sees: its own and those
+            of its ancestors. Beam row j of level i (from 1) has column ``(i - 1) * topk + j``.
     """
 
     tokens: torch.Tensor

@@ -1,4 +1,4 @@
-"""Launch sizes of attention, derived from host integers only, so that a captured CUDA graph is valid for any lengths."""
+"""Launch sizes of attention, from host integers only: a captured CUDA graph is valid for any lengths."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ SHARED_BYTES = 213 << 10
 
 
 class Release(Enum):
-    """Moment at which programs of the next kernel may start, to wait or to load data that no kernel writes."""
+    """Moment at which the next kernel may start, to wait or to load data that no kernel writes."""
 
     LATE = 0
     """Before the last stores."""
     WAITED = 1
     """When all programs of this kernel have waited for the end of the previous kernel."""
     AT_ONCE = 2
-    """When all programs of this kernel run. The data that the next kernel reads before it waits must be older than
-    the kernel before this one."""
+    """When all programs of this kernel run. The data that the next kernel reads before it waits must be older
+    than the kernel before this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,8 @@ def choose_blocks(
         itemsize: Bytes per element.
         max_kv_len: Upper bound of the token indices of a sequence.
         processors: Multiprocessors of the device.
-        roomy: True if a program may use `SHARED_BYTES` of shared memory and the planes have the queries' dtype.
+        roomy: True if a program may use `SHARED_BYTES` of shared memory and the planes have the queries'
+            dtype.
     """
     # Heads as wide as a latent, and 4-byte elements, leave little room in shared memory and registers.
     large = block_d > _WIDE or itemsize > 2
@@ -103,7 +104,7 @@ def choose_blocks(
     splits = min(most, max(4, steps // 4), 2 * processors // programs)
     if (
         splits <= 1
-    ):  # our own products of few rows share multiprocessors with attention: longer steps are faster beside them
+    ):  # our products of few rows share multiprocessors with attention: longer steps are faster then
         tokens, stages = (64, 2) if rows <= FEW_ROWS else (32, 3)
         return Blocks(block_pairs, tokens, 1, 4, stages, _release(bs, rows, 1))
     splits = _power_of_2(splits)
@@ -144,7 +145,7 @@ def _power_of_2(n: int) -> int:
 
 
 def _release(bs: int, rows: int, splits: int) -> Release:
-    """Return when the product after attention may start, as measured in whole passes; LATE if not measured."""
+    """Return when the product after attention may start, as measured in whole passes; else LATE."""
     if rows <= 2 or (splits > 1 and (bs >= 4 or 32 < rows <= 64)):
         return Release.AT_ONCE
     return Release.WAITED if bs == 1 and 16 < rows <= 32 and splits > 1 else Release.LATE

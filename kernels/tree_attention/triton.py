@@ -1,11 +1,11 @@
 """Triton version of tree_attention. The package docstring states the contract.
 
-One program handles a block of (row, head of the group) pairs of one sequence and one K/V head, so K and V are read
-once for the whole group. It folds token indices into (maximum, sum, accumulator), see `fold`.
+One program handles a block of (row, head of the group) pairs of one sequence and one K/V head, so K and V are
+read once for the whole group. It folds token indices into (maximum, sum, accumulator), see `fold`.
 
-If a batch has too few blocks to fill the GPU, the token indices are split over programs, and each stores those
-three values. The program that ends last merges a few splits; a second launch merges many. Both merge in the order
-of the splits. The number of splits depends on host integers only.
+If a batch has too few blocks to fill the GPU, the token indices are split over programs, and each stores
+those three values. The program that ends last merges a few splits; a second launch merges many. Both merge in
+the order of the splits. The number of splits depends on host integers only.
 
 WIDEN is set under the interpreter, whose dot interprets the bits of a bf16 as an integer.
 """
@@ -36,7 +36,8 @@ def _attention(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     kv_head, sequence, split = tl.program_id(1), tl.program_id(2) // splits, tl.program_id(2) % splits
-    # Lengths, pages and masks are older than the previous kernel, so they are read before waiting for its end.
+    # Lengths, pages and masks are older than the previous kernel, so they are read before waiting for its
+    # end.
     start = tl.load(query_start + sequence)
     q_len = tl.load(query_start + sequence + 1) - start
     kv_len = tl.load(kv_lens + sequence)
@@ -230,7 +231,8 @@ def _can_count(k_plane: torch.Tensor) -> bool:
 def _counters(k_plane: torch.Tensor) -> torch.Tensor:
     """Return counters of the finished programs of each block of pairs. All are zero between launches.
 
-    There is one set per plane: steps over the same plane run one after the other, those over others may overlap.
+    There is one set per plane: steps over the same plane run one after the other, those over others may
+    overlap.
     """
     key = (k_plane.device, k_plane.data_ptr())
     if key not in _COUNTERS:
@@ -240,8 +242,10 @@ def _counters(k_plane: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _processors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a device; a small one under the interpreter, to cover split and unsplit
-    batches."""
+    """Return the number of multiprocessors of a device.
+
+    Under the interpreter it is small, so that the tests cover both split and unsplit batches.
+    """
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 

@@ -24,18 +24,19 @@ def tree_build(
     """Keep each sequence's best ``max_nodes - 1`` candidates and arrange them as a tree below its root.
 
     Candidates are selected by (score descending, index ascending), and nodes are ordered by candidate index.
-    A child neither outranks its parent nor precedes it, so the selected set is a tree. If the input violates that
-    rule, an orphan gets parent -1, which verification never accepts.
+    A child neither outranks its parent nor precedes it, so the selected set is a tree. If the input violates
+    that rule, an orphan gets parent -1, which verification never accepts.
 
     The method is the reranking phase of EAGLE-2 (arXiv 2406.16858, section 4.2).
 
     Args:
-        scores: ``[bs, C] fp32``, cumulative scores of all candidates in level order; -inf or NaN = not a candidate.
+        scores: ``[bs, C] fp32``, cumulative scores of all candidates in level order; -inf or NaN = not a
+            candidate.
         tokens: ``[bs, C] int32``, target ids.
         parents: ``[bs, C] int32``, candidate index of the parent, -1 = the root.
         root_tokens: ``[bs] int32``.
-        max_nodes: ``[bs] int32``, most nodes of each tree, the root included: 1..num_columns. Larger values count as
-            num_columns.
+        max_nodes: ``[bs] int32``, most nodes of each tree, the root included: 1..num_columns. Larger values
+            count as num_columns.
         num_columns: N, the width of the result.
         logprobs: ``[bs, C] fp32``, log-probs of all candidates, returned for the nodes; or None.
 

@@ -65,7 +65,7 @@ def tree_build(
 def _build(
     best: list[int], scores: list[float], tokens: list[int], parents: list[int], root_token: int
 ) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
-    """Return the tokens, parents, depths, candidates and ancestor masks of one tree's nodes, the root first."""
+    """Return tokens, parents, depths, candidates and ancestor masks of one tree's nodes, root first."""
     kept = sorted(candidate for candidate in best if scores[candidate] > -math.inf)  # false for NaN too
     number = {-1: 0}  # candidate -> node
     node_parents, depths, masks = [-1], [0], [1]

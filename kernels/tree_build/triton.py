@@ -1,8 +1,8 @@
 """Triton version of tree_build: one program per sequence. The package docstring states the contract.
 
 Candidates are in level order, so a running count over the kept ones numbers the nodes with parents before
-children. Numbers and candidates pass through memory between threads, which requires the barrier. A program is a
-single warp if its registers suffice, because one warp counts in one instruction.
+children. Numbers and candidates pass through memory between threads, which requires the barrier. A program is
+a single warp if its registers suffice, because one warp counts in one instruction.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from outrider.kernels.tree_build.types import DraftTreeTensors
 
 _WORD_BITS = 32
 _COUNTED = 128
-"""Up to this many candidates, each is compared with all others. Measured against the bitwise search: 3.8 us instead
-of 5.7 for 68 candidates, but 17.7 instead of 10.3 for 264."""
+"""Up to this many candidates, each is compared with all others. Measured against the bitwise search: 3.8 us
+instead of 5.7 for 68 candidates, but 17.7 instead of 10.3 for 264."""
 
 
 @triton.jit
@@ -49,7 +49,8 @@ def _build(
                 above_it += ((other > score) | ((other == score) & (start + i < candidate))).to(tl.int32)
         kept = valid & (above_it < budget)
     else:
-        # Find the least score that is kept, bit by bit: the greatest number with at least `budget` scores above or at it.
+        # Find the least score that is kept, bit by bit: the greatest number with at least `budget` scores
+        # above or at it.
         order = tl.where(valid, ordered_bits(score), NO_SHORT_KEY)
         least = tl.where(tl.sum((order >= 0).to(tl.int32), 0) >= budget, 0, NO_SHORT_KEY)
         for i in tl.static_range(31):

@@ -36,7 +36,8 @@ def tree_check(
 ) -> CheckedTrees:
     """Validate trees on the device, and derive the parts that are not sent: roots, depths and masks.
 
-    A row keeps its tree if all of these hold; otherwise, whatever its bytes, it becomes a tree of its root alone:
+    A row keeps its tree if all of these hold; otherwise, whatever its bytes, it becomes a tree of its root
+    alone:
 
     - ``number == expected``, and the row is live.
     - Its number of nodes is within 1..N.
@@ -49,7 +50,8 @@ def tree_check(
         num_nodes: ``[bs] int32``, contiguous, the root included.
         tokens: ``[bs, N] int32``, contiguous; column 0 is ignored. No one may write to it during the call.
         parents: Like `tokens`.
-        fresh: ``[bs, R] int32``, contiguous, tokens chosen in the last round; the root is at column ``counts[b] - 1``.
+        fresh: ``[bs, R] int32``, contiguous, tokens chosen in the last round; the root is at column
+            ``counts[b] - 1``.
         counts: ``[bs] int32``, contiguous, 0 = idle.
         vocab_size: Size of the vocabulary.
         depth: Largest depth of a node.

@@ -1,7 +1,7 @@
 """verify: the token that the target emits after each node, and the walk through the tree.
 
-The token is a function of (logits, sampling parameters, seed, absolute position), so speculative and plain decoding
-agree.
+The token is a function of (logits, sampling parameters, seed, absolute position), so speculative and plain
+decoding agree.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: to
     A row with temperature 0 takes its argmax; on a tie, the lowest id. Any other row takes
     ``argmax(filtered(logits / temperature) + gumbel(seed, position, choice, id))``.
 
-    The filters run in the order top-k, top-p, min-p, each on the distribution renormalised after the previous one,
-    over tokens ordered by (logit descending, id ascending):
+    The filters run in the order top-k, top-p, min-p, each on the distribution renormalised after the previous
+    one, over tokens ordered by (logit descending, id ascending):
 
     - top-k keeps exactly k tokens; of a tie at the k-th value, the lowest ids.
     - top-p keeps the shortest prefix whose probability reaches p.
@@ -34,7 +34,8 @@ def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: to
     Args:
         logits: ``[rows, V]`` fp32/bf16/fp16. -inf is allowed (a masked token).
         sampling: One entry per row.
-        positions: ``[rows] int64``, absolute index of the token being chosen (committed_len + depth of the node).
+        positions: ``[rows] int64``, absolute index of the token being chosen (committed_len + depth of the
+            node).
 
     Returns:
         ``[rows] int64``. -1 if the row is poisoned: it contains a NaN or +inf, or nothing above -inf.
@@ -85,8 +86,8 @@ def verify_tree(
 
     Args:
         tokens: ``[bs, N] int32``; column 0 is the root.
-        parents: ``[bs, N] int32``, -1 for the root; parents precede children. Among siblings with the same token, the
-            lowest index wins.
+        parents: ``[bs, N] int32``, -1 for the root; parents precede children. Among siblings with the same
+            token, the lowest index wins.
         num_nodes: ``[bs] int32``, at least 1; columns past it are ignored.
         chosen: ``[bs, N] int64``, the token chosen after each node (`choose_tokens`); -1 stops the walk.
 
@@ -97,8 +98,8 @@ def verify_tree(
         ValueError: A tensor's shape or dtype is wrong; the message names it.
 
     Example:
-        A root (token 5) with two children (6 and 7). The target chooses 7 after the root, so node 2 is accepted,
-        and then emits 8 as the bonus token.
+        A root (token 5) with two children (6 and 7). The target chooses 7 after the root, so node 2 is
+        accepted, and then emits 8 as the bonus token.
 
         >>> import torch
         >>> from outrider.kernels.verify import verify_tree

@@ -10,7 +10,7 @@ import torch
 from outrider.kernels._order import ranked_topk
 
 _HOST_WIDTH = (
-    256  # sorting a vocabulary is the main cost on a CPU, and most filters are decided by this many best tokens
+    256  # on a CPU sorting is the main cost, and this many best tokens decide most filters
 )
 
 

@@ -23,12 +23,12 @@ from outrider.kernels.verify.types import SamplingTensors, VerifiedTree
 
 _BLOCK = 4096
 _MANY_ROWS, _LONG_BLOCK = 64, 8192
-"""From `_MANY_ROWS` rows on, the work per logit bounds a plain argmax. Maxima are found first then, and the index is
-searched in one block of `_LONG_BLOCK` tokens only."""
+"""From `_MANY_ROWS` rows on, the work per logit bounds a plain argmax. Maxima are found first then, and the
+index is searched in one block of `_LONG_BLOCK` tokens only."""
 
 _log = logging.getLogger("outrider.kernels")
 
-_agreed: dict[tuple[torch.device, torch.dtype, int], bool] = {}  # whether search and sorting choose the same tokens
+_agreed: dict[tuple[torch.device, torch.dtype, int], bool] = {}  # whether search and sorting agree
 
 
 @triton.jit
@@ -163,7 +163,8 @@ def _sorted(logits: torch.Tensor, sampling: SamplingTensors) -> tuple[torch.Tens
 def _searches(logits: torch.Tensor) -> bool:
     """Return whether filters are applied by search rather than by sorting.
 
-    On a GPU, search must first have chosen the same tokens as sorting, checked once per device, dtype and vocabulary.
+    On a GPU, search must first have chosen the same tokens as sorting, checked once per device, dtype and
+    vocabulary.
     """
     if not logits.is_cuda:
         return True

@@ -18,7 +18,8 @@ class SamplingTensors:
         min_p: ``[rows] fp32``; 0 = off.
         seeds: ``[rows] int64``, bit pattern of the request's 64-bit seed.
         choices: ``[rows] int32``, index among the n choices of the request.
-        all_greedy: True if no row has a temperature above 0. Known on the host, to avoid waiting for the device.
+        all_greedy: True if no row has a temperature above 0. Known on the host, to avoid waiting for the
+            device.
         any_filter: True if a row with a temperature above 0 has top_k, top_p or min_p on.
     """
 
@@ -39,8 +40,9 @@ class VerifiedTree:
     Attributes:
         path: ``[bs, N] int32``, node indices of the root and the accepted drafts, padded with -1.
         num_accepted: ``[bs] int32``, accepted drafts, the root excluded.
-        emitted: ``[bs, N] int32``, the accepted tokens, then the bonus token at column num_accepted, padded with -1.
-            A bonus token of -1 means that the logits of the last accepted node were poisoned: that request must fail.
+        emitted: ``[bs, N] int32``, the accepted tokens, then the bonus token at column num_accepted, padded
+            with -1. A bonus token of -1 means that the logits of the last accepted node were poisoned: that
+            request must fail.
     """
 
     path: torch.Tensor

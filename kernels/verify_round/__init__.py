@@ -1,6 +1,7 @@
-"""verify_round: the small steps before and after the target's pass of a round, each one launch without host waits.
+"""verify_round: small steps before and after the target's pass, each one launch without host waits.
 
-A row is *live* while its entry of `live` is above 0. Other rows are idle: nothing is stored or accepted for them.
+A row is *live* while its entry of `live` is above 0. Other rows are idle: nothing is stored or accepted for
+them.
 """
 
 from __future__ import annotations
@@ -131,8 +132,9 @@ def accept_round(
         page_table: ``[bs, pages] int32``, contiguous.
         page_size: Tokens per page.
         columns: R. A row accepts at most R - 1 drafts; its emitted tokens are cut there.
-        state: State for the next round, of width R, or None. Its tokens, counts and committed_lens are set in place
-            from this round's choice. A row whose bonus token is negative becomes idle and emits nothing into it.
+        state: State for the next round, of width R, or None. Its tokens, counts and committed_lens are set in
+            place from this round's choice. A row whose bonus token is negative becomes idle and emits nothing
+            into it.
 
     Returns:
         The tensors, contiguous.
@@ -181,12 +183,13 @@ def accept_round(
 
 
 def post_round(packed: torch.Tensor, ring: torch.Tensor, turn: torch.Tensor) -> None:
-    """Write a round's result to the next place of a ring that the host reads, so that no copy has to follow the round.
+    """Write a round's result to the next place of a ring that the host reads, without a further copy.
 
     Args:
         packed: ``[bs, C] int32``, contiguous.
         ring: ``[K, bs, C] int32``, contiguous; in pinned host memory if `packed` is on a GPU.
-        turn: ``[1] int32`` on the device of `packed`: the place to write, 0 to K - 1. Advanced by one, modulo K.
+        turn: ``[1] int32`` on the device of `packed`: the place to write, 0 to K - 1. Advanced by one, modulo
+            K.
 
     Raises:
         ValueError: A tensor's shape, dtype or layout is wrong; the message names it.

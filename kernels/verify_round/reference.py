@@ -75,7 +75,7 @@ def accept_round(
 
 
 def _slots(page_table: torch.Tensor, index: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Return the slots ``[bs, n] int64`` of token indices ``[bs, n]``; arbitrary slots for indices past the table."""
+    """Return the slots ``[bs, n] int64`` of token indices ``[bs, n]``; arbitrary past the table."""
     pages = page_table.gather(1, (index // page_size).clamp(max=page_table.shape[1] - 1).long())
     return pages.long() * page_size + index % page_size
 

@@ -46,12 +46,15 @@ class AcceptedRound:
     """Result of a round; C = min(N, R).
 
     Attributes:
-        path: ``[bs, N] int32``, node indices of the root and the accepted drafts, padded with -1, as from `verify_tree`.
+        path: ``[bs, N] int32``, node indices of the root and the accepted drafts, padded with -1, as from
+            `verify_tree`.
         num_accepted: ``[bs] int32``, at most R - 1; -1 for idle rows.
-        packed: ``[bs, 2 + 2 R] int32``: num_accepted, num_nodes, path, emitted; path and emitted padded with -1.
-        feature_rows: ``[bs * C] int64``, row of the pass that contains column c of the path; past the path, the
-            sequence's root.
-        feature_slots: ``[bs * C] int64``, slot of the feature row of column c; -1 past the path and for idle rows.
+        packed: ``[bs, 2 + 2 R] int32``: num_accepted, num_nodes, path, emitted; path and emitted padded with
+            -1.
+        feature_rows: ``[bs * C] int64``, row of the pass that contains column c of the path; past the path,
+            the sequence's root.
+        feature_slots: ``[bs * C] int64``, slot of the feature row of column c; -1 past the path and for idle
+            rows.
     """
 
     path: torch.Tensor

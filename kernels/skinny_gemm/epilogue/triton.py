@@ -11,7 +11,9 @@ from outrider.kernels.silu_mul.triton import gate
 
 @triton.jit
 def output_rows(n, EPILOGUE: tl.constexpr, HALF: tl.constexpr):
-    """Return the weight row of each output n. For pairs (EPILOGUE >= 2), return the row of the first of the pair.
+    """Return the weight row of each output n.
+
+    For pairs (EPILOGUE >= 2), return the row of the first of the pair.
 
     The first of a pair is a gate, or a dimension of the first half of a head.
     """
@@ -20,7 +22,7 @@ def output_rows(n, EPILOGUE: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def tile_rows(tile, second, EPILOGUE: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the weight rows of a tile of BLOCK_N outputs, and the output of each; both rows of a pair are adjacent."""
+    """Return a tile's weight rows and the output of each; the two rows of a pair are adjacent."""
     if EPILOGUE < 2:
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         row = n
@@ -33,7 +35,7 @@ def tile_rows(tile, second, EPILOGUE: tl.constexpr, HALF: tl.constexpr, BLOCK_N:
 
 @triton.jit
 def _inverse_rms(sums, m, rows, parts, width, eps, PARTS: tl.constexpr):
-    """Return 1 / sqrt(mean square + eps) of rows m ``[M]`` from their partial sums of squares ``[parts, rows]``."""
+    """Return 1 / sqrt(mean square + eps) of rows m ``[M]`` from partial sums of squares ``[parts, rows]``."""
     part = tl.arange(0, PARTS)
     inside = (part < parts)[:, None] & (m < rows)[None, :]
     total = tl.sum(tl.load(sums + part[:, None] * rows + m[None, :], mask=inside, other=0.0), 0)
@@ -53,11 +55,13 @@ def load_constants(
     SCALED: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Return the values that an epilogue needs for outputs n: scale, scale of the pair's second, bias, bias of the
-    pair's second, and norm weight.
+    """Return the weights that an epilogue needs for outputs n.
 
-    No kernel writes weights, so a program loads them before it waits for the previous kernel. Loaded after the
-    product, each would cost a memory latency.
+    These are the scale, the scale of the pair's second, the bias, the bias of the pair's second, and the
+    norm's weight.
+
+    No kernel writes weights, so a program loads them before it waits for the previous kernel. Loaded after
+    the product, each would cost a memory latency.
     """
     real, place = n < N, output_rows(n, EPILOGUE, HALF)
     scale = tl.full(n.shape, 1.0, tl.float32)
@@ -83,8 +87,7 @@ def load_rows(
     m, n, rows, N, K, row_scales, sums, residual, residual_row, parts, eps, EPILOGUE: tl.constexpr, ROW_SCALED: tl.constexpr,
     NORMED: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
-    """Return the values that an epilogue needs for rows m: the factor on their products ``[M]``, and their residual
-    ``[outputs, M]`` (for ADD only)."""
+    """Return the factor on the products of rows m ``[M]``, and their residual ``[outputs, M]`` (ADD only)."""
     factor = tl.full(m.shape, 1.0, tl.float32)
     before = tl.full((n.shape[0], m.shape[0]), 0.0, tl.float32)
     if EPILOGUE == 1:
@@ -112,11 +115,12 @@ def entries(m, rows, table_row, index, LOOKUP: tl.constexpr):
 def look_up(
     begin, m, n, rows, N, second, table, EPILOGUE: tl.constexpr, HALF: tl.constexpr, LOOKUP: tl.constexpr
 ):
-    """Return the table's contribution to outputs n of rows m, ``[outputs, M]``, and to the second of each pair (for
-    ROTATED); zeros without LOOKUP.
+    """Return the table's contribution to outputs n of rows m ``[outputs, M]``; zeros without LOOKUP.
 
-    Values are returned as stored. Converting them here would wait for memory, and they are loaded long before they
-    are needed.
+    The second result is the contribution to the second of each pair (for ROTATED).
+
+    Values are returned as stored. Converting them here would wait for memory, and they are loaded long before
+    they are needed.
     """
     low = tl.full((n.shape[0], m.shape[0]), 0.0, tl.float32)
     high = low
@@ -136,8 +140,9 @@ def finish(
 ):  # fmt: skip
     """Finish the products `acc` ``[rows of a tile, M] fp32`` of rows m, and store the results.
 
-    `constants` comes from `load_constants`, `factor` and `before` from `load_rows`, and `found` from `look_up`.
-    With TRIGGER, these are the program's last stores, and the next kernel is released just before them.
+    `constants` comes from `load_constants`, `factor` and `before` from `load_rows`, and `found` from
+    `look_up`. With TRIGGER, these are the program's last stores, and the next kernel is released just before
+    them.
     """
     PAIRED: tl.constexpr = EPILOGUE >= 2
     scale, scale_high, offset, offset_high, norm = constants

@@ -1,14 +1,15 @@
 """Products of 1 to 4 rows by multiply and add, with a whole row of the weight at once.
 
-A program loads its part of the weight before it waits for the previous kernel, because no kernel writes weights.
+A program loads its part of the weight before it waits for the previous kernel, because no kernel writes
+weights.
 
-FP8 weights: converting an FP8 weight to fp32 one number at a time takes more instructions than its memory takes
-time. A program that stays therefore reads eight numbers as one word (BYTES) and multiplies them as pairs of f16,
-in which e4m3 is exact. Four products are added up in f16, the rest in fp32.
+FP8 weights: converting an FP8 weight to fp32 one number at a time takes more instructions than its memory
+takes time. A program that stays therefore reads eight numbers as one word (BYTES) and multiplies them as
+pairs of f16, in which e4m3 is exact. Four products are added up in f16, the rest in fp32.
 
 Range: x is scaled by a power of two so that its largest number is below 16. Four products then stay below
-4 * 448 * 16 < 65504, and numbers that underflow are 2^-28 of the largest. The error this adds to a sum is a fifth
-of the error of rounding the sum to bf16.
+4 * 448 * 16 < 65504, and numbers that underflow are 2^-28 of the largest. The error this adds to a sum is a
+fifth of the error of rounding the sum to bf16.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ def _load_weights(
     weight, tile, second, N, K, EPILOGUE: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr, BYTES: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Return the weight rows of a tile, ``[rows, BLOCK_K]``; with BYTES in words of eight. EVEN: K equals BLOCK_K."""
+    """Return the weight rows of a tile, ``[rows, BLOCK_K]``; with BYTES in words of eight.
+
+    EVEN: K equals BLOCK_K.
+    """
     EACH: tl.constexpr = 8 if BYTES else 1
     row, n = tile_rows(tile, second, EPILOGUE, HALF, BLOCK_N)
     k = tl.arange(0, BLOCK_K // EACH)
@@ -81,7 +85,7 @@ def _prepare(values, BYTES: tl.constexpr):
 
 @triton.jit
 def _products(weights, x0, x1, x2, x3, BYTES: tl.constexpr):
-    """Return the products of weights and x in fp32; with BYTES, the sum over the eight numbers of each word."""
+    """Return weights times x in fp32; with BYTES, summed over the eight numbers of each word."""
     if BYTES:
         products = tl.inline_asm_elementwise(
             """{
@@ -113,7 +117,7 @@ def _products(weights, x0, x1, x2, x3, BYTES: tl.constexpr):
 
 @triton.jit
 def _let_in(last):
-    """Release the next kernel if this program computes its last tile, since all its loads are then in flight."""
+    """Release the next kernel on this program's last tile, when all its loads are in flight."""
     if last:
         gdc_launch_dependents()
 

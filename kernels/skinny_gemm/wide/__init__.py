@@ -1,1 +1,1 @@
-"""Products of more than a few rows, with both operands loaded in tiles by the tensor memory accelerator (TMA)."""
+"""Products of more than a few rows; the tensor memory accelerator (TMA) loads both operands in tiles."""

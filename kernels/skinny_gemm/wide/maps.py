@@ -22,7 +22,7 @@ def can_map(*tensors: torch.Tensor) -> bool:
 
 
 def tiles_of(tensor: torch.Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
-    """Return the map of a tensor ``[rows, columns]`` or of pairs ``[2, rows, columns]``; reads outside return zeros."""
+    """Return a tensor's map, ``[rows, columns]`` or pairs ``[2, rows, columns]``; zeros are read outside."""
     if tensor.dim() == 3:
         return TensorDescriptor.from_tensor(tensor, [2, block_rows, block_columns])
     rows = (
@@ -36,9 +36,9 @@ def tiles_of(tensor: torch.Tensor, block_rows: int, block_columns: int) -> Tenso
 def readable_rows(tensor: torch.Tensor, block_rows: int) -> int:
     """Return the number of rows of ``[rows, columns]`` that whole tiles may read.
 
-    These can exceed the tensor's rows by memory of its own storage behind its last row. A tile that reaches outside
-    its map takes TMA longer (measured: a product of 96 rows took longer than one of 128). The additional rows only
-    affect rows of the product that are never stored.
+    These can exceed the tensor's rows by memory of its own storage behind its last row. A tile that reaches
+    outside its map takes TMA longer (measured: a product of 96 rows took longer than one of 128). The
+    additional rows only affect rows of the product that are never stored.
     """
     rows, columns = tensor.shape
     behind = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()

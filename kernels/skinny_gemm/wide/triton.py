@@ -2,9 +2,10 @@
 
 The package docstring of skinny_gemm states the contract.
 
-Here the rows of x fill the tensor core's 64 rows, and the weight is its wide side. The tensor memory accelerator
-loads the tiles of both, which needs neither registers nor masks (rows and columns outside read as zeros). Programs
-with the same part of the weight are neighbours in launch order, so that it is read from memory once.
+Here the rows of x fill the tensor core's 64 rows, and the weight is its wide side. The tensor memory
+accelerator loads the tiles of both, which needs neither registers nor masks (rows and columns outside read as
+zeros). Programs with the same part of the weight are neighbours in launch order, so that it is read from
+memory once.
 
 SPLITS works as in the kernels for few rows: fp32 parts, which the next kernel adds in order.
 """
@@ -120,7 +121,8 @@ def _wide_tiles(
 def fits(x: torch.Tensor, weight: torch.Tensor, half: int = 1) -> bool:
     """Return whether these kernels can compute a product.
 
-    They need a suitable GPU, operands that a tensor map can express, and heads with a power of two of dimensions.
+    They need a suitable GPU, operands that a tensor map can express, and heads with a power of two of
+    dimensions.
     """
     return _has_room(x.device) and can_map(x, weight) and half & (half - 1) == 0
 
@@ -171,7 +173,10 @@ def project_add(
 def project_rotated(
     stream: Stream, weight: torch.Tensor, bias: torch.Tensor | None, rotary: Rotary, tile: Tile
 ) -> torch.Tensor:
-    """Compute `outrider.kernels.skinny_gemm.project_rotated`. The tile has one split and contains whole heads."""
+    """Compute `outrider.kernels.skinny_gemm.project_rotated`.
+
+    The tile has one split and contains whole heads.
+    """
     dim = rotary.k_plane.shape[3]
     heads = weight.shape[0] // dim - 2 * rotary.k_plane.shape[2]
     out = _launch.empty((stream.scaled.shape[0], heads, dim), rotary.cos.dtype, stream.scaled.device)

@@ -1,4 +1,4 @@
-"""Triton version of expand_level: children of a level's rows, their candidate columns, and the next level's rows."""
+"""Triton version of expand_level: children of a level's rows, candidate columns, next level's rows."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from outrider.kernels.topk_expand.parts.triton import MAX_BLOCK, UNFUSED, merged
 from outrider.kernels.topk_expand.types import Beam, Candidates, Noise
 
 _WHOLE_ROWS = 1
-"""Rows of a sequence that one program expands over the whole vocabulary. For four rows, one launch took 5.6 us and
-two launches 3.9 us (measured)."""
+"""Rows of a sequence that one program expands over the whole vocabulary. For four rows, one launch took 5.6
+us and two launches 3.9 us (measured)."""
 
 
 @triton.jit
@@ -34,9 +34,10 @@ def _note_and_pick(
     next_tokens, next_scores, next_parents, next_candidates, next_ancestors, columns, first, topk, width, words, column,
     ROOTS: tl.constexpr, LAST: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Store the children ``[BLOCK_W, BLOCK_K]`` of a sequence's rows from column `first` on, and select the next beam.
+    """Store a sequence's children ``[BLOCK_W, BLOCK_K]`` from column `first` on, and select the next beam.
 
-    `parent` are the candidate indices of the rows. `column` is the scratch column of the next beam's first row.
+    `parent` are the candidate indices of the rows. `column` is the scratch column of the next beam's first
+    row.
     """
     child = tl.arange(0, BLOCK_W)[:, None] * topk + tl.arange(0, BLOCK_K)[None, :]
     table = sequence * columns + first
@@ -47,7 +48,8 @@ def _note_and_pick(
     tl.store(logprobs + table + child, logprob, mask=inside)
     tl.store(parents + table + child, tl.zeros_like(child) + parent[:, None], mask=inside)
     if not LAST:
-        # Compare values and indices separately: hardware finds the extremum of 32 bits in a warp in one instruction.
+        # Compare values and indices separately: hardware finds the extremum of 32 bits in a warp in one
+        # instruction.
         left = tl.where(inside, ordered_bits(score), NO_SHORT_KEY)
         place = tl.arange(0, BLOCK_K)
         chosen = tl.zeros((BLOCK_K,), tl.int32)
@@ -62,7 +64,7 @@ def _note_and_pick(
             chosen_token = tl.where(place == i, tl.max(tl.max(tl.where(hit, token, -1), 1), 0), chosen_token)
             left = tl.where(hit, NO_SHORT_KEY, left)
         kept = place < topk
-        above = sequence * width + chosen // topk  # parent row of each selected child, among this level's rows
+        above = sequence * width + chosen // topk  # row of this level that each child belongs to
         word = tl.arange(0, BLOCK_N)
         bit = tl.full((BLOCK_K,), 1, tl.int32) << ((column + place) % 32)
         mask = tl.where(((column + place) // 32)[:, None] == word[None, :], bit[:, None], 0)
@@ -163,7 +165,7 @@ def _level_whole(
     NOISE: tl.constexpr, HAS_D2T: tl.constexpr, SHORT: tl.constexpr, ROOTS: tl.constexpr, LAST: tl.constexpr, BLOCK_W: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Expand the rows of a sequence over the whole vocabulary, store the children and select the next beam."""
+    """Expand a sequence's rows over the whole vocabulary, store the children and select the next beam."""
     if PDL:
         gdc_wait()
     sequence = tl.program_id(0).to(tl.int64)
@@ -226,7 +228,7 @@ def expand_level(
     d2t: torch.Tensor | None,
     noise: Noise | None,
 ) -> Beam | None:
-    """Compute `outrider.kernels.topk_expand.expand_level`: one launch if the vocabulary is small, otherwise two."""
+    """Compute `outrider.kernels.topk_expand.expand_level` in one launch (small vocabulary) or two."""
     bs, columns = candidates.scores.shape
     device = logits.device
     logits = logits if logits.stride(1) == 1 else logits.contiguous()

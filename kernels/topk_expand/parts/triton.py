@@ -35,11 +35,14 @@ MAX_SPLITS = 32  # with more splits, the merge dominates
 CHUNKED = 1024
 """Least block size for searching the best elements among those of the best chunks."""
 CHUNKED_PROGRAMS = 256
-"""Least number of programs for that search. It takes more steps per program, which fewer programs would wait for."""
+"""Least number of programs for that search.
+
+It takes more steps per program, which fewer programs would wait for.
+"""
 UNFUSED = {"enable_fp_fusion": False}
-"""Launch option of merges. If one lane rounds a product and another fuses it into the sum, lanes of the same row
-compute different log-sum-exps. Equal logits would then get scores that differ in the last bit, and no longer be
-ordered by index."""
+"""Launch option of merges. If one lane rounds a product and another fuses it into the sum, lanes of the same
+row compute different log-sum-exps. Equal logits would then get scores that differ in the last bit, and no
+longer be ordered by index."""
 
 
 @triton.jit
@@ -65,9 +68,9 @@ def _best_of_plain(
 ):  # fmt: skip
     """Return the best keys of a block of `count` logits at `part`, whose first index is `first`.
 
-    Repeatedly finding the maximum looks at all elements each time. With CHUNK > 0, the maxima of chunks of CHUNK
-    elements are found first. The best `topk` elements are in the `topk` chunks with the greatest maxima, so only
-    those chunks are loaded again and searched.
+    Repeatedly finding the maximum looks at all elements each time. With CHUNK > 0, the maxima of chunks of
+    CHUNK elements are found first. The best `topk` elements are in the `topk` chunks with the greatest
+    maxima, so only those chunks are loaded again and searched.
     """
     if SHORT:
         short = tl.where(inside, short_key(values, place), NO_SHORT_KEY)
@@ -105,7 +108,7 @@ def _expand_split(
     NOISE: tl.constexpr, HAS_D2T: tl.constexpr, SHORT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr
 ):  # fmt: skip
-    """Store the best keys and the shares of one block of one row; `width` rows share an entry of the noise."""
+    """Store the best keys and shares of one block of one row; `width` rows share an entry of the noise."""
     if PDL:
         gdc_wait()
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -191,7 +194,7 @@ def merged(
     NOISE: tl.constexpr, HAS_D2T: tl.constexpr, ROOTS: tl.constexpr, SHORT: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Return the tokens, scores and log-probs ``[BLOCK_W, BLOCK_K]`` of the children of the rows ``row [BLOCK_W]``.
+    """Return tokens, scores and log-probs ``[BLOCK_W, BLOCK_K]`` of the children of rows ``row [BLOCK_W]``.
 
     `warm` is nonzero if the rows have noise. Otherwise the logits themselves are ranked.
     """
@@ -241,7 +244,7 @@ class Parts(NamedTuple):
 def split_rows(
     logits: torch.Tensor, topk: int, width: int, level: int, d2t: torch.Tensor | None, noise: Noise | None
 ) -> Parts:
-    """Launch the first pass over ``logits [rows, V]``; `width` consecutive rows share an entry of the noise."""
+    """Launch the first pass over ``logits [rows, V]``; `width` adjacent rows share a noise entry."""
     rows, vocab = logits.shape
     wanted = _launch.ceil_div(vocab, max(1, min(MAX_SPLITS, WANTED_PROGRAMS // rows)))
     block = min(MAX_BLOCK, _launch.next_power_of_2(vocab), max(1024, _launch.next_power_of_2(wanted)))

@@ -1,11 +1,11 @@
-"""Loop of `tree_attention` that folds token indices into the running softmax of (row, head of the group) pairs.
+"""Loop of `tree_attention` that folds tokens into the running softmax of (row, head of the group) pairs.
 
 The tensor core processes 64 rows of its left operand at a time:
 
 - Normally, pairs are those rows.
-- With TRANSPOSED, for few pairs, the pairs are the narrow side of the right operand, and token indices or head
-  dimensions are the rows. Nothing is padded to 64, K and V move from shared memory to the tensor cores unchanged,
-  and scores and results take few registers.
+- With TRANSPOSED, for few pairs, the pairs are the narrow side of the right operand, and token indices or
+  head dimensions are the rows. Nothing is padded to 64, K and V move from shared memory to the tensor cores
+  unchanged, and scores and results take few registers.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ def fold(
     SLOT_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Return maximum and sum of the pairs' weights, and the weighted sum of values, over token indices [begin, end).
+    """Return maximum and sum of the pairs' weights, and the weighted sum of values, over [begin, end).
 
     Args:
-        query: ``[BLOCK_M, BLOCK_D]``. With TRANSPOSED, the query and the weighted sum are ``[BLOCK_D, BLOCK_M]``.
-        pages: Pages of the first step's token indices. Each step loads those of the next, so that its K and V loads
-            do not wait for them.
+        query: ``[BLOCK_M, BLOCK_D]``. With TRANSPOSED, the query and the weighted sum are
+            ``[BLOCK_D, BLOCK_M]``.
+        pages: Pages of the first step's token indices. Each step loads those of the next, so that its K and V
+            loads do not wait for them.
         shared_end: All pairs see the indices below it, unless WINDOW.
         scale: Positive factor that gives scores in units of log2. With SOFTCAP, the factor before the cap.
     """
@@ -88,7 +89,10 @@ def fold(
 
 @triton.jit
 def within(first, end, BLOCK_N: tl.constexpr):
-    """Return the token indices of a step. Past the end, where weights are zero, the last index is repeated."""
+    """Return the token indices of a step.
+
+    Past the end, where weights are zero, the last index is repeated.
+    """
     return tl.maximum(tl.minimum(first + tl.arange(0, BLOCK_N), end - 1), 0)
 
 
@@ -97,7 +101,7 @@ def _visible(
     index, first, end, row, position, first_column, prefix_len, ancestors, words, window,
     TREE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Return which token indices each pair sees: `index` along one dimension, values of pairs along the other."""
+    """Return which token indices each pair sees: `index` along one dimension, pairs along the other."""
     visible = index < end
     if TREE:
         column = index - prefix_len
@@ -135,7 +139,7 @@ def count_bits(word):
 
 @triton.jit
 def first_column_of(ancestors, row, words, window):
-    """Return the column of the window-th node from the end of each row's path; nodes before it are outside the window."""
+    """Return the column of the window-th node from each path's end; earlier nodes are outside the window."""
     column = row.to(tl.int32) * 0
     if window < words * 32:  # no path is longer than its mask
         missing = column + window
