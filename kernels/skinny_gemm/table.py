@@ -94,8 +94,8 @@ def measured_tile(product: Product, device: str) -> Tile | None:
 def needs_trial(product: Product, device: str) -> bool:
     """Return whether a product was not measured yet on this kind of device.
 
-    On `STORED_OF`, a tile of ``tiles.json`` counts as measured. Otherwise only a trial of exactly this row count
-    does, because a trial of more rows may come from an interrupted run.
+    On `STORED_OF`, a tile of ``tiles.json`` counts as measured. Otherwise only a trial of exactly this row
+    count does, because a trial of more rows may come from an interrupted run.
     """
     if device == STORED_OF and _nearest(_stored_rows(product), product.rows) is not None:
         return False

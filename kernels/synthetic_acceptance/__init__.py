@@ -65,9 +65,9 @@ def synthetic_acceptance(
         >>> tokens, parents = torch.tensor([[5, 6, 7]]).int(), torch.tensor([[-1, 0, 1]]).int()
         >>> depths, num_nodes = torch.tensor([[0, 1, 2]]).int(), torch.tensor([3]).int()
         >>> ancestors = torch.tensor([[[0b001], [0b011], [0b111]]]).int()
-        >>> chosen, one = torch.tensor([[90, 91, 92]]), torch.tensor([1])
+        >>> chosen, one, always = torch.tensor([[90, 91, 92]]), torch.tensor([1]), torch.full((2,), torch.inf)
         >>> synthetic_acceptance(
-        ...     tokens, parents, depths, num_nodes, ancestors, chosen, one, one, torch.full((2,), torch.inf), 99
+        ...     tokens, parents, depths, num_nodes, ancestors, chosen, one, one, always, 100
         ... ).tolist()
         [[6, 7, 92]]
     """

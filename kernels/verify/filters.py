@@ -9,9 +9,7 @@ import torch
 
 from outrider.kernels._order import ranked_topk
 
-_HOST_WIDTH = (
-    256  # on a CPU sorting is the main cost, and this many best tokens decide most filters
-)
+_HOST_WIDTH = 256  # on a CPU sorting is the main cost, and this many best tokens decide most filters
 
 
 def filter_logits(

@@ -1,7 +1,7 @@
 """Runs the example in the docstring of every public kernel function, as a reader would see it.
 
-An example runs twice: with the torch reference, and with the Triton version under the interpreter. Both must print
-exactly the text in the docstring. A public function without an example fails.
+An example runs twice: with the torch reference, and with the Triton version under the interpreter. Both must
+print exactly the text in the docstring. A public function without an example fails.
 """
 
 from __future__ import annotations
@@ -35,14 +35,17 @@ HOST_ONLY = {
     "stream.normed_at_once": "compares a row count",
     "topk_expand.num_candidates": "integer arithmetic",
 }
-"""Public functions that launch no kernel on a CPU, with the reason. All others must launch one in their example."""
+"""Public functions that launch no kernel on a CPU, with the reason.
+
+All others must launch one in their example.
+"""
 
 
 def public_functions() -> dict[str, Callable[..., Any]]:
     """Return all public kernel functions by their names without the root package.
 
-    Public are the functions in `__all__` of every package, and those of modules directly below the root. Names with
-    a leading underscore are private.
+    Public are the functions in `__all__` of every package, and those of modules directly below the root.
+    Names with a leading underscore are private.
     """
     found: dict[str, Callable[..., Any]] = {}
     for info in pkgutil.walk_packages(outrider.kernels.__path__, ROOT):
@@ -69,9 +72,13 @@ FUNCTIONS = public_functions()
 def example_of(function: Callable[..., Any]) -> doctest.DocTest:
     """Return the example of a function; fail if it has none that calls the function and shows a result."""
     # Without globals, the example has to import all that it uses.
-    (test,) = doctest.DocTestFinder(recurse=False, exclude_empty=False).find(function, function.__name__, globs={})
+    (test,) = doctest.DocTestFinder(recurse=False, exclude_empty=False).find(
+        function, function.__name__, globs={}
+    )
     assert "\n    Example:\n" in (function.__doc__ or ""), f"{function.__name__} has no Example section"
-    assert any(f"{function.__name__}(" in example.source for example in test.examples), "no call in the example"
+    assert any(f"{function.__name__}(" in example.source for example in test.examples), (
+        "no call in the example"
+    )
     assert any(example.want for example in test.examples), "the example shows no result"
     return test
 
@@ -104,7 +111,9 @@ def test_the_example_prints_what_it_says(name: str, backend: Backend) -> None:
 
 def test_all_packages_are_found() -> None:
     assert set(HOST_ONLY) <= set(FUNCTIONS)
-    assert {"verify.verify_tree", "skinny_gemm.project", "ahead.state_of", "stream.normed_at_once"} <= set(FUNCTIONS)
+    assert {"verify.verify_tree", "skinny_gemm.project", "ahead.state_of", "stream.normed_at_once"} <= set(
+        FUNCTIONS
+    )
 
 
 def documented() -> int:
