@@ -1,4 +1,4 @@
-"""Torch reference of add_norm. The package docstring states the contract."""
+"""Torch reference of add_norm. The package documents the contract."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Torch reference of exchange_add, over inboxes in memory shared by processes.
 
-The package docstring states the contract.
+The package documents the contract.
 """
 
 from __future__ import annotations

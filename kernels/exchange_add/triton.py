@@ -1,4 +1,4 @@
-"""Triton version of exchange_add. The package docstring states the contract.
+"""Triton version of exchange_add. The package documents the contract.
 
 A program handles a block of columns of one row. It polls each element for the word that means "no number
 yet", so the order of stores does not matter. Each store only has to become visible: `.wt` stores and volatile

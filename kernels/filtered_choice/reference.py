@@ -1,4 +1,4 @@
-"""Torch reference of filtered_choice, by sorting. The package docstring states the contract."""
+"""Torch reference of filtered_choice, by sorting. The package documents the contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton version of filtered_choice. The package docstring states the contract.
+"""Triton version of filtered_choice. The package documents the contract.
 
 The vocabulary of each row is split over programs. The launches are:
 

@@ -1,4 +1,4 @@
-"""Torch reference of head_input. The package docstring states the contract."""
+"""Torch reference of head_input. The package documents the contract."""
 
 from __future__ import annotations
 

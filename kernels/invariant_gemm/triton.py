@@ -1,6 +1,6 @@
 """Triton version of invariant_gemm: one tile size for all row counts.
 
-The package docstring states the contract.
+The package documents the contract.
 
 A library chooses tiles and splits by the number of rows, so a row's sum is added up in a different order in a
 batch of a different size. Here a program multiplies BLOCK_OUT rows of the weight by BLOCK_ROWS rows of x

@@ -1,4 +1,4 @@
-"""Triton version of kv_compact: one launch for all planes. The package docstring states the contract.
+"""Triton version of kv_compact: one launch for all planes. The package documents the contract.
 
 Rows are moved as integers, so that planes of any dtype and width share the launch. A program owns some
 columns of one plane and one sequence. It loads the source rows of all accepted nodes before it stores any,

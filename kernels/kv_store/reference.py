@@ -1,4 +1,4 @@
-"""Torch reference of kv_store. The package docstring states the contract."""
+"""Torch reference of kv_store. The package documents the contract."""
 
 from __future__ import annotations
 

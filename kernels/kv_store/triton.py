@@ -1,6 +1,6 @@
 """Triton version of kv_store: one program per row and block of columns.
 
-The package docstring states the contract.
+The package documents the contract.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Triton version of path_attention. The package docstring states the contract.
+"""Triton version of path_attention. The package documents the contract.
 
 A program folds one part of a row's history for the query heads that share a K/V head. A part is PART tokens
 from a multiple of PART on. A second launch merges the parts of a row in order.
@@ -52,7 +52,7 @@ def _fold(
         for step in range(0, PART, BLOCK_N):
             j = begin + step + tl.arange(0, BLOCK_N)
             seen = (j < end) & (j >= first_seen)
-            place = j - prefix_len
+            place = j - prefix_len  # index on the path, for tokens after the prefix
             behind = seen & (place >= 0)
             index = tl.where(
                 behind, prefix_len + tl.load(path + place, mask=behind & (place < width), other=0), j

@@ -1,6 +1,6 @@
 """Torch reference of peer_words, over boxes in memory shared by processes.
 
-The package docstring states the contract.
+The package documents the contract.
 """
 
 from __future__ import annotations

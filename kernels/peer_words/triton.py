@@ -1,4 +1,4 @@
-"""Triton version of peer_words. The package docstring states the contract.
+"""Triton version of peer_words. The package documents the contract.
 
 A word and its message number are one 64-bit element of a vector store, which memory writes atomically. A
 reader that sees the number therefore also has the word. Stores for other ranks and loads of their data are
@@ -33,7 +33,7 @@ def _send(
         gdc_wait()
     turn = tl.load(turns + rank * TILES + tile)
     gone = tl.load(lost) != 0
-    looks = tl.where(gone, 1, patience)  # polls left, shared by all readers; a lost rank is not waited for
+    looks = tl.where(gone, 1, patience)  # polls left for all readers together; a single one after a loss
     values = tl.load(words + tile * BLOCK + lane, mask=inside, other=0)
     values = tl.where(gone, absent, values)
     letters = (values.to(tl.int64) & 0xFFFFFFFF) | ((turn + 1).to(tl.int64) << 32)

@@ -1,4 +1,4 @@
-"""Reference of Philox4x32-10 and the Gumbel noise, on the host. The package docstring states the contract.
+"""Reference of Philox4x32-10 and the Gumbel noise, on the host. The package documents the contract.
 
 Integers are computed with numpy, because torch has no unsigned arithmetic; logarithms with torch.
 

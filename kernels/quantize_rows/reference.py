@@ -1,4 +1,4 @@
-"""Torch reference of quantize_rows. The package docstring states the contract."""
+"""Torch reference of quantize_rows. The package documents the contract."""
 
 from __future__ import annotations
 

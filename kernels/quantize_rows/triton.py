@@ -1,4 +1,4 @@
-"""Triton version of quantize_rows: a program handles one row. The package docstring states the contract.
+"""Triton version of quantize_rows: a program handles one row. The package documents the contract.
 
 A row of up to `_BLOCK` columns stays in registers between finding its scale and storing it.
 """

@@ -1,4 +1,4 @@
-"""Triton version of round_plan: one program per sequence. The package docstring states the contract."""
+"""Triton version of round_plan: one program per sequence. The package documents the contract."""
 
 from __future__ import annotations
 

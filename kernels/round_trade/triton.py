@@ -1,4 +1,4 @@
-"""Triton version of round_trade: one launch per function. The package docstring states the contract."""
+"""Triton version of round_trade: one launch per function. The package documents the contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton version of row_norm: one program per row (and head). The package docstring states the contract."""
+"""Triton version of row_norm: one program per row (and head). The package documents the contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch reference of silu_mul. The package docstring states the contract."""
+"""Torch reference of silu_mul. The package documents the contract."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Triton version of silu_mul: a program handles a block of one row.
 
-The package docstring states the contract.
+The package documents the contract.
 """
 
 from __future__ import annotations

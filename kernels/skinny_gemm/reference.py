@@ -1,4 +1,4 @@
-"""Torch reference of skinny_gemm. The package docstring states the contract."""
+"""Torch reference of skinny_gemm. The package documents the contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton version of skinny_gemm. The package docstring states the contract.
+"""Triton version of skinny_gemm. The package documents the contract.
 
 Operands: the weight is the left operand of the dot. Its rows fill the tensor core's 64 rows, and the few
 activations form the narrow side.
@@ -55,6 +55,7 @@ def _dot_tiles(
     real_n, real_m = n < N, m < rows
     output = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     constants = load_constants(output, N, second, bias, scales, norm_weight, EPILOGUE, BIAS, SCALED, HALF)
+    # 1. Load everything that no kernel writes, then wait for the previous kernel.
     if FETCH > 0:  # prefetch the first columns of the weight into L2 before waiting
         tl.inline_asm_elementwise(
             "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
@@ -66,6 +67,7 @@ def _dot_tiles(
             gdc_launch_dependents()
     begin = entries(m, rows, table_row, index, LOOKUP)
     found = look_up(begin, m, output, rows, N, second, table, EPILOGUE, HALF, LOOKUP)
+    # 2. Multiply.
     acc = tl.zeros((row.shape[0], BLOCK_M), tl.float32)
     for step in range(steps):
         if EVEN:
@@ -85,6 +87,7 @@ def _dot_tiles(
     factor, before = load_rows(
         m, output, rows, N, K, row_scales, sums, residual, residual_row, parts, eps, EPILOGUE, ROW_SCALED, NORMED, PARTS
     )  # fmt: skip
+    # 3. With splits: store this part; for ADD, the last program adds all of them.
     last = split >= 0
     if GATHER:  # the program that ends last adds all parts of the tile, in the order of the splits
         place = partials + m.to(tl.int64)[None, :] * N + output[:, None]
@@ -100,6 +103,7 @@ def _dot_tiles(
                 acc += tl.load(place + nth * stride, mask=element, other=0.0, cache_modifier=".cg")
     elif SPLIT > 1:
         out += split.to(tl.int64) * rows * N
+    # 4. Apply the epilogue.
     if last:
         finish(
             acc, m, tile, constants, factor, before, found, out, scaled, sums, cos, sin, slots, k_plane, v_plane,

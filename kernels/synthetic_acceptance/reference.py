@@ -1,4 +1,4 @@
-"""Reference of synthetic_acceptance, on the host. The package docstring states the contract."""
+"""Reference of synthetic_acceptance, on the host. The package documents the contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch reference of topk_expand. The package docstring states the contract."""
+"""Torch reference of topk_expand. The package documents the contract."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ def expand_level(
         noise = Noise(temperature, seeds, positions.to(torch.int64) + level, choices)
     scores = torch.zeros(bs, device=device) if beam is None else beam.scores
     children = topk_expand(logits, scores, topk, d2t, noise)
+    # 1. Store the children as candidates.
     columns = candidates.level(level, topk)
     candidates.scores[:, columns] = children.scores.view(bs, -1)
     candidates.tokens[:, columns] = children.token_ids.view(bs, -1)
@@ -70,6 +71,7 @@ def expand_level(
     )
     if last:
         return None
+    # 2. Select the next beam.
     chosen = select_beam(children.scores.view(bs, width * topk), topk).to(torch.int64)  # [bs, topk]
     sequence = torch.arange(bs, device=device)[:, None]
     child = (chosen + sequence * (width * topk)).view(-1)

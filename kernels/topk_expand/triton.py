@@ -1,4 +1,4 @@
-"""Triton version of topk_expand. The package docstring states the contract.
+"""Triton version of topk_expand. The package documents the contract.
 
 The vocabulary is split over programs. Each reads its part of the logits once, adds the noise, and stores its
 best keys and its share of the two log-sum-exps (with noise and without). A second launch merges the splits:

@@ -1,4 +1,4 @@
-"""Torch reference of tree_attention. The package docstring states the contract."""
+"""Torch reference of tree_attention. The package documents the contract."""
 
 from __future__ import annotations
 

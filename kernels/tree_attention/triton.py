@@ -1,4 +1,4 @@
-"""Triton version of tree_attention. The package docstring states the contract.
+"""Triton version of tree_attention. The package documents the contract.
 
 One program handles a block of (row, head of the group) pairs of one sequence and one K/V head, so K and V are
 read once for the whole group. It folds token indices into (maximum, sum, accumulator), see `fold`.
@@ -36,8 +36,8 @@ def _attention(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     kv_head, sequence, split = tl.program_id(1), tl.program_id(2) // splits, tl.program_id(2) % splits
-    # Lengths, pages and masks are older than the previous kernel, so they are read before waiting for its
-    # end.
+    # 1. Find the range of token indices that this program's pairs see. Lengths, pages and masks are older than
+    # the previous kernel, so they are read before waiting for its end.
     start = tl.load(query_start + sequence)
     q_len = tl.load(query_start + sequence + 1) - start
     kv_len = tl.load(kv_lens + sequence)
@@ -84,6 +84,7 @@ def _attention(
         gdc_wait()
     if PDL and RELEASE == 1:
         gdc_launch_dependents()
+    # 2. Load the queries and fold K and V of that range.
     if first_pair < q_len * GROUP:
         head = kv_head * GROUP + pair % GROUP
         d = tl.arange(0, BLOCK_D)
@@ -106,6 +107,7 @@ def _attention(
             acc = acc.T
         if PDL:
             gdc_launch_dependents()
+        # 3. With splits: store this split's results; the last program merges them.
         last = split >= 0
         if SPLIT:
             place = row * (KV_HEADS * GROUP) + head
@@ -124,6 +126,7 @@ def _attention(
                     top, total, acc = _gather(
                         partial, stats, place, stride, real, d, element, DIM, GATHER, BLOCK_M, BLOCK_D
                     )
+        # 4. Divide by the sum of the weights and store. Without GATHER, `_merge` does this for splits.
         if last and (GATHER > 0 or not SPLIT):
             if SINKS:
                 total += tl.exp2(
@@ -303,7 +306,7 @@ def tree_attention(
     grid = (_launch.ceil_div(pairs, blocks.pairs), kv_heads, bs * splits)
     transposed = (
         blocks.transposed and k_plane.dtype == q.dtype
-    )  # transposed, planes widened in registers would become a left operand
+    )  # the transposed form pays off only if K and V need no widening in registers
     partial = stats = arrivals = out
     gathers = (
         blocks.gathers and splits > 1 and grid[0] * kv_heads * bs <= _MOST_COUNTERS and _can_count(k_plane)

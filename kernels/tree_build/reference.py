@@ -1,4 +1,4 @@
-"""Reference of tree_build, on the host, node by node. The package docstring states the contract.
+"""Reference of tree_build, on the host, node by node. The package documents the contract.
 
 Trees are small, so tensor operations would be slower.
 """

@@ -1,4 +1,4 @@
-"""Triton version of tree_build: one program per sequence. The package docstring states the contract.
+"""Triton version of tree_build: one program per sequence. The package documents the contract.
 
 Candidates are in level order, so a running count over the kept ones numbers the nodes with parents before
 children. Numbers and candidates pass through memory between threads, which requires the barrier. A program is

@@ -1,4 +1,4 @@
-"""Triton version of verify. The package docstring states the contract.
+"""Triton version of verify. The package documents the contract.
 
 - Choosing a token takes two launches: argmax per split of the vocabulary, with noise if needed, and a merge.
 - Batches with filters (top-k, top-p, min-p) use `filtered_choice` instead of the first launch.

@@ -1,4 +1,4 @@
-"""Torch reference of verify_round. The package docstring states the contract."""
+"""Torch reference of verify_round. The package documents the contract."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ def accept_round(
     state: RoundTensors | None,
 ) -> AcceptedRound:
     bs, nodes = tokens.shape
+    # 1. Walk the trees; a root alone needs no walk.
     if nodes == 1:
         path, emitted, num_accepted = (
             torch.zeros_like(tokens),
@@ -53,18 +54,21 @@ def accept_round(
     else:
         tree = verify_tree(tokens, parents, num_nodes, chosen)
         path, emitted, num_accepted = tree.path, tree.emitted, tree.num_accepted
+    # 2. Cut to R columns, and pack for the host.
     accepted = torch.where(live > 0, num_accepted.clamp(max=columns - 1), -1)
     column = torch.arange(columns, dtype=torch.int32, device=path.device)
     on_path = column <= accepted[:, None]  # [bs, R]
     walked = torch.where(on_path, _fit(path, columns), -1)
     said = torch.where(on_path, _fit(emitted, columns), -1)
     packed = torch.cat((accepted[:, None], num_nodes[:, None], walked, said), dim=1)
+    # 3. Locate the feature rows of the path.
     kept = min(nodes, columns)
     first = torch.arange(0, bs * nodes, nodes, device=path.device)[:, None]
     rows = first + walked[:, :kept].clamp(min=0)
     slots = torch.where(
         on_path[:, :kept], _slots(page_table, cached_lens[:, None] + column[:kept], page_size), -1
     )
+    # 4. Prepare the next round.
     if state is not None:
         bonus = said.gather(1, accepted.clamp(min=0).long()[:, None])[:, 0]
         counts = torch.where(bonus >= 0, accepted + 1, 0)

@@ -1,4 +1,4 @@
-"""Triton version of verify_round: one program per sequence. The package docstring states the contract."""
+"""Triton version of verify_round: one program per sequence. The package documents the contract."""
 
 from __future__ import annotations
 
@@ -105,15 +105,18 @@ def _accept(
     real_nodes = tl.load(num_nodes + row)
     cached = tl.load(cached_lens + row)
     at = tl.arange(0, BLOCK)  # both a node of the tree and an index on the path
+    # 1. Walk the tree; idle rows accept nothing.
     walked, said, accepted = walk_tree(tokens, parents, chosen, row, real_nodes, nodes, BLOCK)
     taken = tl.where(alive, tl.minimum(accepted, columns - 1), -1)
     on_path = at <= taken
     node = tl.where(on_path, walked, -1)
     token = tl.where(on_path, said, -1)
+    # 2. Locate the slots of the accepted path.
     index = cached + at
     page = tl.load(page_table + row * table_stride + index // PAGE_SIZE, mask=on_path, other=0).to(tl.int64)
     slot = tl.where(on_path, page * PAGE_SIZE + index % PAGE_SIZE, -1)
     inside = at < columns
+    # 3. Store the results for the host, the feature rows and the next round.
     committed = cached
     if STATE:
         committed = tl.load(state_committed + row)

@@ -47,7 +47,7 @@ def check_words(device: str, ranks: int, counts: list[int], guards: Guards) -> N
 
 
 def check_lost_words(device: str, guards: Guards) -> None:
-    """Check that a missing message or receipt is waited for only once.
+    """Check that only the first missing message or receipt causes a wait.
 
     Afterwards received words are replaced by `missing`, and so are words to be sent.
     """

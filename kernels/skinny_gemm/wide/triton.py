@@ -1,6 +1,6 @@
 """Triton kernels of products of about 65 to 512 rows, fused with the next operation of a decoder layer.
 
-The package docstring of skinny_gemm states the contract.
+The package skinny_gemm documents the contract.
 
 Here the rows of x fill the tensor core's 64 rows, and the weight is its wide side. The tensor memory
 accelerator loads the tiles of both, which needs neither registers nor masks (rows and columns outside read as
@@ -43,6 +43,7 @@ def _wide_tiles(
     element = real_m[:, None] & real_n[None, :]
     if PDL:
         gdc_wait()
+    # 1. Multiply.
     acc = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
     for step in range(split * steps // SPLITS, (split + 1) * steps // SPLITS):
         left = x.load([first_m, step * BLOCK_K])
@@ -50,6 +51,7 @@ def _wide_tiles(
         if WIDEN:
             left, right = left.to(tl.float32), right.to(tl.float32)
         acc = tl.dot(left, right.T, acc, input_precision="ieee")
+    # 2. Separate pairs, divide by the root mean square, add the bias.
     low = acc
     high = acc
     if EPILOGUE == 3:
@@ -69,6 +71,7 @@ def _wide_tiles(
         low += tl.load(bias + place, mask=real_n, other=0.0).to(tl.float32)[None, :]
         if EPILOGUE == 3:
             high += tl.load(bias + HALF + place, mask=real_n, other=0.0).to(tl.float32)[None, :]
+    # 3. Store according to the epilogue: PLAIN, ADD or ROTATED.
     if EPILOGUE == 0:
         if PDL:
             gdc_launch_dependents()
@@ -80,7 +83,7 @@ def _wide_tiles(
             tl.float32
         )
         total = low.to(out.dtype.element_ty)
-        kept = total.to(tl.float32)
+        kept = total.to(tl.float32)  # the norm applies to the rounded residual
         square = tl.sum(tl.where(element, kept * kept, 0.0), 1)
         if PDL:
             gdc_launch_dependents()
