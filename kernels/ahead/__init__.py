@@ -55,7 +55,9 @@ class Compiled(enum.Enum):
 
 
 def rehearsing() -> bool:
-    """True while kernels are skipped on purpose. Results that depend on kernel outputs must not be kept then.
+    """Return whether kernels are currently skipped.
+
+    Results that depend on their outputs must not be kept then.
 
     Example:
         >>> from outrider.kernels.ahead import rehearsing

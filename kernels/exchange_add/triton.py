@@ -61,7 +61,7 @@ def _exchange_rows(
     if BIAS:
         before += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
 
-    # 2. Receive: poll the own inbox until all ranks' numbers are there.
+    # 2. Receive: poll this rank's inbox until the numbers of all ranks are there.
     total = tl.zeros([BLOCK], tl.float32)
     # 1: numbers are missing, keep polling. 2: numbers are missing, but a rank is lost, so do not wait. The
     # value is a maximum over all threads, because all threads must leave the loop together.

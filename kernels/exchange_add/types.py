@@ -13,8 +13,8 @@ from outrider.kernels.stream import FEW_ROWS
 BLOCK = 512
 """Columns of a row that one program exchanges: one tile of an inbox."""
 ABSENT = -0x7FFF8000
-"""Word that marks a number not written yet: 0x80008000. In fp32 it is a denormal number, which no sum is; in
-16 bits it is -0 twice. A rank that computes this very number sends +0 instead."""
+"""Word that marks a number not written yet: 0x80008000. In fp32 it is a denormal number, which never results
+from a sum; in 16 bits it is -0 twice. A rank that computes this very number sends +0 instead."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ def send_words(words: torch.Tensor, mail: Mail, readers: range, *, missing: int)
     expect("words", words, (None,), torch.int32)
     expect_contiguous("words", words)
     if not can_pass(words.shape[0]):
-        raise ValueError(f"a message of {words.shape[0]} words is too long; `can_pass` returns what fits")
+        raise ValueError(f"a message of {words.shape[0]} words is too long; check with `can_pass`")
     if use_triton(words):
         from outrider.kernels.peer_words import triton as compiled
 
@@ -95,7 +95,7 @@ def receive_words(
     expect("out", out, (len(senders), None), torch.int32)
     expect_contiguous("out", out)
     if not can_pass(out.shape[1]):
-        raise ValueError(f"a message of {out.shape[1]} words is too long; `can_pass` returns what fits")
+        raise ValueError(f"a message of {out.shape[1]} words is too long; check with `can_pass`")
     if use_triton(out):
         from outrider.kernels.peer_words import triton as compiled
 

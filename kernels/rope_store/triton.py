@@ -74,9 +74,8 @@ def _rope_store(
     angle = row * DIM + d
     cos_low = tl.load(cos + angle, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
     cos_high = tl.load(cos + angle + HALF, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
-    sin_low = tl.load(sin + angle, mask=d < HALF, other=0.0).to(tl.float32)[
-        None, :
-    ]  # negated by `rope_angles`
+    # The first half of sin is negated by `rope_angles`.
+    sin_low = tl.load(sin + angle, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
     sin_high = tl.load(sin + angle + HALF, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
     turn_low, turn_high = low, high
     if HEAD_NORM:

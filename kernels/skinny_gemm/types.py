@@ -39,8 +39,8 @@ class Overlap(Enum):
     """When programs of this product and of its neighbouring kernels may be on the device together.
 
     A kernel that starts early waits for the end of the previous one. It takes registers and shared memory
-    only from programs that have not started yet. But its programs are placed wherever there is room at that
-    moment, unevenly. The best choice is therefore measured.
+    only from programs that have not started yet. However, its programs are placed wherever there is room at
+    that moment, so they are spread unevenly. The best choice is therefore measured.
     """
 
     LATE = 0

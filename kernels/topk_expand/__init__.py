@@ -181,7 +181,7 @@ def expand_level(
     rows, vocab = bs if level == 0 else bs * topk, logits.shape[1]
     expect("logits", logits, (rows, vocab))
     if not 1 <= topk <= vocab:
-        raise ValueError(f"topk is {topk}, expected 1..{vocab} (the draft vocabulary)")
+        raise ValueError(f"topk is {topk}, expected 1..{vocab} (the size of the draft vocabulary)")
     if candidates.level(level, topk).stop > columns:
         raise ValueError(
             f"candidates has {columns} columns, but level {level} needs {candidates.level(level, topk).stop}"

@@ -36,8 +36,8 @@ def _attention(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     kv_head, sequence, split = tl.program_id(1), tl.program_id(2) // splits, tl.program_id(2) % splits
-    # 1. Find the range of token indices that this program's pairs see. Lengths, pages and masks are older than
-    # the previous kernel, so they are read before waiting for its end.
+    # 1. Find the range of token indices that this program's pairs see. Lengths, pages and masks are older
+    # than the previous kernel, so they are read before waiting for its end.
     start = tl.load(query_start + sequence)
     q_len = tl.load(query_start + sequence + 1) - start
     kv_len = tl.load(kv_lens + sequence)

@@ -36,8 +36,8 @@ def tiles_of(tensor: torch.Tensor, block_rows: int, block_columns: int) -> Tenso
 def readable_rows(tensor: torch.Tensor, block_rows: int) -> int:
     """Return the number of rows of ``[rows, columns]`` that whole tiles may read.
 
-    These can exceed the tensor's rows by memory of its own storage behind its last row. A tile that reaches
-    outside its map takes TMA longer (measured: a product of 96 rows took longer than one of 128). The
+    This can be more than the tensor has, if its storage continues behind its last row. TMA takes longer for a
+    tile that reaches outside its map (measured: a product of 96 rows took longer than one of 128). The
     additional rows only affect rows of the product that are never stored.
     """
     rows, columns = tensor.shape

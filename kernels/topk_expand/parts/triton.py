@@ -35,10 +35,8 @@ MAX_SPLITS = 32  # with more splits, the merge dominates
 CHUNKED = 1024
 """Least block size for searching the best elements among those of the best chunks."""
 CHUNKED_PROGRAMS = 256
-"""Least number of programs for that search.
-
-It takes more steps per program, which fewer programs would wait for.
-"""
+"""Least number of programs for that search, which takes more steps per program. With fewer programs, the
+steps of one would determine the time of the launch."""
 UNFUSED = {"enable_fp_fusion": False}
 """Launch option of merges. If one lane rounds a product and another fuses it into the sum, lanes of the same
 row compute different log-sum-exps. Equal logits would then get scores that differ in the last bit, and no
