@@ -58,7 +58,8 @@ def kv_compact(
     for i, plane in enumerate(planes):
         if plane.shape[:2] != planes[0].shape[:2]:
             raise ValueError(
-                f"planes[{i}] has pages, page_size {list(plane.shape[:2])}, planes[0] {list(planes[0].shape[:2])}"
+                f"planes[{i}] has {list(plane.shape[:2])} pages and page_size, "
+                f"but planes[0] has {list(planes[0].shape[:2])}"
             )
         expect_contiguous(f"planes[{i}]", plane)
     if not planes or bs == 0:

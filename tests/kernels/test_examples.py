@@ -23,9 +23,9 @@ from outrider.kernels._dispatch import Backend, force_backend
 ROOT = "outrider.kernels."
 
 HOST_ONLY = {
-    "ahead.compile_ahead": "the example shows a CPU, which needs no compiled kernels; GPUs are in tests/gpu",
+    "ahead.compile_ahead": "the example runs on a CPU, which needs no compiled kernels; tests/gpu covers GPUs",
     "ahead.rehearsing": "reads a flag",
-    "ahead.state_of": "the example shows a CPU, which needs no compiled kernels; GPUs are in tests/gpu",
+    "ahead.state_of": "the example runs on a CPU, which needs no compiled kernels; tests/gpu covers GPUs",
     "exchange_add.can_exchange": "integer arithmetic",
     "exchange_add.inbox_shape": "integer arithmetic",
     "path_attention.row_paths": "torch operations on any device",
@@ -92,7 +92,7 @@ def failures_of(test: doctest.DocTest) -> str:
 
 @pytest.mark.parametrize("backend", Backend, ids=lambda backend: backend.value)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_the_example_prints_what_it_says(name: str, backend: Backend) -> None:
+def test_the_example_prints_its_documented_output(name: str, backend: Backend) -> None:
     test = example_of(FUNCTIONS[name])
     launches = 0
     launch = GridExecutor.__call__
