@@ -5,9 +5,9 @@ the first k tokens, top-p the shortest prefix whose probability reaches p, and m
 min_p times the probability of the best one.
 
 A prefix is therefore described by one score, plus the number of tokens with exactly that score that stay
-(lowest ids first). That score is found by a search: each pass over the row sums up what lies above each of 16
-scores, and the next pass searches the range between two of them. A pass thus determines four bits of the
-score.
+(lowest ids first). That score is found by a search: each pass over the row counts or sums up the tokens above
+each of 16 scores, and the next pass searches the range between two of them. A pass thus determines four bits
+of the score.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def _mass_target(
     split = tl.arange(0, SPLITS)
     total = tl.sum(tl.load(masses + row * splits + split, mask=split < splits, other=0.0), 0)
     if k_on:
-        # Tokens with exactly the k-th key: only as many count as top-k keeps.
+        # Of the tokens with exactly the k-th key, top-k keeps only some.
         total += (k.to(tl.float32) - tl.load(aboves + kth)) * _weight(tl.load(bases + kth), heat, top, SHORT)
     return tl.maximum(p * total, _TINY)
 
@@ -171,7 +171,7 @@ def _search(
             if split == 0:
                 tl.store(bases + 2 * STEPS * rows + row, kth)
                 tl.store(aboves + 2 * STEPS * rows + row, beyond)
-        # 3. Sum up what lies at or above each of the 16 pivots of this range.
+        # 3. Sum up the tokens at or above each of the 16 pivots of this range.
         pivot = tl.arange(0, _PIVOTS)
         pivots = base + (pivot << shift)
         sums = tl.zeros((_PIVOTS, CHUNK), tl.float32)

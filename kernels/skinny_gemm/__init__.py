@@ -73,7 +73,7 @@ def project_normed(stream: Stream, weight: torch.Tensor, *, tile: Tile | None = 
     each read all sums of squares, so there the row is normed in a launch of its own.
 
     Args:
-        stream: At most as many rows as in `project`.
+        stream: The residual stream; the row limit of `project` applies.
         weight: ``[out, width]``, contiguous, in the dtype of the stream's rows.
         tile: As in `project`.
 
@@ -177,7 +177,7 @@ def project_gated(
     """Return ``act(gate) * up`` for ``gate, up = (norm(stream) @ weight.T + bias).chunk(2)``.
 
     Args:
-        stream: At most as many rows as in `project`.
+        stream: The residual stream; the row limit of `project` applies.
         weight: ``[2 * intermediate, width]``, gate first, as in `project`.
         scales: As in `project`.
         bias: ``[2 * intermediate]`` or None.
@@ -232,7 +232,7 @@ def project_rotated(
     This is `project_normed` fused with `rope_store`.
 
     Args:
-        stream: At most as many rows as in `project`.
+        stream: The residual stream; the row limit of `project` applies.
         weight: ``[(heads + 2 * kv_heads) * dim, width]``, rows ordered q, k, v, as in `project`.
         rotary: Angles, planes and slots.
         scales: As in `project`.

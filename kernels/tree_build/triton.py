@@ -64,7 +64,7 @@ def _build(
     tl.store(numbers + row * total + candidate, number, mask=inside)
     tl.store(out_candidates + row * columns + number, candidate, mask=kept)
     root_token = tl.load(root_tokens + row)
-    tl.debug_barrier()  # the lookups below read what other threads stored
+    tl.debug_barrier()  # the lookups below read values that other threads stored
     # 3. From here on, one lane per node: look up its candidate.
     num_nodes = tl.maximum(budget, 0) + 1
     node = tl.arange(0, BLOCK_N)

@@ -23,9 +23,9 @@ from outrider.kernels._dispatch import Backend, force_backend
 ROOT = "outrider.kernels."
 
 HOST_ONLY = {
-    "ahead.compile_ahead": "the example runs on a CPU, which needs no compiled kernels; tests/gpu covers GPUs",
+    "ahead.compile_ahead": "a CPU needs no compiled kernels; tests/gpu covers GPUs",
     "ahead.rehearsing": "reads a flag",
-    "ahead.state_of": "the example runs on a CPU, which needs no compiled kernels; tests/gpu covers GPUs",
+    "ahead.state_of": "a CPU needs no compiled kernels; tests/gpu covers GPUs",
     "exchange_add.can_exchange": "integer arithmetic",
     "exchange_add.inbox_shape": "integer arithmetic",
     "path_attention.row_paths": "torch operations on any device",
