@@ -1,4 +1,4 @@
-"""Which version of an op runs: the Triton kernel for CUDA tensors, the torch reference for everything else. Logged once each."""
+"""Selection of the version that an op runs: Triton for CUDA tensors, the torch reference for all others."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ class Backend(Enum):
 
 
 _forced: Backend | None = None
-_announced: set[tuple[Backend, str]] = set()
+_announced: set[tuple[Backend, str]] = set()  # choices that were logged already
 
 
 def use_triton(tensor: torch.Tensor) -> bool:
-    """Say whether the op that got `tensor` runs its Triton version: on CUDA yes, on a CPU no, unless `force_backend` says otherwise."""
+    """Return whether the op that received `tensor` runs its Triton version.
+
+    CUDA tensors use Triton and CPU tensors use the reference, unless `force_backend` overrides this.
+    Each choice is logged once per device type.
+    """
     backend = _forced or (Backend.TRITON if tensor.is_cuda else Backend.REFERENCE)
     key = (backend, tensor.device.type)
     if key not in _announced:
@@ -35,7 +39,9 @@ def use_triton(tensor: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def force_backend(backend: Backend | str) -> Iterator[None]:
-    """Run every op inside the block by one backend, whatever the device. For tests (Triton's interpreter); not thread-safe.
+    """Run every op inside the block with one backend, on any device.
+
+    Meant for tests, which run the Triton kernels in Triton's interpreter. Not thread-safe.
 
     Args:
         backend: A `Backend` or its value, ``"triton"`` or ``"reference"``.

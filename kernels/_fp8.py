@@ -1,4 +1,4 @@
-"""FP8 as K and V are stored in: e4m3 without infinities, conversions that saturate."""
+"""FP8 storage of K and V: e4m3 without infinities, with conversions that saturate."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-"""The largest number of e4m3."""
+"""Largest finite e4m3 value."""
 
 
 def convert(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the tensor in another dtype; what e4m3 cannot hold becomes its largest number of that sign, not a NaN."""
+    """Return the tensor in another dtype. Conversion to e4m3 clamps to ±448 instead of producing NaN."""
     return tensor.clamp(-FP8_MAX, FP8_MAX).to(dtype) if dtype is FP8 else tensor.to(dtype)
 
 
 def movable(plane: torch.Tensor) -> torch.Tensor:
-    """Return a plane as torch can move its elements by index: FP8 as bytes."""
+    """Return a view of a plane that torch can index: an FP8 plane is viewed as bytes, any other as it is."""
     return plane.view(torch.uint8) if plane.dtype is FP8 else plane

@@ -1,4 +1,4 @@
-"""What the public functions and the Triton launches share: argument checks, grid arithmetic, the device to launch on."""
+"""Helpers of public ops and Triton launches: argument checks, grid arithmetic, allocation, device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def expect(
     """Check a tensor's shape (None = any extent) and dtype.
 
     Raises:
-        ValueError: Names the tensor, what it is and what it should be.
+        ValueError: The shape or dtype differs. The message names the tensor, the actual value and the
+            expected one.
     """
     actual = tensor.shape
     if len(actual) != len(shape) or any(
@@ -29,14 +30,14 @@ def expect(
 
 
 def expect_contiguous(name: str, tensor: torch.Tensor) -> None:
-    """Check that a tensor is contiguous (the planes and tables that kernels address by hand).
+    """Check that a tensor is contiguous. Kernels compute the addresses of planes and tables themselves.
 
     Raises:
-        ValueError: Names the tensor.
+        ValueError: The tensor is not contiguous. The message names it.
     """
     if not tensor.is_contiguous():
         raise ValueError(
-            f"{name} must be contiguous, its strides are {tensor.stride()} for shape {list(tensor.shape)}"
+            f"{name} must be contiguous; its strides are {tensor.stride()} for shape {list(tensor.shape)}"
         )
 
 
@@ -46,7 +47,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """Return the least power of two that is at least n (1 for n < 1): Triton's block extents."""
+    """Return the least power of two >= n (1 for n < 1). Triton needs block extents that are powers of two."""
     return 1 << max(0, n - 1).bit_length()
 
 
@@ -54,7 +55,10 @@ _zeros = False
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate what a Triton launch writes. One place, so that the tests can put guard bands round every buffer."""
+    """Allocate a tensor that a Triton launch writes.
+
+    All launches allocate here, so that the tests can put guard bands around every buffer.
+    """
     return (
         torch.zeros(shape, dtype=dtype, device=device)
         if _zeros
@@ -64,7 +68,10 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 @contextlib.contextmanager
 def outputs_of_zeros() -> Iterator[None]:
-    """Make what launches write zeros before: a launch may be left out inside the block, and others may take its output for indices."""
+    """Zero-fill the tensors that `empty` allocates inside the block.
+
+    Launches may be skipped inside the block, and a later launch may use a skipped launch's output as indices.
+    """
     global _zeros
     previous, _zeros = _zeros, True
     try:
@@ -74,7 +81,10 @@ def outputs_of_zeros() -> Iterator[None]:
 
 
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Make the tensor's GPU current: Triton launches on the current one, which need not be the tensor's."""
+    """Make the tensor's GPU the current device.
+
+    Triton launches on the current device, which may be another one.
+    """
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
@@ -84,13 +94,15 @@ def _overlaps(device: torch.device) -> bool:
 
 
 def dependent(tensor: torch.Tensor) -> dict[str, bool]:
-    """Return the launch options of a kernel that may start while the one before it ends (programmatic dependent launch, Hopper on).
+    """Return the launch options of a kernel that may start before the previous kernel ends.
 
-    Such a kernel takes ``PDL: tl.constexpr`` and keeps two rules:
+    This is programmatic dependent launch (PDL), available from Hopper on. Such a kernel takes
+    ``PDL: tl.constexpr`` and follows two rules:
 
-    1. ``gdc_wait`` comes before the first read of what the kernel before it wrote, and before every write. What older kernels wrote is
-       there already: every program waits, also one with nothing to do, so that a kernel is complete only after all kernels before it.
-    2. ``gdc_launch_dependents`` comes just before the final stores: a trigger any earlier takes registers and shared memory from programs
-       that still run (measured: slower).
+    1. ``gdc_wait`` comes before the first read of data written by the previous kernel, and before every
+       write. Data written by older kernels is already complete, because every program waits, even one without
+       work: a kernel is complete only after all kernels before it.
+    2. ``gdc_launch_dependents`` comes just before the final stores. An earlier trigger gives registers and
+       shared memory to the next kernel while programs of this one still run, which measured slower.
     """
     return {"PDL": True, "launch_pdl": True} if _overlaps(tensor.device) else {"PDL": False}

@@ -1,4 +1,4 @@
-"""The residual stream between the kernels of a decoder layer."""
+"""Residual stream that the kernels of a decoder layer pass to each other."""
 
 from __future__ import annotations
 
@@ -7,33 +7,42 @@ from dataclasses import dataclass
 import torch
 
 FEW_ROWS = 64
-"""Up to so many rows a product is bound by reading the matrix, and kernels of our own compute it whatever its shape; norms are then spread
-over the GPU and left to the reader. More rows fill it with a program each, and are normed."""
+"""Largest number of rows for which a product is bound by reading the matrix. Our own kernels compute such
+products for every shape. Norms are then spread over the GPU, and their division is left to the kernel that
+reads the stream. More rows fill the GPU with one program each, and are normed directly."""
 
 MANY_ROWS = 512
-"""Up to so many rows products are computed by whatever was measured to be faster."""
+"""Largest number of rows for which products use the method that measured fastest."""
 
 
 def normed_at_once(rows: int, dtype: torch.dtype) -> bool:
-    """Whether rows of a stream are divided by their root mean square as they are made: many rows, and all in fp16, whose range they leave.
+    """Return whether rows of a stream are divided by their root mean square when they are written.
 
-    A residual of a thousand times a norm's weight of a hundred is nothing unusual before the division.
+    This holds for many rows, and for all rows in fp16: before the division, values can exceed its range. A
+    residual of a thousand times a norm weight of a hundred is not unusual.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.stream import normed_at_once
+        >>> [normed_at_once(rows, torch.bfloat16) for rows in (64, 65)], normed_at_once(1, torch.float16)
+        ([False, True], True)
     """
     return rows > FEW_ROWS or dtype is torch.float16
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Rows of a residual stream, with what the norm that reads them next needs short of the division by their root mean square.
+    """Rows of a residual stream, prepared for the next norm up to the division by their root mean square.
 
-    The norm of a row is ``scaled * rsqrt(sum of its sums / width + eps)``. The division commutes with the matrix product that follows, so
-    whatever reads the product does it, and no kernel has to see a whole row before the product begins.
+    The norm of a row is ``scaled * rsqrt(sum of its sums / width + eps)``. The division commutes with the
+    matrix product that follows, so the kernel that reads the product can apply it, and no kernel has to see a
+    whole row before the product begins.
 
     Attributes:
         residual: ``[rows, width]``; rows may be strided.
-        scaled: ``[rows, width]``, the residual times the norm's weight; already divided where `sums` is None.
+        scaled: ``[rows, width]``, the residual times the norm's weight; already divided if `sums` is None.
         sums: ``[parts, rows] fp32``, each row's sum of squares in parts, or None.
-        eps: Of the norm.
+        eps: Epsilon of the norm, added to the mean square.
     """
 
     residual: torch.Tensor
@@ -42,7 +51,7 @@ class Stream:
     eps: float
 
     def inverse_rms(self) -> torch.Tensor | None:
-        """Return ``[rows, 1] fp32``, the factor that is still to be applied, or None."""
+        """Return the factor that is still to be applied, ``[rows, 1] fp32``, or None."""
         if self.sums is None:
             return None
         return torch.rsqrt(self.sums.sum(0) / self.scaled.shape[1] + self.eps)[:, None]

@@ -1,6 +1,7 @@
-"""The one order of candidates: value descending, index ascending.
+"""The order of candidates used everywhere: value descending, then index ascending.
 
-torch.topk leaves ties open, and a tie must not part a child from its parent.
+torch.topk leaves the order of ties open. The order must be total, because a tie must never rank a child
+before its parent.
 """
 
 from __future__ import annotations
@@ -8,20 +9,22 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-_FEW = 8
+_FEW = 8  # up to this k, repeated argmax beats a top-k of int64 keys on a CPU
 
 
 def rank_keys(values: torch.Tensor) -> torch.Tensor:
-    """Return int64 keys whose descending order is (value descending, index ascending), all different within a row.
+    """Return int64 keys whose descending order is (value descending, index ascending), distinct within a row.
 
     Args:
-        values: ``[rows, n] fp32``. -0 and +0 count as equal; a NaN ranks by its bit pattern (a positive one first).
+        values: ``[rows, n] fp32``. -0 and +0 are equal; a NaN ranks by its bit pattern (a positive NaN
+            first).
 
     Returns:
-        ``[rows, n] int64``: the value's order-preserving bits above, the complement of the index below.
+        ``[rows, n] int64``: order-preserving bits of the value in the upper half, complement of the index
+        below.
     """
     bits = (values + 0.0).view(torch.int32)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # flip negative values: integer order becomes float order
     n = values.shape[-1]
     return torch.add(torch.arange(n - 1, -1, -1, device=values.device), ordered.long(), alpha=1 << 32)
 
@@ -31,7 +34,7 @@ def ranked_topk(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tenso
 
     Args:
         values: ``[rows, n] fp32``, n >= k.
-        k: How many.
+        k: Number of values to return per row.
 
     Returns:
         values ``[rows, k] fp32`` and indices ``[rows, k] int64``.
@@ -48,9 +51,10 @@ def ranked_topk(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _repeated_argmax(values: torch.Tensor, k: int) -> np.ndarray | None:
-    """Return the indices of the best k, ``[rows, k] int64``, by taking the first maximum k times: the quickest way for a few of many.
+    """Return the indices of the best k, ``[rows, k] int64``, by taking the first maximum k times.
 
-    None where a row has a NaN among them, or fewer than k values above -inf.
+    This is the fastest method for a small k. Returns None if a selected value of any row is a NaN or
+    infinite, which includes rows with fewer than k values above -inf.
     """
     left = values.detach().numpy().copy()
     rows = np.arange(left.shape[0])
@@ -65,13 +69,16 @@ def _repeated_argmax(values: torch.Tensor, k: int) -> np.ndarray | None:
 
 
 def ranked_indices(values: torch.Tensor, k: int) -> np.ndarray:
-    """Return the indices of the best k of every row in the same order, computed on the host; for rows of some hundred candidates.
+    """Return the indices of the best k of every row in the same order, computed on the host.
+
+    Meant for rows of a few hundred candidates.
 
     Args:
         values: ``[rows, n] fp32`` on any device, n >= k. NaN ranks last.
-        k: How many.
+        k: Number of indices to return per row.
 
     Returns:
-        ``[rows, k] int64``, a numpy array: on a CPU its operations cost a third of torch's, and such rows are all overhead.
+        ``[rows, k] int64`` as a numpy array. For such short rows, numpy on a CPU takes a third of torch's
+        time.
     """
     return np.argsort(-values.detach().cpu().numpy(), axis=-1, kind="stable")[:, :k]

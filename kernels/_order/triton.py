@@ -1,21 +1,21 @@
-"""The order of candidates in Triton: the keys of the package, their inverse, and the best of a block."""
+"""Triton version of the candidate order: sort keys, their inverses, and the best keys of a block."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-NO_KEY = tl.constexpr(-(1 << 63))  # below every key of a number
+NO_KEY = tl.constexpr(-(1 << 63))  # below the key of every number
 NO_SHORT_KEY = tl.constexpr(-(1 << 31))  # below every short key
 SHORT_INDEX = tl.constexpr(4095)
-"""The largest index within a block that a short key holds."""
+"""Largest index within a block that fits into a short key."""
 WIDE_INDEX = tl.constexpr(0xFFFF)
-"""The largest index that a key of 16 bits of value and 16 of index holds."""
+"""Largest index that fits into a key with 16 bits of value and 16 bits of index."""
 
 
 @triton.jit
 def ordered_bits(values):
-    """Return int32 whose order is that of fp32 values; -0 and +0 count as equal."""
+    """Return int32 values in the order of the given fp32 values; -0 and +0 are equal."""
     bits = (values + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -28,16 +28,17 @@ def rank_key(values, index):
 
 @triton.jit
 def short_key(values, place):
-    """Return int32 keys in the same order, of fp32 values that were bf16 and of places below 4096 within a block.
+    """Return int32 keys in the same order, for fp32 values converted from bf16 and places < 4096 in a block.
 
-    Half as wide, hence twice as quick to compare, and the hardware finds the maximum of a warp in one instruction.
+    They are half as wide and therefore twice as fast to compare. The hardware also finds the maximum of a
+    warp of int32 values in one instruction.
     """
     return ((ordered_bits(values) >> 16) << 12) | (SHORT_INDEX - place)
 
 
 @triton.jit
 def lengthen_key(short, first):
-    """Return the `rank_key` of what a short key was made from, `first` being the index of the block's first place."""
+    """Return the `rank_key` of a short key; `first` is the index of the block's first place."""
     upper = short >> 12
     ordered = (upper << 16) | tl.where(upper < 0, 0xFFFF, 0)
     place = SHORT_INDEX - (short & SHORT_INDEX)
@@ -46,7 +47,7 @@ def lengthen_key(short, first):
 
 @triton.jit
 def narrowed(key):
-    """Return int32 keys in the order of `rank_key`'s, of values that were bf16 and of indices up to `WIDE_INDEX`.
+    """Return int32 keys in the order of `rank_key`, for bf16 values and indices <= `WIDE_INDEX`.
 
     NO_KEY becomes NO_SHORT_KEY.
     """
@@ -55,7 +56,7 @@ def narrowed(key):
 
 @triton.jit
 def widened(narrow):
-    """Return the `rank_key` that `narrowed` was given."""
+    """Return the `rank_key` that `narrowed` was computed from."""
     upper = narrow >> 16
     ordered = (upper << 16) | tl.where(upper < 0, 0xFFFF, 0)
     key = (ordered.to(tl.int64) << 32) | ((narrow & WIDE_INDEX) + (0x7FFFFFFF - WIDE_INDEX)).to(tl.int64)
@@ -64,37 +65,37 @@ def widened(narrow):
 
 @triton.jit
 def value_of_bits(ordered):
-    """Return the fp32 values that `ordered_bits` was given; +0 for -0."""
+    """Return the fp32 values that `ordered_bits` was computed from; +0 for -0."""
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def key_index(key):
-    """Return the index that a key was made from."""
+    """Return the index that a key was computed from."""
     return (0x7FFFFFFF - (key & 0x7FFFFFFF)).to(tl.int32)
 
 
 @triton.jit
 def key_value(key):
-    """Return the fp32 value that a key was made from."""
+    """Return the fp32 value that a key was computed from."""
     return value_of_bits((key >> 32).to(tl.int32))
 
 
 @triton.jit
 def best_keys(keys, k, BLOCK: tl.constexpr):
-    """Return the k largest keys of a block, descending, in the first k places of a block of BLOCK (the rest NO_KEY)."""
+    """Return the k largest keys of a block in descending order, in a block of BLOCK padded with NO_KEY."""
     place = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), NO_KEY, tl.int64)
     for i in range(k):
         top = tl.max(keys, 0)
         best = tl.where(place == i, top, best)
-        keys = tl.where(keys == top, NO_KEY, keys)
+        keys = tl.where(keys == top, NO_KEY, keys)  # keys are distinct: this removes exactly one
     return best
 
 
 @triton.jit
 def best_short_keys(keys, k, BLOCK: tl.constexpr):
-    """Return what `best_keys` does, of short keys."""
+    """Return the same as `best_keys`, for short keys."""
     place = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), NO_SHORT_KEY, tl.int32)
     for i in range(k):
@@ -106,7 +107,7 @@ def best_short_keys(keys, k, BLOCK: tl.constexpr):
 
 @triton.jit
 def best_keys_of_rows(keys, k, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return what `best_keys` does for every row of ``keys [ROWS, n]``: ``[ROWS, BLOCK]``."""
+    """Return the same as `best_keys` for every row of ``keys [ROWS, n]``: ``[ROWS, BLOCK]``."""
     place = tl.arange(0, BLOCK)
     best = tl.full((ROWS, BLOCK), NO_KEY, tl.int64)
     for i in range(k):

@@ -1,4 +1,4 @@
-"""add_norm: RMSNorm, and what comes before it in a decoder layer: an embedding, or the addition of partial sums to the residual."""
+"""add_norm: RMSNorm, fused with the preceding step of a decoder layer (embedding or addition)."""
 
 from __future__ import annotations
 
@@ -21,21 +21,32 @@ def add_sums(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> Stream:
-    """Return the residual stream after ``residual + sum of parts + bias``, prepared for the norm that reads it next.
+    """Return the residual stream after ``residual + sum of parts + bias``, prepared for the next norm.
 
-    Few rows are spread over several programs each, and the norm's division is left to the reader (`Stream.sums`); rows for which
-    `normed_at_once` holds are normed.
+    Rows for which `normed_at_once` is true are normed here. Otherwise each row is spread over several
+    programs, and the kernel that reads the stream applies the norm's division (`Stream.sums`).
 
     Args:
-        parts: ``[rows, width]``, or ``[splits, rows, width] fp32`` to be added in order.
+        parts: ``[rows, width]``, or ``[splits, rows, width] fp32``, added in order.
         residual: ``[rows, width]``; rows may be strided.
         norm_weight: ``[width]``.
-        eps: Of the norm.
+        eps: Epsilon of the norm, added to the mean square.
         bias: ``[width]`` or None.
-        out: ``[rows, width]``, where the sum goes; rows may be strided. Allocated if None.
+        out: ``[rows, width]`` that receives the sum; rows may be strided. Allocated if None.
 
     Raises:
         ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.add_norm import add_sums, normalise
+        >>> residual = torch.tensor([[1.0, 0.0]])
+        >>> parts = torch.tensor([[[1.0, 1.0]], [[0.0, 1.0]]])  # one row in two splits
+        >>> stream = add_sums(parts, residual, torch.ones(2), 0.0)
+        >>> stream.residual
+        tensor([[2., 2.]])
+        >>> normalise(stream)  # the root mean square of the row is 2
+        tensor([[1., 1.]])
     """
     rows, width = residual.shape
     expect("parts", parts[0] if parts.dim() == 3 else parts, (rows, width))
@@ -56,7 +67,23 @@ def embed_rows(tokens: torch.Tensor, table: torch.Tensor, norm_weight: torch.Ten
     Args:
         tokens: ``[rows]``, int32 or int64.
         table: ``[vocabulary, width]``, contiguous.
-        norm_weight, eps: Of the first layer's norm.
+        norm_weight: ``[width]``, weight of the first layer's norm.
+        eps: Epsilon of that norm, added to the mean square.
+
+    Raises:
+        ValueError: A tensor's shape or layout is wrong; the message names it.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.add_norm import embed_rows, normalise
+        >>> table = torch.tensor([[1.0, 1.0], [2.0, 2.0], [4.0, 4.0]])
+        >>> stream = embed_rows(torch.tensor([2, 0]), table, torch.tensor([1.0, 3.0]), 0.0)
+        >>> stream.residual
+        tensor([[4., 4.],
+                [1., 1.]])
+        >>> normalise(stream)
+        tensor([[1., 3.],
+                [1., 3.]])
     """
     expect("tokens", tokens, (None,))
     expect("norm_weight", norm_weight, (table.shape[1],))
@@ -69,7 +96,17 @@ def embed_rows(tokens: torch.Tensor, table: torch.Tensor, norm_weight: torch.Ten
 
 
 def normalise(stream: Stream) -> torch.Tensor:
-    """Return the normed rows ``[rows, width]`` of a stream."""
+    """Return the normed rows ``[rows, width]`` of a stream.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.add_norm import normalise
+        >>> from outrider.kernels.stream import Stream
+        >>> row = torch.tensor([[4.0, 4.0]])
+        >>> sums = torch.tensor([[16.0], [16.0]])  # sums of squares, in two parts
+        >>> normalise(Stream(residual=row, scaled=row * torch.tensor([1.0, 2.0]), sums=sums, eps=0.0))
+        tensor([[1., 2.]])
+    """
     if stream.sums is None:
         return stream.scaled
     if use_triton(stream.scaled):
@@ -82,13 +119,23 @@ def normalise(stream: Stream) -> torch.Tensor:
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return ``x / sqrt(mean(x²) + eps) * weight`` over the last dimension of ``x [rows, width]`` (rows may be strided).
+    """Return ``x / sqrt(mean(x²) + eps) * weight``, computed over the last dimension.
 
     Args:
-        x: ``[rows, width]``.
+        x: ``[rows, width]``; rows may be strided.
         weight: ``[width]``.
         eps: Added to the mean square.
-        out: ``[rows, width]``; rows may be strided. Allocated if None.
+        out: ``[rows, width]`` in x's dtype; rows may be strided. Allocated if None.
+
+    Raises:
+        ValueError: A tensor's shape or dtype is wrong; the message names it.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.add_norm import rms_norm
+        >>> rms_norm(torch.tensor([[2.0, -2.0], [4.0, 4.0]]), torch.tensor([1.0, 10.0]), 0.0)
+        tensor([[  1., -10.],
+                [  1.,  10.]])
     """
     expect("weight", weight, (x.shape[1],))
     if out is not None:

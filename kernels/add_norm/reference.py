@@ -1,4 +1,4 @@
-"""add_norm in plain torch; the contract is in the package's docstring."""
+"""Torch reference of add_norm. The package documents the contract."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ def add_sums(
     bias: torch.Tensor | None,
     out: torch.Tensor | None,
 ) -> Stream:
-    """See `outrider.kernels.add_norm.add_sums`."""
     total = residual.float() + (parts.sum(0) if parts.dim() == 3 else parts.float())
     if bias is not None:
         total = total + bias.float()
@@ -24,18 +23,15 @@ def add_sums(
 
 
 def embed_rows(tokens: torch.Tensor, table: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> Stream:
-    """See `outrider.kernels.add_norm.embed_rows`."""
     return _stream(functional.embedding(tokens, table), norm_weight, eps)
 
 
 def normalise(stream: Stream) -> torch.Tensor:
-    """See `outrider.kernels.add_norm.normalise`."""
     inverse = stream.inverse_rms()
     return stream.scaled if inverse is None else (stream.scaled.float() * inverse).to(stream.scaled.dtype)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None) -> torch.Tensor:
-    """See `outrider.kernels.add_norm.rms_norm`."""
     normed = (functional.rms_norm(x.float(), (x.shape[1],), None, eps) * weight.float()).to(x.dtype)
     return normed if out is None else out.copy_(normed)
 

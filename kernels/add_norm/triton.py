@@ -1,6 +1,6 @@
-"""add_norm in Triton; the contract is in the package's docstring.
+"""Triton version of add_norm. The package documents the contract.
 
-A program takes a block of one row's columns, or a whole row where there are rows enough to fill the device.
+A program handles a block of columns of one row, or a whole row if there are enough rows to fill the device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from outrider.kernels.stream import FEW_ROWS, MANY_ROWS, Stream, normed_at_once
 
 _BLOCK = 512
 _TILE_ROWS = 128
-"""Products of up to `MANY_ROWS` rows read normed rows in whole tiles of so many: faster than up to an end within one."""
+"""Products of up to `MANY_ROWS` rows read normed rows in tiles of this many rows. Whole tiles are faster."""
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def _stream_rows(
     column = block * BLOCK + tl.arange(0, BLOCK)
     inside = (column < width) & (row < rows)
     norm = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
-    if PDL:
+    if PDL:  # the norm's weight is loaded before: no kernel writes weights
         gdc_wait()
     source = row
     if EMBED:
@@ -41,7 +41,7 @@ def _stream_rows(
     if BIAS:
         total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     kept = total.to(scaled.dtype.element_ty)
-    total = kept.to(tl.float32)
+    total = kept.to(tl.float32)  # the norm applies to the rounded residual
     square = tl.sum(total * total, 0)
     normed = total * norm
     if WHOLE:
@@ -79,14 +79,12 @@ def add_sums(
     parts: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, bias: torch.Tensor | None,
     out: torch.Tensor | None
 ) -> Stream:  # fmt: skip
-    """See `outrider.kernels.add_norm.add_sums`."""
     total = _launch.empty(tuple(residual.shape), residual.dtype, residual.device) if out is None else out
     splits = parts.shape[0] if parts.dim() == 3 else 1
     return _stream(residual, None, parts, splits, bias, norm_weight, eps, total)
 
 
 def embed_rows(tokens: torch.Tensor, table: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> Stream:
-    """See `outrider.kernels.add_norm.embed_rows`."""
     out = _launch.empty((tokens.shape[0], table.shape[1]), table.dtype, table.device)
     return _stream(table, tokens.contiguous(), None, 0, None, norm_weight, eps, out)
 
@@ -97,6 +95,7 @@ def _stream(
 ) -> Stream:  # fmt: skip
     rows, width = out.shape
     whole = normed_at_once(rows, out.dtype)
+    # Allocate whole tiles, so that products that read these rows in tiles stay inside the allocation.
     kept = _launch.ceil_div(rows, _TILE_ROWS) * _TILE_ROWS if FEW_ROWS < rows <= MANY_ROWS else rows
     scaled = _launch.empty((kept, width), out.dtype, out.device)[:rows]
     sums = (
@@ -109,7 +108,6 @@ def _stream(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None) -> torch.Tensor:
-    """See `outrider.kernels.add_norm.rms_norm`."""
     normed = _launch.empty(tuple(x.shape), x.dtype, x.device) if out is None else out
     _launch_rows(x, None, None, 0, None, weight, eps, None, normed, None)
     return normed
@@ -139,7 +137,6 @@ def _launch_rows(
 
 
 def normalise(stream: Stream) -> torch.Tensor:
-    """See `outrider.kernels.add_norm.normalise`."""
     assert stream.sums is not None
     rows, width = stream.scaled.shape
     out = _launch.empty((rows, width), stream.scaled.dtype, stream.scaled.device)
@@ -156,5 +153,5 @@ def normalise(stream: Stream) -> torch.Tensor:
 
 
 def _block(width: int, whole: bool) -> int:
-    """Return the columns of a program."""
+    """Return the number of columns of a program."""
     return _launch.next_power_of_2(width) if whole else min(_BLOCK, _launch.next_power_of_2(width))

@@ -1,9 +1,13 @@
-"""ahead: kernels are compiled by several processes at once, before what launches them runs.
+"""ahead: compiles Triton kernels in several processes before the code that launches them runs.
 
-A first start on a machine compiles some hundred variants of kernels, a third of a second each, one after the other. Which ones they are is
-known only to the code that launches them. So that code is rehearsed: it runs as usual, but no kernel is launched. Of one that is not
-compiled yet, the name and the types and constants that it was called with go to a process that compiles it into Triton's cache on the
-disk. What kernels would have written is zeros meanwhile (`_launch.empty`). Then the real run finds everything there.
+The first start on a machine compiles about a hundred kernel variants. One takes about a third of a second,
+and without this package they are compiled one after the other. Only the launching code determines which
+variants are needed, so that code is rehearsed:
+
+1. The code runs as usual, but no kernel is launched. Outputs are zeros (`_launch.empty`).
+2. For each kernel that is not compiled yet, its name and the types and constants of its arguments are sent to
+   a worker process, which compiles it into Triton's cache on disk.
+3. The real run then finds every kernel in the cache.
 """
 
 from __future__ import annotations
@@ -26,17 +30,24 @@ if TYPE_CHECKING:
 __all__ = ["Compiled", "Work", "compile_ahead", "rehearsing", "state_of"]
 
 Work = Callable[[], object]
+"""A piece of work that launches kernels."""
 Tell = Callable[[int, int], None]
 
 PIECES_TO_SEE = 2
-"""Pieces of work after which nothing is expected to be missing if nothing was until then."""
+"""Pieces of work to rehearse before a rehearsal that found nothing missing is ended."""
 
 _log = logging.getLogger("outrider.kernels")
 _rehearsing = False
 
 
 class Compiled(enum.Enum):
-    """Whether the kernels of a piece of work are compiled: NO = one cannot be, NOT_YET = one is on its way, or left for later."""
+    """State of the kernels of a piece of work.
+
+    Attributes:
+        YES: All are compiled.
+        NOT_YET: One is being compiled, or was deferred.
+        NO: One cannot be compiled.
+    """
 
     YES = enum.auto()
     NOT_YET = enum.auto()
@@ -44,26 +55,41 @@ class Compiled(enum.Enum):
 
 
 def rehearsing() -> bool:
-    """Whether kernels are left out now: nothing that depends on what they compute may be kept."""
+    """Return whether kernels are currently skipped.
+
+    Results that depend on their outputs must not be kept then.
+
+    Example:
+        >>> from outrider.kernels.ahead import rehearsing
+        >>> rehearsing()
+        False
+    """
     return _rehearsing
 
 
 def compile_ahead(
     device: torch.device, works: Sequence[Work], tell: Tell | None = None, *, limit_s: float = math.inf
 ) -> int:
-    """Rehearse pieces of work on this thread, and wait until the kernels that they miss are compiled.
+    """Rehearse pieces of work on this thread, and wait until the kernels they are missing are compiled.
 
-    A piece must stand the zeros: it neither waits for what kernels compute nor keeps it. One that fails ends the rehearsal; what was
-    missed until then is compiled all the same, and the rest when it is launched.
+    Each piece must tolerate outputs of zeros: it must neither wait for kernel results nor keep them. A piece
+    that raises ends the rehearsal. Kernels found missing so far are compiled anyway; the others are compiled
+    when they are launched.
 
     Args:
-        device: Where they run; nothing happens but on a GPU.
-        works: The pieces. If the first few miss nothing, the others are taken to be compiled too.
-        tell: Hears how many kernels of how many are compiled.
-        limit_s: Wait for them no longer; those that nobody has begun by then are compiled when they are launched.
+        device: Device that the work runs on. Only a GPU needs compiled kernels.
+        works: The pieces of work. If the first `PIECES_TO_SEE` miss no kernel, the others are skipped.
+        tell: Progress callback, called with the number of compiled kernels and the total.
+        limit_s: Longest wait in seconds. Kernels not started by then are compiled when they are launched.
 
     Returns:
-        How many kernels were compiled.
+        The number of kernels that were compiled; 0 if `device` is not a GPU.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.ahead import compile_ahead
+        >>> compile_ahead(torch.device("cpu"), [lambda: print("rehearsed")])  # nothing to compile on a CPU
+        0
     """
     if device.type != "cuda" or not works:
         return 0
@@ -79,13 +105,22 @@ def compile_ahead(
         _log.warning("kernels are compiled as they are launched: %s: %s", type(error).__name__, error)
     torch.cuda.synchronize(device)
     if pool.submitted > before:
-        torch.cuda.empty_cache()  # what was rehearsed on this stream is done on others
+        torch.cuda.empty_cache()  # the real run uses other streams, which cannot reuse this stream's blocks
         pool.wait(before, tell, limit_s)
     return pool.compiled - compiled
 
 
 def state_of(device: torch.device, work: Work) -> Compiled:
-    """Rehearse a piece of work to see whether all its kernels are compiled; none is submitted for it."""
+    """Rehearse a piece of work to find out whether all its kernels are compiled, without compiling any.
+
+    On a device other than a GPU, the work is not rehearsed and counts as compiled.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.ahead import state_of
+        >>> state_of(torch.device("cpu"), lambda: print("rehearsed")).name
+        'YES'
+    """
     if device.type != "cuda":
         return Compiled.YES
     pool = _pool()
@@ -93,7 +128,7 @@ def state_of(device: torch.device, work: Work) -> Compiled:
         with torch.cuda.device(device), _rehearsal(pool):
             return pool.state_of(work)
     except Exception as error:
-        _log.debug("work that does not run: %s: %s", type(error).__name__, error)
+        _log.debug("rehearsed work failed: %s: %s", type(error).__name__, error)
         return Compiled.NO
 
 
@@ -107,7 +142,7 @@ def _pool() -> CompilerPool:
 @contextlib.contextmanager
 def _rehearsal(pool: CompilerPool) -> Iterator[None]:
     global _rehearsing
-    assert not _rehearsing, "a rehearsal within a rehearsal"
+    assert not _rehearsing, "rehearsals cannot be nested"
     _rehearsing = True
     try:
         with pool.instead_of_launches(), outputs_of_zeros():

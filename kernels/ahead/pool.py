@@ -1,4 +1,4 @@
-"""Processes that compile kernels into Triton's cache, and the hook by which Triton tells what it would compile."""
+"""Worker processes that compile kernels into Triton's cache, and the hook that finds missing kernels."""
 
 from __future__ import annotations
 
@@ -29,21 +29,24 @@ from outrider.kernels.ahead.worker import restored
 MOST_PROCESSES = 16
 IDLE_S = 15.0
 COMPILE_S = 120.0
-"""Longest time for one kernel (most take a third of a second): then its process is ended, and the kernel is left to who launches it."""
+"""Longest compile time of one kernel; most take a third of a second. After it the worker process is killed,
+and the kernel is compiled when it is launched."""
 WORKER = "outrider.kernels.ahead.worker"
 
 _log = logging.getLogger("outrider.kernels")
 
 Kernel = tuple[str, str, str]
-"""Its module and name, and Triton's key of what it was called with."""
+"""Module, name, and Triton's key of the argument types and constants."""
 
 
 class CompilerPool:
-    """Compiles what it is given, each kernel once, in processes that end when nothing has come for a while, or with this process.
+    """Compiles submitted kernels, each one once, in worker processes.
+
+    A worker process ends after `IDLE_S` without work, or with this process.
 
     Attributes:
-        submitted: Kernels that were missing so far, without those that were forgotten.
-        compiled: Those of them that were compiled.
+        submitted: Number of missing kernels submitted so far, without the ones dropped by `wait`.
+        compiled: Number of them that were compiled.
     """
 
     def __init__(self) -> None:
@@ -58,13 +61,13 @@ class CompilerPool:
 
     @contextlib.contextmanager
     def instead_of_launches(self, meets: Callable[..., bool | None] | None = None) -> Iterator[None]:
-        """Launch nothing inside the block; kernels that are not in Triton's cache are compiled here.
+        """Skip this thread's kernel launches inside the block; submit kernels missing from Triton's cache.
 
-        Kernels that are compiled already are left out, too: what they would read may be what one that was left out should have written.
-        Other threads launch theirs as ever.
+        Compiled kernels are skipped too, because their input may be the output of a skipped kernel. Other
+        threads launch kernels as usual.
 
         Args:
-            meets: The `jit_cache_hook` of this thread; None = the one that has missing kernels compiled.
+            meets: The `jit_cache_hook` for this thread. None submits missing kernels for compilation.
         """
         met = meets or self._missing
         before, run, own = knobs.runtime.jit_cache_hook, JITFunction.run, threading.get_ident()
@@ -88,14 +91,14 @@ class CompilerPool:
     def wait(
         self, since: int, tell: Callable[[int, int], None] | None = None, limit_s: float = math.inf
     ) -> None:
-        """Wait until all that was submitted is compiled, or nobody is left to do it, or the time is up.
+        """Wait until all submitted kernels are done, no worker is left, or the time limit is reached.
 
-        What was not begun by then is forgotten: who submits later does not wait for it. What was begun goes on.
+        Kernels not started by then are dropped, so later calls do not wait for them. Started ones continue.
 
         Args:
-            since: Kernels that were submitted before those that `tell` shall hear of.
-            tell: Hears how many kernels of how many are compiled.
-            limit_s: Wait no longer.
+            since: Number of kernels submitted before those to report to `tell`.
+            tell: Progress callback, called with the number of compiled kernels and the total.
+            limit_s: Longest wait in seconds.
         """
         told, until = 0, time.monotonic() + limit_s
         with self._changed:
@@ -109,6 +112,7 @@ class CompilerPool:
                 if tell is not None and done > told:
                     told = done
                     tell(done, self.submitted - since)
+            # Drop the kernels that no worker has started.
             with contextlib.suppress(Empty):
                 while True:
                     *_, kernel = self._jobs.get_nowait()
@@ -117,21 +121,21 @@ class CompilerPool:
                         self._known.discard(kernel)
 
     def state_of(self, work: Callable[[], object]) -> Compiled:
-        """Rehearse work to see whether its kernels are compiled; nothing is submitted."""
+        """Rehearse work to find out whether its kernels are compiled. Submits nothing."""
         met: set[Compiled] = set()
 
         def look(*, fn: Any, compile: dict[str, Any], **_more: Any) -> bool | None:
             if self._is_kept(fn, compile):
                 return None
             met.add(Compiled.NO if _kernel(fn, compile) in self._refused else Compiled.NOT_YET)
-            return True
+            return True  # Triton must not compile it
 
         with self.instead_of_launches(look):
             work()
         return next((state for state in (Compiled.NOT_YET, Compiled.NO) if state in met), Compiled.YES)
 
     def submit(self, name: str, job: str, kernel: Kernel | None = None) -> None:
-        """Compile a kernel that `worker` takes as one line."""
+        """Queue a kernel for compilation. `job` is the JSON line that the worker process reads."""
         self.submitted += 1
         self._jobs.put((name, job, kernel))
         self._threads = [thread for thread in self._threads if thread.is_alive()]
@@ -141,7 +145,10 @@ class CompilerPool:
             thread.start()
 
     def _missing(self, *, fn: Any, compile: dict[str, Any], **_more: Any) -> bool | None:
-        """Say whether Triton shall leave a kernel alone: it is on its way. A `jit_cache_hook`."""
+        """Submit a kernel unless it is cached.
+
+        Used as a `jit_cache_hook`: True stops Triton from compiling it.
+        """
         kernel = _kernel(fn, compile)
         if kernel in self._known:
             return True
@@ -158,7 +165,7 @@ class CompilerPool:
 
     @staticmethod
     def _is_kept(fn: Any, compile: dict[str, Any]) -> bool:
-        """Whether a kernel is in Triton's cache on the disk."""
+        """Return whether a kernel is in Triton's cache on disk."""
         target, data = driver.active.get_current_target(), compile["specialization_data"]
         backend = make_backend(target)
         options = backend.parse_options(restored(json.loads(data)["options"]))
@@ -168,10 +175,10 @@ class CompilerPool:
         return name in (get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(name) or {})
 
     def _work(self) -> None:
-        """Feed one process until nothing more comes, or it is gone."""
+        """Run one worker process and feed it jobs until the queue stays empty or the process is gone."""
         command, variables, pipe = (
             [sys.executable, "-m", WORKER],
-            {**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            {**os.environ, "CUDA_VISIBLE_DEVICES": ""},  # compiling needs no GPU and must not occupy one
             subprocess.PIPE,
         )
         with (
@@ -204,7 +211,7 @@ class CompilerPool:
             self._changed.notify_all()
         if answer != "compiled":
             _log.warning(
-                "%s is compiled when it is launched: %s", name, answer or "the process that compiled it ended"
+                "%s will be compiled when it is launched: %s", name, answer or "its compiler process ended"
             )
 
 

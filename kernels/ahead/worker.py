@@ -1,7 +1,12 @@
-"""A process that compiles kernels: one JSON object a line on its input, a line on its output for each, until the input ends.
+"""Entry point of a process that compiles kernels.
 
-``module`` and ``name`` say which kernel of this package, ``target`` for which GPU (backend, architecture, warp size), and ``data`` is
-Triton's own description of what it was called with (`jit_cache_hook`). The result goes into Triton's cache. No GPU is touched.
+It reads one JSON object per line from standard input until the input ends, and writes one line for each:
+
+- ``module`` and ``name`` identify a kernel of this package.
+- ``target`` describes the GPU: backend, architecture and warp size.
+- ``data`` is Triton's own description of the argument types and constants (from `jit_cache_hook`).
+
+The result is stored in Triton's cache. The process does not touch a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ def compile_kernel(job: dict[str, Any]) -> None:
     """Compile one kernel.
 
     Raises:
-        ValueError: It is not one of this package.
+        ValueError: The kernel is not one of this package.
     """
     import triton
     from triton import language
@@ -28,7 +33,7 @@ def compile_kernel(job: dict[str, Any]) -> None:
 
     module, name, data = job["module"], job["name"], json.loads(job["data"])
     if not module.startswith(PACKAGE + "."):
-        raise ValueError(f"{module} is not a module of {PACKAGE}")
+        raise ValueError(f"{module} is not a module of {PACKAGE}; only its kernels are compiled here")
     function = getattr(importlib.import_module(module), name)
     constants = {
         tuple(place): language.dtype(value) if language.dtype.is_dtype(value) else _constant(value)
@@ -46,7 +51,7 @@ def compile_kernel(job: dict[str, Any]) -> None:
 
 
 def restored(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options as they were before they were written as JSON, which knows no tuples."""
+    """Return options read from JSON with lists converted back to tuples, which JSON cannot represent."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
 
 
@@ -63,9 +68,12 @@ def _tuples(kind: Any) -> Any:
 
 
 def main() -> None:
-    """Answer every line; what cannot be compiled is left to whoever launches it, who then says why."""
+    """Answer every line of input. The answer is "compiled", or the error that prevented compilation.
+
+    A kernel that fails here is compiled by the process that launches it, which then reports the error.
+    """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what compilers print is no answer
+    os.dup2(2, 1)  # output that compilers print must not mix with the answers
     for line in sys.stdin:
         try:
             compile_kernel(json.loads(line))

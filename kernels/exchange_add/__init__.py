@@ -1,8 +1,10 @@
-"""exchange_add: the sum over the ranks of tensor parallelism of a product's parts, added to the residual: one launch, few rows.
+"""exchange_add: one launch that sums a product over tensor-parallel ranks and adds it to the residual.
 
-Every rank writes its part into the memory of the others, and reads theirs from its own as it comes: the data are their own signal. The
-parts are added in the order of the ranks, so that all ranks get the same bits.
-Source of the scheme: "Lamport" all-reduce of TensorRT-LLM; the inboxes are emptied as they are read, so two of each suffice.
+For few rows. Every rank writes its part into the inboxes of the other ranks and polls its own inbox. The data
+itself is the arrival signal. Parts are added in rank order, so all ranks compute the same bits.
+
+The scheme is the "Lamport" all-reduce of TensorRT-LLM. Inboxes are emptied as they are read, so two slots per
+inbox are enough.
 """
 
 from __future__ import annotations
@@ -19,7 +21,15 @@ __all__ = ["ABSENT", "BLOCK", "Boxes", "can_exchange", "exchange_add", "inbox_sh
 
 
 def can_exchange(rows: int, width: int, boxes: Boxes) -> bool:
-    """Whether the boxes hold so many rows."""
+    """Return whether the boxes can hold this many rows of this width.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.exchange_add import Boxes, can_exchange, inbox_shape
+        >>> boxes = Boxes.of(0, [torch.empty(inbox_shape(1, 512), dtype=torch.int32)], patience=1)
+        >>> [can_exchange(rows, 512, boxes) for rows in (64, 65)]
+        [True, False]
+    """
     return rows <= FEW_ROWS and rows * ceil_div(width, BLOCK) <= boxes.tiles
 
 
@@ -33,22 +43,38 @@ def exchange_add(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> Stream:
-    """Return the residual stream after ``residual + sum over ranks of parts + bias``, prepared for the norm that reads it next.
+    """Return the stream after ``residual + sum over ranks of parts + bias``, prepared for the next norm.
 
-    The rows are not numbers where a rank did not send its part in time, and `Boxes.lost` is 1 from then on: nobody waits again.
+    If a rank does not send its part in time, all rows are NaN and `Boxes.lost` becomes 1. Later calls then no
+    longer wait.
 
     Args:
-        parts: This rank's, ``[rows, width]`` in the residual's dtype, or ``[splits, rows, width] fp32`` to be added before. They are
-            exchanged in their dtype.
+        parts: This rank's part: ``[rows, width]`` in the residual's dtype, or ``[splits, rows, width] fp32``,
+            which is added up first. The sum is exchanged in the dtype of `parts`.
         residual: ``[rows, width]``, the same on every rank; rows may be strided.
         norm_weight: ``[width]``.
-        eps: Of the norm.
-        boxes: What `can_exchange` says yes to.
-        bias: ``[width]``, whole on every rank, or None.
-        out: ``[rows, width]``, where the sum goes; rows may be strided. Allocated if None.
+        eps: Epsilon of the norm, added to the mean square.
+        boxes: This rank's view of the inboxes, large enough for the rows (`can_exchange`).
+        bias: The complete bias ``[width]``, the same on every rank, or None.
+        out: ``[rows, width]`` that receives the sum; rows may be strided. Allocated if None.
 
     Raises:
-        ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+        ValueError: A tensor's shape, dtype or layout is wrong, or the rows do not fit into the boxes. The
+            message names the cause.
+
+    Example:
+        Two ranks in one process. Rank 1 would normally be another process; here it only sends its part.
+
+        >>> import torch
+        >>> from outrider.kernels.exchange_add import Boxes, exchange_add, inbox_shape
+        >>> from outrider.kernels.exchange_add.reference import send
+        >>> inboxes = [torch.empty(inbox_shape(2, 2), dtype=torch.int32) for _ in range(2)]
+        >>> boxes = [Boxes.of(rank, inboxes, patience=100) for rank in range(2)]
+        >>> send(torch.tensor([[10.0, 20.0]]), boxes[1])
+        >>> residual = torch.tensor([[100.0, 200.0]])
+        >>> stream = exchange_add(torch.tensor([[1.0, 2.0]]), residual, torch.ones(2), 1e-6, boxes[0])
+        >>> stream.residual
+        tensor([[111., 222.]])
     """
     rows, width = residual.shape
     expect(
@@ -62,7 +88,7 @@ def exchange_add(
     if out is not None:
         expect("out", out, (rows, width), residual.dtype)
     if not can_exchange(rows, width, boxes):
-        raise ValueError(f"boxes of {boxes.tiles} tiles do not hold {rows} rows of {width}")
+        raise ValueError(f"boxes of {boxes.tiles} tiles cannot hold {rows} rows of width {width}")
     if use_triton(residual):
         from outrider.kernels.exchange_add import triton as compiled
 

@@ -1,4 +1,7 @@
-"""exchange_add in plain torch, over inboxes that processes share; the contract is in the package's docstring."""
+"""Torch reference of exchange_add, over inboxes in memory shared by processes.
+
+The package documents the contract.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,6 @@ def exchange_add(
     parts: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, boxes: Boxes, bias: torch.Tensor | None,
     out: torch.Tensor | None
 ) -> Stream:  # fmt: skip
-    """See `outrider.kernels.exchange_add.exchange_add`."""
     rows, width = residual.shape
     own = parts.sum(0) if parts.dim() == 3 else parts
     send(own, boxes)
@@ -24,17 +26,20 @@ def exchange_add(
 
 
 def send(own: torch.Tensor, boxes: Boxes) -> None:
-    """Write this rank's rows, ``[rows, width]``, into the slots of every inbox whose turn it is."""
+    """Write this rank's rows, ``[rows, width]``, into the current slot of every inbox."""
     word, absent = _word(own.dtype)
     words = own.contiguous().view(word)
-    words = words.masked_fill(words == absent, 0)
+    words = words.masked_fill(words == absent, 0)  # the marker for "no number" itself cannot be sent
     for inbox in boxes.inboxes:
         for (row, columns), place in _places(inbox, boxes, own):
             place[boxes.rank] = words[row, columns]
 
 
 def _receive(boxes: Boxes, own: torch.Tensor) -> list[torch.Tensor]:
-    """Return every rank's rows, like `own`, once they are there, and empty their places; no numbers where one does not come."""
+    """Wait for the rows of every rank, return them in the shape of `own`, and empty the inbox.
+
+    All rows are NaN if one rank's rows do not arrive.
+    """
     _, absent = _word(own.dtype)
     places = _places(boxes.inboxes[boxes.rank], boxes, own)
     boxes.slots[: len(places)] = 1 - boxes.slots[: len(places)]
@@ -54,7 +59,7 @@ def _receive(boxes: Boxes, own: torch.Tensor) -> list[torch.Tensor]:
 def _places(
     inbox: torch.Tensor, boxes: Boxes, own: torch.Tensor
 ) -> list[tuple[tuple[int, slice], torch.Tensor]]:
-    """Return, tile by tile, which numbers of the rows it has, and where an inbox keeps them for this call: ``[ranks, columns]``."""
+    """Return each tile's row and columns, and its place ``[ranks, columns]`` in an inbox."""
     rows, width = own.shape
     word, _ = _word(own.dtype)
     tiles = [
@@ -70,5 +75,5 @@ def _places(
 
 
 def _word(dtype: torch.dtype) -> tuple[torch.dtype, int]:
-    """Return the type of the words that a number travels as, and the word that says that there is none."""
+    """Return the integer type in which a number is sent, and the word that marks a missing number."""
     return (torch.int32, ABSENT) if dtype.itemsize == 4 else (torch.int16, -0x8000)

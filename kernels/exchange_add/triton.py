@@ -1,8 +1,11 @@
-"""exchange_add in Triton; the contract is in the package's docstring.
+"""Triton version of exchange_add. The package documents the contract.
 
-A program takes a block of one row's columns. The word that says "nothing here" is looked for element by element, so no order between
-stores is needed, only that each becomes visible: `.wt` stores and volatile loads are strong at the scope of the system. The kernel that
-follows is let in at once and reads its weights meanwhile: these programs are few and small, and on the device before it.
+A program handles a block of columns of one row. It polls each element for the word that means "no number
+yet", so the order of stores does not matter. Each store only has to become visible: `.wt` stores and volatile
+loads are strong at system scope.
+
+The next kernel is released immediately, so that it can load its weights meanwhile. This is safe because the
+programs of this launch are few and small, and are already resident on the device.
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ def _exchange_rows(
         own += tl.load(parts + (split * rows + row) * width + column, mask=inside, other=0.0).to(tl.float32)
     own_words = own.to(parts.dtype.element_ty).to(word, bitcast=True)
     own_words = tl.where(own_words == absent, 0, own_words)
-    first = slot.to(tl.int64) * RANKS * tiles + tile  # of the slot's tiles, rank 0's
+    first = slot.to(tl.int64) * RANKS * tiles + tile  # rank 0's tile in this slot
+    # 1. Send: write this rank's numbers into every inbox, its own included.
     for peer in tl.static_range(RANKS):
         place = tl.load(addresses + peer) + (first + rank * tiles) * (BLOCK * 4)
         pointer = tl.multiple_of(place.to(tl.pointer_type(word)), 16)
@@ -57,8 +61,11 @@ def _exchange_rows(
     if BIAS:
         before += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
 
+    # 2. Receive: poll this rank's inbox until the numbers of all ranks are there.
     total = tl.zeros([BLOCK], tl.float32)
-    missing = 1  # 2: do not wait. It is a maximum over all threads, which must leave the loop together, whatever each of them saw.
+    # 1: numbers are missing, keep polling. 2: numbers are missing, but a rank is lost, so do not wait. The
+    # value is a maximum over all threads, because all threads must leave the loop together.
+    missing = 1
     looks = patience
     while (missing == 1) & (looks > 0):
         total = tl.zeros([BLOCK], tl.float32)
@@ -75,6 +82,7 @@ def _exchange_rows(
         total += float("nan")
         tl.store(lost, 1)
 
+    # 3. Store the results, then empty the slot for its next turn.
     kept = (before + total).to(scaled.dtype.element_ty)
     after = kept.to(tl.float32)
     tl.store(out + row * out_row + column, kept, mask=inside)
@@ -91,7 +99,6 @@ def exchange_add(
     parts: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, boxes: Boxes, bias: torch.Tensor | None,
     out: torch.Tensor | None
 ) -> Stream:  # fmt: skip
-    """See `outrider.kernels.exchange_add.exchange_add`."""
     rows, width = residual.shape
     blocks = _launch.ceil_div(width, BLOCK)
     total = _launch.empty((rows, width), residual.dtype, residual.device) if out is None else out

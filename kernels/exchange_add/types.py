@@ -1,4 +1,4 @@
-"""The memory through which ranks exchange partial products."""
+"""Inboxes through which tensor-parallel ranks exchange partial products."""
 
 from __future__ import annotations
 
@@ -11,25 +11,29 @@ from outrider.kernels._launch import ceil_div
 from outrider.kernels.stream import FEW_ROWS
 
 BLOCK = 512
-"""Columns of a row that one program exchanges: a tile of the inboxes."""
+"""Columns of a row that one program exchanges: one tile of an inbox."""
 ABSENT = -0x7FFF8000
-"""What a word holds that nobody has written, 0x80008000: no sum in fp32 (a denormal number), and twice -0 in 16 bits; a rank whose number
-this is sends +0 in its place."""
+"""Word that marks a number not written yet: 0x80008000. In fp32 it is a denormal number, which never results
+from a sum; in 16 bits it is -0 twice. A rank that computes this very number sends +0 instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Boxes:
-    """The inboxes of all ranks, as one rank reaches them. Used by one stream at a time; every rank makes the same calls in the same order.
+    """One rank's view of the inboxes of all ranks.
 
-    An inbox has two slots, which every tile takes in turn: a rank that writes to a slot has heard from all others since they emptied it.
+    Used by one stream at a time. Every rank makes the same calls in the same order.
+
+    An inbox has two slots, which every tile uses alternately. A rank may write to a slot again because all
+    other ranks have sent data since they emptied that slot.
 
     Attributes:
-        rank: Whose view this is.
-        inboxes: Of every rank, ``[2, ranks, tiles, BLOCK] int32``: by slot, sender, and place in the rows.
-        addresses: ``[ranks] int64``, where they begin.
-        slots: ``[tiles] int32``, which slot each tile takes next.
-        lost: ``[1] int32``, 1 once a rank was waited for in vain; may be shared with `peer_words.Mail` of this rank.
-        patience: How often a word is looked for before its rank is taken for lost; a look takes about a microsecond.
+        rank: Rank that this view belongs to.
+        inboxes: Inbox of every rank, ``[2, ranks, tiles, BLOCK] int32``: slot, sender, tile, column.
+        addresses: ``[ranks] int64``, start address of each inbox.
+        slots: ``[tiles] int32``, slot that each tile uses next.
+        lost: ``[1] int32``, 1 after a rank did not answer in time. May be shared with this rank's
+            `peer_words.Mail`.
+        patience: Number of polls before a rank counts as lost. One poll takes about a microsecond.
     """
 
     rank: int
@@ -43,7 +47,10 @@ class Boxes:
     def of(
         cls, rank: int, inboxes: Sequence[torch.Tensor], patience: int, lost: torch.Tensor | None = None
     ) -> Boxes:
-        """Return rank's view of these inboxes, and empty its own; no rank may use its boxes before all are made."""
+        """Return a rank's view of these inboxes and empty its own.
+
+        No rank may use its boxes before all ranks have created theirs.
+        """
         own = inboxes[rank].fill_(ABSENT)
         addresses = torch.tensor(
             [inbox.data_ptr() for inbox in inboxes], dtype=torch.int64, device=own.device
@@ -54,15 +61,21 @@ class Boxes:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         return len(self.inboxes)
 
     @property
     def tiles(self) -> int:
-        """How many tiles a call may have."""
+        """Largest number of tiles of a call."""
         return self.slots.shape[0]
 
 
 def inbox_shape(ranks: int, width: int) -> tuple[int, int, int, int]:
-    """Return the shape of an inbox for up to `FEW_ROWS` rows."""
+    """Return the shape of an inbox for up to `FEW_ROWS` rows.
+
+    Example:
+        >>> from outrider.kernels.exchange_add import inbox_shape
+        >>> inbox_shape(ranks=2, width=1024)  # slots, senders, tiles, columns of a tile
+        (2, 2, 128, 512)
+    """
     return 2, ranks, FEW_ROWS * ceil_div(width, BLOCK), BLOCK

@@ -1,4 +1,4 @@
-"""feature_rows: what a projector made of the accepted nodes goes to its two places, the stored plane and the next round's input."""
+"""feature_rows: copies features of accepted nodes to the cached plane and the next round's input."""
 
 from __future__ import annotations
 
@@ -12,16 +12,30 @@ __all__ = ["place_rows"]
 
 
 def place_rows(rows: torch.Tensor, slots: torch.Tensor, plane: torch.Tensor, out: torch.Tensor) -> None:
-    """Write every row to `out`, and to its slot of the plane, in place.
+    """Write every row to `out` and to its slot of the plane, in place.
 
     Args:
-        rows: ``[bs * n, width]``, or ``[splits, bs * n, width] fp32`` whose sum they are; contiguous.
-        slots: ``[bs * n] int64``; -1 leaves the plane alone.
+        rows: ``[bs * n, width]``, or ``[splits, bs * n, width] fp32``, whose sum is written; contiguous.
+        slots: ``[bs * n] int64``; -1 does not write to the plane.
         plane: ``[pages, page_size, width]``, contiguous.
         out: ``[bs, n, width]``, the last dimension dense.
 
     Raises:
         ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.feature_rows import place_rows
+        >>> rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        >>> plane, out = torch.zeros(1, 3, 2), torch.zeros(1, 2, 2)
+        >>> place_rows(rows, torch.tensor([2, -1]), plane, out)
+        >>> plane
+        tensor([[[0., 0.],
+                 [0., 0.],
+                 [1., 2.]]])
+        >>> out
+        tensor([[[1., 2.],
+                 [3., 4.]]])
     """
     bs, count, width = out.shape
     expect("rows", rows[0] if rows.dim() == 3 else rows, (bs * count, width))
@@ -30,7 +44,7 @@ def place_rows(rows: torch.Tensor, slots: torch.Tensor, plane: torch.Tensor, out
     expect("plane", plane, (None, None, width))
     expect_contiguous("plane", plane)
     if out.stride(2) != 1:
-        raise ValueError(f"out must be dense in its last dimension, its strides are {out.stride()}")
+        raise ValueError(f"the last dimension of out must be dense; its strides are {out.stride()}")
     if use_triton(rows):
         from outrider.kernels.feature_rows import triton as compiled
 

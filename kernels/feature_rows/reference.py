@@ -1,4 +1,4 @@
-"""feature_rows in plain torch; the contract is in the package's docstring."""
+"""Torch reference of feature_rows. The package documents the contract."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import torch
 
 
 def place_rows(rows: torch.Tensor, slots: torch.Tensor, plane: torch.Tensor, out: torch.Tensor) -> None:
-    """See `outrider.kernels.feature_rows.place_rows`."""
     whole = rows.sum(0) if rows.dim() == 3 else rows
     out.copy_(whole.view(out.shape))
     kept = slots >= 0

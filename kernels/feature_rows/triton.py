@@ -1,4 +1,7 @@
-"""feature_rows in Triton: a program per row and block of columns; the contract is in the package's docstring."""
+"""Triton version of feature_rows: one program per row and block of columns.
+
+The package documents the contract.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,6 @@ def _place_rows(
 
 
 def place_rows(rows: torch.Tensor, slots: torch.Tensor, plane: torch.Tensor, out: torch.Tensor) -> None:
-    """See `outrider.kernels.feature_rows.place_rows`."""
     bs, count, width = out.shape
     block = min(_BLOCK, _launch.next_power_of_2(width))
     if bs * count * width:

@@ -1,9 +1,13 @@
-"""filtered_choice: the token of rows with top-k, top-p or min-p, without sorting a vocabulary.
+"""filtered_choice: applies top-k, top-p and min-p without sorting the vocabulary.
 
-What the filters keep of a row is the beginning of its tokens in the order (score descending, id ascending): the first k, the shortest
-beginning whose probability reaches p, those of at least min_p times the best one's. So it is told by one score and how many of the tokens
-with exactly that score stay, the lowest ids first; and that score is found by narrowing: every pass over the row sums up what lies above
-16 scores, and the range between two of them is searched by the next pass, four bits of the score at a time.
+Order the tokens of a row by (score descending, id ascending). Each filter keeps a prefix of that order: top-k
+the first k tokens, top-p the shortest prefix whose probability reaches p, and min-p the tokens with at least
+min_p times the probability of the best one.
+
+A prefix is therefore described by one score, plus the number of tokens with exactly that score that stay
+(lowest ids first). That score is found by a search: each pass over the row counts or sums up the tokens above
+each of 16 scores, and the next pass searches the range between two of them. A pass thus determines four bits
+of the score.
 """
 
 from __future__ import annotations
@@ -20,17 +24,43 @@ __all__ = ["Kept", "kept_tokens"]
 
 
 def kept_tokens(logits: torch.Tensor, sampling: SamplingTensors) -> Kept:
-    """Find what top-k and top-p keep of each row, as `choose_tokens` says; min-p is a bound of its own on every token.
+    """Find the prefix of tokens that top-k and top-p keep in each row, as defined by `choose_tokens`.
+
+    Min-p is not included, because it can be tested for each token on its own.
 
     Args:
         logits: ``[rows, V]`` fp32/bf16/fp16.
-        sampling: One entry per row; rows of temperature 0 keep everything.
+        sampling: One entry per row; rows with temperature 0 keep all tokens.
 
     Returns:
-        Where each row's beginning ends. Of a probability that reaches p to within rounding either side may be right.
+        The end of each row's prefix. If a prefix's probability equals p up to rounding, the token at its end
+        may or may not be included.
 
     Raises:
         ValueError: A tensor's shape or dtype is wrong; the message names it.
+
+    Example:
+        The row's best score belongs to tokens 1 and 3. Top-k of 1 keeps the lower id, top-k of 3 both
+        and token 2.
+
+        >>> import torch
+        >>> from outrider.kernels.filtered_choice import kept_tokens
+        >>> from outrider.kernels.filtered_choice.reference import token_keys
+        >>> from outrider.kernels.verify import SamplingTensors
+        >>> logits = torch.tensor([[1.0, 3.0, 2.0, 3.0]]).repeat(2, 1)
+        >>> sampling = SamplingTensors(
+        ...     temperature=torch.ones(2),
+        ...     top_k=torch.tensor([1, 3], dtype=torch.int32),
+        ...     top_p=torch.ones(2),
+        ...     min_p=torch.zeros(2),
+        ...     seeds=torch.zeros(2, dtype=torch.int64),
+        ...     choices=torch.zeros(2, dtype=torch.int32),
+        ...     all_greedy=False,
+        ...     any_filter=True,
+        ... )
+        >>> kept_tokens(logits, sampling).mask(token_keys(logits, sampling.temperature))
+        tensor([[False,  True, False, False],
+                [False,  True,  True,  True]])
     """
     rows = logits.shape[0]
     expect("logits", logits, (rows, None))

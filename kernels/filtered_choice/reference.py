@@ -1,4 +1,4 @@
-"""filtered_choice in plain torch, by sorting; the contract is in the package's docstring."""
+"""Torch reference of filtered_choice, by sorting. The package documents the contract."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ LEAST_KEY = -(1 << 31)
 
 
 def scaled(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Return logits over temperature, ``[rows, V] fp32``; those of rows of temperature 0 as they are."""
+    """Return logits divided by temperature, ``[rows, V] fp32``; rows with temperature 0 are not divided."""
     return logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
 
 
 def token_keys(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Return ``[rows, V] int32`` in the order of the scores; equal where the scores are.
+    """Return ``[rows, V] int32`` keys in the order of the scores; equal scores have equal keys.
 
-    The upper half of a bf16 logit's bits is its key: scores of different ones differ, whatever the temperature.
+    The key of a bf16 logit is the upper half of its fp32 bits. Different bf16 logits have different scores at
+    any temperature, so the temperature is not needed.
     """
     scores = logits.float() if logits.dtype is torch.bfloat16 else scaled(logits, temperature)
     bits = (scores + 0.0).view(torch.int32)
@@ -28,7 +29,6 @@ def token_keys(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
 
 
 def kept_tokens(logits: torch.Tensor, sampling: SamplingTensors) -> Kept:
-    """See `outrider.kernels.filtered_choice.kept_tokens`."""
     warm = sampling.temperature > 0
     top_k = torch.where(warm, sampling.top_k, 0)
     top_p = torch.where(warm, sampling.top_p, 1.0)

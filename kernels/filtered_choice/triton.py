@@ -1,13 +1,15 @@
-"""filtered_choice in Triton; the contract is in the package's docstring. The vocabulary of each row is split over programs.
+"""Triton version of filtered_choice. The package documents the contract.
 
-    best          1 launch      the largest score of every part
-    search top-k  4 (bf16) or 8 launches, each narrowing the key by 4 bits: tokens above 16 keys are counted
-    search top-p  as many       what lies above 16 keys is summed, the first time also what lies above the k-th
-    bounds        1 launch      where both end, and how many tokens of that key every part has
-    choose        1 launch      the best kept token of every part, with noise
+The vocabulary of each row is split over programs. The launches are:
 
-A launch begins by adding up what the one before it found in the parts of its row; each program does so for itself, in the same order.
-Rows without a filter pass by the launches that they do not need.
+    best          1 launch       the largest score of every part
+    search top-k  4 (bf16) or 8  each determines 4 bits of the key: counts the tokens above 16 keys
+    search top-p  4 (bf16) or 8  sums the weight above 16 keys, in the first also that above the k-th key
+    bounds        1 launch       the end of both prefixes, and how many tokens of every part have that key
+    choose        1 launch       the best kept token of every part, with noise
+
+Each launch first adds up the results that the previous launch left for the parts of its row. Every program
+does this itself, in the same order. Rows without a filter skip the launches they do not need.
 """
 
 from __future__ import annotations
@@ -25,16 +27,19 @@ from outrider.kernels.filtered_choice.types import Kept
 from outrider.kernels.philox.triton import gumbel
 from outrider.kernels.verify.types import SamplingTensors
 
-_BLOCK = 4096
-_CHUNK = 1024
-_DIGIT = tl.constexpr(4)
-_PIVOTS = tl.constexpr(16)
-_TINY = tl.constexpr(1e-30)  # the best token stays, however little probability is asked for
+_BLOCK = 4096  # tokens of a part
+_CHUNK = 1024  # tokens compared with all pivots at a time, which bounds the registers
+_DIGIT = tl.constexpr(4)  # bits of the key that a launch determines
+_PIVOTS = tl.constexpr(16)  # 2 ** _DIGIT
+_TINY = tl.constexpr(1e-30)  # lower bound of the wanted mass: the best token always stays
 
 
 @triton.jit
 def _scores(logits, row, row_stride, token, vocab, heat):
-    """Return a block of logits over temperature, -inf behind the vocabulary and where the logit is no number; and which those are."""
+    """Return a block's logits, its scores (logits over temperature), and which logits are NaN or +inf.
+
+    Logits and scores are -inf past the vocabulary and where the logit is NaN or +inf.
+    """
     logit = tl.load(logits + row * row_stride + token, mask=token < vocab, other=-float("inf")).to(tl.float32)
     bad = (logit != logit) | (logit == float("inf"))
     logit = tl.where(bad, -float("inf"), logit)
@@ -43,13 +48,16 @@ def _scores(logits, row, row_stride, token, vocab, heat):
 
 @triton.jit
 def _keys(logit, score, SHORT: tl.constexpr):
-    """Return int32 keys in the order of the scores: 16 bits for logits that were bf16, which the temperature cannot make equal."""
+    """Return int32 keys in the order of the scores. With SHORT, 16-bit keys of logits that were bf16.
+
+    Different bf16 logits have different scores at any temperature, so their own bits can be the key.
+    """
     return ordered_bits(logit) >> 16 if SHORT else ordered_bits(score)
 
 
 @triton.jit
 def _weight(key, heat, top, SHORT: tl.constexpr):
-    """Return exp(score - top) of the score that a key was made from; a scalar."""
+    """Return exp(score - top), a scalar, for the score that a key was computed from."""
     ordered = (key << 16) | tl.where(key < 0, 0xFFFF, 0) if SHORT else key
     value = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     return tl.exp((tl.div_rn(value, heat) if SHORT else value) - top)
@@ -57,7 +65,7 @@ def _weight(key, heat, top, SHORT: tl.constexpr):
 
 @triton.jit
 def _row_best(best, row, splits, SPLITS: tl.constexpr):
-    """Return the row's largest score; 0 for a row that has none, so that nothing is less than it by infinity."""
+    """Return the row's largest score; 0 if all scores are -inf, so that differences to it stay defined."""
     split = tl.arange(0, SPLITS)
     top = tl.max(tl.load(best + row * splits + split, mask=split < splits, other=-float("inf")), 0)
     return tl.where(top > -float("inf"), top, 0.0)
@@ -65,10 +73,12 @@ def _row_best(best, row, splits, SPLITS: tl.constexpr):
 
 @triton.jit
 def _narrow(partials, bases, aboves, at, target, splits, shift, SPLITS: tl.constexpr):
-    """Return the highest of the last launch's keys that `target` lies above or at, and how much lies above the next one.
+    """Return the last launch's highest pivot with at least `target` at or above it, and the sum above it.
+
+    The second value is the sum at or above the next higher pivot.
 
     Args:
-        at: Which launch and row: index into `bases` and `aboves`.
+        at: Index of the launch and row in `bases` and `aboves`.
     """
     split, pivot = tl.arange(0, SPLITS)[:, None], tl.arange(0, _PIVOTS)
     found = tl.load(
@@ -85,14 +95,15 @@ def _narrow(partials, bases, aboves, at, target, splits, shift, SPLITS: tl.const
 def _mass_target(
     masses, bases, aboves, kth, row, splits, k, k_on, p, heat, top, SHORT: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """Return the mass that top-p asks for: p of what top-k keeps, in units of the best token's.
+    """Return the mass that top-p keeps: p times the mass kept by top-k, in units of the best token's weight.
 
     Args:
-        kth: Index into `bases` and `aboves` of what top-k ended with.
+        kth: Index in `bases` and `aboves` of the final result of the top-k search.
     """
     split = tl.arange(0, SPLITS)
     total = tl.sum(tl.load(masses + row * splits + split, mask=split < splits, other=0.0), 0)
     if k_on:
+        # Of the tokens with exactly the k-th key, top-k keeps only some.
         total += (k.to(tl.float32) - tl.load(aboves + kth)) * _weight(tl.load(bases + kth), heat, top, SHORT)
     return tl.maximum(p * total, _TINY)
 
@@ -116,9 +127,10 @@ def _search(
     STEPS: tl.constexpr, SUMS: tl.constexpr, FIRST: tl.constexpr, SHORT: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
     CHUNK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Launch `step` of 2 · `STEPS`: the first half counts, for the end of top-k; the second (`SUMS`) sums weights, for that of top-p.
+    """Run launch `step` of 2 · `STEPS`.
 
-    `FIRST` says whether it is the first of its half.
+    The first half counts tokens to find the end of top-k. The second half (`SUMS`) sums weights to find the
+    end of top-p. `FIRST` marks the first launch of each half.
     """
     if PDL:
         gdc_wait()
@@ -133,6 +145,7 @@ def _search(
         kth = tl.full((), LEAST, tl.int32)
         shift = _DIGIT * (STEPS - 1 - step % STEPS)
         last = (step - 1) * rows + row
+        # 1. Narrow the range by the sums of the previous launch.
         if not FIRST:
             target = k.to(tl.float32)
             if SUMS:
@@ -152,11 +165,13 @@ def _search(
                     SPLITS,
                 )
             base, above = _narrow(partials, bases, aboves, last, target, splits, shift + _DIGIT, SPLITS)
+        # 2. At the start of top-p: finish the top-k search, whose result bounds the mass.
         if k_on & SUMS & FIRST:
             kth, beyond = _narrow(partials, bases, aboves, last, k.to(tl.float32), splits, 0, SPLITS)
             if split == 0:
                 tl.store(bases + 2 * STEPS * rows + row, kth)
                 tl.store(aboves + 2 * STEPS * rows + row, beyond)
+        # 3. Sum up the tokens at or above each of the 16 pivots of this range.
         pivot = tl.arange(0, _PIVOTS)
         pivots = base + (pivot << shift)
         sums = tl.zeros((_PIVOTS, CHUNK), tl.float32)
@@ -185,7 +200,7 @@ def _bounds(
     logits, row_stride, temperature, top_k, top_p, best, bases, aboves, partials, masses, keys, ties, tied, rows, vocab, splits,
     STEPS: tl.constexpr, SHORT: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Where the rows' beginnings end; and how many tokens of that key each part has."""
+    """Store each row's prefix end (key and ties), and the number of tokens with that key in each part."""
     if PDL:
         gdc_wait()
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -208,7 +223,8 @@ def _bounds(
         )
         weight = _weight(last, heat, top, SHORT)
         wanted = tl.ceil(tl.minimum((target - above) / tl.maximum(weight, _TINY), vocab.to(tl.float32)))
-        some = tl.maximum(wanted.to(tl.int32), 1)
+        some = tl.maximum(wanted.to(tl.int32), 1)  # at least the best token stays
+        # The shorter of both prefixes wins: the higher key, or at equal keys the fewer ties.
         stay = tl.where(last > key, some, tl.where(last == key, tl.minimum(some, stay), stay))
         key = tl.maximum(key, last)
     count = 0
@@ -236,6 +252,7 @@ def _choose_split(
     token = split * BLOCK + tl.arange(0, BLOCK)
     logit, score, bad = _scores(logits, row, row_stride, token, vocab, tl.where(heat > 0, heat, 1.0))
     if heat > 0:
+        # Ties stay by ascending id: rank this part's ties after those of earlier parts.
         other = tl.arange(0, SPLITS)
         before = tl.sum(tl.load(tied + row * splits + other, mask=other < split, other=0), 0)
         key, last = _keys(logit, score, SHORT), tl.load(keys + row)
@@ -257,7 +274,13 @@ def _choose_split(
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The best kept token of every part of every row, ``[rows, splits]``: its score with noise, its id, whether the part is poisoned."""
+    """Best kept token of every part of every row, ``[rows, splits]``.
+
+    Attributes:
+        scores: fp32, the token's score with noise.
+        ids: int32, the token.
+        poisoned: int32, 1 if a logit of the part is NaN or +inf.
+    """
 
     scores: torch.Tensor
     ids: torch.Tensor
@@ -265,7 +288,7 @@ class Parts:
 
 
 class _Found:
-    """What the launches leave for each other."""
+    """Intermediate results passed from launch to launch."""
 
     def __init__(self, logits: torch.Tensor) -> None:
         rows, self.vocab = logits.shape
@@ -274,7 +297,7 @@ class _Found:
         self.steps = (16 if self.short else 32) // _DIGIT.value
         device, launches = logits.device, 2 * self.steps
         self.best = _launch.empty((rows, self.splits), torch.float32, device)
-        # One more than there are launches: where top-k ended.
+        # One entry more than launches: the last one stores the result of the top-k search.
         self.bases = _launch.empty((launches + 1, rows), torch.int32, device)
         self.aboves = _launch.empty((launches + 1, rows), torch.float32, device)
         self.partials = _launch.empty((launches, rows, self.splits, _PIVOTS.value), torch.float32, device)
@@ -285,7 +308,7 @@ class _Found:
 
 
 def _find(logits: torch.Tensor, sampling: SamplingTensors) -> _Found:
-    """Launch everything up to the bounds."""
+    """Run all launches up to and including `_bounds`."""
     rows, found = logits.shape[0], _Found(logits)
     temperature, top_k, top_p = (
         column.contiguous() for column in (sampling.temperature, sampling.top_k, sampling.top_p)
@@ -312,7 +335,6 @@ def _find(logits: torch.Tensor, sampling: SamplingTensors) -> _Found:
 
 
 def kept_tokens(logits: torch.Tensor, sampling: SamplingTensors) -> Kept:
-    """See `outrider.kernels.filtered_choice.kept_tokens`."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     with _launch.on_device_of(logits):
         found = _find(logits, sampling)
@@ -320,11 +342,14 @@ def kept_tokens(logits: torch.Tensor, sampling: SamplingTensors) -> Kept:
 
 
 def best_kept(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> Parts:
-    """Return what is left to be merged: the best kept token of every part of the vocabulary, noise included.
+    """Return the best kept token of every part of the vocabulary, noise included.
+
+    The parts remain to be merged.
 
     Args:
-        logits: ``[rows, V]``, rows contiguous, at least one.
-        sampling, positions: As of `choose_tokens`.
+        logits: ``[rows, V]``, rows contiguous, at least one row.
+        sampling: As in `choose_tokens`.
+        positions: As in `choose_tokens`.
     """
     rows = logits.shape[0]
     with _launch.on_device_of(logits):

@@ -1,4 +1,4 @@
-"""The data of filtered_choice."""
+"""Data types of filtered_choice."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What filters keep of each row: every token of a larger key than `keys`, and of those with that key the `ties` lowest ids.
+    """Prefix of tokens kept in each row: all tokens with a larger key, and the lowest ids among equal keys.
 
     Attributes:
-        keys: ``[rows] int32``, in the order of `token_keys`.
-        ties: ``[rows] int32``.
+        keys: ``[rows] int32``, key at the end of the prefix, in the order of `token_keys`.
+        ties: ``[rows] int32``, number of tokens with exactly that key that stay.
     """
 
     keys: torch.Tensor
     ties: torch.Tensor
 
     def mask(self, token_keys: torch.Tensor) -> torch.Tensor:
-        """Return which tokens stay, ``[rows, V] bool``; for tests.
+        """Return which tokens stay, ``[rows, V] bool``. Meant for tests.
 
         Args:
-            token_keys: ``[rows, V] int32``, as the version that found the rows has them: `reference.token_keys`.
+            token_keys: ``[rows, V] int32``, keys computed like those of this object: `reference.token_keys`.
         """
         tied = token_keys == self.keys[:, None]
         return (token_keys > self.keys[:, None]) | (tied & (tied.cumsum(dim=1) <= self.ties[:, None]))

@@ -1,4 +1,4 @@
-"""head_input: what the first layer of a recurrent head reads: embeddings and features gathered, normed and put side by side."""
+"""head_input: gathers, norms and concatenates embeddings and features for a recurrent head's first layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ __all__ = ["Residual", "feature_input", "head_input"]
 
 
 class Residual(Enum):
-    """What goes round the first layer."""
+    """Choice of the residual around the first layer.
+
+    Attributes:
+        FEATURE: The feature itself.
+        NORMED_FEATURE: The feature after `feature_norm`.
+    """
 
     FEATURE = 0
     NORMED_FEATURE = 1
@@ -30,22 +35,39 @@ def head_input(
     eps: float,
     residual: Residual = Residual.FEATURE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``[embedding_norm(embedding[token]) ; feature_norm(feature)]`` and the residual, RMS norms in fp32.
+    """Return ``[embedding_norm(embedding[token]) ; feature_norm(feature)]`` and the residual.
+
+    The RMS norms are computed in fp32.
 
     Args:
-        tokens: ``[n] int32``, below V.
+        tokens: ``[n] int32``, each below V.
         embedding: ``[V, hidden]``, contiguous.
         features: ``[m, hidden]`` of any float dtype, the last dimension dense.
-        rows: ``[n] int32``, which feature each row takes; None: ``m = n``, each its own.
-        embedding_norm, feature_norm: ``[hidden]`` weights, or None to leave that half as it is.
-        eps: Of the norms.
-        residual: Which.
+        rows: ``[n] int32``, index of each row's feature. None means ``m = n``, one feature per row.
+        embedding_norm: ``[hidden]`` weight of the norm, or None to leave the embedding as it is.
+        feature_norm: ``[hidden]`` weight of the norm, or None to leave the feature as it is.
+        eps: Epsilon of the norms, added to the mean square.
+        residual: Which residual to return.
 
     Returns:
         ``[n, 2 * hidden]`` and ``[n, hidden]``, in the dtype of `embedding`.
 
     Raises:
         ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.head_input import head_input
+        >>> embedding = torch.tensor([[2.0, 2.0], [4.0, -4.0]])
+        >>> features = torch.tensor([[8.0, 8.0]])
+        >>> tokens, rows = torch.tensor([1, 0], dtype=torch.int32), torch.tensor([0, 0], dtype=torch.int32)
+        >>> pair, residual = head_input(tokens, embedding, features, rows, torch.ones(2), None, 0.0)
+        >>> pair
+        tensor([[ 1., -1.,  8.,  8.],
+                [ 1.,  1.,  8.,  8.]])
+        >>> residual
+        tensor([[8., 8.],
+                [8., 8.]])
     """
     count, hidden = tokens.shape[0], embedding.shape[1]
     expect("tokens", tokens, (count,), torch.int32)
@@ -76,20 +98,34 @@ def feature_input(
     eps: float,
     residual: Residual = Residual.FEATURE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``norm(feature)`` and the residual: what a first layer reads whose products with the embeddings are known beforehand.
+    """Return ``norm(feature)`` and the residual.
+
+    This is the input of a first layer whose products with the embeddings are computed beforehand.
 
     Args:
         features: ``[m, hidden]`` of any float dtype, the last dimension dense.
-        rows: ``[n] int32``, which feature each row takes; None: ``n = m``, each its own.
-        norm: ``[hidden]``.
-        eps: Of the norm.
-        residual: Which.
+        rows: ``[n] int32``, index of each row's feature. None means ``n = m``, one feature per row.
+        norm: ``[hidden]`` weight.
+        eps: Epsilon of the norm, added to the mean square.
+        residual: Which residual to return.
 
     Returns:
-        ``[n, hidden]`` both, in the dtype of `norm`.
+        Both ``[n, hidden]``, in the dtype of `norm`.
 
     Raises:
         ValueError: A tensor's shape or dtype is wrong; the message names it.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.head_input import feature_input
+        >>> features = torch.tensor([[8.0, 8.0], [2.0, -2.0]])
+        >>> normed, residual = feature_input(features, None, torch.tensor([1.0, 5.0]), 0.0)
+        >>> normed
+        tensor([[ 1.,  5.],
+                [ 1., -5.]])
+        >>> residual
+        tensor([[ 8.,  8.],
+                [ 2., -2.]])
     """
     expect("features", features, (None, None))
     expect("norm", norm, (features.shape[1],))

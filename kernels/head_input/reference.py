@@ -1,4 +1,4 @@
-"""head_input in plain torch; the contract is in the package's docstring."""
+"""Torch reference of head_input. The package documents the contract."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ def head_input(
     eps: float,
     normed_residual: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `outrider.kernels.head_input.head_input`."""
     taken = features if rows is None else features.index_select(0, rows)
     feature = _norm(taken, feature_norm, eps).to(embedding.dtype)
     pair = torch.cat(
@@ -29,7 +28,6 @@ def head_input(
 def feature_input(
     features: torch.Tensor, rows: torch.Tensor | None, norm: torch.Tensor, eps: float, normed_residual: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `outrider.kernels.head_input.feature_input`."""
     taken = features if rows is None else features.index_select(0, rows)
     feature = _norm(taken, norm, eps).to(norm.dtype)
     return feature, feature if normed_residual else taken.to(norm.dtype)

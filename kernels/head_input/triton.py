@@ -1,4 +1,4 @@
-"""head_input in Triton: one program per row and half; the contract is in the package's docstring."""
+"""Triton version of head_input: one program per row and half. The package documents the contract."""
 
 from __future__ import annotations
 
@@ -64,7 +64,6 @@ def head_input(
     eps: float,
     normed_residual: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `outrider.kernels.head_input.head_input`."""
     count, hidden = tokens.shape[0], embedding.shape[1]
     features = features if features.stride(1) == 1 else features.contiguous()
     pair = _launch.empty((count, 2 * hidden), embedding.dtype, embedding.device)
@@ -85,7 +84,6 @@ def head_input(
 def feature_input(
     features: torch.Tensor, rows: torch.Tensor | None, norm: torch.Tensor, eps: float, normed_residual: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `outrider.kernels.head_input.feature_input`."""
     count, hidden = (features if rows is None else rows).shape[0], features.shape[1]
     features = features if features.stride(1) == 1 else features.contiguous()
     normed, residual = (_launch.empty((count, hidden), norm.dtype, features.device) for _ in range(2))

@@ -1,4 +1,7 @@
-"""invariant_gemm: a linear layer in which the bits of a row depend on that row alone, not on how many rows there are or where it stands."""
+"""invariant_gemm: a linear layer whose result for a row depends bit by bit on that row alone.
+
+Neither the number of rows nor a row's position in the batch changes its bits.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ def invariant_gemm(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return ``x @ weight.T + bias + residual``, summed in fp32 in an order that the weight's shape and dtype decide.
+    """Return ``x @ weight.T + bias + residual``, summed in fp32 in an order that only the weight determines.
+
+    The order depends on the weight's shape and dtype.
 
     Args:
         x: ``[rows, in]`` fp32/bf16/fp16.
@@ -30,6 +35,17 @@ def invariant_gemm(
 
     Raises:
         ValueError: A tensor's shape or dtype is wrong; the message names it.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.invariant_gemm import invariant_gemm
+        >>> x = torch.tensor([[1.0, 2.0], [0.1, 0.2]])
+        >>> weight = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.3, 0.7]])
+        >>> invariant_gemm(x, weight)
+        tensor([[1.0000, 3.0000, 1.7000],
+                [0.1000, 0.3000, 0.1700]])
+        >>> torch.equal(invariant_gemm(x[1:], weight), invariant_gemm(x, weight)[1:])
+        True
     """
     rows, width = x.shape
     out = weight.shape[0]

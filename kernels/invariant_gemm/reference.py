@@ -1,4 +1,4 @@
-"""invariant_gemm in plain torch: one row after the other. The contract is in the package's docstring."""
+"""Torch reference of invariant_gemm, one row at a time. The package documents the contract."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from torch.nn import functional
 def invariant_gemm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    """See `outrider.kernels.invariant_gemm.invariant_gemm`."""
     out = x.new_empty((x.shape[0], weight.shape[0]))
     for row in range(x.shape[0]):
-        # Copied, so that its address is aligned alike whatever row it was.
+        # Clone the row, so that its address has the same alignment at every index: torch picks kernels by it.
         total = functional.linear(x[row : row + 1].clone(), weight).float()
         if bias is not None:
             total += bias.float()

@@ -1,9 +1,14 @@
-"""invariant_gemm in Triton: one tile for all row counts; the contract is in the package's docstring.
+"""Triton version of invariant_gemm: one tile size for all row counts.
 
-A library chooses tiles and splits by the number of rows, so that a row's sum is added up in another order when it stands in another batch.
-Here a program multiplies BLOCK_OUT rows of the weight with BLOCK_ROWS rows of x, as many as are real, over one of SPLITS shares of the
-width, all constants of the weight. Every element of a tile's product is the same chain of dot products, wherever in the tile it lies.
-Nothing is specialised on the number of rows, or there would be other code, with another order, for one row.
+The package documents the contract.
+
+A library chooses tiles and splits by the number of rows, so a row's sum is added up in a different order in a
+batch of a different size. Here a program multiplies BLOCK_OUT rows of the weight by BLOCK_ROWS rows of x
+(masked to the rows that exist), over one of SPLITS shares of the width. All of these constants depend on the
+weight only. Every element of a tile is the same chain of dot products wherever in the tile it lies.
+
+No kernel is specialised on the number of rows. Otherwise one row would run different code, with another
+order.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import triton.language as tl
 from outrider.kernels import _launch
 
 _WANTED_PROGRAMS = (
-    264  # two for each multiprocessor of an H200; a constant, as the result must not depend on the GPU's size
+    264  # two per multiprocessor of an H200; constant, because the result must not depend on the GPU
 )
 _MAX_SPLITS = 8
 _BLOCK_FINISH = 1024
@@ -27,7 +32,7 @@ def _project(
     WIDEN: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, SPLITS: tl.constexpr, SHARE: tl.constexpr, BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr
 ):  # fmt: skip
-    # Row blocks come first: programs that read the same part of the weight run together.
+    # Row blocks vary fastest, so that programs that read the same part of the weight run together.
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     feature = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     split = tl.program_id(2)
@@ -80,7 +85,10 @@ def _finish(
 
 
 def _splits(blocks: int, width: int, block_in: int) -> int:
-    """Return into how many shares the width is split so that one block of rows fills a GPU; each share has some steps to pipeline."""
+    """Return the number of shares of the width with which one block of rows fills a GPU.
+
+    Each share keeps enough steps for pipelining.
+    """
     splits = 1
     while (
         splits < _MAX_SPLITS and 2 * splits * blocks <= _WANTED_PROGRAMS and width >= 16 * splits * block_in
@@ -92,12 +100,12 @@ def _splits(blocks: int, width: int, block_in: int) -> int:
 def invariant_gemm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    """See `outrider.kernels.invariant_gemm.invariant_gemm`."""
     rows, width = x.shape
     out_features = weight.shape[0]
     out = _launch.empty((rows, out_features), x.dtype, x.device)
     if rows == 0:
         return out
+    # Constants of the weight only: a choice by the number of rows would change the order of the sums.
     single = x.dtype == torch.float32
     block_rows, block_out, block_in, stages = (16, 32, 32, 2) if single else (64, 64, 128, 4)
     blocks = _launch.ceil_div(out_features, block_out)

@@ -1,4 +1,4 @@
-"""kv_compact: after verification, move the accepted nodes' rows to the committed slots, in every plane."""
+"""kv_compact: after verification, moves the accepted nodes' rows to the committed slots in every plane."""
 
 from __future__ import annotations
 
@@ -20,21 +20,35 @@ def kv_compact(
     path: torch.Tensor,
     num_accepted: torch.Tensor,
 ) -> None:
-    """Move the row of token index ``cached_lens[b] + path[b, i]`` to ``cached_lens[b] + i`` for i in 0..num_accepted[b], in place.
+    """Move the row at token index ``cached_lens[b] + path[b, i]`` to ``cached_lens[b] + i``, in place.
 
-    Every source is loaded before anything is stored: a destination can be a later source. Rows with ``path[b, i] < 0`` stay where they are.
+    This is done for every i in 0..num_accepted[b]. All sources are loaded before anything is stored, because
+    a destination may be a later source. Entries with ``path[b, i] < 0`` move nothing.
 
     Args:
-        planes: Tensors ``[pages, page_size, ...]``, contiguous, all with the same pages and page_size; K, V and feature planes of
-            any dtype.
+        planes: Contiguous tensors ``[pages, page_size, ...]`` of any dtype, such as K, V and feature planes.
+            All have the same pages and page_size.
         page_table: ``[bs, max_pages] int32``, the pages of each sequence in token order.
-        cached_lens: ``[bs] int32``; tree node n of sequence b sits at token index ``cached_lens[b] + n``.
-        path: ``[bs, N] int32``, what `verify_tree` returns: node indices, root first, -1 padded; rows may be strided. No sequence accepts
-            N nodes or more.
-        num_accepted: ``[bs] int32``, accepted drafts, the root excluded; -1 leaves the sequence alone.
+        cached_lens: ``[bs] int32``; tree node n of sequence b is at token index ``cached_lens[b] + n``.
+        path: ``[bs, N] int32`` as returned by `verify_tree`: node indices, root first, padded with -1. Rows
+            may be strided. A sequence accepts fewer than N nodes.
+        num_accepted: ``[bs] int32``, accepted drafts without the root; -1 leaves the sequence unchanged.
 
     Raises:
         ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+
+    Example:
+        One sequence has a cached token (10) and a tree of three nodes (20, 21, 22). The path accepts the root
+        and node 2, so the row of node 2 moves behind the root's.
+
+        >>> import torch
+        >>> from outrider.kernels.kv_compact import kv_compact
+        >>> plane = torch.tensor([[[10.0], [20.0], [21.0], [22.0]]])  # one page of four tokens
+        >>> table, cached = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
+        >>> path, accepted = torch.tensor([[0, 2, -1]]).int(), torch.tensor([1]).int()
+        >>> kv_compact([plane], table, cached, path, accepted)
+        >>> plane.flatten()
+        tensor([10., 20., 22., 22.])
     """
     bs = page_table.shape[0]
     expect("page_table", page_table, (bs, None), torch.int32)
@@ -44,7 +58,8 @@ def kv_compact(
     for i, plane in enumerate(planes):
         if plane.shape[:2] != planes[0].shape[:2]:
             raise ValueError(
-                f"planes[{i}] has {list(plane.shape[:2])} pages and page_size, planes[0] has {list(planes[0].shape[:2])}"
+                f"planes[{i}] has {list(plane.shape[:2])} pages and page_size, "
+                f"but planes[0] has {list(planes[0].shape[:2])}"
             )
         expect_contiguous(f"planes[{i}]", plane)
     if not planes or bs == 0:

@@ -1,4 +1,4 @@
-"""kv_compact in plain torch; the contract is in the package's docstring."""
+"""Torch reference of kv_compact. The package documents the contract."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ def kv_compact(
     path: torch.Tensor,
     num_accepted: torch.Tensor,
 ) -> None:
-    """See `outrider.kernels.kv_compact.kv_compact`."""
     page_size = planes[0].shape[1]
     steps = torch.arange(path.shape[1], dtype=torch.int32, device=path.device)
     moves = (
         (steps <= num_accepted[:, None]) & (path >= 0) & (path != steps)
-    )  # [bs, N]; a row that is in place already stays
+    )  # [bs, N]; rows already in place are not moved
     rows, columns = moves.nonzero(as_tuple=True)
     if rows.numel() == 0:
         return
@@ -34,5 +33,5 @@ def kv_compact(
 
 
 def _slots(page_table: torch.Tensor, rows: torch.Tensor, index: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Return the slots ``[n] int64`` of token indices ``[n]`` of the sequences `rows`."""
+    """Return the slots ``[n] int64`` of token indices ``[n]``; entry i is of sequence ``rows[i]``."""
     return page_table[rows, index // page_size].long() * page_size + index % page_size

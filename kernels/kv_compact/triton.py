@@ -1,7 +1,8 @@
-"""kv_compact in Triton: one launch for all planes; the contract is in the package's docstring.
+"""Triton version of kv_compact: one launch for all planes. The package documents the contract.
 
-Rows move as integers, so that planes of any dtype and width share the launch. A program owns some columns of one plane and one sequence:
-it loads the sources of every accepted node before it stores any, and no other program touches those columns.
+Rows are moved as integers, so that planes of any dtype and width share the launch. A program owns some
+columns of one plane and one sequence. It loads the source rows of all accepted nodes before it stores any,
+and no other program touches those columns.
 """
 
 from __future__ import annotations
@@ -46,13 +47,16 @@ def _compact(
         rows = tl.load(base + source_slot[:, None] * width + column[None, :], mask=inside)
         if PDL:
             gdc_launch_dependents()
-        tl.debug_barrier()  # every warp has loaded before any stores: a destination can be a later source
+        tl.debug_barrier()  # all warps must load before any stores: a destination may be a later source
         tl.store(base + target_slot[:, None] * width + column[None, :], rows, mask=inside)
 
 
 @functools.lru_cache(maxsize=64)
 def _addresses(planes: tuple[tuple[int, int], ...], unit: int, device: torch.device) -> torch.Tensor:
-    """Return ``[planes, 2] int64`` on the device: address, and row width in units. Cached, as it costs a copy from the host."""
+    """Return ``[planes, 2] int64`` on the device: address, and row width in units.
+
+    Cached, because creating it costs a copy from the host.
+    """
     return torch.tensor(
         [(address, row_bytes // unit) for address, row_bytes in planes], dtype=torch.int64, device=device
     )
@@ -65,7 +69,6 @@ def kv_compact(
     path: torch.Tensor,
     num_accepted: torch.Tensor,
 ) -> None:
-    """See `outrider.kernels.kv_compact.kv_compact`."""
     pages, page_size = planes[0].shape[:2]
     sizes = tuple(
         (plane.data_ptr(), plane.numel() // (pages * page_size) * plane.element_size())
@@ -74,6 +77,7 @@ def kv_compact(
     )
     if not sizes:
         return
+    # The widest integer that all addresses and row sizes are multiples of.
     unit = next(
         unit
         for unit in _UNITS

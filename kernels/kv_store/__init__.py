@@ -1,4 +1,4 @@
-"""kv_store: write the K and V rows of this step's tokens into the paged planes."""
+"""kv_store: writes the K and V rows of this step's tokens to the paged planes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,31 @@ def kv_store(
     """Store ``k[r], v[r]`` at slot ``slots[r]`` of the planes, in place.
 
     Args:
-        k, v: ``[rows, kv_heads, dim]`` fp32/bf16/fp16; any strides with a dense last dimension (views of a fused QKV output).
-        k_plane, v_plane: ``[pages, page_size, kv_heads, dim]``, contiguous; rows are converted to their dtype, to e4m3 by saturation.
-        slots: ``[rows] int64``; slot = page * page_size + offset, -1 = do not store this row. Slots >= 0 must be distinct.
+        k: ``[rows, kv_heads, dim]`` fp32/bf16/fp16; any strides with a dense last dimension, such as a view
+            of a fused QKV output.
+        v: Like `k`.
+        k_plane: ``[pages, page_size, kv_heads, dim]``, contiguous. Rows are converted to its dtype;
+            conversion to e4m3 saturates.
+        v_plane: Like `k_plane`.
+        slots: ``[rows] int64``; slot = page * page_size + offset, -1 = do not store the row. Slots >= 0 must
+            be distinct.
 
     Raises:
         ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.kv_store import kv_store
+        >>> k_plane, v_plane = torch.zeros(2, 2, 1, 2), torch.zeros(2, 2, 1, 2)  # two pages of two tokens
+        >>> k = torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]])
+        >>> kv_store(k, 10 * k, k_plane, v_plane, torch.tensor([3, -1]))  # the second row is not stored
+        >>> k_plane.view(4, 2)
+        tensor([[0., 0.],
+                [0., 0.],
+                [0., 0.],
+                [1., 2.]])
+        >>> v_plane.view(4, 2)[3]
+        tensor([10., 20.])
     """
     rows, kv_heads, dim = k.shape
     expect("k_plane", k_plane, (None, None, kv_heads, dim))

@@ -1,4 +1,4 @@
-"""kv_store in plain torch; the contract is in the package's docstring."""
+"""Torch reference of kv_store. The package documents the contract."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from outrider.kernels._fp8 import convert, movable
 def kv_store(
     k: torch.Tensor, v: torch.Tensor, k_plane: torch.Tensor, v_plane: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """See `outrider.kernels.kv_store.kv_store`."""
     kept = slots >= 0
     if not bool(kept.all()):
         k, v, slots = k[kept], v[kept], slots[kept]

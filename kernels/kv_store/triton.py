@@ -1,4 +1,7 @@
-"""kv_store in Triton: one program per row copies its K and V; the contract is in the package's docstring."""
+"""Triton version of kv_store: one program per row and block of columns.
+
+The package documents the contract.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def _store(k, v, k_plane, v_plane, slots, k_row, k_head, v_row, v_head, SIZE: tl
         head, d = i // DIM, i % DIM
         keys = tl.load(k + row * k_row + head * k_head + d, mask=inside)
         values = tl.load(v + row * v_row + head * v_head + d, mask=inside)
-        if SATURATE:
+        if SATURATE:  # the plain conversion to e4m3 would turn larger values into NaN
             keys, values = (
                 tl.clamp(keys.to(tl.float32), -448.0, 448.0),
                 tl.clamp(values.to(tl.float32), -448.0, 448.0),
@@ -33,7 +36,6 @@ def _store(k, v, k_plane, v_plane, slots, k_row, k_head, v_row, v_head, SIZE: tl
 def kv_store(
     k: torch.Tensor, v: torch.Tensor, k_plane: torch.Tensor, v_plane: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """See `outrider.kernels.kv_store.kv_store`."""
     rows, kv_heads, dim = k.shape
     size = kv_heads * dim
     if rows == 0:

@@ -1,7 +1,8 @@
-"""path_attention: each row attends to its own history in the order of its tokens, so that equal histories give equal bits.
+"""path_attention: attention of each row to its own history in token order; equal histories give equal bits.
 
-The same history lies in other slots when a row is a node of a tree, the row of a plain step or one of a prompt chunk. Here it is read by
-its logical index, in blocks that begin at index 0 and have a fixed size, and folded in that order.
+The same history lies in different slots when a row is a node of a tree, the row of a plain decode step, or a
+row of a prompt chunk. Here it is read by logical index, in blocks of fixed size that start at index 0, and
+folded in that order.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ __all__ = ["RowPaths", "path_attention", "row_paths"]
 
 @dataclass(frozen=True, slots=True)
 class RowPaths:
-    """Where the history of each row is. Token j of a row lies at index j of its sequence, or, from its prefix on, at index ``prefix +
-    columns[row, j - prefix]``.
+    """Location of each row's history.
+
+    Token j of a row is at index j of its sequence. From the row's prefix on (j >= prefix), it is at index
+    ``prefix + columns[row, j - prefix]``.
 
     Attributes:
-        sequences: ``[rows] int32``, the row of the page table.
+        sequences: ``[rows] int32``, row of the page table.
         prefix_lens: ``[rows] int32``.
-        lengths: ``[rows] int32``, tokens that the row sees, itself included.
-        columns: ``[rows, width] int32``; the nodes of the row's path, root first.
+        lengths: ``[rows] int32``, number of tokens that the row sees, itself included.
+        columns: ``[rows, width] int32``, nodes of the row's path, root first.
     """
 
     sequences: torch.Tensor
@@ -42,13 +45,31 @@ def row_paths(
     ancestors: torch.Tensor | None,
     rows: int,
 ) -> RowPaths:
-    """Find the history of each row of a step; device work alone.
+    """Find the history of each row of a step, using only work on the device.
 
     Args:
-        prefix_lens, kv_lens: ``[bs] int32``, as in `tree_attention`.
-        query_start: ``[bs + 1] int32``, likewise.
+        prefix_lens: ``[bs] int32``, as in `tree_attention`.
+        kv_lens: ``[bs] int32``, as in `tree_attention`.
+        query_start: ``[bs + 1] int32``, as in `tree_attention`.
         ancestors: ``[rows, words] int32`` masks, or None for causal rows.
-        rows: Of the step.
+        rows: Number of rows of the step.
+
+    Returns:
+        The location of each row's history.
+
+    Example:
+        A tree of a root and two children, behind a prefix of two tokens. Each row sees its own path only.
+
+        >>> import torch
+        >>> from outrider.kernels.path_attention import row_paths
+        >>> prefix, kv = torch.tensor([2], dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
+        >>> starts = torch.tensor([0, 3], dtype=torch.int32)
+        >>> ancestors = torch.tensor([[0b001], [0b011], [0b101]], dtype=torch.int32)
+        >>> paths = row_paths(prefix, kv, starts, ancestors, 3)
+        >>> paths.lengths.tolist()
+        [3, 4, 4]
+        >>> paths.columns[2, :2].tolist()  # row 2 sees the root and itself
+        [0, 2]
     """
     row = torch.arange(rows, dtype=torch.int32, device=query_start.device)
     sequence = torch.searchsorted(query_start[1:].contiguous(), row, right=True).clamp(
@@ -92,27 +113,46 @@ def path_attention(
 
     Args:
         q: ``[rows, heads, dim]`` fp32/bf16/fp16.
-        k_plane, v_plane: ``[pages, page_size, kv_heads, dim]``, contiguous; q's dtype or one that is widened to it as it is read (FP8).
+        k_plane: ``[pages, page_size, kv_heads, dim]``, contiguous, in q's dtype or one that is widened to it
+            as it is read (FP8). heads is a multiple of kv_heads.
+        v_plane: Like `k_plane`.
         page_table: ``[bs, max_pages] int32``.
-        paths: Of `row_paths`.
+        paths: Result of `row_paths`.
         scale: Factor on the scores.
-        max_kv_len: Upper bound of the lengths, on the host.
-        window: If above 0, a row sees the last `window` tokens of its history.
-        sinks: ``[heads] fp32``, a logit per head that takes part in the softmax and carries no value, or None.
+        max_kv_len: Upper bound of the lengths, known on the host.
+        window: If above 0, a row sees only the last `window` tokens of its history.
+        sinks: ``[heads] fp32``, a logit per head that takes part in the softmax and carries no value, or
+            None.
         softcap: If above 0, scaled scores s become ``softcap * tanh(s / softcap)``; sinks are not capped.
 
     Returns:
-        ``[rows, heads, dim]`` in q's dtype; zeros where a row sees nothing.
+        ``[rows, heads, dim]`` in q's dtype; zeros for rows that see nothing.
 
     Raises:
         ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+
+    Example:
+        A tree of a root and two children, behind a prefix of one token. With queries of zeros, each row
+        returns the mean of the values on its path.
+
+        >>> import torch
+        >>> from outrider.kernels.path_attention import path_attention, row_paths
+        >>> prefix, kv = torch.tensor([1], dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
+        >>> starts = torch.tensor([0, 3], dtype=torch.int32)
+        >>> ancestors = torch.tensor([[0b001], [0b011], [0b101]], dtype=torch.int32)
+        >>> paths = row_paths(prefix, kv, starts, ancestors, 3)
+        >>> planes = torch.tensor([0.0, 2.0, 4.0, 10.0]).view(1, 4, 1, 1)  # one page of four tokens
+        >>> table = torch.zeros(1, 1, dtype=torch.int32)
+        >>> out = path_attention(torch.zeros(3, 1, 1), planes, planes, table, paths, scale=1.0, max_kv_len=4)
+        >>> out.flatten().round(decimals=3)
+        tensor([1., 2., 4.])
     """
     rows, heads, dim = q.shape
     expect("k_plane", k_plane, (None, None, None, dim))
     expect("v_plane", v_plane, tuple(k_plane.shape), k_plane.dtype)
     if heads % k_plane.shape[2]:
         raise ValueError(
-            f"q has {heads} heads, which is no multiple of the {k_plane.shape[2]} heads of k_plane"
+            f"q has {heads} heads, which is not a multiple of the {k_plane.shape[2]} heads of k_plane"
         )
     expect_contiguous("k_plane", k_plane)
     expect_contiguous("v_plane", v_plane)

@@ -1,4 +1,4 @@
-"""path_attention in plain torch: one row after the other; the contract is in the package's docstring."""
+"""Torch reference of path_attention, one row at a time. The package documents the contract."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def path_attention(
     window: int,
     softcap: float,
 ) -> torch.Tensor:
-    """See `outrider.kernels.path_attention.path_attention`; `max_kv_len` is not needed here."""
+    """Compute `outrider.kernels.path_attention.path_attention`; `max_kv_len` is not needed here."""
     page_size, kv_heads, dim = k_plane.shape[1:]
     rows, heads = q.shape[:2]
     out = torch.zeros((rows, heads, dim), dtype=q.dtype, device=q.device)

@@ -1,9 +1,12 @@
-"""path_attention in Triton; the contract is in the package's docstring.
+"""Triton version of path_attention. The package documents the contract.
 
-A program folds one part of a row's history, PART tokens from a multiple of PART on, for the query heads that share a K/V head; a second
-launch merges the parts of a row in their order. Which part a token is in, and how often its row is folded, depends on the row's history
-alone: neither on how many rows there are, nor on the longest of them. Nothing is specialised on a number that they decide.
-WIDEN is set under the interpreter, whose dot takes the bits of a bf16 for an integer.
+A program folds one part of a row's history for the query heads that share a K/V head. A part is PART tokens
+from a multiple of PART on. A second launch merges the parts of a row in order.
+
+The part of a token, and the number of parts of a row, depend on the row's history alone: neither on the
+number of rows nor on the longest of them. No kernel is specialised on a number that those determine.
+
+WIDEN is set under the interpreter, whose dot interprets the bits of a bf16 as an integer.
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ import triton.language as tl
 from outrider.kernels import _launch
 
 _LOG2E = 1.4426950408889634
-_PART = 128
-_PARTIAL_BYTES = 1 << 26  # longer steps run in several launches
+_PART = 128  # tokens
+_PARTIAL_BYTES = 1 << 26  # largest buffer of partial results; steps that need more run in several launches
 
 
 @triton.jit(do_not_specialize=["first_row", "rows", "parts", "width", "table_stride", "last_page"])
@@ -49,7 +52,7 @@ def _fold(
         for step in range(0, PART, BLOCK_N):
             j = begin + step + tl.arange(0, BLOCK_N)
             seen = (j < end) & (j >= first_seen)
-            place = j - prefix_len
+            place = j - prefix_len  # index on the path, for tokens after the prefix
             behind = seen & (place >= 0)
             index = tl.where(
                 behind, prefix_len + tl.load(path + place, mask=behind & (place < width), other=0), j
@@ -125,7 +128,6 @@ def path_attention(
     window: int,
     softcap: float,
 ) -> torch.Tensor:
-    """See `outrider.kernels.path_attention.path_attention`."""
     rows, heads, dim = q.shape
     page_size, kv_heads = k_plane.shape[1:3]
     out = _launch.empty((rows, heads, dim), q.dtype, q.device)

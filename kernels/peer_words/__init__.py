@@ -1,6 +1,6 @@
-"""peer_words: small messages of 32-bit words between the GPUs of one machine, one launch at either end.
+"""peer_words: small messages of 32-bit words between the GPUs of one machine, with one launch at each end.
 
-Source of the scheme: the LL protocol of NCCL, without its host side.
+The scheme is NCCL's LL protocol without its host side.
 """
 
 from __future__ import annotations
@@ -16,18 +16,36 @@ __all__ = ["BLOCK", "TILES", "Mail", "box_shape", "can_pass", "receive_words", "
 
 
 def send_words(words: torch.Tensor, mail: Mail, readers: range, *, missing: int) -> None:
-    """Send a message to each of the ranks `readers`, which are not this one and call `receive_words`.
+    """Send a message to each of the ranks `readers`, which must all call `receive_words`.
 
     Args:
-        words: ``[n] int32``, n as `can_pass` allows.
-        mail: Of this rank.
-        readers: Ranks that follow one another; the same for every message that this rank sends by this mail.
-        missing: What is sent instead once `Mail.lost` is 1: this rank may have computed with words that did not come.
+        words: ``[n] int32``, contiguous; n as `can_pass` allows.
+        mail: This rank's mail.
+        readers: Consecutive ranks without this one; the same for every message that this rank sends by this
+            mail.
+        missing: Word sent instead of `words` once `Mail.lost` is 1, because this rank may have computed with
+            words that never arrived.
+
+    Raises:
+        ValueError: The words' shape, dtype or layout is wrong, or the message is too long.
+
+    Example:
+        Two ranks in one process; each would normally run in its own.
+
+        >>> import torch
+        >>> from outrider.kernels.peer_words import Mail, box_shape, receive_words, send_words
+        >>> boxes = [torch.empty(box_shape(2), dtype=torch.int64) for _ in range(2)]
+        >>> mails = [Mail.of(rank, boxes, patience=100) for rank in range(2)]
+        >>> send_words(torch.tensor([7, 8, 9], dtype=torch.int32), mails[0], range(1, 2), missing=-1)
+        >>> out = torch.empty(1, 3, dtype=torch.int32)
+        >>> receive_words(out, mails[1], range(1), missing=-1)
+        >>> out
+        tensor([[7, 8, 9]], dtype=torch.int32)
     """
     expect("words", words, (None,), torch.int32)
     expect_contiguous("words", words)
     if not can_pass(words.shape[0]):
-        raise ValueError(f"a message of {words.shape[0]} words does not fit")
+        raise ValueError(f"a message of {words.shape[0]} words is too long; check with `can_pass`")
     if use_triton(words):
         from outrider.kernels.peer_words import triton as compiled
 
@@ -41,22 +59,43 @@ def receive_words(
 ) -> None:
     """Wait for a message from each of the ranks `senders`.
 
+    If a message does not arrive in time, `Mail.lost` becomes 1. Later calls then no longer wait, and all
+    their words are `missing`.
+
     Args:
-        out: ``[len(senders), n] int32``, written.
-        mail: Of this rank.
-        senders: Ranks that follow one another.
-        missing: What words are that did not come in time. `Mail.lost` is 1 from then on: nobody waits again, and all words are that.
-        own: ``[n] int32``, for the row of this rank itself, if it is among the senders.
+        out: ``[len(senders), n] int32``, contiguous; overwritten.
+        mail: This rank's mail.
+        senders: Consecutive ranks.
+        missing: Value of all words of a message that did not arrive in time.
+        own: ``[n] int32``, contiguous: the row of this rank itself. Required if it is among the senders.
+
+    Raises:
+        ValueError: A tensor's shape, dtype or layout is wrong, the message is too long, or `own` is missing.
+
+    Example:
+        Rank 0 never sends, so after `patience` polls rank 1 gives up.
+
+        >>> import torch
+        >>> from outrider.kernels.peer_words import Mail, box_shape, receive_words
+        >>> boxes = [torch.empty(box_shape(2), dtype=torch.int64) for _ in range(2)]
+        >>> mail = Mail.of(1, boxes, patience=5)
+        >>> out = torch.empty(2, 3, dtype=torch.int32)
+        >>> receive_words(out, mail, range(2), missing=-1, own=torch.tensor([7, 8, 9], dtype=torch.int32))
+        >>> out
+        tensor([[-1, -1, -1],
+                [ 7,  8,  9]], dtype=torch.int32)
+        >>> mail.lost
+        tensor([1], dtype=torch.int32)
     """
     if own is None and mail.rank in senders:
-        raise ValueError(f"rank {mail.rank} is among the senders; pass its own words")
+        raise ValueError(f"rank {mail.rank} is among the senders; pass its own words as `own`")
     if own is not None:
         expect("own", own, (out.shape[1],), torch.int32)
         expect_contiguous("own", own)
     expect("out", out, (len(senders), None), torch.int32)
     expect_contiguous("out", out)
     if not can_pass(out.shape[1]):
-        raise ValueError(f"a message of {out.shape[1]} words does not fit")
+        raise ValueError(f"a message of {out.shape[1]} words is too long; check with `can_pass`")
     if use_triton(out):
         from outrider.kernels.peer_words import triton as compiled
 

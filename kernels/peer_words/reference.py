@@ -1,4 +1,7 @@
-"""peer_words in plain torch, over boxes that processes share; the contract is in the package's docstring."""
+"""Torch reference of peer_words, over boxes in memory shared by processes.
+
+The package documents the contract.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from outrider.kernels.peer_words.types import BLOCK, Mail
 
 
 def send_words(words: torch.Tensor, mail: Mail, readers: range, missing: int) -> None:
-    """See `outrider.kernels.peer_words.send_words`."""
     words = torch.full_like(words, missing) if mail.lost.item() else words
     for tile, part in _tiles(words):
         turn = int(mail.turns[mail.rank, tile])
@@ -26,7 +28,6 @@ def send_words(words: torch.Tensor, mail: Mail, readers: range, missing: int) ->
 def receive_words(
     out: torch.Tensor, mail: Mail, senders: range, missing: int, own: torch.Tensor | None
 ) -> None:
-    """See `outrider.kernels.peer_words.receive_words`."""
     for row, sender in zip(out, senders, strict=True):
         if sender == mail.rank:
             assert own is not None
@@ -35,7 +36,7 @@ def receive_words(
         for tile, part in _tiles(row):
             turn = int(mail.turns[sender, tile]) + 1
             letters = mail.boxes[mail.rank][sender, tile, : part.shape[0]]
-            believed = not mail.lost.item()
+            believed = not mail.lost.item()  # once a rank was lost, even words that arrive are not used
             there = _comes(mail, lambda letters=letters, turn=turn: bool((letters >> 32 == turn).all()))  # type: ignore[misc]
             part.copy_(letters.int() if there and believed else torch.full_like(part, missing))
             mail.boxes[sender][mail.rank, tile, BLOCK] = turn
@@ -49,7 +50,7 @@ def _tiles(words: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def _comes(mail: Mail, look: Callable[[], bool]) -> bool:
-    """Wait for what is looked for; False when it does not come."""
+    """Poll until `look` returns true; mark a rank as lost and return False if it never does."""
     for _look in range(1 if mail.lost.item() else mail.patience):
         if look():
             return True

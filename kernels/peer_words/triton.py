@@ -1,7 +1,8 @@
-"""peer_words in Triton; the contract is in the package's docstring.
+"""Triton version of peer_words. The package documents the contract.
 
-A word and the number of its message are one element of a vector store, which the memory writes at once; so a reader that sees the number
-has the word. Stores that others read and loads of what others write are strong at the scope of the system (`.wt`, volatile).
+A word and its message number are one 64-bit element of a vector store, which memory writes atomically. A
+reader that sees the number therefore also has the word. Stores for other ranks and loads of their data are
+strong at system scope (`.wt`, volatile).
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ def _send(
         gdc_wait()
     turn = tl.load(turns + rank * TILES + tile)
     gone = tl.load(lost) != 0
-    looks = tl.where(gone, 1, patience)
+    looks = tl.where(gone, 1, patience)  # polls left for all readers together; a single one after a loss
     values = tl.load(words + tile * BLOCK + lane, mask=inside, other=0)
     values = tl.where(gone, absent, values)
     letters = (values.to(tl.int64) & 0xFFFFFFFF) | ((turn + 1).to(tl.int64) << 32)
+    # A reader's box is written again only after the receipt for the previous message.
     for reader in range(first, last):
         receipt = own_box + (reader * TILES + tile) * (BLOCK + 1) + BLOCK
         missing = 1
@@ -69,7 +71,9 @@ def _receive(
         gone = tl.load(lost)
         place = own_box + (sender * TILES + tile) * (BLOCK + 1)
         values = tl.zeros([BLOCK], tl.int32)
-        missing = 1  # 2: do not wait. It is a maximum over all threads, which must leave the loop together, whatever each of them saw.
+        # 1: words are missing, keep polling. 2: words are missing, but a rank is lost, so do not wait. The
+        # value is a maximum over all threads, because all threads must leave the loop together.
+        missing = 1
         looks = patience
         while (missing == 1) & (looks > 0):
             letters = tl.load(place + lane, mask=inside, other=0, volatile=True)
@@ -89,7 +93,6 @@ def _receive(
 
 
 def send_words(words: torch.Tensor, mail: Mail, readers: range, missing: int) -> None:
-    """See `outrider.kernels.peer_words.send_words`."""
     count = words.shape[0]
     if count == 0:
         return
@@ -103,7 +106,6 @@ def send_words(words: torch.Tensor, mail: Mail, readers: range, missing: int) ->
 def receive_words(
     out: torch.Tensor, mail: Mail, senders: range, missing: int, own: torch.Tensor | None
 ) -> None:
-    """See `outrider.kernels.peer_words.receive_words`."""
     rows, count = out.shape
     if count == 0 or rows == 0:
         return

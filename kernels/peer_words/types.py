@@ -1,4 +1,4 @@
-"""The memory through which ranks pass small messages."""
+"""Mailboxes through which ranks pass small messages."""
 
 from __future__ import annotations
 
@@ -10,25 +10,30 @@ import torch
 from outrider.kernels._launch import ceil_div
 
 BLOCK = 512
-"""Words of a message that one program passes: a tile."""
+"""Words of a message that one program passes: one tile."""
 TILES = 64
-"""What a message has at most."""
+"""Largest number of tiles of a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mail:
-    """The mailboxes of all ranks, as one rank reaches them.
+    """One rank's view of the mailboxes of all ranks.
 
-    Used by one stream at a time; every rank makes the same calls in the same order. A letter is a word of a message beside the number of
-    the message, in 64 bits that are written at once. A tile is written again when its reader has sent the receipt of the message before.
+    Used by one stream at a time. Every rank makes the same calls in the same order.
+
+    A letter is a word of a message together with the number of the message, in 64 bits that are written
+    atomically. A tile is written again only after its reader has sent the receipt for the previous message.
 
     Attributes:
-        rank: Whose view this is.
-        boxes: Of every rank, ``[ranks, TILES, BLOCK + 1] int64``: letters by sender and place; last, receipts by reader and tile.
-        addresses: ``[ranks] int64``, where they begin.
-        turns: ``[ranks, TILES] int32``, how many messages of each sender have passed here.
-        lost: ``[1] int32``, 1 once a rank was waited for in vain; may be shared with other mail and `exchange_add.Boxes` of this rank.
-        patience: How often a letter or receipt is looked for before its rank is taken for lost; a look takes about a microsecond.
+        rank: Rank that this view belongs to.
+        boxes: Box of every rank, ``[ranks, TILES, BLOCK + 1] int64``: letters by sender and place; the last
+            column contains receipts by reader and tile.
+        addresses: ``[ranks] int64``, start address of each box.
+        turns: ``[ranks, TILES] int32``, number of messages of each sender that passed this rank.
+        lost: ``[1] int32``, 1 after a rank did not answer in time. May be shared with other mail and the
+            `exchange_add.Boxes` of this rank.
+        patience: Number of polls for a letter or receipt before its rank counts as lost. One poll takes about
+            a microsecond.
     """
 
     rank: int
@@ -42,7 +47,10 @@ class Mail:
     def of(
         cls, rank: int, boxes: Sequence[torch.Tensor], patience: int, lost: torch.Tensor | None = None
     ) -> Mail:
-        """Return rank's view of these boxes, and empty its own; no rank may use its mail before all are made."""
+        """Return a rank's view of these boxes and empty its own.
+
+        No rank may use its mail before all ranks have created theirs.
+        """
         own = boxes[rank].zero_()
         addresses = torch.tensor([box.data_ptr() for box in boxes], dtype=torch.int64, device=own.device)
         turns = torch.zeros(len(boxes), TILES, dtype=torch.int32, device=own.device)
@@ -51,10 +59,22 @@ class Mail:
 
 
 def box_shape(ranks: int) -> tuple[int, int, int]:
-    """Return the shape of a rank's box."""
+    """Return the shape of a rank's box.
+
+    Example:
+        >>> from outrider.kernels.peer_words import box_shape
+        >>> box_shape(ranks=2)  # senders, tiles, words of a tile and a receipt
+        (2, 64, 513)
+    """
     return ranks, TILES, BLOCK + 1
 
 
 def can_pass(words: int) -> bool:
-    """Whether a message of so many words fits."""
+    """Return whether a message of this many words fits.
+
+    Example:
+        >>> from outrider.kernels.peer_words import can_pass
+        >>> [can_pass(words) for words in (1, 64 * 512, 64 * 512 + 1)]
+        [True, True, False]
+    """
     return ceil_div(words, BLOCK) <= TILES

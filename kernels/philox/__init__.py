@@ -1,7 +1,11 @@
-"""philox: the counter-based Gumbel noise that target and draft share. A function of (seed, position, choice, token id) and of nothing else.
+"""philox: counter-based Gumbel noise shared by target and draft.
 
-Philox4x32-10 with key = the seed's low and high 32 bits and counter = (position, id // 4, choice, 0); lane id % 4 gives the 32-bit word x;
-u = ((x >> 9) + 0.5) * 2^-23 is exact in fp32 and in (0, 1); the noise is -ln(-ln u), in [-2.82, 16.64].
+The noise is a function of (seed, position, choice, token id) and nothing else:
+
+- Philox4x32-10 (Salmon et al., SC 2011) runs with key = (low, high) 32 bits of the seed and
+  counter = (position, id // 4, choice, 0). Lane id % 4 of its output is the 32-bit word x.
+- u = ((x >> 9) + 0.5) * 2^-23 is exact in fp32 and lies in (0, 1).
+- The noise is -ln(-ln u), in [-2.82, 16.64].
 """
 
 from __future__ import annotations
@@ -21,16 +25,31 @@ def gumbel_noise(
     """Return the noise of every row and token.
 
     Args:
-        seeds: ``[rows] int64``, the bit pattern of the request's 64-bit seed.
-        positions: ``[rows] int64``, absolute index of the token that is being chosen (the low 32 bits count).
-        choices: ``[rows] int32``, which of the n choices of the request.
-        tokens: The vocabulary size V (token ids 0..V-1), or the ids themselves, ``[K] int64`` (a draft vocabulary's target ids).
+        seeds: ``[rows] int64``, bit pattern of the request's 64-bit seed.
+        positions: ``[rows] int64``, absolute index of the token being chosen; only the low 32 bits are used.
+        choices: ``[rows] int32``, index among the n choices of the request.
+        tokens: Vocabulary size V (token ids 0..V-1), or the ids themselves, ``[K] int64``, such as the target
+            ids of a draft vocabulary.
 
     Returns:
         ``[rows, V]`` or ``[rows, K]`` fp32.
 
     Raises:
         ValueError: A tensor's shape or dtype is wrong; the message names it.
+
+    Example:
+        Target and draft draw the same noise for the same seed and position, whatever else is in the batch.
+
+        >>> import torch
+        >>> from outrider.kernels.philox import gumbel_noise
+        >>> seeds, choices = torch.tensor([1234, 1234]), torch.zeros(2, dtype=torch.int32)
+        >>> noise = gumbel_noise(seeds, torch.tensor([5, 6]), choices, 4)
+        >>> noise
+        tensor([[ 1.4434, -0.4751,  1.0115,  0.6266],
+                [ 4.4574,  0.8946,  1.4907,  0.9840]])
+        >>> some = gumbel_noise(seeds[:1], torch.tensor([6]), choices[:1], torch.tensor([3, 0]))
+        >>> torch.equal(some[0], noise[1, [3, 0]])
+        True
     """
     rows = seeds.shape[0]
     expect("seeds", seeds, (rows,), torch.int64)

@@ -1,7 +1,9 @@
-"""Philox4x32-10 and the Gumbel noise on the host; the contract is in the package's docstring.
+"""Reference of Philox4x32-10 and the Gumbel noise, on the host. The package documents the contract.
 
-The integers are numpy's (torch has no unsigned arithmetic), the logarithms torch's.
-Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); vectors published with Random123 are in tests/law.
+Integers are computed with numpy, because torch has no unsigned arithmetic; logarithms with torch.
+
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). The test vectors published
+with Random123 are checked in tests/law.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ def philox_words(key: Words, counter: Words) -> Words:
     Returns:
         ``[4, rows, n] uint32``.
     """
-    # Words 0 and 2 are multiplied, words 1 and 3 xored in; each pair is one array. The halves of a product are views of it, so that a
-    # round is a product and two xors; the products alternate between two buffers because the low halves are read a round later.
+    # Words 0 and 2 are multiplied, words 1 and 3 xored in; each pair is one array. The halves of a product
+    # are views of it, so a round is one product and two xors. Products alternate between two buffers, because
+    # the low halves are still read one round later.
     multiplied, carried = counter[0::2].copy(), counter[1::2]
     steps = np.arange(ROUNDS, dtype=np.uint64)[:, None]
     keys = (key[None].astype(np.uint64) + (steps * WEYL)[:, :, None]).astype(
@@ -51,7 +54,10 @@ def philox_words(key: Words, counter: Words) -> Words:
 def gumbel_noise(
     seeds: torch.Tensor, positions: torch.Tensor, choices: torch.Tensor, tokens: torch.Tensor | int
 ) -> torch.Tensor:
-    """See `outrider.kernels.philox.gumbel_noise`. Rows that share (seed, position, choice), as siblings of a tree do, are computed once."""
+    """Compute `outrider.kernels.philox.gumbel_noise`.
+
+    Rows with the same (seed, position, choice), such as siblings in a tree, are computed once.
+    """
     keys = list(zip(seeds.tolist(), positions.tolist(), choices.tolist(), strict=True))
     distinct = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     rows = np.array(list(distinct), dtype=np.int64).reshape(-1, 3)
@@ -65,7 +71,7 @@ def gumbel_noise(
 
 
 def _noise(rows: npt.NDArray[np.int64], vocab: int) -> torch.Tensor:
-    """Return ``[rows, vocab] fp32`` for ``[rows, 3]`` of (seed, position, choice)."""
+    """Return noise ``[rows, vocab] fp32`` for ``[rows, 3]`` of (seed, position, choice)."""
     seeds = rows[:, 0].view(np.uint64)
     counter = np.zeros((4, len(rows), (vocab + 3) // 4), dtype=np.uint32)
     counter[0] = rows[:, 1, None].astype(np.uint32)

@@ -1,4 +1,7 @@
-"""The Gumbel noise in Triton; the contract is in the package's docstring. Verify and topk_expand use `gumbel`."""
+"""Triton version of the Gumbel noise.
+
+Verify and topk_expand use `gumbel`. The package documents the contract.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ from outrider.kernels import _launch
 
 @triton.jit
 def gumbel(seed, position, choice, tokens):
-    """Return the noise of a block of token ids for one (seed, position, choice): int64, int64, int32 scalars; int32/int64 block."""
+    """Return the noise of a block of token ids (int32 or int64) for one row.
+
+    `seed` and `position` are int64 scalars, `choice` is an int32 scalar.
+    """
     zero = tokens.to(tl.uint32) * 0
     word_0 = zero + (position & 0xFFFFFFFF).to(tl.uint32)
     word_1 = (tokens // 4).to(tl.uint32)
@@ -21,7 +27,7 @@ def gumbel(seed, position, choice, tokens):
     key_1 = zero + ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     multiplier_0 = zero + 0xD2511F53
     multiplier_1 = zero + 0xCD9E8D57
-    for _ in tl.static_range(10):
+    for _ in tl.static_range(10):  # the rounds of Philox4x32-10
         high_0, low_0 = tl.umulhi(multiplier_0, word_0), multiplier_0 * word_0
         high_1, low_1 = tl.umulhi(multiplier_1, word_2), multiplier_1 * word_2
         word_0 = high_1 ^ word_1 ^ key_0
@@ -49,7 +55,6 @@ def _noise(seeds, positions, choices, tokens, out, size, HAS_TOKENS: tl.constexp
 def gumbel_noise(
     seeds: torch.Tensor, positions: torch.Tensor, choices: torch.Tensor, tokens: torch.Tensor | int
 ) -> torch.Tensor:
-    """See `outrider.kernels.philox.gumbel_noise`."""
     listed = tokens.contiguous() if isinstance(tokens, torch.Tensor) else None
     size = tokens.shape[0] if isinstance(tokens, torch.Tensor) else tokens
     out = _launch.empty((seeds.shape[0], size), torch.float32, seeds.device)

@@ -1,4 +1,4 @@
-"""quantize_rows: rows in FP8 with a scale each."""
+"""quantize_rows: converts rows to FP8 with one scale per row."""
 
 from __future__ import annotations
 
@@ -12,13 +12,28 @@ __all__ = ["quantize_rows"]
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x in e4m3 and the scales whose product with it comes nearest to x: each row's largest magnitude becomes the type's, 448.
+    """Return x in e4m3 and one scale per row. The product of both approximates x.
+
+    The scale maps each row's largest magnitude to 448, the largest e4m3 number.
 
     Args:
         x: ``[rows, width]`` fp32/bf16/fp16; rows may be strided.
 
     Returns:
-        ``[rows, width]`` e4m3 and ``[rows] fp32``; a row of zeros has the scale 1.
+        ``[rows, width]`` e4m3 and ``[rows] fp32``. A row of zeros has the scale 1.
+
+    Raises:
+        ValueError: x does not have two dimensions.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.quantize_rows import quantize_rows
+        >>> rows, scales = quantize_rows(torch.tensor([[896.0, -448.0], [0.0, 0.0]]))
+        >>> rows.float()
+        tensor([[ 448., -224.],
+                [   0.,    0.]])
+        >>> scales
+        tensor([2., 1.])
     """
     expect("x", x, (None, None))
     if use_triton(x):

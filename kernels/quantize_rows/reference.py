@@ -1,4 +1,4 @@
-"""quantize_rows in plain torch; the contract is in the package's docstring."""
+"""Torch reference of quantize_rows. The package documents the contract."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ LARGEST = torch.finfo(FP8).max
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `outrider.kernels.quantize_rows.quantize_rows`."""
     wide = x.float()
     largest = wide.abs().amax(1)
     scales = torch.where(largest > 0, largest / LARGEST, 1.0)

@@ -1,4 +1,7 @@
-"""quantize_rows in Triton: a program takes a row, and keeps what it can of it in registers; the contract is in the package's docstring."""
+"""Triton version of quantize_rows: a program handles one row. The package documents the contract.
+
+A row of up to `_BLOCK` columns stays in registers between finding its scale and storing it.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,6 @@ def _quantize_rows(
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `outrider.kernels.quantize_rows.quantize_rows`."""
     rows, width = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     out = _launch.empty((rows, width), FP8, x.device)

@@ -1,4 +1,4 @@
-"""rope_store: from a fused q-k-v product to rotated queries, and keys and values in the paged planes."""
+"""rope_store: returns rotated queries of a fused q-k-v product, and stores keys and values in the planes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,29 @@ __all__ = ["Lookup", "rope_angles", "rope_store"]
 def rope_angles(
     positions: torch.Tensor, frequencies: torch.Tensor, factor: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos and sin of ``positions * frequencies``, times `factor`; the first half of sin is negated.
+    """Return cos and sin of ``positions * frequencies``, times `factor`. The first half of sin is negated.
 
     Args:
-        positions: ``[rows]``, any integer type.
+        positions: ``[rows]`` of any integer type.
         frequencies: ``[dim] fp32``, radians per position; the second half repeats the first.
-        factor: On both results.
-        dtype: Of the results; angles are computed in fp32.
+        factor: Factor on both results.
+        dtype: Dtype of the results. Angles are computed in fp32.
 
     Returns:
-        cos and sin, ``[rows, 1, dim]``.
+        cos and sin, each ``[rows, 1, dim]``.
+
+    Raises:
+        ValueError: A tensor's shape or dtype is wrong; the message names it.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.rope_store import rope_angles
+        >>> cos, sin = rope_angles(torch.tensor([0, 1]), torch.tensor([0.5, 0.5]), 1.0, torch.float32)
+        >>> cos[:, 0]
+        tensor([[1.0000, 1.0000],
+                [0.8776, 0.8776]])
+        >>> sin[1, 0]
+        tensor([-0.4794,  0.4794])
     """
     expect("positions", positions, (None,))
     expect("frequencies", frequencies, (None,), torch.float32)
@@ -50,25 +63,43 @@ def rope_store(
     head_eps: float = 0.0,
     lookup: Lookup | None = None,
 ) -> torch.Tensor:
-    """Return the rotated queries of a q-k-v product, and store its rotated keys and its values at their slots.
+    """Return the rotated queries of a q-k-v product; store its rotated keys and its values at their slots.
 
     Args:
-        parts: ``[rows, (heads + 2 * kv_heads) * dim]``, or ``[splits, rows, same] fp32`` to be added in order; rows q, k, v. Without any
-            heads of queries, keys and values are stored, and that is all.
-        cos, sin: ``[rows, 1, dim]`` of `rope_angles`.
-        k_plane, v_plane: ``[pages, page_size, kv_heads, dim]``, contiguous.
-        slots: ``[rows] int64``; -1: do not store this row. Slots >= 0 must be distinct.
-        stream: The rows of the product, whose division by the root mean square is still to be done; None: nothing is.
+        parts: ``[rows, (heads + 2 * kv_heads) * dim]``, ordered q, k, v, or ``[splits, rows, same] fp32``,
+            added in order. Without query heads, only keys and values are stored.
+        cos: ``[rows, 1, dim]`` from `rope_angles`.
+        sin: ``[rows, 1, dim]`` from `rope_angles`.
+        k_plane: ``[pages, page_size, kv_heads, dim]``, contiguous; may be FP8.
+        v_plane: Like `k_plane`.
+        slots: ``[rows] int64``; -1 does not store the row. Slots >= 0 must be distinct.
+        stream: Stream that the product was computed from, if its division by the root mean square is still to
+            be applied. None applies nothing.
         bias: ``[(heads + 2 * kv_heads) * dim]`` or None.
-        head_norm: ``[heads + kv_heads, dim]``, weights of an RMSNorm over each head of q and k before the rotation (Qwen3), or None.
-        head_eps: Of that norm.
-        lookup: What else is added to each row, behind the bias, or None.
+        head_norm: ``[heads + kv_heads, dim]``, weights of an RMSNorm over each head of q and k before the
+            rotation (Qwen3), or None.
+        head_eps: Epsilon of that norm.
+        lookup: Table entries to add to each row after the bias, or None.
 
     Returns:
-        ``[rows, heads, dim]`` in the dtype of `cos`; the planes may be FP8.
+        ``[rows, heads, dim]`` in the dtype of `cos`.
 
     Raises:
         ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+
+    Example:
+        One row with one head, turned by a quarter of a circle: q (1, 0) becomes (0, 1) and k (0, 1) becomes
+        (-1, 0). The value (5, 6) is stored as it is.
+
+        >>> import torch
+        >>> from outrider.kernels.rope_store import rope_store
+        >>> parts = torch.tensor([[1.0, 0.0, 0.0, 1.0, 5.0, 6.0]])
+        >>> cos, sin = torch.zeros(1, 1, 2), torch.tensor([[[-1.0, 1.0]]])
+        >>> k_plane, v_plane = torch.zeros(1, 2, 1, 2), torch.zeros(1, 2, 1, 2)
+        >>> rope_store(parts, cos, sin, k_plane, v_plane, torch.tensor([1]))
+        tensor([[[0., 1.]]])
+        >>> k_plane[0, 1], v_plane[0, 1]
+        (tensor([[-1.,  0.]]), tensor([[5., 6.]]))
     """
     kv_heads, dim = k_plane.shape[2:]
     rows = parts.shape[-2]

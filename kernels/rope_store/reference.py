@@ -1,4 +1,4 @@
-"""rope_store in plain torch; the contract is in the package's docstring."""
+"""Torch reference of rope_store. The package documents the contract."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from outrider.kernels.stream import Stream
 def rope_angles(
     positions: torch.Tensor, frequencies: torch.Tensor, factor: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `outrider.kernels.rope_store.rope_angles`."""
     angles = (positions.to(torch.float32)[:, None] * frequencies)[:, None, :]
     sign = torch.ones_like(frequencies)
     sign[: sign.shape[0] // 2] = -1
@@ -33,7 +32,6 @@ def rope_store(
     head_eps: float,
     lookup: Lookup | None,
 ) -> torch.Tensor:
-    """See `outrider.kernels.rope_store.rope_store`."""
     kv_heads, dim = k_plane.shape[2:]
     total = parts.sum(0) if parts.dim() == 3 else parts.float()
     inverse = None if stream is None else stream.inverse_rms()

@@ -1,4 +1,7 @@
-"""rope_store in Triton: a program takes some heads of one row, as their first and second halves; the contract is in the docstring."""
+"""Triton version of rope_store. The package documents the contract.
+
+A program handles some heads of one row, each as its first and its second half.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +51,7 @@ def _rope_store(
     if PDL:
         gdc_wait()
     slot = tl.load(slots + row)
+    # 1. Complete the product: add the parts, divide by the root mean square, add bias and lookup.
     low = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
     high = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
     for split in tl.static_range(SPLITS):
@@ -66,10 +70,12 @@ def _rope_store(
         found = table + tl.load(index + row).to(tl.int64) * table_row + column
         low += tl.load(found, mask=inside, other=0.0).to(tl.float32)
         high += tl.load(found + HALF, mask=inside, other=0.0).to(tl.float32)
+    # 2. Norm the heads of q and k (HEAD_NORM), and rotate.
     angle = row * DIM + d
     cos_low = tl.load(cos + angle, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
     cos_high = tl.load(cos + angle + HALF, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
-    sin_low = tl.load(sin + angle, mask=d < HALF, other=0.0).to(tl.float32)[None, :]  # negated
+    # The first half of sin is negated by `rope_angles`.
+    sin_low = tl.load(sin + angle, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
     sin_high = tl.load(sin + angle + HALF, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
     turn_low, turn_high = low, high
     if HEAD_NORM:
@@ -81,6 +87,7 @@ def _rope_store(
         )
     new_low = turn_low * cos_low + turn_high * sin_low
     new_high = turn_high * cos_high + turn_low * sin_high
+    # 3. Store queries to q, keys and values to their planes.
     if PDL:
         gdc_launch_dependents()
     is_query, is_value = (head < HEADS)[:, None], (head >= HEADS + KV_HEADS)[:, None]
@@ -100,7 +107,6 @@ def _rope_store(
 def rope_angles(
     positions: torch.Tensor, frequencies: torch.Tensor, factor: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `outrider.kernels.rope_store.rope_angles`."""
     rows, dim = positions.shape[0], frequencies.shape[0]
     cos, sin = (_launch.empty((rows, 1, dim), dtype, frequencies.device) for _ in range(2))
     if rows:
@@ -125,7 +131,6 @@ def rope_store(
     head_eps: float,
     lookup: Lookup | None,
 ) -> torch.Tensor:
-    """See `outrider.kernels.rope_store.rope_store`."""
     kv_heads, dim = k_plane.shape[2:]
     rows, heads = parts.shape[-2], parts.shape[-1] // dim - 2 * kv_heads
     q = _launch.empty((rows, heads, dim), cos.dtype, parts.device)

@@ -1,4 +1,4 @@
-"""The data of rope_store."""
+"""Data types of rope_store."""
 
 from __future__ import annotations
 
@@ -11,24 +11,28 @@ from outrider.kernels._launch import expect, expect_contiguous
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What is added to each row of a product: an entry of a table, such as the share of an input that takes few values.
+    """Table entries added to the rows of a product, such as the contribution of an input with few values.
 
     Attributes:
         table: ``[entries, out]`` of any float dtype, the last dimension dense.
-        index: ``[rows] int32``, contiguous, which entry each row takes.
+        index: ``[rows] int32``, contiguous: the entry of each row.
     """
 
     table: torch.Tensor
     index: torch.Tensor
 
     def check(self, rows: int, out: int) -> None:
-        """Raise a ValueError that names what does not fit a product ``[rows, out]``."""
+        """Check that the entries fit a product ``[rows, out]``.
+
+        Raises:
+            ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+        """
         expect("table", self.table, (None, out))
         expect("index", self.index, (rows,), torch.int32)
         expect_contiguous("index", self.index)
         if self.table.stride(1) != 1:
             raise ValueError(
-                f"the last dimension of table must be dense, its strides are {self.table.stride()}"
+                f"the last dimension of table must be dense; its strides are {self.table.stride()}"
             )
 
     def rows(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""round_plan: tokens, positions, slots and lengths of every row of a drafting round, from what the last round left on the device."""
+"""round_plan: computes tokens, positions, slots and lengths of a drafting round's rows on the device."""
 
 from __future__ import annotations
 
@@ -25,24 +25,48 @@ def round_plan(
     page_size: int,
     lead: int,
 ) -> RoundPlan:
-    """Lay out the rows of a round. Nothing is asked of the host, so that one CUDA graph serves all lengths.
+    """Lay out the rows of a round from the results of the last round.
+
+    The host provides no values that change between rounds, so one CUDA graph serves all lengths.
 
     Args:
         committed_lens: ``[bs] int32``, committed tokens, the root included.
-        counts: ``[bs] int32``, how many of them are fresh: 0 (an idle sequence: it touches no memory) or 1..R.
-        tokens: ``[bs, columns] int32``, the fresh tokens, the root last; columns from ``counts[b]`` on are ignored.
-        max_nodes: ``[bs] int32``, of each tree.
-        page_table: ``[bs, max_pages] int32``, holding every row up to the last level's.
-        rows: R, the rows that extend a sequence, at most `columns`.
-        depth, topk: Of the trees.
-        page_size: Tokens of a page.
-        lead: Stable rows less ``committed_lens - 1``: 0 where a row pairs a token with the feature before it, 1 where rows are tokens.
+        counts: ``[bs] int32``, number of committed tokens that are fresh: 1..R, or 0 for an idle sequence,
+            which touches no memory.
+        tokens: ``[bs, columns] int32``, the fresh tokens, the root last. Columns from ``counts[b]`` on are
+            ignored.
+        max_nodes: ``[bs] int32``, largest number of nodes of each tree.
+        page_table: ``[bs, max_pages] int32``, with pages for every row up to the last level.
+        rows: R, the number of rows that extend a sequence, at most `columns`.
+        depth: Depth of the trees, at least 1.
+        topk: Width of each level of the trees, at least 1.
+        page_size: Tokens per page.
+        lead: Stable rows minus ``committed_lens - 1``: 0 if a row pairs a token with the feature before it, 1
+            if each row is a token.
 
     Returns:
         The plan.
 
     Raises:
-        ValueError: A tensor's shape or dtype is wrong; the message names it.
+        ValueError: A tensor's shape or dtype, or `rows`, `depth` or `topk` is wrong; the message names it.
+
+    Example:
+        A sequence of 5 committed tokens, 2 of them fresh, on pages 3 and 1. The fresh rows are the last of
+        three, and the two rows of level 1 follow them.
+
+        >>> import torch
+        >>> from outrider.kernels.round_plan import round_plan
+        >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
+        >>> plan = round_plan(
+        ...     ints(5), ints(2), ints([7, 8, 0]), ints(4), ints([3, 1]),
+        ...     rows=3, depth=2, topk=2, page_size=4, lead=0,
+        ... )
+        >>> plan.tokens.tolist(), plan.root_tokens.tolist()
+        ([0, 7, 8], [8])
+        >>> plan.extend_slots.tolist(), plan.level_slots.tolist()
+        ([-1, 14, 15], [[4, 5]])
+        >>> plan.positions.tolist(), plan.lens.tolist()
+        ([1, 2, 3, 4, 4], [[2], [4], [6]])
     """
     bs = tokens.shape[0]
     expect("tokens", tokens, (bs, None), torch.int32)
@@ -51,9 +75,9 @@ def round_plan(
     expect("max_nodes", max_nodes, (bs,), torch.int32)
     expect("page_table", page_table, (bs, None), torch.int32)
     if depth < 1 or topk < 1:
-        raise ValueError(f"depth is {depth} and topk {topk}, expected at least 1")
+        raise ValueError(f"depth is {depth} and topk is {topk}; both must be at least 1")
     if not 1 <= rows <= tokens.shape[1]:
-        raise ValueError(f"rows is {rows}, expected 1..{tokens.shape[1]} (the columns of tokens)")
+        raise ValueError(f"rows is {rows}, expected 1..{tokens.shape[1]} (the number of columns of tokens)")
     if use_triton(tokens):
         from outrider.kernels.round_plan import triton as compiled
 

@@ -1,4 +1,4 @@
-"""round_plan in plain torch; the contract is in the package's docstring."""
+"""Torch reference of round_plan. The package documents the contract."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ def round_plan(
     page_size: int,
     lead: int,
 ) -> RoundPlan:
-    """See `outrider.kernels.round_plan.round_plan`."""
     bs, columns = tokens.shape
     device = tokens.device
     busy = counts > 0
     count = counts.to(torch.int64)[:, None]
     stable = torch.where(busy, committed_lens - 1 + lead, 0).to(torch.int64)
     column = torch.arange(rows, device=device)
-    source = column - (rows - count)  # [bs, R]; below 0: padding
+    source = column - (rows - count)  # [bs, R], column of the fresh token; below 0 for padding
     fresh = source >= 0
     index = stable[:, None] - rows + column
     scratch = torch.arange((depth - 1) * topk, device=device)
-    behind = stable[:, None] + scratch  # [bs, (depth - 1) * topk]
+    behind = stable[:, None] + scratch  # [bs, (depth - 1) * topk], token indices of the levels' rows
     at_level = (stable[:, None] - 1 + torch.arange(1, depth, device=device)).clamp(min=0)  # [bs, depth - 1]
     positions = [index.clamp(min=0).view(-1), at_level.T.repeat_interleave(topk, 1).reshape(-1)]
     lens = [stable - count[:, 0], *(stable + level * topk * busy for level in range(depth))]

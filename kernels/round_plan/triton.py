@@ -1,4 +1,4 @@
-"""round_plan in Triton: one program per sequence; the contract is in the package's docstring."""
+"""Triton version of round_plan: one program per sequence. The package documents the contract."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _plan(
     stable = tl.where(busy, tl.load(committed_lens + sequence) - 1 + LEAD, 0)
     table = page_table + sequence.to(tl.int64) * table_stride
     column = tl.arange(0, BLOCK_R)
-    source = column - (rows - count)
+    source = column - (rows - count)  # column of the fresh token; below 0 for padding
     inside = column < rows
     fresh = inside & (source >= 0)
     index = stable - rows + column
@@ -46,13 +46,13 @@ def _plan(
     tl.store(positions + row, tl.maximum(index, 0), mask=inside)
     tl.store(root_tokens + sequence, tl.sum(tl.where(column == rows - 1, token, 0), 0))
     tl.store(out_nodes + sequence, nodes)
-    level = scratch // TOPK  # less one
+    level = scratch // TOPK  # level - 1
     at = (level * bs + sequence) * TOPK + scratch % TOPK
     tl.store(
         level_slots + at, tl.where(busy, scratch_page * PAGE_SIZE + behind % PAGE_SIZE, -1), mask=drafted
     )
     tl.store(positions + bs * rows + at, tl.maximum(stable + level, 0), mask=drafted)
-    step = tl.arange(0, BLOCK_D)  # lens: before the extension, then by level from 0
+    step = tl.arange(0, BLOCK_D)  # rows of lens: before the extension, then one per level from 0
     length = tl.where(step == 0, stable - count, stable + tl.where(busy, (step - 1) * TOPK, 0))
     tl.store(lens + step * bs + sequence, length, mask=step <= DEPTH)
 
@@ -69,7 +69,6 @@ def round_plan(
     page_size: int,
     lead: int,
 ) -> RoundPlan:
-    """See `outrider.kernels.round_plan.round_plan`."""
     bs, columns = tokens.shape
     device = tokens.device
     scratch = (depth - 1) * topk

@@ -1,4 +1,4 @@
-"""The data of a planned drafting round."""
+"""Data types of a planned drafting round."""
 
 from __future__ import annotations
 
@@ -8,20 +8,25 @@ import torch
 
 
 class RoundPlan(NamedTuple):
-    """Where the rows of a drafting round lie: R rows per sequence that extend its stable ones, then ``depth - 1`` levels of `topk` rows.
+    """Layout of the rows of a drafting round.
 
-    The c fresh rows of a sequence are the **last** c of its R, so that causal attention ends at its last stable row and the state that the
-    tree grows from is always that of row R - 1; the rows before them are padding, which stores nothing.
+    Each sequence has R rows that extend its stable rows, followed by ``depth - 1`` levels of `topk` rows.
+
+    The c fresh rows of a sequence are the **last** c of its R rows. Causal attention then ends at the last
+    stable row, and the state that the tree grows from is always in row R - 1. The rows before the fresh ones
+    are padding, which stores nothing.
 
     Attributes:
         tokens: ``[bs * R] int32`` of the rows that extend; padding 0.
-        features: ``[bs * R] int32``, which of the ``[bs * columns]`` fresh rows each is; padding the sequence's first.
+        features: ``[bs * R] int32``, index of each row among the ``[bs * columns]`` fresh rows; for padding,
+            the sequence's first.
         extend_slots: ``[bs * R] int64``; padding -1.
-        level_slots: ``[depth - 1, bs * topk] int64``; -1 in idle sequences.
-        positions: ``[bs * R + (depth - 1) * bs * topk] int32``, of all these rows in that order; padding 0 or above.
-        lens: ``[1 + depth, bs] int32``: stable rows before the extension, those behind it, then the tokens that each level sees up to.
+        level_slots: ``[depth - 1, bs * topk] int64``; -1 for idle sequences.
+        positions: ``[bs * R + (depth - 1) * bs * topk] int32`` of all these rows in this order; padding >= 0.
+        lens: ``[1 + depth, bs] int32``: stable rows before the extension, stable rows after it, then the
+            number of tokens that each level sees.
         root_tokens: ``[bs] int32``.
-        max_nodes: ``[bs] int32``; 1 in idle sequences.
+        max_nodes: ``[bs] int32``; 1 for idle sequences.
     """
 
     tokens: torch.Tensor

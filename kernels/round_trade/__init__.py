@@ -1,6 +1,6 @@
-"""round_trade: the ends of rounds that two processes share: blobs to and from a mailbox, states that count, trees packed to go.
+"""round_trade: transfers between two processes that share rounds (mailbox blobs, states, packed trees).
 
-Blobs are copied by kernels: the engines that copy memory between GPUs take longer to start than 50 kB take to travel.
+Kernels copy the blobs, because the GPU's copy engines take longer to start than 50 kB take to transfer.
 """
 
 from __future__ import annotations
@@ -16,15 +16,25 @@ WORD_BYTES = 4
 
 
 def post_blob(blob: torch.Tensor, slot: int, number: int) -> None:
-    """Copy a blob to a mailbox's slot, where its first word is the number of its round.
+    """Copy a blob to a mailbox slot and replace its first word there by the round's number.
 
     Args:
-        blob: ``[n] uint8``, contiguous, n a multiple of 4.
-        slot: Address, a multiple of 16, of n bytes that the blob's device reaches.
-        number: Fits into an int32.
+        blob: ``[n] uint8``, contiguous, n a multiple of 4, at an address that is a multiple of 16.
+        slot: Address of n bytes that the blob's device can write; a multiple of 16.
+        number: Number of the round; must fit into an int32.
 
     Raises:
-        ValueError: The tensor's dtype, layout or size is wrong, or the address is not aligned; the message names it.
+        ValueError: The tensor's dtype, layout or size is wrong, or an address is not aligned; the message
+            names it.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.round_trade import post_blob
+        >>> blob = torch.tensor([0, 11, 12], dtype=torch.int32).view(torch.uint8)
+        >>> slot = torch.zeros(12, dtype=torch.uint8)  # stands for shared memory
+        >>> post_blob(blob, slot.data_ptr(), 7)
+        >>> slot.view(torch.int32)
+        tensor([ 7, 11, 12], dtype=torch.int32)
     """
     _expect_blob(blob, slot)
     if blob.is_cuda or use_triton(blob):
@@ -38,16 +48,27 @@ def post_blob(blob: torch.Tensor, slot: int, number: int) -> None:
 
 
 def fetch_blob(slot: int, blob: torch.Tensor, passed: int, number: int) -> None:
-    """Copy what lies in a mailbox's slot to a blob, and say that this side has come so far.
+    """Copy a mailbox slot to a blob, and publish how far this side has read.
 
     Args:
-        slot: Address, a multiple of 16.
-        blob: ``[n] uint8``, contiguous, n a multiple of 4; overwritten.
-        passed: Address of a word of 4 bytes that becomes `number`.
-        number: Fits into an int32.
+        slot: Address to read from; a multiple of 16.
+        blob: ``[n] uint8``, contiguous, n a multiple of 4, at an address that is a multiple of 16;
+            overwritten.
+        passed: Address of a 4-byte word that is set to `number`.
+        number: Number of the round; must fit into an int32.
 
     Raises:
-        ValueError: See `post_blob`.
+        ValueError: The tensor's dtype, layout or size is wrong, or an address is not aligned; the message
+            names it.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.round_trade import fetch_blob
+        >>> slot = torch.tensor([7, 11, 12], dtype=torch.int32)  # stands for shared memory
+        >>> blob, passed = torch.empty(12, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
+        >>> fetch_blob(slot.data_ptr(), blob, passed.data_ptr(), 7)
+        >>> blob.view(torch.int32), passed
+        (tensor([ 7, 11, 12], dtype=torch.int32), tensor([7], dtype=torch.int32))
     """
     _expect_blob(blob, slot)
     if blob.is_cuda or use_triton(blob):
@@ -66,19 +87,33 @@ def _expect_blob(blob: torch.Tensor, slot: int) -> None:
     if blob.nbytes % WORD_BYTES:
         raise ValueError(f"blob has {blob.nbytes} bytes, expected a multiple of {WORD_BYTES}")
     if slot % 16 or blob.data_ptr() % 16:
-        raise ValueError("slot and blob must lie at multiples of 16 bytes")
+        raise ValueError("the addresses of slot and blob must be multiples of 16")
 
 
 def admit_counts(number: torch.Tensor, expected: torch.Tensor, counts: torch.Tensor) -> None:
-    """Let every row go idle, in place, unless ``number == expected``: a state that did not come in time is one of an earlier round.
+    """Set the counts of all rows to 0 (idle), in place, unless ``number == expected``.
+
+    A state with another number is one of an earlier round, because the state of this round did not arrive in
+    time.
 
     Args:
-        number: ``[1] int32``, of the round that the state says it is for.
-        expected: ``[1] int32``, of this round.
+        number: ``[1] int32``, number of the round that the state was made for.
+        expected: ``[1] int32``, number of this round.
         counts: ``[bs] int32``, contiguous; changed.
 
     Raises:
         ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.round_trade import admit_counts
+        >>> counts = torch.tensor([3, 1], dtype=torch.int32)
+        >>> admit_counts(torch.tensor([8]).int(), torch.tensor([8]).int(), counts)
+        >>> counts.tolist()
+        [3, 1]
+        >>> admit_counts(torch.tensor([7]).int(), torch.tensor([8]).int(), counts)  # round 7, not 8
+        >>> counts.tolist()
+        [0, 0]
     """
     expect("number", number, (1,), torch.int32)
     expect("expected", expected, (1,), torch.int32)
@@ -102,15 +137,27 @@ def pack_trees(
     out_tokens: torch.Tensor,
     out_parents: torch.Tensor,
 ) -> None:
-    """Copy trees to where they go from.
+    """Copy trees to the buffers that they are sent from.
 
     Args:
-        num_nodes: ``[bs] int32``.
-        tokens, parents: ``[bs, N] int32``, contiguous.
-        out_nodes, out_tokens, out_parents: Of the same shapes, contiguous.
+        num_nodes: ``[bs] int32``, contiguous.
+        tokens: ``[bs, N] int32``, contiguous.
+        parents: ``[bs, N] int32``, contiguous.
+        out_nodes: Receives `num_nodes`; same shape, contiguous.
+        out_tokens: Receives `tokens`; same shape, contiguous.
+        out_parents: Receives `parents`; same shape, contiguous.
 
     Raises:
         ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.round_trade import pack_trees
+        >>> nodes, tokens, parents = (torch.tensor(x).int() for x in ([3], [[5, 6, 7]], [[-1, 0, 0]]))
+        >>> packed = torch.zeros(7, dtype=torch.int32)  # one buffer that is sent as a whole
+        >>> pack_trees(nodes, tokens, parents, packed[:1], packed[1:4].view(1, 3), packed[4:].view(1, 3))
+        >>> packed
+        tensor([ 3,  5,  6,  7, -1,  0,  0], dtype=torch.int32)
     """
     bs, nodes = tokens.shape
     planes = {"tokens": tokens, "parents": parents, "out_tokens": out_tokens, "out_parents": out_parents}

@@ -1,4 +1,4 @@
-"""round_trade in Triton, one launch each; the contract is in the package's docstring."""
+"""Triton version of round_trade: one launch per function. The package documents the contract."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _fetch(slot, blob, passed, number, words, BLOCK: tl.constexpr):
     at = program * BLOCK + tl.arange(0, BLOCK)
     inside = at < words
     place = tl.multiple_of(slot.to(tl.pointer_type(tl.int32)), 16)
-    # Written by another process since this memory was read last: past the caches of this GPU's processors.
+    # Bypass the caches of the multiprocessors: another process may have written the slot since the last read.
     word = tl.load(place + at, mask=inside, other=0, cache_modifier=".cg")
     tl.store(blob + at, word, mask=inside)
     if program == 0:
@@ -37,7 +37,6 @@ def _fetch(slot, blob, passed, number, words, BLOCK: tl.constexpr):
 
 
 def post_blob(blob: torch.Tensor, slot: int, number: int) -> None:
-    """See `outrider.kernels.round_trade.post_blob`."""
     words = blob.view(torch.int32)
     with _launch.on_device_of(blob):
         _post[(_launch.ceil_div(words.shape[0], WORDS_PER_PROGRAM),)](
@@ -46,7 +45,6 @@ def post_blob(blob: torch.Tensor, slot: int, number: int) -> None:
 
 
 def fetch_blob(slot: int, blob: torch.Tensor, passed: int, number: int) -> None:
-    """See `outrider.kernels.round_trade.fetch_blob`."""
     words = blob.view(torch.int32)
     with _launch.on_device_of(blob):
         _fetch[(_launch.ceil_div(words.shape[0], WORDS_PER_PROGRAM),)](
@@ -68,7 +66,6 @@ def _admit(number, expected, counts, bs, BLOCK: tl.constexpr, PDL: tl.constexpr)
 
 
 def admit_counts(number: torch.Tensor, expected: torch.Tensor, counts: torch.Tensor) -> None:
-    """See `outrider.kernels.round_trade.admit_counts`."""
     bs = counts.shape[0]
     if bs:
         with _launch.on_device_of(counts):
@@ -113,7 +110,6 @@ def pack_trees(
     out_tokens: torch.Tensor,
     out_parents: torch.Tensor,
 ) -> None:
-    """See `outrider.kernels.round_trade.pack_trees`."""
     bs, columns = tokens.shape
     if bs:
         with _launch.on_device_of(tokens):

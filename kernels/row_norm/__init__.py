@@ -1,4 +1,4 @@
-"""row_norm: RMSNorm in which the bits of a row depend on that row alone."""
+"""row_norm: RMSNorm whose result for a row depends bit by bit on that row alone."""
 
 from __future__ import annotations
 
@@ -24,6 +24,15 @@ def row_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
     Raises:
         ValueError: A tensor's shape is wrong; the message names it.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.row_norm import row_norm
+        >>> x, weight = torch.tensor([[2.0, -2.0], [0.3, 0.7]]), torch.tensor([1.0, 10.0])
+        >>> row_norm(x, weight, 0.0)[0]
+        tensor([  1., -10.])
+        >>> torch.equal(row_norm(x[1:], weight, 0.0), row_norm(x, weight, 0.0)[1:])
+        True
     """
     expect("weight", weight, tuple(x.shape[1:]))
     if use_triton(x):

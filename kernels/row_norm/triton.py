@@ -1,4 +1,4 @@
-"""row_norm in Triton: one program per row (and head); the contract is in the package's docstring."""
+"""Triton version of row_norm: one program per row (and head). The package documents the contract."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ def _norm(x, weight, out, eps, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: t
 
 
 def row_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """See `outrider.kernels.row_norm.row_norm`."""
     out = _launch.empty(tuple(x.shape), x.dtype, x.device)
     size = x.shape[-1]
     if x.numel():

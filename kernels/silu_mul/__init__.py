@@ -1,4 +1,4 @@
-"""silu_mul: the gated activation of an MLP, on a fused gate-up product or its partial sums."""
+"""silu_mul: gated activation of an MLP, computed from a fused gate-up product or its partial sums."""
 
 from __future__ import annotations
 
@@ -19,19 +19,30 @@ def silu_mul(
     bias: torch.Tensor | None = None,
     gelu: bool = False,
 ) -> torch.Tensor:
-    """Return ``act(gate) * up``, ``[rows, intermediate]``, for ``gate, up = (sum of parts / rms + bias).chunk(2)``.
+    """Return ``act(gate) * up`` for ``gate, up = (sum of parts / rms + bias).chunk(2)``.
 
     Args:
-        parts: ``[rows, 2 * intermediate]``, or ``[splits, rows, 2 * intermediate] fp32`` to be added in order; gate first.
-        stream: The rows of the product, whose division by the root mean square is still to be done; None: nothing is.
+        parts: ``[rows, 2 * intermediate]``, or ``[splits, rows, 2 * intermediate] fp32``, added in order;
+            gate first. Contiguous.
+        stream: Stream that the product was computed from, if its division by the root mean square is still to
+            be applied. None applies nothing.
         bias: ``[2 * intermediate]`` or None.
-        gelu: The activation is gelu (tanh form) instead of silu.
+        gelu: Use gelu (tanh form) instead of silu.
+
+    Returns:
+        ``[rows, intermediate]`` in the dtype of the stream's rows, or of `parts` without a stream.
 
     Raises:
         ValueError: A tensor's shape or layout is wrong; the message names it.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.silu_mul import silu_mul
+        >>> silu_mul(torch.tensor([[0.0, 1.0, 5.0, 3.0]]))  # silu(0) * 5, silu(1) * 3
+        tensor([[0.0000, 2.1932]])
     """
     if parts.shape[-1] % 2:
-        raise ValueError(f"parts has {parts.shape[-1]} columns; gate and up need an even number")
+        raise ValueError(f"parts has {parts.shape[-1]} columns; gate and up need an even number of columns")
     expect_contiguous("parts", parts)
     if bias is not None:
         expect("bias", bias, (parts.shape[-1],))

@@ -1,4 +1,4 @@
-"""silu_mul in plain torch; the contract is in the package's docstring."""
+"""Torch reference of silu_mul. The package documents the contract."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from outrider.kernels.stream import Stream
 def silu_mul(
     parts: torch.Tensor, stream: Stream | None, bias: torch.Tensor | None, gelu: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    """See `outrider.kernels.silu_mul.silu_mul`."""
     total = parts.sum(0) if parts.dim() == 3 else parts.float()
     inverse = None if stream is None else stream.inverse_rms()
     if inverse is not None:

@@ -1,4 +1,7 @@
-"""silu_mul in Triton: a program takes a block of one row; the contract is in the package's docstring."""
+"""Triton version of silu_mul: a program handles a block of one row.
+
+The package documents the contract.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,9 @@ _BLOCK = 1024
 
 @triton.jit
 def gate(value, GELU: tl.constexpr):
-    """Return silu, or gelu in its tanh form."""
+    """Return silu of a block, or gelu in its tanh form."""
     if GELU:
+        # 0.5 * (1 + tanh(z)) is sigmoid(2 z); the factor is 2 * sqrt(2 / pi).
         return value * tl.sigmoid(1.5957691216057308 * (value + 0.044715 * value * value * value))
     return value * tl.sigmoid(value)
 
@@ -56,7 +60,6 @@ def _silu_mul(
 def silu_mul(
     parts: torch.Tensor, stream: Stream | None, bias: torch.Tensor | None, gelu: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    """See `outrider.kernels.silu_mul.silu_mul`."""
     rows, size = parts.shape[-2], parts.shape[-1] // 2
     out = _launch.empty((rows, size), dtype, parts.device)
     if rows == 0:

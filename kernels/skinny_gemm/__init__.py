@@ -1,6 +1,7 @@
-"""skinny_gemm: few rows times a large matrix, bound by reading the matrix; what follows in a decoder layer is fused.
+"""skinny_gemm: few rows times a large matrix, fused with the operation that follows in a decoder layer.
 
-Up to `FEW_ROWS` rows take the kernels of this package's `triton`, more those of `wide` where they were measured to be faster.
+Such products are bound by reading the matrix. Up to `FEW_ROWS` rows use the kernels in this package's
+`triton`. More rows use those in `wide` where they measured faster.
 """
 
 from __future__ import annotations
@@ -26,19 +27,29 @@ __all__ = [
 def project(
     x: torch.Tensor, weight: torch.Tensor, *, scales: torch.Tensor | None = None, tile: Tile | None = None
 ) -> torch.Tensor:
-    """Return ``x @ weight.T``, or the parts of it that the next kernel has to add.
+    """Return ``x @ weight.T``, or its parts, which the next kernel must add.
 
     Args:
-        x: ``[rows, in]`` fp32/bf16/fp16, at most `MANY_ROWS` rows (`FEW_ROWS` with `scales`); rows may be strided.
-        weight: ``[out, in]``, contiguous, x's dtype; e4m3 with `scales`. Tensor cores then multiply x in FP8 too, by `quantize_rows`.
-        scales: ``[out] fp32``, what each row of an FP8 weight is to be multiplied by, or None.
-        tile: How; the measured one for this shape unless given.
+        x: ``[rows, in]`` fp32/bf16/fp16, at most `MANY_ROWS` rows (`FEW_ROWS` with `scales`); rows may be
+            strided.
+        weight: ``[out, in]``, contiguous, in x's dtype, or in e4m3 with `scales`. In the latter case tensor
+            cores multiply x in FP8 too, converted by `quantize_rows`.
+        scales: ``[out] fp32``, contiguous, factor of each row of an FP8 weight, or None.
+        tile: How to compute the product. None selects the measured tile for this shape.
 
     Returns:
-        ``[rows, out]`` in x's dtype, or ``[splits, rows, out] fp32`` whose sum it is: what `add_sums`, `rope_store` and `silu_mul` take.
+        ``[rows, out]`` in x's dtype, or ``[splits, rows, out] fp32`` whose sum is the product. `add_sums`,
+        `rope_store` and `silu_mul` accept both forms.
 
     Raises:
         ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.skinny_gemm import project
+        >>> weight = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+        >>> project(torch.tensor([[1.0, 2.0]]), weight)
+        tensor([[1., 2., 3.]])
     """
     _check(x, weight, scales)
     if not use_triton(x):
@@ -46,6 +57,7 @@ def project(
     from outrider.kernels.skinny_gemm import triton as compiled
     from outrider.kernels.skinny_gemm.wide import triton as wide
 
+    # A given or measured tile may not fit these tensors' addresses and strides.
     tile = _usable(tile or choose_tile(Epilogue.PLAIN, x, weight), x, weight)
     if tile.method is Method.LIBRARY:
         return library.project(x, weight, scales, tile.splits)
@@ -55,10 +67,29 @@ def project(
 
 
 def project_normed(stream: Stream, weight: torch.Tensor, *, tile: Tile | None = None) -> torch.Tensor:
-    """Return ``norm(stream) @ weight.T``, or the parts of it: `project`, with what is left of the norm.
+    """Return ``norm(stream) @ weight.T``, or its parts: `project` plus what remains of the norm.
 
-    A dot divides in its tail, and so do programs that stay. The many others of a single row would each read all sums of squares: there the
-    row is normed before.
+    A dot, and programs that stay, divide in their epilogue. The many programs of a single row's sum would
+    each read all sums of squares, so there the row is normed in a launch of its own.
+
+    Args:
+        stream: The residual stream; the row limit of `project` applies.
+        weight: ``[out, width]``, contiguous, in the dtype of the stream's rows.
+        tile: As in `project`.
+
+    Returns:
+        As `project`.
+
+    Raises:
+        ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.add_norm import embed_rows
+        >>> from outrider.kernels.skinny_gemm import project_normed
+        >>> stream = embed_rows(torch.tensor([0]), torch.tensor([[4.0, -4.0]]), torch.tensor([1.0, 3.0]), 0.0)
+        >>> project_normed(stream, torch.tensor([[1.0, 0.0], [1.0, 1.0]]))  # the normed row is (1, -3)
+        tensor([[ 1., -2.]])
     """
     x = stream.scaled
     _check(x, weight, None)
@@ -83,21 +114,36 @@ def project_add(
     out: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> Stream:
-    """Return the residual stream after ``residual + x @ weight.T + bias``, prepared for the norm that reads it next.
+    """Return the residual stream after ``residual + x @ weight.T + bias``, prepared for the next norm.
 
-    In fp16 `add_sums` adds and norms, by a launch of its own: no program of a product sees the whole row (`normed_at_once`).
+    In fp16, `add_sums` adds and norms in a launch of its own, because rows must be divided by their root mean
+    square there (`normed_at_once`) and no program of a product sees a whole row.
 
     Args:
         x: As in `project`.
-        weight: ``[width, in]``.
-        residual: ``[rows, width]``; rows may be strided.
-        norm_weight: ``[width]``, of the next norm.
-        eps: Of that norm.
+        weight: ``[width, in]``, as in `project`.
+        residual: ``[rows, width]`` in x's dtype; rows may be strided.
+        norm_weight: ``[width]``, weight of the next norm.
+        eps: Epsilon of that norm, added to the mean square.
         scales: As in `project`.
         bias: ``[width]`` or None.
-        out: ``[rows, width]``, where the sum is written (rows may be strided, so that it can be a slice of captured states); allocated if
-            None. Not `residual`.
+        out: ``[rows, width]`` that receives the sum, other than `residual`. Rows may be strided, so it can be
+            a slice of captured states. Allocated if None.
         tile: As in `project`.
+
+    Raises:
+        ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.add_norm import normalise
+        >>> from outrider.kernels.skinny_gemm import project_add
+        >>> x, weight = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+        >>> stream = project_add(x, weight, torch.tensor([[3.0, 2.0]]), torch.tensor([1.0, 2.0]), 0.0)
+        >>> stream.residual
+        tensor([[4., 4.]])
+        >>> normalise(stream)
+        tensor([[1., 2.]])
     """
     _check(x, weight, scales)
     rows, width = residual.shape
@@ -128,20 +174,35 @@ def project_gated(
     gelu: bool = False,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """Return ``act(gate) * up`` of ``norm(stream) @ weight.T + bias``: ``[rows, intermediate]``.
+    """Return ``act(gate) * up`` for ``gate, up = (norm(stream) @ weight.T + bias).chunk(2)``.
 
     Args:
-        stream: As many rows as in `project`.
-        weight: ``[2 * intermediate, width]``, gate first.
+        stream: The residual stream; the row limit of `project` applies.
+        weight: ``[2 * intermediate, width]``, gate first, as in `project`.
         scales: As in `project`.
         bias: ``[2 * intermediate]`` or None.
-        gelu: The activation is gelu (tanh form) instead of silu.
+        gelu: Use gelu (tanh form) instead of silu.
         tile: As in `project`.
+
+    Returns:
+        ``[rows, intermediate]`` in the dtype of the stream's rows.
+
+    Raises:
+        ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.add_norm import embed_rows
+        >>> from outrider.kernels.skinny_gemm import project_gated
+        >>> stream = embed_rows(torch.tensor([0]), torch.tensor([[4.0, -4.0]]), torch.ones(2), 0.0)
+        >>> weight = torch.tensor([[1.0, 0.0], [0.0, -1.0], [3.0, 0.0], [0.0, 5.0]])  # two gates, two values
+        >>> project_gated(stream, weight)  # the normed row is (1, -1): silu(1) * 3, silu(1) * -5
+        tensor([[ 2.1932, -3.6553]])
     """
     x = stream.scaled
     _check(x, weight, scales)
     if weight.shape[0] % 2:
-        raise ValueError(f"weight has {weight.shape[0]} rows; gate and up need an even number")
+        raise ValueError(f"weight has {weight.shape[0]} rows; gate and up need an even number of rows")
     if use_triton(x):
         from outrider.kernels.skinny_gemm import triton as compiled
         from outrider.kernels.skinny_gemm.wide.gated import triton as gated
@@ -166,19 +227,39 @@ def project_rotated(
     lookup: Lookup | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """Return the rotated queries of ``norm(stream) @ weight.T + bias``; store its rotated keys and its values: `rope_store`, fused.
+    """Return the rotated queries of ``norm(stream) @ weight.T + bias``; store rotated keys, and values.
+
+    This is `project_normed` fused with `rope_store`.
 
     Args:
-        stream: As many rows as in `project`.
-        weight: ``[(heads + 2 * kv_heads) * dim, width]``, rows q, k, v.
+        stream: The residual stream; the row limit of `project` applies.
+        weight: ``[(heads + 2 * kv_heads) * dim, width]``, rows ordered q, k, v, as in `project`.
         rotary: Angles, planes and slots.
         scales: As in `project`.
         bias: ``[(heads + 2 * kv_heads) * dim]`` or None.
-        lookup: What else is added to each row, before the rotation, or None.
+        lookup: Table entries to add to each row before the rotation, or None.
         tile: As in `project`.
 
     Returns:
         ``[rows, heads, dim]`` in the dtype of `rotary.cos`; the planes may be FP8.
+
+    Raises:
+        ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+
+    Example:
+        One head, turned by a quarter of a circle: q (1, 0) becomes (0, 1) and k (0, 1) becomes (-1, 0).
+
+        >>> import torch
+        >>> from outrider.kernels.add_norm import embed_rows
+        >>> from outrider.kernels.skinny_gemm import Rotary, project_rotated
+        >>> stream = embed_rows(torch.tensor([0]), torch.tensor([[4.0, 4.0]]), torch.ones(2), 0.0)
+        >>> weight = torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 1.0], [2.0, 0.0], [0.0, 3.0]])
+        >>> cos, sin = torch.zeros(1, 1, 2), torch.tensor([[[-1.0, 1.0]]])
+        >>> k_plane, v_plane = torch.zeros(1, 2, 1, 2), torch.zeros(1, 2, 1, 2)
+        >>> project_rotated(stream, weight, Rotary(cos, sin, k_plane, v_plane, torch.tensor([1])))
+        tensor([[[0., 1.]]])
+        >>> k_plane[0, 1], v_plane[0, 1]
+        (tensor([[-1.,  0.]]), tensor([[2., 3.]]))
     """
     x = stream.scaled
     _check(x, weight, scales)
@@ -193,6 +274,7 @@ def project_rotated(
 
         tile = _usable(tile or choose_tile(Epilogue.ROTATED, x, weight), x, weight, dim // 2)
         if lookup is not None:
+            # The tensor-map kernels have no lookup. `rope_store` adds it to the library's product.
             lookup.check(x.shape[0], weight.shape[0])
             tile = LIBRARY if tile.method is Method.WIDE else tile
         if tile.splits == 1 and tile.method is not Method.LIBRARY:
@@ -212,7 +294,7 @@ def project_rotated(
 
 
 def _usable(tile: Tile, x: torch.Tensor, weight: torch.Tensor, half: int = 1) -> Tile:
-    """Return the tile, or the library's where x and the weight cannot be read as the tile needs; `half`: of the dimensions of a head."""
+    """Return the tile, or the library's if x and weight do not fit it; `half` is half a head's size."""
     from outrider.kernels.skinny_gemm.wide import triton as wide
 
     return LIBRARY if tile.method is Method.WIDE and not wide.fits(x, weight, half) else tile
@@ -226,4 +308,4 @@ def _check(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None) -
         expect_contiguous("scales", scales)
     most = MANY_ROWS if scales is None else FEW_ROWS
     if x.shape[0] > most:
-        raise ValueError(f"x has {x.shape[0]} rows, at most {most} are supported")
+        raise ValueError(f"x has {x.shape[0]} rows; at most {most} are supported")

@@ -1,4 +1,4 @@
-"""Tiles that are worth a trial for a product of few rows: what the rule says, its neighbours, and the library's product."""
+"""Candidate tiles for a trial of few rows: the rule's tile, its neighbours, and the library's product."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from outrider.kernels.skinny_gemm.table import Product, guess_tile
 from outrider.kernels.skinny_gemm.types import LIBRARY, Epilogue, Method, Tile
 
 _LEAST_SPLIT = 256
-"""Columns that a program sums up at least."""
+"""Least number of columns that a program sums up."""
 _STAYING = 4
-"""Programs that stay, a multiprocessor."""
+"""Programs per multiprocessor for tiles whose programs stay."""
 
 
 def candidates(product: Product, multiprocessors: int) -> list[Tile]:
-    """Return different tiles, the rule's first.
+    """Return distinct tiles, the rule's first.
 
     Args:
-        product: Of at most `FEW_ROWS` rows.
-        multiprocessors: Of the device.
+        product: Product of at most `FEW_ROWS` rows.
+        multiprocessors: Number of multiprocessors of the device.
     """
     rule = guess_tile(*product.shape, product.rows, product.dtype.itemsize)
     near = (
         _near_sum(product, rule, multiprocessors) if rule.method is Method.SUM else _near_dot(product, rule)
     )
-    library = [] if product.dtype.itemsize == 1 else [LIBRARY]  # for FP8 weights it would widen them first
+    library = [] if product.dtype.itemsize == 1 else [LIBRARY]  # the library would first widen an FP8 weight
     return list(dict.fromkeys((rule, *near, *library)))
 
 
@@ -43,7 +43,7 @@ def _near_dot(product: Product, rule: Tile) -> list[Tile]:
     near = [replace(rule, block_k=rule.block_k // 2, stages=rule.stages + 1)]
     if rule.block_n <= 32:
         near.append(replace(rule, block_n=64, stages=min(rule.stages, 3)))
-    elif product.dtype.itemsize > 1:  # FP8 instructions take 64 rows of the weight
+    elif product.dtype.itemsize > 1:  # FP8 instructions need 64 rows of the weight
         near.append(replace(rule, block_n=32))
     if rule.block_n >= 128:
         near.append(replace(rule, warps=12 - rule.warps))

@@ -1,4 +1,4 @@
-"""Tiles of trials on a disk, so that a later start chooses, and so rounds, as this one did."""
+"""Trial results stored on disk, so that a later start chooses the same tiles and rounds the same way."""
 
 from __future__ import annotations
 
@@ -27,18 +27,20 @@ _RUN_BY_TRIALS = (
     "skinny_gemm",
     "stream.py",
 )
-"""Of the folder of kernels: the products themselves, and what reads or writes beside them."""
+"""Files and folders, relative to the folder of kernels, that decide a trial's result: the products themselves
+and the kernels that read or write their data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What a trial found for a product.
+    """Result of a trial of a product.
 
     Attributes:
-        product: Which.
-        tile: The one to choose.
-        microseconds: Of a launch with it.
-        rule, library: Of a launch with the rule's tile and by the library, where they ran.
+        product: Product that was tried.
+        tile: Tile to choose.
+        microseconds: Time of a launch with that tile.
+        rule: Time of a launch with the rule's tile, or None if it did not run.
+        library: Time of a launch by the library, or None if it did not run.
     """
 
     product: Product
@@ -48,7 +50,7 @@ class Tried:
     library: float | None = None
 
     def to_json(self) -> dict[str, object]:
-        """Return what `from_json` reads."""
+        """Return a JSON object that `from_json` can read."""
         product, tile = self.product, self.tile
         return {
             "product": [product.epilogue.name, product.out_features, product.in_features, product.rows, _name(product.dtype)],
@@ -61,18 +63,18 @@ class Tried:
 
     @classmethod
     def from_json(cls, raw: dict[str, object]) -> Tried:
-        """Read one.
+        """Read a result from a JSON object.
 
         Raises:
-            AttributeError, KeyError, TypeError, ValueError: It is none.
+            AttributeError, KeyError, TypeError, ValueError: The object does not describe a result.
         """
         product, tile = raw["product"], raw["tile"]
         if not isinstance(product, list) or not isinstance(tile, list):
-            raise TypeError("a product and a tile are lists")
+            raise TypeError("'product' and 'tile' must be lists")
         epilogue, out_features, in_features, rows, dtype = product
         microseconds, rule, library = (raw[name] for name in ("microseconds", "rule", "library"))
         if not isinstance(microseconds, float):
-            raise TypeError("a time is a number")
+            raise TypeError("'microseconds' must be a float")
         rule, library = (time if isinstance(time, float) else None for time in (rule, library))
         of = Product(
             Epilogue[epilogue], int(out_features), int(in_features), int(rows), getattr(torch, dtype)
@@ -81,7 +83,11 @@ class Tried:
 
 
 def tiles_file(device: str) -> Path:
-    """Return where the tiles of a kind of device are kept: beside Triton's kernels, for this version of ours, Triton and torch."""
+    """Return the file with the tiles of a kind of device.
+
+    It is in the folder of Triton's cache. Its name depends on the sources (`sources`) and on the versions of
+    Triton, torch and CUDA, so that trials of other versions are not used.
+    """
     import triton
     from triton import knobs
 
@@ -93,7 +99,7 @@ def tiles_file(device: str) -> Path:
 
 
 def sources() -> list[Path]:
-    """Return the files that decide what a trial measures, tiles that are stored with them included."""
+    """Return the files that decide the result of a trial, including the tiles stored with them."""
     folder = Path(__file__).parents[1]
     parts = [folder / name for name in _RUN_BY_TRIALS]
     files = [found for part in parts for found in (part.rglob("*.py") if part.is_dir() else (part,))]
@@ -101,7 +107,7 @@ def sources() -> list[Path]:
 
 
 def read_tiles(path: Path) -> list[Tried]:
-    """Return what is kept there; nothing where the file is missing or is no such file."""
+    """Return the results stored in a file; an empty list if it is missing or not such a file."""
     try:
         return [Tried.from_json(entry) for entry in json.loads(path.read_text())["tiles"]]
     except (OSError, AttributeError, KeyError, TypeError, ValueError):
@@ -110,10 +116,11 @@ def read_tiles(path: Path) -> list[Tried]:
 
 @contextlib.contextmanager
 def trying_alone(path: Path) -> Iterator[bool]:
-    """Keep other processes from trying meanwhile what is kept there: on one GPU each would measure the other's work.
+    """Keep other processes from trying tiles for the same file: they would measure each other's work.
 
     Yields:
-        False where another one tries now. Where nothing can be written nobody is kept off, and nothing is kept.
+        False if another process is trying tiles now. Where the lock file cannot be written, always True:
+        there is no exclusion, and results cannot be stored either.
     """
     with contextlib.ExitStack() as held:
         try:
@@ -130,10 +137,12 @@ def trying_alone(path: Path) -> Iterator[bool]:
 
 
 def keep_tiles(path: Path, tried: Sequence[Tried], device: str) -> list[Tried]:
-    """Add trials to a file, and return what it says of their products then: whoever came first, of processes that start at once.
+    """Add results to a file, and return what it then contains for their products.
+
+    If processes start together, the first one to store a product's tile decides it for all.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
@@ -144,7 +153,7 @@ def keep_tiles(path: Path, tried: Sequence[Tried], device: str) -> list[Tried]:
         fresh = path.with_suffix(f".{os.getpid()}")
         body = ",\n".join(json.dumps(entry.to_json()) for entry in kept.values())
         fresh.write_text(f'{{"device": {json.dumps(device)}, "tiles": [\n{body}\n]}}\n')
-        fresh.replace(path)
+        fresh.replace(path)  # atomic: readers take no lock
     return [kept[entry.product] for entry in tried]
 
 

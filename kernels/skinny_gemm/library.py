@@ -1,4 +1,4 @@
-"""Products by torch's library (cuBLAS on CUDA)."""
+"""Products computed by torch's library (cuBLAS on CUDA)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from outrider.kernels.skinny_gemm import reference
 
 
 def project(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, splits: int) -> torch.Tensor:
-    """See `outrider.kernels.skinny_gemm.project`.
+    """Compute `outrider.kernels.skinny_gemm.project`.
 
-    With splits above 1 the parts are a batch of products in fp32: whoever reads them adds them, where the library's own split products
-    take a launch for that, in the weight's dtype.
+    With splits > 1, the parts are a batch of products in fp32, which the next kernel adds. The library's own
+    split products need a separate launch for that, and add in the weight's dtype.
     """
+    # Scaled weights, uneven shares and strided columns have no view as a batch: one whole product instead.
     if splits == 1 or scales is not None or x.shape[1] % splits or x.stride(1) != 1:
         return reference.project(x, weight, scales)
     part = x.shape[1] // splits
@@ -24,7 +25,7 @@ def project(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, 
 
 
 def project_halves(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return ``x @ weight.T``, computed as two products with half of the weight each."""
+    """Return ``x @ weight.T``, computed as two products, one with each half of the weight's rows."""
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
     for half, rows in zip(out.chunk(2, dim=1), weight.chunk(2), strict=True):
         torch.mm(x, rows.T, out=half)

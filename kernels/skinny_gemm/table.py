@@ -1,4 +1,7 @@
-"""Which tile computes a product: one that was measured, for this package or in a trial on this machine, else what a rule says."""
+"""Choice of the tile that computes a product: a measured one if there is any, otherwise one from a rule.
+
+Tiles are measured for this package (``tiles.json``) or by trials on this machine.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ from outrider.kernels.skinny_gemm.types import LIBRARY, Epilogue, Method, Overla
 from outrider.kernels.stream import FEW_ROWS
 
 STORED_OF = "NVIDIA H200"
-"""Where ``tiles.json`` was measured; on other GPUs a trial's tiles come before it."""
+"""Device that ``tiles.json`` was measured on. On other GPUs, tiles of trials take precedence."""
 
-_SUM_ROWS = 2
-_SUM_BYTES = 65536
-_SPLIT_FEATURES = 1024
-_OVERLAP = 6  # its place among the numbers of a tile
+_SUM_ROWS = 2  # up to this many rows, the rule uses SUM
+_SUM_BYTES = 65536  # of the weight that a program of SUM keeps in registers
+_SPLIT_FEATURES = 1024  # least number of columns of a split
+_OVERLAP = 6  # index of the overlap among the numbers of a tile
 
 _Rows = dict[int, Tile]
 _Shape = tuple[Epilogue, int, int]
@@ -29,10 +32,14 @@ _Shape = tuple[Epilogue, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A product that a tile is chosen for: ``[rows, in_features] @ [out_features, in_features].T``, and what becomes of it.
+    """Product that a tile is chosen for: ``[rows, in_features] @ [out_features, in_features].T``.
 
     Attributes:
-        dtype: Of the weight.
+        epilogue: Operation that follows the product.
+        out_features: Rows of the weight.
+        in_features: Columns of the weight.
+        rows: Rows of x.
+        dtype: Dtype of the weight.
     """
 
     epilogue: Epilogue
@@ -43,23 +50,39 @@ class Product:
 
     @property
     def shape(self) -> _Shape:
-        """Everything but rows and type."""
+        """Everything except rows and dtype."""
         return self.epilogue, self.out_features, self.in_features
 
 
-_trials: dict[str, dict[tuple[_Shape, torch.dtype], _Rows]] = {}  # by the name of the device
+_trials: dict[str, dict[tuple[_Shape, torch.dtype], _Rows]] = {}  # by device name
 
 
 def choose_tile(epilogue: Epilogue, x: torch.Tensor, weight: torch.Tensor) -> Tile:
-    """Return the measured tile of the nearest row count that was measured for this shape, else what `guess_tile` says.
+    """Return the tile for a product: the measured one of the nearest row count, else that of `guess_tile`.
 
-    More than `FEW_ROWS` rows that nobody measured are the library's.
+    Products of more than `FEW_ROWS` rows without a measured tile are left to the library.
+
+    Args:
+        epilogue: Operation that follows the product.
+        x: ``[rows, in]``; only its number of rows is used.
+        weight: ``[out, in]``.
+
+    Returns:
+        The tile.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.skinny_gemm import Epilogue, choose_tile
+        >>> weight = torch.empty(48, 32, dtype=torch.bfloat16)  # a shape without a measured tile
+        >>> rows = [torch.empty(count, 32, dtype=torch.bfloat16) for count in (1, 16, 65)]
+        >>> [choose_tile(Epilogue.PLAIN, x, weight).method.value for x in rows]
+        ['sum', 'dot', 'library']
     """
     return _choose(epilogue, weight.shape[0], weight.shape[1], x.shape[0], weight.dtype, weight.device)
 
 
 def measured_tile(product: Product, device: str) -> Tile | None:
-    """Return the measured tile of a product on a kind of device, or None."""
+    """Return the measured tile of a product on a kind of device, or None if there is none."""
     tables = (_stored_rows(product), _tried_rows(product, device))
     for measured in tables if device in (STORED_OF, "") else reversed(tables):
         nearest = _nearest(measured, product.rows)
@@ -69,7 +92,11 @@ def measured_tile(product: Product, device: str) -> Tile | None:
 
 
 def needs_trial(product: Product, device: str) -> bool:
-    """Whether nobody measured a product on this kind of device; a trial of more rows, which a cut trial may be, does not count."""
+    """Return whether a product was not measured yet on this kind of device.
+
+    On `STORED_OF`, a tile of ``tiles.json`` counts as measured. Otherwise only a trial of exactly this row
+    count does, because a trial of more rows may come from an interrupted run.
+    """
     if device == STORED_OF and _nearest(_stored_rows(product), product.rows) is not None:
         return False
     return product.rows not in _tried_rows(product, device)
@@ -84,7 +111,7 @@ def _tried_rows(product: Product, device: str) -> _Rows:
 
 
 def _nearest(measured: _Rows, rows: int) -> int | None:
-    """Return the least row count that was measured and is not below `rows`; few rows and many have tiles of their own."""
+    """Return the least measured row count >= `rows`, or None. Few and many rows have separate tiles."""
     return min(
         (count for count in measured if count >= rows and (count > FEW_ROWS) == (rows > FEW_ROWS)),
         default=None,
@@ -92,7 +119,10 @@ def _nearest(measured: _Rows, rows: int) -> int | None:
 
 
 def remember(device: str, tiles: Iterable[tuple[Product, Tile]]) -> None:
-    """Choose these tiles from now on, on this kind of device. Graphs that were recorded before keep what they have."""
+    """Choose these tiles from now on for this kind of device.
+
+    CUDA graphs captured earlier keep their tiles.
+    """
     table = _trials.setdefault(device, {})
     for product, tile in tiles:
         table.setdefault((product.shape, product.dtype), {})[product.rows] = tile
@@ -100,14 +130,14 @@ def remember(device: str, tiles: Iterable[tuple[Product, Tile]]) -> None:
 
 
 def forget_trials() -> None:
-    """Choose as if nothing had been tried in this process."""
+    """Forget all trials of this process, so that tiles are chosen as if there had been none."""
     _trials.clear()
     _choose.cache_clear()
 
 
 @functools.cache
 def device_name(device: torch.device) -> str:
-    """Return the kind of GPU that tiles are kept for; empty on anything else."""
+    """Return the kind of GPU, by which tiles are stored; an empty string for other devices."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
@@ -131,7 +161,10 @@ def _choose(
 
 @functools.cache
 def _stored() -> dict[tuple[_Shape, int], _Rows]:
-    """Read ``tiles.json``, measured on `STORED_OF`: epilogue, out, in, rows, itemsize, and the fields of a tile."""
+    """Read ``tiles.json``, measured on `STORED_OF`.
+
+    Entries: epilogue, out, in, rows, itemsize, fields of a tile.
+    """
     table: dict[tuple[_Shape, int], _Rows] = {}
     path = Path(__file__).with_name("tiles.json")
     for epilogue, out_features, in_features, rows, itemsize, *tile in json.loads(path.read_text()):
@@ -142,10 +175,10 @@ def _stored() -> dict[tuple[_Shape, int], _Rows]:
 
 
 def tile_of(fields: list[Any]) -> Tile:
-    """Read a tile that was written as a list of its fields, the last ones left out where they are usual.
+    """Read a tile written as a list of its fields; trailing fields with default values may be omitted.
 
     Raises:
-        TypeError, ValueError: It is none.
+        TypeError, ValueError: The list does not describe a tile.
     """
     method, *numbers = fields
     numbers[_OVERLAP:] = [*map(Overlap, numbers[_OVERLAP : _OVERLAP + 1]), *numbers[_OVERLAP + 1 :]]
@@ -153,7 +186,10 @@ def tile_of(fields: list[Any]) -> Tile:
 
 
 def guess_tile(epilogue: Epilogue, out_features: int, in_features: int, rows: int, itemsize: int = 2) -> Tile:
-    """Return a tile for a shape that nobody measured: enough programs for about 132 multiprocessors, few enough to keep sums short."""
+    """Return a tile for a shape without measurements.
+
+    The rule aims for enough programs for about 132 multiprocessors, but few enough to keep sums short.
+    """
     paired = epilogue in (Epilogue.GATED, Epilogue.ROTATED)
     if rows <= _SUM_ROWS:
         elements = _SUM_BYTES // max(2, itemsize) // next_power_of_2(in_features) // (2 if paired else 1)
@@ -172,13 +208,16 @@ def guess_tile(epilogue: Epilogue, out_features: int, in_features: int, rows: in
         return Tile(Method.DOT, 128 if blocks >= 512 else 64, 128, 1, 4, 3)
     if rows <= 16 and epilogue is Epilogue.ADD:
         return Tile(Method.DOT, 64, 128, 1, 4, 5)
-    # A part of the sum costs the launch that adds it up: more than reading a short row in one go.
+    # Splits cost a launch that adds them up, which takes longer than reading a short row in one go.
     splits = 1 << max(0, (200 // blocks).bit_length() - 1)
     return Tile(Method.DOT, 64, 128, min(splits, 4, max(1, in_features // _SPLIT_FEATURES)), 4, 4)
 
 
 def _guess_narrow(epilogue: Epilogue, blocks: int, rows: int) -> Tile:
-    """Return a tile of an FP8 product of `blocks` times 64 outputs, of 64 rows of the weight at least: fewer use no FP8 instruction."""
+    """Return a tile for an FP8 product with `blocks` times 64 outputs.
+
+    Tiles have at least 64 rows of the weight, because fewer cannot use FP8 instructions.
+    """
     if epilogue is Epilogue.ROTATED:
         return Tile(Method.DOT, 32, 256, 1, 4, 4)
     few = rows <= 16

@@ -1,12 +1,17 @@
-"""skinny_gemm in Triton; the contract is in the package's docstring.
+"""Triton version of skinny_gemm. The package documents the contract.
 
-The weight is the left operand of the dot, so that its rows fill the tensor core's 64 and the few activations its narrow side. With SPLIT
-above 1 each program sums a part of the columns and leaves fp32 partial sums; whoever reads them, the next kernel or the program that ends
-last, adds them in order, so results do not depend on timing. For a dot with a weight in FP8 the rows of x are brought to FP8 as well, by a
-launch of their own: both operands then go from shared memory to the tensor cores untouched; widening the weight in registers took more time
-than reading it in bf16 (measured). Tensor cores sum FP8 products in few bits, so what they sum is added up in fp32 after each BLOCK_K.
-Products of 1 to 4 rows, by the kernels of `rows`, leave x as it is. WIDEN is set under the interpreter, whose dot takes the bits of a bf16
-for an integer.
+Operands: the weight is the left operand of the dot. Its rows fill the tensor core's 64 rows, and the few
+activations form the narrow side.
+
+Splits: with SPLIT > 1, each program sums a part of the columns and stores fp32 partial sums. The next kernel,
+or the program that ends last, adds them in order, so results do not depend on timing.
+
+FP8: for a dot with an FP8 weight, a separate launch converts the rows of x to FP8 as well. Both operands then
+move from shared memory to the tensor cores unchanged. Widening the weight in registers measured slower than
+reading it in bf16. Tensor cores accumulate FP8 products in few bits, so their sum is added up in fp32 after
+each BLOCK_K. Products of 1 to 4 rows by the kernels in `rows` do not convert x.
+
+WIDEN is set under the interpreter, whose dot interprets the bits of a bf16 as an integer.
 """
 
 from __future__ import annotations
@@ -50,7 +55,8 @@ def _dot_tiles(
     real_n, real_m = n < N, m < rows
     output = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     constants = load_constants(output, N, second, bias, scales, norm_weight, EPILOGUE, BIAS, SCALED, HALF)
-    if FETCH > 0:
+    # 1. Load everything that no kernel writes, then wait for the previous kernel.
+    if FETCH > 0:  # prefetch the first columns of the weight into L2 before waiting
         tl.inline_asm_elementwise(
             "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
             "=r,l,r", [(weight + row * K + split * steps * BLOCK_K).to(tl.int64), FETCH], dtype=tl.int32, is_pure=False, pack=1,
@@ -61,6 +67,7 @@ def _dot_tiles(
             gdc_launch_dependents()
     begin = entries(m, rows, table_row, index, LOOKUP)
     found = look_up(begin, m, output, rows, N, second, table, EPILOGUE, HALF, LOOKUP)
+    # 2. Multiply.
     acc = tl.zeros((row.shape[0], BLOCK_M), tl.float32)
     for step in range(steps):
         if EVEN:
@@ -80,21 +87,23 @@ def _dot_tiles(
     factor, before = load_rows(
         m, output, rows, N, K, row_scales, sums, residual, residual_row, parts, eps, EPILOGUE, ROW_SCALED, NORMED, PARTS
     )  # fmt: skip
+    # 3. With splits: store this part; for ADD, the last program adds all of them.
     last = split >= 0
-    if GATHER:  # the program that ends last adds what all of the tile left, in the order of the splits
+    if GATHER:  # the program that ends last adds all parts of the tile, in the order of the splits
         place = partials + m.to(tl.int64)[None, :] * N + output[:, None]
         element = (output < N)[:, None] & real_m[None, :]
         stride = rows * N
         tl.store(place + split * stride, acc, mask=element)
-        tl.debug_barrier()  # all threads have stored before one says so
+        tl.debug_barrier()  # all threads must have stored before one of them signals it
         last = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
         if last:
-            tl.store(arrivals + tile, 0)
+            tl.store(arrivals + tile, 0)  # ready for the next launch
             acc = tl.load(place, mask=element, other=0.0, cache_modifier=".cg")
             for nth in tl.static_range(1, SPLIT):
                 acc += tl.load(place + nth * stride, mask=element, other=0.0, cache_modifier=".cg")
     elif SPLIT > 1:
         out += split.to(tl.int64) * rows * N
+    # 4. Apply the epilogue.
     if last:
         finish(
             acc, m, tile, constants, factor, before, found, out, scaled, sums, cos, sin, slots, k_plane, v_plane,
@@ -105,7 +114,7 @@ def _dot_tiles(
 def project(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, tile: Tile, stream: Stream | None = None
 ) -> torch.Tensor:  # fmt: skip
-    """See `outrider.kernels.skinny_gemm.project` and, with the stream whose rows x is, `project_normed`."""
+    """Compute `outrider.kernels.skinny_gemm.project`, or `project_normed` if x are the rows of `stream`."""
     rows, out_features = x.shape[0], weight.shape[0]
     split = tile.splits > 1
     shape = (tile.splits, rows, out_features) if split else (rows, out_features)
@@ -121,7 +130,7 @@ def project_add(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None, residual: torch.Tensor,
     norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None, tile: Tile,
 ) -> Stream:  # fmt: skip
-    """See `outrider.kernels.skinny_gemm.project_add`; a tile with splits needs `can_gather`."""
+    """Compute `outrider.kernels.skinny_gemm.project_add`. A tile with splits requires `can_gather`."""
     rows, width = residual.shape
     total = _launch.empty((rows, width), x.dtype, x.device) if out is None else out
     scaled = _launch.empty((rows, width), x.dtype, x.device)
@@ -148,7 +157,6 @@ def project_gated(
     gelu: bool,
     tile: Tile,
 ) -> torch.Tensor:
-    """See `outrider.kernels.skinny_gemm.project_gated`."""
     rows, size = stream.scaled.shape[0], weight.shape[0] // 2
     out = _launch.empty((rows, size), stream.scaled.dtype, stream.scaled.device)
     tail = _Tail(
@@ -169,7 +177,7 @@ def project_rotated(
     stream: Stream, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None, rotary: Rotary, lookup: Lookup | None,
     tile: Tile,
 ) -> torch.Tensor:  # fmt: skip
-    """See `outrider.kernels.skinny_gemm.project_rotated`; the tile has one split."""
+    """Compute `outrider.kernels.skinny_gemm.project_rotated`. The tile has one split."""
     kv_heads, dim = rotary.k_plane.shape[2:]
     rows, pairs = stream.scaled.shape[0], weight.shape[0] // 2
     heads = weight.shape[0] // dim - 2 * kv_heads
@@ -184,11 +192,11 @@ def project_rotated(
 
 @dataclass(frozen=True, slots=True)
 class _Tail:
-    """What the epilogue reads and writes; see `finish`."""
+    """Tensors and constants that the epilogue reads and writes; see `finish`."""
 
     out: torch.Tensor
-    count: int  # outputs, or pairs of them
-    second: int = 0  # rows of the weight between the two of a pair
+    count: int  # number of outputs, or of pairs of outputs
+    second: int = 0  # distance between the weight rows of a pair
     bias: torch.Tensor | None = None
     scales: torch.Tensor | None = None
     residual: torch.Tensor | None = None
@@ -205,6 +213,7 @@ def _run(
     epilogue: Epilogue, x: torch.Tensor, weight: torch.Tensor, tile: Tile, tail: _Tail, *, gelu: bool = False, heads: int = 0,
     kv_heads: int = 0, half: int = 1,
 ) -> None:  # fmt: skip
+    # 1. Collect the arguments that all kernels share.
     rows, columns = x.shape
     if rows == 0:
         return
@@ -236,6 +245,7 @@ def _run(
         "PARTS": _launch.next_power_of_2(parts), "HEADS": heads, "KV_HEADS": kv_heads, "HALF": half, "LOOKUP": lookup is not None,
         "BLOCK_N": tile.block_n, "num_warps": tile.warps, **_launch.dependent(x),
     }  # fmt: skip
+    # 2. Launch. Absent tensors are replaced by x above; the kernels never read those.
     with _launch.on_device_of(x):
         if tile.method is not Method.DOT:
             block_k = _launch.next_power_of_2(columns)
@@ -249,7 +259,7 @@ def _run(
                 sum_rows[(blocks,)](*tensors, *sizes, ROWS=rows, **flags)
             elif rows == 1:
                 programs = min(blocks, tile.programs)
-                # The interpreter has no assembler; rows are read in whole words, aligned.
+                # The interpreter cannot run inline assembly. Words need rows and addresses of whole 16 bytes.
                 compiled = isinstance(stay_rows, triton.JITFunction)
                 words = (
                     compiled and weight.element_size() == 1 and not (columns % 16 or weight.data_ptr() % 16)
@@ -257,7 +267,7 @@ def _run(
                 tensors = (x, weight.view(torch.int64) if words else weight, *tensors[2:])
                 stay_rows[(programs,)](*tensors, *sizes, programs, BYTES=words, **flags)
             else:
-                raise ValueError(f"x has {rows} rows; programs that stay compute one")
+                raise ValueError(f"x has {rows} rows; a tile whose programs stay computes one row")
             return
         gathered = (x, x)
         if gathers:
@@ -278,20 +288,24 @@ def _run(
 
 _ARRIVALS: dict[tuple[torch.device, int], torch.Tensor] = {}
 _MOST_TILES = 1024
-_FETCHED = 512  # bytes of a row of the weight
+_FETCHED = 512  # bytes of each weight row that are prefetched
 
 
 def can_gather(weight: torch.Tensor, tile: Tile) -> bool:
-    """Whether the programs of a tile can count each other: counters are made on a first call, which must not be a recorded one."""
+    """Return whether the programs of a tile can count each other.
+
+    Their counters are allocated on the first call with a weight, which must not happen during graph capture.
+    """
     few = tile.method is Method.DOT and _launch.ceil_div(weight.shape[0], tile.block_n) <= _MOST_TILES
     made = (weight.device, weight.data_ptr()) in _ARRIVALS
     return few and (made or not (weight.is_cuda and torch.cuda.is_current_stream_capturing()))
 
 
 def _arrivals(weight: torch.Tensor) -> torch.Tensor:
-    """Return the counters of the programs of a weight's tiles that have ended, all zero between its products.
+    """Return counters of the finished programs of each tile of a weight. All are zero between products.
 
-    One set per weight: products with the same weight follow each other, those with others may overlap.
+    There is one set per weight: products with the same weight run one after the other, those with different
+    weights may overlap.
     """
     key = (weight.device, weight.data_ptr())
     if key not in _ARRIVALS:
@@ -300,5 +314,5 @@ def _arrivals(weight: torch.Tensor) -> torch.Tensor:
 
 
 def block_rows(rows: int) -> int:
-    """Return to how many rows a product of so many is padded."""
+    """Return the number of rows that a product of `rows` rows is padded to."""
     return max(16, _launch.next_power_of_2(rows))

@@ -1,4 +1,4 @@
-"""The data of skinny_gemm."""
+"""Data types of skinny_gemm."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ import torch
 
 
 class Method(Enum):
-    """How a product is computed."""
+    """Way to compute a product."""
 
     DOT = "dot"
-    """Tensor cores, the rows padded to 16, 32 or 64."""
+    """Tensor cores, with the rows padded to 16, 32 or 64."""
     WIDE = "wide"
-    """Tensor cores, `Tile.block_m` rows and more outputs a program: more than 64 rows."""
+    """Tensor cores, with `Tile.block_m` rows and more outputs per program. For more than 64 rows."""
     SUM = "sum"
-    """Multiply and add, a whole row of the weight at once: 1 to 4 rows."""
+    """Multiply and add, with a whole row of the weight at once. For 1 to 4 rows."""
     STAY = "stay"
-    """As SUM, of one row, by `Tile.programs` programs that take tile after tile."""
+    """Like SUM for a single row, by `Tile.programs` programs that each compute several tiles in turn."""
     LIBRARY = "library"
-    """torch's (cuBLAS)."""
+    """torch's product (cuBLAS)."""
     HALVES = "halves"
-    """torch's, the two outputs of a gated product one after the other: for sizes where the library is better at half the outputs."""
+    """torch's product, run separately for each half of the outputs of a gated product. For sizes at which the
+    library is faster with half the outputs."""
 
 
 class Epilogue(Enum):
-    """What becomes of a product; a table has tiles for each."""
+    """Operation that follows a product. Tiles are tabulated per epilogue."""
 
     PLAIN = 0
     ADD = 1
@@ -35,28 +36,32 @@ class Epilogue(Enum):
 
 
 class Overlap(Enum):
-    """How a product shares the device with the kernel behind it, whose programs wait for its end, and with the one before it.
+    """When programs of this product and of its neighbouring kernels may be on the device together.
 
-    What starts early takes registers and shared memory from nobody who has not started, but its programs settle where there is room then,
-    unevenly: which is best is measured.
+    A kernel that starts early waits for the end of the previous one. It takes registers and shared memory
+    only from programs that have not started yet. However, its programs are placed wherever there is room at
+    that moment, so they are spread unevenly. The best choice is therefore measured.
     """
 
     LATE = 0
-    """The programs of the next kernel may start when those of this one are about to store their last results."""
+    """The next kernel may start when the programs of this one are about to store their last results."""
     EARLY = 1
-    """They may start when all programs of this one run, and know what older kernels wrote."""
+    """The next kernel may start when all programs of this one run and have waited for all older kernels."""
     FETCH = 2
-    """As EARLY; and programs of this one, which may be early themselves, ask for their first columns of the weight before they wait."""
+    """Like EARLY. In addition, programs of this kernel prefetch their first columns of the weight before they
+    wait, since they may have started early themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Where a q-k-v product goes: queries and keys rotated, keys and values into the paged planes.
+    """Destination of a q-k-v product: angles for queries and keys, planes and slots for keys and values.
 
     Attributes:
-        cos, sin: ``[rows, 1, dim]`` of `rope_angles`.
-        k_plane, v_plane: ``[pages, page_size, kv_heads, dim]``, contiguous.
-        slots: ``[rows] int64``; -1: do not store this row. Slots >= 0 must be distinct.
+        cos: ``[rows, 1, dim]`` from `rope_angles`.
+        sin: ``[rows, 1, dim]`` from `rope_angles`.
+        k_plane: ``[pages, page_size, kv_heads, dim]``, contiguous.
+        v_plane: ``[pages, page_size, kv_heads, dim]``, contiguous.
+        slots: ``[rows] int64``; -1 does not store the row. Slots >= 0 must be distinct.
     """
 
     cos: torch.Tensor
@@ -72,14 +77,16 @@ class Tile:
 
     Attributes:
         method: See `Method`.
-        block_n: Outputs that a program computes: rows of the weight, or pairs of them if gated or rotated.
-        block_k: Columns that it takes at a time (DOT, WIDE).
-        splits: Programs that share the columns (of single outputs; not SUM). Their sums are added in order: by the next kernel or, of DOT
-            where they are added to a residual, by the program that ends last.
-        warps, stages: Of a program.
-        block_m: Rows that a program computes (WIDE).
-        overlap: See `Overlap` (not WIDE; of SUM and STAY, which always fetch, FETCH is EARLY).
-        programs: Of the launch (STAY).
+        block_n: Outputs per program: rows of the weight, or pairs of rows if gated or rotated.
+        block_k: Columns per step (DOT, WIDE).
+        splits: Number of programs that share the columns of an output (not SUM; not for pairs). Their sums
+            are added in order: by the next kernel, or by the program that ends last for a DOT added to a
+            residual.
+        warps: Warps per program.
+        stages: Pipeline stages of a program.
+        block_m: Rows per program (WIDE).
+        overlap: See `Overlap` (not WIDE). SUM and STAY always prefetch, so FETCH is the same as EARLY there.
+        programs: Programs of the launch (STAY).
     """
 
     method: Method

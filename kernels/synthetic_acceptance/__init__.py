@@ -1,6 +1,6 @@
-"""synthetic_acceptance: rewrite the chosen tokens so that the walk through a tree accepts a drawn number of drafts.
+"""synthetic_acceptance: rewrites chosen tokens so that a tree accepts a drawn number of drafts.
 
-For measurements with random weights, where the draft never guesses right. Nothing that serves calls it.
+For measurements with random weights, where drafts are never correct by themselves. Serving never uses it.
 """
 
 from __future__ import annotations
@@ -30,25 +30,46 @@ def synthetic_acceptance(
 ) -> torch.Tensor:
     """Return chosen tokens with which `verify_tree` accepts exactly k drafts of each row.
 
-    k is the number of `thresholds` above the row's noise, ``gumbel_noise(seed, position, NOISE_CHOICE, 0)``, or the deepest node's depth if
-    that is less. The path ends at the lowest node of depth k. The token after its last node stays what was chosen there, unless a child
-    carries it: then the next higher token (modulo the vocabulary) that none carries. Everywhere else the chosen tokens stay.
+    - k is the number of `thresholds` above the row's noise,
+      ``gumbel_noise(seed, position, NOISE_CHOICE, 0)``, but at most the depth of the deepest node.
+    - The path ends at the lowest node of depth k.
+    - The token after that node stays as chosen, unless a child carries it. Then it becomes the next higher
+      token (modulo the vocabulary) that no child carries.
+    - All other chosen tokens stay.
 
     Args:
-        tokens, parents, depths: ``[bs, N] int32``, trees as in `verify_tree`, depth 0 for the root; siblings carry different tokens.
+        tokens: ``[bs, N] int32``, trees as in `verify_tree`; siblings carry different tokens.
+        parents: ``[bs, N] int32``, as in `verify_tree`.
+        depths: ``[bs, N] int32``, 0 for the root.
         num_nodes: ``[bs] int32``; columns past it are ignored.
-        ancestors: ``[bs, N, words] int32``, ancestor bits with the node's own.
+        ancestors: ``[bs, N, words] int32``, ancestor bits including the node's own.
         chosen: ``[bs, N] int64``; not changed.
         positions: ``[bs] int64``, index of the token after the root.
         seeds: ``[bs] int64``.
-        thresholds: ``[D] fp32``, descending: ``-ln(-ln s)`` of the probabilities s that at least 1…D drafts are accepted.
-        vocab_size: Above the number of siblings.
+        thresholds: ``[D] fp32``, descending: ``-ln(-ln s)`` for the probabilities s that at least 1…D drafts
+            are accepted.
+        vocab_size: Size of the vocabulary, larger than the number of siblings.
 
     Returns:
         ``[bs, N] int64``.
 
     Raises:
         ValueError: A tensor's shape or dtype is wrong; the message names it.
+
+    Example:
+        A root (token 5) with a child (6) and a grandchild (7). Thresholds of infinity always accept, so both
+        drafts are planted. The last chosen token stays.
+
+        >>> import torch
+        >>> from outrider.kernels.synthetic_acceptance import synthetic_acceptance
+        >>> tokens, parents = torch.tensor([[5, 6, 7]]).int(), torch.tensor([[-1, 0, 1]]).int()
+        >>> depths, num_nodes = torch.tensor([[0, 1, 2]]).int(), torch.tensor([3]).int()
+        >>> ancestors = torch.tensor([[[0b001], [0b011], [0b111]]]).int()
+        >>> chosen, one, always = torch.tensor([[90, 91, 92]]), torch.tensor([1]), torch.full((2,), torch.inf)
+        >>> synthetic_acceptance(
+        ...     tokens, parents, depths, num_nodes, ancestors, chosen, one, one, always, 100
+        ... ).tolist()
+        [[6, 7, 92]]
     """
     bs, nodes = tokens.shape
     for name, tensor in (("tokens", tokens), ("parents", parents), ("depths", depths)):

@@ -1,4 +1,4 @@
-"""synthetic_acceptance on the host; the contract is in the package's docstring."""
+"""Reference of synthetic_acceptance, on the host. The package documents the contract."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from outrider.kernels.philox.reference import gumbel_noise
 
 NOISE_CHOICE = 1 << 20
-"""A choice index that no request has, so that acceptance is independent of the sampled tokens."""
+"""A choice index that no request has. Acceptance is therefore independent of the sampled tokens."""
 
 
 def synthetic_acceptance(
@@ -22,7 +22,6 @@ def synthetic_acceptance(
     thresholds: torch.Tensor,
     vocab_size: int,
 ) -> torch.Tensor:
-    """See `outrider.kernels.synthetic_acceptance`."""
     noise = gumbel_noise(seeds, positions, torch.full_like(num_nodes, NOISE_CHOICE), 1)  # [bs, 1]
     drawn = (noise < thresholds.to(noise.device)).sum(dim=1).tolist()
     out = chosen.clone()

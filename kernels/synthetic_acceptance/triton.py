@@ -1,4 +1,4 @@
-"""synthetic_acceptance in Triton: one program a row. The contract is in the package's docstring."""
+"""Triton version of synthetic_acceptance: one program per row. The package documents the contract."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def _plant(
     real = inside & (node < tl.load(num_nodes + row))
     level = tl.arange(0, LEVELS)
     threshold = tl.load(thresholds + level, mask=level < levels, other=-float("inf"))
-    lane = level * 0
+    # 1. Draw the number of accepted drafts, at most the depth of the tree.
+    lane = level * 0  # token id 0
     noise = gumbel(
         tl.load(seeds + row * seed_stride),
         tl.load(positions + row * position_stride),
@@ -36,14 +37,17 @@ def _plant(
     )
     drawn = tl.sum((noise < threshold).to(tl.int32), 0)
     accepted = tl.minimum(drawn, tl.max(tl.where(real, depth, 0), 0))
+    # 2. Find the path's end and the nodes on the path.
     end = tl.min(tl.where(real & (depth == accepted), node, BLOCK), 0)
     bits = tl.load(ancestors + (row * columns + end) * words + node // 32, mask=inside, other=0)
     on_path = real & (((bits >> (node % 32)) & 1) == 1)
+    # 3. Choose a bonus token that no child carries.
     child = real & (parent == end)
     bonus = tl.sum(tl.where(node == end, after, 0), 0).to(tl.int32)
     while tl.max((child & (token == bonus)).to(tl.int32), 0) > 0:
         bonus = (bonus + 1) % vocab_size
-    # Two stores of different places: a path's nodes but its last take the token of their child, which knows them as its parent.
+    # 4. Store. The two stores write different places. A node on the path, except the last, receives its
+    # child's token: the child stores it at its parent's place.
     kept = tl.where(node == end, bonus.to(tl.int64), after)
     tl.store(out + at, kept, mask=inside & ((node == end) | (on_path == 0)))
     tl.store(out + row * columns + parent, token.to(tl.int64), mask=on_path & (node > 0))
@@ -61,7 +65,6 @@ def synthetic_acceptance(
     thresholds: torch.Tensor,
     vocab_size: int,
 ) -> torch.Tensor:
-    """See `outrider.kernels.synthetic_acceptance`."""
     bs, columns = tokens.shape
     out = _launch.empty((bs, columns), torch.int64, tokens.device)
     if bs:

@@ -1,4 +1,4 @@
-"""topk_expand: the best children of every beam row, and the best rows of the next beam; `expand_level` is both, and the bookkeeping."""
+"""topk_expand: best children of every beam row, best rows of the next beam, and both fused per level."""
 
 from __future__ import annotations
 
@@ -32,38 +32,59 @@ def topk_expand(
     positions: torch.Tensor | None = None,
     choices: torch.Tensor | None = None,
 ) -> Expansion:
-    """Return the topk best children of every row, ranked by (logit descending, draft id ascending), and their path scores in fp32.
+    """Return every row's topk best children by (logit descending, draft id ascending), and their scores.
 
-    A row adds ``log q = log_softmax(logits)`` to its parent's score, over the draft vocabulary where there is one. With a temperature T > 0
-    the vector that ranks is ``log q / T + gumbel(seed, position, choice, target id)``, the noise that the target will sample with (Gumbel
-    coupling), and its log_softmax is what is added. Either is <= 0, so a child never outranks its parent.
+    Without a temperature, the score of a child is its parent's score plus ``log q = log_softmax(logits)``,
+    computed over the draft vocabulary if there is one.
+
+    With a temperature T > 0, children are ranked by
+    ``log q / T + gumbel(seed, position, choice, target id)``, the noise that the target will sample with
+    (Gumbel coupling). The log_softmax of that vector is added to the parent's score. Either addend is <= 0,
+    so a child never outranks its parent.
 
     Args:
         logits: ``[rows, V]`` fp32/bf16/fp16.
         parent_scores: ``[rows] fp32``, cumulative scores of the rows (0 for a root).
         topk: Children per row, 1..V.
-        d2t: ``[V] int64`` offsets of a draft vocabulary: target id = draft id + d2t[draft id]. None: draft ids are target ids.
+        d2t: ``[V] int64`` offsets of a draft vocabulary: target id = draft id + d2t[draft id]. None: draft
+            ids are target ids.
         temperature: ``[rows] fp32``, 0 = no noise in that row; None = no noise in any row.
-        seeds, positions, choices: ``[rows]`` int64, int64, int32 as in `gumbel_noise`; needed with a temperature. The position is that
-            of the child's token.
+        seeds: ``[rows] int64`` as in `gumbel_noise`; required with a temperature.
+        positions: ``[rows] int64``, position of the child's token; required with a temperature.
+        choices: ``[rows] int32`` as in `gumbel_noise`; required with a temperature.
 
     Returns:
-        Token ids (target), cumulative scores, and the draft's own log-probs.
+        Target token ids, cumulative scores in fp32, and the draft's own log-probs.
 
     Raises:
-        ValueError: A tensor's shape or dtype is wrong, topk exceeds V, or a temperature comes without its noise; the message names it.
+        ValueError: A tensor's shape or dtype is wrong, topk exceeds V, or a temperature comes without its
+            noise parameters. The message names the cause.
+
+    Example:
+        Tokens 1 and 2 tie, so the lower id ranks first.
+
+        >>> import torch
+        >>> from outrider.kernels.topk_expand import topk_expand
+        >>> logits = torch.tensor([[0.5, 0.25, 0.25]]).log()
+        >>> children = topk_expand(logits, torch.tensor([-1.0]), 2)
+        >>> children.token_ids.tolist()
+        [[0, 1]]
+        >>> children.scores
+        tensor([[-1.6931, -2.3863]])
+        >>> children.logprobs
+        tensor([[-0.6931, -1.3863]])
     """
     rows, vocab = logits.shape
     expect("logits", logits, (rows, vocab))
     expect("parent_scores", parent_scores, (rows,), torch.float32)
     if not 1 <= topk <= vocab:
-        raise ValueError(f"topk is {topk}, expected 1..{vocab} (the draft vocabulary)")
+        raise ValueError(f"topk is {topk}, expected 1..{vocab} (the size of the draft vocabulary)")
     if d2t is not None:
         expect("d2t", d2t, (vocab,), torch.int64)
     noise = None
     if temperature is not None:
         if seeds is None or positions is None or choices is None:
-            raise ValueError("temperature needs seeds, positions and choices")
+            raise ValueError("temperature requires seeds, positions and choices")
         expect("temperature", temperature, (rows,), torch.float32)
         noise = Noise(temperature, seeds, positions, choices)
     if use_triton(logits):
@@ -74,10 +95,11 @@ def topk_expand(
 
 
 def select_beam(scores: torch.Tensor, topk: int) -> torch.Tensor:
-    """Return the next beam: the topk best candidates of every sequence by (score descending, candidate index ascending).
+    """Return every sequence's next beam: the topk best candidates by (score descending, index ascending).
 
     Args:
-        scores: ``[bs, C] fp32``, cumulative scores of the candidates of one level; -inf = not a candidate (ranks last).
+        scores: ``[bs, C] fp32``, cumulative scores of the candidates of one level; -inf = not a candidate
+            (ranks last).
         topk: Beam width, 1..C.
 
     Returns:
@@ -85,11 +107,17 @@ def select_beam(scores: torch.Tensor, topk: int) -> torch.Tensor:
 
     Raises:
         ValueError: A tensor's shape or dtype is wrong, or topk exceeds C.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.topk_expand import select_beam
+        >>> select_beam(torch.tensor([[-1.0, -0.5, -0.5, -3.0]]), 3)
+        tensor([[1, 2, 0]], dtype=torch.int32)
     """
     bs, candidates = scores.shape
     expect("scores", scores, (bs, candidates), torch.float32)
     if not 1 <= topk <= candidates:
-        raise ValueError(f"topk is {topk}, expected 1..{candidates} (the candidates of a level)")
+        raise ValueError(f"topk is {topk}, expected 1..{candidates} (the number of candidates of a level)")
     if use_triton(scores):
         from outrider.kernels.topk_expand import triton as compiled
 
@@ -109,36 +137,57 @@ def expand_level(
     d2t: torch.Tensor | None = None,
     noise: Noise | None = None,
 ) -> Beam | None:
-    """Score the children of a level's rows by `topk_expand`, note them as candidates, and make the next beam as `select_beam` picks it.
+    """Expand one level of a tree: score the children, store them as candidates, select the next beam.
+
+    This fuses `topk_expand` and `select_beam`.
 
     Args:
-        logits: ``[rows, V]`` fp32/bf16/fp16: of the roots, ``[bs, V]``, at level 0, else of the beam's rows, ``[bs * topk, V]``.
-        beam: The rows of this level; None at level 0.
+        logits: ``[rows, V]`` fp32/bf16/fp16: ``[bs, V]`` of the roots at level 0, otherwise
+            ``[bs * topk, V]`` of the beam's rows.
+        beam: Rows of this level; None at level 0.
         level: 0 for the children of the roots.
         topk: Children per row and width of the beam, 1..V.
-        candidates: Where the children go: the columns ``candidates.level(level, topk)`` are written.
-        words: Mask words of a row of the next beam.
-        last: No beam is wanted.
+        candidates: Receives the children in the columns ``candidates.level(level, topk)``.
+        words: Mask words per row of the next beam.
+        last: True if no next beam is needed.
         d2t: As in `topk_expand`.
-        noise: One entry per **sequence**, its positions those of the tokens behind the roots (a level adds its number); None = greedy.
+        noise: One entry per **sequence**, with the positions of the tokens after the roots (the level is
+            added). None = greedy.
 
     Returns:
-        The next beam, or None.
+        The next beam, or None if `last`.
 
     Raises:
-        ValueError: A tensor's shape or dtype is wrong; the message names it.
+        ValueError: A tensor's shape or dtype, `topk` or `beam` is wrong; the message names it.
+
+    Example:
+        Two levels of a tree of width 2 over a vocabulary of three tokens.
+
+        >>> import torch
+        >>> from outrider.kernels.topk_expand import Candidates, expand_level
+        >>> candidates = Candidates.make(1, 2, 2, torch.device("cpu"))
+        >>> roots = torch.tensor([[0.6, 0.1, 0.3]]).log()
+        >>> beam = expand_level(roots, None, 0, 2, candidates, words=1, last=False)
+        >>> beam.tokens.tolist()
+        [0, 2]
+        >>> rows = torch.tensor([[0.1, 0.7, 0.2], [0.8, 0.15, 0.05]]).log()
+        >>> expand_level(rows, beam, 1, 2, candidates, words=1, last=True)
+        >>> candidates.tokens.tolist(), candidates.parents.tolist()
+        ([[0, 2, 1, 2, 0, 1]], [[-1, -1, 0, 0, 1, 1]])
+        >>> candidates.scores.exp()
+        tensor([[0.6000, 0.3000, 0.4200, 0.1200, 0.2400, 0.0450]])
     """
     bs, columns = candidates.scores.shape
     rows, vocab = bs if level == 0 else bs * topk, logits.shape[1]
     expect("logits", logits, (rows, vocab))
     if not 1 <= topk <= vocab:
-        raise ValueError(f"topk is {topk}, expected 1..{vocab} (the draft vocabulary)")
+        raise ValueError(f"topk is {topk}, expected 1..{vocab} (the size of the draft vocabulary)")
     if candidates.level(level, topk).stop > columns:
         raise ValueError(
-            f"candidates has {columns} columns, level {level} takes those up to {candidates.level(level, topk).stop}"
+            f"candidates has {columns} columns, but level {level} needs {candidates.level(level, topk).stop}"
         )
     if (beam is None) != (level == 0):
-        raise ValueError("beam is for the levels from 1, and they need it")
+        raise ValueError("beam must be None at level 0 and given at all other levels")
     if noise is not None:
         expect("noise.temperature", noise.temperature, (bs,), torch.float32)
         expect("noise.positions", noise.positions, (bs,))

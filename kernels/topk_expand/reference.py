@@ -1,4 +1,4 @@
-"""topk_expand in plain torch; the contract is in the package's docstring."""
+"""Torch reference of topk_expand. The package documents the contract."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ def topk_expand(
     d2t: torch.Tensor | None,
     noise: Noise | None,
 ) -> Expansion:
-    """See `outrider.kernels.topk_expand.topk_expand`."""
     plain = logits.float()
     values = plain if noise is None else _coupled(plain, d2t, noise)
     ids = ranked_topk(values, topk)[1]
@@ -28,7 +27,7 @@ def topk_expand(
 
 
 def _coupled(plain: torch.Tensor, d2t: torch.Tensor | None, noise: Noise) -> torch.Tensor:
-    """Return logits over temperature plus noise for the rows with a temperature, the logits themselves for the others."""
+    """Return ``logits / temperature + noise`` for rows with a temperature, and the logits for other rows."""
     vocab = plain.shape[1]
     tokens = vocab if d2t is None else d2t + torch.arange(vocab, device=d2t.device)
     sampled = (noise.temperature > 0)[:, None]
@@ -39,7 +38,6 @@ def _coupled(plain: torch.Tensor, d2t: torch.Tensor | None, noise: Noise) -> tor
 
 
 def select_beam(scores: torch.Tensor, topk: int) -> torch.Tensor:
-    """See `outrider.kernels.topk_expand.select_beam`."""
     return torch.from_numpy(ranked_indices(scores, topk).astype(np.int32)).to(scores.device)
 
 
@@ -54,7 +52,6 @@ def expand_level(
     d2t: torch.Tensor | None,
     noise: Noise | None,
 ) -> Beam | None:
-    """See `outrider.kernels.topk_expand.expand_level`."""
     bs, device = candidates.scores.shape[0], logits.device
     width = logits.shape[0] // bs
     if noise is not None and not bool((noise.temperature > 0).any()):
@@ -64,6 +61,7 @@ def expand_level(
         noise = Noise(temperature, seeds, positions.to(torch.int64) + level, choices)
     scores = torch.zeros(bs, device=device) if beam is None else beam.scores
     children = topk_expand(logits, scores, topk, d2t, noise)
+    # 1. Store the children as candidates.
     columns = candidates.level(level, topk)
     candidates.scores[:, columns] = children.scores.view(bs, -1)
     candidates.tokens[:, columns] = children.token_ids.view(bs, -1)
@@ -73,6 +71,7 @@ def expand_level(
     )
     if last:
         return None
+    # 2. Select the next beam.
     chosen = select_beam(children.scores.view(bs, width * topk), topk).to(torch.int64)  # [bs, topk]
     sequence = torch.arange(bs, device=device)[:, None]
     child = (chosen + sequence * (width * topk)).view(-1)

@@ -1,8 +1,9 @@
-"""topk_expand in Triton; the contract is in the package's docstring.
+"""Triton version of topk_expand. The package documents the contract.
 
-The vocabulary is split over programs: each reads its part of the logits once, adds the noise, and leaves its best keys and its share of the
-two log-sum-exps (of the perturbed vector and of the plain one); a second launch merges the splits. There it is one program per row, or,
-for a whole level, one per sequence, which picks the next beam too. A level over a small vocabulary takes one launch.
+The vocabulary is split over programs. Each reads its part of the logits once, adds the noise, and stores its
+best keys and its share of the two log-sum-exps (with noise and without). A second launch merges the splits:
+with one program per row, or, for a whole level, with one per sequence, which also selects the next beam. A
+level over a small vocabulary takes a single launch.
 """
 
 from __future__ import annotations
@@ -52,7 +53,6 @@ def topk_expand(
     d2t: torch.Tensor | None,
     noise: Noise | None,
 ) -> Expansion:
-    """See `outrider.kernels.topk_expand.topk_expand`."""
     rows = logits.shape[0]
     device = logits.device
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -86,7 +86,6 @@ def _select(scores, row_stride, out, candidates, topk, BLOCK: tl.constexpr, BLOC
 
 
 def select_beam(scores: torch.Tensor, topk: int) -> torch.Tensor:
-    """See `outrider.kernels.topk_expand.select_beam`."""
     bs, candidates = scores.shape
     scores = scores if scores.stride(1) == 1 else scores.contiguous()
     out = _launch.empty((bs, topk), torch.int32, scores.device)

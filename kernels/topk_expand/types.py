@@ -1,4 +1,4 @@
-"""The data of an expansion."""
+"""Data types of topk_expand."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from outrider.kernels import _launch
 
 
 class Noise(NamedTuple):
-    """What couples the draft's choice to the target's: one entry per row, as in `gumbel_noise`.
+    """Parameters of the noise that couples the draft's choice to the target's; one entry per row.
 
     Attributes:
         temperature: ``[rows] fp32``; 0 = no noise in this row.
-        seeds: ``[rows] int64``.
-        positions: ``[rows]`` int64 or int32, of the child's token.
-        choices: ``[rows] int32``.
+        seeds: ``[rows] int64``, as in `gumbel_noise`.
+        positions: ``[rows]`` int64 or int32, position of the child's token.
+        choices: ``[rows] int32``, as in `gumbel_noise`.
     """
 
     temperature: torch.Tensor
@@ -30,8 +30,10 @@ class Expansion(NamedTuple):
 
     Attributes:
         token_ids: ``[rows, topk] int32``, target ids.
-        scores: ``[rows, topk] fp32``, cumulative: the parent's score plus this step's, never above the parent's.
-        logprobs: ``[rows, topk] fp32``, the draft's own log-probability of the token (temperature and noise left out).
+        scores: ``[rows, topk] fp32``, cumulative: the parent's score plus this step's; never above the
+            parent's.
+        logprobs: ``[rows, topk] fp32``, the draft's own log-probability of the token, without temperature and
+            noise.
     """
 
     token_ids: torch.Tensor
@@ -40,13 +42,15 @@ class Expansion(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """Every candidate that a tree's levels score, in level order: ``topk`` of the root, then ``topk * topk`` of each later level.
+    """All candidates scored by a tree's levels, in level order.
+
+    The first `topk` are children of the root, followed by ``topk * topk`` for each later level.
 
     Attributes:
         scores: ``[bs, C] fp32``, cumulative.
         tokens: ``[bs, C] int32``, target ids.
         parents: ``[bs, C] int32``, candidate index of the parent, -1 = the root.
-        logprobs: ``[bs, C] fp32``, the draft's own.
+        logprobs: ``[bs, C] fp32``, the draft's own log-probability of the token.
     """
 
     scores: torch.Tensor
@@ -56,33 +60,40 @@ class Candidates(NamedTuple):
 
     @staticmethod
     def make(bs: int, depth: int, topk: int, device: torch.device) -> Candidates:
-        """Allocate the candidates of trees, to be filled level by level."""
+        """Allocate the candidates of trees. The contents are undefined until each level is written."""
         columns = (bs, num_candidates(depth, topk))
         scores, logprobs = (_launch.empty(columns, torch.float32, device) for _ in range(2))
         tokens, parents = (_launch.empty(columns, torch.int32, device) for _ in range(2))
         return Candidates(scores, tokens, parents, logprobs)
 
     def level(self, level: int, topk: int) -> slice:
-        """Return the columns that the children of level `level` (0: of the root) take."""
+        """Return the columns of candidates added by level `level` (0: children of the root)."""
         first = 0 if level == 0 else topk + (level - 1) * topk * topk
         return slice(first, first + (topk if level == 0 else topk * topk))
 
 
 def num_candidates(depth: int, topk: int) -> int:
-    """Return how many candidates a tree of `depth` levels scores."""
+    """Return the number of candidates that a tree of `depth` levels scores.
+
+    Example:
+        >>> from outrider.kernels.topk_expand import num_candidates
+        >>> num_candidates(depth=3, topk=2)  # 2 children of the root, then 2 * 2 per level
+        10
+    """
     return topk + (depth - 1) * topk * topk
 
 
 class Beam(NamedTuple):
-    """The rows of the level that runs next, ``bs * topk``, those of a sequence after one another, best first.
+    """Rows of the level that runs next: ``bs * topk`` rows, those of a sequence adjacent, best first.
 
     Attributes:
         tokens: ``[rows] int32``, target ids.
         scores: ``[rows] fp32``, cumulative.
-        parents: ``[rows] int32``, the row of the level before (of the roots, for level 1) that each is a child of.
-        candidates: ``[rows] int32``, which candidate of its sequence each is.
-        ancestors: ``[rows, words] int32``, which scratch columns each sees: beam row j of level i (from 1) has column
-            ``(i - 1) * topk + j``; its own and its ancestors'.
+        parents: ``[rows] int32``, each row's parent among the rows of the previous level (the roots for level
+            1).
+        candidates: ``[rows] int32``, each row's candidate index in its sequence.
+        ancestors: ``[rows, words] int32``, bits of the scratch columns that each row sees: its own and those
+            of its ancestors. Beam row j of level i (from 1) has column ``(i - 1) * topk + j``.
     """
 
     tokens: torch.Tensor

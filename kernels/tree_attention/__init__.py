@@ -1,4 +1,7 @@
-"""tree_attention: attention over paged K/V with an ancestor mask per row; prefill, extend and plain decoding are its causal case."""
+"""tree_attention: attention over paged K/V with an ancestor mask per row.
+
+Prefill, extend and plain decoding are its causal case.
+"""
 
 from __future__ import annotations
 
@@ -33,35 +36,66 @@ def tree_attention(
 ) -> torch.Tensor:
     """Attend from packed query rows to the K/V of their own sequence, accumulating in fp32.
 
-    With `ancestors`, a row of sequence b sees every token index below ``prefix_lens[b]``, and of the columns after it (column j = token
-    index ``prefix_lens[b] + j``, below ``kv_lens[b]``) those whose bit is set in its mask. Without, rows are causal: row i of the q_len
-    rows of sequence b sees token indices ``<= kv_lens[b] - q_len + i`` (`prefix_lens` is not read). A row that sees nothing yields zeros.
+    With `ancestors` (tree rows), a row of sequence b sees every token index below ``prefix_lens[b]``. Of the
+    columns after it, it sees those whose bit is set in its mask; column j is token index
+    ``prefix_lens[b] + j``, below ``kv_lens[b]``.
+
+    Without `ancestors`, rows are causal: row i of the q_len rows of sequence b sees token indices
+    ``<= kv_lens[b] - q_len + i``, and `prefix_lens` is not read.
+
+    A row that sees nothing yields zeros.
 
     Args:
         q: ``[rows, heads, dim]`` fp32/bf16/fp16; any strides with a dense last dimension.
-        k_plane, v_plane: ``[pages, page_size, kv_heads, dim]``, contiguous, q's dtype or e4m3, which is widened as it is read; heads is a
-            multiple of kv_heads.
-        page_table: ``[bs, max_pages] int32``, pages of each sequence in token order, at least ``ceil(kv_len / page_size)`` valid ones.
+        k_plane: ``[pages, page_size, kv_heads, dim]``, contiguous, in q's dtype or in e4m3, which is widened
+            as it is read. heads is a multiple of kv_heads.
+        v_plane: Like `k_plane`.
+        page_table: ``[bs, max_pages] int32``, pages of each sequence in token order; at least
+            ``ceil(kv_len / page_size)`` of them valid.
         prefix_lens: ``[bs] int32``.
-        kv_lens: ``[bs] int32``, tokens in the cache, this step's included.
-        query_start: ``[bs + 1] int32``; rows of sequence b are ``query_start[b]:query_start[b + 1]``.
-        ancestors: ``[rows, words] int32`` or None; bit j % 32 of word j // 32 is column j, columns past the words are hidden.
+        kv_lens: ``[bs] int32``, number of cached tokens, this step's included.
+        query_start: ``[bs + 1] int32``; the rows of sequence b are ``query_start[b]:query_start[b + 1]``.
+        ancestors: ``[rows, words] int32`` or None. Bit j % 32 of word j // 32 is column j; columns past the
+            words are hidden.
         scale: Positive factor on the scores, usually dim ** -0.5.
-        max_query_len: Upper bound of the rows of a sequence, on the host (the grid).
-        max_kv_len: Upper bound of kv_lens, on the host.
-        window: If above 0, a row at position p sees only positions above p - window. Of the nodes on a tree row's path, that is the last
-            `window` by column: an ancestor's column must lie before its descendants'.
-        row_positions: ``[rows] int32``, p of each row of a tree (causal rows have theirs by definition); if None, a row's prefix plus the
-            bits of its mask, itself not counted.
-        sinks: ``[heads] fp32``, a logit per head that takes part in the softmax and carries no value, or None.
-        softcap: If above 0, scaled scores s become ``softcap * tanh(s / softcap)`` before the mask; sinks are not capped.
-        out: ``[rows, heads, dim]``, contiguous, q's dtype; allocated if None. Rows that no sequence owns are not written.
+        max_query_len: Upper bound of the rows of a sequence, known on the host (it sets the grid).
+        max_kv_len: Upper bound of kv_lens, known on the host.
+        window: If above 0, a row at position p sees only positions above p - window. On a tree row's path,
+            this is the last `window` nodes by column, so an ancestor's column must lie before its
+            descendants'.
+        row_positions: ``[rows] int32``, position p of each tree row (that of a causal row follows from its
+            index). If None, p is the row's prefix plus the number of bits in its mask, its own bit not
+            counted.
+        sinks: ``[heads] fp32``, a logit per head that takes part in the softmax and carries no value, or
+            None.
+        softcap: If above 0, scaled scores s become ``softcap * tanh(s / softcap)`` before the mask; sinks are
+            not capped.
+        out: ``[rows, heads, dim]``, contiguous, in q's dtype; allocated if None. Rows that belong to no
+            sequence are not written.
 
     Returns:
         `out`.
 
     Raises:
         ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+
+    Example:
+        A tree of a root and two children, behind a prefix of one token. With queries of zeros, each row
+        returns the mean of the values it sees. The second child does not see the first.
+
+        >>> import torch
+        >>> from outrider.kernels.tree_attention import tree_attention
+        >>> planes = torch.tensor([0.0, 2.0, 4.0, 10.0]).view(1, 4, 1, 1)  # one page of four tokens
+        >>> table = torch.zeros(1, 1, dtype=torch.int32)
+        >>> prefix, kv = torch.tensor([1], dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
+        >>> starts = torch.tensor([0, 3], dtype=torch.int32)
+        >>> ancestors = torch.tensor([[0b001], [0b011], [0b101]], dtype=torch.int32)
+        >>> out = tree_attention(
+        ...     torch.zeros(3, 1, 1), planes, planes, table, prefix, kv, starts, ancestors,
+        ...     scale=1.0, max_query_len=3, max_kv_len=4,
+        ... )
+        >>> out.flatten().round(decimals=3)
+        tensor([1., 2., 4.])
     """
     rows, heads, dim = q.shape
     bs = page_table.shape[0]
@@ -69,7 +103,7 @@ def tree_attention(
     expect("v_plane", v_plane, tuple(k_plane.shape), k_plane.dtype)
     if heads % k_plane.shape[2]:
         raise ValueError(
-            f"q has {heads} heads, which is no multiple of the {k_plane.shape[2]} heads of k_plane"
+            f"q has {heads} heads, which is not a multiple of the {k_plane.shape[2]} heads of k_plane"
         )
     expect("page_table", page_table, (bs, None), torch.int32)
     expect("prefix_lens", prefix_lens, (bs,), torch.int32)

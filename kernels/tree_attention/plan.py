@@ -1,4 +1,4 @@
-"""How an attention launch is cut into programs; from host integers only, so that a recorded graph holds for any lengths."""
+"""Launch sizes of attention, from host integers only: a captured CUDA graph is valid for any lengths."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from enum import Enum
 from outrider.kernels._launch import ceil_div, next_power_of_2
 from outrider.kernels.stream import FEW_ROWS
 
-_FEW, _MANY = 16, 64
-_NARROW, _WIDE = 64, 256
+_FEW, _MANY = 16, 64  # pairs of a program
+_NARROW, _WIDE = 64, 256  # widths of a head, padded
 _MOST_SPLITS, _MOST_GATHERED = 32, 8
 SHARED_BYTES = 213 << 10
-"""What a program that has a multiprocessor to itself takes at most."""
+"""Most shared memory used by a program that has a multiprocessor to itself."""
 
 
 class Release(Enum):
-    """When the programs of the next kernel may start, to wait for this one's end or to load what no kernel writes."""
+    """Moment at which the next kernel may start, to wait or to load data that no kernel writes."""
 
     LATE = 0
     """Before the last stores."""
     WAITED = 1
-    """When all programs of this one know that the kernel before it ended."""
+    """When all programs of this kernel have waited for the end of the previous kernel."""
     AT_ONCE = 2
-    """When all programs of this one run. What the next kernel reads before it waits must be older than the kernel before this one."""
+    """When all programs of this kernel run. The data that the next kernel reads before it waits must be older
+    than the kernel before this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +32,14 @@ class Blocks:
     """Sizes of a launch.
 
     Attributes:
-        pairs: (row, head of the group) pairs of a program.
-        tokens: Token indices that it takes at a time.
-        splits: Programs that share the token indices of a block of pairs.
-        warps, stages: Of a program.
-        release: Of the kernel, and of the one that merges splits.
+        pairs: (row, head of the group) pairs per program.
+        tokens: Token indices per step.
+        splits: Number of programs that share the token indices of a block of pairs.
+        warps: Warps per program.
+        stages: Pipeline stages of a program.
+        release: When the kernel, and the one that merges splits, releases the next kernel.
         transposed: Whether the pairs are the narrow side of the products; see `fold`.
-        gathers: Whether the program of a block that ends last merges the splits, in place of a launch of its own.
+        gathers: Whether the program of a block that ends last merges the splits, instead of a second launch.
     """
 
     pairs: int
@@ -55,20 +57,22 @@ def choose_blocks(
 ) -> Blocks:  # fmt: skip
     """Return the sizes of a launch, as measured on an H200 with heads of 128 in bf16.
 
-    The shares of a split are cut on the device by the real lengths; a program without one stops at once.
+    The shares of splits are determined on the device from the real lengths. A program without a share ends
+    immediately.
 
     Args:
-        bs: Sequences.
-        rows: Of all of them.
-        pairs: The most (row, head of the group) pairs of any of them.
-        kv_heads: Of the planes.
+        bs: Number of sequences.
+        rows: Number of rows of all sequences.
+        pairs: Largest number of (row, head of the group) pairs of a sequence.
+        kv_heads: Heads of the planes.
         block_d: Width of a head, padded.
-        itemsize: Bytes of an element.
+        itemsize: Bytes per element.
         max_kv_len: Upper bound of the token indices of a sequence.
         processors: Multiprocessors of the device.
-        roomy: Whether a program may take `SHARED_BYTES` of shared memory, and planes are of the queries' dtype.
+        roomy: True if a program may use `SHARED_BYTES` of shared memory and the planes have the queries'
+            dtype.
     """
-    # Heads as wide as a latent, and elements of 4 bytes, leave little room in shared memory and registers.
+    # Heads as wide as a latent, and 4-byte elements, leave little room in shared memory and registers.
     large = block_d > _WIDE or itemsize > 2
     few = pairs <= _FEW
     block_pairs = _FEW if few or block_d > _WIDE else min(_MANY, next_power_of_2(pairs)) if large else _MANY
@@ -78,9 +82,9 @@ def choose_blocks(
     steps = ceil_div(max_kv_len, 64)
     most = min(_MOST_SPLITS, steps)
     deep = block_d <= 128
-    # A program for each multiprocessor: what it waits for at a step counts, so that its steps are long and several are on their way.
+    # One program per multiprocessor: latency per step dominates, so use long steps with several in flight.
     alone = roomy and deep and processors // 2 < programs <= processors
-    if not few:  # one program of a block where they fill half of the device; the merge of many rows is dear
+    if not few:  # one program per block if they fill half the device: merging many rows is expensive
         room = processors // programs
         splits = min(
             most, max(8, steps // 4), 2 * processors // programs if pairs > _MANY and room > 1 else room
@@ -100,7 +104,7 @@ def choose_blocks(
     splits = min(most, max(4, steps // 4), 2 * processors // programs)
     if (
         splits <= 1
-    ):  # beside our own products of few rows, which share multiprocessors with attention, longer steps are better
+    ):  # our products of few rows share multiprocessors with attention: longer steps are faster then
         tokens, stages = (64, 2) if rows <= FEW_ROWS else (32, 3)
         return Blocks(block_pairs, tokens, 1, 4, stages, _release(bs, rows, 1))
     splits = _power_of_2(splits)
@@ -127,7 +131,7 @@ def _modest(
     max_kv_len: int,
     processors: int,
 ) -> Blocks:
-    """Return sizes for what nobody measured: short pipelines, and of many pairs shares of two steps at least."""
+    """Return sizes for unmeasured cases: short pipelines, and shares of at least two steps for many pairs."""
     wide, few = block_d > _WIDE, block_pairs == _FEW
     tokens = 16 if wide else 32 if itemsize > 2 else 64
     shares = ceil_div(max_kv_len, tokens * (2 if block_pairs == _MANY else 1))
@@ -136,12 +140,12 @@ def _modest(
 
 
 def _power_of_2(n: int) -> int:
-    """Return the largest power of two that is not above n: few variants are compiled then."""
+    """Return the largest power of two <= n. Powers of two limit the number of compiled variants."""
     return 1 << (max(1, n).bit_length() - 1)
 
 
 def _release(bs: int, rows: int, splits: int) -> Release:
-    """Return when the product behind attention may start: as measured in whole passes, and late where nobody measured."""
+    """Return when the product after attention may start, as measured in whole passes; else LATE."""
     if rows <= 2 or (splits > 1 and (bs >= 4 or 32 < rows <= 64)):
         return Release.AT_ONCE
     return Release.WAITED if bs == 1 and 16 < rows <= 32 and splits > 1 else Release.LATE

@@ -1,4 +1,4 @@
-"""tree_attention in plain torch; the contract is in the package's docstring."""
+"""Torch reference of tree_attention. The package documents the contract."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def tree_attention(
     window: int,
     softcap: float,
 ) -> None:
-    """See `outrider.kernels.tree_attention.tree_attention`; writes `out`. One sequence after the other, scores and sums in fp32."""
+    """Compute `outrider.kernels.tree_attention.tree_attention` into `out`, one sequence at a time.
+
+    Scores and sums are in fp32.
+    """
     page_size, kv_heads, dim = k_plane.shape[1:]
     group = q.shape[1] // kv_heads
     starts = query_start.tolist()
@@ -38,7 +41,7 @@ def tree_attention(
         v = v_plane[pages].flatten(0, 1)[:kv_len].float().transpose(0, 1)  # [kv_heads, kv, dim]
         index = torch.arange(kv_len, device=q.device).expand(
             q_len, -1
-        )  # [q_len, kv]: the position of each token, as the row sees it
+        )  # [q_len, kv]: position of each token as the row sees it
         if ancestors is None:
             positions = index[0, kv_len - q_len :]
             visible = index <= positions[:, None]
@@ -46,7 +49,7 @@ def tree_attention(
             visible = _tree(ancestors[rows], prefix_len, kv_len)
             path = (
                 visible[:, prefix_len:].flip(-1).cumsum(-1).flip(-1)
-            )  # nodes of the row's path from a column on
+            )  # number of nodes on the row's path from each column on
             positions = (
                 visible[:, prefix_len:].sum(-1) + prefix_len - 1
                 if row_positions is None
@@ -74,7 +77,7 @@ def tree_attention(
 
 
 def _tree(ancestors: torch.Tensor, prefix_len: int, kv_len: int) -> torch.Tensor:
-    """Return ``[q_len, kv] bool``: the prefix, and the columns after it whose bit is set."""
+    """Return ``[q_len, kv] bool``: true for the prefix and for the columns whose bit is set."""
     q_len, words = ancestors.shape
     bits = (ancestors[:, :, None] >> torch.arange(32, dtype=torch.int32, device=ancestors.device)) & 1
     visible = torch.zeros((q_len, kv_len), dtype=torch.bool, device=ancestors.device)

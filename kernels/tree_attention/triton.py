@@ -1,10 +1,13 @@
-"""tree_attention in Triton; the contract is in the package's docstring.
+"""Triton version of tree_attention. The package documents the contract.
 
-One program handles a block of (row, head of the group) pairs of one sequence and one K/V head, so that K and V are read once for the whole
-group. It folds token indices into (maximum, sum, accumulator), see `fold`. Where a batch has too few blocks to fill the GPU, the token
-indices are split over programs, and each leaves those three in memory: the one that ends last merges a few of them, a second launch many,
-both in the order of the splits. Their number depends on host integers only.
-WIDEN is set under the interpreter, whose dot takes the bits of a bf16 for an integer.
+One program handles a block of (row, head of the group) pairs of one sequence and one K/V head, so K and V are
+read once for the whole group. It folds token indices into (maximum, sum, accumulator), see `fold`.
+
+If a batch has too few blocks to fill the GPU, the token indices are split over programs, and each stores
+those three values. The program that ends last merges a few splits; a second launch merges many. Both merge in
+the order of the splits. The number of splits depends on host integers only.
+
+WIDEN is set under the interpreter, whose dot interprets the bits of a bf16 as an integer.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ def _attention(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     kv_head, sequence, split = tl.program_id(1), tl.program_id(2) // splits, tl.program_id(2) % splits
-    # Lengths, pages and masks are older than the kernel before this one: they are read before it has ended.
+    # 1. Find the range of token indices that this program's pairs see. Lengths, pages and masks are older
+    # than the previous kernel, so they are read before waiting for its end.
     start = tl.load(query_start + sequence)
     q_len = tl.load(query_start + sequence + 1) - start
     kv_len = tl.load(kv_lens + sequence)
@@ -68,7 +72,7 @@ def _attention(
         )
         if WINDOW:
             begin = tl.minimum(tl.maximum(first - window + 1, 0), shared_end)
-    if SPLIT:
+    if SPLIT:  # cut the visible range into shares of whole steps
         share = tl.cdiv(tl.cdiv(end - begin, splits), BLOCK_N) * BLOCK_N
         begin += split * share
         end = tl.minimum(begin + share, end)
@@ -80,6 +84,7 @@ def _attention(
         gdc_wait()
     if PDL and RELEASE == 1:
         gdc_launch_dependents()
+    # 2. Load the queries and fold K and V of that range.
     if first_pair < q_len * GROUP:
         head = kv_head * GROUP + pair % GROUP
         d = tl.arange(0, BLOCK_D)
@@ -102,30 +107,32 @@ def _attention(
             acc = acc.T
         if PDL:
             gdc_launch_dependents()
+        # 3. With splits: store this split's results; the last program merges them.
         last = split >= 0
         if SPLIT:
             place = row * (KV_HEADS * GROUP) + head
             stride = tl.cast(0 * split + rows, tl.int64) * (
                 KV_HEADS * GROUP
-            )  # an argument of 1 is no tensor of its own
+            )  # `rows` may be specialised to the constant 1, which has no tensor type
             tl.store(partial + (split * stride + place)[:, None] * DIM + d[None, :], acc, mask=element)
             tl.store(stats + 2 * (split * stride + place), top, mask=real)
             tl.store(stats + 2 * (split * stride + place) + 1, total, mask=real)
-            if GATHER > 0:  # the program that ends last adds what all splits left, in their order
-                tl.debug_barrier()  # all threads have stored before one says so
+            if GATHER > 0:  # the program that ends last merges all splits, in their order
+                tl.debug_barrier()  # all threads must have stored before one of them signals it
                 counter = arrivals + ((sequence * KV_HEADS + kv_head) * tl.num_programs(0) + tl.program_id(0))
                 last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1
                 if last:
-                    tl.store(counter, 0)
+                    tl.store(counter, 0)  # ready for the next launch
                     top, total, acc = _gather(
                         partial, stats, place, stride, real, d, element, DIM, GATHER, BLOCK_M, BLOCK_D
                     )
+        # 4. Divide by the sum of the weights and store. Without GATHER, `_merge` does this for splits.
         if last and (GATHER > 0 or not SPLIT):
             if SINKS:
                 total += tl.exp2(
                     tl.load(sinks + head) * 1.4426950408889634 - tl.where(top == -float("inf"), 0.0, top)
                 )
-            result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+            result = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # a row that sees nothing yields zeros
             tl.store(
                 out + row[:, None] * out_row + head[:, None] * DIM + d[None, :],
                 result.to(out.dtype.element_ty),
@@ -147,7 +154,7 @@ def _gather(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Return maximum, sum and weighted sum of all splits."""
+    """Return maximum, sum and weighted sum over all splits."""
     top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     for nth in tl.static_range(SPLITS):
         own = tl.load(
@@ -188,7 +195,7 @@ def _merge(
         split, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
         place = (split.to(tl.int64) * rows + start + local) * HEADS + head
         real = split < splits
-        # All three are asked for before any is used: one memory latency, not three.
+        # Issue all three loads before using any: one memory latency instead of three.
         tops = tl.load(stats + 2 * place, mask=real, other=-float("inf"))
         totals = tl.load(stats + 2 * place + 1, mask=real, other=0.0)
         parts = tl.load(
@@ -216,15 +223,19 @@ _MOST_COUNTERS = 1024
 
 
 def _can_count(k_plane: torch.Tensor) -> bool:
-    """Whether the programs of splits can count each other: counters are made on a first call, which must not be a recorded one."""
+    """Return whether the programs of splits can count each other.
+
+    Their counters are allocated on the first call with a plane, which must not happen during graph capture.
+    """
     made = (k_plane.device, k_plane.data_ptr()) in _COUNTERS
     return made or not (k_plane.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _counters(k_plane: torch.Tensor) -> torch.Tensor:
-    """Return how many programs of each block of pairs have ended, all zero between launches.
+    """Return counters of the finished programs of each block of pairs. All are zero between launches.
 
-    One set per plane: steps over the same plane follow each other, those over others may overlap.
+    There is one set per plane: steps over the same plane run one after the other, those over others may
+    overlap.
     """
     key = (k_plane.device, k_plane.data_ptr())
     if key not in _COUNTERS:
@@ -234,18 +245,21 @@ def _counters(k_plane: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _processors(device: torch.device) -> int:
-    """Return the multiprocessors of a device; a small number under the interpreter, so that it meets split and unsplit batches."""
+    """Return the number of multiprocessors of a device.
+
+    Under the interpreter it is small, so that the tests cover both split and unsplit batches.
+    """
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 @functools.cache
 def _has_room(device: torch.device) -> bool:
-    """Whether a program may take `SHARED_BYTES`."""
+    """Return whether a program may use `SHARED_BYTES` of shared memory."""
     if device.type != "cuda":
         return True
     most = getattr(
         torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0
-    )  # the stubs do not know it, nor does ROCm
+    )  # read by name: neither torch's stubs nor ROCm have it
     return int(most) >= SHARED_BYTES
 
 
@@ -268,7 +282,7 @@ def tree_attention(
     window: int,
     softcap: float,
 ) -> None:
-    """See `outrider.kernels.tree_attention.tree_attention`; writes `out`."""
+    """Compute `outrider.kernels.tree_attention.tree_attention` into `out`."""
     bs = page_table.shape[0]
     page_size, kv_heads, dim = k_plane.shape[1:]
     heads = q.shape[1]
@@ -292,7 +306,7 @@ def tree_attention(
     grid = (_launch.ceil_div(pairs, blocks.pairs), kv_heads, bs * splits)
     transposed = (
         blocks.transposed and k_plane.dtype == q.dtype
-    )  # what is widened in registers goes to the right operand as well
+    )  # the transposed form pays off only if K and V need no widening in registers
     partial = stats = arrivals = out
     gathers = (
         blocks.gathers and splits > 1 and grid[0] * kv_heads * bs <= _MOST_COUNTERS and _can_count(k_plane)

@@ -1,4 +1,4 @@
-"""tree_build: of all candidates ever scored keep the best, as a tree (EAGLE-2's dynamic tree)."""
+"""tree_build: builds a tree from the best candidates of all levels (EAGLE-2's dynamic draft tree)."""
 
 from __future__ import annotations
 
@@ -21,25 +21,45 @@ def tree_build(
     num_columns: int,
     logprobs: torch.Tensor | None = None,
 ) -> DraftTreeTensors:
-    """Keep each sequence's best ``max_nodes - 1`` candidates by (score descending, index ascending), order them by index, prepend the root.
+    """Keep each sequence's best ``max_nodes - 1`` candidates and arrange them as a tree below its root.
 
-    A child neither outranks its parent nor precedes it, so that the kept set is a tree. Where the caller breaks that rule, an orphan gets
-    parent -1, which verification never accepts.
+    Candidates are selected by (score descending, index ascending), and nodes are ordered by candidate index.
+    A child neither outranks its parent nor precedes it, so the selected set is a tree. If the input violates
+    that rule, an orphan gets parent -1, which verification never accepts.
+
+    The method is the reranking phase of EAGLE-2 (arXiv 2406.16858, section 4.2).
 
     Args:
-        scores: ``[bs, C] fp32``, cumulative scores of every candidate ever scored, in level order; -inf or NaN = not a candidate.
+        scores: ``[bs, C] fp32``, cumulative scores of all candidates in level order; -inf or NaN = not a
+            candidate.
         tokens: ``[bs, C] int32``, target ids.
         parents: ``[bs, C] int32``, candidate index of the parent, -1 = the root.
         root_tokens: ``[bs] int32``.
-        max_nodes: ``[bs] int32``, nodes of each tree, the root included, 1..num_columns (a larger value counts as num_columns).
+        max_nodes: ``[bs] int32``, most nodes of each tree, the root included: 1..num_columns. Larger values
+            count as num_columns.
         num_columns: N, the width of the result.
-        logprobs: ``[bs, C] fp32`` of every candidate, to be handed on with the nodes; or None.
+        logprobs: ``[bs, C] fp32``, log-probs of all candidates, returned for the nodes; or None.
 
     Returns:
         The trees.
 
     Raises:
         ValueError: A tensor's shape or dtype is wrong, or num_columns < 1; the message names it.
+
+    Example:
+        A root (token 5) with candidates 11 and 12 below it, and 21 and 22 below 11. The best three are kept.
+
+        >>> import torch
+        >>> from outrider.kernels.tree_build import tree_build
+        >>> scores = torch.tensor([[-0.5, -1.0, -0.7, -2.0]])
+        >>> tokens, parents = torch.tensor([[11, 12, 21, 22]]).int(), torch.tensor([[-1, -1, 0, 0]]).int()
+        >>> tree = tree_build(scores, tokens, parents, torch.tensor([5]).int(), torch.tensor([4]).int(), 5)
+        >>> tree.num_nodes.tolist(), tree.tokens.tolist()
+        ([4], [[5, 11, 12, 21, 0]])
+        >>> tree.parents.tolist(), tree.depths.tolist()
+        ([[-1, 0, 0, 1, -1]], [[0, 1, 1, 2, 0]])
+        >>> [f"{mask:05b}" for mask in tree.ancestors[0, :, 0].tolist()]
+        ['00001', '00011', '00101', '01011', '00000']
     """
     bs, candidates = scores.shape
     expect("scores", scores, (bs, candidates), torch.float32)
@@ -50,7 +70,7 @@ def tree_build(
     if logprobs is not None:
         expect("logprobs", logprobs, (bs, candidates), torch.float32)
     if num_columns < 1:
-        raise ValueError(f"num_columns is {num_columns}, expected at least 1 (the root)")
+        raise ValueError(f"num_columns is {num_columns}; it must be at least 1 (the root)")
     if use_triton(scores):
         from outrider.kernels.tree_build import triton as compiled
 

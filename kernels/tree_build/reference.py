@@ -1,4 +1,7 @@
-"""tree_build on the host, node by node; the contract is in the package's docstring. Trees are small: tensor operations would be slower."""
+"""Reference of tree_build, on the host, node by node. The package documents the contract.
+
+Trees are small, so tensor operations would be slower.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,6 @@ def tree_build(
     num_columns: int,
     logprobs: torch.Tensor | None,
 ) -> DraftTreeTensors:
-    """See `outrider.kernels.tree_build.tree_build`."""
     words = -(-num_columns // WORD_BITS)
     ranked = ranked_indices(scores, min(num_columns - 1, scores.shape[1])).tolist()
     batch = zip(
@@ -63,7 +65,7 @@ def tree_build(
 def _build(
     best: list[int], scores: list[float], tokens: list[int], parents: list[int], root_token: int
 ) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
-    """Return the tokens, parents, depths, candidates and ancestor masks of one tree's nodes, the root first."""
+    """Return tokens, parents, depths, candidates and ancestor masks of one tree's nodes, root first."""
     kept = sorted(candidate for candidate in best if scores[candidate] > -math.inf)  # false for NaN too
     number = {-1: 0}  # candidate -> node
     node_parents, depths, masks = [-1], [0], [1]
@@ -77,6 +79,6 @@ def _build(
 
 
 def _word(mask: int, word: int) -> int:
-    """Return 32 bits of a mask as a signed integer."""
+    """Return the given 32-bit word of a mask as a signed integer."""
     bits = mask >> WORD_BITS * word & 0xFFFFFFFF
     return bits - (bits >> WORD_BITS - 1 << WORD_BITS)

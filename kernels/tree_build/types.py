@@ -1,4 +1,4 @@
-"""The tree as tensors."""
+"""Trees as tensors."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class DraftTreeTensors:
-    """One tree per sequence. Node 0 is the root; parents precede children; columns past `num_nodes` are padding.
+    """One tree per sequence.
+
+    Node 0 is the root, parents precede children, and columns past `num_nodes` are padding.
 
     Attributes:
         tokens: ``[bs, N] int32``, padding 0.
         parents: ``[bs, N] int32``, node index; -1 for the root and padding.
         depths: ``[bs, N] int32``, 0 for the root and padding.
         num_nodes: ``[bs] int32``, the root included.
-        ancestors: ``[bs, N, words] int32``, words = ceil(N / 32); bit j of word w of a node says that node 32 w + j is the node itself or
-            one of its ancestors; padding 0.
-        candidates: ``[bs, N] int32``, which candidate a node was; -1 for the root and padding.
-        logprobs: ``[bs, N] fp32``, of the nodes; 0 for the root and padding. None where none were given.
+        ancestors: ``[bs, N, words] int32``, words = ceil(N / 32). Bit j of word w of a node is set if node 32
+            w + j is the node itself or one of its ancestors; padding 0.
+        candidates: ``[bs, N] int32``, candidate index of each node; -1 for the root and padding.
+        logprobs: ``[bs, N] fp32`` of the nodes; 0 for the root and padding. None if no log-probs were given.
     """
 
     tokens: torch.Tensor

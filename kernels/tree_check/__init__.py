@@ -1,4 +1,4 @@
-"""tree_check: trees that another process wrote are believed only as far as they are trees; all else is a round without drafts."""
+"""tree_check: validates trees written by another process. An invalid tree becomes a round without drafts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["CheckedTrees", "tree_check"]
 
 
 class CheckedTrees(NamedTuple):
-    """Trees as `shared.spec.tree.DraftBatch` describes them, without log-probs."""
+    """Trees in the layout of `shared.spec.tree.DraftBatch`, without log-probs."""
 
     tokens: torch.Tensor
     parents: torch.Tensor
@@ -34,23 +34,49 @@ def tree_check(
     vocab_size: int,
     depth: int,
 ) -> CheckedTrees:
-    """Check trees on the device, and derive what is not sent: roots, depths and masks.
+    """Validate trees on the device, and derive the parts that are not sent: roots, depths and masks.
 
-    A row keeps its tree if ``number == expected``, the row is live, its size is within 1..N, every draft's token is in the vocabulary and
-    its parent before it, and no node is deeper than `depth`. Any other row, whatever its bytes, becomes a tree of its root alone.
+    A row keeps its tree if all of these hold; otherwise, whatever its bytes, it becomes a tree of its root
+    alone:
+
+    - ``number == expected``, and the row is live.
+    - Its number of nodes is within 1..N.
+    - Every draft's token is in the vocabulary, and its parent precedes it.
+    - No node is deeper than `depth`.
 
     Args:
-        number: ``[1] int32``, of the round that the trees say they are for.
-        expected: ``[1] int32``, of this round.
-        num_nodes: ``[bs] int32``, the root included.
-        tokens, parents: ``[bs, N] int32``, contiguous; column 0 is ignored. Nobody else may write to them meanwhile.
-        fresh: ``[bs, R] int32``, contiguous, what the last round chose; the root is the last of ``counts[b]``.
-        counts: ``[bs] int32``, 0 = idle.
-        vocab_size: Token ids are below.
-        depth: Of the deepest node.
+        number: ``[1] int32``, number of the round that the trees were made for.
+        expected: ``[1] int32``, number of this round.
+        num_nodes: ``[bs] int32``, contiguous, the root included.
+        tokens: ``[bs, N] int32``, contiguous; column 0 is ignored. No one may write to it during the call.
+        parents: Like `tokens`.
+        fresh: ``[bs, R] int32``, contiguous, tokens chosen in the last round; the root is at column
+            ``counts[b] - 1``.
+        counts: ``[bs] int32``, contiguous, 0 = idle.
+        vocab_size: Size of the vocabulary.
+        depth: Largest depth of a node.
+
+    Returns:
+        The trees.
 
     Raises:
         ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+
+    Example:
+        Two trees of three nodes. In the second, the parent of node 1 does not precede it.
+
+        >>> import torch
+        >>> from outrider.kernels.tree_check import tree_check
+        >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
+        >>> tokens, parents = ints([0, 6, 7], [0, 6, 7]), ints([0, 0, 1], [0, 2, 0])
+        >>> fresh, counts = ints([4, 5], [9, 0]), ints(2, 1)
+        >>> trees = tree_check(
+        ...     ints(8), ints(8), ints(3, 3), tokens, parents, fresh, counts, vocab_size=100, depth=2
+        ... )
+        >>> trees.num_nodes.tolist(), trees.tokens.tolist()
+        ([3, 1], [[5, 6, 7], [9, 0, 0]])
+        >>> trees.parents.tolist(), trees.depths.tolist()
+        ([[-1, 0, 1], [-1, -1, -1]], [[0, 1, 2], [0, 0, 0]])
     """
     bs = counts.shape[0]
     expect("number", number, (1,), torch.int32)

@@ -1,4 +1,4 @@
-"""tree_check in torch; the contract is in the package's docstring."""
+"""Torch reference of tree_check. The package documents the contract."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ def tree_check(
     vocab_size: int,
     depth: int,
 ) -> tuple[torch.Tensor, ...]:
-    """See `outrider.kernels.tree_check.tree_check`."""
     bs, columns = tokens.shape
     node = torch.arange(columns, device=tokens.device, dtype=torch.int64)
     live = counts > 0
     last = (counts.to(torch.int64) - 1).clamp(0, fresh.shape[1] - 1)
     roots = torch.where(live, fresh.gather(1, last[:, None])[:, 0], 0)
+    # 1. Check the header, tokens and parents.
     fits = (number == expected) & live & (num_nodes >= 1) & (num_nodes <= columns)
     drafted = fits[:, None] & (node >= 1) & (node < num_nodes[:, None])
     wrong = (tokens < 0) | (tokens >= vocab_size) | (parents < 0) | (parents >= node)
     fits = fits & ~(wrong & drafted).any(1)
     drafted = drafted & fits[:, None]
+    # 2. Walk up to the root, collecting depths and ancestors.
     parent = torch.where(drafted, parents, 0).to(torch.int64)  # [bs, N]; the root is its own parent
     depths = torch.zeros_like(parent)
     seen = torch.zeros((bs, columns, columns), dtype=torch.bool, device=tokens.device)
@@ -42,6 +43,7 @@ def tree_check(
         seen.scatter_(2, current[:, :, None], True)
     fits = fits & (current == 0).all(1)
     drafted = drafted & fits[:, None]
+    # 3. Pack the ancestors into words.
     real = drafted | (node == 0)
     words = ceil_div(columns, WORD_BITS)
     bits = torch.zeros((bs, columns, words * WORD_BITS), dtype=torch.int64, device=tokens.device)

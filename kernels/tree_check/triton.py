@@ -1,4 +1,4 @@
-"""tree_check in Triton: one program per row; the contract is in the package's docstring."""
+"""Triton version of tree_check: one program per row. The package documents the contract."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def _check(
     root = tl.load(
         fresh + row * fresh_stride + count - 1, mask=(count > 0) & (count <= fresh_stride), other=0
     )
+    # 1. Check the header, tokens and parents.
     nodes = tl.load(num_nodes + row)
     fits = (tl.load(number) == tl.load(expected)) & (count > 0) & (nodes >= 1) & (nodes <= columns)
     node = tl.arange(0, BLOCK)
@@ -34,7 +35,7 @@ def _check(
     parent = tl.load(parents + at, mask=drafted, other=0)
     wrong = drafted & ((token < 0) | (token >= vocab_size) | (parent < 0) | (parent >= node))
     fits = fits & (tl.sum(wrong.to(tl.int32), axis=0) == 0)
-    # Up to the root: what is read as a parent here was seen to lie before its child.
+    # 2. Walk up to the root. Every parent read here was checked above to precede its child.
     current = tl.where(drafted & fits, node, 0)
     word = tl.arange(0, WORDS)
     masks = tl.where(word[None, :] == (current // 32)[:, None], 1 << (current % 32)[:, None], 0)
@@ -46,6 +47,7 @@ def _check(
         masks |= tl.where(word[None, :] == (current // 32)[:, None], 1 << (current % 32)[:, None], 0)
     fits = fits & (tl.sum((current > 0).to(tl.int32), axis=0) == 0)
     drafted = drafted & fits
+    # 3. Store the tree, or its root alone.
     if PDL:
         gdc_launch_dependents()
     tl.store(out_nodes + row, tl.where(fits, nodes, 1))
@@ -71,7 +73,6 @@ def tree_check(
     vocab_size: int,
     depth: int,
 ) -> tuple[torch.Tensor, ...]:
-    """See `outrider.kernels.tree_check.tree_check`."""
     (bs, columns), device = tokens.shape, tokens.device
     words = _launch.ceil_div(columns, WORD_BITS)
     planes = [_launch.empty((bs, columns), torch.int32, device) for _ in range(3)]

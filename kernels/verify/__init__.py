@@ -1,6 +1,7 @@
 """verify: the token that the target emits after each node, and the walk through the tree.
 
-The token is a function of (logits, sampling parameters, seed, absolute position), so that speculative and plain decoding agree.
+The token is a function of (logits, sampling parameters, seed, absolute position), so speculative and plain
+decoding agree.
 """
 
 from __future__ import annotations
@@ -18,22 +19,49 @@ __all__ = ["SamplingTensors", "VerifiedTree", "choose_tokens", "verify_tree"]
 def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> torch.Tensor:
     """Choose one token per row.
 
-    A row of temperature 0 takes its argmax; the lowest id wins a tie. Any other row takes
-    ``argmax(filtered(logits / temperature) + gumbel(seed, position, choice, id))``, where the filters run in the order top-k, top-p, min-p,
-    each on the distribution renormalised after the one before, over tokens ordered by (logit descending, id ascending):
-    top-k keeps exactly k (of a tie at the k-th value the lowest ids), top-p the shortest prefix whose probability reaches p,
-    min-p those of at least min_p times the best one's probability. The best token always stays.
+    A row with temperature 0 takes its argmax; on a tie, the lowest id. Any other row takes
+    ``argmax(filtered(logits / temperature) + gumbel(seed, position, choice, id))``.
+
+    The filters run in the order top-k, top-p, min-p, each on the distribution renormalised after the previous
+    one, over tokens ordered by (logit descending, id ascending):
+
+    - top-k keeps exactly k tokens; of a tie at the k-th value, the lowest ids.
+    - top-p keeps the shortest prefix whose probability reaches p.
+    - min-p keeps the tokens with at least min_p times the best token's probability.
+
+    The best token always stays.
 
     Args:
         logits: ``[rows, V]`` fp32/bf16/fp16. -inf is allowed (a masked token).
         sampling: One entry per row.
-        positions: ``[rows] int64``, absolute index of the token being chosen (committed_len + depth of the node).
+        positions: ``[rows] int64``, absolute index of the token being chosen (committed_len + depth of the
+            node).
 
     Returns:
-        ``[rows] int64``; -1 where the row is poisoned: it holds a NaN or +inf, or nothing above -inf.
+        ``[rows] int64``. -1 if the row is poisoned: it contains a NaN or +inf, or nothing above -inf.
 
     Raises:
         ValueError: A tensor's shape or dtype is wrong; the message names it.
+
+    Example:
+        Three greedy rows: a tie, a masked token, and a poisoned row.
+
+        >>> import torch
+        >>> from outrider.kernels.verify import SamplingTensors, choose_tokens
+        >>> inf, nan = torch.inf, torch.nan
+        >>> logits = torch.tensor([[1.0, 4.0, 4.0], [-inf, 0.0, 2.0], [0.0, nan, 1.0]])
+        >>> sampling = SamplingTensors(
+        ...     temperature=torch.zeros(3),
+        ...     top_k=torch.zeros(3, dtype=torch.int32),
+        ...     top_p=torch.ones(3),
+        ...     min_p=torch.zeros(3),
+        ...     seeds=torch.zeros(3, dtype=torch.int64),
+        ...     choices=torch.zeros(3, dtype=torch.int32),
+        ...     all_greedy=True,
+        ...     any_filter=False,
+        ... )
+        >>> choose_tokens(logits, sampling, torch.arange(3))
+        tensor([ 1,  2, -1])
     """
     rows = logits.shape[0]
     expect("logits", logits, (rows, None))
@@ -54,19 +82,31 @@ def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: to
 def verify_tree(
     tokens: torch.Tensor, parents: torch.Tensor, num_nodes: torch.Tensor, chosen: torch.Tensor
 ) -> VerifiedTree:
-    """Walk each tree from its root: while a child carries the token chosen after the node, descend.
+    """Walk each tree from its root, descending while a child carries the token chosen after the node.
 
     Args:
         tokens: ``[bs, N] int32``; column 0 is the root.
-        parents: ``[bs, N] int32``; parents precede children, -1 for the root. Of siblings with one token the lowest index wins.
+        parents: ``[bs, N] int32``, -1 for the root; parents precede children. Among siblings with the same
+            token, the lowest index wins.
         num_nodes: ``[bs] int32``, at least 1; columns past it are ignored.
         chosen: ``[bs, N] int64``, the token chosen after each node (`choose_tokens`); -1 stops the walk.
 
     Returns:
-        What was accepted and what is emitted.
+        The accepted path and the emitted tokens.
 
     Raises:
         ValueError: A tensor's shape or dtype is wrong; the message names it.
+
+    Example:
+        A root (token 5) with two children (6 and 7). The target chooses 7 after the root, so node 2 is
+        accepted, and then emits 8 as the bonus token.
+
+        >>> import torch
+        >>> from outrider.kernels.verify import verify_tree
+        >>> tokens, parents = torch.tensor([[5, 6, 7]]).int(), torch.tensor([[-1, 0, 0]]).int()
+        >>> tree = verify_tree(tokens, parents, torch.tensor([3]).int(), torch.tensor([[7, 9, 8]]))
+        >>> tree.path.tolist(), tree.num_accepted.tolist(), tree.emitted.tolist()
+        ([[0, 2, -1]], [1], [[7, 8, -1]])
     """
     bs, nodes = tokens.shape
     expect("tokens", tokens, (bs, nodes), torch.int32)

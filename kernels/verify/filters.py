@@ -1,4 +1,7 @@
-"""top-k, top-p and min-p on scaled logits. On a GPU without asking the device anything: both versions of verify use these torch ops."""
+"""top-k, top-p and min-p on scaled logits, in torch ops used by both versions of verify.
+
+On a GPU, no operation waits for the device.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,13 @@ import torch
 
 from outrider.kernels._order import ranked_topk
 
-_HOST_WIDTH = (
-    256  # a sorted vocabulary is what costs time on a CPU; most filters are settled among this many tokens
-)
+_HOST_WIDTH = 256  # on a CPU sorting is the main cost, and this many best tokens decide most filters
 
 
 def filter_logits(
     scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """Return the scores with every token that a filter removes set to -inf; order and ties as `choose_tokens` says.
+    """Return the scores with every filtered token set to -inf; order and ties as in `choose_tokens`.
 
     Args:
         scores: ``[rows, V] fp32``, logits over temperature.
@@ -41,7 +42,11 @@ def _filter(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Filter by the best tokens of each row, ``ordered, order`` ``[rows, width]``; also return which rows keep none beyond them."""
+    """Filter by the best tokens of each row, ``ordered, order`` ``[rows, width]``.
+
+    Returns:
+        The filtered scores, and which rows keep no token beyond those given.
+    """
     width = ordered.shape[1]
     top_k, top_p, min_p = top_k[:, None], top_p[:, None], min_p[:, None]
     in_top_k = (top_k <= 0) | (torch.arange(width, device=scores.device) < top_k)
@@ -51,9 +56,9 @@ def _filter(
         top_k > 0, weights.sum(dim=-1, keepdim=True), (scores - best).exp().sum(dim=-1, keepdim=True)
     )
     probs = weights / total
-    before = probs.cumsum(dim=-1) - probs  # probability of everything ranked above
+    before = probs.cumsum(dim=-1) - probs  # probability of all tokens ranked above
     kept = in_top_k & ((before < top_p) | (top_p >= 1)) & (probs >= min_p * probs[:, :1])
-    kept[:, 0] = True
+    kept[:, 0] = True  # the best token always stays
     settled = ((top_k > 0) & (top_k <= width)) | ((top_k <= 0) & ~kept[:, -1:])
     return torch.full_like(scores, -torch.inf).scatter_(
         1, order, ordered.masked_fill(~kept, -torch.inf)

@@ -1,4 +1,4 @@
-"""verify in plain torch; the contract is in the package's docstring."""
+"""Torch reference of verify. The package documents the contract."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from outrider.kernels.verify.types import SamplingTensors, VerifiedTree
 
 
 def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> torch.Tensor:
-    """See `outrider.kernels.verify.choose_tokens`."""
     chosen = _argmax(logits)
     best = logits.gather(1, chosen[:, None])[:, 0]
     if not sampling.all_greedy:
@@ -27,7 +26,7 @@ def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: to
 
 
 def _sample(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> torch.Tensor:
-    """Return the choice of rows that all have a temperature above 0."""
+    """Choose tokens for rows that all have a temperature above 0."""
     scores = logits.float() / sampling.temperature[:, None]
     if sampling.any_filter:
         scores = _filtered(scores, sampling.top_k, sampling.top_p, sampling.min_p)
@@ -38,7 +37,7 @@ def _sample(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Te
 def _filtered(
     scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """Filter the rows that have a filter on, in place."""
+    """Filter the rows that have a filter on. Changes `scores` in place if some rows have none."""
     rows = ((top_k > 0) | (top_p < 1) | (min_p > 0)).nonzero().squeeze(1)
     if rows.numel() == scores.shape[0]:
         return filter_logits(scores, top_k, top_p, min_p)
@@ -47,7 +46,8 @@ def _filtered(
 
 
 def _argmax(scores: torch.Tensor) -> torch.Tensor:
-    """Return the index of each row's first maximum, ``[rows] int64``; a NaN counts as one. On a CPU numpy's is ten times torch's speed."""
+    """Return the index of each row's first maximum, ``[rows] int64``; a NaN counts as a maximum."""
+    # On a CPU, numpy's argmax is ten times as fast as torch's.
     if scores.is_cuda or scores.dtype is not torch.float32:
         return scores.argmax(dim=-1)
     return torch.from_numpy(scores.detach().numpy().argmax(axis=-1))
@@ -56,7 +56,10 @@ def _argmax(scores: torch.Tensor) -> torch.Tensor:
 def verify_tree(
     tokens: torch.Tensor, parents: torch.Tensor, num_nodes: torch.Tensor, chosen: torch.Tensor
 ) -> VerifiedTree:
-    """See `outrider.kernels.verify.verify_tree`. Parents precede children, so one pass over the nodes of a row is the whole walk."""
+    """Compute `outrider.kernels.verify.verify_tree`.
+
+    Parents precede children, so one pass over the nodes of a row completes its walk.
+    """
     width = tokens.shape[1]
     paths: list[list[int]] = []
     emissions: list[list[int]] = []

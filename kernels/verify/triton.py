@@ -1,7 +1,8 @@
-"""verify in Triton: argmax, with noise if wanted, in two launches (a large vocabulary is split over programs), and the walk.
+"""Triton version of verify. The package documents the contract.
 
-The contract is in the package's docstring. Batches that ask for filters (top-k, top-p, min-p) take `filtered_choice` in place of the
-first launch.
+- Choosing a token takes two launches: argmax per split of the vocabulary, with noise if needed, and a merge.
+- Batches with filters (top-k, top-p, min-p) use `filtered_choice` instead of the first launch.
+- The walk through the tree is one launch.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from outrider.kernels.verify.types import SamplingTensors, VerifiedTree
 
 _BLOCK = 4096
 _MANY_ROWS, _LONG_BLOCK = 64, 8192
-"""From so many rows on, argmax is bound by what it does with each logit: it finds maxima first, then the index in one block."""
+"""From `_MANY_ROWS` rows on, a plain argmax is bound by its work per logit. The maxima are then found first,
+and the index is searched in a single block of `_LONG_BLOCK` tokens."""
 
 _log = logging.getLogger("outrider.kernels")
 
-_agreed: dict[tuple[torch.device, torch.dtype, int], bool] = {}
+_agreed: dict[tuple[torch.device, torch.dtype, int], bool] = {}  # whether search and sorting agree
 
 
 @triton.jit
@@ -79,7 +81,7 @@ def _argmax_merge(best, ids, poisoned, chosen, vocab, splits, BLOCK: tl.constexp
 
 @triton.jit
 def _maxima(logits, row_stride, best, vocab, splits, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Find the maximum of each block of a row; +inf stands for a NaN as well."""
+    """Find the maximum of each block of a row; a NaN counts as +inf."""
     if PDL:
         gdc_wait()
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -103,7 +105,7 @@ def _first_maximum(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Find the first token of a row's maximum, in the first block that has it."""
+    """Find the first token with the row's maximum, in the first block that contains it."""
     if PDL:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
@@ -119,7 +121,6 @@ def _first_maximum(
 
 
 def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> torch.Tensor:
-    """See `outrider.kernels.verify.choose_tokens`."""
     filtered = sampling.any_filter and not sampling.all_greedy
     return _choose(logits, sampling, positions, filtered, filtered and _searches(logits))
 
@@ -127,7 +128,7 @@ def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: to
 def _choose(
     logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor, filtered: bool, search: bool
 ) -> torch.Tensor:
-    """Choose; what filters keep is searched for, or sorted out before."""
+    """Choose one token per row. If `filtered`, apply the filters by search, or by sorting."""
     rows, vocab = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     chosen = _launch.empty((rows,), torch.int64, logits.device)
@@ -152,30 +153,35 @@ def _choose(
 
 
 def _sorted(logits: torch.Tensor, sampling: SamplingTensors) -> tuple[torch.Tensor, SamplingTensors]:
-    """Return rows that are filtered already, by sorting, and how the rest is chosen from."""
+    """Return the rows filtered by sorting, and the parameters to choose from them."""
     heat = torch.where(sampling.temperature > 0, sampling.temperature, 1.0)
     filtered = filter_logits(logits.float() / heat[:, None], sampling.top_k, sampling.top_p, sampling.min_p)
+    # The scores are already divided by the temperature: sample them at temperature 1.
     return filtered, replace(sampling, temperature=(sampling.temperature > 0).float())
 
 
 def _searches(logits: torch.Tensor) -> bool:
-    """Whether what filters keep is searched for. On a GPU it has to choose what sorting does, once for every kind of row; else it sorts."""
+    """Return whether filters are applied by search rather than by sorting.
+
+    On a GPU, search must first have chosen the same tokens as sorting, checked once per device, dtype and
+    vocabulary.
+    """
     if not logits.is_cuda:
         return True
     kind = (logits.device, logits.dtype, logits.shape[1])
     if kind not in _agreed:
-        if torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_current_stream_capturing():  # the check cannot run during capture
             return False
         try:
             _agreed[kind] = _agrees(*kind)
         except Exception:
-            _log.exception("filters are applied by sorting: the search does not run here")
+            _log.exception("filters are applied by sorting, because the search failed on this device")
             _agreed[kind] = False
     return _agreed[kind]
 
 
 def _agrees(device: torch.device, dtype: torch.dtype, vocab: int) -> bool:
-    """Choose from made-up rows both ways."""
+    """Choose from synthetic rows by search and by sorting, and return whether the tokens are equal."""
     kinds = [
         (0, 0.9, 0.0),
         (40, 1.0, 0.0),
@@ -204,12 +210,12 @@ def _agrees(device: torch.device, dtype: torch.dtype, vocab: int) -> bool:
         _choose(logits, sampling, positions, True, search).tolist() for search in (True, False)
     )
     if searched != by_sorting:
-        _log.error("filters are applied by sorting: the search chooses %s, sorting %s", searched, by_sorting)
+        _log.error("filters are applied by sorting: the search chose %s, sorting %s", searched, by_sorting)
     return searched == by_sorting
 
 
 def _argmax(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Write the best token of every row to `chosen`."""
+    """Write the best token of every row to `chosen`, in two passes."""
     rows, vocab = logits.shape
     splits = _launch.ceil_div(vocab, _LONG_BLOCK)
     best = _launch.empty((rows, splits), torch.float32, logits.device)
@@ -225,7 +231,10 @@ def _argmax(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 def _best(
     logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor, chosen: torch.Tensor
 ) -> Parts:
-    """Return the best token of every part of the vocabulary, noise included; of a vocabulary in one part it goes to `chosen` instead."""
+    """Return the best token of every part of the vocabulary, noise included.
+
+    If the vocabulary is a single part, the result is written to `chosen` instead.
+    """
     rows, vocab = logits.shape
     size = (rows, _launch.ceil_div(vocab, _BLOCK))
     scores = _launch.empty(size, torch.float32, logits.device)
@@ -241,7 +250,10 @@ def _best(
 
 @triton.jit
 def walk_tree(tokens, parents, chosen, row, num_nodes, columns, BLOCK: tl.constexpr):
-    """Return the path, the tokens emitted along it, each ``[BLOCK]`` and -1 behind its end, and the number of accepted drafts."""
+    """Return the path, the emitted tokens and the number of accepted drafts.
+
+    The first two are ``[BLOCK]``, padded with -1.
+    """
     node = tl.arange(0, BLOCK)
     inside = node < columns
     token = tl.load(tokens + row * columns + node, mask=inside, other=-1)
@@ -293,7 +305,6 @@ def _walk(
 def verify_tree(
     tokens: torch.Tensor, parents: torch.Tensor, num_nodes: torch.Tensor, chosen: torch.Tensor
 ) -> VerifiedTree:
-    """See `outrider.kernels.verify.verify_tree`."""
     bs, columns = tokens.shape
     path = _launch.empty((bs, columns), torch.int32, tokens.device)
     num_accepted = _launch.empty((bs,), torch.int32, tokens.device)

@@ -1,4 +1,4 @@
-"""The data of verification."""
+"""Data types of verify."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
-    """How each row of logits becomes a token.
+    """Sampling parameters of each row of logits.
 
     Attributes:
         temperature: ``[rows] fp32``; 0 = greedy.
         top_k: ``[rows] int32``; 0 = off.
         top_p: ``[rows] fp32``; 1 = off.
         min_p: ``[rows] fp32``; 0 = off.
-        seeds: ``[rows] int64``, the bit pattern of the request's 64-bit seed.
+        seeds: ``[rows] int64``, bit pattern of the request's 64-bit seed.
         choices: ``[rows] int32``, index among the n choices of the request.
-        all_greedy: No row has a temperature above 0 (known on the host, so that nobody asks the device).
-        any_filter: Some row with a temperature above 0 has top_k, top_p or min_p on.
+        all_greedy: True if no row has a temperature above 0. Known on the host, to avoid waiting for the
+            device.
+        any_filter: True if a row with a temperature above 0 has top_k, top_p or min_p on.
     """
 
     temperature: torch.Tensor
@@ -34,13 +35,14 @@ class SamplingTensors:
 
 @dataclass(frozen=True, slots=True)
 class VerifiedTree:
-    """What one verification accepted.
+    """Result of verifying one tree per sequence.
 
     Attributes:
-        path: ``[bs, N] int32``, node indices of the root and the accepted drafts, -1 padded.
+        path: ``[bs, N] int32``, node indices of the root and the accepted drafts, padded with -1.
         num_accepted: ``[bs] int32``, accepted drafts, the root excluded.
-        emitted: ``[bs, N] int32``, the accepted tokens, then the bonus token at column num_accepted, -1 padded. A bonus token of -1
-            means that the logits of the last accepted node were poisoned: that request must fail.
+        emitted: ``[bs, N] int32``, the accepted tokens, then the bonus token at column num_accepted, padded
+            with -1. A bonus token of -1 means that the logits of the last accepted node were poisoned: that
+            request must fail.
     """
 
     path: torch.Tensor

@@ -1,6 +1,7 @@
-"""verify_round: the small work before and after the target's pass of a round, each part one launch, nothing asked of the host.
+"""verify_round: small steps before and after the target's pass, each one launch without host waits.
 
-A row is *live* while its entry of `live` is above 0; other rows are idle: nothing is stored or accepted for them.
+A row is *live* while its entry of `live` is above 0. Other rows are idle: nothing is stored or accepted for
+them.
 """
 
 from __future__ import annotations
@@ -24,17 +25,29 @@ __all__ = [
 
 
 def begin_round(state: RoundTensors, limits: torch.Tensor) -> torch.Tensor:
-    """Set the counts of rows to 0 that reached their limit, in place, and return every row's last token.
+    """Set the counts of rows that reached their limit to 0, in place, and return every row's last token.
 
     Args:
-        state: What the last round left; `counts` is changed.
-        limits: ``[bs] int32``; a row goes on while its committed_len is below.
+        state: State left by the last round; `counts` is changed.
+        limits: ``[bs] int32``; a row continues while its committed_len is below its limit.
 
     Returns:
         ``[bs, 1] int32``, ``tokens[b, counts[b] - 1]``; 0 for idle rows.
 
     Raises:
         ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+
+    Example:
+        The second row has reached its limit of 9 tokens and becomes idle.
+
+        >>> import torch
+        >>> from outrider.kernels.verify_round import RoundTensors, begin_round
+        >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
+        >>> state = RoundTensors(committed_lens=ints(8, 9), tokens=ints([5, 6], [7, 8]), counts=ints(2, 1))
+        >>> begin_round(state, ints(9, 9)).tolist()
+        [[6], [0]]
+        >>> state.counts.tolist()
+        [2, 0]
     """
     _expect_state(state)
     expect("limits", limits, (state.counts.shape[0],), torch.int32)
@@ -53,21 +66,33 @@ def place_rows(
     page_table: torch.Tensor,
     page_size: int,
 ) -> PlacedRows:
-    """Say where the nodes of every row's tree are: positions, slots, and the lengths that attention needs.
+    """Return the locations of every tree's nodes: positions, slots, and the lengths that attention needs.
 
     Args:
         live: ``[bs] int32``.
-        committed_lens: ``[bs] int32``, the root included; node n takes token index ``committed_len - 1 + n``.
+        committed_lens: ``[bs] int32``, the root included; node n has token index ``committed_len - 1 + n``.
         depths: ``[bs, N] int32``.
         num_nodes: ``[bs] int32``; columns past it are padding.
-        page_table: ``[bs, pages] int32``, contiguous; holds all nodes of live rows.
-        page_size: Tokens of a page.
+        page_table: ``[bs, pages] int32``, contiguous, with pages for all nodes of live rows.
+        page_size: Tokens per page.
 
     Returns:
         The tensors, contiguous. An idle row counts as a sequence without cached tokens.
 
     Raises:
         ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+
+    Example:
+        A root at token index 3 with two children, on pages 6 and 2 of four tokens each.
+
+        >>> import torch
+        >>> from outrider.kernels.verify_round import place_rows
+        >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
+        >>> placed = place_rows(ints(1), ints(4), ints([0, 1, 1, 0]), ints(3), ints([6, 2]), 4)
+        >>> placed.positions.tolist(), placed.slots.tolist()
+        ([3, 4, 4, 3], [27, 8, 9, -1])
+        >>> placed.cached_lens.tolist(), placed.kv_lens.tolist()
+        ([3], [6])
     """
     bs, nodes = depths.shape
     expect("live", live, (bs,), torch.int32)
@@ -95,24 +120,47 @@ def accept_round(
     columns: int,
     state: RoundTensors | None,
 ) -> AcceptedRound:
-    """Walk every row's tree as `verify_tree` does, and sum up the round for the host, for the feature rows, and for the next round.
+    """Walk every row's tree as `verify_tree` does, and prepare the results for the host and the next round.
 
     Args:
         live: ``[bs] int32``; may be ``state.counts``.
-        cached_lens: ``[bs] int32``, of `place_rows`.
-        tokens, parents, num_nodes: The trees, ``[bs, N]``, ``[bs, N]``, ``[bs] int32``.
+        cached_lens: ``[bs] int32``, from `place_rows`.
+        tokens: ``[bs, N] int32``, tokens of the trees.
+        parents: ``[bs, N] int32``, parents of the trees.
+        num_nodes: ``[bs] int32``, sizes of the trees.
         chosen: ``[bs, N] int64``, the token chosen after each node; -1 stops the walk.
         page_table: ``[bs, pages] int32``, contiguous.
-        page_size: Tokens of a page.
-        columns: R; a row accepts at most R - 1 drafts, what it emits is cut there.
-        state: Where the next round starts from, changed in place: tokens, counts and committed_lens of what this one chose. A row whose
-            bonus token is negative goes idle and emits nothing into it. None leaves that out. Its width is R.
+        page_size: Tokens per page.
+        columns: R. A row accepts at most R - 1 drafts; its emitted tokens are cut there.
+        state: State for the next round, of width R, or None. Its tokens, counts and committed_lens are set in
+            place from this round's choice. A row whose bonus token is negative becomes idle and emits nothing
+            into it.
 
     Returns:
         The tensors, contiguous.
 
     Raises:
         ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+
+    Example:
+        The tree of `place_rows`: node 2 (token 7) is accepted, and 8 is the bonus token.
+
+        >>> import torch
+        >>> from outrider.kernels.verify_round import RoundTensors, accept_round
+        >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
+        >>> state = RoundTensors(committed_lens=ints(4), tokens=ints([5, 0, 0]), counts=ints(1))
+        >>> accepted = accept_round(
+        ...     state.counts, ints(3), ints([5, 6, 7]), ints([-1, 0, 0]), ints(3), torch.tensor([[7, 9, 8]]),
+        ...     ints([6, 2]), 4, 3, state,
+        ... )
+        >>> accepted.path.tolist(), accepted.num_accepted.tolist()
+        ([[0, 2, -1]], [1])
+        >>> accepted.packed.tolist()  # accepted drafts, nodes, path, emitted
+        [[1, 3, 0, 2, -1, 7, 8, -1]]
+        >>> accepted.feature_rows.tolist(), accepted.feature_slots.tolist()
+        ([0, 2, 0], [27, 8, -1])
+        >>> state.tokens.tolist(), state.counts.tolist(), state.committed_lens.tolist()
+        ([[7, 8, 0]], [2], [6])
     """
     bs, nodes = tokens.shape
     expect("live", live, (bs,), torch.int32)
@@ -135,15 +183,24 @@ def accept_round(
 
 
 def post_round(packed: torch.Tensor, ring: torch.Tensor, turn: torch.Tensor) -> None:
-    """Write what a round chose into the next place of a ring that the host reads, as part of the round: no copy has to follow it.
+    """Write a round's result to the next place of a ring that the host reads, without a further copy.
 
     Args:
         packed: ``[bs, C] int32``, contiguous.
-        ring: ``[K, bs, C] int32``, contiguous; in pinned memory of the host where `packed` is on a GPU.
-        turn: ``[1] int32``, beside `packed`: the place, 0 to K - 1; becomes the one behind it, or 0.
+        ring: ``[K, bs, C] int32``, contiguous; in pinned host memory if `packed` is on a GPU.
+        turn: ``[1] int32`` on the device of `packed`: the place to write, 0 to K - 1. Advanced by one, modulo
+            K.
 
     Raises:
         ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.verify_round import post_round
+        >>> ring, turn = torch.zeros(2, 1, 3, dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
+        >>> post_round(torch.tensor([[4, 5, 6]], dtype=torch.int32), ring, turn)
+        >>> ring.tolist(), turn.tolist()
+        ([[[0, 0, 0]], [[4, 5, 6]]], [0])
     """
     bs, columns = packed.shape
     expect("packed", packed, (bs, columns), torch.int32)

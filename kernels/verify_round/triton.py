@@ -1,4 +1,4 @@
-"""verify_round in Triton: one program per sequence; the contract is in the package's docstring."""
+"""Triton version of verify_round: one program per sequence. The package documents the contract."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ def _begin(counts, committed_lens, tokens, token_stride, limits, roots, PDL: tl.
 
 
 def begin_round(state: RoundTensors, limits: torch.Tensor) -> torch.Tensor:
-    """See `outrider.kernels.verify_round.begin_round`."""
     bs = state.counts.shape[0]
     roots = _launch.empty((bs, 1), torch.int32, limits.device)
     if bs:
@@ -74,7 +73,6 @@ def place_rows(
     page_table: torch.Tensor,
     page_size: int,
 ) -> PlacedRows:
-    """See `outrider.kernels.verify_round.place_rows`."""
     bs, nodes = depths.shape
     device = depths.device
     placed = PlacedRows(
@@ -106,16 +104,19 @@ def _accept(
     alive = tl.load(live + row) > 0
     real_nodes = tl.load(num_nodes + row)
     cached = tl.load(cached_lens + row)
-    at = tl.arange(0, BLOCK)  # a node of the tree, and a place on the path
+    at = tl.arange(0, BLOCK)  # both a node of the tree and an index on the path
+    # 1. Walk the tree; idle rows accept nothing.
     walked, said, accepted = walk_tree(tokens, parents, chosen, row, real_nodes, nodes, BLOCK)
     taken = tl.where(alive, tl.minimum(accepted, columns - 1), -1)
     on_path = at <= taken
     node = tl.where(on_path, walked, -1)
     token = tl.where(on_path, said, -1)
+    # 2. Locate the slots of the accepted path.
     index = cached + at
     page = tl.load(page_table + row * table_stride + index // PAGE_SIZE, mask=on_path, other=0).to(tl.int64)
     slot = tl.where(on_path, page * PAGE_SIZE + index % PAGE_SIZE, -1)
     inside = at < columns
+    # 3. Store the results for the host, the feature rows and the next round.
     committed = cached
     if STATE:
         committed = tl.load(state_committed + row)
@@ -150,7 +151,6 @@ def accept_round(
     columns: int,
     state: RoundTensors | None,
 ) -> AcceptedRound:
-    """See `outrider.kernels.verify_round.accept_round`."""
     bs, nodes = tokens.shape
     device = tokens.device
     kept = min(nodes, columns)
@@ -190,7 +190,7 @@ def _post(packed, ring, turn, size, PLACES: tl.constexpr, BLOCK: tl.constexpr, P
 
 
 def post_round(packed: torch.Tensor, ring: torch.Tensor, turn: torch.Tensor) -> None:
-    """See `outrider.kernels.verify_round.post_round`; one program, as it is few words."""
+    """Compute `outrider.kernels.verify_round.post_round` with a single program, since it copies few words."""
     with _launch.on_device_of(packed):
         _post[(1,)](
             packed, ring, turn, packed.numel(), PLACES=ring.shape[0], BLOCK=1024, num_warps=4, **_launch.dependent(packed)

@@ -1,4 +1,4 @@
-"""The data of the work around a verify pass."""
+"""Data types of verify_round."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class RoundTensors:
-    """What one round leaves for the next.
+    """State that one round leaves for the next.
 
     Attributes:
         committed_lens: ``[bs] int32``.
-        tokens: ``[bs, R] int32``, contiguous; what the last round chose, padded with 0.
-        counts: ``[bs] int32``; how many, 0 where the row is idle.
+        tokens: ``[bs, R] int32``, contiguous; tokens chosen in the last round, padded with 0.
+        counts: ``[bs] int32``, number of those tokens; 0 for idle rows.
     """
 
     committed_lens: torch.Tensor
@@ -24,13 +24,13 @@ class RoundTensors:
 
 @dataclass(frozen=True, slots=True)
 class PlacedRows:
-    """Where the nodes of a round are.
+    """Locations of the nodes of a round.
 
     Attributes:
         cached_lens: ``[bs] int32``; ``committed_len - 1``, 0 for idle rows.
         kv_lens: ``[bs] int32``; ``cached_lens + num_nodes``.
         positions: ``[bs * N] int64``; ``cached_lens + depth``.
-        next_positions: ``[bs * N] int64``, one more: the index of the token that is chosen after the node.
+        next_positions: ``[bs * N] int64``, one more: the index of the token chosen after the node.
         slots: ``[bs * N] int64``; -1 for padding and idle rows.
     """
 
@@ -43,14 +43,18 @@ class PlacedRows:
 
 @dataclass(frozen=True, slots=True)
 class AcceptedRound:
-    """What a round comes to; C = min(N, R).
+    """Result of a round; C = min(N, R).
 
     Attributes:
-        path: ``[bs, N] int32``; node indices of the root and the accepted drafts, -1 padded, as `verify_tree` returns it.
+        path: ``[bs, N] int32``, node indices of the root and the accepted drafts, padded with -1, as from
+            `verify_tree`.
         num_accepted: ``[bs] int32``, at most R - 1; -1 for idle rows.
-        packed: ``[bs, 2 + 2 R] int32``: num_accepted, num_nodes, path, emitted; path and emitted padded with -1.
-        feature_rows: ``[bs * C] int64``; row of the pass that holds column c of the path; behind the path, the row's root.
-        feature_slots: ``[bs * C] int64``; where the feature row of column c belongs, -1 behind the path and for idle rows.
+        packed: ``[bs, 2 + 2 R] int32``: num_accepted, num_nodes, path, emitted; path and emitted padded with
+            -1.
+        feature_rows: ``[bs * C] int64``, row of the pass that contains column c of the path; past the path,
+            the sequence's root.
+        feature_slots: ``[bs * C] int64``, slot of the feature row of column c; -1 past the path and for idle
+            rows.
     """
 
     path: torch.Tensor

@@ -1,4 +1,4 @@
-"""tree_attention: bodies of tests that run interpreted on a CPU and compiled on a GPU."""
+"""Checks of tree_attention, shared by interpreted tests on a CPU and compiled tests on a GPU."""
 
 from __future__ import annotations
 
@@ -14,11 +14,17 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """One sequence of a batch: token indices before the tree or before this step's rows, query rows, columns after the prefix."""
+    """One sequence of a batch.
+
+    Attributes:
+        prefix: Token indices before the tree, or before this step's rows.
+        rows: Query rows.
+        columns: Columns after the prefix.
+    """
 
     prefix: int
     rows: int
-    columns: int | None = None  # None: as many as rows
+    columns: int | None = None  # None: equal to rows
 
     @property
     def kv_len(self) -> int:
@@ -28,7 +34,10 @@ class Sequence:
 def random_tree_masks(
     sequences: list[Sequence], words: int, generator: torch.Generator, chain: bool = False
 ) -> torch.Tensor:
-    """Return ``[rows, words] int32``: row i is node ``columns - rows + i`` of a random tree and sees its path; a chain branches rarely."""
+    """Return masks ``[rows, words] int32`` of a random tree.
+
+    Row i is node ``columns - rows + i`` and sees its path. With `chain`, the tree rarely branches.
+    """
     masks = []
     for sequence in sequences:
         columns = sequence.kv_len - sequence.prefix
@@ -64,7 +73,7 @@ def check_tree_attention(
     spare_rows: int = 0,
     mask_words: int | None = None,
 ) -> None:
-    """Compare with the reference; slots that no token owns, and rows that no sequence owns, are poison."""
+    """Compare with the reference. Slots without a token and rows without a sequence are poison."""
     generator = torch.Generator().manual_seed(17 * dim + page_size + len(sequences))
     rows = sum(sequence.rows for sequence in sequences) + spare_rows
     longest = max(sequence.kv_len for sequence in sequences)

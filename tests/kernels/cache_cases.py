@@ -1,4 +1,4 @@
-"""kv_store and kv_compact: bodies of tests that run interpreted on a CPU and compiled on a GPU."""
+"""Checks of kv_store and kv_compact, shared by interpreted tests on a CPU and compiled tests on a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outrider.kernels.kv_store import kv_store
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes, so that NaN poison compares equal to itself."""
+    """Return the bytes of a tensor, so that NaN poison compares equal to itself."""
     return tensor.contiguous().view(torch.uint8)
 
 
@@ -29,7 +29,7 @@ def check_kv_store(
     k, v = (
         fused[:, kv_heads : 2 * kv_heads],
         fused[:, 2 * kv_heads :],
-    )  # views with gaps, as a fused QKV output gives
+    )  # views with gaps, as of a fused QKV output
     slots = torch.randperm(pages * page_size, generator=generator)[:rows]
     slots[::4] = -1
     slots = slots.to(device)
@@ -68,7 +68,7 @@ def check_kv_compact(
         path[b, 1 : 1 + length] = nodes.to(torch.int32)
         accepted[b] = length
     if bs > 2:
-        accepted[2] = -1  # left alone
+        accepted[2] = -1  # stays unchanged
     planes = []
     for dtype, width in widths:
         values = torch.randint(-99, 99, (pages, page_size, width), generator=generator)
@@ -77,7 +77,7 @@ def check_kv_compact(
     expected = [plane.clone() for plane in planes]
     with reference_version():
         kv_compact(expected, *arguments)
-    # An oracle of the oracle: row by row from a copy.
+    # Check the reference itself: move row by row from a copy.
     flat_before, flat_after = planes[0].flatten(0, 1), expected[0].flatten(0, 1).clone()
     truth = flat_before.clone()
     for b in range(bs):

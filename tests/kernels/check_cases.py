@@ -1,4 +1,4 @@
-"""tree_check: the body of tests that run interpreted on a CPU and compiled on a GPU."""
+"""Checks of tree_check, shared by interpreted tests on a CPU and compiled tests on a GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _spoil(rng: random.Random, tokens: list[int], parents: list[int]) -> None:
 
 
 def believed(tokens: list[int], parents: list[int], nodes: int, columns: int, depth: int) -> bool:
-    """Say in plain Python whether a tree is one."""
+    """Return whether a tree is valid, in plain Python."""
     if not 1 <= nodes <= columns:
         return False
     depths = [0]
@@ -49,7 +49,10 @@ def believed(tokens: list[int], parents: list[int], nodes: int, columns: int, de
 def check_tree_check(
     device: str, bs: int, columns: int, depth: int, guards: Guards, *, number: int = 7, expected: int = 7
 ) -> None:
-    """Compare with the reference, and the reference with plain Python, row by row; every other row is spoilt or noise."""
+    """Compare with the reference, and the reference with plain Python.
+
+    Every other row is corrupt or noise.
+    """
     rng = random.Random(bs * 1000 + columns * 10 + depth + number)
     tokens, parents, nodes = [], [], []
     for row in range(bs):

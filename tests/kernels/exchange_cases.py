@@ -1,4 +1,7 @@
-"""exchange_add: bodies of tests that run interpreted on a CPU and compiled on a GPU, all ranks in one process, one after the other."""
+"""Checks of exchange_add, shared by interpreted tests on a CPU and compiled tests on a GPU.
+
+All ranks are in one process and run one after the other.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,16 @@ ABSENT_NUMBER = torch.tensor(ABSENT, dtype=torch.int32).view(torch.float32).item
 
 
 def added(part: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a product's splits as the kernel adds them: two zeros below nothing stay below it."""
+    """Return the sum of a product's splits in the kernel's order, which keeps -0 + -0 = -0."""
     return functools.reduce(torch.add, part) if part.dim() == 3 else part
 
 
 class Ranks:
-    """The boxes of all ranks. A rank that runs alone finds what the others would have sent, and what it sends itself is kept apart."""
+    """Boxes of all ranks in one process.
+
+    A rank runs alone: its inbox is filled with the data of the others beforehand, and its own data is sent to
+    separate outboxes.
+    """
 
     def __init__(self, device: str, ranks: int, width: int) -> None:
         self.inboxes = [
@@ -38,7 +45,7 @@ class Ranks:
             )
 
     def deliver(self, parts: list[torch.Tensor], rank: int) -> None:
-        """Put what the others send into a rank's inbox, and forget what was sent before."""
+        """Put the data of the other ranks into a rank's inbox, and clear the outboxes."""
         for outbox in self.outboxes:
             outbox.fill_(ABSENT)
         for peer, part in enumerate(parts):
@@ -51,7 +58,7 @@ class Ranks:
                 self.inboxes[rank].copy_(seen.inboxes[0])
 
     def sent(self, rank: int) -> list[torch.Tensor]:
-        """Return what a rank has put into the others' inboxes."""
+        """Return the data that a rank sent to the other ranks."""
         return [outbox.cpu() for peer, outbox in enumerate(self.outboxes) if peer != rank]
 
 
@@ -65,7 +72,10 @@ def check_exchange(
     *,
     bias: bool,
 ) -> None:
-    """Every call, of (rows, splits), gives all ranks the same bits, those of one rank that adds the parts; nothing is left behind."""
+    """Check calls of (rows, splits): all ranks get the bits of a single rank that adds the parts.
+
+    Afterwards all inboxes must be empty.
+    """
     group, make = Ranks(device, ranks, width), Maker(device, dtype, guards)
     for rows, splits in calls:
         shape = (rows, width) if splits == 0 else (splits, rows, width)
@@ -93,13 +103,13 @@ def check_exchange(
             ):
                 assert one is not None
                 assert other is not None
-                assert torch.equal(one, other), "ranks must not differ by a bit"
+                assert torch.equal(one, other), "all ranks must have the same bits"
 
 
 def _check_boxes(group: Ranks, parts: list[torch.Tensor], rank: int) -> None:
-    """What the rank received is gone, and what it sent is what the reference sends."""
+    """Check that the rank's inbox is empty, and that it sent the same data as the reference."""
     boxes = group.boxes[rank]
-    assert bool((group.inboxes[rank] == ABSENT).all()), "words are left in the inbox"
+    assert bool((group.inboxes[rank] == ABSENT).all()), "the inbox is not empty"
     want = Boxes(
         rank,
         (torch.full_like(group.inboxes[0], ABSENT, device="cpu"),),
@@ -115,7 +125,7 @@ def _check_boxes(group: Ranks, parts: list[torch.Tensor], rank: int) -> None:
 
 
 def check_lost_rank(device: str, guards: Guards) -> None:
-    """A rank that sends nothing is waited for once; the rows are no numbers then."""
+    """Check that only the first call waits for a rank that sends nothing, and that its rows are NaN."""
     make = Maker(device, torch.float32, guards)
     group = Ranks(device, 2, 40)
     boxes = group.boxes[0]

@@ -1,4 +1,4 @@
-"""feature_rows: the body of tests that run interpreted on a CPU and compiled on a GPU."""
+"""Checks of feature_rows, shared by interpreted tests on a CPU and compiled tests on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""filtered_choice: bodies of tests that run interpreted on a CPU and compiled on a GPU."""
+"""Checks of filtered_choice, shared by interpreted tests on a CPU and compiled tests on a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from outrider.kernels.filtered_choice.reference import scaled, token_keys
 from outrider.kernels.verify import SamplingTensors, choose_tokens
 
 ROUNDING = 1e-6
-"""Probabilities are fp32 sums of many: how far a token's beginning may be from p for either side to be right."""
+"""Tolerance of a prefix's probability around p, because it is a long sum in fp32. Within it, the token at the
+end of the prefix may be kept or not."""
 FILTERS = [
     (0, 0.9, 0.0), (50, 1.0, 0.0), (50, 0.9, 0.0), (1, 1.0, 0.0), (7, 0.5, 0.05), (0, 1.0, 0.1), (0, 0.999, 0.0), (100_000_000, 0.8, 0.0),
     (0, 0.0, 0.0), (3000, 0.3, 0.0), (0, 1.0, 0.0), (0, 1e-9, 1.0),
@@ -18,7 +19,7 @@ FILTERS = [
 
 
 def filters_of(rows: int, device: str, temperature: float = 1.0) -> SamplingTensors:
-    """Return parameters of rows: every filter of `FILTERS` in turn, the last row greedy."""
+    """Return sampling parameters that use every filter of `FILTERS` in turn; the last row is greedy."""
     picked = [FILTERS[row % len(FILTERS)] for row in range(rows)]
     heat = torch.full((rows,), temperature)
     heat[-1] = 0.0 if rows > len(FILTERS) else temperature
@@ -35,7 +36,7 @@ def filters_of(rows: int, device: str, temperature: float = 1.0) -> SamplingTens
 
 
 def logits_of(kind: str, rows: int, vocab: int, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Return made-up rows: of one peak, flat, full of ties, mostly masked."""
+    """Return synthetic rows of a kind: "peaked", "flat", "ties" or "masked"; normal ones for other names."""
     generator = torch.Generator().manual_seed(vocab + rows)
     logits = torch.randn(rows, vocab, generator=generator) * {"peaked": 6.0, "flat": 0.01}.get(kind, 2.0)
     if kind == "ties":
@@ -50,9 +51,10 @@ def logits_of(kind: str, rows: int, vocab: int, dtype: torch.dtype, device: str)
 def check_kept_tokens(
     kind: str, rows: int, vocab: int, dtype: torch.dtype, device: str, guards: Guards
 ) -> None:
-    """What is kept is what the law says, tie by tie, except where a sum of probabilities is p to within rounding.
+    """Check the kept tokens against the filters' definition, tie by tie.
 
-    The law is sorted and summed in fp64: the reference's own fp32 sums over 128,256 tokens are up to 4e-6 off on a GPU.
+    Only where a sum of probabilities equals p up to rounding may they differ. The definition is sorted and
+    summed in fp64: the reference's own fp32 sums over 128,256 tokens are off by up to 4e-6 on a GPU.
     """
     logits, sampling = logits_of(kind, rows, vocab, dtype, device), filters_of(rows, device, 0.7)
     finite = logits > -torch.inf
@@ -62,7 +64,7 @@ def check_kept_tokens(
     scores = scaled(logits, sampling.temperature).double()
     for row in range(rows):
         if sampling.temperature[row] == 0:
-            assert torch.equal(actual[row], finite[row]), "a greedy row keeps everything"
+            assert torch.equal(actual[row], finite[row]), "a greedy row must keep all tokens"
             continue
         top_k, p = int(sampling.top_k[row]), float(sampling.top_p[row])
         order = scores[row].sort(descending=True, stable=True)
@@ -80,12 +82,12 @@ def check_kept_tokens(
             assert p < 1, f"row {row}: top-k {top_k} keeps {int(actual[row].sum())} tokens"
             off = float((before[wrong] - p).abs().max())
             assert off < ROUNDING, (
-                f"row {row} keeps {int(actual[row].sum())} tokens, the law {int(kept.sum())}; {off:.1e} from p"
+                f"row {row} keeps {int(actual[row].sum())} tokens, not {int(kept.sum())}; {off:.1e} from p"
             )
 
 
 def check_reference(kind: str, rows: int, vocab: int, dtype: torch.dtype) -> None:
-    """The reference and the compiled version say the same of rows whose sums are short."""
+    """Check that the reference and the Triton version keep the same tokens of rows with short sums."""
     logits, sampling = logits_of(kind, rows, vocab, dtype, "cpu"), filters_of(rows, "cpu", 0.7)
     keys, finite = token_keys(logits, sampling.temperature), logits > -torch.inf
     with reference_version():
@@ -96,7 +98,7 @@ def check_reference(kind: str, rows: int, vocab: int, dtype: torch.dtype) -> Non
 
 
 def check_choices(vocab: int, draws: int, dtype: torch.dtype, device: str, guards: Guards) -> None:
-    """The same noise picks the same tokens: the law of the choice is that of sorting, seed by seed."""
+    """Check that search and sorting choose the same tokens, seed by seed."""
     for top_k, top_p, min_p in FILTERS[:6]:
         logits = logits_of("ties", 1, vocab, dtype, device).expand(draws, vocab).contiguous()
         sampling = filters_of(draws, device)

@@ -1,4 +1,4 @@
-"""Planes in FP8: bodies of tests that run interpreted on a CPU and compiled on a GPU."""
+"""Checks of FP8 planes, shared by interpreted tests on a CPU and compiled tests on a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def check_store(device: str, dtype: torch.dtype) -> None:
-    """Both versions round alike, keep the sign and the largest number of what does not fit, and skip rows without a slot."""
+    """Check that both versions round alike, saturate with the right sign, and skip rows without a slot."""
     k = (torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(0)) * 300).to(device, dtype)
     found = []
     for backend in Backend:
@@ -25,7 +25,7 @@ def check_store(device: str, dtype: torch.dtype) -> None:
     for mine, other in zip(*found, strict=True):
         torch.testing.assert_close(
             mine, other, rtol=0.13, atol=0.002
-        )  # the interpreter rounds ties its own way
+        )  # the interpreter rounds ties differently
     stored = found[0][0].flatten(0, 1)
     assert float(stored.abs().max()) == 448.0
     torch.testing.assert_close(stored[[1, 6]], k[[0, 2]].float().clamp(-448, 448), rtol=0.07, atol=0.01)
@@ -33,7 +33,7 @@ def check_store(device: str, dtype: torch.dtype) -> None:
 
 
 def check_compact(device: str) -> None:
-    """Moved rows keep their bits."""
+    """Check that moved rows keep their bits."""
     base = torch.randn(3, 4, 2, 16, generator=torch.Generator().manual_seed(1)).to(device)
     arguments = [
         torch.tensor(rows, dtype=torch.int32, device=device)
@@ -49,7 +49,7 @@ def check_compact(device: str) -> None:
 
 
 def check_attention(device: str, dtype: torch.dtype) -> None:
-    """Both kinds of attention widen the planes as they read them: the same as over widened planes."""
+    """Check that both kinds of attention give the same result over FP8 planes and over widened planes."""
     narrow = Histories(device, dtype, 20, 3, plane_dtype=FP8)
     wide = Histories(device, dtype, 20, 3)
     wide.planes = [plane.to(dtype) for plane in narrow.planes]

@@ -1,4 +1,4 @@
-"""Guard bands: every buffer that a kernel sees lies between poisoned elements, which must be intact afterwards."""
+"""Guard bands: buffers of kernels lie between poisoned elements, which must be unchanged afterwards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from outrider.kernels import _launch
 from outrider.kernels._dispatch import Backend, force_backend
 
-INTEGER_POISON = 0x7B  # as an index, far outside of everything
+INTEGER_POISON = 0x7B  # as an index, far outside every buffer
 FLOAT_POISON = 0xFF  # a NaN in every float type
 
 
@@ -29,7 +29,7 @@ class Guards:
     def empty(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, name: str = "allocated inside"
     ) -> torch.Tensor:
-        """Return a buffer that is poison itself: what a kernel leaves unwritten shows."""
+        """Return a buffer filled with poison, so that elements a kernel does not write show up."""
         size = 1
         for extent in shape:
             size *= extent
@@ -39,7 +39,7 @@ class Guards:
         return flat[self.pad : self.pad + size].view(shape)
 
     def put(self, tensor: torch.Tensor, name: str = "argument") -> torch.Tensor:
-        """Return a guarded copy."""
+        """Return a guarded copy of a tensor."""
         guarded = self.empty(tuple(tensor.shape), tensor.dtype, tensor.device, name)
         return guarded.copy_(tensor)
 
@@ -56,12 +56,12 @@ class Guards:
 
 @contextlib.contextmanager
 def triton_version(guards: Guards) -> Iterator[None]:
-    """Run ops by their Triton version, what they allocate guarded; check all bands afterwards."""
+    """Run ops by their Triton version, with their own buffers guarded as well; check all bands afterwards."""
     with force_backend(Backend.TRITON), mock.patch.object(_launch, "empty", guards.empty):
         yield
     guards.check()
 
 
 def reference_version() -> contextlib.AbstractContextManager[None]:
-    """Run ops by their torch reference, on any device."""
+    """Run ops by their torch reference on any device."""
     return force_backend(Backend.REFERENCE)

@@ -1,4 +1,4 @@
-"""head_input: the body of tests that run interpreted on a CPU and compiled on a GPU."""
+"""Checks of head_input, shared by interpreted tests on a CPU and compiled tests on a GPU."""
 
 from __future__ import annotations
 

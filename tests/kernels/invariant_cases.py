@@ -1,4 +1,4 @@
-"""Batch-invariant kernels: bodies of tests that run interpreted on a CPU and compiled on a GPU."""
+"""Checks of the batch-invariant kernels, shared by interpreted tests on a CPU and compiled tests on a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def check_gemm(device: str, dtype: torch.dtype, rows: int, width: int, out: int, guards: Guards) -> None:
-    """The kernel is close to the reference, with bias and residual, and writes nothing else."""
+    """Check the kernel with bias and residual against the reference, within guard bands."""
     generator = torch.Generator().manual_seed(rows + width + out)
     x, weight, residual = (
         torch.randn(shape, generator=generator).to(device, dtype)
@@ -35,7 +35,7 @@ def check_gemm(device: str, dtype: torch.dtype, rows: int, width: int, out: int,
 
 
 def check_gemm_rows(device: str, dtype: torch.dtype, counts: Sequence[int], width: int, out: int) -> None:
-    """A row has the same bits alone and anywhere among others."""
+    """Check that a row has the same bits alone and anywhere among others."""
     generator = torch.Generator().manual_seed(width)
     most = max(counts)
     x, weight = (
@@ -57,7 +57,7 @@ def check_gemm_rows(device: str, dtype: torch.dtype, counts: Sequence[int], widt
 def check_norm(
     device: str, dtype: torch.dtype, rows: int, size: int, guards: Guards, heads: int | None = None
 ) -> None:
-    """Close to the reference, and the same bits alone as among others."""
+    """Check the kernel against the reference, and a row alone against the same row among others."""
     generator = torch.Generator().manual_seed(rows + size)
     shape = (rows, size) if heads is None else (rows, heads, size)
     x = torch.randn(shape, generator=generator).to(device, dtype)
@@ -72,12 +72,13 @@ def check_norm(
 
 
 class Histories:
-    """The same tokens in three places: as a plain sequence, as a chain of tree nodes, and as a path between strangers.
+    """The same tokens in three places: a plain sequence, a chain of tree nodes, and a path among other nodes.
 
     Args:
-        device, dtype: Of the planes.
-        length: Tokens of the history.
-        nodes: How many of them are tree nodes in the second and the third.
+        device: Device of the planes.
+        dtype: Dtype of the planes.
+        length: Number of tokens of the history.
+        nodes: Number of those that are tree nodes in the second and third place.
     """
 
     PAGE_SIZE = 3
@@ -112,16 +113,16 @@ class Histories:
         self.planes = [plane.to(device, dtype).to(plane_dtype or dtype) for plane in planes]
 
     def causal(self, first: int, stop: int) -> RowPaths:
-        """The rows of tokens [first, stop) of the plain sequence, as a prompt chunk or a plain step has them."""
+        """Return rows [first, stop) of the plain sequence, as in a prompt chunk or a plain step."""
         return self._paths(0, first, stop, None, stop - first)
 
     def chain(self) -> RowPaths:
-        """The nodes as a chain."""
+        """Return the nodes as a chain."""
         masks = torch.tensor([[(1 << node + 1) - 1] for node in range(self.nodes)], dtype=torch.int64)
         return self._paths(1, self.prefix, self.length, masks, self.nodes)
 
     def path(self) -> RowPaths:
-        """The nodes at every other column of a tree; the odd ones hide behind the root's sibling."""
+        """Return the nodes at every other column of a tree. The columns between them are not on the path."""
         reach = [[2 * ancestor for ancestor in range(node + 1)] for node in range(self.nodes)]
         masks = torch.tensor(
             [[sum(1 << column for column in columns)] for columns in reach], dtype=torch.int64
@@ -129,7 +130,7 @@ class Histories:
         return self._paths(2, self.prefix, self.prefix + 2 * self.nodes, masks, self.nodes)
 
     def attend(self, q: torch.Tensor, paths: RowPaths, **options: object) -> torch.Tensor:
-        """Run the op on some rows."""
+        """Run path_attention on some rows."""
         bound = int(paths.lengths.max()) + 40
         return path_attention(q, *self.planes, self.table, paths, scale=0.3, max_kv_len=bound, **options)  # type: ignore[arg-type]
 
@@ -147,7 +148,7 @@ class Histories:
 
 
 def check_histories(device: str, dtype: torch.dtype, length: int, nodes: int, **options: object) -> None:
-    """A row's bits are the same as a row of a prompt, of chunks, of plain steps, of a chain and of a tree."""
+    """Check that a row has the same bits in a prompt, in chunks, in plain steps, in a chain and in a tree."""
     histories = Histories(device, dtype, length, nodes)
     q = histories.q
     with triton_version(Guards(pad=64)):
@@ -170,7 +171,7 @@ def check_histories(device: str, dtype: torch.dtype, length: int, nodes: int, **
 
 
 def check_against_tree_attention(device: str, dtype: torch.dtype, **options: object) -> None:
-    """The kernel and its reference compute what `tree_attention` does."""
+    """Check the kernel and its reference against `tree_attention`."""
     histories = Histories(device, dtype, 150, 12)
     masks = (
         torch.tensor([[sum(1 << 2 * ancestor for ancestor in range(node + 1))] for node in range(12)])

@@ -1,4 +1,4 @@
-"""The ops of a fused decoder layer: bodies of tests that run interpreted on a CPU and compiled on a GPU."""
+"""Checks of a fused decoder layer's ops, shared by interpreted tests on a CPU and compiled tests on a GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EPS = 1e-5
 
 
 class Maker:
-    """Random tensors of one dtype on one device, guarded."""
+    """Maker of random guarded tensors of one dtype on one device."""
 
     def __init__(self, device: str, dtype: torch.dtype, guards: Guards, seed: int = 0) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -42,7 +42,7 @@ class Maker:
         return self.guards.put(values.to(self.device, dtype or self.dtype))
 
     def stream(self, rows: int, width: int, parts: int) -> Stream:
-        """A stream whose sums are split unevenly."""
+        """Return a stream whose sums are split unevenly."""
         residual = self(rows, width, scale=3.0)
         shares = torch.rand(parts, rows, generator=self._generator).softmax(0).to(self.device)
         sums = self.guards.put(residual.float().square().sum(-1) * shares)
@@ -50,35 +50,36 @@ class Maker:
 
 
 def narrow(weight: torch.Tensor, guards: Guards) -> dict[str, torch.Tensor]:
-    """Return the arguments that pass a weight in FP8."""
+    """Return the keyword arguments that pass a weight in FP8."""
     with reference_version():
         quantised, scales = quantize_rows(weight)
     return {"weight": guards.put(quantised), "scales": guards.put(scales)}
 
 
 def tile_of(x: torch.Tensor, tile: Tile | None) -> Method:
-    """Return how a product with an FP8 weight is computed."""
+    """Return the method that computes a product with an FP8 weight."""
     return tile.method if tile else Method.DOT if x.shape[0] > 2 else Method.SUM
 
 
 def rounded(x: torch.Tensor, tile: Tile | None, guards: Guards, fp8: bool) -> torch.Tensor:
-    """Return the rows that a product with an FP8 weight is of: rounded to FP8 themselves, where tensor cores compute it."""
+    """Return the rows that a product multiplies. Tensor cores round them to FP8 for an FP8 weight."""
     if not (fp8 and tile_of(x, tile) is Method.DOT):
         return x
-    with triton_version(guards):  # not the reference: the interpreter truncates
+    with triton_version(guards):  # not the reference, which rounds: the interpreter truncates
         rows, scales = quantize_rows(x)
     return (rows.float() * scales[:, None]).to(x.dtype)
 
 
-FP8_STEP = 32  # products that an instruction of Hopper's tensor cores adds to a sum
-FP8_BITS = 14  # that it keeps of each, counted from the largest (arXiv 2412.19437, section 3.3.2)
+FP8_STEP = 32  # products that one tensor-core instruction of Hopper adds to a sum
+FP8_BITS = 14  # bits it keeps of each, counted from the largest (arXiv 2412.19437, section 3.3.2)
 
 
 def fp8_slack(x: torch.Tensor, given: dict[str, torch.Tensor], tile: Tile | None) -> float:
-    """Return by how much sums of FP8 products may miss those in fp32: six standard deviations of what the tensor cores cut off.
+    """Return the tolerance of sums of FP8 products: six standard deviations of the tensor cores' truncation.
 
-    Of each product, and of the sum before, an instruction cuts off up to one unit of the last bit that it keeps, towards zero: with the
-    sign of what is cut, so at random. Sums of fp32, of other kernels and of other devices are exact beside that.
+    An instruction truncates each product, and the sum so far, towards zero by up to one unit of the last bit
+    that it keeps. The error has the sign of the truncated number, so it is random. Sums in fp32, by other
+    kernels or on other devices, are exact in comparison.
     """
     if not (x.is_cuda and "scales" in given and tile_of(x, tile) is Method.DOT):
         return 0.0
@@ -92,7 +93,7 @@ def fp8_slack(x: torch.Tensor, given: dict[str, torch.Tensor], tile: Tile | None
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, slack: float = 0.0) -> None:
-    """Compare by the tolerance of a dtype, relative to the size of the values, and by a slack that is not."""
+    """Compare with the relative tolerance of a dtype plus an absolute slack."""
     bound = TOLERANCE[dtype]
     assert not bool(expected.isnan().any())
     size = max(1.0, float(expected.float().abs().max())) if expected.numel() else 1.0
@@ -102,14 +103,14 @@ def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, slac
 def same_stream(
     actual: Stream, expected: Stream, dtype: torch.dtype, slack: float = 0.0, gain: float = 1.0
 ) -> None:
-    """Compare streams; `gain`: the largest weight of the norm that follows."""
+    """Compare streams. `gain` is the largest weight of the next norm."""
     close(actual.residual, expected.residual, dtype, slack)
     with reference_version():
         close(normalise(actual), normalise(expected), dtype, slack * gain * largest_factor(expected))
 
 
 def largest_factor(stream: Stream) -> float:
-    """Return by what a norm multiplies at most, its weight aside."""
+    """Return the largest factor that a norm applies, without its weight."""
     factor = stream.inverse_rms()
     return 1.0 if factor is None else float(factor.max())
 
@@ -211,7 +212,8 @@ def check_project_gated(
     slack = fp8_slack(read.scaled, given, tile) * largest_factor(stream)
     with reference_version():
         expected = project_gated(read, **given, bias=offset, gelu=gelu)
-        # Of act(gate) * up, by gate and by up; neither activation is steeper than 1.2 or exceeds its argument.
+        # Error of act(gate) * up from gate and from up. No activation is steeper than 1.2 or exceeds its
+        # argument.
         both = (
             functional.linear(read.scaled.float(), weight.float()) * largest_factor(stream)
             if slack
@@ -226,7 +228,7 @@ def check_project_gated(
 
 
 def make_lookup(make: Maker, rows: int, columns: int) -> Lookup:
-    """Entries of a table whose rows are strided, some taken twice."""
+    """Return a lookup in a table with strided rows, with some entries used twice."""
     index = torch.arange(rows, dtype=torch.int32) * 3 % 5
     return Lookup(make(5, columns + 8)[:, 8:], make.guards.put(index.to(make.device)))
 
@@ -277,10 +279,10 @@ def check_quantize_rows(device: str, dtype: torch.dtype, rows: int, width: int, 
     wanted, product = x.float(), actual.float() * scales[:, None]
     carried = (
         torch.frexp(expected.float())[0].abs() == 0.5
-    )  # rounded up to a power of two: the interpreter loses the carry, and truncates
+    )  # rounding up to a power of two: the interpreter loses the carry and truncates
     judged = ~carried if device == "cpu" else torch.ones_like(carried)
     assert bool(((product - wanted).abs()[judged] <= wanted.abs().amax() / 13).all())
-    step = expected.float().abs() / 8 + 2**-9  # a division that rounds otherwise may end on the next number
+    step = expected.float().abs() / 8 + 2**-9  # a division that rounds differently may end on the next number
     assert bool(((actual.float() - expected.float()).abs() <= step)[judged].all())
 
 

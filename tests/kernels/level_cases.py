@@ -1,4 +1,4 @@
-"""expand_level: the body of tests that run interpreted on a CPU and compiled on a GPU."""
+"""Checks of expand_level, shared by interpreted tests on a CPU and compiled tests on a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_expand_level(
     mapped: bool,
     guards: Guards,
 ) -> None:
-    """All levels of a tree, each version on its own beams."""
+    """Check all levels of a tree; each version continues from its own beams."""
     generator = torch.Generator().manual_seed(bs * vocab + topk * 7 + depth)
     d2t = (torch.arange(vocab, device=device) * 2).to(torch.int64) if mapped else None
     noise = None
@@ -63,5 +63,5 @@ def check_expand_level(
                 assert have.dtype == want.dtype, name
                 assert have.tolist() == want.tolist(), name
             torch.testing.assert_close(beam.scores, wanted.scores, atol=1e-5, rtol=1e-5)
-            beam = beam._replace(scores=wanted.scores)  # a rounding more must not reorder what ties
+            beam = beam._replace(scores=wanted.scores)  # different rounding must not change the order of ties
     assert not bool((expected.tokens == 77).any() & mapped)

@@ -1,4 +1,4 @@
-"""round_plan: the body of tests that run interpreted on a CPU and compiled on a GPU."""
+"""Checks of round_plan, shared by interpreted tests on a CPU and compiled tests on a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.kernels.round_plan import round_plan
 def check_round_plan(
     device: str, bs: int, rows: int, depth: int, topk: int, page_size: int, lead: int, guards: Guards
 ) -> None:
-    """Compare with the reference, and the reference with what the words of the contract say, row by row."""
+    """Compare with the reference, and the reference with the contract in plain Python, row by row."""
     generator = torch.Generator().manual_seed(bs * 100 + rows * 10 + depth)
     counts = (
         torch.tensor([rows, 0, 1, max(1, rows - 1), 2])[torch.arange(bs) % 5].clamp(max=rows).to(torch.int32)

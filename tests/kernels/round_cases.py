@@ -1,4 +1,4 @@
-"""verify_round: bodies of tests that run interpreted on a CPU and compiled on a GPU."""
+"""Checks of verify_round, shared by interpreted tests on a CPU and compiled tests on a GPU."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def check_place_rows(device: str, bs: int, nodes: int, page_size: int, guards: G
 
 
 def random_tree(count: int, rng: random.Random) -> tuple[list[int], list[int]]:
-    """Return parents and tokens of a tree's nodes; siblings' tokens differ."""
+    """Return parents and tokens of a random tree whose siblings have different tokens."""
     return [-1, *(rng.randrange(node) for node in range(1, count))], [node % 100 for node in range(count)]
 
 
@@ -117,7 +117,7 @@ def check_accept_round(
         for node, child in itertools.pairwise(walked):
             chosen[row][node] = names[child]
         if rng.random() < 0.3:
-            chosen[row][walked[-1]] = -1  # no number
+            chosen[row][walked[-1]] = -1  # poisoned logits
         accepted.append(len(walked) - 1)
         path.append(walked)
         emitted.append([chosen[row][node] for node in walked])
@@ -170,7 +170,7 @@ def check_accept_round(
 
 
 def check_post_round(device: str, bs: int, columns: int, guards: Guards) -> None:
-    """Each round goes to the next place of the ring, which the host reads; the other places stay as they are."""
+    """Check that each round is written to the next place of the ring, and that other places do not change."""
     rounds = [
         torch.arange(bs * columns, dtype=torch.int32).view(bs, columns) + 1000 * number for number in range(5)
     ]
@@ -178,7 +178,7 @@ def check_post_round(device: str, bs: int, columns: int, guards: Guards) -> None
         ring = guards.empty((3, bs, columns), torch.int32, torch.device("cpu"))
         if device == "cuda":
             if version is reference_version:
-                continue  # nothing but a kernel writes there from a GPU
+                continue  # only a kernel can write to pinned memory from a GPU
             ring = torch.zeros((3, bs, columns), dtype=torch.int32, pin_memory=True)
         ring.zero_()
         turn = guards.put(torch.zeros(1, dtype=torch.int32, device=device))

@@ -1,4 +1,4 @@
-"""philox, choose_tokens and topk_expand: bodies of tests that run interpreted on a CPU and compiled on a GPU."""
+"""Checks of philox, choose_tokens and topk_expand, shared by tests on a CPU (interpreted) and on a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.kernels.verify import SamplingTensors, choose_tokens
 def noise_rows(
     rows: int, device: str, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return seeds of all 64 bits, positions and choices."""
+    """Return seeds that use all 64 bits, positions and choices."""
     seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator)
     positions = torch.randint(0, 2**20, (rows,), generator=generator)
     choices = torch.randint(0, 4, (rows,), generator=generator, dtype=torch.int32)
@@ -21,7 +21,10 @@ def noise_rows(
 
 
 def check_gumbel_noise(device: str, rows: int, vocab: int, subset: int, guards: Guards) -> None:
-    """The reference on the CPU is what every device must agree with: draft and target may sit on different ones."""
+    """Compare with the reference on the CPU.
+
+    All devices must agree, because draft and target may use different ones.
+    """
     generator = torch.Generator().manual_seed(rows)
     columns = noise_rows(rows, device, generator)
     tokens = torch.randperm(vocab, generator=generator)[:subset]
@@ -38,7 +41,7 @@ def check_gumbel_noise(device: str, rows: int, vocab: int, subset: int, guards: 
 def sampling_rows(
     temperatures: list[float], device: str, generator: torch.Generator, *, filters: bool
 ) -> SamplingTensors:
-    """Return parameters of one row per temperature, filters of all kinds and strengths if wanted."""
+    """Return parameters of one row per temperature, optionally with filters of all kinds and strengths."""
     rows = len(temperatures)
     seeds, _, choices = noise_rows(rows, device, generator)
     index = torch.arange(rows)
@@ -76,7 +79,10 @@ def check_choose_tokens(
 
 
 def check_argmax_of_many_rows(device: str, dtype: torch.dtype, rows: int, vocab: int, guards: Guards) -> None:
-    """Ties within a block and across blocks go to the lowest id; a NaN, +inf or nothing above -inf gives -1 and harms no other row."""
+    """Check that ties within and across blocks go to the lowest id, and that poisoned rows give -1.
+
+    A poisoned row contains a NaN or +inf, or nothing above -inf. It must not affect other rows.
+    """
     generator = torch.Generator().manual_seed(vocab)
     logits = (torch.randn(rows, vocab, generator=generator) * 4).round()  # whole numbers: ties everywhere
     logits[1, vocab - 1], logits[2, 0], logits[3] = torch.nan, torch.inf, -torch.inf
@@ -97,7 +103,7 @@ def check_argmax_of_many_rows(device: str, dtype: torch.dtype, rows: int, vocab:
 def check_poisoned_rows(
     device: str, vocab: int, *, temperature: float, filters: bool, guards: Guards
 ) -> None:
-    """A NaN or +inf anywhere, or nothing above -inf, gives -1; the neighbours do not notice."""
+    """Check that a NaN or +inf anywhere, or nothing above -inf, gives -1 without affecting other rows."""
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(6, vocab, generator=generator)
     clean = logits.clone().to(device)

@@ -1,4 +1,4 @@
-"""synthetic_acceptance: the body of a test that runs interpreted on a CPU and compiled on a GPU."""
+"""Checks of synthetic_acceptance, shared by interpreted tests on a CPU and compiled tests on a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ VOCAB = 97
 
 
 def random_trees(bs: int, columns: int, rng: random.Random) -> tuple[torch.Tensor, ...]:
-    """Return tokens, parents, depths, num_nodes and ancestors of random trees whose siblings differ; row 0 is a chain."""
+    """Return tokens, parents, depths, num_nodes and ancestors of random trees; row 0 is a chain.
+
+    Siblings have different tokens.
+    """
     words = max(1, -(-columns // 32))
     tokens = torch.zeros(bs, columns, dtype=torch.int32)
     parents = torch.full((bs, columns), -1, dtype=torch.int32)
@@ -41,11 +44,14 @@ def random_trees(bs: int, columns: int, rng: random.Random) -> tuple[torch.Tenso
 
 
 def check_synthetic_acceptance(device: str, bs: int, columns: int, guards: Guards) -> None:
-    """Both versions agree, and the walk accepts as many drafts as the noise and the tree say, then a token that no child carries."""
+    """Check that both versions agree and that the walk accepts the drawn number of drafts.
+
+    The token after the last draft must be one that no child carries.
+    """
     rng = random.Random(bs * 1000 + columns)
     trees = [field.to(device) for field in random_trees(bs, columns, rng)]
     generator = torch.Generator().manual_seed(columns)
-    # A child of each node among the chosen ones: the bonus token has to dodge it.
+    # Let each node choose the token of one of its children, which the bonus token must avoid.
     chosen = torch.randint(0, VOCAB, (bs, columns), generator=generator)
     for row in range(bs):
         for node in range(1, int(trees[3][row])):

@@ -1,4 +1,4 @@
-"""How an attention launch is cut: every token has a program, few enough of them, and the next kernel starts when it was measured to."""
+"""Launch sizes of attention: every token has a program, the device is filled, the release is as measured."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_blocks_of_many_pairs_are_not_split_where_they_fill_the_device() -> None
 
 @pytest.mark.parametrize(("dim", "itemsize"), [(1024, 2), (128, 4), (32, 2)])
 def test_what_was_not_measured_needs_little(dim: int, itemsize: int) -> None:
-    """Latents, fp32 and heads too narrow for the tensor core's rows: no deep pipelines, which would not fit into shared memory."""
+    """Wide latents, fp32 and narrow heads get no deep pipelines, which would not fit into shared memory."""
     for rows in (1, 32, 2048):
         blocks = choose_blocks(4, 4 * rows, rows * 4, 8, dim, itemsize, 768, PROCESSORS)
         assert blocks.stages <= 2

@@ -1,4 +1,4 @@
-"""kv_store and kv_compact: the Triton versions, interpreted, equal the references and stay within their buffers."""
+"""kv_store and kv_compact: the interpreted Triton versions equal the references and stay in their buffers."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""feature_rows: the Triton version, interpreted, equals the reference and stays within its buffers."""
+"""feature_rows: the interpreted Triton version equals the reference and stays in its buffers."""
 
 import pytest
 import torch

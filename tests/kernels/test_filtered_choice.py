@@ -1,4 +1,4 @@
-"""filtered_choice: the Triton version, interpreted, keeps what the law keeps and stays within its buffers."""
+"""filtered_choice: the interpreted Triton version keeps the right tokens and stays in its buffers."""
 
 import pytest
 import torch

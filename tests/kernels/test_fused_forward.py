@@ -1,4 +1,4 @@
-"""The fused decoder equals the layers' own operations in fp32, by its references and by its interpreted kernels."""
+"""The fused decoder equals the layers' own operations in fp32, with references and interpreted kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _pair(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Decoder, Decoder]:
-    """Load a decoder twice: as a CPU runs it, and as a GPU does."""
+    """Load a decoder twice: in the form for CPUs, and in the fused form for GPUs."""
     path = save(case, folder)
     plain = load_decoder(path)
     monkeypatch.setattr(linear, "can_pack", lambda weight: False)
@@ -73,7 +73,7 @@ def test_more_rows_than_the_skinny_kernels_take(folder: Path, monkeypatch: pytes
 
 
 class _OneRank:
-    """The sum over one rank, with note of what came."""
+    """Sum over a single rank that records the shapes of its inputs."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, ...]] = []
@@ -84,7 +84,7 @@ class _OneRank:
 
 
 def test_wide_tiles_from_a_table(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More rows than the skinny kernels take, where every product has a measured tile: the same rows."""
+    """More rows than the skinny kernels support give the same results with a measured tile per product."""
     plain, fused = _pair("llama", folder, monkeypatch)
     asked: set[Epilogue] = set()
 
@@ -103,7 +103,7 @@ def test_wide_tiles_from_a_table(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_ranks_reduce_what_is_added(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensor parallelism: every product that is added to the residual passes through `reduce`, in layer order."""
+    """With tensor parallelism, products added to the residual pass through `reduce`, in layer order."""
     plain, fused = _pair("llama", folder, monkeypatch)
     assert fused.fused is not None
     fused.fused.reduce = reduce = _OneRank()

@@ -1,4 +1,4 @@
-"""fp16 ends at 65504: what a residual times a norm's weight leaves, and no fused stream may."""
+"""fp16 ends at 65504: a residual times a norm's weight may exceed it, but no fused stream does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outrider.shared.nn.layers import linear
 from outrider.shared.nn.open import load_decoder
 
 WIDTH = 96
-LARGE = 3000.0  # times the norm's weight more than fp16 holds
+LARGE = 3000.0  # exceeds fp16 when multiplied by the norm's weight
 
 
 def _rows(count: int) -> torch.Tensor:
@@ -55,12 +55,14 @@ def test_a_product_that_is_added_is_normed_too() -> None:
 
 
 def test_a_decoder_with_large_norms_in_fp16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its fused passes are near its layers' own operations, which norm before they multiply."""
+    """Fused passes are close to the layers' own operations, which norm before they multiply."""
     monkeypatch.setattr(linear, "can_pack", lambda weight: False)
     decoder = load_decoder(save("llama", tmp_path), dtype=torch.float16)
     with torch.inference_mode():
         decoder.embedding[:, 5] = LARGE
-        for layer in decoder.layers:  # a column that is too large before its norm, and that nothing reads: not even infinity may come of it
+        # One column is too large before its norm, and no product uses it: even an infinity there must not
+        # spread.
+        for layer in decoder.layers:
             for norm, product in (
                 (layer.input_norm, layer.attention.qkv),
                 (layer.post_attention_norm, layer.mlp.gate_up),

@@ -1,4 +1,4 @@
-"""head_input: the Triton version, interpreted, equals the reference and stays within its buffers."""
+"""head_input: the interpreted Triton version equals the reference and stays in its buffers."""
 
 import pytest
 import torch

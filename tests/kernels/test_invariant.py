@@ -1,4 +1,4 @@
-"""The batch-invariant kernels, interpreted: close to their references, and a row's bits depend on no other row."""
+"""Batch-invariant kernels, interpreted: close to the references, and a row's bits depend on it alone."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The ops of a fused decoder layer: their Triton versions, interpreted, equal the references and stay within their buffers."""
+"""Ops of a fused decoder layer: interpreted Triton versions equal the references, within their buffers."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""expand_level: the Triton version, interpreted, equals the reference and stays within its buffers."""
+"""expand_level: the interpreted Triton version equals the reference and stays in its buffers."""
 
 import pytest
 import torch
@@ -34,5 +34,5 @@ def test_expand_level_equals_the_reference(
 ) -> None:
     monkeypatch.setattr(
         "outrider.kernels.topk_expand.parts.triton.CHUNKED_PROGRAMS", 20
-    )  # some of these sizes have so many
+    )  # some of these sizes have this many
     check_expand_level("cpu", dtype, bs, vocab, topk, depth, coupled=coupled, mapped=mapped, guards=Guards())

@@ -1,4 +1,4 @@
-"""What the ops promise, checked against plain Python: no kernel is compared with another here."""
+"""Properties of the ops, checked against plain Python rather than against another kernel."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_the_accepted_path_is_what_plain_decoding_would_emit(nodes: int, seed: i
 
 
 def kept_by_filters(logits: list[float], top_k: int, top_p: float, min_p: float) -> list[int]:
-    """Return the ids that survive, by the words of the contract."""
+    """Return the ids that the filters keep, computed directly from the contract."""
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     if top_k:
         order = order[:top_k]
@@ -159,7 +159,10 @@ def test_filters_keep_what_their_contract_says(
 
 @pytest.mark.parametrize("sharpness", [0.2, 4.0])
 def test_filters_of_a_large_vocabulary_agree_with_the_whole_sort(sharpness: float) -> None:
-    """A CPU looks at the best few hundred tokens first; whether they settle it (sharp rows) or not (flat ones) must not show."""
+    """The CPU version first tries the best few hundred tokens.
+
+    The result must not depend on whether they are enough (sharp rows) or not (flat rows).
+    """
     vocab = 2000
     logits = torch.randn(8, vocab, generator=torch.Generator().manual_seed(4)) * sharpness
     logits[:, 7::11] = logits[:, :1]  # ties
@@ -176,7 +179,7 @@ def test_filters_of_a_large_vocabulary_agree_with_the_whole_sort(sharpness: floa
 
 
 def test_sampling_follows_the_softmax() -> None:
-    """One seed a row: frequencies of a 4-token law within 5 standard deviations."""
+    """With one seed per row, the frequencies of 4 tokens are within 5 standard deviations."""
     rows, law = 20000, torch.tensor([0.5, 0.3, 0.15, 0.05])
     ones = torch.ones(rows)
     sampling = SamplingTensors(
@@ -196,7 +199,7 @@ def test_sampling_follows_the_softmax() -> None:
 
 
 def test_coupled_children_start_with_the_token_that_the_target_would_sample() -> None:
-    """Same logits, same noise: the draft's first child is the target's choice at that position."""
+    """With equal logits and noise, the draft's first child is the target's choice at that position."""
     rows, vocab = 12, 200
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(1)) * 2
     seeds, positions, choices = (
@@ -221,7 +224,7 @@ def test_coupled_children_start_with_the_token_that_the_target_would_sample() ->
 
 
 def test_a_tree_row_attends_to_its_own_path_only() -> None:
-    """Each node's output equals causal attention over prefix + path laid out as a plain sequence, by torch's own attention."""
+    """Each node's output equals torch's causal attention over its prefix and path as a plain sequence."""
     generator = torch.Generator().manual_seed(3)
     prefix, parents, page_size, heads, kv_heads, dim = 9, [-1, 0, 0, 1, 2, 3], 4, 4, 2, 8
     nodes = len(parents)

@@ -1,4 +1,4 @@
-"""round_plan: the Triton version, interpreted, equals the reference, and both do what the contract says."""
+"""round_plan: the interpreted Triton version equals the reference, and both fulfil the contract."""
 
 import pytest
 from guards import Guards

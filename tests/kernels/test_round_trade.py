@@ -1,4 +1,4 @@
-"""round_trade: the Triton version, interpreted, equals the reference."""
+"""round_trade: the interpreted Triton version equals the reference."""
 
 import pytest
 from guards import Guards

@@ -1,4 +1,7 @@
-"""philox, choose_tokens and topk_expand: the Triton versions, interpreted, equal the references and stay within their buffers."""
+"""philox, choose_tokens and topk_expand: interpreted Triton versions equal the references.
+
+They also stay in their buffers.
+"""
 
 import pytest
 import torch

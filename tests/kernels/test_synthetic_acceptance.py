@@ -1,4 +1,4 @@
-"""synthetic_acceptance: the Triton version, interpreted, equals the reference and stays within its buffers."""
+"""synthetic_acceptance: the interpreted Triton version equals the reference and stays in its buffers."""
 
 import pytest
 from guards import Guards

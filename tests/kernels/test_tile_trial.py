@@ -1,10 +1,8 @@
-"""Which tiles a trial chooses from, where they are kept, and that a trial covers what passes ask for; timing needs a GPU (tests/gpu)."""
+"""Tile trials: candidates, stored results and coverage of all passes. tests/gpu measures times."""
 
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +16,6 @@ from support.family_models import Sequences, save
 from outrider.kernels import skinny_gemm
 from outrider.kernels._dispatch import Backend, force_backend
 from outrider.kernels.ahead import Compiled
-from outrider.kernels.ahead import pool as compiler_pool
-from outrider.kernels.ahead.pool import CompilerPool
 from outrider.kernels.skinny_gemm import Epilogue, Method, Tile, choose_tile, table
 from outrider.kernels.skinny_gemm.candidates import candidates
 from outrider.kernels.skinny_gemm.kept import Tried, keep_tiles, read_tiles, sources, tiles_file, trying_alone
@@ -94,11 +90,11 @@ def test_what_was_measured_for_this_package_stays_on_its_gpu() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_nothing_is_tried_for_the_8b_shape_and_its_head(ranks: int) -> None:
-    """What start most often, and what is measured, choose by the table of the package on its GPU, alone and on two."""
+    """The most common configurations use the package's table on its GPU, on one GPU and on two."""
     layer = _layer(4096, 4096, 32 // ranks, 8 // ranks, 14336 // ranks)
     uses = uses_of([layer], _empty(128256 // ranks, 4096), BF16, reduced=ranks > 1)
     if ranks == 1:
-        for width in (4096, 8192):  # of what the head's q-k-v reads: the state alone, or with the embedding
+        for width in (4096, 8192):  # inputs of the head's q-k-v: the state alone, or with the embedding
             uses += uses_of([_layer(4096, width, 32, 8, 14336)], _empty(32000, 4096), BF16, reduced=False)
     assert {
         use.of(rows) for use in uses for rows in range(1, 65) if needs_trial(use.of(rows), STORED_OF)
@@ -152,7 +148,7 @@ def test_a_trial_is_of_its_shape_type_and_row_count() -> None:
 def test_a_trial_that_was_cut_goes_on_at_the_next_start(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tiles of more rows are used for fewer meanwhile, and do not pass for a trial of these."""
+    """Until then, tiles of more rows are used for fewer rows, but do not count as a trial of them."""
     path, starts = tmp_path / "tiles.json", list[list[int]]()
     monkeypatch.setattr(trial, "device_name", lambda _: device)
     monkeypatch.setattr(trial, "tiles_file", lambda name: path)
@@ -299,7 +295,7 @@ def test_what_is_left_when_the_time_is_up_is_the_next_starts(monkeypatch: pytest
     assert tried == [
         Tried(use.of(16), TILE, 1.0, 2.0),
         Tried(use.of(64), TILE, 3.0),
-    ]  # at 32 nothing ran, and for 8 the time was up
+    ]  # at 32 rows nothing ran, and time ran out before 8
     assert limits == [3.0]
 
 
@@ -322,7 +318,7 @@ class _FakeGraph:
 
 
 class _Bench:
-    """A trial with a clock that recording moves, and kernels in the states that a test says."""
+    """A trial whose clock advances with each recording, and whose kernels are in given states."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, states: dict[int, Compiled], deadline: float) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: _Properties)
@@ -344,7 +340,7 @@ class _Bench:
 
 def test_the_time_is_looked_at_before_every_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = _Bench(monkeypatch, {}, deadline=2.0)
-    assert bench.trial._times(USE, 16) == {}, "half of the tiles decide nothing"
+    assert bench.trial._times(USE, 16) == {}, "times of half of the tiles must not decide"
     assert bench.recorded == bench.tiles[:2]
     bench = _Bench(monkeypatch, {}, deadline=100.0)
     assert list(bench.trial._times(USE, 16)) == bench.recorded == bench.tiles
@@ -368,7 +364,7 @@ def test_one_process_tries_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     def run(work: list[object], *_: object) -> list[Tried]:
         runs.append(len(work))
-        return keep_tiles(path, [Tried(UNKNOWN, TILE, 4.0)], OTHER)  # another lock than the one that is held
+        return keep_tiles(path, [Tried(UNKNOWN, TILE, 4.0)], OTHER)  # uses a lock of its own
 
     monkeypatch.setattr(trial, "_run", run)
     with trying_alone(path) as alone:
@@ -384,34 +380,6 @@ def test_who_cannot_write_is_kept_off_by_nobody(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with trying_alone(tmp_path / "file" / "tiles.json") as alone:
         assert alone
-
-
-def test_kernels_that_nobody_began_in_time_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler_pool, "MOST_PROCESSES", 0)
-    pool, stop = CompilerPool(), threading.Event()
-    busy = threading.Thread(target=stop.wait, daemon=True)
-    busy.start()
-    pool._threads = [busy]
-    for job in "abc":
-        pool.submit(job, job)
-    pool.wait(0, limit_s=0.0)
-    assert pool.submitted == 0
-    pool.wait(pool.submitted)  # what comes later waits for none of them
-    stop.set()
-    busy.join()
-
-
-def test_waiting_for_kernels_has_an_end() -> None:
-    pool, stop = CompilerPool(), threading.Event()
-    busy = threading.Thread(target=stop.wait, daemon=True)
-    busy.start()
-    pool.submitted, pool._threads = 1, [busy]
-    started = time.monotonic()
-    pool.wait(0, limit_s=0.1)
-    assert 0.1 <= time.monotonic() - started < 30.0
-    assert busy.is_alive()
-    stop.set()
-    busy.join()
 
 
 @pytest.mark.parametrize(("matrices", "wanted"), [(1, 8), (3, 8), (20, 8)])

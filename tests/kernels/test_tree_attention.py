@@ -1,4 +1,4 @@
-"""tree_attention: the Triton version, interpreted, equals the reference and stays within its buffers."""
+"""tree_attention: the interpreted Triton version equals the reference and stays in its buffers."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_half_precisions(dtype: torch.dtype, tree: bool) -> None:
 
 @pytest.mark.parametrize("columns", [31, 32, 33, 64, 300])
 def test_masks_of_any_width(columns: int) -> None:
-    """The rows of one draft level: their own columns come last, the levels before are scratch columns that other rows wrote."""
+    """Rows of one draft level: their own columns are last, after the scratch columns of earlier levels."""
     sequences = [Sequence(21, 4, columns), Sequence(0, 3, 5)]
     check_tree_attention(
         "cpu", torch.float32, sequences, heads=2, kv_heads=1, dim=16, page_size=3, tree=True, guards=Guards()
@@ -100,7 +100,7 @@ def test_windows_end_within_the_tree(window: int, give_positions: bool) -> None:
 
 
 def test_a_chain_with_a_window_equals_causal_rows_with_it() -> None:
-    """The reference itself, with a window shorter than the tree is deep."""
+    """Checks the reference itself, with a window shorter than the depth of the tree."""
     generator = torch.Generator().manual_seed(3)
     prefix, rows, window = 5, 40, 4
     kv = prefix + rows
@@ -143,7 +143,10 @@ def test_scores_are_capped_before_the_mask(tree: bool, prefix: int, softcap: flo
 @pytest.mark.parametrize("tree", [True, False])
 @pytest.mark.parametrize("dim", [16, 40])
 def test_one_long_sequence_is_split_over_programs(tree: bool, dim: int) -> None:
-    """One block of rows and a thousand tokens of K/V: splits that hold prefix only, both, and nothing (for the short neighbour)."""
+    """One block of rows and a thousand tokens of K/V.
+
+    Splits contain only prefix, prefix and tree, or nothing (for the short neighbour).
+    """
     sequences = [Sequence(700, 3), Sequence(1, 2)]
     check_tree_attention(
         "cpu",
@@ -172,7 +175,7 @@ def test_one_long_sequence_is_split_over_programs(tree: bool, dim: int) -> None:
 def test_every_form_merges_any_number_of_splits(
     transposed: bool, gathers: bool, options: dict[str, bool | int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks that no sequence fills, and shares that are empty for some sequences."""
+    """No sequence fills its blocks, and some shares are empty."""
     blocks = Blocks(16, 32, 3, 4, 2, transposed=transposed, gathers=gathers)
     monkeypatch.setattr(compiled, "choose_blocks", lambda *_sizes: blocks)
     sequences = [Sequence(130, 5), Sequence(0, 3), Sequence(63, 20), Sequence(90, 2, 33)]
@@ -189,7 +192,7 @@ def test_every_form_merges_any_number_of_splits(
         **options,
     )
     assert not any(bool(counters.any()) for counters in compiled._COUNTERS.values()), (
-        "the next launch counts from zero"
+        "counters must be zero for the next launch"
     )
 
 
@@ -210,7 +213,7 @@ def test_prefill_longer_than_a_block() -> None:
 @pytest.mark.parametrize("tree", [True, False])
 @pytest.mark.parametrize("prefix", [50, 700])
 def test_sinks_take_part_in_every_softmax(tree: bool, prefix: int) -> None:
-    """With one long sequence the sum is merged from splits, to which the sink must be added once."""
+    """The sum of a long sequence is merged from splits; the sink must be added exactly once."""
     sequences = [Sequence(prefix, 6), Sequence(0, 2)]
     check_tree_attention(
         "cpu",
@@ -236,7 +239,7 @@ def test_tree_rows_know_their_position_from_their_mask() -> None:
 
 @pytest.mark.parametrize("tree", [True, False])
 def test_heads_as_wide_as_a_latent(tree: bool) -> None:
-    """DeepSeek's cached row: 512 of latent and 64 of rotated key, one head for all queries."""
+    """DeepSeek caches rows of 512 latent and 64 rotated key dimensions, with one head for all queries."""
     sequences = [Sequence(37, 3), Sequence(0, 2)]
     check_tree_attention(
         "cpu",
@@ -252,7 +255,7 @@ def test_heads_as_wide_as_a_latent(tree: bool) -> None:
 
 
 def test_a_capped_score_is_the_tanh_of_it() -> None:
-    """The reference itself."""
+    """Checks the reference itself."""
     q, k, v = (torch.randn(5, 1, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
     table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
     got = tree_attention(
@@ -267,7 +270,7 @@ def test_a_capped_score_is_the_tanh_of_it() -> None:
 
 @pytest.mark.parametrize("sinks", [True, False])
 def test_a_sink_is_a_logit_without_a_value(sinks: bool) -> None:
-    """The reference itself: a sink of a kind equals one more key whose value is zero."""
+    """Checks the reference itself: a sink is equivalent to one more key whose value is zero."""
     q, k, v = (torch.randn(5, 1, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
     table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
     logit = torch.tensor([0.7])

@@ -1,4 +1,4 @@
-"""tree_check: the Triton version, interpreted, equals the reference, and both believe exactly what is a tree."""
+"""tree_check: the interpreted Triton version equals the reference, and both accept valid trees only."""
 
 import pytest
 from check_cases import check_tree_check

@@ -1,4 +1,4 @@
-"""tree_build and verify_tree: the Triton versions, interpreted, equal the references and stay within their buffers."""
+"""tree_build and verify_tree: interpreted Triton versions equal the references and stay in their buffers."""
 
 import pytest
 from guards import Guards

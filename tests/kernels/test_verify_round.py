@@ -1,4 +1,7 @@
-"""verify_round: the Triton versions, interpreted, equal the references, do what they say, and stay within their buffers."""
+"""verify_round: interpreted Triton versions equal the references and fulfil the contract.
+
+They also stay in their buffers.
+"""
 
 import pytest
 from guards import Guards

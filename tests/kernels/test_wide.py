@@ -1,4 +1,4 @@
-"""Products of more than 64 rows: their Triton tiles, interpreted, equal the references and stay within their buffers."""
+"""Products of more than 64 rows: interpreted Triton tiles equal the references and stay in their buffers."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ NARROW = Tile(Method.WIDE, 16, 16, block_m=32)
 SPLIT = Tile(Method.WIDE, 32, 16, splits=3, block_m=64)
 DTYPES = [torch.float32, torch.bfloat16]
 ALIGNED = 64
-"""Elements of a guard band: a tensor map needs addresses that are multiples of 16 bytes."""
+"""Elements of a guard band, chosen so that addresses stay multiples of 16 bytes, as tensor maps need."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

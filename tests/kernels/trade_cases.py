@@ -1,4 +1,4 @@
-"""round_trade: the body of tests that run interpreted on a CPU and compiled on a GPU."""
+"""Checks of round_trade, shared by interpreted tests on a CPU and compiled tests on a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outrider.kernels.round_trade import admit_counts, fetch_blob, pack_trees, p
 
 
 def check_admit_counts(device: str, bs: int, number: int, expected: int, guards: Guards) -> None:
-    """Rows of a state of this round stay as they are, those of any other go idle."""
+    """Check that rows of this round's state do not change, and that rows of any other become idle."""
     counts = torch.arange(bs, dtype=torch.int32, device=device) % 5
     want = counts.tolist() if number == expected else [0] * bs
     header, now = (torch.tensor([value], dtype=torch.int32, device=device) for value in (number, expected))
@@ -21,7 +21,7 @@ def check_admit_counts(device: str, bs: int, number: int, expected: int, guards:
 
 
 def check_pack_trees(device: str, bs: int, columns: int, guards: Guards) -> None:
-    """What is packed is what was there, to the last column."""
+    """Check that trees are packed completely."""
     generator = torch.Generator().manual_seed(bs * 100 + columns)
     trees = [
         torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int32, generator=generator).to(device)
@@ -36,7 +36,10 @@ def check_pack_trees(device: str, bs: int, columns: int, guards: Guards) -> None
 
 
 def check_blobs(device: str, num_bytes: int, guards: Guards) -> None:
-    """A blob that is posted and fetched is what it was, but for its number; nothing beside slot and blob is written."""
+    """Check that a blob is unchanged after posting and fetching, except for its number.
+
+    Nothing outside of slot and blob may be written.
+    """
     generator = torch.Generator().manual_seed(num_bytes)
     sent = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator).to(device)
     for version in (reference_version, lambda: triton_version(guards)):
@@ -45,7 +48,7 @@ def check_blobs(device: str, num_bytes: int, guards: Guards) -> None:
         received = guards.put(slot)
         blob = guards.put(sent)
         if device == "cuda" and version is reference_version:
-            continue  # its slots are in memory of the host
+            continue  # the reference needs slots in host memory
         with version():
             post_blob(blob, slot.data_ptr(), 7)
             fetch_blob(slot.data_ptr(), received, word.data_ptr() + 4, 9)

@@ -1,4 +1,4 @@
-"""tree_build and verify_tree: bodies of tests that run interpreted on a CPU and compiled on a GPU."""
+"""Checks of tree_build and verify_tree, shared by interpreted tests on a CPU and compiled tests on a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from outrider.kernels.verify import verify_tree
 def candidates_of(
     bs: int, depth: int, topk: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return scores, tokens and parents ``[bs, C]`` as drafting leaves them: level by level, many ties, never above the parent."""
+    """Return scores, tokens and parents ``[bs, C]`` as drafting produces them, level by level.
+
+    Scores have many ties and are never above the parent's.
+    """
     levels = [topk] + [topk * topk] * (depth - 1)
     total = sum(levels)
     scores = torch.zeros(bs, total)

@@ -1,4 +1,7 @@
-"""peer_words: bodies of tests that run interpreted on a CPU and compiled on a GPU, both ends in one process, one after the other."""
+"""Checks of peer_words, shared by interpreted tests on a CPU and compiled tests on a GPU.
+
+Both ends are in one process and run one after the other.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ def mails(device: str, ranks: int) -> list[Mail]:
 
 
 def check_words(device: str, ranks: int, counts: list[int], guards: Guards) -> None:
-    """Messages of any length and any words go to all, and come from all, one after the other; both ends may be the reference's."""
+    """Check messages of any length and content, to all ranks and from all ranks, one after the other.
+
+    Either end may be the reference.
+    """
     numbers = torch.Generator().manual_seed(ranks)
     down, up = mails(device, ranks), mails(device, ranks)
 
@@ -41,7 +47,10 @@ def check_words(device: str, ranks: int, counts: list[int], guards: Guards) -> N
 
 
 def check_lost_words(device: str, guards: Guards) -> None:
-    """A message that does not come, and a receipt that does not, are waited for once; then no word is believed, nor sent as it is."""
+    """Check that only the first missing message or receipt causes a wait.
+
+    Afterwards received words are replaced by `missing`, and so are words to be sent.
+    """
     _, reader = mails(device, 2)
     writer, _ = mails(device, 2)
     late, told = mails(device, 2)

@@ -1,1 +1,1 @@
-"""What follows a product, in the kernel that computes it."""
+"""Epilogues: operations that follow a product, computed in the product's kernel."""

@@ -1,4 +1,4 @@
-"""What follows a product, in Triton: the tail that both kinds of product kernels share."""
+"""Epilogues in Triton, shared by both kinds of product kernels. EPILOGUE is the value of an `Epilogue`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from outrider.kernels.silu_mul.triton import gate
 
 @triton.jit
 def output_rows(n, EPILOGUE: tl.constexpr, HALF: tl.constexpr):
-    """Return the rows of the weight of outputs n; of pairs, that of the first: gates, or dimensions of the first half of a head."""
+    """Return the weight row of each output n.
+
+    For pairs (EPILOGUE >= 2), return the row of the first of the pair.
+
+    The first of a pair is a gate, or a dimension of the first half of a head.
+    """
     return (n // HALF) * (2 * HALF) + n % HALF if EPILOGUE == 3 else n
 
 
 @triton.jit
 def tile_rows(tile, second, EPILOGUE: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the rows of the weight of a tile of BLOCK_N outputs, and which outputs they are of; the two of a pair are neighbours."""
+    """Return a tile's weight rows and the output of each; the two rows of a pair are adjacent."""
     if EPILOGUE < 2:
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         row = n
@@ -30,7 +35,7 @@ def tile_rows(tile, second, EPILOGUE: tl.constexpr, HALF: tl.constexpr, BLOCK_N:
 
 @triton.jit
 def _inverse_rms(sums, m, rows, parts, width, eps, PARTS: tl.constexpr):
-    """Return 1 / sqrt(mean square + eps) of rows m ``[M]`` from their partial sums ``[parts, rows]``."""
+    """Return 1 / sqrt(mean square + eps) of rows m ``[M]`` from partial sums of squares ``[parts, rows]``."""
     part = tl.arange(0, PARTS)
     inside = (part < parts)[:, None] & (m < rows)[None, :]
     total = tl.sum(tl.load(sums + part[:, None] * rows + m[None, :], mask=inside, other=0.0), 0)
@@ -50,9 +55,13 @@ def load_constants(
     SCALED: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Return what a tail needs of the weights of outputs n: scale, scale of the second of a pair, bias, that of the second, norm.
+    """Return the weights that an epilogue needs for outputs n.
 
-    Weights are never written, so a program asks for them before it waits: behind the product, each would cost it a memory's latency.
+    These are the scale, the scale of the pair's second, the bias, the bias of the pair's second, and the
+    norm's weight.
+
+    No kernel writes weights, so a program loads them before it waits for the previous kernel. Loaded after
+    the product, each would cost a memory latency.
     """
     real, place = n < N, output_rows(n, EPILOGUE, HALF)
     scale = tl.full(n.shape, 1.0, tl.float32)
@@ -78,7 +87,7 @@ def load_rows(
     m, n, rows, N, K, row_scales, sums, residual, residual_row, parts, eps, EPILOGUE: tl.constexpr, ROW_SCALED: tl.constexpr,
     NORMED: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
-    """Return what a tail needs of rows m: the factor on their products ``[M]``, and their residual ``[outputs, M]`` (of ADD)."""
+    """Return the factor on the products of rows m ``[M]``, and their residual ``[outputs, M]`` (ADD only)."""
     factor = tl.full(m.shape, 1.0, tl.float32)
     before = tl.full((n.shape[0], m.shape[0]), 0.0, tl.float32)
     if EPILOGUE == 1:
@@ -95,7 +104,7 @@ def load_rows(
 
 @triton.jit
 def entries(m, rows, table_row, index, LOOKUP: tl.constexpr):
-    """Return where the entries of rows m begin in a table, ``[M] int64``; without LOOKUP zeros."""
+    """Return the start of the table entries of rows m, ``[M] int64``; zeros without LOOKUP."""
     begin = m.to(tl.int64) * 0
     if LOOKUP:
         begin = tl.load(index + m, mask=m < rows, other=0).to(tl.int64) * table_row
@@ -106,9 +115,12 @@ def entries(m, rows, table_row, index, LOOKUP: tl.constexpr):
 def look_up(
     begin, m, n, rows, N, second, table, EPILOGUE: tl.constexpr, HALF: tl.constexpr, LOOKUP: tl.constexpr
 ):
-    """Return what a table adds to the outputs n of rows m, ``[outputs, M]``, and to the second of each pair (of ROTATED); else zeros.
+    """Return the table's contribution to outputs n of rows m ``[outputs, M]``; zeros without LOOKUP.
 
-    As stored: a program that converted them here would wait for memory, and it asks for them long before it needs them.
+    The second result is the contribution to the second of each pair (for ROTATED).
+
+    Values are returned as stored. Converting them here would wait for memory, and they are loaded long before
+    they are needed.
     """
     low = tl.full((n.shape[0], m.shape[0]), 0.0, tl.float32)
     high = low
@@ -126,10 +138,11 @@ def finish(
     EPILOGUE: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, GELU: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     HALF: tl.constexpr, LOOKUP: tl.constexpr, TRIGGER: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Store what becomes of the products `acc` ``[rows of a tile, M] fp32`` with rows m.
+    """Finish the products `acc` ``[rows of a tile, M] fp32`` of rows m, and store the results.
 
-    `constants` are of `load_constants`, `factor` and `before` of `load_rows`, `found` is of `look_up`.
-    TRIGGER: these are the program's last stores, and the next kernel is to be let in before them.
+    `constants` comes from `load_constants`, `factor` and `before` from `load_rows`, and `found` from
+    `look_up`. With TRIGGER, these are the program's last stores, and the next kernel is released just before
+    them.
     """
     PAIRED: tl.constexpr = EPILOGUE >= 2
     scale, scale_high, offset, offset_high, norm = constants
@@ -137,6 +150,7 @@ def finish(
     low = acc
     high = acc
     if PAIRED:
+        # The two rows of a pair are adjacent in the tile (`tile_rows`).
         low, high = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N, 2, m.shape[0])), (0, 2, 1)))
     real_n, real_m, m64 = n < N, m < rows, m.to(tl.int64)
     element = real_n[:, None] & real_m[None, :]
@@ -163,7 +177,7 @@ def finish(
     if EPILOGUE == 1:
         low += before
         total = low.to(out.dtype.element_ty)
-        kept = total.to(tl.float32)
+        kept = total.to(tl.float32)  # the norm applies to the rounded residual
         square = tl.sum(tl.where(element, kept * kept, 0.0), 0)
         if TRIGGER:
             gdc_launch_dependents()
@@ -185,7 +199,7 @@ def finish(
         angle = m64[None, :] * DIM + (n % HALF)[:, None]
         cos_low = tl.load(cos + angle, mask=element, other=0.0).to(tl.float32)
         cos_high = tl.load(cos + angle + HALF, mask=element, other=0.0).to(tl.float32)
-        sin_low = tl.load(sin + angle, mask=element, other=0.0).to(tl.float32)  # negated
+        sin_low = tl.load(sin + angle, mask=element, other=0.0).to(tl.float32)  # negated by `rope_angles`
         sin_high = tl.load(sin + angle + HALF, mask=element, other=0.0).to(tl.float32)
         new_low = low * cos_low + high * sin_low
         new_high = high * cos_high + low * sin_high

@@ -1,1 +1,1 @@
-"""Products of 1 to 4 rows without tensor cores: the kernels of `Method.SUM` and `Method.STAY`."""
+"""Products of 1 to 4 rows without tensor cores: the kernels for `Method.SUM` and `Method.STAY`."""

@@ -1,11 +1,15 @@
-"""Products of 1 to 4 rows: multiply and add, a whole row of the weight at once.
+"""Products of 1 to 4 rows by multiply and add, with a whole row of the weight at once.
 
-What a program reads of the weight it asks for before it waits for the kernel before it: nobody writes weights.
+A program loads its part of the weight before it waits for the previous kernel, because no kernel writes
+weights.
 
-Widening an FP8 weight to fp32, number by number, takes more instructions than its memory takes time. A program that stays therefore reads
-eight numbers as one word (BYTES) and multiplies them in pairs of f16, in which e4m3 is exact; four products are added up in f16, the rest
-in fp32. x is scaled by a power of two so that its largest number is below 16: four products stay below 4 * 448 * 16 < 65504, and what
-underflows is 2^-28 of the largest. What this adds to a sum's error is a fifth of what rounding the sum to bf16 adds.
+FP8 weights: converting an FP8 weight to fp32 one number at a time takes more instructions than its memory
+takes time. A program that stays therefore reads eight numbers as one word (BYTES) and multiplies them as
+pairs of f16, in which e4m3 is exact. Four products are added up in f16, the rest in fp32.
+
+Range: x is scaled by a power of two so that its largest number is below 16. Four products then stay below
+4 * 448 * 16 < 65504, and numbers that underflow are 2^-28 of the largest. The error this adds to a sum is a
+fifth of the error of rounding the sum to bf16.
 """
 
 from __future__ import annotations
@@ -29,7 +33,10 @@ def _load_weights(
     weight, tile, second, N, K, EPILOGUE: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr, BYTES: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Return the rows of the weight of a tile, ``[rows, BLOCK_K]``, with BYTES in words of eight; EVEN: K is BLOCK_K."""
+    """Return the weight rows of a tile, ``[rows, BLOCK_K]``; with BYTES in words of eight.
+
+    EVEN: K equals BLOCK_K.
+    """
     EACH: tl.constexpr = 8 if BYTES else 1
     row, n = tile_rows(tile, second, EPILOGUE, HALF, BLOCK_N)
     k = tl.arange(0, BLOCK_K // EACH)
@@ -51,15 +58,15 @@ def _load_x(x, K, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _prepare(values, BYTES: tl.constexpr):
-    """Return x as `_products` takes it, and the factor that its sums are to be multiplied by.
+    """Return x in the form that `_products` needs, and the factor that its sums must be multiplied by.
 
-    With BYTES four tensors ``[1, K / 8] int32``, of two f16 each; else x itself, four times.
+    With BYTES, x is four tensors ``[1, K / 8] int32`` of two f16 each. Otherwise it is x itself, four times.
     """
     if BYTES:
-        exponent = tl.max(tl.abs(values), 0).to(tl.int32, bitcast=True) >> 23  # with its bias of 127
+        exponent = tl.max(tl.abs(values), 0).to(tl.int32, bitcast=True) >> 23  # biased by 127
         up = tl.minimum(
             tl.maximum(257 - exponent, 1), 253
-        )  # of a scale that makes the largest 8 to 16, and has an inverse
+        )  # biased exponent of the scale: the largest number becomes 8 to 16, and the scale has an inverse
         scaled = values * (up << 23).to(tl.float32, bitcast=True)
         even, odd = tl.split(tl.reshape(scaled, (values.shape[0] // 8, 2, 2, 2)))
         pairs = tl.inline_asm_elementwise(
@@ -78,7 +85,7 @@ def _prepare(values, BYTES: tl.constexpr):
 
 @triton.jit
 def _products(weights, x0, x1, x2, x3, BYTES: tl.constexpr):
-    """Return the products of weights and x in fp32, those of the eight numbers of a word summed."""
+    """Return weights times x in fp32; with BYTES, summed over the eight numbers of each word."""
     if BYTES:
         products = tl.inline_asm_elementwise(
             """{
@@ -110,7 +117,7 @@ def _products(weights, x0, x1, x2, x3, BYTES: tl.constexpr):
 
 @triton.jit
 def _let_in(last):
-    """Let the next kernel in if this program computes its last tile: all that it reads is on its way."""
+    """Release the next kernel on this program's last tile, when all its loads are in flight."""
     if last:
         gdc_launch_dependents()
 
@@ -155,7 +162,10 @@ def stay_rows(
     PARTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, LOOKUP: tl.constexpr, EVEN: tl.constexpr,
     BYTES: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Compute every `programs`-th tile of one row of x, which is read once; what the next tile needs is on its way meanwhile."""
+    """Compute every `programs`-th tile of one row of x.
+
+    x is read once. The loads for the next tile are in flight while a tile is computed.
+    """
     first = tl.program_id(0)
     m = tl.arange(0, 1)
     weights = _load_weights(weight, first, second, N, K, EPILOGUE, HALF, EVEN, BYTES, BLOCK_N, BLOCK_K)

@@ -1,1 +1,1 @@
-"""Products of more than a few rows: tiles of both operands through the tensor memory accelerator."""
+"""Products of more than a few rows; the tensor memory accelerator (TMA) loads both operands in tiles."""

@@ -1,4 +1,4 @@
-"""What the tensor memory accelerator reads, and what it can read."""
+"""Tensor maps for the tensor memory accelerator (TMA), and the conditions for them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from outrider.kernels._launch import ceil_div
 
 _ALIGNMENT = 16
-"""Bytes, of a map's address and strides."""
+"""Required alignment of a map's address and strides, in bytes."""
 
 
 def can_map(*tensors: torch.Tensor) -> bool:
-    """Whether maps can express these: addresses and strides of whole 16 bytes, columns that are neighbours."""
+    """Return whether TMA can map these tensors: dense columns, addresses and strides of whole 16 bytes."""
     return all(
         tensor.stride(-1) == 1
         and all(n * tensor.element_size() % _ALIGNMENT == 0 for n in tensor.stride()[:-1])
@@ -22,22 +22,23 @@ def can_map(*tensors: torch.Tensor) -> bool:
 
 
 def tiles_of(tensor: torch.Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
-    """Return the map of a tensor ``[rows, columns]``, or of pairs ``[2, rows, columns]``, in tiles; outside are zeros."""
+    """Return a tensor's map, ``[rows, columns]`` or pairs ``[2, rows, columns]``; zeros are read outside."""
     if tensor.dim() == 3:
         return TensorDescriptor.from_tensor(tensor, [2, block_rows, block_columns])
     rows = (
         readable_rows(tensor, block_rows) if tensor.is_cuda else tensor.shape[0]
-    )  # the interpreter warns of what garbage overflows
+    )  # the interpreter warns about overflows in rows of garbage
     return TensorDescriptor(
         tensor, [rows, tensor.shape[1]], list(tensor.stride()), [block_rows, block_columns]
     )
 
 
 def readable_rows(tensor: torch.Tensor, block_rows: int) -> int:
-    """Return up to which row whole tiles of ``[rows, columns]`` are read: into memory of the tensor's own behind its last row.
+    """Return the number of rows of ``[rows, columns]`` that whole tiles may read.
 
-    A tile that reaches outside of its map takes the accelerator longer than one that does not (measured: a product with 96 rows took
-    longer than one with 128). What is read there ends up in rows of the product that nobody stores.
+    This can be more than the tensor has, if its storage continues behind its last row. TMA takes longer for a
+    tile that reaches outside its map (measured: a product of 96 rows took longer than one of 128). The
+    additional rows only affect rows of the product that are never stored.
     """
     rows, columns = tensor.shape
     behind = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()

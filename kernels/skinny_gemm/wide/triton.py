@@ -1,8 +1,13 @@
-"""Products of some 65 to 512 rows in Triton, fused with what follows them in a decoder layer; the contract is skinny_gemm's.
+"""Triton kernels of products of about 65 to 512 rows, fused with the next operation of a decoder layer.
 
-Here the rows fill the tensor core's 64 and the weight its wide side: both tiles are brought by the tensor memory accelerator, which needs
-neither registers nor masks (rows and columns outside are zeros). Programs of one part of the weight are neighbours in launch order, so that
-it is read from memory once. SPLITS as in the kernels for few rows: fp32 parts, which the next kernel adds in order.
+The package skinny_gemm documents the contract.
+
+Here the rows of x fill the tensor core's 64 rows, and the weight is its wide side. The tensor memory
+accelerator loads the tiles of both, which needs neither registers nor masks (rows and columns outside read as
+zeros). Programs with the same part of the weight are neighbours in launch order, so that it is read from
+memory once.
+
+SPLITS works as in the kernels for few rows: fp32 parts, which the next kernel adds in order.
 """
 
 from __future__ import annotations
@@ -38,6 +43,7 @@ def _wide_tiles(
     element = real_m[:, None] & real_n[None, :]
     if PDL:
         gdc_wait()
+    # 1. Multiply.
     acc = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
     for step in range(split * steps // SPLITS, (split + 1) * steps // SPLITS):
         left = x.load([first_m, step * BLOCK_K])
@@ -45,9 +51,11 @@ def _wide_tiles(
         if WIDEN:
             left, right = left.to(tl.float32), right.to(tl.float32)
         acc = tl.dot(left, right.T, acc, input_precision="ieee")
+    # 2. Separate pairs, divide by the root mean square, add the bias.
     low = acc
     high = acc
     if EPILOGUE == 3:
+        # The tile holds whole heads: bring the two halves of each head side by side.
         halves = tl.permute(tl.reshape(acc, (BLOCK_M, BLOCK_N // HALF, 2, HALF)), (0, 1, 3, 2))
         low, high = tl.split(tl.reshape(halves, (BLOCK_M, BLOCK_N, 2)))
     place = (n // HALF) * (2 * HALF) + n % HALF if EPILOGUE == 3 else n
@@ -63,6 +71,7 @@ def _wide_tiles(
         low += tl.load(bias + place, mask=real_n, other=0.0).to(tl.float32)[None, :]
         if EPILOGUE == 3:
             high += tl.load(bias + HALF + place, mask=real_n, other=0.0).to(tl.float32)[None, :]
+    # 3. Store according to the epilogue: PLAIN, ADD or ROTATED.
     if EPILOGUE == 0:
         if PDL:
             gdc_launch_dependents()
@@ -74,7 +83,7 @@ def _wide_tiles(
             tl.float32
         )
         total = low.to(out.dtype.element_ty)
-        kept = total.to(tl.float32)
+        kept = total.to(tl.float32)  # the norm applies to the rounded residual
         square = tl.sum(tl.where(element, kept * kept, 0.0), 1)
         if PDL:
             gdc_launch_dependents()
@@ -91,7 +100,7 @@ def _wide_tiles(
         angle = m64[:, None] * DIM + (n % HALF)[None, :]
         cos_low = tl.load(cos + angle, mask=element, other=0.0).to(tl.float32)
         cos_high = tl.load(cos + angle + HALF, mask=element, other=0.0).to(tl.float32)
-        sin_low = tl.load(sin + angle, mask=element, other=0.0).to(tl.float32)  # negated
+        sin_low = tl.load(sin + angle, mask=element, other=0.0).to(tl.float32)  # negated by `rope_angles`
         sin_high = tl.load(sin + angle + HALF, mask=element, other=0.0).to(tl.float32)
         new_low = low * cos_low + high * sin_low
         new_high = high * cos_high + low * sin_high
@@ -113,18 +122,23 @@ def _wide_tiles(
 
 
 def fits(x: torch.Tensor, weight: torch.Tensor, half: int = 1) -> bool:
-    """Whether these kernels take a product: on their kind of GPU, of what a tensor map can express, and of heads of a power of two."""
+    """Return whether these kernels can compute a product.
+
+    They need a suitable GPU, operands that a tensor map can express, and a head size that is a power of two.
+    """
     return _has_room(x.device) and can_map(x, weight) and half & (half - 1) == 0
 
 
 @functools.cache
 def _has_room(device: torch.device) -> bool:
-    """Whether a device has tensor maps and the shared memory that the measured tiles use: Hopper, and the large Blackwells."""
+    """Return whether a device has tensor maps and enough shared memory for the measured tiles.
+
+    That is Hopper and the large Blackwell GPUs.
+    """
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def project(x: torch.Tensor, weight: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """See `outrider.kernels.skinny_gemm.project`."""
     rows, out_features = x.shape[0], weight.shape[0]
     split = tile.splits > 1
     shape = (tile.splits, rows, out_features) if split else (rows, out_features)
@@ -137,7 +151,7 @@ def project_add(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float,
     out: torch.Tensor | None, tile: Tile,
 ) -> Stream:  # fmt: skip
-    """See `outrider.kernels.skinny_gemm.project_add`; the tile has one split."""
+    """Compute `outrider.kernels.skinny_gemm.project_add`. The tile has one split."""
     rows, width = residual.shape
     total = _launch.empty((rows, width), x.dtype, x.device) if out is None else out
     scaled = _launch.empty((rows, width), x.dtype, x.device)
@@ -161,7 +175,10 @@ def project_add(
 def project_rotated(
     stream: Stream, weight: torch.Tensor, bias: torch.Tensor | None, rotary: Rotary, tile: Tile
 ) -> torch.Tensor:
-    """See `outrider.kernels.skinny_gemm.project_rotated`; the tile has one split and takes whole heads."""
+    """Compute `outrider.kernels.skinny_gemm.project_rotated`.
+
+    The tile has one split and contains whole heads.
+    """
     dim = rotary.k_plane.shape[3]
     heads = weight.shape[0] // dim - 2 * rotary.k_plane.shape[2]
     out = _launch.empty((stream.scaled.shape[0], heads, dim), rotary.cos.dtype, stream.scaled.device)
@@ -178,7 +195,7 @@ def _run(
     scaled: torch.Tensor | None = None, sums: torch.Tensor | None = None, eps: float = 0.0,
     rotary: Rotary | None = None, heads: int = 0,
 ) -> None:  # fmt: skip
-    """Launch: `count` outputs, or pairs of them; `sums` are read but where the epilogue is ADD, which writes them."""
+    """Launch the kernel for `count` outputs or pairs. `sums` are read, except for ADD, which writes them."""
     rows, columns = x.shape
     if rows == 0:
         return

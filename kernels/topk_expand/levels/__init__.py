@@ -1,1 +1,1 @@
-"""A level of a tree in one launch, or two where the vocabulary is large."""
+"""Expansion of one level of a tree in one launch, or in two if the vocabulary is large."""

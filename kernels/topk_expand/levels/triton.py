@@ -1,4 +1,4 @@
-"""A level of a tree: the children of a sequence's rows, their place among all candidates, and the rows of the next level."""
+"""Triton version of expand_level: children of a level's rows, candidate columns, next level's rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from outrider.kernels.topk_expand.parts.triton import MAX_BLOCK, UNFUSED, merged
 from outrider.kernels.topk_expand.types import Beam, Candidates, Noise
 
 _WHOLE_ROWS = 1
-"""Rows of a sequence that one program expands over the whole vocabulary: of four, two launches took 3.9 us and one 5.6 (measured)."""
+"""Rows of a sequence that one program expands over the whole vocabulary. For four rows, one launch took 5.6
+us and two launches 3.9 us (measured)."""
 
 
 @triton.jit
@@ -33,20 +34,22 @@ def _note_and_pick(
     next_tokens, next_scores, next_parents, next_candidates, next_ancestors, columns, first, topk, width, words, column,
     ROOTS: tl.constexpr, LAST: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Note the children ``[BLOCK_W, BLOCK_K]`` of a sequence's rows from column `first` on, and pick the next beam among them.
+    """Store a sequence's children ``[BLOCK_W, BLOCK_K]`` from column `first` on, and select the next beam.
 
-    `parent` are the candidates that the rows were; `column` is the scratch column of the next beam's first row.
+    `parent` are the candidate indices of the rows. `column` is the scratch column of the next beam's first
+    row.
     """
     child = tl.arange(0, BLOCK_W)[:, None] * topk + tl.arange(0, BLOCK_K)[None, :]
     table = sequence * columns + first
-    if LAST and PDL:
+    if LAST and PDL:  # these are the final stores only if no beam follows
         gdc_launch_dependents()
     tl.store(tokens + table + child, token, mask=inside)
     tl.store(scores + table + child, score, mask=inside)
     tl.store(logprobs + table + child, logprob, mask=inside)
     tl.store(parents + table + child, tl.zeros_like(child) + parent[:, None], mask=inside)
     if not LAST:
-        # Value and index are compared one after the other: the hardware finds the extremum of 32 bits over a warp in one instruction.
+        # Compare values and indices separately: hardware finds the extremum of 32 bits in a warp in one
+        # instruction.
         left = tl.where(inside, ordered_bits(score), NO_SHORT_KEY)
         place = tl.arange(0, BLOCK_K)
         chosen = tl.zeros((BLOCK_K,), tl.int32)
@@ -61,7 +64,7 @@ def _note_and_pick(
             chosen_token = tl.where(place == i, tl.max(tl.max(tl.where(hit, token, -1), 1), 0), chosen_token)
             left = tl.where(hit, NO_SHORT_KEY, left)
         kept = place < topk
-        above = sequence * width + chosen // topk  # among the rows of this level
+        above = sequence * width + chosen // topk  # row of this level that each child belongs to
         word = tl.arange(0, BLOCK_N)
         bit = tl.full((BLOCK_K,), 1, tl.int32) << ((column + place) % 32)
         mask = tl.where(((column + place) // 32)[:, None] == word[None, :], bit[:, None], 0)
@@ -80,7 +83,7 @@ def _note_and_pick(
 
 @triton.jit
 def _parents(beam_candidates, sequence, width, ROOTS: tl.constexpr, BLOCK_W: tl.constexpr):
-    """Return which candidates the rows of a sequence are, ``[BLOCK_W] int32``: -1 for a root."""
+    """Return the candidate index of each row of a sequence, ``[BLOCK_W] int32``: -1 for a root."""
     local = tl.arange(0, BLOCK_W)
     parent = tl.full((BLOCK_W,), -1, tl.int32)
     if not ROOTS:
@@ -96,7 +99,7 @@ def _level_merge(
     NOISE: tl.constexpr, HAS_D2T: tl.constexpr, SHORT: tl.constexpr, ROOTS: tl.constexpr, LAST: tl.constexpr, BLOCK_W: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Merge the splits of a sequence's rows, note the children and pick the next beam."""
+    """Merge the splits of a sequence's rows, store the children and select the next beam."""
     if PDL:
         gdc_wait()
     sequence = tl.program_id(0).to(tl.int64)
@@ -162,7 +165,7 @@ def _level_whole(
     NOISE: tl.constexpr, HAS_D2T: tl.constexpr, SHORT: tl.constexpr, ROOTS: tl.constexpr, LAST: tl.constexpr, BLOCK_W: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Expand the rows of a sequence over the whole vocabulary, note the children and pick the next beam."""
+    """Expand a sequence's rows over the whole vocabulary, store the children and select the next beam."""
     if PDL:
         gdc_wait()
     sequence = tl.program_id(0).to(tl.int64)
@@ -184,7 +187,7 @@ def _level_whole(
             if HAS_D2T:
                 token += tl.load(d2t + draft_id, mask=draft_id < vocab, other=0)[None, :]
             position = tl.load(positions + sequence).to(tl.int64) + level
-            # All rows of a level choose the token of one position: they share the noise of a token.
+            # All rows of a level choose a token for the same position, so they share the noise of each token.
             noise = gumbel(tl.load(seeds + sequence), position, tl.load(choices + sequence), token)
             value = tl.where(there, tl.div_rn(plain, tl.zeros_like(plain) + heat) + noise, -float("inf"))
             total = _log_total(value)
@@ -225,7 +228,7 @@ def expand_level(
     d2t: torch.Tensor | None,
     noise: Noise | None,
 ) -> Beam | None:
-    """See `outrider.kernels.topk_expand.expand_level`; one launch where the vocabulary is small, else two."""
+    """Compute `outrider.kernels.topk_expand.expand_level` in one launch (small vocabulary) or two."""
     bs, columns = candidates.scores.shape
     device = logits.device
     logits = logits if logits.stride(1) == 1 else logits.contiguous()

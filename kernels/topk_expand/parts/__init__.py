@@ -1,1 +1,1 @@
-"""The vocabulary of a row in parts, and merging them."""
+"""Passes over the vocabulary of a row in parts, and the merge of their results."""

@@ -1,4 +1,4 @@
-"""The vocabulary of a row in parts: what each part leaves, and how they are merged."""
+"""Triton passes over the vocabulary of a row in parts, and the merge of their results."""
 
 from __future__ import annotations
 
@@ -29,16 +29,18 @@ from outrider.kernels._order.triton import (
 from outrider.kernels.philox.triton import gumbel
 from outrider.kernels.topk_expand.types import Noise
 
-MAX_BLOCK = 4096  # what a short key has places for
+MAX_BLOCK = 4096  # largest number of places in a short key
 WANTED_PROGRAMS = 128
-MAX_SPLITS = 32  # beyond, the merge is what takes time
+MAX_SPLITS = 32  # with more splits, the merge dominates
 CHUNKED = 1024
-"""Elements of a block from which on the best are looked for among those of its best chunks …"""
+"""Least block size for searching the best elements among those of the best chunks."""
 CHUNKED_PROGRAMS = 256
-"""… where there are so many programs at least: fewer wait for the steps of one, which are more this way."""
+"""Least number of programs for that search, which takes more steps per program. With fewer programs, the
+steps of one would determine the time of the launch."""
 UNFUSED = {"enable_fp_fusion": False}
-"""For merges. A product that is rounded in one lane and fused into the sum in another gives the lanes of a row different log-sum-exps,
-and equal logits scores that differ in the last bit: their order would not be that of their indices."""
+"""Launch option of merges. If one lane rounds a product and another fuses it into the sum, lanes of the same
+row compute different log-sum-exps. Equal logits would then get scores that differ in the last bit, and no
+longer be ordered by index."""
 
 
 @triton.jit
@@ -51,7 +53,7 @@ def max_and_sum(values):
 
 @triton.jit
 def _log_sum_exp(tops, sums):
-    """Merge the splits' (maximum, sum) pairs of every row, ``[rows, splits]``; -inf for a row without any."""
+    """Merge the splits' (maximum, sum) pairs of every row, ``[rows, splits]``; -inf for a row of -inf."""
     top = tl.max(tops, 1)
     nothing = top == -float("inf")
     base = tl.where(nothing, 0.0, top)
@@ -62,10 +64,11 @@ def _log_sum_exp(tops, sums):
 def _best_of_plain(
     part, values, place, inside, first, count, topk, SHORT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Return the best keys of a block of logits: `count` of them at `part`, whose first index is `first`.
+    """Return the best keys of a block of `count` logits at `part`, whose first index is `first`.
 
-    Finding one maximum after the other looks at all elements each time. So the maxima of chunks of CHUNK are found first (0: no chunks):
-    the best `topk` elements lie in the `topk` chunks whose maxima are the greatest, and only those are looked through, read once more.
+    Repeatedly finding the maximum looks at all elements each time. With CHUNK > 0, the maxima of chunks of
+    CHUNK elements are found first. The best `topk` elements are in the `topk` chunks with the greatest
+    maxima, so only those chunks are loaded again and searched.
     """
     if SHORT:
         short = tl.where(inside, short_key(values, place), NO_SHORT_KEY)
@@ -87,7 +90,7 @@ def _best_of_plain(
             best_chunks = best_keys(tl.max(tl.reshape(keys, (BLOCK // CHUNK, CHUNK)), 1), topk, BLOCK_K)
             near = (
                 tl.minimum(tl.maximum(key_index(best_chunks) - first, 0), BLOCK - 1) // CHUNK * CHUNK
-            )  # of NO_KEY, any
+            )  # NO_KEY maps to any chunk
             near = near[:, None] + tl.arange(0, CHUNK)[None, :]
             again = tl.load(part + near, mask=near < count, other=-float("inf")).to(tl.float32)
             keys = tl.reshape(
@@ -103,7 +106,7 @@ def _expand_split(
     NOISE: tl.constexpr, HAS_D2T: tl.constexpr, SHORT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr
 ):  # fmt: skip
-    """Leave the best keys and the shares of one block of one row; `width` rows share an entry of the noise."""
+    """Store the best keys and shares of one block of one row; `width` rows share an entry of the noise."""
     if PDL:
         gdc_wait()
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -152,7 +155,7 @@ def _best_of_splits(
 ):  # fmt: skip
     """Return the best keys ``[BLOCK_W, BLOCK_K]`` of every row among those of its splits, descending.
 
-    With SHORT, `narrow` says that the values were bf16: keys half as wide are then compared.
+    With SHORT, `narrow` is true if the values were bf16. Keys of half the width are then compared.
     """
     count = splits * topk
     candidate = tl.arange(0, BLOCK_C)
@@ -162,7 +165,7 @@ def _best_of_splits(
         other=NO_KEY,
     )
     if SHORT:
-        if narrow:
+        if narrow:  # noqa: SIM108 (a ternary would compute both)
             best = widened(_best_narrow(narrowed(found), topk, BLOCK_W, BLOCK_K))
         else:
             best = best_keys_of_rows(found, topk, BLOCK_W, BLOCK_K)
@@ -173,7 +176,7 @@ def _best_of_splits(
 
 @triton.jit
 def _best_narrow(keys, k, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return what `best_keys_of_rows` does, of keys of 32 bits."""
+    """Return the same as `best_keys_of_rows`, for 32-bit keys."""
     place = tl.arange(0, BLOCK)
     best = tl.full((ROWS, BLOCK), NO_SHORT_KEY, tl.int32)
     for i in range(k):
@@ -189,9 +192,9 @@ def merged(
     NOISE: tl.constexpr, HAS_D2T: tl.constexpr, ROOTS: tl.constexpr, SHORT: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Return the tokens, scores and log-probs ``[BLOCK_W, BLOCK_K]`` of the children of the rows ``row [BLOCK_W]``.
+    """Return tokens, scores and log-probs ``[BLOCK_W, BLOCK_K]`` of the children of rows ``row [BLOCK_W]``.
 
-    `warm`: the rows were given noise. Without it, what is ranked are the logits.
+    `warm` is nonzero if the rows have noise. Otherwise the logits themselves are ranked.
     """
     before = tl.zeros((BLOCK_W,), tl.float32)
     if not ROOTS:
@@ -225,11 +228,11 @@ def merged(
 
 
 class Parts(NamedTuple):
-    """What the splits of a vocabulary leave.
+    """Results of the splits of a vocabulary.
 
     Attributes:
-        keys: ``[rows, splits, topk] int64``.
-        shares: ``[rows, splits, 4] fp32``.
+        keys: ``[rows, splits, topk] int64``, best keys of each split.
+        shares: ``[rows, splits, 4] fp32``: maximum and sum of exponentials, without and with noise.
     """
 
     keys: torch.Tensor
@@ -239,7 +242,7 @@ class Parts(NamedTuple):
 def split_rows(
     logits: torch.Tensor, topk: int, width: int, level: int, d2t: torch.Tensor | None, noise: Noise | None
 ) -> Parts:
-    """Launch the first pass over ``logits [rows, V]``, of which `width` rows share an entry of the noise."""
+    """Launch the first pass over ``logits [rows, V]``; `width` adjacent rows share a noise entry."""
     rows, vocab = logits.shape
     wanted = _launch.ceil_div(vocab, max(1, min(MAX_SPLITS, WANTED_PROGRAMS // rows)))
     block = min(MAX_BLOCK, _launch.next_power_of_2(vocab), max(1024, _launch.next_power_of_2(wanted)))
@@ -261,5 +264,5 @@ def split_rows(
 
 
 def narrow_keys(logits: torch.Tensor) -> bool:
-    """Whether the keys of these logits fit into 32 bits."""
+    """Return whether the keys of these logits fit into 32 bits."""
     return logits.dtype is torch.bfloat16 and logits.shape[1] <= WIDE_INDEX.value + 1

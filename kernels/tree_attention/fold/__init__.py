@@ -1,1 +1,1 @@
-"""The loop over token indices of attention."""
+"""The loop of attention over token indices."""

@@ -1,8 +1,11 @@
-"""How a program of `tree_attention` folds token indices into the running softmax of its (row, head of the group) pairs.
+"""Loop of `tree_attention` that folds tokens into the running softmax of (row, head of the group) pairs.
 
-The tensor core takes 64 rows of its left operand at a time. Many pairs are those rows, as usual. A few, with TRANSPOSED, are the narrow
-side of the right operand, and the token indices, or the dimensions of a head, are the rows: nothing is padded to 64, K and V go from
-shared memory to the tensor cores untouched, and scores and results take few registers.
+The tensor core processes 64 rows of its left operand at a time:
+
+- Normally, pairs are those rows.
+- With TRANSPOSED, for few pairs, the pairs are the narrow side of the right operand, and token indices or
+  head dimensions are the rows. Nothing is padded to 64, K and V move from shared memory to the tensor cores
+  unchanged, and scores and results take few registers.
 """
 
 from __future__ import annotations
@@ -18,13 +21,15 @@ def fold(
     SLOT_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Return maximum and sum of the pairs' weights, and the weighted sum of values, over the token indices [begin, end).
+    """Return maximum and sum of the pairs' weights, and the weighted sum of values, over [begin, end).
 
     Args:
-        query: ``[BLOCK_M, BLOCK_D]``; with TRANSPOSED and in the results of that form, ``[BLOCK_D, BLOCK_M]``.
-        pages: Of the first step's token indices. Each step asks for those of the next, so that its fetches of K and V wait for nothing.
+        query: ``[BLOCK_M, BLOCK_D]``. With TRANSPOSED, the query and the weighted sum are
+            ``[BLOCK_D, BLOCK_M]``.
+        pages: Pages of the first step's token indices. Each step loads those of the next, so that its K and V
+            loads do not wait for them.
         shared_end: All pairs see the indices below it, unless WINDOW.
-        scale: Positive; of scores in units of log2, or with SOFTCAP of what the cap is applied to.
+        scale: Positive factor that gives scores in units of log2. With SOFTCAP, the factor before the cap.
     """
     d = tl.arange(0, BLOCK_D)
     top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
@@ -72,7 +77,7 @@ def fold(
         fade = tl.exp2(top - base)
         if TRANSPOSED:
             weights = tl.exp2(scores * factor - base[None, :])
-            total = total * fade[None, :] + weights  # summed over the tokens at the end
+            total = total * fade[None, :] + weights  # summed over the tokens after the loop
             acc = tl.dot(v.T, weights.to(v.dtype), acc * fade[None, :], input_precision="ieee")
         else:
             weights = tl.exp2(scores * factor - base[:, None])
@@ -84,7 +89,10 @@ def fold(
 
 @triton.jit
 def within(first, end, BLOCK_N: tl.constexpr):
-    """Return the token indices of a step; behind the end, where weights are zero, the last one again."""
+    """Return the token indices of a step.
+
+    Past the end, where weights are zero, the last index is repeated.
+    """
     return tl.maximum(tl.minimum(first + tl.arange(0, BLOCK_N), end - 1), 0)
 
 
@@ -93,7 +101,7 @@ def _visible(
     index, first, end, row, position, first_column, prefix_len, ancestors, words, window,
     TREE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Return which token indices each pair sees: `index` along one dimension, what belongs to pairs along the other."""
+    """Return which token indices each pair sees: `index` along one dimension, pairs along the other."""
     visible = index < end
     if TREE:
         column = index - prefix_len
@@ -106,7 +114,7 @@ def _visible(
         bits = tl.where(index < prefix_len, 1, 0)
         for nth in tl.static_range(
             (BLOCK_N + 31) // 32 + 1
-        ):  # a block's columns lie in so many words at most
+        ):  # the columns of a block lie in at most this many words
             word = tl.load(
                 ancestors + row * words + base + nth, mask=(row >= 0) & (base + nth < words), other=0
             )
@@ -121,7 +129,7 @@ def _visible(
 
 @triton.jit
 def count_bits(word):
-    """Return how many of the 32 bits are set."""
+    """Return the number of set bits of a 32-bit word."""
     word = word - ((word >> 1) & 0x55555555)
     word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
     word = (word + (word >> 4)) & 0x0F0F0F0F
@@ -131,14 +139,14 @@ def count_bits(word):
 
 @triton.jit
 def first_column_of(ancestors, row, words, window):
-    """Return the column of the window-th node of each row's path, counted from its end: what lies before it is out of the window."""
+    """Return the column of the window-th node from each path's end; earlier nodes are outside the window."""
     column = row.to(tl.int32) * 0
     if window < words * 32:  # no path is longer than its mask
         missing = column + window
         for index in range(words):
             word = tl.load(ancestors + row * words + (words - 1 - index), mask=row >= 0, other=0)
             nodes = count_bits(word)
-            bit = column * 0  # the highest with `missing` nodes at and above it
+            bit = column * 0  # the highest bit with at least `missing` nodes at and above it (binary search)
             for step in tl.static_range(5):
                 higher = bit + (16 >> step)
                 bit = tl.where(

@@ -1,1 +1,1 @@
-"""The gated product of more than a few rows."""
+"""Gated product of more than a few rows."""

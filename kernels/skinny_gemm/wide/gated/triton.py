@@ -1,6 +1,6 @@
-"""The gated product of some 65 to 512 rows in Triton; see `outrider.kernels.skinny_gemm.project_gated`.
+"""Triton kernel of the gated product for about 65 to 512 rows (`outrider.kernels.skinny_gemm.project_gated`).
 
-A program computes pairs of outputs: the rows of the weight that make gates, and those that make values, come as one operand.
+A program computes pairs of outputs. The weight's gate rows and value rows are loaded as one operand.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _gated_tiles(
         if WIDEN:
             left, right = left.to(tl.float32), right.to(tl.float32)
         acc = tl.dot(left, right.T, acc, input_precision="ieee")
-    if PDL:  # here rather than at the stores: the compiler then keeps fewer results at a time, 168 registers instead of 241
+    if PDL:  # not at the stores: here the compiler keeps fewer results live (168 registers instead of 241)
         gdc_launch_dependents()
     low, high = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
     if NORMED:
@@ -55,7 +55,6 @@ def _gated_tiles(
 def project_gated(
     stream: Stream, weight: torch.Tensor, bias: torch.Tensor | None, gelu: bool, tile: Tile
 ) -> torch.Tensor:
-    """See `outrider.kernels.skinny_gemm.project_gated`."""
     x, sums = stream.scaled, stream.sums
     (rows, columns), size = x.shape, weight.shape[0] // 2
     out = _launch.empty((rows, size), x.dtype, x.device)

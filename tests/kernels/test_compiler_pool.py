@@ -1,0 +1,39 @@
+"""The pool of processes that compile kernels: a wait for it always ends, and unstarted work is dropped."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from outrider.kernels.ahead import pool as compiler_pool
+from outrider.kernels.ahead.pool import CompilerPool
+
+
+def test_kernels_that_nobody_began_in_time_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_pool, "MOST_PROCESSES", 0)
+    pool, stop = CompilerPool(), threading.Event()
+    busy = threading.Thread(target=stop.wait, daemon=True)
+    busy.start()
+    pool._threads = [busy]
+    for job in "abc":
+        pool.submit(job, job)
+    pool.wait(0, limit_s=0.0)
+    assert pool.submitted == 0
+    pool.wait(pool.submitted)  # must not wait for the dropped kernels
+    stop.set()
+    busy.join()
+
+
+def test_waiting_for_kernels_has_an_end() -> None:
+    pool, stop = CompilerPool(), threading.Event()
+    busy = threading.Thread(target=stop.wait, daemon=True)
+    busy.start()
+    pool.submitted, pool._threads = 1, [busy]
+    started = time.monotonic()
+    pool.wait(0, limit_s=0.1)
+    assert 0.1 <= time.monotonic() - started < 30.0
+    assert busy.is_alive()
+    stop.set()
+    busy.join()

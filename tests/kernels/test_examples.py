@@ -1,0 +1,137 @@
+"""Runs the example in the docstring of every public kernel function, as a reader would see it.
+
+An example runs twice: with the torch reference, and with the Triton version under the interpreter. Both must
+print exactly the text in the docstring. A public function without an example fails.
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+from triton.runtime.interpreter import GridExecutor
+
+import outrider.kernels
+from outrider.kernels._dispatch import Backend, force_backend
+
+ROOT = "outrider.kernels."
+
+HOST_ONLY = {
+    "ahead.compile_ahead": "a CPU needs no compiled kernels; tests/gpu covers GPUs",
+    "ahead.rehearsing": "reads a flag",
+    "ahead.state_of": "a CPU needs no compiled kernels; tests/gpu covers GPUs",
+    "exchange_add.can_exchange": "integer arithmetic",
+    "exchange_add.inbox_shape": "integer arithmetic",
+    "path_attention.row_paths": "torch operations on any device",
+    "peer_words.box_shape": "integer arithmetic",
+    "peer_words.can_pass": "integer arithmetic",
+    "skinny_gemm.choose_tile": "looks up a table",
+    "stream.normed_at_once": "compares a row count",
+    "topk_expand.num_candidates": "integer arithmetic",
+}
+"""Public functions that launch no kernel on a CPU, with the reason.
+
+All others must launch one in their example.
+"""
+
+
+def public_functions() -> dict[str, Callable[..., Any]]:
+    """Return all public kernel functions by their names without the root package.
+
+    Public are the functions in `__all__` of every package, and those of modules directly below the root.
+    Names with a leading underscore are private.
+    """
+    found: dict[str, Callable[..., Any]] = {}
+    for info in pkgutil.walk_packages(outrider.kernels.__path__, ROOT):
+        path = info.name.removeprefix(ROOT)
+        if path.split(".")[0].startswith("_") or not (info.ispkg or "." not in path):
+            continue
+        module = importlib.import_module(info.name)
+        own = [
+            name
+            for name, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+        ]
+        exported = getattr(module, "__all__", own)
+        assert set(own) <= set(exported), f"{path}: __all__ lacks {sorted(set(own) - set(exported))}"
+        for name in exported:
+            if inspect.isfunction(getattr(module, name)):
+                found[f"{path}.{name}"] = getattr(module, name)
+    return found
+
+
+FUNCTIONS = public_functions()
+
+
+def example_of(function: Callable[..., Any]) -> doctest.DocTest:
+    """Return the example of a function; fail if it has none that calls the function and shows a result."""
+    # Without globals, the example has to import all that it uses.
+    (test,) = doctest.DocTestFinder(recurse=False, exclude_empty=False).find(
+        function, function.__name__, globs={}
+    )
+    assert "\n    Example:\n" in (function.__doc__ or ""), f"{function.__name__} has no Example section"
+    assert any(f"{function.__name__}(" in example.source for example in test.examples), (
+        "no call in the example"
+    )
+    assert any(example.want for example in test.examples), "the example shows no result"
+    return test
+
+
+def failures_of(test: doctest.DocTest) -> str:
+    """Run an example and return doctest's report of its failures."""
+    report: list[str] = []
+    doctest.DocTestRunner(verbose=False).run(test, out=report.append)
+    return "".join(report)
+
+
+@pytest.mark.parametrize("backend", Backend, ids=lambda backend: backend.value)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_example_prints_its_documented_output(name: str, backend: Backend) -> None:
+    test = example_of(FUNCTIONS[name])
+    launches = 0
+    launch = GridExecutor.__call__
+
+    def counted(self: GridExecutor, *arguments: Any, **named: Any) -> Any:
+        nonlocal launches
+        launches += 1
+        return launch(self, *arguments, **named)
+
+    with force_backend(backend), mock.patch.object(GridExecutor, "__call__", counted):
+        failures = failures_of(test)
+    assert not failures, failures
+    launches_kernels = backend is Backend.TRITON and name not in HOST_ONLY
+    assert bool(launches) == launches_kernels, f"{launches} kernels were launched"
+
+
+def test_all_packages_are_found() -> None:
+    assert set(HOST_ONLY) <= set(FUNCTIONS)
+    assert {"verify.verify_tree", "skinny_gemm.project", "ahead.state_of", "stream.normed_at_once"} <= set(
+        FUNCTIONS
+    )
+
+
+def documented() -> int:
+    """Return two.
+
+    Example:
+        >>> from builtins import abs as documented
+        >>> documented(-2)
+        3
+    """
+    return 2
+
+
+def undocumented() -> None:
+    """Has no example."""
+
+
+def test_wrong_output_and_missing_examples_fail() -> None:
+    assert "Expected:\n    3\nGot:\n    2\n" in failures_of(example_of(documented))
+    with pytest.raises(AssertionError, match="undocumented has no Example section"):
+        example_of(undocumented)
