@@ -13,7 +13,6 @@ variants are needed, so that code is rehearsed:
 from __future__ import annotations
 
 import contextlib
-import enum
 import functools
 import logging
 import math
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from outrider.kernels._launch import outputs_of_zeros
+from outrider.kernels.ahead.types import Compiled
 
 if TYPE_CHECKING:
     from outrider.kernels.ahead.pool import CompilerPool
@@ -38,20 +38,6 @@ PIECES_TO_SEE = 2
 
 _log = logging.getLogger("outrider.kernels")
 _rehearsing = False
-
-
-class Compiled(enum.Enum):
-    """State of the kernels of a piece of work.
-
-    Attributes:
-        YES: All are compiled.
-        NOT_YET: One is being compiled, or was deferred.
-        NO: One cannot be compiled.
-    """
-
-    YES = enum.auto()
-    NOT_YET = enum.auto()
-    NO = enum.auto()
 
 
 def rehearsing() -> bool:

@@ -23,7 +23,7 @@ from triton.runtime import JITFunction
 from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.driver import driver
 
-from outrider.kernels.ahead import Compiled
+from outrider.kernels.ahead.types import Compiled
 from outrider.kernels.ahead.worker import restored
 
 MOST_PROCESSES = 16

@@ -1,0 +1,19 @@
+"""Whether the kernels of a piece of work are compiled."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Compiled(enum.Enum):
+    """State of the kernels of a piece of work.
+
+    Attributes:
+        YES: All are compiled.
+        NOT_YET: One is being compiled, or was deferred.
+        NO: One cannot be compiled.
+    """
+
+    YES = enum.auto()
+    NOT_YET = enum.auto()
+    NO = enum.auto()
