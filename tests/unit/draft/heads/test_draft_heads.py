@@ -189,7 +189,7 @@ def test_an_absent_lm_head_is_borrowed_from_the_target(tmp_path: Path, target: P
     for name in head.missing():
         head.lend(name, read_target_tensor(target, name))
     assert outputs(head)[1].shape == (7, VOCAB)
-    with pytest.raises(CheckpointError, match="not wanted"):
+    with pytest.raises(CheckpointError, match="does not borrow"):
         head.lend(LM_HEAD, torch.zeros(VOCAB, HIDDEN))
 
 
@@ -386,7 +386,7 @@ def test_only_what_is_borrowed_is_read_from_the_target(head_dir: Path, target: P
 def test_a_head_that_cannot_borrow_a_wider_embedding_says_so(head_dir: Path) -> None:
     rewrite(head_dir, lambda tensors: tensors | {"fc.weight": torch.zeros(HIDDEN, 3 * 2 * HIDDEN)})
     configure(head_dir, target_hidden_size=2 * HIDDEN)
-    with pytest.raises(CheckpointError, match="cannot borrow"):
+    with pytest.raises(CheckpointError, match="target's does not fit"):
         load(head_dir)
 
 
