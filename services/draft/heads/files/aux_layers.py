@@ -139,7 +139,8 @@ class AuxLayers:
                 f"this one has {num_layers}. Name the layers by {AUX_KEY} in the head's config.json.",
                 field=AUX_KEY,
             )
-        # The official code captures the inputs of layers 2, L // 2 and L - 3: the outputs of the layers before.
+        # As in the official code: the inputs of layers 2, L // 2 and L - 3 are the outputs of the layers
+        # before.
         return (1, num_layers // 2 - 1, num_layers - 4)
 
 

@@ -39,8 +39,8 @@ def take_hot_ids(
         if hot_size is None:
             return None
         raise CheckpointError(
-            f"{reader.path}: {HOT_SIZE} is {hot_size}, but the file has no tensor {HOT_IDS}. Give the token map "
-            "by --speculative-token-map, or remove the key to draft with the full vocabulary.",
+            f"{reader.path}: {HOT_SIZE} is {hot_size}, but the file has no tensor {HOT_IDS}. Give the token "
+            "map by --speculative-token-map, or remove the key to draft with the full vocabulary.",
             field=HOT_SIZE,
         )
     if token_map is not None and not torch.equal(token_map.sort().values, ids.sort().values):
@@ -52,8 +52,8 @@ def take_hot_ids(
     if hot_size is not None and ids.shape[0] != hot_size:
         source = HOT_IDS if HOT_IDS in keys else "the token map"
         raise CheckpointError(
-            f"{reader.path}: {HOT_SIZE} is {hot_size}, but {source} has {ids.shape[0]} tokens. Correct the key, "
-            "or give the tokens that the head was made for.",
+            f"{reader.path}: {HOT_SIZE} is {hot_size}, but {source} has {ids.shape[0]} tokens. Correct the "
+            "key, or give the tokens that the head was made for.",
             field=HOT_SIZE,
         )
     if HOT_IDS in keys and (
