@@ -22,7 +22,7 @@ from outrider.shared.nn.layers.token_products import token_products
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedTokens:
-    """A first layer's attention without the embedding's share of its first product, and a table of that share.
+    """A first layer's attention without the embedding's share of the product, and a table of that share.
 
     Attributes:
         attention: The layer's attention; its q-k-v product reads the feature only.

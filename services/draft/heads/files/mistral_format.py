@@ -71,7 +71,7 @@ def config_file(folder: Path) -> Path:
 
 
 def read_head_config(folder: Path) -> dict[str, Any]:
-    """Read a head's configuration as it is stored. `head_config.flatten` translates it to Hugging Face's keys.
+    """Read a head's configuration as stored. `head_config.flatten` translates it to Hugging Face's keys.
 
     Raises:
         CheckpointError: The file is missing or not JSON.
