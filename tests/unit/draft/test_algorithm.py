@@ -76,7 +76,7 @@ def test_what_contradicts_itself_is_refused(folders: dict[str, Path]) -> None:
     for asked, draft, match in (
         (Algorithm.STANDALONE, "eagle3", "draft head"),
         (Algorithm.EAGLE3, "model", "STANDALONE"),
-        (Algorithm.EAGLE3, "mimo", "ask for MTP"),
+        (Algorithm.EAGLE3, "mimo", "Set MTP"),
         (Algorithm.MTP, "model", "no MTP layers"),
         (Algorithm.NEXTN, "eagle3", "no MTP layers"),
     ):
