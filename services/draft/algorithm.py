@@ -1,4 +1,4 @@
-"""Chooses the way of drafting: by ``speculative_algorithm``, or by the checkpoint's tensors if it is ``auto``."""
+"""Chooses how to draft: by ``speculative_algorithm``; if that is ``auto``, by the checkpoint's tensors."""
 
 from __future__ import annotations
 

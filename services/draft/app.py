@@ -117,7 +117,7 @@ def _use_device(device: torch.device) -> None:
 
 
 def _tokenizer(settings: DraftSettings) -> str:
-    """Return the tokenizer's fingerprint from the draft's folder, else the target's; empty if both have none."""
+    """Return the fingerprint of the draft's tokenizer, else of the target's; empty if neither has one."""
     prints = (
         tokenizer_fingerprint(folder)
         for folder in (settings.draft, settings.target_weights)

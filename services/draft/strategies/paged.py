@@ -89,7 +89,6 @@ class PagedStrategy(DraftStrategy, ABC):
         return self._pool.reserve(session.lease, wanted)
 
     @torch.inference_mode()
-    @torch.inference_mode()
     def propose(self, sessions: Sequence[Session]) -> DraftBatch:
         shapes = [session.ask.shape.bounded() for session in sessions if session.ask is not None]
         states = [state for state in map(self._root_state, sessions) if state is not None]

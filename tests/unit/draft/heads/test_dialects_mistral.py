@@ -248,7 +248,7 @@ def test_missing_tensors_are_named_as_mistral_spells_them(tmp_path: Path) -> Non
         assert caught.value.field == name
     stored, _ = quantised(mistral_tensors())
     per_row = stored | {"eagle_linear.qscale_weight": torch.ones(HIDDEN)}
-    with pytest.raises(CheckpointError, match="only one scale per tensor") as caught:
+    with pytest.raises(CheckpointError, match="Only one scale per tensor") as caught:
         load_head(write_native(tmp_path / "rows", per_row), CPU, torch.float32)
     assert caught.value.field == "eagle_linear.qscale_weight"
     broken = write_native(
