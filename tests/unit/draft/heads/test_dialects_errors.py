@@ -1,4 +1,4 @@
-"""Heads that do not load: every missing, unexpected, misshaped or contradictory key is named, with what to do; and token maps likewise."""
+"""Broken heads and token maps are refused with the name of the key or tensor, and with the fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EAGLE-3 checkpoints: every dialect gives the same head, and whatever does not fit is refused by name."""
+"""EAGLE-3 checkpoints: every dialect loads as the same head, and unfit tensors are refused by name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def load(path: Path, target: Path | None = None) -> Eagle3Head:
 
 
 def outputs(head: Eagle3Head, rows: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the head over a fixed causal sequence; returns states and logits."""
+    """Run the head over a fixed causal sequence, and return its states and logits."""
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(0, VOCAB, (rows,), generator=generator)
     features = torch.randn(rows, HIDDEN, generator=generator)
@@ -367,7 +367,7 @@ def test_the_fit_is_checked_at_start_when_the_target_is_at_hand(tmp_path: Path, 
 
 
 def test_only_what_is_borrowed_is_read_from_the_target(head_dir: Path, target: Path, tmp_path: Path) -> None:
-    """A target folder stripped of everything else is enough."""
+    """A target folder without any other tensors is enough."""
     stripped = tmp_path / "stripped"
     stripped.mkdir()
     (stripped / "config.json").write_text((target / "config.json").read_text())
