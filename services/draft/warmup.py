@@ -29,7 +29,7 @@ LONG_PROMPT_LEN = 300
 PERIOD = 7
 """Period of the made-up sequence. It repeats itself so that n-grams find matches."""
 MOST_UNRECORDED = 16
-"""Largest number of concurrent sessions for a strategy without device rounds."""
+"""Largest number of concurrent sessions for a strategy without recorded rounds."""
 MOST_TOKENS = 256
 """Upper bound of the tokens of a made-up sequence with its tree; limits concurrent sessions to the cache."""
 
@@ -74,7 +74,7 @@ def warm_up(
         cache = rounds.graphs.cache
         mib = round(cache.memory_bytes / 2**20)
         _log.info(
-            "CUDA graphs captured",
+            "CUDA graphs recorded",
             graphs=len(cache.keys),
             memory_mib=mib,
             seconds=round(time.monotonic() - started, 1),

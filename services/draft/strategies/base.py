@@ -70,7 +70,8 @@ class DraftStrategy(Protocol):
 
     Attributes:
         info: Description of the strategy.
-        rounds: Its drafting rounds that run on the device without the host; None if it has none.
+        rounds: Its recorded rounds, which extend sessions and grow their trees in one launch on the device;
+            None if it has none.
     """
 
     info: StrategyInfo

@@ -45,7 +45,7 @@ class PagedStrategy(DraftStrategy, ABC):
         model: The model that grows the trees.
         pool: The model's KV pool.
         attention: The model's attention backend.
-        round_model: The model in the form that device rounds need; None for a model without device rounds.
+        round_model: The model in the form that recorded rounds need; None for a model without them.
         dtype: Type of the features.
     """
 

@@ -1,8 +1,8 @@
 """Selects the target layers that feed an EAGLE-3 head, and decides if their ids count outputs or inputs.
 
 Reading the ids by the wrong convention silently lowers the accept length. The convention here is SGLang's
-(`set_eagle3_layers_to_capture`). The ids count outputs of layers, except in two cases,
-where they count inputs:
+(`set_eagle3_layers_to_capture`). The ids count outputs of layers, except in two cases, where they count
+inputs:
 
 - The last id equals the number of the target's layers, as in heads for gpt-oss.
 - The target is a DeepSeek or Kimi model, and the ids do not begin with 1.
@@ -139,8 +139,8 @@ class AuxLayers:
                 f"this one has {num_layers}. Name the layers by {AUX_KEY} in the head's config.json.",
                 field=AUX_KEY,
             )
-        # As in the official code: the inputs of layers 2, L // 2 and L - 3 are the outputs of the layers
-        # before.
+        # As in the official code, the inputs of layers 2, L // 2 and L - 3, named as outputs of the layers
+        # before these.
         return (1, num_layers // 2 - 1, num_layers - 4)
 
 

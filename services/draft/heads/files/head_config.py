@@ -120,8 +120,8 @@ class HeadConfig:
         if raw.get("swap_h_and_emb"):
             raise reader.error(
                 "swap_h_and_emb",
-                "true is not supported: the first layer must read the embedding before the feature. Export "
-                "it so",
+                "true is not supported: the first layer must read the embedding before the feature. "
+                "Export the head in this order",
             )
         if raw.get("quantization_config"):
             raise reader.error(

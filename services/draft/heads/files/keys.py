@@ -300,7 +300,7 @@ def _scales(
         if prod(info.shape) != 1:
             raise CheckpointError(
                 f"{reader.path}: {actual} has the shape {list(info.shape)}. Only one scale per tensor is "
-                "supported; export the head so, or in bf16.",
+                "supported; export the head with one scale, or in bf16.",
                 field=actual,
             )
         if matrix in shapes and matrix in stored:

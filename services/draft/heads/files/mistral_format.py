@@ -99,8 +99,7 @@ def from_params(raw: Mapping[str, Any], source: Path | str) -> dict[str, Any]:
     if quantised and (not isinstance(quantised, Mapping) or quantised.get("qformat_weight") != "fp8_e4m3"):
         raise CheckpointError(
             f"{source}: quantization: {quantised!r} is not supported. Use a head in fp8_e4m3, or one that "
-            "is not "
-            "quantised.",
+            "is not quantised.",
             field="quantization",
         )
     for theirs, ours in KEYS.items():

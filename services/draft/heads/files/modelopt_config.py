@@ -32,8 +32,8 @@ def check_eagle3(reader: ConfigReader, num_layers: int, *, final_hidden: bool) -
     if not reader.flag(FIRST_NORM, True):
         raise reader.error(
             FIRST_NORM,
-            "false is not supported: the head would read features without hidden_norm. Export it with the "
-            "norm",
+            "false is not supported: the head would read features without hidden_norm. Export it "
+            "with the norm",
         )
     if not reader.flag(LAST_NORM, True):
         raise reader.error(
@@ -64,8 +64,7 @@ def check_eagle(reader: ConfigReader, *, ends_with_norm: bool) -> None:
         raise reader.error(
             LAST_NORM,
             "true is not supported for EAGLE-1/2 heads: the target's lm_head reads their states without a "
-            "norm. "
-            "Export the head with false",
+            "norm. Export the head with false",
         )
     _check_both(reader, joins=True)
 

@@ -100,9 +100,8 @@ def _documents(path: Path) -> Iterator[list[int] | str]:
             yield document
         else:
             raise ConfigurationError(
-                f"ngram_corpus: document {number} of {path} must be a list of token ids, a text, or an "
-                "object "
-                '{"text": …}.',
+                f"ngram_corpus: document {number} of {path} must be a list of token ids, a text, or "
+                'an object {"text": …}.',
                 field="ngram_corpus",
             )
 
